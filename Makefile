@@ -1,0 +1,33 @@
+# make run    install what is pinned and run the main job      ARGS="model=... train.num_iterations=5" overrides
+# make test   install, check style and types, run the tests    PYTEST_ARGS="-k gae" chooses
+# make install | lock | clean
+# PLATFORM=cuda installs for NVIDIA GPUs; EXTRAS=smollm2 adds the extra that model=smollm2_135m needs.
+
+SHELL := /bin/bash
+PYTHON := .venv/bin/python
+PLATFORM ?= cpu
+EXTRAS ?=
+ARGS ?=
+PYTEST_ARGS ?=
+
+.PHONY: install run test lock clean
+
+install:
+	@tools/install/install.sh $(PLATFORM) $(EXTRAS)
+
+run: install
+	$(PYTHON) -m megarl.train $(ARGS)
+
+test: install
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	$(PYTHON) -m pytest -q --durations=15 $(PYTEST_ARGS)
+
+# The pins, made anew from pyproject.toml (tools/install/lock.py says how). UPGRADE=--upgrade takes the newest releases.
+lock:
+	python3.11 tools/install/lock.py $(UPGRADE)
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

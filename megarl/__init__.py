@@ -1,0 +1,1 @@
+"""megarl: reinforcement learning of large language models on Megatron-Core, SGLang and Ray."""

@@ -1,0 +1,90 @@
+"""Means and standard deviations over the batch, the groups, or the run so far.
+
+Suffix: B samples. Standard deviations are those of the population (1/n), as in the formulas of DAPO and REINFORCE++.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.config.algo_choices import NormScope
+
+STD_EPS = 1e-6
+"""Added to every standard deviation that divides."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of the set that each sample belongs to."""
+
+    mean: Tensor
+    """float64 [B]"""
+    std: Tensor
+    """float64 [B]"""
+    constant: Tensor
+    """bool [B]: all members of the set are equal"""
+
+
+@dataclass(frozen=True)
+class RunningMoments:
+    """Of every reward of the run so far; plain numbers, so that a checkpoint can hold them."""
+
+    count: int = 0
+    mean: float = 0.0
+    sum_of_squares: float = 0.0
+    """of the differences from the mean"""
+
+    @property
+    def std(self) -> float:
+        return (self.sum_of_squares / self.count) ** 0.5 if self.count else 0.0
+
+
+def merge_moments(moments: RunningMoments, values_B: Tensor) -> RunningMoments:
+    """The moments with more values (float [B]) taken in (Chan et al.'s parallel variance)."""
+    if values_B.numel() == 0:
+        return moments
+    values = values_B.double()
+    count, mean = values.numel(), float(values.mean())
+    total, shift = moments.count + count, mean - moments.mean
+    spread = float(((values - mean) ** 2).sum())
+    return RunningMoments(
+        total,
+        moments.mean + shift * count / total,
+        moments.sum_of_squares + spread + shift**2 * moments.count * count / total,
+    )
+
+
+def compute_group_index(groups_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Each sample's group as 0..G-1 (int64 [B]), and the groups' sizes (int64 [G])."""
+    _, index, sizes = torch.unique(groups_B, return_inverse=True, return_counts=True)
+    return index, sizes
+
+
+def compute_moments(
+    values_B: Tensor, groups_B: Tensor, scope: NormScope, running: RunningMoments | None = None
+) -> Moments:
+    """Mean and std, for each sample, of the set that `scope` names.
+
+    values_B: float [B]. groups_B: int64 [B]. running: needed for scope=running, with these values taken in already.
+    """
+    values = values_B.double()
+    if scope is NormScope.running:
+        if running is None:
+            raise ValueError(
+                "reward_norm: running found without moments of the run so far; pass reward_moments"
+            )
+        mean, std = torch.full_like(values, running.mean), torch.full_like(values, running.std)
+        # The merged sums carry rounding, so equality is judged with its size in mind.
+        return Moments(mean, std, std <= 1e-12 * (1.0 + mean.abs()))
+    if scope is NormScope.group:
+        index, sizes = compute_group_index(groups_B)
+    else:
+        index = torch.zeros(values.shape, dtype=torch.int64, device=values.device)
+        sizes = torch.tensor([values.numel()], device=values.device)
+    empty = torch.zeros(sizes.shape, dtype=torch.float64, device=values.device)
+    mean = (empty.index_add(0, index, values) / sizes)[index]
+    variance = empty.index_add(0, index, (values - mean) ** 2) / sizes
+    high = empty.scatter_reduce(0, index, values, "amax", include_self=False)
+    low = empty.scatter_reduce(0, index, values, "amin", include_self=False)
+    return Moments(mean, variance.sqrt()[index], (high == low)[index])

@@ -1,0 +1,1 @@
+"""Ray: the only room that creates actors. Placement, fan-out, deadlines, clean ends."""

@@ -1,0 +1,67 @@
+"""A local Ray cluster: started for one run, ended with it, leaving nothing behind."""
+
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import ray
+
+from megarl.config.cluster import ClusterConfig
+from megarl.signals import STOPPING_SIGNALS
+
+
+@contextmanager
+def local_ray(config: ClusterConfig, num_actors: int) -> Iterator[None]:
+    """A Ray cluster of this machine alone, for `num_actors` actors of one logical CPU each.
+
+    On leaving, however that comes about, every process that Ray started is ended within
+    `cluster.shutdown_deadline_s` and its files and shared memory are removed.
+    """
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # A short path: Ray puts unix sockets under it, whose names may have 107 characters at most.
+    temp_dir = tempfile.mkdtemp(prefix="megarl-", dir="/tmp")
+    before = set(psutil.Process().children(recursive=True))
+    try:
+        with _keep_signal_handlers():
+            ray.init(
+                address="local",
+                num_cpus=max(num_actors, config.num_cpus or os.cpu_count() or 1),
+                include_dashboard=False,
+                object_store_memory=config.object_store_mb * 2**20,
+                log_to_driver=False,
+                logging_level="ERROR",
+                _temp_dir=temp_dir,
+                _node_ip_address="127.0.0.1",
+            )
+        yield
+    finally:
+        started = [p for p in psutil.Process().children(recursive=True) if p not in before]
+        ray.shutdown()
+        _end_processes(started, config.shutdown_deadline_s / 3)
+        shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+@contextmanager
+def _keep_signal_handlers() -> Iterator[None]:
+    """ray.init puts handlers of its own in place of the process's; these put them back, native ones included."""
+    before = {number: signal.getsignal(number) for number in STOPPING_SIGNALS}
+    yield
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_processes(processes: list[psutil.Process], grace_s: float) -> None:
+    """SIGKILL whatever of these is still there after `grace_s`."""
+    _, alive = psutil.wait_procs(processes, timeout=grace_s)
+    for process in alive:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(alive, timeout=grace_s)

@@ -1,0 +1,157 @@
+"""One role (policy, critic or reference) as a group of Ray actors, one per rank: the `TrainBackend` of the loop."""
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import ray
+import torch
+from torch import Tensor
+
+from megarl.cluster.waiting import wait_for
+from megarl.types import Metrics, Sequences, TrainingSamples
+
+if TYPE_CHECKING:
+    from megarl.mcore.worker import MegatronWorker, WorkerSpec
+
+T = TypeVar("T")
+
+
+@ray.remote(num_cpus=1, max_restarts=0)
+class WorkerActor:
+    """The process of one rank. Its output goes to its own log file."""
+
+    def __init__(self, log_path: str):
+        redirect_output(Path(log_path))
+        self._worker: MegatronWorker | None = None
+
+    def find_address(self, host: str) -> str:
+        """A free port of this process's machine, for the process group's rendezvous."""
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"tcp://{host}:{probe.getsockname()[1]}"
+
+    def build(self, spec: "WorkerSpec", rank: int, world_size: int, init_method: str) -> None:
+        from megarl.mcore.worker import MegatronWorker
+
+        self._worker = MegatronWorker(spec, rank, world_size, init_method)
+
+    def call(self, verb: str, *args: Any) -> Any:
+        return getattr(self._worker, verb)(*args)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def redirect_output(log_path: Path) -> None:
+    """Send this process's stdout and stderr, native code included, to a file."""
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("ab", buffering=0) as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+
+@dataclass(frozen=True)
+class PendingCall(Generic[T]):
+    """A call under way on all ranks; `merge` makes one result of theirs."""
+
+    refs: tuple[ray.ObjectRef, ...]
+    names: tuple[str, ...]
+    what: str
+    deadline_s: float
+    merge: Callable[[list[Any]], T]
+
+    def result(self) -> T:
+        return self.merge(wait_for(self.refs, self.names, self.what, self.deadline_s))
+
+
+class WorkerGroup:
+    """All ranks of one role. Implements `megarl.seams.TrainBackend`."""
+
+    def __init__(self, spec: "WorkerSpec", log_dir: Path, host: str, start_deadline_s: float):
+        """Starts the actors; `start()` waits until their models stand."""
+        self.role = spec.role.value
+        self.num_ranks = spec.parallel.num_processes
+        self._spec = spec
+        self._host = host
+        self._start_deadline_s = start_deadline_s
+        self._names = tuple(f"{self.role} rank {r}/{self.num_ranks}" for r in range(self.num_ranks))
+        self._actors = [
+            WorkerActor.options(name=None).remote(str(log_dir / f"{self.role}-{rank}.log"))
+            for rank in range(self.num_ranks)
+        ]
+
+    def start(self) -> PendingCall[None]:
+        """Build the models on all ranks."""
+        address = wait_for(
+            [self._actors[0].find_address.remote(self._host)],
+            self._names[:1],
+            f"start of the {self.role} process",
+            self._start_deadline_s,
+        )[0]
+        refs = [
+            actor.build.remote(self._spec, rank, self.num_ranks, address) for rank, actor in enumerate(self._actors)
+        ]
+        return PendingCall(
+            tuple(refs), self._names, f"building the {self.role} model", self._start_deadline_s, lambda _: None
+        )
+
+    def logprobs(self, sequences: Sequences, temperature: float) -> PendingCall[Tensor]:
+        return self._call("logprobs", _merge_rows(sequences), sequences, temperature)
+
+    def values(self, sequences: Sequences) -> PendingCall[Tensor]:
+        return self._call("values", _merge_rows(sequences), sequences)
+
+    def update(self, samples: TrainingSamples, minibatches: Sequence[Tensor]) -> PendingCall[list[Metrics]]:
+        return self._call("update", _take_first, samples, list(minibatches))
+
+    def export_weights(self, directory: Path) -> PendingCall[None]:
+        return self._call("export_weights", _take_first, directory)
+
+    def save(self, directory: Path) -> PendingCall[None]:
+        return self._call("save", _take_first, directory)
+
+    def load(self, directory: Path) -> PendingCall[None]:
+        return self._call("load", _take_first, directory)
+
+    def checksum(self) -> PendingCall[list[str]]:
+        """SHA-256 of every rank's parameters, in rank order."""
+        return self._call("checksum", list)
+
+    def pids(self) -> list[int]:
+        refs = [actor.pid.remote() for actor in self._actors]
+        return wait_for(refs, self._names, "process ids", self._start_deadline_s)
+
+    def _call(self, verb: str, merge: Callable[[list[Any]], T], *args: Any) -> PendingCall[T]:
+        # One copy in the object store serves every rank of a node.
+        shared = [ray.put(arg) if isinstance(arg, Sequences | TrainingSamples) else arg for arg in args]
+        refs = tuple(actor.call.remote(verb, *shared) for actor in self._actors)
+        return PendingCall(refs, self._names, f"{self.role}.{verb}", self._spec.deadline_s, merge)
+
+
+def _take_first(results: list[T]) -> T:
+    return results[0]
+
+
+def _merge_rows(sequences: Sequences) -> Callable[[list[Any]], Tensor]:
+    """Put the rows that each data-parallel rank computed into one float32 [B, T]."""
+
+    def merge(results: list[Any]) -> Tensor:
+        longest = int(sequences.response_lengths.max()) if sequences.num_samples else 0
+        merged = torch.zeros(sequences.num_samples, longest, dtype=torch.float32)
+        seen = torch.zeros(sequences.num_samples, dtype=torch.int64)
+        for part in results:
+            if part is not None:
+                merged[part.rows] = part.values
+                seen[part.rows] += 1
+        if not bool((seen == 1).all()):
+            raise RuntimeError(f"rows {torch.nonzero(seen != 1).flatten().tolist()} were computed {seen[seen != 1].tolist()} times, not once")
+        return merged
+
+    return merge

@@ -1,0 +1,138 @@
+"""Contradictions between values: found before anything starts."""
+
+from collections.abc import Iterator
+
+from megarl.config.algo import check_algo, needs_critic, needs_reference
+from megarl.config.roles import OptimizerConfig, ParallelConfig
+from megarl.config.schema import Config
+
+
+def check_config(config: Config) -> list[str]:
+    """One message per problem: the key, what was found, what would be right. Empty where all is well."""
+    return [
+        *_check_sizes(config),
+        *_check_roles(config),
+        *_check_rollout(config),
+        *check_algo(config.algo, config.train.responses_per_prompt, num_optimizer_steps(config)),
+    ]
+
+
+def num_samples(config: Config) -> int:
+    """Samples of one iteration: prompts x responses."""
+    return config.train.prompts_per_iteration * config.train.responses_per_prompt
+
+
+def num_optimizer_steps(config: Config) -> int:
+    """Policy optimizer steps of one iteration."""
+    return num_samples(config) // max(1, config.train.samples_per_minibatch) * config.train.epochs_per_iteration
+
+
+def describe_sizes(config: Config) -> str:
+    """The sizes of an iteration as one sentence."""
+    train = config.train
+    return (
+        f"each iteration: {train.prompts_per_iteration} prompts x {train.responses_per_prompt} responses"
+        f" = {num_samples(config)} samples; {train.samples_per_minibatch} samples per minibatch"
+        f" x {train.epochs_per_iteration} epoch{'s' if train.epochs_per_iteration > 1 else ''}"
+        f" = {num_optimizer_steps(config)} optimizer steps;"
+        f" micro-batches of up to {train.tokens_per_microbatch} tokens"
+    )
+
+
+def _check_sizes(config: Config) -> Iterator[str]:
+    train = config.train
+    positive = {
+        "train.num_iterations": train.num_iterations,
+        "train.prompts_per_iteration": train.prompts_per_iteration,
+        "train.responses_per_prompt": train.responses_per_prompt,
+        "train.samples_per_minibatch": train.samples_per_minibatch,
+        "train.tokens_per_microbatch": train.tokens_per_microbatch,
+        "train.epochs_per_iteration": train.epochs_per_iteration,
+        "train.eval_every": train.eval_every,
+        "train.num_eval_prompts": train.num_eval_prompts,
+        "data.prompt_length": config.data.prompt_length,
+        "rollout.response_length": config.rollout.response_length,
+    }
+    bad = [f"{key}: found {value}; it must be 1 or more" for key, value in positive.items() if value < 1]
+    yield from bad
+    if bad:
+        return
+    samples = num_samples(config)
+    if train.samples_per_minibatch > samples or samples % train.samples_per_minibatch:
+        divisors = [n for n in range(1, samples + 1) if samples % n == 0]
+        nearest = min(divisors, key=lambda n: abs(n - train.samples_per_minibatch))
+        yield (
+            f"train.samples_per_minibatch: found {train.samples_per_minibatch}, which does not divide the"
+            f" {train.prompts_per_iteration} prompts x {train.responses_per_prompt} responses = {samples} samples"
+            f" of an iteration; the nearest that does is {nearest}"
+        )
+
+
+def _check_roles(config: Config) -> Iterator[str]:
+    roles = {"policy": config.policy.parallel}
+    if needs_critic(config.algo):
+        roles["critic"] = config.critic.parallel
+        yield from _check_optimizer("critic.optimizer", config.critic.optimizer)
+    if needs_reference(config.algo):
+        roles["reference"] = config.reference.parallel
+    yield from _check_optimizer("policy.optimizer", config.policy.optimizer)
+    for role, parallel in roles.items():
+        yield from _check_parallel(f"{role}.parallel", parallel, config.train.samples_per_minibatch)
+    if config.critic.updates_per_policy_update < 1:
+        yield f"critic.updates_per_policy_update: found {config.critic.updates_per_policy_update}; it must be 1 or more"
+
+
+def _check_parallel(key: str, parallel: ParallelConfig, samples_per_minibatch: int) -> Iterator[str]:
+    sizes = {"num_processes": parallel.num_processes, "tp": parallel.tp, "pp": parallel.pp}
+    bad = [f"{key}.{name}: found {value}; it must be 1 or more" for name, value in sizes.items() if value < 1]
+    yield from bad
+    if bad:
+        return
+    model_size = parallel.tp * parallel.pp
+    if parallel.num_processes % model_size:
+        fitting = (parallel.num_processes // model_size + 1) * model_size
+        yield (
+            f"{key}.num_processes: found {parallel.num_processes}, which tp {parallel.tp} x pp {parallel.pp}"
+            f" = {model_size} does not divide; {fitting} would fit"
+        )
+    elif samples_per_minibatch < parallel.num_processes // model_size:
+        yield (
+            f"{key}: {parallel.num_processes // model_size} data-parallel ranks share"
+            f" {samples_per_minibatch} samples (train.samples_per_minibatch); each needs at least one"
+        )
+    if parallel.sp and parallel.tp == 1:
+        yield f"{key}.sp: found true at tp 1; sequence parallelism splits over tensor-parallel ranks, set {key}.tp or sp=false"
+
+
+def _check_optimizer(key: str, optimizer: OptimizerConfig) -> Iterator[str]:
+    if optimizer.lr < 0:
+        yield f"{key}.lr: found {optimizer.lr}; it must be 0 or more"
+    if not 0 <= optimizer.min_lr <= max(optimizer.lr, 0):
+        yield f"{key}.min_lr: found {optimizer.min_lr}; it must be between 0 and lr ({optimizer.lr})"
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(optimizer, name) < 1:
+            yield f"{key}.{name}: found {getattr(optimizer, name)}; it must be in [0, 1)"
+    if optimizer.decay.value != "constant" and not optimizer.decay_steps:
+        yield f"{key}.decay_steps: found {optimizer.decay_steps}; decay={optimizer.decay.value} needs a number of steps"
+    if optimizer.decay.value == "constant" and optimizer.decay_steps is not None:
+        yield f"{key}.decay_steps: has no effect under decay=constant; set decay=linear or cosine, or leave it out"
+
+
+def _check_rollout(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    longest = config.data.prompt_length + rollout.response_length
+    if rollout.temperature <= 0:
+        yield (
+            f"rollout.temperature: found {rollout.temperature}; training needs a sampled distribution, above 0"
+            " (evaluation is greedy by itself)"
+        )
+    for key in ("top_p", "top_k", "min_p"):
+        if key in rollout.sglang:
+            yield f"rollout.sglang.{key}: refused; log-probs are of the full distribution, which truncated sampling is not"
+    if rollout.kv_cache_tokens is not None and rollout.kv_cache_tokens < longest:
+        yield (
+            f"rollout.kv_cache_tokens: found {rollout.kv_cache_tokens}; one sequence may have"
+            f" data.prompt_length + rollout.response_length = {longest} tokens"
+        )
+    if rollout.num_servers < 1:
+        yield f"rollout.num_servers: found {rollout.num_servers}; it must be 1 or more"

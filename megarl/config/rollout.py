@@ -1,0 +1,27 @@
+"""The `rollout` group: generation with SGLang."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.config.roles import Dtype
+
+
+@dataclass
+class RolloutConfig:
+    response_length: int = 1024
+    """Most tokens of a response."""
+    temperature: float = 1.0
+    dtype: Dtype = Dtype.bfloat16
+    num_servers: int = 1
+    max_running_requests: int = 128
+    kv_cache_tokens: int | None = None
+    """Tokens of KV cache per server; null lets SGLang decide (on a CPU it must be a number)."""
+    num_threads: int = 1
+    """CPU threads of a server's model forward; without effect on a GPU."""
+    startup_deadline_s: float = 300.0
+    request_deadline_s: float = 600.0
+    sync_deadline_s: float = 300.0
+    max_probe_logprob_gap: float | None = None
+    """Largest |log-prob difference| allowed on the probe text after a sync; null: 1e-3 in fp32, 0.25 in bf16."""
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """Passed through as SGLang server arguments (underscored names); each key is checked against the real ones."""

@@ -1,0 +1,44 @@
+"""The root of the configuration and its registration with Hydra."""
+
+from dataclasses import dataclass, field
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from megarl.config import data as data_config
+from megarl.config import reward as reward_config
+from megarl.config.algo import AlgoConfig
+from megarl.config.cluster import ClusterConfig
+from megarl.config.data import DataConfig
+from megarl.config.logger import LoggerConfig
+from megarl.config.model import ModelConfig
+from megarl.config.reward import RewardConfig
+from megarl.config.roles import CriticConfig, PolicyConfig, ReferenceConfig
+from megarl.config.rollout import RolloutConfig
+from megarl.config.train import TrainConfig
+
+
+@dataclass
+class Config:
+    """Everything one run is made from; `conf/*.yaml` hold only what differs from these defaults."""
+
+    seed: int = 1
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    data: DataConfig = MISSING
+    reward: RewardConfig = MISSING
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+
+def register() -> None:
+    """Put the schema into Hydra's ConfigStore; calling it again changes nothing."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    data_config.register(store)
+    reward_config.register(store)

@@ -1,0 +1,64 @@
+"""Training state (parameters, optimizer, schedule) through Megatron's dist_checkpointing, reshardable to any layout."""
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megarl.mcore.model import PackedGPT
+
+# The only format whose optimizer state can change its tensor- and pipeline-parallel layout.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def _sharded(
+    model: PackedGPT,
+    optimizer: MegatronOptimizer | None,
+    scheduler: OptimizerParamScheduler | None,
+    *,
+    is_loading: bool,
+) -> ShardedStateDict:
+    state: dict[str, Any] = {"model": model.sharded_state_dict(metadata=_METADATA)}
+    if optimizer is not None and scheduler is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(
+            state["model"], is_loading=is_loading, metadata=_METADATA
+        )
+        state["scheduler"] = scheduler.state_dict()
+    return state
+
+
+def save_state(
+    directory: Path,
+    model: PackedGPT,
+    optimizer: MegatronOptimizer | None,
+    scheduler: OptimizerParamScheduler | None,
+) -> None:
+    """Write to `directory`, created if need be. Every rank must call it."""
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    state = _sharded(model, optimizer, scheduler, is_loading=False)
+    dist_checkpointing.save(state, str(directory), content_metadata=_METADATA)
+
+
+def load_state(
+    directory: Path,
+    model: PackedGPT,
+    optimizer: MegatronOptimizer | None,
+    scheduler: OptimizerParamScheduler | None,
+) -> None:
+    """Read what `save_state` wrote, under any layout. Every rank must call it.
+
+    Raises FileNotFoundError where `directory` holds no checkpoint.
+    """
+    if not (directory / "metadata.json").is_file():
+        raise FileNotFoundError(f"{directory}: no training state (metadata.json is missing)")
+    state = dist_checkpointing.load(_sharded(model, optimizer, scheduler, is_loading=True), str(directory))
+    model.load_state_dict(state["model"])
+    if optimizer is not None and scheduler is not None:
+        optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["scheduler"])

@@ -1,0 +1,133 @@
+"""The import hook behind `device.install`: rewrites CUDA names in Megatron's syntax trees while its modules load."""
+
+import ast
+import importlib.machinery
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import CodeType, ModuleType
+
+from megarl.mcore import cpu_fixes
+
+ROOTS = ("megatron.core", "mbridge")
+STANDIN = "_megarl_cuda"
+
+
+def _is_torch(node: ast.expr, name: str) -> bool:
+    """node is the expression `torch.<name>`."""
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == name
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "torch"
+    )
+
+
+class CpuRewriter(ast.NodeTransformer):
+    """CUDA names -> their CPU counterparts.
+
+    torch.cuda -> the stand-in module; torch.compile -> identity; x.is_cuda -> x.is_cpu; x.cuda() -> x.cpu();
+    x.pin_memory() -> x; pin_memory=True -> False; "cuda", "cuda:0" and f"cuda:..." -> "cpu";
+    "torch.cuda.FloatTensor" -> "torch.FloatTensor".
+    """
+
+    def visit_Import(self, node: ast.Import) -> ast.AST | list[ast.AST]:
+        ours = [alias for alias in node.names if alias.name.startswith("torch.cuda.") and alias.asname]
+        if not ours:
+            return node
+        rest = [alias for alias in node.names if alias not in ours]
+        result: list[ast.AST] = [ast.Import(names=rest)] if rest else []
+        for alias in ours:
+            value = ast.parse(f"{STANDIN}.{alias.name.removeprefix('torch.cuda.')}", mode="eval").body
+            result.append(ast.Assign(targets=[ast.Name(id=alias.asname, ctx=ast.Store())], value=value))
+        return result
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if _is_torch(node, "cuda"):
+            return ast.Name(id=STANDIN, ctx=ast.Load())
+        if _is_torch(node, "compile"):
+            return ast.Attribute(ast.Name(id=STANDIN, ctx=ast.Load()), "compile", ast.Load())
+        self.generic_visit(node)
+        if node.attr == "is_cuda":
+            node.attr = "is_cpu"
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        makes_device = _is_torch(node.func, "device")
+        self.generic_visit(node)
+        for keyword in node.keywords:
+            if keyword.arg == "pin_memory":
+                keyword.value = ast.Constant(False)
+        if (
+            makes_device
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+            and node.args[0].value == "cpu"
+        ):
+            node.args = node.args[:1]
+        if isinstance(node.func, ast.Attribute) and not isinstance(node.func.value, ast.Constant):
+            if node.func.attr == "cuda":
+                node.func.attr, node.args, node.keywords = "cpu", [], []
+            elif node.func.attr == "pin_memory" and not node.args:
+                return node.func.value
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if isinstance(node.value, str):
+            if node.value == "cuda" or node.value.startswith("cuda:"):
+                return ast.Constant("cpu")
+            if node.value.startswith("torch.cuda.") and node.value.endswith("Tensor"):
+                return ast.Constant(node.value.replace("torch.cuda.", "torch."))
+        return node
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
+        first = node.values[0] if node.values else None
+        if isinstance(first, ast.Constant) and str(first.value).startswith("cuda:"):
+            return ast.Constant("cpu")
+        return self.generic_visit(node)
+
+
+def rewrite(source: bytes | str, path: str) -> ast.Module:
+    """The module's syntax tree for the CPU, with the stand-in imported at its top."""
+    tree = CpuRewriter().visit(ast.parse(source, path))
+    first = 0
+    for statement in tree.body:
+        is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        is_future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+        if not (is_docstring or is_future):
+            break
+        first += 1
+    tree.body.insert(first, ast.parse(f"import megarl.mcore.cpu_standin as {STANDIN}").body[0])
+    return ast.fix_missing_locations(tree)
+
+
+class CpuLoader(SourceFileLoader):
+    """Compiles the rewritten source; neither reads nor writes the wheel's bytecode cache."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        source = self.get_data(path)
+        if any(name in source for name in (b"cuda", b"torch.compile", b"pin_memory")):
+            return compile(rewrite(source, path), path, "exec", dont_inherit=True)
+        return compile(source, path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        fix = cpu_fixes.FIXES.get(module.__name__)
+        if fix is not None:
+            fix(module)
+
+
+class CpuFinder(MetaPathFinder):
+    """Finds the modules of `ROOTS` where they are and has `CpuLoader` load them."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not any(fullname == root or fullname.startswith(root + ".") for root in ROOTS):
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or type(spec.loader) is not importlib.machinery.SourceFileLoader:
+            return spec
+        spec.loader = CpuLoader(spec.loader.name, spec.loader.path)
+        return spec

@@ -1,0 +1,128 @@
+"""What Megatron finds in place of torch.cuda on a machine without CUDA; everything else falls through to torch.cuda."""
+
+import contextlib
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+
+
+def current_device() -> torch.device:
+    return _CPU
+
+
+def device_count() -> int:
+    return 1
+
+
+def is_available() -> bool:
+    return False
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    return None
+
+
+synchronize = empty_cache = set_device = set_stream = reset_peak_memory_stats = _nothing
+
+
+class Stream:
+    """A stream on which everything has already happened."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self.cuda_stream = 0
+        self.device = _CPU
+
+    synchronize = wait_stream = wait_event = _nothing
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        return event or Event()
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        return None
+
+
+class Event:
+    """An event that has already happened."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    record = wait = synchronize = _nothing
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 0.0
+
+
+ExternalStream = Stream
+_STREAM = Stream()
+
+
+def current_stream(*args: object) -> Stream:
+    return _STREAM
+
+
+default_stream = current_stream
+
+
+@contextlib.contextmanager
+def stream(chosen: Stream | None) -> Iterator[None]:
+    yield
+
+
+def get_rng_state(device: object = None) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor, device: object = None) -> None:
+    torch.set_rng_state(state)
+
+
+def manual_seed(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+manual_seed_all = manual_seed
+random = types.SimpleNamespace(get_rng_state=get_rng_state, set_rng_state=set_rng_state)
+default_generators = (torch.default_generator,)
+
+
+def memory_stats(*args: object) -> dict[str, int]:
+    return defaultdict(int)
+
+
+def memory_allocated(*args: object) -> int:
+    return 0
+
+
+memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
+
+
+@contextlib.contextmanager
+def _range(*args: object, **kwargs: object) -> Iterator[None]:
+    yield
+
+
+nvtx = types.SimpleNamespace(range_push=_nothing, range_pop=_nothing, range=_range, mark=_nothing)
+
+
+def compile(function: Callable[..., Any] | None = None, **options: object) -> Any:
+    """torch.compile as the identity: compiling costs minutes on a CPU and gains little there."""
+    return function if function is not None else lambda decorated: decorated
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(torch.cuda, name)

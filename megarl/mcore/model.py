@@ -1,0 +1,220 @@
+"""Megatron's GPT for a Hugging Face checkpoint: its configuration, the model with a policy or a value head, its wrapping.
+
+Shapes: S packed tokens, R response tokens, V vocabulary of this tensor-parallel rank (padded), h hidden size.
+"""
+
+import dataclasses
+import difflib
+import math
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel_state import is_pipeline_first_stage, is_pipeline_last_stage
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional as F
+
+from megarl.config.roles import Dtype, ParallelConfig
+from megarl.mcore.architecture import Architecture
+from megarl.mcore.batch import PackedParams
+from megarl.mcore.device import device
+from megarl.mcore.layers import ValueHead
+from megarl.mcore.specs import build_block_spec, uses_transformer_engine
+
+DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
+
+# The vocabulary is padded to a multiple of this, so that checkpoints of different layouts have the same shapes.
+VOCAB_MULTIPLE = 64
+
+
+def padded_vocab_size(vocab_size: int, tp: int) -> int:
+    multiple = math.lcm(VOCAB_MULTIPLE, tp)
+    return math.ceil(vocab_size / multiple) * multiple
+
+
+def _own_fields(arch: Architecture, parallel: ParallelConfig, dtype: Dtype) -> dict[str, Any]:
+    """The fields of TransformerConfig that the checkpoint, the layout or this engine decides."""
+    torch_dtype = DTYPES[dtype]
+    return {
+        "num_layers": arch.num_layers,
+        "hidden_size": arch.hidden_size,
+        "ffn_hidden_size": arch.ffn_size,
+        "num_attention_heads": arch.num_heads,
+        "num_query_groups": arch.num_kv_heads,
+        "kv_channels": arch.head_size,
+        "layernorm_epsilon": arch.norm_eps,
+        "add_qkv_bias": arch.qkv_bias,
+        "qk_layernorm": arch.qk_norm,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "params_dtype": torch_dtype,
+        "pipeline_dtype": torch_dtype,
+        "bf16": dtype is Dtype.bfloat16,
+        "fp16": False,
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "sequence_parallel": parallel.sp,
+        "context_parallel_size": 1,
+        # Packed micro-batches differ in length. Megatron asks for the alltoall dispatcher even of dense models.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        # Weights come from the checkpoint.
+        "perform_initialization": False,
+        "use_cpu_initialization": device().type == "cpu",
+        # Losses are already divided by the global counts: gradients are the pure sum over micro-batches and ranks.
+        "calculate_per_token_loss": True,
+    }
+
+
+# Defaults that model.megatron may change. Those which need compiled extensions are off.
+_DEFAULTS: dict[str, Any] = {
+    "gradient_accumulation_fusion": False,
+    "apply_rope_fusion": False,
+    "masked_softmax_fusion": False,
+    "persist_layer_norm": False,
+    "bias_dropout_fusion": False,
+    "bias_activation_fusion": False,
+}
+
+
+def build_config(
+    arch: Architecture, parallel: ParallelConfig, dtype: Dtype, megatron: dict[str, Any]
+) -> TransformerConfig:
+    """The TransformerConfig of a checkpoint in a layout; `megatron` (model.megatron) adds to it.
+
+    Raises ValueError that names the key for an unknown field, one that something else decides, and sizes that the
+    layout does not divide.
+    """
+    own = _own_fields(arch, parallel, dtype)
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    for key, value in megatron.items():
+        if key not in known:
+            close = difflib.get_close_matches(key, sorted(known), n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"model.megatron.{key}: not a field of Megatron's TransformerConfig{hint}")
+        if key in own:
+            raise ValueError(
+                f"model.megatron.{key}: decided by the checkpoint, the role's layout and dtype, or the engine "
+                f"({own[key]!r} here)"
+            )
+        if key in ("fp8", "fp4") and value and not uses_transformer_engine():
+            raise ValueError(f"model.megatron.{key}: needs Transformer Engine, which is not usable here")
+    _check_layout(arch, parallel)
+    return TransformerConfig(**{**_DEFAULTS, **own, **megatron})
+
+
+def _check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
+    for name, number in (("attention heads", arch.num_heads), ("key-value heads", arch.num_kv_heads)):
+        if number % parallel.tp:
+            raise ValueError(f"parallel.tp={parallel.tp} does not divide the model's {number} {name}")
+    if arch.num_layers % parallel.pp:
+        raise ValueError(f"parallel.pp={parallel.pp} does not divide the model's {arch.num_layers} layers")
+    if parallel.sp and parallel.tp == 1:
+        raise ValueError(
+            "parallel.sp=true needs parallel.tp > 1: it splits what tensor parallelism leaves whole"
+        )
+
+
+def mark_tensor_parallel(model: torch.nn.Module) -> None:
+    """Mark the split weights as such: Megatron's layers do it only when they initialise them.
+
+    An unmarked weight counts as a copy, so that the gradient norm would miss all shards but the first rank's.
+    """
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            axis = 0
+        elif isinstance(module, RowParallelLinear):
+            axis = 1
+        else:
+            continue
+        if module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, True, axis, getattr(module, "stride", 1))
+
+
+class PackedGPT(GPTModel):
+    """Megatron's GPT over packed sequences, whose head sees only the positions that predict response tokens.
+
+    The last stage returns logits [R, V] in the model's dtype, or values float32 [R] with a value head.
+    """
+
+    def __init__(self, arch: Architecture, config: TransformerConfig, with_value_head: bool) -> None:
+        super().__init__(
+            config=config,
+            transformer_layer_spec=build_block_spec(config),
+            vocab_size=padded_vocab_size(arch.vocab_size, config.tensor_model_parallel_size),
+            max_sequence_length=arch.max_length,
+            pre_process=is_pipeline_first_stage(),
+            post_process=is_pipeline_last_stage(),
+            # A critic has no output weights to share.
+            share_embeddings_and_output_weights=arch.tied and not with_value_head,
+            position_embedding_type="rope",
+            rotary_base=arch.rope_theta,
+            rope_scaling=arch.rope_factor is not None,
+            rope_scaling_factor=arch.rope_factor or 1.0,
+        )
+        self.with_value_head = with_value_head
+        if self.post_process:
+            if with_value_head:
+                self.output_layer = ValueHead(config)
+            else:
+                # The head gets whole sequences: see _postprocess.
+                self.output_layer.sequence_parallel = False
+        mark_tensor_parallel(self)
+
+    def _preprocess(
+        self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        out = super()._preprocess(input_ids, position_ids, *args, **kwargs)
+        if uses_transformer_engine():
+            return out
+        # Rotary angles of the packed positions, once for all layers; Megatron's own way loops over the sequences.
+        return out[0], out[1].index_select(0, position_ids.view(-1)), *out[2:]
+
+    def _postprocess(
+        self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedParams, **kwargs: Any
+    ) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            # What follows gives every rank the whole gradient, so that each takes its part of it.
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False
+            )
+        hidden_states = hidden_states.index_select(0, packed_seq_params.predictors)
+        weight = (
+            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        )
+        out, _ = self.output_layer(hidden_states, weight=weight)
+        return out.view(-1) if self.with_value_head else out.squeeze(1)
+
+
+def wrap_model(model: PackedGPT, config: TransformerConfig, trainable: bool) -> torch.nn.Module:
+    """Megatron's Float16Module where the dtype is bfloat16, and its DistributedDataParallel where it is trained."""
+    wrapped: torch.nn.Module = Float16Module(config, model) if config.bf16 else model
+    wrapped.to(device())
+    if not trainable:
+        return wrapped.requires_grad_(False).eval()
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+    )
+    return DistributedDataParallel(config, ddp_config, wrapped)
+
+
+def unwrap_model(model: torch.nn.Module) -> PackedGPT:
+    while not isinstance(model, PackedGPT):
+        model = model.module
+    return model

@@ -1,0 +1,65 @@
+"""Megatron's AdamW with distributed (sharded) state and float32 master weights, and its learning-rate schedule."""
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.config.roles import LrDecay, OptimizerConfig
+
+
+def build_optimizer(
+    config: OptimizerConfig, transformer: TransformerConfig, model: torch.nn.Module
+) -> MegatronOptimizer:
+    """The optimizer of a model wrapped by `wrap_model`. Biases and norms are not decayed."""
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=transformer.bf16,
+            params_dtype=transformer.params_dtype,
+            use_distributed_optimizer=True,
+            log_num_zeros_in_grad=False,
+        ),
+        [model],
+    )
+    if not torch.cuda.is_available():
+        for group in optimizer.param_groups:
+            # torch's one-kernel AdamW: on a CPU several times as fast as its default loop over tensors.
+            group["fused"] = True
+            group["foreach"] = False
+    return optimizer
+
+
+def build_scheduler(config: OptimizerConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """The schedule; `step(1)` before each optimizer step, so that the first step of a warm-up has a rate above 0.
+
+    Raises ValueError where decay needs `decay_steps` beyond the warm-up and does not have it.
+    """
+    constant = config.decay is LrDecay.constant
+    decay_steps = config.decay_steps if not constant else config.warmup_steps + 1
+    if decay_steps is None or decay_steps <= config.warmup_steps:
+        raise ValueError(
+            f"optimizer.decay={config.decay.value} needs optimizer.decay_steps greater than "
+            f"optimizer.warmup_steps={config.warmup_steps}; found {config.decay_steps}"
+        )
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=min(config.min_lr, config.lr),
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=config.decay.value,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=decay_steps,
+        wd_incr_style="constant",
+    )

@@ -1,0 +1,77 @@
+"""torch.distributed and Megatron's process groups, and metrics over them."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor
+
+from megarl.config.roles import ParallelConfig
+from megarl.mcore.device import device, process_group_backend
+
+
+def initialize(
+    parallel: ParallelConfig, rank: int, world_size: int, init_method: str, seed: int, deadline_s: float
+) -> None:
+    """Join the role's process group and build Megatron's groups in it.
+
+    Raises ValueError for a layout that world_size does not divide into, and torch's DistStoreError or
+    DistNetworkError where not all ranks come within the deadline.
+    """
+    if world_size != parallel.num_processes or world_size % (parallel.tp * parallel.pp):
+        raise ValueError(
+            f"{world_size} processes for parallel.num_processes={parallel.num_processes}, tp={parallel.tp}, "
+            f"pp={parallel.pp}: num_processes must be a multiple of tp * pp"
+        )
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    timeout = timedelta(seconds=deadline_s)
+    dist.init_process_group(
+        process_group_backend(), init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        distributed_timeout_minutes=max(1, round(deadline_s / 60)),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def destroy() -> None:
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def reports() -> bool:
+    """Whether this rank hands its data-parallel rank's outputs to the caller."""
+    return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+
+
+def combine(sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> dict[str, float]:
+    """Sums and maxima over data-parallel ranks, from the last pipeline stage to all ranks.
+
+    On the last stage every rank must pass the same names; what other stages pass is ignored.
+    """
+    result: list[dict[str, float] | None] = [None]
+    if parallel_state.is_pipeline_last_stage():
+        group = parallel_state.get_data_parallel_group()
+        result = [_reduce(sums, dist.ReduceOp.SUM, group) | _reduce(maxima, dist.ReduceOp.MAX, group)]
+    pp_group = parallel_state.get_pipeline_model_parallel_group()
+    if pp_group.size() > 1:
+        dist.broadcast_object_list(result, group=pp_group, group_src=pp_group.size() - 1, device=device())
+    assert result[0] is not None
+    return result[0]
+
+
+def _reduce(
+    named: dict[str, Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> dict[str, float]:
+    if not named:
+        return {}
+    names = sorted(named)
+    stacked = torch.stack([named[name].detach().double().to(device()) for name in names])
+    if group.size() > 1:
+        dist.all_reduce(stacked, op=op, group=group)
+    return dict(zip(names, stacked.tolist(), strict=True))

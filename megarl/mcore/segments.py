@@ -1,0 +1,131 @@
+"""Causal attention over packed sequences through dense rectangles, for machines without a packed kernel.
+
+Shapes: S packed tokens, n sequences of a rectangle, L its width, H query heads, K key heads, D size of a head.
+Right-padded rows under a causal mask need no padding mask: a real token never sees the padding to its right.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# A rectangle up to this wide takes all shorter sequences: a call costs more than the padding that it saves.
+NARROW = 64
+# Wider rectangles take sequences down to this share of their width.
+SHARE = 0.75
+# In bfloat16 on a CPU the scores are held up to this width: the backward of torch's blocked kernel takes 2 to 8
+# times as long there. The choice does not depend on gradients: the same weights give the same log-probs.
+DENSE = 256
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Consecutive sequences of a packed batch, as rows of equal width."""
+
+    num_rows: int
+    width: int
+    num_tokens: int
+    source: Tensor | None
+    """int64 [n * L]: the rectangle's token in each cell (padding cells repeat a row's last); None: no padding"""
+    cells: Tensor | None
+    """int64 [num_tokens]: the cell of each token; None: no padding"""
+
+
+def plan_rectangles(lengths: list[int], device: torch.device | None = None) -> tuple[Rectangle, ...]:
+    """Cut packed sequences into rectangles. Sequences sorted by length, longest first, give the fewest."""
+    rectangles: list[Rectangle] = []
+    first = 0
+    while first < len(lengths):
+        width = lengths[first]
+        shortest = 0 if width <= NARROW else SHARE * width
+        last = first + 1
+        while last < len(lengths) and shortest <= lengths[last] <= width:
+            last += 1
+        rectangles.append(_rectangle(torch.tensor(lengths[first:last]), device))
+        first = last
+    return tuple(rectangles)
+
+
+def _rectangle(lengths: Tensor, device: torch.device | None) -> Rectangle:
+    num_rows, width, num_tokens = len(lengths), int(lengths[0]), int(lengths.sum())
+    if num_tokens == num_rows * width:
+        return Rectangle(num_rows, width, num_tokens, None, None)
+    starts = (lengths.cumsum(0) - lengths)[:, None]
+    columns = torch.arange(width)[None, :]
+    source = (starts + torch.minimum(columns, lengths[:, None] - 1)).reshape(-1)
+    cells = (columns < lengths[:, None]).reshape(-1).nonzero().squeeze(1)
+    return Rectangle(num_rows, width, num_tokens, source.to(device), cells.to(device))
+
+
+class _ToCells(torch.autograd.Function):
+    """[tokens, ...] -> [n * L, ...]. The gradient of padding cells is dropped: nothing real depends on them."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, rectangle: Rectangle) -> Tensor:
+        ctx.rectangle = rectangle
+        return tokens.index_select(0, rectangle.source)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.rectangle.cells), None
+
+
+class _ToTokens(torch.autograd.Function):
+    """[n * L, ...] -> [tokens, ...]"""
+
+    @staticmethod
+    def forward(ctx: Any, cells: Tensor, rectangle: Rectangle) -> Tensor:
+        ctx.rectangle, ctx.shape = rectangle, cells.shape
+        return cells.index_select(0, rectangle.cells)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_zeros(ctx.shape).index_copy_(0, ctx.rectangle.cells, grad), None
+
+
+def _to_rows(tokens: Tensor, rectangle: Rectangle) -> Tensor:
+    """[tokens, H, D] -> [n, H, L, D]"""
+    cells = tokens if rectangle.source is None else _ToCells.apply(tokens, rectangle)
+    return cells.view(rectangle.num_rows, rectangle.width, *tokens.shape[1:]).transpose(1, 2)
+
+
+def _to_tokens(rows: Tensor, rectangle: Rectangle) -> Tensor:
+    """[n, H, L, D] -> [tokens, H * D]"""
+    cells = rows.transpose(1, 2).reshape(rectangle.num_rows * rectangle.width, -1)
+    return cells if rectangle.cells is None else _ToTokens.apply(cells, rectangle)
+
+
+def _dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention that holds the scores: query [n, H, L, D], key and value [n, K, L, D] -> [n, H, L, D]."""
+    n, num_heads, width, size = query.shape
+    num_groups = key.shape[1]
+    # The H / K query heads of a group are rows of one product with its key: nothing is repeated.
+    rows = num_heads // num_groups * width
+    q = query.reshape(n * num_groups, rows, size)
+    k = key.reshape(n * num_groups, width, size)
+    v = value.reshape(n * num_groups, width, size)
+    mask = torch.full((width, width), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+    scores = torch.baddbmm(mask.repeat(rows // width, 1), q, k.transpose(1, 2), alpha=scale)
+    return torch.bmm(scores.softmax(-1), v).view(n, num_heads, width, size)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    if query.dtype is torch.bfloat16 and query.shape[2] <= DENSE and query.device.type == "cpu":
+        return _dense_attention(query, key, value, scale)
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+
+
+def packed_causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, rectangles: tuple[Rectangle, ...], scale: float
+) -> Tensor:
+    """query [S, H, D], key and value [S, K, D] with K dividing H -> [S, H * D]; no token sees another sequence."""
+    sizes = [rectangle.num_tokens for rectangle in rectangles]
+    cut = zip(rectangles, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
+    parts = [
+        _to_tokens(_attention(*(_to_rows(x, rectangle) for x in qkv), scale=scale), rectangle)
+        for rectangle, *qkv in cut
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,52 @@
+"""What a Megatron worker is told and what it gives back: plain data, imports no Megatron."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+from megarl.config.algo import AlgoConfig
+from megarl.config.roles import Dtype, OptimizerConfig, ParallelConfig
+
+
+class Role(Enum):
+    policy = "policy"
+    critic = "critic"
+    reference = "reference"
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """One role, the same on all its ranks."""
+
+    role: Role
+    checkpoint: str
+    """Hugging Face checkpoint directory that the weights start from"""
+    parallel: ParallelConfig
+    optimizer: OptimizerConfig | None
+    """None for the reference, which is not trained"""
+    dtype: Dtype
+    algo: AlgoConfig
+    temperature: float
+    """Temperature of the distribution that the policy loss is about"""
+    response_length: int
+    """Configured maximum, in tokens"""
+    tokens_per_microbatch: int
+    seed: int = 1
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """model.megatron: further fields of Megatron's TransformerConfig"""
+    num_threads: int = 1
+    """CPU threads; without effect on a GPU"""
+    deadline_s: float = 1800.0
+    """Longest wait of a collective"""
+
+
+@dataclass(frozen=True)
+class RowsResult:
+    """What one data-parallel rank computed."""
+
+    rows: Tensor
+    """int64 [b]: which rows of the sequences"""
+    values: Tensor
+    """float32 [b, T], 0 past the response; T is the longest response of all sequences"""

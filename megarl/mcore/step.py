@@ -1,0 +1,72 @@
+"""Forward and backward passes over micro-batches through Megatron's own schedules.
+
+Gradients are the sum over micro-batches and data-parallel ranks, undivided: losses come already divided by the
+counts of the whole minibatch, so that the gradient does not depend on how the minibatch was cut.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megarl.mcore.batch import PackedBatch
+
+HeadFunction = Callable[[Tensor, PackedBatch], tuple[Tensor, Any]]
+"""Output of the last stage and its micro-batch -> the loss (a scalar) and whatever is to be kept of it."""
+
+
+def sum_gradients(config: TransformerConfig) -> None:
+    """Have Megatron reduce gradients by pure sums (calculate_per_token_loss is on; see model.build_config)."""
+
+    def finalize(model: list[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
+        # Megatron would divide by num_tokens here.
+        finalize_model_grads(model, None, **kwargs)
+
+    config.finalize_model_grads_func = finalize
+
+
+def run_schedule(
+    model: torch.nn.Module, batches: Sequence[PackedBatch], head: HeadFunction, *, forward_only: bool
+) -> list[Any]:
+    """Run the micro-batches; what `head` kept of each, in order, on the last pipeline stage, [] on others.
+
+    Every rank of the model must call it with the same number of micro-batches. The gradients of earlier calls
+    are not cleared.
+    """
+
+    def forward_step(batch_iterator: Any, stage: torch.nn.Module) -> tuple[Tensor, Any]:
+        batch = next(batch_iterator)
+        out = stage(
+            input_ids=batch.tokens,
+            position_ids=batch.positions,
+            attention_mask=None,
+            packed_seq_params=batch.params,
+            **_output_dtype(stage),
+        )
+
+        def loss_function(output: Tensor) -> tuple[Tensor, Tensor, Any]:
+            loss, kept = head(output, batch)
+            # With a token count the schedule leaves the loss as it is; with a pair it would scale it.
+            return loss, torch.ones((), dtype=torch.int, device=loss.device), kept
+
+        return out, loss_function
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=max(batch.tokens.shape[1] for batch in batches),
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+def _output_dtype(model: torch.nn.Module) -> dict[str, bool]:
+    """Float16Module would hold a float32 copy of the logits."""
+    config = getattr(model, "config", None) or model.module.config
+    return {"fp32_output": False} if config.bf16 else {}

@@ -1,0 +1,203 @@
+"""One rank of one role: a Megatron model that answers log-probs or values, updates itself, and writes its weights.
+
+A plain class without Ray. Every rank of a role is called with the same arguments in the same order.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megarl.algo.losses import LossCounts, LossOutput, count_minibatch, critic_loss, policy_loss
+from megarl.config.algo import needs_entropy
+from megarl.data.packing import pack
+from megarl.mcore import process_groups
+from megarl.mcore.architecture import read_architecture
+from megarl.mcore.batch import PackedBatch, build_batch
+from megarl.mcore.bridge import export_hf, load_hf
+from megarl.mcore.checkpoint import load_state, save_state
+from megarl.mcore.checkpoint_files import write_hf_checkpoint
+from megarl.mcore.logprobs import build_vocab_shard, compute_logprobs
+from megarl.mcore.model import PackedGPT, build_config, wrap_model
+from megarl.mcore.optimizer import build_optimizer, build_scheduler
+from megarl.mcore.spec import Role, RowsResult, WorkerSpec
+from megarl.mcore.step import run_schedule, sum_gradients
+from megarl.mcore.targets import build_targets
+from megarl.types import Metrics, Sequences, TrainingSamples
+
+__all__ = ["MegatronWorker", "Role", "RowsResult", "WorkerSpec"]
+
+
+class MegatronWorker:
+    def __init__(self, spec: WorkerSpec, rank: int, world_size: int, init_method: str) -> None:
+        """Join the role's process group and build the model from the checkpoint. Waits for all ranks.
+
+        Raises ValueError or FileNotFoundError for a layout, checkpoint or model.megatron that does not fit.
+        """
+        if (spec.optimizer is None) != (spec.role is Role.reference):
+            raise ValueError(
+                f"{spec.role.value}: an optimizer belongs to policy and critic, and not to the reference"
+            )
+        if not torch.cuda.is_available():
+            torch.set_num_threads(spec.num_threads)
+        self.spec = spec
+        self.arch = read_architecture(Path(spec.checkpoint))
+        process_groups.initialize(spec.parallel, rank, world_size, init_method, spec.seed, spec.deadline_s)
+        self.config = build_config(self.arch, spec.parallel, spec.dtype, spec.megatron)
+        sum_gradients(self.config)
+        self.gpt = PackedGPT(self.arch, self.config, with_value_head=spec.role is Role.critic)
+        load_hf(self.gpt, Path(spec.checkpoint), self.arch)
+        self.model = wrap_model(self.gpt, self.config, trainable=spec.optimizer is not None)
+        self.optimizer = self.scheduler = None
+        if spec.optimizer is not None:
+            self.optimizer = build_optimizer(spec.optimizer, self.config, self.model)
+            self.scheduler = build_scheduler(spec.optimizer, self.optimizer)
+
+    def logprobs(self, sequences: Sequences, temperature: float) -> RowsResult | None:
+        """float32 [b, T] log-probs of the response tokens, of the temperature-scaled distribution.
+
+        The rows of this data-parallel rank on the rank that reports for it, None on the others.
+        """
+        self._check(not_role=Role.critic, verb="logprobs")
+
+        def head(logits: Tensor, batch: PackedBatch) -> Tensor:
+            return self._logprobs(logits, batch, temperature, with_entropy=False)[0]
+
+        return self._evaluate(sequences, head)
+
+    def values(self, sequences: Sequences) -> RowsResult | None:
+        """float32 [b, T] values of the states in which the response tokens are chosen; else as `logprobs`."""
+        self._check(role=Role.critic, verb="values")
+        return self._evaluate(sequences, lambda values, batch: values)
+
+    def update(self, samples: TrainingSamples, minibatches: Sequence[Tensor]) -> list[Metrics]:
+        """One optimizer step for each entry of `minibatches` (int64 row numbers); the same metrics on every rank.
+
+        Raises FloatingPointError where a gradient is not finite.
+        """
+        if self.optimizer is None:
+            raise ValueError(f"{self.spec.role.value} is not trained")
+        self._check_tokens(samples.sequences)
+        self.model.train()
+        return [self._step(samples.select(rows)) for rows in minibatches]
+
+    def export_weights(self, directory: Path) -> None:
+        """Write an ordinary Hugging Face checkpoint directory, complete or not at all."""
+        tensors = export_hf(self.gpt, self.arch)
+        if dist.get_rank() == 0:
+            write_hf_checkpoint(Path(directory), Path(self.spec.checkpoint), tensors)
+        else:
+            for _ in tensors:
+                pass
+        dist.barrier()
+
+    def save(self, directory: Path) -> None:
+        """Write parameters, optimizer and schedule; `load` continues from them under any layout."""
+        save_state(Path(directory), self.gpt, self.optimizer, self.scheduler)
+
+    def load(self, directory: Path) -> None:
+        load_state(Path(directory), self.gpt, self.optimizer, self.scheduler)
+
+    def checksum(self) -> str:
+        """SHA-256 of this rank's parameters, by name."""
+        digest = hashlib.sha256()
+        for name, param in sorted(self.gpt.named_parameters()):
+            digest.update(name.encode())
+            digest.update(param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        process_groups.destroy()
+
+    def _check(self, verb: str, role: Role | None = None, not_role: Role | None = None) -> None:
+        if (role is not None and self.spec.role is not role) or self.spec.role is not_role:
+            raise ValueError(f"a {self.spec.role.value} has no {verb}")
+
+    def _check_tokens(self, sequences: Sequences) -> None:
+        if sequences.tokens.numel() and not 0 <= int(sequences.tokens.max()) < self.arch.vocab_size:
+            raise ValueError(
+                f"token {int(sequences.tokens.max())} is outside the vocabulary of {self.arch.vocab_size}"
+            )
+
+    def _batches(self, sequences: Sequences) -> list[PackedBatch]:
+        """This data-parallel rank's micro-batches."""
+        num_ranks = parallel_state.get_data_parallel_world_size()
+        shares = pack(sequences.lengths.tolist(), self.spec.tokens_per_microbatch, num_ranks)
+        multiple = self.spec.parallel.tp if self.spec.parallel.sp else 1
+        return [
+            build_batch(sequences, rows, multiple) for rows in shares[parallel_state.get_data_parallel_rank()]
+        ]
+
+    def _logprobs(
+        self, logits: Tensor, batch: PackedBatch, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        group = parallel_state.get_tensor_model_parallel_group()
+        shard = build_vocab_shard(self.arch.vocab_size, logits.shape[1], group)
+        return compute_logprobs(logits, batch.targets, temperature, shard, with_entropy)
+
+    @torch.no_grad()
+    def _evaluate(self, sequences: Sequences, head: Any) -> RowsResult | None:
+        self._check_tokens(sequences)
+        self.model.eval()
+        batches = self._batches(sequences)
+        outputs = run_schedule(
+            self.model, batches, lambda out, batch: (out.new_zeros(()), head(out, batch)), forward_only=True
+        )
+        if not process_groups.reports():
+            return None
+        longest = int(sequences.response_lengths.max()) if sequences.num_samples else 0
+        padded = torch.zeros(sequences.num_samples, longest, dtype=torch.float32)
+        for batch, output in zip(batches, outputs, strict=True):
+            padded[batch.rows[batch.token_rows], batch.columns] = output.float().cpu()
+        rows = torch.cat([batch.rows for batch in batches]).sort().values
+        return RowsResult(rows, padded[rows])
+
+    def _loss(
+        self, out: Tensor, batch: PackedBatch, samples: TrainingSamples, counts: LossCounts
+    ) -> LossOutput:
+        targets, algo = build_targets(samples, batch), self.spec.algo
+        if self.spec.role is Role.critic:
+            return critic_loss(out, targets, algo, counts)
+        logprobs, entropy = self._logprobs(out, batch, self.spec.temperature, needs_entropy(algo))
+        return policy_loss(logprobs, entropy, targets, algo, counts, self.spec.response_length)
+
+    def _step(self, samples: TrainingSamples) -> Metrics:
+        counts = count_minibatch(samples)
+
+        def head(out: Tensor, batch: PackedBatch) -> tuple[Tensor, LossOutput]:
+            output = self._loss(out, batch, samples, counts)
+            # A batch without response tokens still runs backward: other ranks wait for its part.
+            loss = output.loss if batch.targets.numel() else output.loss + out.sum()
+            return loss, output
+
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        outputs = run_schedule(self.model, self._batches(samples.sequences), head, forward_only=False)
+        self.scheduler.step(1)
+        _, grad_norm, _ = self.optimizer.step()
+        metrics = process_groups.combine(*_accumulate(outputs))
+        name = self.spec.role.value
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(
+                f"{name}: the gradient norm is {grad_norm}; metrics of the step: {metrics}"
+            )
+        rate = next(group["lr"] for group in self.optimizer.param_groups if group["default_config"])
+        return {f"{name}/grad_norm": float(grad_norm), f"{name}/lr": rate, **metrics}
+
+
+def _accumulate(outputs: list[LossOutput]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The sums and maxima of this rank's micro-batches."""
+    sums: dict[str, Tensor] = {}
+    maxima: dict[str, Tensor] = {}
+    for output in outputs:
+        for key, value in output.sums.items():
+            sums[key] = sums[key] + value if key in sums else value
+        for key, value in output.maxima.items():
+            maxima[key] = torch.maximum(maxima[key], value) if key in maxima else value
+    return sums, maxima

@@ -1,0 +1,1 @@
+"""What a run tells: metrics.jsonl, TensorBoard, and the terminal or log file."""

@@ -1,0 +1,109 @@
+"""metrics.jsonl: one strict JSON object per line, {"iteration": 3, "reward/mean": 0.5, ...}."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from megarl.types import Metrics
+
+FILE_NAME = "metrics.jsonl"
+ITERATION = "iteration"
+
+
+def check_metrics(metrics: Metrics) -> None:
+    """Refuse what strict JSON has no number for.
+
+    Raises:
+        ValueError: a value is NaN or infinite, or a metric is named "iteration".
+        TypeError: a name is not a string, or a value is not an int or a float.
+    """
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise TypeError(f"metric name {name!r} is {type(name).__name__}, not a string")
+        if name == ITERATION:
+            raise ValueError(f"a metric may not be named {ITERATION!r}: the line's own key has that name")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"metric {name!r} is {type(value).__name__}, not an int or a float: {value!r}")
+        if not math.isfinite(value):
+            raise ValueError(f"metric {name!r} is {value}: only finite numbers can be logged")
+
+
+class MetricsWriter:
+    """Appends to a run's metrics.jsonl; every line is complete on disk when `write` returns."""
+
+    def __init__(self, path: Path):
+        """Opens `path`, making it and its directory where they are missing."""
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.num_dropped_bytes = drop_unfinished_line(path)
+        """Length of a half-written last line, left by a killed run, that was cut off; 0 as a rule."""
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, iteration: int, metrics: Metrics) -> None:
+        """One line. Raises as `check_metrics` does, and then writes nothing."""
+        check_metrics(metrics)
+        self._file.write(json.dumps({ITERATION: iteration, **metrics}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def drop_unfinished_line(path: Path) -> int:
+    """Cut the file back to its last newline. Returns the number of bytes cut."""
+    if not path.exists():
+        return 0
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        os.truncate(path, end)
+    return len(content) - end
+
+
+def load_metrics(path: Path) -> list[dict[str, float]]:
+    """The lines of a metrics.jsonl, in order, each with "iteration" among its keys.
+
+    Raises:
+        ValueError: a line is not a JSON object of finite numbers with a whole "iteration"; says FILE:LINE.
+        FileNotFoundError: there is no such file.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [parse_line(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+
+
+def parse_line(line: str, where: str) -> dict[str, float]:
+    """One line of metrics.jsonl. Raises ValueError starting with `where`."""
+    if not line.endswith("\n"):
+        raise ValueError(
+            f"{where}: the line has no end: the run that wrote it was killed, or is still writing"
+        )
+    try:
+        record = json.loads(line, parse_constant=refuse_constant, object_pairs_hook=refuse_repeated_keys)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if not isinstance(record, dict):
+        raise ValueError(
+            f"{where}: a JSON {type(record).__name__}, not an object with metrics: {line.strip()[:80]}"
+        )
+    if not isinstance(record.get(ITERATION), int) or isinstance(record[ITERATION], bool):
+        raise ValueError(f'{where}: "{ITERATION}" is {record.get(ITERATION)!r}, not a whole number')
+    try:
+        check_metrics({name: value for name, value in record.items() if name != ITERATION})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from None
+    return record
+
+
+def refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON; every metric is a finite number")
+
+
+def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"the same key twice: {', '.join(repeated)}")
+    return record

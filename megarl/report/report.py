@@ -1,0 +1,122 @@
+"""The report of a run: what the trainer calls to tell what it does and what came out."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from megarl.config.logger import LoggerConfig
+from megarl.report.metrics import FILE_NAME, MetricsWriter, check_metrics
+from megarl.report.progress import Progress
+from megarl.report.tensorboard import DIRECTORY, TensorBoardWriter
+from megarl.report.text import TIME, format_iteration, format_samples
+from megarl.types import Metrics, Sample
+
+
+@dataclass
+class Phase:
+    """A timed part of an iteration; `seconds` is its duration, right once it has ended."""
+
+    name: str
+    seconds: float = 0.0
+
+
+class Report:
+    """Sends metrics to metrics.jsonl, TensorBoard and the terminal, as configured. Made by `build_report`."""
+
+    def __init__(
+        self,
+        metrics: MetricsWriter,
+        tensorboard: TensorBoardWriter | None,
+        progress: Progress | None,
+        num_iterations: int,
+        num_logged_samples: int,
+    ):
+        self._metrics = metrics
+        self._tensorboard = tensorboard
+        self._progress = progress
+        self._num_iterations = num_iterations
+        self._num_logged_samples = num_logged_samples
+        self._times: Metrics = {}
+        self._closed = False
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Phase]:
+        """Time what is done inside, as time/NAME in the next `log`, and show it while it runs.
+
+        A name used more than once before a `log` gives the sum, in seconds.
+        """
+        phase = Phase(name)
+        start = time.perf_counter()
+        if self._progress:
+            self._progress.enter(name)
+        try:
+            yield phase
+        finally:
+            if self._progress:
+                self._progress.leave()
+            phase.seconds = time.perf_counter() - start
+            self._times[TIME + name] = self._times.get(TIME + name, 0.0) + phase.seconds
+
+    def log(self, iteration: int, metrics: Metrics) -> None:
+        """Write one iteration's metrics and the times of the phases since the last `log`.
+
+        Raises:
+            ValueError: a metric is NaN or infinite, or has the name of a phase's time; nothing is written.
+            TypeError: a metric is not an int or a float.
+        """
+        both = sorted(metrics.keys() & self._times.keys())
+        if both:
+            raise ValueError(f"metric {both[0]!r} has the name of a phase that is timed already")
+        complete = {**metrics, **self._times}
+        check_metrics(complete)
+        self._times = {}
+        self._metrics.write(iteration, complete)
+        if self._tensorboard:
+            self._tensorboard.write(iteration, complete)
+        if self._progress:
+            self._progress.line(format_iteration(iteration, self._num_iterations, complete))
+            more = iteration < self._num_iterations
+            self._progress.show_iteration(f"iteration {iteration + 1}/{self._num_iterations}" if more else "")
+
+    def message(self, text: str) -> None:
+        """A line, or a few, for the person who watches."""
+        if self._progress:
+            self._progress.line(text)
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Print logger.num_logged_samples of them, where possible a correct and a wrong one."""
+        if self._progress and samples and self._num_logged_samples > 0:
+            self._progress.line(format_samples(samples, self._num_logged_samples))
+
+    def close(self) -> None:
+        """Close the files and end the display; may be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._progress:
+            self._progress.close()
+        if self._tensorboard:
+            self._tensorboard.close()
+        self._metrics.close()
+
+
+def build_report(
+    logger: LoggerConfig, run_dir: Path, num_iterations: int, stream: TextIO | None = None
+) -> Report:
+    """A report that appends to RUN_DIR/metrics.jsonl and, as configured, writes to TensorBoard and `stream`.
+
+    `stream` is standard output unless given. Raises RuntimeError where logger.tensorboard is set and its
+    package is missing.
+    """
+    tensorboard = TensorBoardWriter(run_dir / DIRECTORY) if logger.tensorboard else None
+    metrics = MetricsWriter(run_dir / FILE_NAME)
+    progress = Progress(stream or sys.stdout) if logger.terminal else None
+    report = Report(metrics, tensorboard, progress, num_iterations, logger.num_logged_samples)
+    if metrics.num_dropped_bytes:
+        dropped = f"an unfinished last line of {metrics.num_dropped_bytes} bytes, left by a killed run"
+        report.message(f"{metrics.path}: {dropped}, was cut off")
+    return report

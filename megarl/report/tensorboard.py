@@ -1,0 +1,36 @@
+"""TensorBoard event files under RUN_DIR/tensorboard; the step is the iteration."""
+
+from pathlib import Path
+from types import ModuleType
+
+from megarl.types import Metrics
+
+DIRECTORY = "tensorboard"
+
+
+class TensorBoardWriter:
+    """Writes each metric as a scalar of its own name; flushed after every iteration."""
+
+    def __init__(self, directory: Path):
+        """Raises RuntimeError where the tensorboard package is missing."""
+        self._writer = load_tensorboard().SummaryWriter(log_dir=str(directory))
+
+    def write(self, iteration: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, global_step=iteration)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def load_tensorboard() -> ModuleType:
+    """torch.utils.tensorboard, imported only when it is used: it takes a second or more."""
+    try:
+        from torch.utils import tensorboard
+    except ImportError as error:
+        raise RuntimeError(
+            f"logger.tensorboard=true needs the package tensorboard ({error}); "
+            "install it (make install) or set logger.tensorboard=false"
+        ) from error
+    return tensorboard

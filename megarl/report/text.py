@@ -1,0 +1,88 @@
+"""How metrics and samples read in one line or a few."""
+
+from collections.abc import Sequence
+
+from megarl.types import Metrics, Sample
+
+TIME = "time/"
+KEY_METRICS = (
+    ("reward/mean", "reward"),
+    ("reward/heldout", "held-out"),
+    ("reward/response_length", "length"),
+    ("policy/clip_frac", "clip"),
+    ("critic/explained_variance", "ev"),
+    ("mismatch/kl", "mismatch kl"),
+)
+"""The metrics shown for every iteration, in this order, where they are there; all are in metrics.jsonl."""
+LONGEST_TEXT = 600
+"""Characters of a prompt or response that are printed; the middle of a longer one is left out."""
+
+
+def format_number(value: float) -> str:
+    """At most 4 significant digits: 0.0312, 12.5, 3.1e-05."""
+    return f"{value:.0f}" if abs(value) >= 1000 and abs(value) < 1e6 else f"{value:.3g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """0.4 s, 12 s, 3 min 20 s, 2 h 01 min."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def format_iteration(iteration: int, num_iterations: int, metrics: Metrics) -> str:
+    """One compact line: the key metrics that are there, then the seconds of each phase."""
+    shown = [f"{label} {format_number(metrics[name])}" for name, label in KEY_METRICS if name in metrics]
+    times = [
+        f"{name.removeprefix(TIME)} {format_number(v)}"
+        for name, v in metrics.items()
+        if name.startswith(TIME)
+    ]
+    if times:
+        shown.append(f"seconds: {', '.join(times)}")
+    return f"iteration {iteration}/{num_iterations}  " + " | ".join(shown)
+
+
+def format_sample(sample: Sample) -> str:
+    """Prompt, response, what was expected and the verdict, four lines, safe to print."""
+    response, score = sample.response, sample.score
+    verdict = "correct" if score.correct else "wrong"
+    numbers = {"reward": score.reward, **score.details}
+    rewards = ", ".join(f"{name} {format_number(value)}" for name, value in numbers.items())
+    size = f"{len(response.token_ids)} tokens, ended by {response.finish_reason.value}"
+    return "\n".join(
+        (
+            f"sample {make_printable(sample.prompt.id)}: {verdict}, {rewards}, {size}",
+            f"  prompt    {shorten(make_printable(sample.prompt.text))}",
+            f"  response  {shorten(make_printable(response.text))}",
+            f"  expected  {shorten(make_printable(sample.prompt.answer))}",
+        )
+    )
+
+
+def format_samples(samples: Sequence[Sample], num_samples: int) -> str:
+    """The first `num_samples`; where both kinds are there, at least one correct and one wrong."""
+    chosen = list(samples[:num_samples])
+    for wanted in (True, False):
+        others = [s for s in samples if s.score.correct is wanted]
+        if len(chosen) > 1 and others and all(s.score.correct is not wanted for s in chosen):
+            chosen[-1] = others[0]
+    return "\n".join(format_sample(sample) for sample in chosen)
+
+
+def make_printable(text: str) -> str:
+    """Control characters as escapes: a sampled response must not move the cursor or break the line."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def shorten(text: str) -> str:
+    """`text`, or its two ends around the number of characters left out."""
+    if len(text) <= LONGEST_TEXT:
+        return text
+    end = LONGEST_TEXT // 2
+    return f"{text[:end]} [... {len(text) - 2 * end} characters ...] {text[-end:]}"

@@ -1,0 +1,1 @@
+"""Generation with SGLang: launching servers, talking to them, collecting prompts into rewarded groups."""

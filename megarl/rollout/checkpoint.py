@@ -1,0 +1,46 @@
+"""What generation needs to know of a checkpoint directory: vocabulary size and end-of-sequence tokens."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.config.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class GenerationSpec:
+    vocab_size: int
+    """Rows of the embedding: every token id below it is safe to send."""
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end a response; they are its last token."""
+
+
+def load_generation_spec(checkpoint: Path) -> GenerationSpec:
+    """From config.json and, before it, generation_config.json. Raises ConfigError naming file and key."""
+    config = _load_json(checkpoint / "config.json")
+    generation = checkpoint / "generation_config.json"
+    overrides = _load_json(generation) if generation.is_file() else {}
+    vocab_size = config.get("vocab_size")
+    if not isinstance(vocab_size, int):
+        raise ConfigError([f"{checkpoint / 'config.json'}: vocab_size is {vocab_size!r}; a number was expected"])
+    eos = overrides.get("eos_token_id")
+    eos = config.get("eos_token_id") if eos is None else eos
+    stop = [eos] if isinstance(eos, int) else eos
+    if not stop:
+        raise ConfigError(
+            [f"{checkpoint}: no eos_token_id in generation_config.json or config.json; responses would never end"]
+        )
+    outside = [token for token in stop if not 0 <= token < vocab_size]
+    if outside:
+        raise ConfigError([f"{checkpoint}: eos_token_id {outside} is outside the vocabulary of {vocab_size}"])
+    return GenerationSpec(vocab_size, tuple(stop))
+
+
+def _load_json(file: Path) -> dict[str, object]:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError([f"{file}: {error}"]) from error
+    if not isinstance(content, dict):
+        raise ConfigError([f"{file}: holds a {type(content).__name__}; an object was expected"])
+    return content

@@ -1,0 +1,153 @@
+"""HTTP client of one SGLang server: every call has a deadline, and a refusal says who refused what."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from megarl.seams import DeadlineError
+
+CONNECT_DEADLINE_S = 10.0
+
+
+class RequestError(RuntimeError):
+    """A server answered with an error; the message has the server, the path, the status and the body."""
+
+
+class ConnectionLostError(RuntimeError):
+    """A server could not be reached or went away before it answered; the request may be sent again."""
+
+
+class SGLangClient:
+    """Calls to one server. Thread-safe. Token ids are checked here: an id outside the vocabulary kills a server."""
+
+    def __init__(self, url: str, *, vocab_size: int, deadline_s: float):
+        """deadline_s: of a call that names none."""
+        self.url = url.rstrip("/")
+        self._vocab_size = vocab_size
+        self._deadline_s = deadline_s
+        # The servers are on this machine or in this cluster: no proxy from the environment.
+        self._http = httpx.Client(base_url=self.url, trust_env=False)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def generate(
+        self,
+        input_ids: Sequence[Sequence[int]],
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        deadline_s: float | None = None,
+        **fields: Any,
+    ) -> list[dict[str, Any]]:
+        """SGLang's answers to a batch of prompts, in order; with `n` in sampling_params, n answers per prompt.
+
+        Raises ValueError for an empty batch, an empty prompt or a token id outside the vocabulary.
+        """
+        self.check_token_ids(input_ids)
+        params = dict(sampling_params) if isinstance(sampling_params, Mapping) else list(sampling_params)
+        body = {"input_ids": [list(ids) for ids in input_ids], "sampling_params": params, "stream": False}
+        answers = self._post("/generate", body | fields, deadline_s)
+        if not isinstance(answers, list):
+            raise RequestError(f"{self.url}/generate answered a {type(answers).__name__} in place of a list")
+        return answers
+
+    def score(self, token_ids: Sequence[int], *, deadline_s: float | None = None) -> list[float]:
+        """Log-probs (temperature 1) of token_ids[1:], each given the tokens before it."""
+        if len(token_ids) < 2:
+            raise ValueError(f"score: {len(token_ids)} token(s); at least two are needed")
+        params = {"max_new_tokens": 0, "temperature": 1.0}
+        answer = self.generate(
+            [token_ids], params, deadline_s=deadline_s, return_logprob=True, logprob_start_len=0
+        )[0]
+        entries = answer["meta_info"]["input_token_logprobs"]
+        if [entry[1] for entry in entries] != list(token_ids):
+            raise RequestError(f"{self.url}/generate scored other tokens than it was sent")
+        return [float(entry[0]) for entry in entries[1:]]
+
+    def check_token_ids(self, input_ids: Sequence[Sequence[int]]) -> None:
+        """Raises ValueError that names the prompt's place, its length or the id."""
+        if not input_ids:
+            raise ValueError("generate: no prompts")
+        for row, ids in enumerate(input_ids):
+            if not ids:
+                raise ValueError(f"generate: prompt {row} has no tokens")
+            if min(ids) < 0 or max(ids) >= self._vocab_size:
+                bad = next(i for i in ids if not 0 <= i < self._vocab_size)
+                raise ValueError(
+                    f"generate: prompt {row} has token id {bad}; the vocabulary has 0 to {self._vocab_size - 1}"
+                )
+
+    def is_healthy(self, deadline_s: float = 20.0) -> bool:
+        try:
+            return self._http.get("/health", timeout=deadline_s).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def load_model_info(self) -> dict[str, Any]:
+        return dict(self._call("GET", "/model_info", None, None))
+
+    def load_server_info(self) -> dict[str, Any]:
+        return dict(self._call("GET", "/server_info", None, None))
+
+    def load_weight_version(self) -> int:
+        """The version the server reports. Raises RequestError where it is no number."""
+        version = self.load_model_info()["weight_version"]
+        try:
+            return int(version)
+        except ValueError:
+            raise RequestError(f"{self.url} reports weight version {version!r}; a number was expected") from None
+
+    def set_weight_version(self, version: int) -> None:
+        self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, None)
+
+    def flush_cache(self) -> None:
+        """Forget cached prefixes. Refused while requests run."""
+        self._post("/flush_cache", None, None)
+
+    def pause(self, mode: str = "retract") -> None:
+        """Stop generating; retract: running requests wait and have their KV cache recomputed afterwards."""
+        self._post("/pause_generation", {"mode": mode}, None)
+
+    def resume(self) -> None:
+        self._post("/continue_generation", {}, None)
+
+    def begin_update(self) -> None:
+        self._post("/begin_weight_update", {}, None)
+
+    def end_update(self) -> None:
+        self._post("/end_weight_update", {}, None)
+
+    def update_weights_from_disk(self, directory: Path, *, deadline_s: float | None = None) -> None:
+        """Load a Hugging Face checkpoint directory into the running model and forget cached prefixes."""
+        body = {"model_path": str(directory), "flush_cache": True}
+        self._post("/update_weights_from_disk", body, deadline_s)
+
+    def load_checksums(self) -> list[dict[str, str]]:
+        """Per rank: SGLang's tensor names -> first 16 hex digits of SHA-256 over the raw bytes (CPU servers)."""
+        answer = self._post("/weights_checker", {"action": "checksum"}, None)
+        return [dict(rank["checksums"]) for rank in answer["ranks"]]
+
+    def _post(self, path: str, body: Mapping[str, Any] | None, deadline_s: float | None) -> Any:
+        return self._call("POST", path, body, deadline_s)
+
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float | None) -> Any:
+        deadline_s = self._deadline_s if deadline_s is None else deadline_s
+        timeout = httpx.Timeout(deadline_s, connect=min(CONNECT_DEADLINE_S, deadline_s))
+        started = time.monotonic()
+        try:
+            answer = self._http.request(method, path, json=body, timeout=timeout)
+        except httpx.ReadTimeout as error:
+            raise DeadlineError(f"{self.url}{path} gave no answer within {deadline_s:g} s") from error
+        except (httpx.TransportError, OSError) as error:
+            lost_after = time.monotonic() - started
+            raise ConnectionLostError(f"{self.url}{path}: {error} (after {lost_after:.1f} s)") from error
+        if answer.status_code != 200:
+            raise RequestError(f"{self.url}{path} answered {answer.status_code}: {answer.text[:2000]}")
+        is_json = answer.headers.get("content-type", "").startswith("application/json")
+        content = answer.json() if is_json else answer.text
+        if isinstance(content, dict) and content.get("success") is False:
+            raise RequestError(f"{self.url}{path} refused: {content.get('message')}")
+        return content

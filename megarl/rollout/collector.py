@@ -1,0 +1,42 @@
+"""Prompts -> responses -> rewards, as one Rollout."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from megarl.seams import RolloutEngine
+from megarl.types import Prompt, Response, Rollout, Sample, Score
+
+RewardFunction = Callable[[Prompt, Response], Score]
+
+
+class Collector:
+    """Asks the engine for groups of responses and has each one scored."""
+
+    def __init__(self, engine: RolloutEngine, reward: RewardFunction, *, temperature: float):
+        self._engine = engine
+        self._reward = reward
+        self._temperature = temperature
+
+    def collect(self, prompts: Sequence[Prompt], num_responses: int, *, weight_version: int) -> Rollout:
+        """One group of `num_responses` samples per prompt, groups numbered from 0 in the order of `prompts`.
+
+        weight_version: of the trainer's weights now. Raises ValueError where a reward is not finite.
+        """
+        groups = self._engine.generate(prompts, num_responses=num_responses, temperature=self._temperature)
+        return Rollout(score_groups(prompts, groups, self._reward), weight_version)
+
+
+def score_groups(
+    prompts: Sequence[Prompt], groups: Sequence[Sequence[Response]], reward: RewardFunction
+) -> tuple[Sample, ...]:
+    """A scored Sample for every response. Raises ValueError where a reward is not finite, naming the prompt."""
+    samples = []
+    for group, (prompt, responses) in enumerate(zip(prompts, groups, strict=True)):
+        for response in responses:
+            score = reward(prompt, response)
+            if not math.isfinite(score.reward):
+                raise ValueError(
+                    f"the reward of a response to prompt {prompt.id!r} is {score.reward}; it must be a finite number"
+                )
+            samples.append(Sample(prompt, response, score, group))
+    return tuple(samples)

@@ -1,0 +1,134 @@
+"""Runs one server process and sees to it that nothing of it outlives its owner.
+
+    python guard.py SCRATCH_DIR COMMAND...
+
+The owner holds the other end of this process's standard input. When that closes - the owner stopped the server, or
+died in any way - or when SIGTERM comes, or when the server exits, the guard ends every process that came from the
+server, removes what they left in /dev/shm and in SCRATCH_DIR, and exits with the server's status.
+
+Standard library only, so that it starts at once. Linux only.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+GRACE_S = 1.0
+"""After SIGTERM. SGLang takes up to 11 s to end by itself and has nothing to save."""
+SCAN_EVERY_S = 2.0
+
+
+def list_descendants(root):
+    """Process ids below `root`, which itself is left out."""
+    children = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/stat") as stat:
+                parent = int(stat.read().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(name))
+    found, todo = [], [root]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def find_shared_memory(pids):
+    """Files under /dev/shm that these processes hold open or mapped (semaphores are only mapped)."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    found.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
+            found |= {line[line.index("/dev/shm/") :].rstrip("\n") for line in maps if "/dev/shm/" in line}
+    return {path for path in found if path.startswith("/dev/shm/") and not path.endswith(" (deleted)")}
+
+
+def signal_all(pids, number):
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def is_resource_tracker(pid):
+    """Python's own cleaner: it ends by itself, after removing the semaphores of the processes it served."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as command:
+        return b"multiprocessing.resource_tracker" in command.read()
+    return False
+
+
+def reap():
+    """Collect every child that has exited; True while any is left."""
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return False
+        if pid == 0:
+            return True
+
+
+def end_all(grace_s):
+    """SIGTERM to every descendant, then SIGKILL until none is left; Python's resource trackers come last."""
+    signal_all(list_descendants(os.getpid()), signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    while reap() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    deadline = time.monotonic() + grace_s
+    while reap():
+        alive = list_descendants(os.getpid())
+        if time.monotonic() < deadline:
+            alive = [pid for pid in alive if not is_resource_tracker(pid)]
+        signal_all(alive, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def prepare_child():
+    # Should the guard itself be killed, the server's first process goes with it, and SGLang's own processes
+    # watch that one.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main():
+    scratch, command = sys.argv[1], sys.argv[2:]
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write)
+    for number in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, preexec_fn=prepare_child, start_new_session=True
+    )
+    shared = set()
+    while server.poll() is None:
+        ready, _, _ = select.select([sys.stdin, wake_read], [], [], SCAN_EVERY_S)
+        shared |= find_shared_memory(list_descendants(os.getpid()))
+        if wake_read in ready and signal.SIGTERM in os.read(wake_read, 64):
+            break
+        if sys.stdin in ready and not os.read(0, 64):
+            break
+    status = server.poll()
+    end_all(GRACE_S)
+    for path in shared:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    shutil.rmtree(scratch, ignore_errors=True)
+    if status is None:
+        sys.exit(0)
+    sys.exit(status if status >= 0 else 128 - status)
+
+
+if __name__ == "__main__":
+    main()

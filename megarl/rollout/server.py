@@ -1,0 +1,222 @@
+"""One SGLang server: its command line, its process, its health."""
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+import torch
+
+from megarl.config.errors import ConfigError
+from megarl.config.rollout import RolloutConfig
+from megarl.rollout.server_options import check_options, render_options
+from megarl.seams import DeadlineError
+
+STANDINS = Path(__file__).parent / "standins"
+MODELS = Path(__file__).parent / "models"
+GUARD = Path(__file__).parent / "guard.py"
+LOG_TAIL_LINES = 25
+
+
+class ServerError(RuntimeError):
+    """A server did not start or has ended; the message has its exit status and the end of its log."""
+
+
+@functools.cache
+def has_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+def pick_free_port(host: str) -> int:
+    """A TCP port that nothing listens on now."""
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        return int(listener.getsockname()[1])
+
+
+def build_command(
+    config: RolloutConfig, checkpoint: Path, *, host: str, port: int, seed: int, tp: int = 1
+) -> list[str]:
+    """The command line of one server. Raises ConfigError for keys of `rollout.sglang` that SGLang does not have."""
+    problems = check_options(config.sglang)
+    if not has_cuda() and config.kv_cache_tokens is None:
+        # Left to itself SGLang takes most of the machine's memory and zero-fills it for minutes.
+        problems.append("rollout.kv_cache_tokens: null; on a CPU it must be a number of tokens")
+    if problems:
+        raise ConfigError(problems)
+    options = {
+        "model_path": str(checkpoint),
+        "host": host,
+        "port": port,
+        "dtype": config.dtype.value,
+        "random_seed": seed,
+        "max_running_requests": config.max_running_requests,
+        "max_total_tokens": config.kv_cache_tokens,
+        "skip_tokenizer_init": True,
+        "weight_version": "0",
+        "tp_size": tp,
+        "skip_server_warmup": True,
+        # Without it an idle scheduler spins and takes a core from the trainer.
+        "sleep_on_idle": True,
+    }
+    if not has_cuda():
+        options |= {"device": "cpu", "attention_backend": "torch_native"}
+    return [sys.executable, "-m", "sglang.launch_server", *render_options(options | config.sglang)]
+
+
+def build_environment(config: RolloutConfig, scratch: Path, tp: int = 1) -> dict[str, str]:
+    """The server's environment: private temporary files, no listener beyond the HTTP port, stand-ins without CUDA."""
+    environment = dict(os.environ)
+    path = [str(MODELS)]
+    environment |= {
+        "TMPDIR": str(scratch),
+        # A file in place of torch's TCP store, which would listen on every interface.
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
+        # Plain decoder models are found without importing all 200 of SGLang's model files.
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "megarl_sglang_models",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if not has_cuda():
+        path.insert(0, str(STANDINS))
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(config.num_threads)}
+        if tp > 1:
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cpu) for cpu in range(tp))
+    if "PYTHONPATH" in os.environ:
+        path.append(os.environ["PYTHONPATH"])
+    return environment | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+class SGLangServer:
+    """A server process that ends with its owner.
+
+    `start` returns at once; `wait_healthy` waits for the first healthy answer. The process tree is owned by
+    `guard.py`, which ends it when this object is stopped and when this process dies in whatever way.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        checkpoint: Path,
+        *,
+        log_file: Path,
+        seed: int,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        tp: int = 1,
+    ):
+        """`port` None: a free one is picked. Raises ConfigError for bad options or a checkpoint without config.json."""
+        if not (Path(checkpoint) / "config.json").is_file():
+            raise ConfigError([f"rollout: {checkpoint} is no checkpoint directory: it has no config.json"])
+        self.config = config
+        self.host = host
+        self.port = pick_free_port(host) if port is None else port
+        self.log_file = log_file
+        self._tp = tp
+        self._command = build_command(config, Path(checkpoint), host=host, port=self.port, seed=seed, tp=tp)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._scratch: Path | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the guard; the server's processes are below it."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Start the processes. Raises ServerError where the port is taken."""
+        if self._process is not None:
+            raise ServerError(f"SGLang server {self.url} was started before")
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self.host, self.port))
+            except OSError as error:
+                raise ServerError(f"SGLang server {self.url}: port {self.port} is taken ({error.strerror})") from error
+        self._scratch = Path(tempfile.mkdtemp(prefix="megarl-sglang-"))
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log_file, "ab") as log:
+            log.write((" ".join(self._command) + "\n").encode())
+            log.flush()
+            self._process = subprocess.Popen(
+                [sys.executable, "-S", "-E", str(GUARD), str(self._scratch), *self._command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=build_environment(self.config, self._scratch, self._tp),
+                start_new_session=True,
+            )
+
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def wait_healthy(self, deadline_s: float) -> None:
+        """Wait until the server answers /health.
+
+        Raises ServerError at once where it exits, DeadlineError where it does not answer in time; both name the log.
+        """
+        deadline = time.monotonic() + deadline_s
+        with httpx.Client(timeout=2.0, trust_env=False) as client:
+            while True:
+                self.check_alive()
+                with contextlib.suppress(httpx.HTTPError):
+                    if client.get(f"{self.url}/health").status_code == 200:
+                        return
+                if time.monotonic() > deadline:
+                    waited = f"SGLang server {self.url} gave no healthy answer within {deadline_s:g} s"
+                    raise DeadlineError(f"{waited}; {self._describe_log()}")
+                time.sleep(0.2)
+
+    def check_alive(self) -> None:
+        """Raise ServerError with the exit status and the end of the log where the server is down."""
+        if self._process is None:
+            raise ServerError(f"SGLang server {self.url} was not started or was stopped")
+        status = self._process.poll()
+        if status is not None:
+            raise ServerError(f"SGLang server {self.url} exited with status {status}; {self._describe_log()}")
+
+    def stop(self, deadline_s: float = 10.0) -> None:
+        """End every process of the server and remove its temporary files; returns when they are gone.
+
+        Raises DeadlineError where they are not gone in time.
+        """
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        try:
+            process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(5.0)
+            raise DeadlineError(f"SGLang server {self.url} did not end within {deadline_s:g} s; killed") from None
+        finally:
+            if self._scratch is not None:
+                shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _describe_log(self) -> str:
+        return f"the end of its log {self.log_file}:\n{read_tail(self.log_file)}"
+
+
+def read_tail(file: Path, num_lines: int = LOG_TAIL_LINES) -> str:
+    """The last lines of a text file; of a missing one a sentence saying so."""
+    if not file.is_file():
+        return f"({file} does not exist)"
+    with open(file, "rb") as stream:
+        stream.seek(max(0, file.stat().st_size - 65536))
+        lines = stream.read().decode(errors="replace").splitlines()
+    return "\n".join(lines[-num_lines:])

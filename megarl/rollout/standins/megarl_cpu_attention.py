@@ -1,0 +1,76 @@
+"""An attention backend for SGLang on a CPU that attends for many sequences in one call.
+
+SGLang's `torch_native` backend calls torch's attention once per sequence and layer: for 256 short sequences and a
+small model three quarters of a decode step go into these calls. This subclass takes the name `torch_native` in
+SGLang's own registry, so that every other branch on that name stays as it is.
+
+SGLang loads this through its entry point group `sglang.srt.plugins` (see the .dist-info folder beside this file).
+"""
+
+import logging
+
+import torch
+from megarl_grouped_attention import attend, build_group, plan_groups
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+logger = logging.getLogger(__name__)
+
+
+class BatchedAttnBackend(TorchNativeAttnBackend):
+    """`torch_native` with plain causal attention in groups; every other kind goes to the stock loops."""
+
+    def __init__(self, model_runner):
+        super().__init__(model_runner)
+        self.dtype = model_runner.dtype
+        self.groups = []
+        logger.info("megarl_cpu_attention: sequences are attended in groups")
+
+    def init_forward_metadata(self, forward_batch):
+        super().init_forward_metadata(forward_batch)
+        num_keys = forward_batch.seq_lens.long()
+        if forward_batch.forward_mode.is_decode_or_idle():
+            num_queries = torch.ones_like(num_keys)
+        elif forward_batch.extend_seq_lens is not None:
+            num_queries = forward_batch.extend_seq_lens.long()
+        else:
+            self.groups = None
+            return
+        first_query = num_queries.cumsum(0) - num_queries
+        rows = forward_batch.req_pool_indices.long()
+        table = self.req_to_token_pool.req_to_token
+        self.groups = [
+            build_group(members, first_query, num_queries, num_keys, rows, table, self.dtype)
+            for members in plan_groups(num_queries.tolist(), num_keys.tolist())
+        ]
+
+    def _can_batch(self, layer):
+        windowed = layer.sliding_window_size is not None and layer.sliding_window_size > -1
+        plain = not layer.is_cross_attention and layer.attn_type != AttentionType.ENCODER_ONLY
+        return self.groups is not None and plain and not windowed and not self.use_sliding_window_kv_pool
+
+    def _forward(self, q, k, v, layer, forward_batch, save_kv_cache):
+        pool = self.token_to_kv_pool
+        if save_kv_cache and k is not None and v is not None:
+            pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v)
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        output = query.new_empty(query.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+        for group in self.groups:
+            attend(group, query, keys, values, output, layer.scaling)
+        return output.flatten(1)
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+        forward = self._forward if self._can_batch(layer) else super().forward_decode
+        return forward(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):
+        forward = self._forward if self._can_batch(layer) else super().forward_extend
+        return forward(q, k, v, layer, forward_batch, save_kv_cache)
+
+
+def register():
+    """Take the name `torch_native` in SGLang's registry."""
+    register_attention_backend("torch_native")(BatchedAttnBackend)

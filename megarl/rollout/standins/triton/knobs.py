@@ -1,0 +1,4 @@
+"""Stand-in for triton.knobs: without a runtime there is nothing for SGLang to watch."""
+
+runtime = None
+compilation = None

@@ -1,0 +1,74 @@
+"""The three seams of the loop: what the trainer needs from training, generation and weight movement.
+
+Every verb that runs elsewhere returns a `Pending`: the work has been started, `result()` waits for it under the
+deadline that the implementation was given and raises `DeadlineError` (saying what it waited for) when it passes.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from megarl.types import Metrics, Prompt, Response, Sequences, TrainingSamples
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class DeadlineError(RuntimeError):
+    """A wait passed its deadline; the message names what was waited for, who it is, and for how long."""
+
+
+class Pending(Protocol[T_co]):
+    def result(self) -> T_co: ...
+
+
+class TrainBackend(Protocol):
+    """One role (policy, critic or reference): a model, all its ranks, behind one object."""
+
+    def logprobs(self, sequences: Sequences, temperature: float) -> Pending[Tensor]:
+        """float32 [B, T]: log-probs of the response tokens under the temperature-scaled distribution."""
+        ...
+
+    def values(self, sequences: Sequences) -> Pending[Tensor]:
+        """float32 [B, T]: the critic's value of the state in which each response token is chosen."""
+        ...
+
+    def update(self, samples: TrainingSamples, minibatches: Sequence[Tensor]) -> Pending[list[Metrics]]:
+        """One optimizer step per entry of `minibatches` (int64 row numbers); one Metrics per step."""
+        ...
+
+    def export_weights(self, directory: Path) -> Pending[None]:
+        """Write the weights as an ordinary Hugging Face checkpoint directory, published atomically."""
+        ...
+
+    def save(self, directory: Path) -> Pending[None]: ...
+
+    def load(self, directory: Path) -> Pending[None]: ...
+
+
+class RolloutEngine(Protocol):
+    """The generation servers."""
+
+    def generate(self, prompts: Sequence[Prompt], *, num_responses: int, temperature: float) -> list[list[Response]]:
+        """`num_responses` responses for each prompt, in order. temperature 0 is greedy."""
+        ...
+
+    def check_health(self) -> None:
+        """Raise `RuntimeError` that names the server, its exit status and the end of its log where one is down."""
+        ...
+
+
+class WeightSync(Protocol):
+    """Moves the policy's weights into the servers and proves that they arrived."""
+
+    def publish(self, version: int) -> Metrics:
+        """After it returns, every server generates with the trainer's weights, as `version`. Returns sync/* metrics.
+
+        Raises `SyncError` when the proof fails; no server is then left serving as `version`.
+        """
+        ...
+
+
+class SyncError(RuntimeError):
+    """The servers do not hold the trainer's weights; the message says which server, what was compared, what differed."""

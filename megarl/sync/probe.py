@@ -1,0 +1,59 @@
+"""The proof of a weight sync: the servers' log-probs of a fixed text against the policy's own."""
+
+from collections.abc import Sequence
+
+import torch
+
+from megarl.config.roles import Dtype
+from megarl.config.rollout import RolloutConfig
+from megarl.rollout.client import SGLangClient
+from megarl.seams import SyncError, TrainBackend
+from megarl.types import Sequences
+
+DEFAULT_GAP = {Dtype.float32: 1e-3, Dtype.bfloat16: 0.25}
+"""Largest gap on any token where `rollout.max_probe_logprob_gap` is null."""
+
+
+def build_probe_tokens(vocab_size: int, length: int = 32) -> tuple[int, ...]:
+    """A fixed text that visits rows all over the vocabulary: multiples of a prime, modulo its size."""
+    return tuple((7919 * (i + 1)) % vocab_size for i in range(length))
+
+
+def get_max_gap(config: RolloutConfig) -> float:
+    gap = config.max_probe_logprob_gap
+    return DEFAULT_GAP[config.dtype] if gap is None else gap
+
+
+def compute_policy_logprobs(policy: TrainBackend, token_ids: Sequence[int]) -> list[float]:
+    """The policy's log-probs (temperature 1) of token_ids[1:], each given the tokens before it."""
+    sequences = Sequences(
+        tokens=torch.tensor(token_ids, dtype=torch.int64),
+        lengths=torch.tensor([len(token_ids)]),
+        prompt_lengths=torch.tensor([1]),
+    )
+    return [float(x) for x in policy.logprobs(sequences, 1.0).result()[0, : len(token_ids) - 1]]
+
+
+def compute_gap(expected: Sequence[float], found: Sequence[float]) -> tuple[float, int]:
+    """Largest |difference| and its position; a value that is no number counts as an infinite one."""
+    gaps = (torch.tensor(expected, dtype=torch.float64) - torch.tensor(found, dtype=torch.float64)).abs()
+    gaps = gaps.nan_to_num(nan=torch.inf)
+    return float(gaps.max()), int(gaps.argmax())
+
+
+def verify_logprobs(
+    clients: Sequence[SGLangClient], token_ids: Sequence[int], expected: Sequence[float], max_gap: float
+) -> float:
+    """The largest gap of any server. Raises SyncError naming the server, the token and both numbers."""
+    largest = 0.0
+    for client in clients:
+        found = client.score(token_ids)
+        gap, at = compute_gap(expected, found)
+        if gap > max_gap:
+            raise SyncError(
+                f"SGLang server {client.url} does not hold the policy's weights: on the probe text's token {at + 1} "
+                f"(id {token_ids[at + 1]}) its log-prob is {found[at]:.6f}, the policy's {expected[at]:.6f}; "
+                f"gap {gap:.3g}, allowed {max_gap:g} (rollout.max_probe_logprob_gap)"
+            )
+        largest = max(largest, gap)
+    return largest

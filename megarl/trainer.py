@@ -1,0 +1,171 @@
+"""THE loop: rollout, experience, targets, update, publish; the same for every algorithm and every layout."""
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.algo.diagnostics import compute_batch_metrics
+from megarl.algo.kl import KlController
+from megarl.algo.targets import compute_targets
+from megarl.config.schema import Config
+from megarl.data.sampler import PromptSampler
+from megarl.report.report import Report
+from megarl.rollout.collector import Collector
+from megarl.rollout.tensors import build_tensors
+from megarl.seams import Pending, TrainBackend, WeightSync
+from megarl.types import Experience, Metrics, Prompt, Rollout, TrainingSamples
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the loop is made of; all of it runs in other processes but the sampler and the report."""
+
+    policy: TrainBackend
+    critic: TrainBackend | None
+    reference: TrainBackend | None
+    collector: Collector
+    sync: WeightSync
+    sampler: PromptSampler
+    heldout: Sequence[Prompt]
+    report: Report
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended."""
+
+    num_iterations: int
+    heldout_reward: float
+
+
+class Trainer:
+    """Runs the iterations of one configuration over its parts."""
+
+    def __init__(self, config: Config, parts: Parts):
+        self.config = config
+        self.parts = parts
+        self.report = parts.report
+        self.kl = KlController.start(config.algo.kl)
+        self.version = 0
+        self.heldout_reward = float("nan")
+
+    def run(self) -> Summary:
+        """Iterate until the last one, the held-out reward aimed at, or the time limit."""
+        started = time.monotonic()
+        train = self.config.train
+        for iteration in range(1, train.num_iterations + 1):
+            metrics = self.iterate(iteration)
+            out_of_time = train.max_minutes is not None and time.monotonic() - started > 60 * train.max_minutes
+            last = iteration == train.num_iterations or out_of_time
+            if last or iteration % train.eval_every == 0:
+                metrics |= self.evaluate()
+            self.report.log(iteration, metrics)
+            if last or self.reached_goal():
+                break
+        return Summary(iteration, self.heldout_reward)
+
+    def iterate(self, iteration: int) -> Metrics:
+        """One iteration: returns its metrics; the servers then hold the updated policy."""
+        rollout = self.collect()
+        experience, metrics = self.build_experience(rollout)
+        samples, target_metrics = compute_targets(experience, self.config.algo, self.kl.coef)
+        metrics |= target_metrics
+        metrics |= self.update(samples, iteration)
+        metrics |= self.publish(self.version + 1)
+        self.kl, kl_metrics = self.kl.update(experience)
+        return metrics | kl_metrics
+
+    def collect(self) -> Rollout:
+        """Prompts to responses with rewards, grouped."""
+        train = self.config.train
+        with self.report.phase("rollout"):
+            prompts = self.parts.sampler.next_batch(train.prompts_per_iteration)
+            return self.parts.collector.collect(prompts, train.responses_per_prompt, self.version)
+
+    def build_experience(self, rollout: Rollout) -> tuple[Experience, Metrics]:
+        """What policy, reference and critic say of the responses; the three run side by side."""
+        tensors = build_tensors(rollout)
+        sequences, temperature = tensors.sequences, self.config.rollout.temperature
+        with self.report.phase("experience"):
+            old = self.parts.policy.logprobs(sequences, temperature)
+            ref = self.parts.reference.logprobs(sequences, temperature) if self.parts.reference else None
+            values = self.parts.critic.values(sequences) if self.parts.critic else None
+            experience = Experience(
+                sequences=sequences,
+                groups=tensors.groups,
+                rewards=tensors.rewards,
+                truncated=tensors.truncated,
+                mask=tensors.mask,
+                rollout_logprobs=tensors.rollout_logprobs,
+                old_logprobs=old.result(),
+                ref_logprobs=ref.result() if ref else None,
+                values=values.result() if values else None,
+            )
+        return experience, compute_batch_metrics(experience) | compute_score_metrics(rollout)
+
+    def update(self, samples: TrainingSamples, iteration: int, *, policy: bool = True) -> Metrics:
+        """Optimizer steps of critic and policy on the same minibatches, side by side: neither reads the other's."""
+        minibatches = self.split_minibatches(samples.sequences.num_samples, iteration)
+        running: list[Pending[list[Metrics]]] = []
+        with self.report.phase("update"):
+            if self.parts.critic is not None:
+                repeats = self.config.critic.updates_per_policy_update
+                running.append(self.parts.critic.update(samples, minibatches * repeats))
+            if policy:
+                running.append(self.parts.policy.update(samples, minibatches))
+            return {name: value for call in running for name, value in average_steps(call.result()).items()}
+
+    def publish(self, version: int) -> Metrics:
+        """Bring the policy's weights to the servers as `version`, proved."""
+        with self.report.phase("sync"):
+            metrics = self.parts.sync.publish(version)
+        self.version = version
+        return metrics
+
+    def evaluate(self) -> Metrics:
+        """Mean greedy reward on the held-out prompts."""
+        with self.report.phase("evaluate"):
+            rollout = self.parts.collector.collect(self.parts.heldout, 1, self.version, greedy=True)
+        self.report.samples(rollout.samples)
+        metrics = {name.replace("reward/", "heldout/"): v for name, v in compute_score_metrics(rollout).items()}
+        self.heldout_reward = sum(s.score.reward for s in rollout.samples) / len(rollout.samples)
+        return metrics | {"reward/heldout": self.heldout_reward}
+
+    def reached_goal(self) -> bool:
+        goal = self.config.train.stop_at_heldout_reward
+        return goal is not None and self.heldout_reward >= goal
+
+    def split_minibatches(self, num_samples: int, iteration: int) -> list[Tensor]:
+        """Row numbers (int64) of each optimizer step: every epoch a new order, the same for the same seed."""
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + iteration)
+        size = self.config.train.samples_per_minibatch
+        return [
+            rows
+            for _ in range(self.config.train.epochs_per_iteration)
+            for rows in torch.randperm(num_samples, generator=generator).split(size)
+        ]
+
+
+def average_steps(steps: Sequence[Metrics]) -> Metrics:
+    """One value per metric: the largest over the optimizer steps for names ending in _max, else the mean."""
+    values = defaultdict(list)
+    for step in steps:
+        for name, value in step.items():
+            values[name].append(value)
+    return {name: max(v) if name.endswith("_max") else sum(v) / len(v) for name, v in values.items()}
+
+
+def compute_score_metrics(rollout: Rollout) -> Metrics:
+    """Means of the verifier's named parts, of correctness and of response lengths."""
+    samples = rollout.samples
+    names = samples[0].score.details.keys() if samples else ()
+    lengths = [len(s.response.token_ids) for s in samples]
+    return {
+        **{f"reward/{name}": sum(s.score.details[name] for s in samples) / len(samples) for name in names},
+        "reward/correct": sum(s.score.correct for s in samples) / len(samples),
+        "reward/response_length": sum(lengths) / len(lengths),
+    }

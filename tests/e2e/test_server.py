@@ -1,0 +1,296 @@
+"""Generation and weight sync with a real SGLang server; transformers is the independent reference."""
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megarl.config.rollout import RolloutConfig
+from megarl.rollout.client import RequestError
+from megarl.rollout.collector import Collector
+from megarl.rollout.engine import SGLangEngine
+from megarl.rollout.server import SGLangServer, ServerError, pick_free_port
+from megarl.rollout.tensors import build_tensors
+from megarl.seams import DeadlineError, SyncError
+from megarl.sync.disk import DiskSync
+from megarl.sync.probe import build_probe_tokens
+from megarl.types import FinishReason, Prompt, Score, Sequences
+
+EOS = 2
+pytestmark = pytest.mark.server
+
+
+class Done:
+    def __init__(self, value=None):
+        self.value = value
+
+    def result(self):
+        return self.value
+
+
+class TransformersPolicy:
+    """A policy held by transformers: the part of TrainBackend that a weight sync uses."""
+
+    def __init__(self, checkpoint: Path):
+        self.checkpoint = checkpoint
+        self.model = AutoModelForCausalLM.from_pretrained(checkpoint)
+
+    def move_weights(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+
+    @torch.no_grad()
+    def response_logprobs(self, prompt, response, temperature):
+        ids = torch.tensor([*prompt, *response])
+        logits = self.model(ids[None]).logits[0] / temperature
+        return logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None])[:, 0]
+
+    def logprobs(self, sequences: Sequences, temperature: float) -> Done:
+        assert sequences.num_samples == 1
+        tokens, start = sequences.tokens.tolist(), int(sequences.prompt_lengths[0])
+        return Done(self.response_logprobs(tokens[:start], tokens[start:], temperature)[None])
+
+    def export_weights(self, directory: Path) -> Done:
+        shutil.copytree(self.checkpoint, directory)
+        self.model.save_pretrained(directory)
+        return Done()
+
+
+class CorruptingPolicy(TransformersPolicy):
+    """Its export differs from its weights in a single tensor."""
+
+    def export_weights(self, directory: Path) -> Done:
+        super().export_weights(directory)
+        weights = load_file(directory / "model.safetensors")
+        weights["model.layers.1.mlp.down_proj.weight"] += 0.05
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        return Done()
+
+
+def build_prompts(num: int = 12) -> list[Prompt]:
+    """Lengths from 1 to 70 tokens, so that groups are padded and long prompts are shared."""
+    rng = random.Random(3)
+    lengths = [1, 2, 5, 31, 32, 70]
+    ids = [tuple(rng.randrange(3, 50) for _ in range(lengths[i % len(lengths)])) for i in range(num)]
+    return [Prompt(f"p{i}", "", tokens, "") for i, tokens in enumerate(ids)]
+
+
+def compute_worst_gap(policy, prompts, groups, temperature) -> float:
+    return max(
+        float(
+            (policy.response_logprobs(p.token_ids, r.token_ids, temperature) - torch.tensor(r.rollout_logprobs))
+            .abs()
+            .max()
+        )
+        for p, group in zip(prompts, groups, strict=True)
+        for r in group
+    )
+
+
+def generate_first(server: SGLangServer, engine: SGLangEngine):
+    return engine.generate(build_prompts(8), num_responses=4, temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_checkpoint):
+    return TransformersPolicy(tiny_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def engine(server, tiny_checkpoint, rollout_config):
+    made = SGLangEngine(
+        [server.url],
+        tiny_checkpoint,
+        rollout_config,
+        AutoTokenizer.from_pretrained(tiny_checkpoint),
+        check_processes=server.check_alive,
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def first_responses(server, engine):
+    """Asked for before anything else has drawn random numbers in the server."""
+    return generate_first(server, engine)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_rollout_logprobs_are_transformers_logprobs(first_responses, engine, policy, temperature):
+    prompts = build_prompts()
+    groups = engine.generate(prompts, num_responses=3, temperature=temperature)
+    assert [len(group) for group in groups] == [3] * len(prompts)
+    assert compute_worst_gap(policy, prompts, groups, temperature) < 1e-4
+
+
+def test_responses_end_with_the_eos_token_or_at_the_length_limit(first_responses, rollout_config):
+    responses = [r for group in first_responses for r in group]
+    for response in responses:
+        stopped = response.token_ids[-1] == EOS
+        assert stopped == (response.finish_reason is FinishReason.stop)
+        assert stopped or len(response.token_ids) == rollout_config.response_length
+        assert EOS not in response.token_ids[:-1]
+        assert len(response.rollout_logprobs) == len(response.generated) == len(response.token_ids)
+        assert response.weight_versions == (0,) * len(response.token_ids)
+        assert len(response.text) == sum(token > EOS for token in response.token_ids)
+    assert {r.finish_reason for r in responses} == set(FinishReason)
+    assert len({r.token_ids for r in responses}) == len(responses)
+
+
+def test_temperature_zero_takes_the_likeliest_token(first_responses, engine, policy):
+    prompts = build_prompts(4)
+    for prompt, (response,) in zip(
+        prompts, engine.generate(prompts, num_responses=1, temperature=0.0), strict=True
+    ):
+        ids = torch.tensor([[*prompt.token_ids, *response.token_ids]])
+        with torch.no_grad():
+            best = policy.model(ids).logits[0, len(prompt.token_ids) - 1 : -1].argmax(-1)
+        assert tuple(best.tolist()) == response.token_ids
+
+
+def test_collected_tensors_line_up_with_the_policys_forward(first_responses, engine, policy):
+    prompts = build_prompts(3)
+    collector = Collector(engine, lambda p, r: Score(len(r.token_ids) / 100, False), temperature=0.7)
+    rollout = collector.collect(prompts, 2, weight_version=4)
+    tensors = build_tensors(rollout)
+    assert rollout.weight_version == 4
+    assert tensors.groups.tolist() == [0, 0, 1, 1, 2, 2]
+    pieces = tensors.sequences.tokens.split(tensors.sequences.lengths.tolist())
+    for row, (ids, start) in enumerate(zip(pieces, tensors.sequences.prompt_lengths.tolist(), strict=True)):
+        expected = policy.response_logprobs(ids[:start].tolist(), ids[start:].tolist(), 0.7)
+        torch.testing.assert_close(tensors.rollout_logprobs[row, : len(expected)], expected, atol=1e-4, rtol=0)
+        assert tensors.mask[row].sum() == len(expected) == round(float(tensors.rewards[row]) * 100)
+
+
+def test_publishing_moves_new_weights_and_raises_the_version(
+    first_responses, engine, tiny_checkpoint, rollout_config, tmp_path, policy
+):
+    prompts = build_prompts()
+    engine.generate(prompts, num_responses=1, temperature=1.0)  # leaves old prefixes in the server's cache
+    trained = TransformersPolicy(tiny_checkpoint)
+    tokens = build_probe_tokens(trained.model.config.vocab_size)
+    sync = DiskSync(trained, engine.clients, rollout_config, tmp_path / "weights", tokens)
+    for version, seed in [(1, 11), (2, 12)]:
+        trained.move_weights(seed)
+        before = engine.clients[0].load_checksums()
+        metrics = sync.publish(version)
+        assert engine.clients[0].load_checksums() != before
+        assert engine.clients[0].load_weight_version() == version
+        assert metrics["sync/probe_logprob_gap"] < 1e-4
+        assert [d.name for d in (tmp_path / "weights").iterdir()] == [f"v{version}"]
+        groups = engine.generate(prompts, num_responses=2, temperature=0.7)
+        assert compute_worst_gap(trained, prompts, groups, 0.7) < 1e-4
+        assert compute_worst_gap(policy, prompts, groups, 0.7) > 0.1
+        assert {v for group in groups for r in group for v in r.weight_versions} == {version}
+    sync.close()
+    assert not (tmp_path / "weights").exists()
+
+
+def test_the_probe_finds_one_changed_tensor_and_the_version_stays(
+    first_responses, engine, tiny_checkpoint, rollout_config, tmp_path
+):
+    client = engine.clients[0]
+    version = client.load_weight_version()
+    corrupting = CorruptingPolicy(tiny_checkpoint)
+    tokens = build_probe_tokens(corrupting.model.config.vocab_size)
+    with pytest.raises(SyncError, match=r"does not hold the policy's weights.*gap .*allowed 0.001"):
+        DiskSync(corrupting, engine.clients, rollout_config, tmp_path / "bad", tokens).publish(version + 1)
+    assert client.load_weight_version() == version
+    sound = TransformersPolicy(tiny_checkpoint)
+    DiskSync(sound, engine.clients, rollout_config, tmp_path / "good", tokens).publish(version + 1)
+    assert client.load_weight_version() == version + 1
+
+
+def test_a_directory_without_weights_is_a_sync_error(first_responses, engine, rollout_config, tmp_path):
+    class Empty(TransformersPolicy):
+        def export_weights(self, directory):
+            directory.mkdir()
+            return Done()
+
+    client = engine.clients[0]
+    version = client.load_weight_version()
+    sync = DiskSync(Empty.__new__(Empty), engine.clients, rollout_config, tmp_path, build_probe_tokens(50))
+    with pytest.raises(SyncError, match="did not take the weights"):
+        sync.publish(version + 1)
+    assert client.load_weight_version() == version
+    assert engine.generate(build_prompts(1), num_responses=1, temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"), [((5, 55), "token id 55"), ((5, -1), "token id -1"), ((), "prompt 0 has no tokens")]
+)
+def test_bad_token_ids_never_reach_the_server(first_responses, server, engine, ids, message):
+    sent = server.log_file.read_text().count("POST /generate")
+    with pytest.raises(ValueError, match=message):
+        engine.generate([Prompt("bad", "", ids, "")], num_responses=1, temperature=1.0)
+    assert server.log_file.read_text().count("POST /generate") == sent
+    engine.check_health()
+
+
+def test_a_refused_call_names_server_path_status_and_body(first_responses, server, engine):
+    with pytest.raises(RequestError, match=rf"{server.url}/generate answered 400: .*temperature"):
+        engine.clients[0].generate([[5]], {"temperature": -1.0})
+
+
+def test_a_missed_deadline_says_what_it_waited_for(first_responses, server, engine):
+    with pytest.raises(DeadlineError, match=rf"{server.url}/generate gave no answer within 0.01 s"):
+        engine.clients[0].generate([[5]] * 64, {"max_new_tokens": 400, "ignore_eos": True}, deadline_s=0.01)
+
+
+def test_a_lost_server_is_replaced_by_the_next(first_responses, server, tiny_checkpoint, rollout_config):
+    dead = f"http://127.0.0.1:{pick_free_port('127.0.0.1')}"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
+    pair = SGLangEngine([dead, server.url], tiny_checkpoint, rollout_config, tokenizer)
+    groups = pair.generate(build_prompts(5), num_responses=2, temperature=1.0)
+    assert [len(group) for group in groups] == [2] * 5
+    with pytest.raises(RuntimeError, match=f"{dead} does not answer"):
+        pair.check_health()
+
+
+def test_sequences_are_attended_in_groups_on_a_cpu(first_responses, server):
+    if torch.cuda.is_available():
+        pytest.skip("the stand-ins and their attention are for machines without CUDA")
+    assert "sequences are attended in groups" in server.log_file.read_text()
+
+
+def test_a_server_that_exits_at_start_shows_the_end_of_its_log(tiny_checkpoint, rollout_config, tmp_path):
+    options = {"load_format": "nonsense"}
+    config = RolloutConfig(**{**vars(rollout_config), "sglang": options})
+    failing = SGLangServer(config, tiny_checkpoint, log_file=tmp_path / "failing.log", seed=1)
+    failing.start()
+    with pytest.raises(ServerError, match=r"(?s)exited with status 2; .*failing.log.*invalid choice: 'nonsense'"):
+        failing.wait_healthy(rollout_config.startup_deadline_s)
+    failing.stop()
+
+
+def test_the_same_seed_repeats_and_stop_leaves_nothing(
+    first_responses, tiny_checkpoint, rollout_config, server_seed, tmp_path
+):
+    shared_before = set(os.listdir("/dev/shm"))
+    again = SGLangServer(rollout_config, tiny_checkpoint, log_file=tmp_path / "again.log", seed=server_seed)
+    again.start()
+    again.wait_healthy(rollout_config.startup_deadline_s)
+    engine = SGLangEngine(
+        [again.url], tiny_checkpoint, rollout_config, AutoTokenizer.from_pretrained(tiny_checkpoint)
+    )
+    assert generate_first(again, engine) == first_responses
+    guard = psutil.Process(again.pid)
+    processes = [guard, *guard.children(recursive=True)]
+    assert len(processes) >= 4
+    scratch = again._scratch
+    again.stop()
+    assert [p for p in processes if p.is_running()] == []
+    assert set(os.listdir("/dev/shm")) - shared_before == set()
+    assert scratch is not None
+    assert not scratch.exists()
+    assert not again.is_alive()
+    with pytest.raises(RuntimeError, match="does not answer"):
+        engine.check_health()

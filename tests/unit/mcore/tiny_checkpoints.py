@@ -1,0 +1,88 @@
+"""Tiny random checkpoints and sequences for the tests of the training engine."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.types import Sequences, TrainingSamples
+
+VOCAB = 53
+"""Not a multiple of 64: the padding of the vocabulary is under test too."""
+
+
+def write_checkpoint(directory: Path, family: str = "qwen3", *, tied: bool = False, **changes: Any) -> Any:
+    """Save a transformers model with 2 layers, 4 heads of 16 and 2 key-value heads; returns it."""
+    import transformers
+
+    names = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
+    config_class = getattr(transformers, f"{names[family]}Config")
+    model_class = getattr(transformers, f"{names[family]}ForCausalLM")
+    fields = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        **({"head_dim": 16} if family != "qwen2" else {}),
+        **changes,
+    }
+    torch.manual_seed(1)
+    model = model_class(config_class(**fields)).float()
+    with torch.no_grad():
+        for param in model.parameters():
+            # Norms and biases away from 1 and 0, where a swapped or missing one would not show.
+            param.add_(torch.randn_like(param) * (0.1 if param.ndim == 1 else 0.05))
+    model.save_pretrained(directory)
+    return model
+
+
+def build_sequences(num_rows: int = 9, seed: int = 0, longest: int = 20) -> Sequences:
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(1, 8, (num_rows,), generator=generator)
+    lengths = prompts + torch.randint(1, longest, (num_rows,), generator=generator)
+    tokens = torch.randint(0, VOCAB, (int(lengths.sum()),), generator=generator)
+    return Sequences(tokens, lengths, prompts)
+
+
+def build_samples(num_rows: int = 12, seed: int = 0) -> TrainingSamples:
+    """Samples with every target filled; some tokens are not generated, some have no loss."""
+    sequences = build_sequences(num_rows, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    longest = int(sequences.response_lengths.max())
+    shape = (num_rows, longest)
+    exists = torch.arange(longest)[None] < sequences.response_lengths[:, None]
+    mask = exists & (torch.rand(shape, generator=generator) > 0.1)
+    mask[:, 0] = True
+
+    def normal(scale: float, center: float = 0.0) -> torch.Tensor:
+        return (center + scale * torch.randn(shape, generator=generator)) * exists
+
+    return TrainingSamples(
+        sequences=sequences,
+        mask=mask,
+        loss_mask=mask & (torch.arange(num_rows)[:, None] != 3),
+        positive=torch.rand(num_rows, generator=generator) > 0.5,
+        advantages=normal(1.0),
+        rollout_logprobs=normal(0.3, -4.0),
+        old_logprobs=normal(0.3, -4.0),
+        ref_logprobs=normal(0.3, -4.0),
+        old_values=normal(0.5),
+        returns=normal(1.0),
+    )
+
+
+def padded_reference_logprobs(model: Any, sequences: Sequences, temperature: float) -> torch.Tensor:
+    """float32 [B, T] by transformers, one sequence at a time."""
+    result = torch.zeros(sequences.num_samples, int(sequences.response_lengths.max()))
+    rows = sequences.tokens.split(sequences.lengths.tolist())
+    for row, (tokens, prompt) in enumerate(zip(rows, sequences.prompt_lengths.tolist(), strict=True)):
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(tokens[None]).logits[0] / temperature, -1)
+        result[row, : len(tokens) - prompt] = (
+            logprobs[prompt - 1 : -1].gather(1, tokens[prompt:, None]).squeeze(1)
+        )
+    return result

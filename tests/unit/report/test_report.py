@@ -1,0 +1,317 @@
+"""The report room: metrics.jsonl, TensorBoard, and what a person sees."""
+
+import io
+import json
+import math
+import os
+import pty
+import re
+import select
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.config.logger import LoggerConfig
+from megarl.report.metrics import MetricsWriter, load_metrics
+from megarl.report.progress import Progress
+from megarl.report.report import Report, build_report
+from megarl.report.text import LONGEST_TEXT, format_iteration, format_sample, format_samples, format_seconds
+from megarl.types import FinishReason, Prompt, Response, Sample, Score
+
+QUIET = LoggerConfig(tensorboard=False, terminal=False)
+TEXT_ONLY = LoggerConfig(tensorboard=False, terminal=True, num_logged_samples=2)
+
+
+def make_sample(text: str, *, name: str = "task-1", correct: bool = True) -> Sample:
+    token_ids = tuple(range(len(text)))
+    response = Response(
+        token_ids=token_ids,
+        text=text,
+        rollout_logprobs=tuple(0.0 for _ in token_ids),
+        generated=tuple(True for _ in token_ids),
+        weight_versions=tuple(0 for _ in token_ids),
+        finish_reason=FinishReason.stop,
+    )
+    return Sample(
+        Prompt(name, "2+2=", (1, 2), "4"), response, Score(float(correct), correct, {"format": 0.5}), 0
+    )
+
+
+def build_text_report(run_dir: Path, num_iterations: int = 3) -> tuple[Report, io.StringIO]:
+    stream = io.StringIO()
+    return build_report(TEXT_ONLY, run_dir, num_iterations, stream=stream), stream
+
+
+def test_what_is_logged_is_what_load_metrics_reads(tmp_path: Path) -> None:
+    report = build_report(QUIET, tmp_path, 2)
+    report.log(1, {"reward/mean": 0.1 + 0.2, "sync/bytes": 12})
+    report.log(2, {"reward/mean": 1e-300})
+    report.close()
+    assert load_metrics(tmp_path / "metrics.jsonl") == [
+        {"iteration": 1, "reward/mean": 0.1 + 0.2, "sync/bytes": 12},
+        {"iteration": 2, "reward/mean": 1e-300},
+    ]
+
+
+def test_a_line_is_on_disk_before_the_report_is_closed(tmp_path: Path) -> None:
+    report = build_report(QUIET, tmp_path, 2)
+    report.log(1, {"reward/mean": 0.5})
+    assert [line["iteration"] for line in load_metrics(tmp_path / "metrics.jsonl")] == [1]
+    report.close()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_json_cannot_hold_is_refused_by_name_and_nothing_is_written(
+    tmp_path: Path, value: float
+) -> None:
+    report, stream = build_text_report(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(f"metric 'policy/loss' is {value}")):
+        report.log(1, {"reward/mean": 0.5, "policy/loss": value})
+    report.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("value", [True, "0.5", None])
+def test_a_metric_that_is_no_number_is_refused_by_name(tmp_path: Path, value: object) -> None:
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    with pytest.raises(
+        TypeError, match=r"metric 'reward/mean' is (bool|str|NoneType), not an int or a float"
+    ):
+        writer.write(1, {"reward/mean": value})  # type: ignore[dict-item]
+    writer.close()
+
+
+def test_a_metric_may_not_take_the_name_of_the_line_itself(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match="may not be named 'iteration'"):
+        writer.write(1, {"iteration": 2.0})
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("not json\n", "Expecting value"),
+        ("\n", "Expecting value"),
+        ("[1, 2]\n", "a JSON list, not an object"),
+        ('{"reward/mean": 0.5}\n', '"iteration" is None, not a whole number'),
+        ('{"iteration": 1.5}\n', '"iteration" is 1.5, not a whole number'),
+        ('{"iteration": 2, "reward/mean": NaN}\n', "NaN is not JSON"),
+        ('{"iteration": 2, "reward/mean": 1e999}\n', "metric 'reward/mean' is inf"),
+        ('{"iteration": 2, "reward/mean": "0.5"}\n', "metric 'reward/mean' is str"),
+        ('{"iteration": 2, "a": 1, "a": 2}\n', "the same key twice: a"),
+        ('{"iteration": 2}', "the line has no end"),
+    ],
+)
+def test_a_bad_line_is_an_error_with_file_and_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1}\n' + line)
+    with pytest.raises(ValueError, match=re.escape(f"{path}:2: ") + ".*" + re.escape(message)):
+        load_metrics(path)
+
+
+def test_a_resumed_run_appends_after_cutting_off_a_half_written_line_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1, "reward/mean": 0.5}\n{"iteration": 2, "rew')
+    report, stream = build_text_report(tmp_path)
+    report.log(2, {"reward/mean": 0.75})
+    report.close()
+    assert [line["reward/mean"] for line in load_metrics(path)] == [0.5, 0.75]
+    assert "unfinished last line of 21 bytes" in stream.getvalue()
+
+
+def test_phases_are_timed_summed_over_the_iteration_and_then_forgotten(tmp_path: Path) -> None:
+    report = build_report(QUIET, tmp_path, 2)
+    with report.phase("rollout") as first:
+        time.sleep(0.02)
+    with report.phase("rollout") as second:
+        time.sleep(0.03)
+    report.log(1, {"reward/mean": 0.5})
+    report.log(2, {"reward/mean": 0.5})
+    report.close()
+    lines = load_metrics(tmp_path / "metrics.jsonl")
+    assert first.seconds >= 0.02
+    assert second.seconds >= 0.03
+    assert lines[0]["time/rollout"] == pytest.approx(first.seconds + second.seconds)
+    assert "time/rollout" not in lines[1]
+
+
+def test_a_phase_that_fails_is_timed_and_no_longer_shown(tmp_path: Path) -> None:
+    progress = Progress(io.StringIO())
+    report = Report(MetricsWriter(tmp_path / "metrics.jsonl"), None, progress, 2, 2)
+    shown_inside = ""
+
+    def fail_inside_a_phase() -> None:
+        nonlocal shown_inside
+        with report.phase("rollout"):
+            shown_inside = progress.describe_phase()
+            raise RuntimeError("server died")
+
+    with pytest.raises(RuntimeError, match="server died"):
+        fail_inside_a_phase()
+    assert shown_inside.startswith("rollout ... ")
+    assert progress.describe_phase() == ""
+    report.log(1, {})
+    report.close()
+    assert load_metrics(tmp_path / "metrics.jsonl")[0].keys() == {"iteration", "time/rollout"}
+
+
+def test_a_metric_with_the_name_of_a_timed_phase_is_refused(tmp_path: Path) -> None:
+    report = build_report(QUIET, tmp_path, 2)
+    with report.phase("sync"):
+        pass
+    with pytest.raises(ValueError, match="'time/sync' has the name of a phase"):
+        report.log(1, {"time/sync": 1.0})
+    report.close()
+
+
+def test_tensorboard_holds_every_metric_at_its_iteration(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    report = build_report(LoggerConfig(tensorboard=True, terminal=False), tmp_path, 4)
+    for iteration in (1, 2):
+        with report.phase("update"):
+            pass
+        report.log(iteration, {"reward/mean": iteration / 4})
+    report.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"reward/mean", "time/update"}
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_without_tensorboard_no_event_file_is_made(tmp_path: Path) -> None:
+    build_report(QUIET, tmp_path, 1).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_log_file_gets_one_line_per_iteration_without_control_characters(tmp_path: Path) -> None:
+    report, stream = build_text_report(tmp_path, 2)
+    for iteration in (1, 2):
+        with report.phase("rollout"):
+            pass
+        report.log(iteration, {"reward/mean": 0.25, "policy/clip_frac": 0.03125, "debug/other": 7.0})
+    report.close()
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2
+    assert re.fullmatch(r"iteration 2/2  reward 0\.25 \| clip 0\.0312 \| seconds: rollout \S+", lines[1])
+    assert all(line.isprintable() for line in lines)
+
+
+def test_an_iteration_line_shows_the_key_metrics_in_order_and_only_those_there_are() -> None:
+    metrics = {
+        "time/rollout": 12.04,
+        "critic/explained_variance": -0.5,
+        "mismatch/kl": 3.1e-5,
+        "reward/heldout": 1.0,
+        "reward/mean": 0.5,
+        "reward/response_length": 1234.0,
+    }
+    expected = (
+        "iteration 3/20  reward 0.5 | held-out 1 | length 1234 | ev -0.5 | mismatch kl 3.1e-05 | "
+        "seconds: rollout 12"
+    )
+    assert format_iteration(3, 20, metrics) == expected
+
+
+def test_a_long_phase_is_mentioned_in_a_log_file_while_it_runs(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    report = Report(MetricsWriter(tmp_path / "metrics.jsonl"), None, Progress(stream, reminder_s=0.1), 9, 2)
+    report.log(1, {})
+    with report.phase("rollout"):
+        deadline = time.monotonic() + 10
+        while "rollout" not in stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.02)
+    report.close()
+    assert re.search(r"^iteration 2/9  rollout \.\.\. 0\.\d s$", stream.getvalue(), re.MULTILINE)
+
+
+def read_terminal(descriptor: int, wanted: str) -> str:
+    """What appears on a pseudo-terminal until `wanted` is there, for 10 s at most."""
+    seen, deadline = b"", time.monotonic() + 10
+    while wanted.encode() not in seen and time.monotonic() < deadline:
+        if select.select([descriptor], [], [], 0.1)[0]:
+            seen += os.read(descriptor, 65536)
+    return seen.decode()
+
+
+def test_a_terminal_shows_the_running_phase_live_and_the_cursor_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    control, terminal = pty.openpty()
+    try:
+        with os.fdopen(terminal, "w") as stream:
+            report = build_report(TEXT_ONLY, tmp_path, 2, stream=stream)
+            report.log(1, {"reward/mean": 0.5})
+            with report.phase("rollout"):
+                shown = read_terminal(control, "rollout ...")
+            report.close()
+            shown += read_terminal(control, "\x1b[?25h")
+    finally:
+        os.close(control)
+    assert "iteration 1/2  reward 0.5" in shown
+    assert "iteration 2/2  rollout ... " in shown
+    assert "\x1b[?25h" in shown, "the cursor stays hidden"
+
+
+def test_a_sampled_response_cannot_send_control_codes_to_the_terminal() -> None:
+    shown = format_sample(make_sample("[bold]one\x1b[2J\ntwo"))
+    assert r"response  [bold]one\x1b[2J\ntwo" in shown
+    assert shown.splitlines()[0] == "sample task-1: correct, reward 1, format 0.5, 17 tokens, ended by stop"
+    assert len(shown.splitlines()) == 4
+
+
+def test_the_middle_of_a_long_response_is_left_out_and_counted() -> None:
+    shown = format_sample(make_sample("a" * LONGEST_TEXT + "b" * 5))
+    assert "[... 5 characters ...]" in shown
+    assert shown.count("b") >= 5
+
+
+def test_printed_samples_show_both_a_correct_and_a_wrong_one_where_there_are_both() -> None:
+    right = [make_sample("4", name=f"right-{i}") for i in range(3)]
+    shown = format_samples([*right, make_sample("5", name="wrong-9", correct=False)], 2)
+    assert re.findall(r"sample (\S+):", shown) == ["right-0", "wrong-9"]
+    assert re.findall(r"sample (\S+):", format_samples(right, 2)) == ["right-0", "right-1"]
+
+
+def test_text_that_the_stream_cannot_encode_is_escaped_not_an_error(tmp_path: Path) -> None:
+    raw = io.BytesIO()
+    report = build_report(TEXT_ONLY, tmp_path, 1, stream=io.TextIOWrapper(raw, encoding="ascii"))
+    report.message("α = 1")
+    report.samples([make_sample("✓")])
+    report.close()
+    assert raw.getvalue().startswith(b"\\u03b1 = 1\n")
+    assert rb"response  \u2713" in raw.getvalue()
+
+
+def test_logged_samples_are_as_many_as_configured(tmp_path: Path) -> None:
+    report, stream = build_text_report(tmp_path)
+    report.samples([make_sample("4") for _ in range(5)])
+    report.samples([])
+    report.close()
+    assert stream.getvalue().count("sample task-1") == 2
+
+
+def test_a_report_can_be_closed_twice(tmp_path: Path) -> None:
+    report, _ = build_text_report(tmp_path)
+    report.close()
+    report.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text() or "null") is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.42, "0.4 s"),
+        (9.96, "10 s"),
+        (119.4, "119 s"),
+        (200, "3 min 20 s"),
+        (3840, "64 min 00 s"),
+        (7260, "2 h 01 min"),
+    ],
+)
+def test_durations_read_in_the_unit_that_fits(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
