@@ -53,6 +53,11 @@ class Trainer:
         self.version = 0
         self.heldout_reward = float("nan")
 
+    def start(self) -> None:
+        """Bring the first weights to the servers and measure where the policy stands, as iteration 0."""
+        metrics = self.publish(0)
+        self.report.log(0, metrics | self.evaluate())
+
     def run(self) -> Summary:
         """Iterate until the last one, the held-out reward aimed at, or the time limit."""
         started = time.monotonic()
@@ -84,7 +89,7 @@ class Trainer:
         train = self.config.train
         with self.report.phase("rollout"):
             prompts = self.parts.sampler.next_batch(train.prompts_per_iteration)
-            return self.parts.collector.collect(prompts, train.responses_per_prompt, self.version)
+            return self.parts.collector.collect(prompts, train.responses_per_prompt, weight_version=self.version)
 
     def build_experience(self, rollout: Rollout) -> tuple[Experience, Metrics]:
         """What policy, reference and critic say of the responses; the three run side by side."""
@@ -129,7 +134,7 @@ class Trainer:
     def evaluate(self) -> Metrics:
         """Mean greedy reward on the held-out prompts."""
         with self.report.phase("evaluate"):
-            rollout = self.parts.collector.collect(self.parts.heldout, 1, self.version, greedy=True)
+            rollout = self.parts.collector.collect_greedy(self.parts.heldout, weight_version=self.version)
         self.report.samples(rollout.samples)
         metrics = {name.replace("reward/", "heldout/"): v for name, v in compute_score_metrics(rollout).items()}
         self.heldout_reward = sum(s.score.reward for s in rollout.samples) / len(rollout.samples)

@@ -1,1 +1,1 @@
-"""Pure math on tensors: rewards, advantages, KL, losses, targets, diagnostics (formulas: design/algorithms.md)."""
+"""Pure math on tensors: rewards, advantages, KL, losses, targets, diagnostics."""

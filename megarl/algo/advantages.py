@@ -1,8 +1,9 @@
-"""Advantage estimators: GAE (1506.02438), decoupled (2503.01491) and length-adaptive (2504.05118), REINFORCE++
-(2501.03262), RLOO (2402.14740), group-relative (2402.03300, 2508.08221).
+"""Advantage estimators: GAE (1506.02438), decoupled (2503.01491) and length-adaptive (2504.05118),
+REINFORCE++ (2501.03262), RLOO (2402.14740), group-relative (2402.03300, 2508.08221).
 
-Suffixes: B samples, T response positions. `mask_BT` (bool) marks the tokens that the policy generated; the others
-are skipped, as if the sequence did not contain them. Standard deviations are those of the population (1/n).
+Suffixes: B samples, T response positions. `mask_BT` (bool) marks the tokens that the policy generated; the
+others are skipped, as if the sequence did not contain them. Standard deviations are those of the population
+(1/n).
 """
 
 from collections.abc import Callable, Iterator
@@ -33,9 +34,9 @@ def compute_gae(
 ) -> Tensor:
     """Generalised advantage estimates [B, T] in the dtype of `values_BT`, 0 outside the mask.
 
-    delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lambda * A_{t+1}, over the generated tokens only;
-    V after the last of them is 0. lambda_: a number, or float [B], one per sample. Computed in float64.
-    Raises NonFiniteError for NaN or infinity inside the mask.
+    delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lambda * A_{t+1}, over the generated
+    tokens only; V after the last of them is 0. lambda_: a number, or float [B], one per sample. Computed in
+    float64. Raises NonFiniteError for NaN or infinity inside the mask.
     """
 
     def temporal_differences(rewards: Tensor, values: Tensor) -> Tensor:
@@ -47,7 +48,9 @@ def compute_gae(
 
 
 def compute_reward_to_go(rewards_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
-    """REINFORCE: A_t = sum_{k >= t} gamma^(k - t) r_k over the generated tokens, [B, T]; 0 outside the mask."""
+    """REINFORCE: A_t = sum_{k >= t} gamma^(k - t) r_k over the generated tokens, [B, T]; 0 outside the
+    mask.
+    """
     return _scan_generated(lambda rewards: rewards, (rewards_BT,), mask_BT, gamma, 1.0)
 
 
@@ -60,7 +63,8 @@ def _scan_generated(
 ) -> Tensor:
     """Discounted sums of combine(*tensors), with the generated tokens of each row moved together first.
 
-    Rows of like extent are worked on together, so that a short response costs its own length and not the batch's.
+    Rows of like extent are worked on together, so that a short response costs its own length and not the
+    batch's.
     """
     out_BT = torch.zeros_like(tensors[-1])
     decay_B = gamma * torch.as_tensor(lambda_, dtype=torch.float64, device=mask_BT.device).reshape(-1)
@@ -82,7 +86,9 @@ def _scan_generated(
 
 
 def _split_by_extent(mask_BT: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Row numbers (int64) sorted by extent, and a width that holds all their generated tokens, chunk by chunk."""
+    """Row numbers (int64) sorted by extent, and a width that holds all their generated tokens, chunk by
+    chunk.
+    """
     num_positions = mask_BT.shape[1]
     # Eight flags are read as one int64, several times faster than a sum over booleans.
     padding = -num_positions % 8
@@ -126,7 +132,8 @@ def compute_rloo(returns_B: Tensor, groups_B: Tensor) -> Tensor:
 def compute_group_relative(returns_B: Tensor, groups_B: Tensor, std: AdvantageStd, std_of: StdOf) -> Tensor:
     """A_i = R_i - mean of its group, over 1, the group's std (GRPO) or the batch's (LitePPO), float64 [B].
 
-    The batch's std is of the rewards (std_of=raw) or of R - mu_g (centered). A group of equal rewards gives 0.
+    The batch's std is of the rewards (std_of=raw) or of R - mu_g (centered). A group of equal rewards gives
+    0.
     """
     check_finite("rewards", returns_B)
     group = compute_moments(returns_B, groups_B, NormScope.group)
@@ -140,7 +147,9 @@ def compute_group_relative(returns_B: Tensor, groups_B: Tensor, std: AdvantageSt
 
 
 def compute_whitened(advantages_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """(A - mean) / (std + 1e-6) over all generated tokens, [B, T]; 0 outside the mask and where all are equal."""
+    """(A - mean) / (std + 1e-6) over all generated tokens, [B, T]; 0 outside the mask and where all are
+    equal.
+    """
     inside = advantages_BT[mask_BT]
     check_finite("advantages", inside)
     if inside.numel() == 0:

@@ -7,15 +7,17 @@ import torch
 from torch import Tensor
 
 BLOCK = 32
-"""K: wide enough that few levels remain, narrow enough that the K x K product costs less than memory traffic."""
+"""K: wide enough that few levels remain, narrow enough that the K x K product costs less than memory
+traffic.
+"""
 
 
 def compute_discounted_sums(x_BT: Tensor, decay_B: Tensor) -> Tensor:
     """y_t = x_t + decay * y_{t+1}, with y = 0 past the last position; float64 in and out.
 
     x_BT: float64 [B, T]. decay_B: float64 [B] for a factor per row, or [1] for all rows.
-    Within a block y is a product with the triangular matrix decay^(s - t); the blocks' first values obey the same
-    recurrence with decay^K, so the function calls itself on a tensor K times shorter.
+    Within a block y is a product with the triangular matrix decay^(s - t); the blocks' first values obey the
+    same recurrence with decay^K, so the function calls itself on a tensor K times shorter.
     """
     num_rows, num_positions = x_BT.shape
     if num_rows == 0 or num_positions == 0:

@@ -1,6 +1,6 @@
 """Means and standard deviations over the batch, the groups, or the run so far.
 
-Suffix: B samples. Standard deviations are those of the population (1/n), as in the formulas of DAPO and REINFORCE++.
+Suffix: B samples. Standard deviations are those of the population (1/n), so that a set of one has a std of 0.
 """
 
 from dataclasses import dataclass
@@ -66,7 +66,8 @@ def compute_moments(
 ) -> Moments:
     """Mean and std, for each sample, of the set that `scope` names.
 
-    values_B: float [B]. groups_B: int64 [B]. running: needed for scope=running, with these values taken in already.
+    values_B: float [B]. groups_B: int64 [B]. running: needed for scope=running, with these values taken in
+    already.
     """
     values = values_B.double()
     if scope is NormScope.running:

@@ -59,7 +59,9 @@ class KLConfig:
 
 @dataclass
 class MismatchConfig:
-    """Ratio between training engine and rollout engine, exp(old_logprobs - rollout_logprobs); always logged."""
+    """Ratio between training engine and rollout engine, exp(old_logprobs - rollout_logprobs); always
+    logged.
+    """
 
     correction: MismatchCorrection = MismatchCorrection.none
     """How the surrogate is weighted with the ratio."""
@@ -86,16 +88,22 @@ class ValuePretrainConfig:
     steps: int = 0
     """Most iterations of it (each a rollout and the critic's minibatches); 0: off."""
     patience: int | None = 10
-    """End once the explained variance has not risen by `min_improvement` in so many iterations; null: never early."""
+    """End once the explained variance has not risen by `min_improvement` in so many iterations; null: never
+    early.
+    """
     min_improvement: float = 0.01
 
 
 @dataclass
 class AlgoConfig:
+    name: str = "custom"
+    """The preset's name, in the run's directory and in the printed objective."""
     advantage: Advantage = Advantage.gae
     gamma: float = 1.0
     lambda_policy: float | int | str = 0.95
-    """GAE's lambda for the policy: a number, or `adaptive` = clip(1 - 1/(length_alpha * length), lambda_min, 1)."""
+    """GAE's lambda for the policy: a number, or `adaptive` = clip(1 - 1/(length_alpha * length), lambda_min,
+    1).
+    """
     lambda_critic: float = 1.0
     """GAE's lambda for the critic's returns; 1 gives Monte-Carlo returns."""
     length_alpha: float = 0.05
@@ -150,7 +158,9 @@ def uses_topr(config: AlgoConfig) -> bool:
 
 
 def check_algo(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps_per_iteration: int) -> list[str]:
-    """What is wrong with the values: one message each, naming the key, what was found and what would be right."""
+    """What is wrong with the values: one message each, naming the key, what was found and what would be
+    right.
+    """
     return [
         *_check_ranges(algo),
         *_check_advantage(algo, responses_per_prompt),
@@ -222,7 +232,8 @@ def _check_advantage(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[st
         )
     if algo.advantage_std is not AdvantageStd.none and algo.advantage is not Advantage.group:
         yield (
-            f"algo.advantage_std: {algo.advantage_std.name} found; it belongs to algo.advantage=group and has no "
+            f"algo.advantage_std: {algo.advantage_std.name} found; it belongs to algo.advantage=group and "
+            f"has no "
             f"effect under {name}, so it must be none"
         )
     if algo.std_of is not StdOf.raw and algo.advantage_std is not AdvantageStd.batch:
@@ -232,7 +243,8 @@ def _check_advantage(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[st
         )
     if algo.lambda_policy == ADAPTIVE and algo.advantage is not Advantage.gae:
         yield (
-            f"algo.lambda_policy: {ADAPTIVE} found; it has no effect under algo.advantage={name}, so it must be a "
+            f"algo.lambda_policy: {ADAPTIVE} found; it has no effect under algo.advantage={name}, so it "
+            f"must be a "
             "number (or advantage must be gae)"
         )
 
@@ -241,7 +253,8 @@ def _check_reward(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[str]:
     for key, scope in (("mean", algo.reward_norm.mean), ("std", algo.reward_norm.std)):
         if scope is NormScope.group and responses_per_prompt < 2:
             yield (
-                f"algo.reward_norm.{key}: group found with train.responses_per_prompt={responses_per_prompt}; a group "
+                f"algo.reward_norm.{key}: group found with "
+                f"train.responses_per_prompt={responses_per_prompt}; a group "
                 "of one has no statistics: must be none, batch or running, or at least 2 responses per prompt"
             )
     overlong, kl = algo.overlong, algo.kl
@@ -274,12 +287,14 @@ def _check_loss(algo: AlgoConfig, optimizer_steps_per_iteration: int) -> Iterato
         )
     if algo.rl_loss_coef == 0 and not uses_topr(algo):
         yield (
-            "algo.rl_loss_coef: 0 found with both topr weights 0; no term would learn from the reward: must be "
+            "algo.rl_loss_coef: 0 found with both topr weights 0; no term would learn from the reward: must "
+            "be "
             "above 0, or algo.topr.positive_loss_coef or algo.topr.negative_loss_coef above 0"
         )
     if algo.surrogate is Surrogate.logprob and algo.rl_loss_coef != 0 and steps != 1:
         yield (
-            f"algo.surrogate: logprob found with {steps} optimizer steps per iteration; it has no ratio to correct "
+            f"algo.surrogate: logprob found with {steps} optimizer steps per iteration; it has no ratio to "
+            f"correct "
             "with from the second step on: must be clip, or train.prompts_per_iteration * "
             "train.responses_per_prompt = train.samples_per_minibatch and train.epochs_per_iteration=1"
         )
@@ -287,12 +302,14 @@ def _check_loss(algo: AlgoConfig, optimizer_steps_per_iteration: int) -> Iterato
         yield f"algo.dual_clip: {algo.dual_clip} found; it belongs to algo.surrogate=clip: must be null"
     if uses_topr(algo) and algo.advantage not in (Advantage.group, Advantage.rloo):
         yield (
-            f"algo.advantage: {algo.advantage.name} found; the topr terms split the responses by the sign of their "
+            f"algo.advantage: {algo.advantage.name} found; the topr terms split the responses by the sign "
+            f"of their "
             "advantage, one for all tokens: must be group or rloo"
         )
     if algo.mismatch.correction is not MismatchCorrection.none and algo.rl_loss_coef == 0:
         yield (
-            f"algo.mismatch.correction: {algo.mismatch.correction.name} found; it weights the surrogate, which "
+            f"algo.mismatch.correction: {algo.mismatch.correction.name} found; it weights the surrogate, "
+            f"which "
             "algo.rl_loss_coef=0 switches off: must be none"
         )
 
@@ -300,18 +317,21 @@ def _check_loss(algo: AlgoConfig, optimizer_steps_per_iteration: int) -> Iterato
 def _check_critic(algo: AlgoConfig) -> Iterator[str]:
     if algo.value_loss_agg_mode is LossAggMode["seq-mean-token-sum-norm"]:
         yield (
-            "algo.value_loss_agg_mode: seq-mean-token-sum-norm found; must be token-mean, seq-mean-token-sum or "
+            "algo.value_loss_agg_mode: seq-mean-token-sum-norm found; must be token-mean, "
+            "seq-mean-token-sum or "
             "seq-mean-token-mean"
         )
     if needs_critic(algo):
         return
     if algo.value_pretrain.steps > 0:
         yield (
-            f"algo.value_pretrain.steps: {algo.value_pretrain.steps} found; algo.advantage={algo.advantage.name} has "
+            f"algo.value_pretrain.steps: {algo.value_pretrain.steps} found; "
+            f"algo.advantage={algo.advantage.name} has "
             "no critic: must be 0 (or advantage must be gae)"
         )
     if algo.value_clip is not None:
         yield (
-            f"algo.value_clip: {algo.value_clip} found; algo.advantage={algo.advantage.name} has no critic: must be "
+            f"algo.value_clip: {algo.value_clip} found; algo.advantage={algo.advantage.name} has no critic: "
+            f"must be "
             "null (or advantage must be gae)"
         )

@@ -35,7 +35,9 @@ class NormScope(Enum):
 
 
 class KLEstimator(Enum):
-    """With d = log-prob difference: k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d) + d - 1. kl and mse are ROLL's names."""
+    """With d = log-prob difference: k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d) + d - 1. kl and mse are
+    ROLL's names.
+    """
 
     k1 = "k1"
     kl = "k1"

@@ -22,10 +22,12 @@ def _sharded(
     *,
     is_loading: bool,
 ) -> ShardedStateDict:
-    state: dict[str, Any] = {"model": model.sharded_state_dict(metadata=_METADATA)}
+    # A copy: Megatron adds process groups to it.
+    metadata = dict(_METADATA)
+    state: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
     if optimizer is not None and scheduler is not None:
         state["optimizer"] = optimizer.sharded_state_dict(
-            state["model"], is_loading=is_loading, metadata=_METADATA
+            state["model"], is_loading=is_loading, metadata=metadata
         )
         state["scheduler"] = scheduler.state_dict()
     return state
@@ -42,7 +44,7 @@ def save_state(
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     state = _sharded(model, optimizer, scheduler, is_loading=False)
-    dist_checkpointing.save(state, str(directory), content_metadata=_METADATA)
+    dist_checkpointing.save(state, str(directory), content_metadata=dict(_METADATA))
 
 
 def load_state(

@@ -4,6 +4,7 @@ Shapes: R response tokens, V vocabulary columns on this tensor-parallel rank (of
 C tokens of a chunk. Math is in float32, over chunks of tokens: no float32 [R, V] is held unless the logits are it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Logits of a chunk: large enough to amortise calls, small enough to stay near the processor's cache.
-CHUNK_ELEMENTS = 1 << 21
+# Logits of a chunk: on a CPU few enough for the second-level cache, on a GPU enough to fill it with work.
+CPU_CHUNK = 1 << 18
+GPU_CHUNK = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -71,16 +73,13 @@ class _Logprobs(torch.autograd.Function):
         # Per token: the largest scaled logit; sum e^(x - largest); the target's x; sum x e^(x - largest)
         largest = logits.new_full((num_tokens,), float("-inf"), dtype=torch.float32)
         sums = logits.new_zeros((3, num_tokens), dtype=torch.float32)
-        for chunk in _chunks(num_tokens, shard.num_valid):
-            scaled = logits[chunk, : shard.num_valid].float() / temperature
-            largest[chunk] = scaled.amax(-1)
+        for chunk, scaled in _scaled_chunks(logits, shard.num_valid, temperature):
             sums[1, chunk] = scaled.gather(1, columns[chunk, None]).squeeze(1) * here[chunk]
+            largest[chunk] = top = scaled.amax(-1)
+            weights = scaled.sub_(top[:, None]).exp() if with_entropy else scaled.sub_(top[:, None]).exp_()
+            sums[0, chunk] = total = weights.sum(-1)
             if with_entropy:
-                weights = (scaled - largest[chunk, None]).exp_()
-                sums[0, chunk] = weights.sum(-1)
-                sums[2, chunk] = weights.mul_(scaled).sum(-1)
-            else:
-                sums[0, chunk] = scaled.sub_(largest[chunk, None]).exp_().sum(-1)
+                sums[2, chunk] = weights.mul_(scaled).sum(-1) + top * total
         overall = _all_reduce(largest.clone(), shard, dist.ReduceOp.MAX)
         sums[0::2] *= (largest - overall).exp()
         _all_reduce(sums, shard, dist.ReduceOp.SUM)
@@ -98,24 +97,32 @@ class _Logprobs(torch.autograd.Function):
         num_valid = ctx.shard.num_valid
         grad_logits = torch.empty_like(logits)
         grad_logits[:, num_valid:] = 0
-        on_target = grad_logprobs * here / ctx.temperature
-        for chunk in _chunks(logits.shape[0], num_valid):
-            log_p = (logits[chunk, :num_valid].float() / ctx.temperature).sub_(log_total[chunk, None])
-            scale = (-grad_logprobs[chunk, None]) / ctx.temperature
+        slope = grad_logprobs / ctx.temperature
+        for chunk, log_p in _scaled_chunks(logits, num_valid, ctx.temperature):
+            log_p.sub_(log_total[chunk, None])
             if ctx.with_entropy:
                 # dH/dx_j = -p_j (log p_j + H)
-                slope = grad_entropy[chunk, None] / ctx.temperature
-                grad = (log_p + entropy[chunk, None]).mul_(-slope).add_(scale).mul_(log_p.exp_())
+                factor = (log_p + entropy[chunk, None]).mul_(-grad_entropy[chunk, None] / ctx.temperature)
+                grad = factor.sub_(slope[chunk, None]).mul_(log_p.exp_())
             else:
-                grad = log_p.exp_().mul_(scale)
-            grad.scatter_add_(1, columns[chunk, None], on_target[chunk, None])
+                grad = log_p.exp_().mul_(-slope[chunk, None])
+            grad.scatter_add_(1, columns[chunk, None], (slope * here)[chunk, None])
             grad_logits[chunk, :num_valid] = grad
         return grad_logits, None, None, None, None
 
 
-def _chunks(num_tokens: int, num_columns: int) -> list[slice]:
-    """Slices of tokens; none where the rank has no tokens or only padding columns."""
-    if num_columns == 0:
-        return []
-    size = max(1, CHUNK_ELEMENTS // num_columns)
-    return [slice(first, min(first + size, num_tokens)) for first in range(0, num_tokens, size)]
+def _scaled_chunks(logits: Tensor, num_valid: int, temperature: float) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of tokens with their logits / temperature, float32 [C, num_valid] in one buffer for all chunks.
+
+    None where there are no tokens, or only padding columns on this rank.
+    """
+    num_tokens = logits.shape[0]
+    if num_valid == 0 or num_tokens == 0:
+        return
+    elements = CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK
+    size = min(num_tokens, max(1, elements // num_valid))
+    buffer = torch.empty((size, num_valid), dtype=torch.float32, device=logits.device)
+    for first in range(0, num_tokens, size):
+        chunk = slice(first, min(first + size, num_tokens))
+        scaled = buffer[: chunk.stop - first].copy_(logits[chunk, :num_valid])
+        yield chunk, scaled if temperature == 1.0 else scaled.div_(temperature)

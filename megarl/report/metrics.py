@@ -9,6 +9,8 @@ from typing import Any
 from megarl.types import Metrics
 
 FILE_NAME = "metrics.jsonl"
+PRETRAINING_FILE_NAME = "value_pretrain.jsonl"
+"""The same format; "iteration" counts the rollouts of value pretraining."""
 ITERATION = "iteration"
 
 

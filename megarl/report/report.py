@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TextIO
 
 from megarl.config.logger import LoggerConfig
-from megarl.report.metrics import FILE_NAME, MetricsWriter, check_metrics
+from megarl.report.metrics import FILE_NAME, PRETRAINING_FILE_NAME, MetricsWriter, check_metrics
 from megarl.report.progress import Progress
 from megarl.report.tensorboard import DIRECTORY, TensorBoardWriter
-from megarl.report.text import TIME, format_iteration, format_samples
+from megarl.report.text import TIME, format_iteration, format_number, format_samples
 from megarl.types import Metrics, Sample
 
 
@@ -36,6 +36,7 @@ class Report:
         num_logged_samples: int,
     ):
         self._metrics = metrics
+        self._pretraining: MetricsWriter | None = None
         self._tensorboard = tensorboard
         self._progress = progress
         self._num_iterations = num_iterations
@@ -82,6 +83,20 @@ class Report:
             more = iteration < self._num_iterations
             self._progress.show_iteration(f"iteration {iteration + 1}/{self._num_iterations}" if more else "")
 
+    def log_pretraining(self, step: int, num_steps: int, metrics: Metrics) -> None:
+        """Write the metrics of one step of value pretraining, to value_pretrain.jsonl; else as `log`."""
+        check_metrics(metrics)
+        times, self._times = self._times, {}
+        if self._pretraining is None:
+            self._pretraining = MetricsWriter(self._metrics.path.with_name(PRETRAINING_FILE_NAME))
+        self._pretraining.write(step, {**metrics, **times})
+        if self._tensorboard:
+            self._tensorboard.write(step, metrics)
+        if self._progress:
+            shown = ", ".join(f"{name} {format_number(value)}" for name, value in metrics.items())
+            seconds = format_number(sum(times.values()))
+            self._progress.line(f"value pretraining {step}/{num_steps}  {shown} | {seconds} s")
+
     def message(self, text: str) -> None:
         """A line, or a few, for the person who watches."""
         if self._progress:
@@ -101,6 +116,8 @@ class Report:
             self._progress.close()
         if self._tensorboard:
             self._tensorboard.close()
+        if self._pretraining:
+            self._pretraining.close()
         self._metrics.close()
 
 

@@ -21,7 +21,10 @@ class ConnectionLostError(RuntimeError):
 
 
 class SGLangClient:
-    """Calls to one server. Thread-safe. Token ids are checked here: an id outside the vocabulary kills a server."""
+    """Calls to one server. Thread-safe.
+
+    Token ids are checked here: an id outside the vocabulary kills a server.
+    """
 
     def __init__(self, url: str, *, vocab_size: int, deadline_s: float):
         """deadline_s: of a call that names none."""
@@ -42,7 +45,7 @@ class SGLangClient:
         deadline_s: float | None = None,
         **fields: Any,
     ) -> list[dict[str, Any]]:
-        """SGLang's answers to a batch of prompts, in order; with `n` in sampling_params, n answers per prompt.
+        """SGLang's answers to a batch of prompts, in order; with `n` in sampling_params, n per prompt.
 
         Raises ValueError for an empty batch, an empty prompt or a token id outside the vocabulary.
         """
@@ -55,7 +58,10 @@ class SGLangClient:
         return answers
 
     def score(self, token_ids: Sequence[int], *, deadline_s: float | None = None) -> list[float]:
-        """Log-probs (temperature 1) of token_ids[1:], each given the tokens before it."""
+        """Log-probs (temperature 1) of token_ids[1:], each given the tokens before it.
+
+        Raises ValueError for fewer than two tokens.
+        """
         if len(token_ids) < 2:
             raise ValueError(f"score: {len(token_ids)} token(s); at least two are needed")
         params = {"max_new_tokens": 0, "temperature": 1.0}
@@ -63,8 +69,10 @@ class SGLangClient:
             [token_ids], params, deadline_s=deadline_s, return_logprob=True, logprob_start_len=0
         )[0]
         entries = answer["meta_info"]["input_token_logprobs"]
-        if [entry[1] for entry in entries] != list(token_ids):
-            raise RequestError(f"{self.url}/generate scored other tokens than it was sent")
+        found = [entry[1] for entry in entries]
+        # SGLang 0.5.23 scores the vocabulary's last id like any other but reports it as 0.
+        if found != [0 if token == self._vocab_size - 1 else token for token in token_ids]:
+            raise RequestError(f"{self.url}/generate scored {found} in place of {list(token_ids)}")
         return [float(entry[0]) for entry in entries[1:]]
 
     def check_token_ids(self, input_ids: Sequence[Sequence[int]]) -> None:
@@ -77,7 +85,7 @@ class SGLangClient:
             if min(ids) < 0 or max(ids) >= self._vocab_size:
                 bad = next(i for i in ids if not 0 <= i < self._vocab_size)
                 raise ValueError(
-                    f"generate: prompt {row} has token id {bad}; the vocabulary has 0 to {self._vocab_size - 1}"
+                    f"generate: prompt {row} has token id {bad}; the largest is {self._vocab_size - 1}"
                 )
 
     def is_healthy(self, deadline_s: float = 20.0) -> bool:
@@ -98,7 +106,9 @@ class SGLangClient:
         try:
             return int(version)
         except ValueError:
-            raise RequestError(f"{self.url} reports weight version {version!r}; a number was expected") from None
+            raise RequestError(
+                f"{self.url} reports weight version {version!r}; a number was expected"
+            ) from None
 
     def set_weight_version(self, version: int) -> None:
         self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, None)
@@ -126,7 +136,7 @@ class SGLangClient:
         self._post("/update_weights_from_disk", body, deadline_s)
 
     def load_checksums(self) -> list[dict[str, str]]:
-        """Per rank: SGLang's tensor names -> first 16 hex digits of SHA-256 over the raw bytes (CPU servers)."""
+        """Per rank: SGLang's tensor names -> 16 hex digits, of SHA-256 over the raw bytes on a CPU."""
         answer = self._post("/weights_checker", {"action": "checksum"}, None)
         return [dict(rank["checksums"]) for rank in answer["ranks"]]
 

@@ -29,14 +29,15 @@ class Collector:
 def score_groups(
     prompts: Sequence[Prompt], groups: Sequence[Sequence[Response]], reward: RewardFunction
 ) -> tuple[Sample, ...]:
-    """A scored Sample for every response. Raises ValueError where a reward is not finite, naming the prompt."""
+    """A scored Sample for every response. Raises ValueError, naming the prompt, for a reward not finite."""
     samples = []
     for group, (prompt, responses) in enumerate(zip(prompts, groups, strict=True)):
         for response in responses:
             score = reward(prompt, response)
             if not math.isfinite(score.reward):
                 raise ValueError(
-                    f"the reward of a response to prompt {prompt.id!r} is {score.reward}; it must be a finite number"
+                    f"the reward of a response to prompt {prompt.id!r} is {score.reward}; "
+                    "it must be a finite number"
                 )
             samples.append(Sample(prompt, response, score, group))
     return tuple(samples)

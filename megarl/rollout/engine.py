@@ -44,7 +44,8 @@ class SGLangEngine:
             raise ValueError("SGLangEngine: no server urls")
         spec = load_generation_spec(checkpoint)
         self.clients = [
-            SGLangClient(url, vocab_size=spec.vocab_size, deadline_s=config.request_deadline_s) for url in urls
+            SGLangClient(url, vocab_size=spec.vocab_size, deadline_s=config.request_deadline_s)
+            for url in urls
         ]
         self._config = config
         self._stop_token_ids = spec.stop_token_ids
@@ -57,11 +58,15 @@ class SGLangEngine:
         """`num_responses` responses for each prompt, in the order of `prompts`. temperature 0 is greedy.
 
         rollout_logprobs are of the temperature-scaled distribution (of temperature 1 where it is 0). The
-        end-of-sequence token is a response token like any other. Raises ValueError for a prompt without tokens or
-        with an id outside the vocabulary, ConnectionLostError where no server answers, DeadlineError.
+        end-of-sequence token is a response token like any other.
+
+        Raises ValueError for a prompt without tokens or with an id outside the vocabulary,
+        ConnectionLostError where no server answers, DeadlineError.
         """
         if num_responses < 1 or temperature < 0:
-            raise ValueError(f"generate: num_responses {num_responses} (>= 1), temperature {temperature} (>= 0)")
+            raise ValueError(
+                f"generate: num_responses {num_responses} (>= 1), temperature {temperature} (>= 0)"
+            )
         if not prompts:
             return []
         params = {
@@ -139,7 +144,7 @@ class SGLangEngine:
 
 
 def build_response(answer: Mapping[str, Any], text: str) -> Response:
-    """One answer of SGLang's /generate as a Response. Raises RequestError for an aborted or inconsistent one."""
+    """One answer of /generate as a Response. Raises RequestError for an aborted or inconsistent one."""
     meta = answer["meta_info"]
     ids = tuple(answer["output_ids"])
     entries = meta["output_token_logprobs"]
@@ -147,7 +152,9 @@ def build_response(answer: Mapping[str, Any], text: str) -> Response:
     if reason not in FinishReason.__members__:
         raise RequestError(f"a response ended with {meta['finish_reason']}; stop or length were expected")
     if not ids or tuple(entry[1] for entry in entries) != ids:
-        raise RequestError(f"a response of {len(ids)} tokens came with {len(entries)} log-probs of other tokens")
+        raise RequestError(
+            f"a response of {len(ids)} tokens came with {len(entries)} log-probs of other tokens"
+        )
     return Response(
         token_ids=ids,
         text=text,

@@ -2,9 +2,10 @@
 
     python guard.py SCRATCH_DIR COMMAND...
 
-The owner holds the other end of this process's standard input. When that closes - the owner stopped the server, or
-died in any way - or when SIGTERM comes, or when the server exits, the guard ends every process that came from the
-server, removes what they left in /dev/shm and in SCRATCH_DIR, and exits with the server's status.
+The owner holds the other end of this process's standard input. When that closes - the owner stopped the
+server, or died in any way - or when SIGTERM comes, or when the server exits, the guard ends every process
+that came from the server, removes what they left in /dev/shm and in SCRATCH_DIR, and exits with the server's
+status.
 
 Standard library only, so that it starts at once. Linux only.
 """
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S = 1.0
@@ -25,9 +27,9 @@ GRACE_S = 1.0
 SCAN_EVERY_S = 2.0
 
 
-def list_descendants(root):
+def list_descendants(root: int) -> list[int]:
     """Process ids below `root`, which itself is left out."""
-    children = {}
+    children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/stat") as stat:
@@ -41,7 +43,7 @@ def list_descendants(root):
     return found
 
 
-def find_shared_memory(pids):
+def find_shared_memory(pids: Iterable[int]) -> set[str]:
     """Files under /dev/shm that these processes hold open or mapped (semaphores are only mapped)."""
     found = set()
     for pid in pids:
@@ -54,20 +56,20 @@ def find_shared_memory(pids):
     return {path for path in found if path.startswith("/dev/shm/") and not path.endswith(" (deleted)")}
 
 
-def signal_all(pids, number):
+def signal_all(pids: Iterable[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
-def is_resource_tracker(pid):
+def is_resource_tracker(pid: int) -> bool:
     """Python's own cleaner: it ends by itself, after removing the semaphores of the processes it served."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as command:
         return b"multiprocessing.resource_tracker" in command.read()
     return False
 
 
-def reap():
+def reap() -> bool:
     """Collect every child that has exited; True while any is left."""
     while True:
         try:
@@ -78,7 +80,7 @@ def reap():
             return True
 
 
-def end_all(grace_s):
+def end_all(grace_s: float) -> None:
     """SIGTERM to every descendant, then SIGKILL until none is left; Python's resource trackers come last."""
     signal_all(list_descendants(os.getpid()), signal.SIGTERM)
     deadline = time.monotonic() + grace_s
@@ -93,13 +95,13 @@ def end_all(grace_s):
         time.sleep(0.02)
 
 
-def prepare_child():
+def prepare_child() -> None:
     # Should the guard itself be killed, the server's first process goes with it, and SGLang's own processes
     # watch that one.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def main():
+def main() -> None:
     scratch, command = sys.argv[1], sys.argv[2:]
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     wake_read, wake_write = os.pipe()
@@ -111,7 +113,7 @@ def main():
     server = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, preexec_fn=prepare_child, start_new_session=True
     )
-    shared = set()
+    shared: set[str] = set()
     while server.poll() is None:
         ready, _, _ = select.select([sys.stdin, wake_read], [], [], SCAN_EVERY_S)
         shared |= find_shared_memory(list_descendants(os.getpid()))

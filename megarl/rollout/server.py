@@ -45,7 +45,7 @@ def pick_free_port(host: str) -> int:
 def build_command(
     config: RolloutConfig, checkpoint: Path, *, host: str, port: int, seed: int, tp: int = 1
 ) -> list[str]:
-    """The command line of one server. Raises ConfigError for keys of `rollout.sglang` that SGLang does not have."""
+    """The command line of one server. Raises ConfigError for keys of `rollout.sglang` that SGLang lacks."""
     problems = check_options(config.sglang)
     if not has_cuda() and config.kv_cache_tokens is None:
         # Left to itself SGLang takes most of the machine's memory and zero-fills it for minutes.
@@ -73,7 +73,7 @@ def build_command(
 
 
 def build_environment(config: RolloutConfig, scratch: Path, tp: int = 1) -> dict[str, str]:
-    """The server's environment: private temporary files, no listener beyond the HTTP port, stand-ins without CUDA."""
+    """The server's environment: private temporary files, loopback listeners, stand-ins without CUDA."""
     environment = dict(os.environ)
     path = [str(MODELS)]
     environment |= {
@@ -113,7 +113,10 @@ class SGLangServer:
         port: int | None = None,
         tp: int = 1,
     ):
-        """`port` None: a free one is picked. Raises ConfigError for bad options or a checkpoint without config.json."""
+        """`port` None: a free one is picked.
+
+        Raises ConfigError for bad options or a checkpoint without config.json.
+        """
         if not (Path(checkpoint) / "config.json").is_file():
             raise ConfigError([f"rollout: {checkpoint} is no checkpoint directory: it has no config.json"])
         self.config = config
@@ -143,7 +146,9 @@ class SGLangServer:
             try:
                 probe.bind((self.host, self.port))
             except OSError as error:
-                raise ServerError(f"SGLang server {self.url}: port {self.port} is taken ({error.strerror})") from error
+                raise ServerError(
+                    f"SGLang server {self.url}: port {self.port} is taken ({error.strerror})"
+                ) from error
         self._scratch = Path(tempfile.mkdtemp(prefix="megarl-sglang-"))
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_file, "ab") as log:
@@ -164,7 +169,7 @@ class SGLangServer:
     def wait_healthy(self, deadline_s: float) -> None:
         """Wait until the server answers /health.
 
-        Raises ServerError at once where it exits, DeadlineError where it does not answer in time; both name the log.
+        Raises ServerError at once where it exits, DeadlineError where it is late; both show the log's end.
         """
         deadline = time.monotonic() + deadline_s
         with httpx.Client(timeout=2.0, trust_env=False) as client:
@@ -203,7 +208,9 @@ class SGLangServer:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(5.0)
-            raise DeadlineError(f"SGLang server {self.url} did not end within {deadline_s:g} s; killed") from None
+            raise DeadlineError(
+                f"SGLang server {self.url} did not end within {deadline_s:g} s; killed"
+            ) from None
         finally:
             if self._scratch is not None:
                 shutil.rmtree(self._scratch, ignore_errors=True)

@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from megarl.types import Metrics
 
 
 class DiskSync:
-    """WeightSync: the policy writes a Hugging Face checkpoint, every server loads it and is proved on a probe text."""
+    """WeightSync: the policy writes a checkpoint, every server loads it and is proved on a probe text."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class DiskSync:
         directory: Path,
         probe_tokens: Sequence[int],
     ):
-        """directory: seen by policy and servers alike, for example under /dev/shm; its content is this object's own.
+        """directory: seen by policy and servers alike, for example under /dev/shm, and used by nothing else.
 
         Each version is a directory of its own in it; the last one stays until the next publish or `close`.
         """
@@ -38,7 +38,7 @@ class DiskSync:
     def publish(self, version: int) -> Metrics:
         """Export, load into every server, prove, and only then raise the servers' version to `version`.
 
-        Raises SyncError where a server refuses the weights or the proof fails; no server then serves as `version`.
+        Raises SyncError where a server refuses the weights or the proof fails; none then serves as `version`.
         """
         started = time.monotonic()
         target = self._directory / f"v{version}"
@@ -54,16 +54,16 @@ class DiskSync:
         return {
             "sync/bytes": float(sum(file.stat().st_size for file in target.iterdir() if file.is_file())),
             "sync/probe_logprob_gap": gap,
-            "time/sync_export": exported - started,
-            "time/sync_load": loaded - exported,
-            "time/sync": time.monotonic() - started,
+            "sync/seconds_export": exported - started,
+            "sync/seconds_load": loaded - exported,
+            "sync/seconds_proof": time.monotonic() - loaded,
         }
 
     def close(self) -> None:
         """Remove the exported checkpoints."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _map(self, action) -> None:
+    def _map(self, action: Callable[[SGLangClient], None]) -> None:
         with ThreadPoolExecutor(len(self._clients)) as pool:
             list(pool.map(action, self._clients))
 
@@ -76,7 +76,9 @@ class DiskSync:
             finally:
                 client.end_update()
         except RequestError as error:
-            raise SyncError(f"SGLang server {client.url} did not take the weights in {directory}: {error}") from error
+            raise SyncError(
+                f"SGLang server {client.url} did not take the weights in {directory}: {error}"
+            ) from error
         finally:
             client.resume()
 
@@ -84,7 +86,9 @@ class DiskSync:
         client.set_weight_version(version)
         found = client.load_weight_version()
         if found != version:
-            raise SyncError(f"SGLang server {client.url} reports weight version {found} after it was set to {version}")
+            raise SyncError(
+                f"SGLang server {client.url} reports weight version {found} after it was set to {version}"
+            )
 
     def _remove_others(self, keep: Path) -> None:
         for old in self._directory.iterdir():

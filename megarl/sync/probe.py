@@ -1,5 +1,6 @@
 """The proof of a weight sync: the servers' log-probs of a fixed text against the policy's own."""
 
+import random
 from collections.abc import Sequence
 
 import torch
@@ -15,8 +16,8 @@ DEFAULT_GAP = {Dtype.float32: 1e-3, Dtype.bfloat16: 0.25}
 
 
 def build_probe_tokens(vocab_size: int, length: int = 32) -> tuple[int, ...]:
-    """A fixed text that visits rows all over the vocabulary: multiples of a prime, modulo its size."""
-    return tuple((7919 * (i + 1)) % vocab_size for i in range(length))
+    """A fixed text of ids from all over the vocabulary; the same one for the same numbers."""
+    return tuple(random.Random(0).choices(range(vocab_size), k=length))
 
 
 def get_max_gap(config: RolloutConfig) -> float:
@@ -37,7 +38,7 @@ def compute_policy_logprobs(policy: TrainBackend, token_ids: Sequence[int]) -> l
 def compute_gap(expected: Sequence[float], found: Sequence[float]) -> tuple[float, int]:
     """Largest |difference| and its position; a value that is no number counts as an infinite one."""
     gaps = (torch.tensor(expected, dtype=torch.float64) - torch.tensor(found, dtype=torch.float64)).abs()
-    gaps = gaps.nan_to_num(nan=torch.inf)
+    gaps = gaps.nan_to_num(nan=torch.inf, posinf=torch.inf)
     return float(gaps.max()), int(gaps.argmax())
 
 
@@ -51,9 +52,9 @@ def verify_logprobs(
         gap, at = compute_gap(expected, found)
         if gap > max_gap:
             raise SyncError(
-                f"SGLang server {client.url} does not hold the policy's weights: on the probe text's token {at + 1} "
-                f"(id {token_ids[at + 1]}) its log-prob is {found[at]:.6f}, the policy's {expected[at]:.6f}; "
-                f"gap {gap:.3g}, allowed {max_gap:g} (rollout.max_probe_logprob_gap)"
+                f"SGLang server {client.url} does not hold the policy's weights: on the probe text's token "
+                f"{at + 1} (id {token_ids[at + 1]}) its log-prob is {found[at]:.6f}, "
+                f"the policy's {expected[at]:.6f}; gap {gap:.3g}, allowed {max_gap:g} (rollout.max_probe_logprob_gap)"
             )
         largest = max(largest, gap)
     return largest

@@ -13,6 +13,7 @@ import megarl.mcore  # noqa: F401
 from megarl.config.algo import AlgoConfig
 from megarl.config.roles import Dtype, OptimizerConfig, ParallelConfig
 from megarl.mcore.spec import Role, WorkerSpec
+from megarl.types import Sequences
 
 NUM_STEPS = 3
 LAYOUTS = {
@@ -44,34 +45,84 @@ def build_spec(role: Role, checkpoint: Path, layout: str = "one", **changes: Any
     return WorkerSpec(**fields)
 
 
-def train_and_describe(spec: WorkerSpec, name: str, rank: int, world_size: int, scratch: Path) -> dict[str, Any]:
-    """Three steps; metrics of each, log-probs or values after them, the exported weights."""
+def evaluate(worker: Any, sequences: Sequences) -> tuple[torch.Tensor, int]:
+    """Log-probs at temperature 0.8, or values, of all rows [B, T]; and how many ranks reported rows."""
+    critic = worker.spec.role is Role.critic
+    result = worker.values(sequences) if critic else worker.logprobs(sequences, 0.8)
+    parts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, result)
+    padded = torch.zeros(sequences.num_samples, int(sequences.response_lengths.max()))
+    for part in parts:
+        if part is not None:
+            padded[part.rows] = part.values
+    return padded, sum(part is not None for part in parts)
+
+
+def describe(worker: Any, directory: Path) -> dict[str, Any]:
+    """What the model says of fixed sequences, and its exported weights."""
     from safetensors.torch import load_file
 
+    padded, num_reports = evaluate(worker, build_sequences(seed=5))
+    worker.export_weights(directory)
+    return {
+        "evaluation": padded,
+        "num_reports": num_reports,
+        "weights": load_file(directory / "model.safetensors"),
+    }
+
+
+def train(rank: int, world_size: int, spec: WorkerSpec, scratch: Path, name: str, rows: int) -> dict[str, Any]:
+    """Describe the model, train it for three steps, describe it again."""
     from megarl.mcore.worker import MegatronWorker
 
     worker = MegatronWorker(spec, rank, world_size, f"file://{scratch}/{name}.init")
     try:
-        samples = build_samples()
-        metrics = worker.update(samples, [torch.arange(12)] * NUM_STEPS)
-        sequences = build_sequences(seed=5)
-        evaluate = worker.values if spec.role is Role.critic else lambda s: worker.logprobs(s, 0.8)
-        result = evaluate(sequences)
-        parts: list[Any] = [None] * world_size
-        torch.distributed.all_gather_object(parts, result)
-        padded = torch.zeros(sequences.num_samples, int(sequences.response_lengths.max()))
-        for part in parts:
-            if part is not None:
-                padded[part.rows] = part.values
-        worker.export_weights(scratch / name)
-        return {
-            "metrics": metrics,
-            "evaluation": padded,
-            "reported": sum(part is not None for part in parts),
-            "weights": load_file(scratch / name / "model.safetensors"),
-        }
+        before = describe(worker, scratch / f"{name}-before")
+        metrics = worker.update(build_samples(), [torch.arange(rows)] * NUM_STEPS)
+        return {"before": before, "metrics": metrics, "after": describe(worker, scratch / f"{name}-after")}
     finally:
         worker.close()
+
+
+def train_all(rank: int, world_size: int, runs: dict[str, tuple[WorkerSpec, int]], scratch: str) -> dict[str, Any]:
+    return {
+        name: train(rank, world_size, spec, Path(scratch), name, rows) for name, (spec, rows) in runs.items()
+    }
+
+
+def train_and_save(rank: int, world_size: int, spec: WorkerSpec, scratch: str) -> dict[str, Any]:
+    """Two steps, save, one more step."""
+    from megarl.mcore.worker import MegatronWorker
+
+    worker = MegatronWorker(spec, rank, world_size, f"file://{scratch}/save.init")
+    try:
+        samples = build_samples()
+        worker.update(samples, [torch.arange(12)] * 2)
+        checksum = worker.checksum()
+        worker.save(Path(scratch) / "state")
+        metrics = worker.update(samples, [torch.arange(12)])
+        return {"checksum": checksum, "metrics": metrics, "after": describe(worker, Path(scratch) / "saved")}
+    finally:
+        worker.close()
+
+
+def load_and_train(rank: int, world_size: int, specs: dict[str, WorkerSpec], scratch: str) -> dict[str, Any]:
+    """Under each layout: load what `train_and_save` saved, one more step."""
+    from megarl.mcore.worker import MegatronWorker
+
+    results = {}
+    for name, spec in specs.items():
+        worker = MegatronWorker(spec, rank, world_size, f"file://{scratch}/load-{name}.init")
+        try:
+            fresh = worker.checksum()
+            worker.load(Path(scratch) / "state")
+            checksum = worker.checksum()
+            metrics = worker.update(build_samples(), [torch.arange(12)])
+            after = describe(worker, Path(scratch) / f"loaded-{name}")
+            results[name] = {"fresh": fresh, "checksum": checksum, "metrics": metrics, "after": after}
+        finally:
+            worker.close()
+    return results
 
 
 def run_rank(rank: int, world_size: int, function: Any, arguments: tuple[Any, ...], out: str) -> None:
@@ -86,12 +137,12 @@ def run_rank(rank: int, world_size: int, function: Any, arguments: tuple[Any, ..
 
 
 def launch(world_size: int, function: Any, *arguments: Any) -> Any:
-    """Run function(rank, world_size, *arguments) in `world_size` processes; rank 0's result."""
+    """Run function(rank, world_size, *arguments, scratch directory) in `world_size` processes; rank 0's result."""
     with tempfile.TemporaryDirectory() as scratch:
-        out = f"{scratch}/result.pt"
-        torch.multiprocessing.spawn(run_rank, (world_size, function, arguments, out), nprocs=world_size)
-        return torch.load(out, weights_only=True)
+        return launch_in(scratch, world_size, function, *arguments)
 
 
-def run_layouts(rank: int, world_size: int, runs: dict[str, WorkerSpec], scratch: str) -> dict[str, Any]:
-    return {name: train_and_describe(spec, name, rank, world_size, Path(scratch)) for name, spec in runs.items()}
+def launch_in(scratch: str, world_size: int, function: Any, *arguments: Any) -> Any:
+    out = f"{scratch}/{function.__name__}.pt"
+    torch.multiprocessing.spawn(run_rank, (world_size, function, (*arguments, scratch), out), nprocs=world_size)
+    return torch.load(out, weights_only=True)

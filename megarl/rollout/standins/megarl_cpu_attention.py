@@ -1,10 +1,10 @@
 """An attention backend for SGLang on a CPU that attends for many sequences in one call.
 
-SGLang's `torch_native` backend calls torch's attention once per sequence and layer: for 256 short sequences and a
-small model three quarters of a decode step go into these calls. This subclass takes the name `torch_native` in
+SGLang's `torch_native` backend calls torch's attention once per sequence and layer: for 256 short sequences
+and a small model most of a decode step goes into these calls. This subclass takes the name `torch_native` in
 SGLang's own registry, so that every other branch on that name stays as it is.
 
-SGLang loads this through its entry point group `sglang.srt.plugins` (see the .dist-info folder beside this file).
+SGLang loads this through its entry point group `sglang.srt.plugins`: see the .dist-info folder here.
 """
 
 import logging

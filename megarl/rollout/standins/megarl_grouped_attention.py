@@ -61,7 +61,7 @@ def build_group(members, first_query, num_queries, num_keys, rows, req_to_token,
 
 
 def attend(group, query, keys, values, output, scaling):
-    """Attention of one group. query, output: [tokens, Hq, D]; keys, values: [slots, Hk, D]; output is written."""
+    """Write one group's attention. query, output: [tokens, Hq, D]; keys, values: [slots, Hk, D]."""
     g, lq, lk = group.shape
     num_heads, num_kv_heads = query.shape[1], keys.shape[1]
     k = keys.flatten(1).index_select(0, group.slots).view(g, lk, num_kv_heads, -1).transpose(1, 2)

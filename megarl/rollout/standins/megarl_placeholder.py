@@ -8,8 +8,8 @@ import types
 
 def _build_error(name):
     return NotImplementedError(
-        f"{name} was called: it has no CPU build, and megarl's stand-in for {name.split('.')[0]} gives a body "
-        "only to what a plain decoder model needs"
+        f"{name} was called: it has no CPU build, and megarl's stand-in for {name.split('.')[0]} "
+        "gives a body only to what a plain decoder model needs"
     )
 
 

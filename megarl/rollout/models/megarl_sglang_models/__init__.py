@@ -1,1 +1,4 @@
-"""The model classes that SGLang looks up first (SGLANG_EXTERNAL_MODEL_PACKAGE); for any other it imports all of its own."""
+"""The model classes that SGLang looks up first; for any other it imports all of its own.
+
+Named to it by SGLANG_EXTERNAL_MODEL_PACKAGE.
+"""

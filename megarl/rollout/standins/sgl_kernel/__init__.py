@@ -14,8 +14,8 @@ def assign_req_to_token_pool_cpu(
 ):
     """Write each request's new cache slots into its row of `req_to_token`.
 
-    req_pool_indices, start_offset, end_offset: int [B]; req_to_token: int [rows, pool_len], written in place at
-    [row, start:end]; out_cache_loc: int [sum of end - start], request by request.
+    req_pool_indices, start_offset, end_offset: int [B]; req_to_token: int [rows, pool_len], written in place
+    at [row, start:end]; out_cache_loc: int [sum of end - start], request by request.
     """
     lengths = (end_offset - start_offset).long()
     rows = req_pool_indices.long().repeat_interleave(lengths)

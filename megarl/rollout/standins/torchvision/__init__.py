@@ -1,4 +1,4 @@
-"""Stand-in for torchvision, whose wheel on PyPI needs CUDA: SGLang and transformers name it while they load."""
+"""Stand-in for torchvision, whose wheel needs CUDA: SGLang and transformers name it while they load."""
 
 from megarl_placeholder import get_placeholder, open_package
 

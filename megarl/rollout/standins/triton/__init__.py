@@ -25,7 +25,7 @@ class Kernel:
 
     def __getitem__(self, grid):
         raise NotImplementedError(
-            f"the Triton kernel {self.__name__} was launched where there is no CUDA; megarl's triton is a stand-in"
+            f"the Triton kernel {self.__name__} was launched without CUDA; megarl's triton is a stand-in"
         )
 
     def __call__(self, *args, **kwargs):
@@ -54,4 +54,4 @@ def __getattr__(name):
 
 open_package("triton")
 
-import triton.language as language  # noqa: E402
+import triton.language  # noqa: E402, F401 - torch reads it as an attribute

@@ -3,12 +3,12 @@
 from megarl_placeholder import get_placeholder
 
 
-class constexpr:  # noqa: N801 - triton's own name
+class constexpr:
     def __init__(self, value):
         self.value = value
 
 
-class dtype:  # noqa: N801 - triton's own name
+class dtype:
     pass
 
 

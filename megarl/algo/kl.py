@@ -1,0 +1,86 @@
+"""KL estimators from the log-probs of sampled tokens, and the adaptive coefficient of the KL in the reward.
+
+k1, k2, k3: http://joschu.net/blog/kl-approx.html. Controller: 1909.08593, section 2.2.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megarl.algo.finite import check_finite
+from megarl.config.algo import KLConfig
+from megarl.config.algo_choices import KLEstimator
+from megarl.types import Experience, Metrics
+
+_LARGEST_ERROR = 0.2
+"""Clip of the controller's relative error."""
+
+
+def compute_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
+    """Estimate of KL(policy, reference) per token, with d = logprobs - ref_logprobs; same shape and dtype.
+
+    k1 (kl): d; abs: |d|; k2 (mse): d^2/2; k3: exp(-d) + d - 1. Differentiable in `logprobs`.
+    """
+    d = logprobs - ref_logprobs
+    if estimator is KLEstimator.k1:
+        return d
+    if estimator is KLEstimator.abs:
+        return d.abs()
+    if estimator is KLEstimator.k2:
+        return 0.5 * d.square()
+    # expm1 keeps the digits that exp(-d) - 1 loses near d = 0.
+    return torch.expm1(-d) + d
+
+
+def compute_token_kl(experience: Experience, estimator: KLEstimator) -> Tensor:
+    """KL(old policy, reference) per generated token, float64 [B, T], 0 outside the mask.
+
+    Raises ValueError when the experience has no reference log-probs.
+    """
+    if experience.ref_logprobs is None:
+        raise ValueError(
+            "ref_logprobs: none found; a KL term is configured, so the reference must score the responses"
+        )
+    mask = experience.mask
+    check_finite("old_logprobs", experience.old_logprobs, mask)
+    check_finite("ref_logprobs", experience.ref_logprobs, mask)
+    old = torch.where(mask, experience.old_logprobs, 0.0).double()
+    ref = torch.where(mask, experience.ref_logprobs, 0.0).double()
+    return compute_kl(old, ref, estimator)
+
+
+def compute_adapted_coef(coef: float, kl: float, target: float, horizon: float, num_samples: int) -> float:
+    """coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon)."""
+    error = min(max(kl / target - 1.0, -_LARGEST_ERROR), _LARGEST_ERROR)
+    return coef * (1.0 + error * num_samples / horizon)
+
+
+@dataclass(frozen=True)
+class KlController:
+    """beta of the KL in the reward, from one iteration to the next; fixed where `target` is None."""
+
+    coef: float
+    target: float | None
+    horizon: float
+    estimator: KLEstimator
+    in_reward: bool
+
+    @classmethod
+    def start(cls, config: KLConfig) -> "KlController":
+        return cls(config.coef, config.target, config.horizon, config.reward_estimator, config.in_reward)
+
+    def update(self, experience: Experience) -> tuple["KlController", Metrics]:
+        """The controller for the next iteration, once per iteration, and the coefficient that this one
+        used.
+        """
+        if not self.in_reward:
+            return self, {}
+        metrics = {"kl/coef": self.coef}
+        if self.target is None:
+            return self, metrics
+        mask = experience.mask
+        kl = float(compute_token_kl(experience, self.estimator).sum() / mask.sum().clamp(min=1))
+        num_samples = experience.sequences.num_samples
+        coef = compute_adapted_coef(self.coef, kl, self.target, self.horizon, num_samples)
+        return replace(self, coef=coef), metrics

@@ -1,0 +1,96 @@
+"""From the verifier's raw rewards to the reward of each token: overlong penalty (DAPO 2503.14476, equation
+13), normalisation, clipping, and the KL penalty (REINFORCE++ 2501.03262).
+
+Suffixes: B samples, T response positions.
+"""
+
+import torch
+from torch import Tensor
+
+from megarl.algo.finite import check_finite
+from megarl.algo.statistics import STD_EPS, RunningMoments, compute_moments, merge_moments
+from megarl.config.algo import AlgoConfig, OverlongConfig, RewardNormConfig
+from megarl.config.algo_choices import NormScope
+from megarl.types import Experience
+
+
+def compute_overlong_penalty(lengths_B: Tensor, config: OverlongConfig, response_length: int) -> Tensor:
+    """penalty * clip((response_length - buffer - length) / buffer, -1, 0), float64 [B].
+
+    lengths_B: int64 [B], all tokens of each response: the limit counts tokens that were not generated too.
+    response_length: the limit.
+    """
+    start = response_length - config.buffer
+    return config.penalty * ((start - lengths_B.double()) / config.buffer).clamp(-1.0, 0.0)
+
+
+def compute_penalised_rewards(
+    experience: Experience, algo: AlgoConfig, response_length: int | None
+) -> Tensor:
+    """Raw rewards plus the overlong penalty where configured, float64 [B]. Raises NonFiniteError,
+    ValueError.
+    """
+    check_finite("rewards", experience.rewards)
+    rewards = experience.rewards.double()
+    if algo.overlong.penalty == 0:
+        return rewards
+    if response_length is None:
+        raise ValueError(
+            "response_length: none found; algo.overlong.penalty > 0 needs rollout.response_length, the "
+            "limit that "
+            "the penalty grows towards"
+        )
+    lengths = experience.sequences.response_lengths
+    return rewards + compute_overlong_penalty(lengths, algo.overlong, response_length)
+
+
+def update_reward_moments(
+    moments: RunningMoments, experience: Experience, algo: AlgoConfig, response_length: int | None = None
+) -> RunningMoments:
+    """The run's moments with this iteration's rewards taken in; what reward_norm=running divides by."""
+    return merge_moments(moments, compute_penalised_rewards(experience, algo, response_length))
+
+
+def compute_normalised_rewards(
+    rewards_B: Tensor, groups_B: Tensor, norm: RewardNormConfig, running: RunningMoments | None = None
+) -> Tensor:
+    """(R - mean) / (std + 1e-6), float64 [B]; 0 where all rewards of a set that normalises are equal."""
+    out = rewards_B.double()
+    constant = torch.zeros(out.shape, dtype=torch.bool)
+    if norm.mean is not NormScope.none:
+        moments = compute_moments(rewards_B, groups_B, norm.mean, running)
+        out, constant = (
+            out - moments.mean,
+            constant | (moments.constant & (norm.mean is not NormScope.running)),
+        )
+    if norm.std is not NormScope.none:
+        moments = compute_moments(rewards_B, groups_B, norm.std, running)
+        out, constant = out / (moments.std + STD_EPS), constant | moments.constant
+    return torch.where(constant, 0.0, out)
+
+
+def compute_shaped_rewards(
+    experience: Experience,
+    algo: AlgoConfig,
+    response_length: int | None = None,
+    reward_moments: RunningMoments | None = None,
+) -> Tensor:
+    """R' per sample: overlong penalty, normalisation and clipping, in this order; float64 [B]."""
+    rewards = compute_penalised_rewards(experience, algo, response_length)
+    rewards = compute_normalised_rewards(rewards, experience.groups, algo.reward_norm, reward_moments)
+    if algo.reward_clip is not None:
+        rewards = rewards.clamp(-algo.reward_clip, algo.reward_clip)
+    return rewards
+
+
+def compute_token_rewards(rewards_B: Tensor, mask_BT: Tensor, penalty_BT: Tensor | None) -> Tensor:
+    """R' at the last generated token, minus the KL penalty (beta * k) at every one, float64 [B, T].
+
+    A response without generated tokens has no token rewards.
+    """
+    out = torch.zeros(mask_BT.shape, dtype=torch.float64) if penalty_BT is None else -penalty_BT.double()
+    some = mask_BT.any(1).nonzero()[:, 0]
+    if some.numel():
+        last = (mask_BT[some] * torch.arange(mask_BT.shape[1])).amax(1)
+        out[some, last] += rewards_B[some].double()
+    return out

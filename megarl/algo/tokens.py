@@ -1,0 +1,81 @@
+"""What the loss functions work on: one micro-batch's tokens, the global minibatch's counts, and the result.
+
+Suffix: R response tokens of a micro-batch, flat.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from megarl.types import TrainingSamples
+
+
+@dataclass(frozen=True)
+class TokenTargets:
+    """One micro-batch: every response position of its rows, generated or not. A row is never split."""
+
+    rows: Tensor
+    """int64 [R], sample index in the micro-batch, 0..num_rows-1"""
+    num_rows: int
+    row_lengths: Tensor
+    """int64 [num_rows], generated tokens (m) per sample"""
+    mask: Tensor
+    """bool [R]"""
+    loss_mask: Tensor
+    """bool [R]"""
+    positive: Tensor
+    """bool [R]: the token's sample is correct"""
+    advantages: Tensor
+    """float [R]"""
+    old_logprobs: Tensor
+    """float [R]"""
+    rollout_logprobs: Tensor
+    """float [R]"""
+    ref_logprobs: Tensor | None
+    """float [R]"""
+    old_values: Tensor | None
+    """float [R]"""
+    returns: Tensor | None
+    """float [R]"""
+
+
+@dataclass(frozen=True)
+class LossCounts:
+    """Over the global minibatch; what the sums are divided by."""
+
+    num_tokens: int
+    """with a policy loss"""
+    num_sequences: int
+    """with a policy loss in at least one token"""
+    num_positive_tokens: int
+    """of correct samples, with a policy loss"""
+    num_critic_tokens: int
+    """generated"""
+    num_critic_sequences: int
+    """with at least one generated token"""
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """One micro-batch's contribution."""
+
+    loss: Tensor
+    """scalar, differentiable; the minibatch's loss is the sum over its micro-batches and data-parallel
+    ranks
+    """
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """detached scalars, already divided: their sum over micro-batches and ranks is the metric"""
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    """detached scalars, combined by max"""
+
+
+def count_minibatch(samples: TrainingSamples) -> LossCounts:
+    """The counts of one global minibatch (all data-parallel ranks' rows)."""
+    mask, loss_mask = samples.mask, samples.loss_mask
+    return LossCounts(
+        num_tokens=int(loss_mask.sum()),
+        num_sequences=int(loss_mask.any(1).sum()),
+        num_positive_tokens=int((loss_mask & samples.positive[:, None]).sum()),
+        num_critic_tokens=int(mask.sum()),
+        num_critic_sequences=int(mask.any(1).sum()),
+    )

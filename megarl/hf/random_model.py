@@ -1,0 +1,114 @@
+"""Random weights of a small architecture and a tokenizer of single characters, as a checkpoint directory."""
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megarl.config.errors import ConfigError
+from megarl.config.model import RandomModelConfig
+from megarl.hf.cache import build_once
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
+PAD, BOS, EOS = SPECIAL_TOKENS
+FAMILIES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
+FORMAT = 1
+"""Part of the content hash: raise it when what is written changes for the same numbers."""
+
+
+def build_random_checkpoint(config: RandomModelConfig, cache_dir: Path) -> Path:
+    """The checkpoint of these numbers under `cache_dir`/random, float32; the same numbers give the same weights.
+
+    Raises ConfigError naming the keys of model.random that do not fit together.
+    """
+    problems = check_random_model(config)
+    if problems:
+        raise ConfigError(problems)
+    content = json.dumps({"format": FORMAT, **asdict(config)}, sort_keys=True)
+    name = f"{config.family}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+    return build_once(cache_dir / "random" / name, lambda directory: _write_checkpoint(config, directory))
+
+
+def check_random_model(config: RandomModelConfig) -> list[str]:
+    """What is wrong with the numbers: one message each, naming the key."""
+    problems = []
+    if config.family not in FAMILIES:
+        problems.append(f"model.random.family: found {config.family!r}; it must be one of {', '.join(FAMILIES)}")
+    for key in ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "max_length"):
+        if getattr(config, key) < 1:
+            problems.append(f"model.random.{key}: found {getattr(config, key)}; it must be 1 or more")
+    if config.init_std <= 0:
+        problems.append(f"model.random.init_std: found {config.init_std}; it must be above 0")
+    repeated = sorted({char for char in config.alphabet if config.alphabet.count(char) > 1})
+    if repeated or not config.alphabet:
+        found = f"{''.join(repeated)!r} more than once" if repeated else "no characters"
+        problems.append(f"model.random.alphabet: found {found}; it must hold every character exactly once")
+    if problems:
+        return problems
+    if config.hidden_size % config.num_heads or config.hidden_size // config.num_heads % 2:
+        problems.append(
+            f"model.random.hidden_size: found {config.hidden_size}; over num_heads={config.num_heads} it must give"
+            " an even head size"
+        )
+    if config.num_heads % config.num_kv_heads:
+        problems.append(
+            f"model.random.num_kv_heads: found {config.num_kv_heads}; it must divide num_heads={config.num_heads}"
+        )
+    return problems
+
+
+def build_character_tokenizer(alphabet: str, max_length: int) -> Any:
+    """A transformers fast tokenizer: <pad>, <bos>, <eos>, then one token per character, in alphabet order.
+
+    Encoding adds no special tokens, and a character outside the alphabet raises: the model has no token for it.
+    """
+    from tokenizers import Regex, Tokenizer
+    from tokenizers.decoders import Fuse
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: number for number, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
+    tokenizer = Tokenizer(WordLevel(vocab))
+    tokenizer.pre_tokenizer = Split(Regex(r"(?s:.)"), behavior="isolated")
+    tokenizer.decoder = Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        model_max_length=max_length,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _write_checkpoint(config: RandomModelConfig, directory: Path) -> None:
+    import torch
+    import transformers
+
+    tokenizer = build_character_tokenizer(config.alphabet, config.max_length)
+    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
+    ids["eos_token_id"] = tokenizer.eos_token_id
+    family = FAMILIES[config.family]
+    head_dim = {} if config.family == "qwen2" else {"head_dim": config.hidden_size // config.num_heads}
+    hf_config = getattr(transformers, f"{family}Config")(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.ffn_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        max_position_embeddings=config.max_length,
+        tie_word_embeddings=config.tie_embeddings,
+        initializer_range=config.init_std,
+        **head_dim,
+        **ids,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = getattr(transformers, f"{family}ForCausalLM")(hf_config).float()
+    model.generation_config = transformers.GenerationConfig(**ids)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)

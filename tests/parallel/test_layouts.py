@@ -1,0 +1,161 @@
+"""The same training in every layout and cut into any micro-batches, against one process, and against transformers."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layout_runs import build_spec, launch, launch_in, load_and_train, train_all, train_and_save
+from safetensors.torch import load_file
+from tiny_checkpoints import build_sequences, padded_reference_logprobs, write_checkpoint
+
+from megarl.config.roles import Dtype
+from megarl.mcore.spec import Role
+
+CHECKPOINTS = {"qwen3": ("qwen3", False), "qwen2_tied": ("qwen2", True), "llama": ("llama", False), "llama_tied": ("llama", True)}
+SOME_ROWS = 12
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {
+        name: (root / name, write_checkpoint(root / name, family, tied=tied))
+        for name, (family, tied) in CHECKPOINTS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def one(checkpoints: dict[str, tuple[Path, Any]]) -> dict[str, Any]:
+    """Runs of one process: policy of every family, critics, cuts into micro-batches."""
+    paths = {name: path for name, (path, _) in checkpoints.items()}
+    runs = {f"policy-{name}": (build_spec(Role.policy, path), SOME_ROWS) for name, path in paths.items()}
+    for name in ("qwen3", "llama_tied"):
+        runs[f"critic-{name}"] = (build_spec(Role.critic, paths[name]), SOME_ROWS)
+    for tokens in (1, 60, 110):
+        for role in (Role.policy, Role.critic):
+            spec = build_spec(role, paths["qwen3"], tokens_per_microbatch=tokens)
+            runs[f"{role.value}-qwen3-cut{tokens}"] = (spec, SOME_ROWS)
+    runs["policy-qwen3-row"] = (build_spec(Role.policy, paths["qwen3"]), 1)
+    runs["policy-qwen3-bf16"] = (build_spec(Role.policy, paths["qwen3"], dtype=Dtype.bfloat16), SOME_ROWS)
+    return launch(1, train_all, runs)
+
+
+@pytest.fixture(scope="module")
+def two(checkpoints: dict[str, tuple[Path, Any]]) -> dict[str, Any]:
+    """The same in two processes, several micro-batches where that matters."""
+    runs = {}
+    for layout in ("tp2", "tp2_sp", "pp2", "dp2"):
+        for role in (Role.policy, Role.critic):
+            for name in ("qwen3", "llama_tied"):
+                spec = build_spec(role, checkpoints[name][0], layout, tokens_per_microbatch=60)
+                runs[f"{role.value}-{name}-{layout}"] = (spec, SOME_ROWS)
+    runs["policy-qwen3-row-dp2"] = (build_spec(Role.policy, checkpoints["qwen3"][0], "dp2"), 1)
+    return launch(2, train_all, runs)
+
+
+def assert_same_training(run: dict[str, Any], reference: dict[str, Any], weight_tolerance: float = 2e-6) -> None:
+    for step, (found, expected) in enumerate(zip(run["metrics"], reference["metrics"], strict=True)):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert found[key] == pytest.approx(expected[key], rel=2e-5, abs=2e-6), f"step {step}: {key}"
+    for name, tensor in reference["after"]["weights"].items():
+        torch.testing.assert_close(
+            run["after"]["weights"][name], tensor, rtol=0, atol=weight_tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    torch.testing.assert_close(run["after"]["evaluation"], reference["after"]["evaluation"], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_logprobs_equal_transformers_at_a_temperature(
+    name: str, checkpoints: dict[str, tuple[Path, Any]], one: dict[str, Any]
+) -> None:
+    expected = padded_reference_logprobs(checkpoints[name][1], build_sequences(seed=5), 0.8)
+    torch.testing.assert_close(one[f"policy-{name}"]["before"]["evaluation"], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_exported_weights_are_the_loaded_ones_bit_by_bit(
+    name: str, checkpoints: dict[str, tuple[Path, Any]], one: dict[str, Any]
+) -> None:
+    source = load_file(checkpoints[name][0] / "model.safetensors")
+    exported = one[f"policy-{name}"]["before"]["weights"]
+    assert exported.keys() == source.keys()
+    assert all(torch.equal(exported[key], source[key]) for key in source)
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2_sp", "pp2"])
+def test_export_is_bit_equal_from_any_layout(
+    role: str, layout: str, checkpoints: dict[str, tuple[Path, Any]], two: dict[str, Any]
+) -> None:
+    source = load_file(checkpoints["llama_tied"][0] / "model.safetensors")
+    exported = two[f"{role}-llama_tied-{layout}"]["before"]["weights"]
+    assert exported.keys() == source.keys() | ({"score.weight"} if role == "critic" else set())
+    assert all(torch.equal(exported[key], source[key]) for key in source)
+
+
+def test_training_moves_every_weight(checkpoints: dict[str, tuple[Path, Any]], one: dict[str, Any]) -> None:
+    """Otherwise equality after training would show little."""
+    for name in CHECKPOINTS:
+        run = one[f"policy-{name}"]
+        for key, tensor in run["after"]["weights"].items():
+            assert (tensor - run["before"]["weights"][key]).abs().max() > 1e-4, key
+
+
+@pytest.mark.parametrize("tokens", [1, 60, 110])
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_training_does_not_depend_on_the_cut_into_microbatches(
+    role: str, tokens: int, one: dict[str, Any]
+) -> None:
+    assert_same_training(one[f"{role}-qwen3-cut{tokens}"], one[f"{role}-qwen3"])
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2_sp", "pp2", "dp2"])
+@pytest.mark.parametrize("name", ["qwen3", "llama_tied"])
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_training_equals_one_process(
+    role: str, name: str, layout: str, one: dict[str, Any], two: dict[str, Any]
+) -> None:
+    run = two[f"{role}-{name}-{layout}"]
+    assert_same_training(run, one[f"{role}-{name}"])
+    assert run["after"]["num_reports"] == (2 if layout == "dp2" else 1)
+
+
+def test_a_rank_without_rows_takes_part(one: dict[str, Any], two: dict[str, Any]) -> None:
+    assert_same_training(two["policy-qwen3-row-dp2"], one["policy-qwen3-row"])
+
+
+def test_a_new_value_head_starts_at_zero_and_learns(one: dict[str, Any]) -> None:
+    run = one["critic-qwen3"]
+    assert torch.equal(run["before"]["evaluation"], torch.zeros_like(run["before"]["evaluation"]))
+    assert run["after"]["evaluation"].abs().max() > 0.01
+    assert run["metrics"][-1]["critic/loss"] < run["metrics"][0]["critic/loss"]
+
+
+def test_bfloat16_stays_near_float32(one: dict[str, Any]) -> None:
+    found, expected = one["policy-qwen3-bf16"], one["policy-qwen3"]
+    torch.testing.assert_close(
+        found["before"]["evaluation"], expected["before"]["evaluation"], rtol=0, atol=0.1
+    )
+    assert found["metrics"][0]["policy/grad_norm"] == pytest.approx(
+        expected["metrics"][0]["policy/grad_norm"], rel=0.05
+    )
+
+
+def test_loading_continues_identically_also_under_other_layouts(
+    checkpoints: dict[str, tuple[Path, Any]],
+) -> None:
+    path = checkpoints["qwen3"][0]
+    with tempfile.TemporaryDirectory() as scratch:
+        saved = launch_in(scratch, 1, train_and_save, build_spec(Role.policy, path))
+        same = launch_in(scratch, 1, load_and_train, {"one": build_spec(Role.policy, path)})["one"]
+        layouts = {layout: build_spec(Role.policy, path, layout) for layout in ("tp2_sp", "pp2", "dp2")}
+        others = launch_in(scratch, 2, load_and_train, layouts)
+    assert same["fresh"] != saved["checksum"] == same["checksum"]
+    assert same["metrics"] == saved["metrics"]
+    for name, tensor in saved["after"]["weights"].items():
+        assert torch.equal(same["after"]["weights"][name], tensor), name
+    for run in others.values():
+        assert_same_training(run, saved)

@@ -1,0 +1,130 @@
+"""Random small experiences, and their two forms: megarl's types, and lists for the reference."""
+
+from types import SimpleNamespace
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from megarl.algo.losses import TokenTargets
+from megarl.config.algo import AlgoConfig, RewardNormConfig
+from megarl.types import Experience, Sequences, TrainingSamples
+
+settings.register_profile(
+    "algo", derandomize=True, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck)
+)
+few = settings(settings.get_profile("algo"), max_examples=15)
+some = settings.get_profile("algo")
+
+REWARDS = [-1.0, 0.0, 0.3, 1.0]
+
+
+def configure(**values) -> AlgoConfig:
+    """AlgoConfig with nested keys as name__key=value."""
+    config = AlgoConfig()
+    for name, value in values.items():
+        *path, last = name.split("__")
+        node = config
+        for part in path:
+            node = getattr(node, part)
+        assert hasattr(node, last), name
+        setattr(node, last, value)
+    return config
+
+
+def norm(mean: str, std: str) -> RewardNormConfig:
+    from megarl.config.algo_choices import NormScope
+
+    return RewardNormConfig(NormScope[mean], NormScope[std])
+
+
+@st.composite
+def experiences(draw, min_group: int = 1, holes: bool = True, min_length: int = 0, dtype=torch.float64):
+    """Ragged lengths from 0 on, tool tokens in the middle, groups of `min_group`..4, equal rewards among them."""
+    sizes = draw(st.lists(st.integers(min_group, 4), min_size=1, max_size=3))
+    groups = [g for g, k in enumerate(sizes) for _ in range(k)]
+    lengths = [draw(st.sampled_from([0, 1, 2, 3, 5, 20] if min_length == 0 else [1, 2, 3, 5, 20])) for _ in groups]
+    equal = draw(st.booleans())
+    rewards = [0.3 if equal else draw(st.sampled_from(REWARDS)) for _ in groups]
+    truncated = [draw(st.booleans()) for _ in groups]
+    seed = draw(st.integers(0, 2**31))
+    return make_experience(groups, lengths, rewards, truncated, seed, holes=holes, dtype=dtype)
+
+
+def make_experience(groups, lengths, rewards, truncated, seed, holes=True, dtype=torch.float64) -> Experience:
+    g = torch.Generator().manual_seed(seed)
+    width, n = max([*lengths, 1]), len(groups)
+    inside = torch.arange(width) < torch.tensor(lengths)[:, None]
+    mask = inside & (torch.rand(n, width, generator=g) < 0.8) if holes else inside
+    # Outside the mask everything is poison: nothing of it may come out anywhere.
+    draw_ = lambda scale, shift: torch.where(  # noqa: E731
+        mask, torch.randn(n, width, generator=g, dtype=torch.float64) * scale + shift, torch.nan
+    ).to(dtype)
+    prompts = torch.randint(1, 4, (n,), generator=g)
+    total = prompts + torch.tensor(lengths)
+    return Experience(
+        sequences=Sequences(torch.zeros(int(total.sum()), dtype=torch.int64), total, prompts),
+        groups=torch.tensor(groups),
+        rewards=torch.tensor(rewards, dtype=dtype),
+        truncated=torch.tensor(truncated),
+        mask=mask,
+        old_logprobs=(old := draw_(0.7, -1.5)),
+        rollout_logprobs=old + draw_(0.3, 0.0),
+        ref_logprobs=old + draw_(0.3, 0.0),
+        values=draw_(0.6, 0.2),
+    )
+
+
+def as_lists(e: Experience) -> SimpleNamespace:
+    return SimpleNamespace(
+        groups=e.groups.tolist(),
+        rewards=e.rewards.tolist(),
+        truncated=e.truncated.tolist(),
+        mask=e.mask.tolist(),
+        old=e.old_logprobs.tolist(),
+        ref=e.ref_logprobs.tolist(),
+        values=e.values.tolist(),
+        lengths=e.sequences.response_lengths.tolist(),
+    )
+
+
+def samples_as_lists(s: TrainingSamples) -> SimpleNamespace:
+    optional = lambda x: None if x is None else x.tolist()  # noqa: E731
+    return SimpleNamespace(
+        mask=s.mask.tolist(),
+        loss_mask=s.loss_mask.tolist(),
+        positive=s.positive.tolist(),
+        advantages=s.advantages.tolist(),
+        old=s.old_logprobs.tolist(),
+        rollout=s.rollout_logprobs.tolist(),
+        ref=optional(s.ref_logprobs),
+        old_values=optional(s.old_values),
+        returns=optional(s.returns),
+    )
+
+
+def response_positions(s: TrainingSamples, rows: torch.Tensor) -> torch.Tensor:
+    """bool [B, T]: positions inside the responses of these rows."""
+    return torch.arange(s.mask.shape[1]) < s.sequences.response_lengths[rows][:, None]
+
+
+def build_targets(s: TrainingSamples, rows: torch.Tensor, **replaced) -> TokenTargets:
+    """One micro-batch of these rows, every response position, generated or not."""
+    at = response_positions(s, rows)
+    flat = lambda x: None if x is None else x[rows][at]  # noqa: E731
+    index = at.nonzero()[:, 0]
+    values = dict(
+        rows=index,
+        num_rows=len(rows),
+        row_lengths=s.mask[rows].sum(1),
+        mask=flat(s.mask),
+        loss_mask=flat(s.loss_mask),
+        positive=s.positive[rows][index],
+        advantages=flat(s.advantages),
+        old_logprobs=flat(s.old_logprobs),
+        rollout_logprobs=flat(s.rollout_logprobs),
+        ref_logprobs=flat(s.ref_logprobs),
+        old_values=flat(s.old_values),
+        returns=flat(s.returns),
+    )
+    return TokenTargets(**(values | replaced))

@@ -1,0 +1,279 @@
+"""The formulas again, in plain Python loops over float64 numbers. Shares no code with megarl.algo.
+
+Rows are lists, one entry per response position; `m` marks the generated ones. Policy losses are written over scalar
+torch tensors so that autograd differentiates them; VAPO's gradient is derived by hand as well.
+"""
+
+import math
+from types import SimpleNamespace
+
+import torch
+
+EPS = 1e-6
+
+
+def mean(xs):
+    return math.fsum(xs) / len(xs)
+
+
+def std(xs):
+    mu = mean(xs)
+    return math.sqrt(math.fsum((x - mu) ** 2 for x in xs) / len(xs))
+
+
+def gae_row(rewards, values, m, gamma, lam):
+    """Backwards over the generated tokens only."""
+    out = [0.0] * len(m)
+    next_advantage = next_value = 0.0
+    for t in reversed(range(len(m))):
+        if not m[t]:
+            continue
+        delta = rewards[t] + gamma * next_value - values[t]
+        out[t] = delta + gamma * lam * next_advantage
+        next_advantage, next_value = out[t], values[t]
+    return out
+
+
+def reward_to_go_row(rewards, m, gamma):
+    """By its definition, a sum over the generated tokens from t on."""
+    ts = [t for t in range(len(m)) if m[t]]
+    out = [0.0] * len(m)
+    for i, t in enumerate(ts):
+        out[t] = math.fsum(gamma ** (j - i) * rewards[ts[j]] for j in range(i, len(ts)))
+    return out
+
+
+def adaptive_lambda(length, alpha, low):
+    return min(1.0, max(low, 1.0 - 1.0 / (alpha * length))) if length else low
+
+
+def members(groups, i):
+    return [j for j in range(len(groups)) if groups[j] == groups[i]]
+
+
+def rloo(returns, groups):
+    out = []
+    for i in range(len(returns)):
+        peers = [returns[j] for j in members(groups, i) if j != i]
+        out.append(returns[i] - mean(peers))
+    return out
+
+
+def group_relative(returns, groups, divide, std_of):
+    own = [[returns[j] for j in members(groups, i)] for i in range(len(returns))]
+    centered = [r - mean(g) if max(g) > min(g) else 0.0 for r, g in zip(returns, own)]
+    if divide == "group":
+        return [c / (std(g) + EPS) for c, g in zip(centered, own)]
+    if divide == "batch":
+        sigma = std(centered if std_of == "centered" else returns)
+        return [c / (sigma + EPS) for c in centered]
+    return centered
+
+
+def normalise(rewards, groups, mean_of, std_of):
+    out = []
+    for i, r in enumerate(rewards):
+        sets = {"batch": rewards, "group": [rewards[j] for j in members(groups, i)]}
+        for scope in (mean_of, std_of):
+            if scope != "none" and max(sets[scope]) == min(sets[scope]):
+                out.append(0.0)
+                break
+        else:
+            r = r - mean(sets[mean_of]) if mean_of != "none" else r
+            out.append(r / (std(sets[std_of]) + EPS) if std_of != "none" else r)
+    return out
+
+
+def whiten(rows, masks):
+    inside = [a for row, m in zip(rows, masks) for a, g in zip(row, m) if g]
+    if not inside or max(inside) == min(inside):
+        return [[0.0] * len(row) for row in rows]
+    mu, sigma = mean(inside), std(inside)
+    return [[(a - mu) / (sigma + EPS) if g else 0.0 for a, g in zip(row, m)] for row, m in zip(rows, masks)]
+
+
+def kl(d, estimator):
+    """Of floats or of torch scalars."""
+    exp = torch.exp if isinstance(d, torch.Tensor) else math.exp
+    return {"k1": lambda: d, "abs": lambda: abs(d), "k2": lambda: d * d / 2, "k3": lambda: exp(-d) + d - 1}[estimator]()
+
+
+def targets(batch, algo, kl_coef, response_length=None):
+    """batch: groups, rewards, truncated, mask, old, ref, values, lengths (all tokens) as lists."""
+    n = len(batch.rewards)
+    rewards = list(batch.rewards)
+    if algo.overlong.penalty:
+        buffer = algo.overlong.buffer
+        for i, length in enumerate(batch.lengths):
+            over = length - (response_length - buffer)
+            rewards[i] -= algo.overlong.penalty * min(max(over / buffer, 0.0), 1.0)
+    rewards = normalise(rewards, batch.groups, algo.reward_norm.mean.name, algo.reward_norm.std.name)
+    if algo.reward_clip is not None:
+        rewards = [min(max(r, -algo.reward_clip), algo.reward_clip) for r in rewards]
+    token_rewards = []
+    for i, m in enumerate(batch.mask):
+        row, last = [0.0] * len(m), max((t for t in range(len(m)) if m[t]), default=None)
+        for t in range(len(m)):
+            if m[t] and algo.kl.in_reward:
+                d = batch.old[i][t] - batch.ref[i][t]
+                row[t] -= kl_coef * kl(d, algo.kl.reward_estimator.name)
+            if t == last:
+                row[t] += rewards[i]
+        token_rewards.append(row)
+    returns = None
+    kind = algo.advantage.name
+    if kind == "gae":
+        lam = algo.lambda_policy
+        lams = [
+            adaptive_lambda(sum(m), algo.length_alpha, algo.lambda_min) if lam == "adaptive" else lam
+            for m in batch.mask
+        ]
+        rows = list(zip(token_rewards, batch.values, batch.mask))
+        advantages = [gae_row(r, v, m, algo.gamma, x) for (r, v, m), x in zip(rows, lams)]
+        to_critic = [gae_row(r, v, m, algo.gamma, algo.lambda_critic) for r, v, m in rows]
+        returns = [[a + x if g else 0.0 for a, x, g in zip(*rs)] for rs in zip(to_critic, batch.values, batch.mask)]
+    elif kind == "reinforce":
+        advantages = [reward_to_go_row(r, m, algo.gamma) for r, m in zip(token_rewards, batch.mask)]
+    else:
+        total = [
+            rewards[i] + math.fsum(x for x in token_rewards[i]) - (rewards[i] if any(batch.mask[i]) else 0.0)
+            for i in range(n)
+        ]
+        one = (
+            rloo(total, batch.groups)
+            if kind == "rloo"
+            else group_relative(total, batch.groups, algo.advantage_std.name, algo.std_of.name)
+        )
+        advantages = [[a if g else 0.0 for g in m] for a, m in zip(one, batch.mask)]
+    if algo.whiten_advantages:
+        advantages = whiten(advantages, batch.mask)
+    if algo.advantage_clip is not None:
+        c = algo.advantage_clip
+        advantages = [[min(max(a, -c), c) for a in row] for row in advantages]
+    keep = [not (cut and algo.overlong.filter) for cut in batch.truncated]
+    return SimpleNamespace(
+        advantages=advantages,
+        returns=returns,
+        loss_mask=[[g and k for g in m] for m, k in zip(batch.mask, keep)],
+        positive=[r >= algo.positive_threshold for r in batch.rewards],
+    )
+
+
+def weights(mode, loss_mask, mask, response_length):
+    """The factor of each row's tokens: [row]."""
+    num_tokens = sum(map(sum, loss_mask))
+    num_sequences = sum(any(row) for row in loss_mask)
+    out = []
+    for m in mask:
+        out.append(
+            {
+                "token-mean": lambda: 1 / max(num_tokens, 1),
+                "seq-mean-token-sum": lambda: 1 / max(num_sequences, 1),
+                "seq-mean-token-mean": lambda m=m: 1 / (max(num_sequences, 1) * max(sum(m), 1)),
+                "seq-mean-token-sum-norm": lambda: 1 / (max(num_sequences, 1) * response_length),
+            }[mode]()
+        )
+    return out
+
+
+def bounded(ratio, low, high, how):
+    if how == "clip":
+        return min(max(ratio, low), high)
+    return ratio if low <= ratio <= high else 0.0
+
+
+def mismatch_weights(s, i, algo):
+    d = [s.old[i][t] - s.rollout[i][t] if g else 0.0 for t, g in enumerate(s.mask[i])]
+    level, c = algo.mismatch.level.name, algo.mismatch
+    if level != "token":
+        total = math.fsum(d) / (max(sum(s.mask[i]), 1) if level == "geometric" else 1)
+        d = [total] * len(d)
+    return [bounded(math.exp(x), c.low, c.high, c.correction.name) for x in d]
+
+
+def surrogate(lp, old, a, algo):
+    if algo.surrogate.name == "logprob":
+        return -a * lp
+    w = torch.exp(lp - old)
+    best = torch.minimum(w * a, torch.clamp(w, 1 - algo.clip_low, 1 + algo.clip_high) * a)
+    if a < 0 and algo.dual_clip is not None:
+        best = torch.maximum(best, torch.tensor(algo.dual_clip * a, dtype=torch.float64))
+    return -best
+
+
+def topr(lp_row, s, i, t, algo):
+    a = s.advantages[i][t]
+    if a >= 0:
+        return -algo.topr.positive_loss_coef * a * lp_row[t]
+    ts = [t] if algo.topr.ratio_level.name == "token" else [k for k in range(len(lp_row)) if s.mask[i][k]]
+    rho = math.exp(min(math.fsum(lp_row[k].item() - s.rollout[i][k] for k in ts), 0.0))
+    return -algo.topr.negative_loss_coef * rho * a * lp_row[t]
+
+
+def policy_loss(lp, entropy, s, algo, response_length):
+    """lp, entropy: float64 [B, T]; s: lists mask, loss_mask, positive, advantages, old, rollout, ref."""
+    factor = weights(algo.loss_agg_mode.value, s.loss_mask, s.mask, response_length)
+    total = torch.zeros((), dtype=torch.float64)
+    num_positive = sum(sum(row) for row, p in zip(s.loss_mask, s.positive) if p)
+    for i, row in enumerate(s.loss_mask):
+        c = mismatch_weights(s, i, algo) if algo.mismatch.correction.name != "none" else [1.0] * len(row)
+        for t, counted in enumerate(row):
+            if not counted:
+                continue
+            x = lp[i, t]
+            loss = algo.rl_loss_coef * c[t] * surrogate(x, s.old[i][t], s.advantages[i][t], algo)
+            loss = loss + topr(lp[i], s, i, t, algo)
+            if algo.kl.in_loss:
+                loss = loss + algo.kl.loss_coef * kl(x - s.ref[i][t], algo.kl.loss_estimator.name)
+            if algo.entropy_coef:
+                loss = loss - algo.entropy_coef * entropy[i, t]
+            total = total + factor[i] * loss
+            if s.positive[i] and algo.positive_lm_coef:
+                total = total - algo.positive_lm_coef * x / num_positive
+    return total
+
+
+def vapo_loss_and_gradient(lp, s, algo):
+    """Token-mean clipped surrogate plus positive LM loss, and d loss / d lp derived by hand; lp: lists.
+
+    d(w A)/d lp = w A where the unclipped branch is the smaller one (or both agree), else 0.
+    """
+    num_tokens = sum(map(sum, s.loss_mask))
+    num_positive = sum(sum(row) for row, p in zip(s.loss_mask, s.positive) if p)
+    loss, gradient = [], [[0.0] * len(row) for row in lp]
+    for i, row in enumerate(lp):
+        for t, x in enumerate(row):
+            if not s.loss_mask[i][t]:
+                continue
+            a, w = s.advantages[i][t], math.exp(x - s.old[i][t])
+            low, high = 1 - algo.clip_low, 1 + algo.clip_high
+            held = (a > 0 and w > high) or (a < 0 and w < low)
+            loss.append(-(min(max(w, low), high) if held else w) * a / num_tokens)
+            gradient[i][t] = 0.0 if held else -w * a / num_tokens
+            if s.positive[i]:
+                loss.append(-algo.positive_lm_coef * x / num_positive)
+                gradient[i][t] -= algo.positive_lm_coef / num_positive
+    return math.fsum(loss), gradient
+
+
+def critic_loss(values, s, algo):
+    """values: float64 [B, T]; s: lists mask, loss_mask, returns, old_values."""
+    mask = s.loss_mask if algo.overlong.filter_critic else s.mask
+    factor = weights(algo.value_loss_agg_mode.value, mask, s.mask, None)
+    total = torch.zeros((), dtype=torch.float64)
+    for i, row in enumerate(mask):
+        for t, counted in enumerate(row):
+            if not counted:
+                continue
+            v, g = values[i, t], s.returns[i][t]
+            square = (v - g) ** 2
+            if algo.value_clip is not None:
+                old = s.old_values[i][t]
+                square = torch.maximum(square, (v.clamp(old - algo.value_clip, old + algo.value_clip) - g) ** 2)
+            total = total + factor[i] * 0.5 * square
+    return total
+
+
+def explained_variance(values, returns):
+    spread = std(returns) ** 2
+    return 1 - std([g - v for g, v in zip(returns, values)]) ** 2 / spread if spread else 0.0

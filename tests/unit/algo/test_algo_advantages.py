@@ -1,0 +1,194 @@
+"""GAE and its variants, REINFORCE, RLOO, group-relative advantages, whitening."""
+
+import pytest
+import reference
+import torch
+from algo_cases import as_lists, experiences, few, some
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algo.advantages import (
+    compute_adaptive_lambda,
+    compute_gae,
+    compute_group_relative,
+    compute_reward_to_go,
+    compute_rloo,
+    compute_whitened,
+)
+from megarl.algo.finite import NonFiniteError
+from megarl.algo.scan import compute_discounted_sums
+from megarl.config.algo_choices import AdvantageStd, StdOf
+
+ALL = torch.ones(1, 3, dtype=torch.bool)
+
+
+def f64(x):
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def close(found, expected, tol=1e-9):
+    torch.testing.assert_close(found, f64(expected), rtol=tol, atol=tol)
+
+
+def test_gae_by_hand():
+    # gamma 0.9, lambda 0.5: delta_3 = 1 - 3 = -2; delta_2 = 0.9*3 - 2 = 0.7; delta_1 = 0.9*2 - 1 = 0.8
+    # A_3 = -2; A_2 = 0.7 - 0.45*2 = -0.2; A_1 = 0.8 - 0.45*0.2 = 0.71
+    found = compute_gae(f64([[0, 0, 1]]), f64([[1, 2, 3]]), ALL, 0.9, 0.5)
+    close(found, [[0.71, -0.2, -2.0]])
+
+
+def test_gae_skips_a_tool_token_as_if_it_were_not_there():
+    mask = torch.tensor([[True, False, True, True]])
+    # The tool token's value and reward (7, nan) play no part: the same numbers as without it.
+    found = compute_gae(f64([[0, float("nan"), 0, 1]]), f64([[1, 7, 2, 3]]), mask, 0.9, 0.5)
+    close(found, [[0.71, 0.0, -0.2, -2.0]])
+
+
+def test_gae_with_lambda_one_is_the_monte_carlo_return_minus_the_value():
+    # Returns 2, 1, 1 (gamma 1): minus values 1, 2, 3.
+    close(compute_gae(f64([[1, 0, 1]]), f64([[1, 2, 3]]), ALL, 1.0, 1.0), [[1.0, -1.0, -2.0]])
+
+
+def test_gae_with_lambda_zero_is_the_one_step_difference():
+    # 2 - 1, 3 - 2, 1 - 3
+    close(compute_gae(f64([[0, 0, 1]]), f64([[1, 2, 3]]), ALL, 1.0, 0.0), [[1.0, 1.0, -2.0]])
+
+
+@some
+@given(experiences(), st.sampled_from([0.0, 0.9, 1.0]), st.sampled_from([0.0, 0.5, 0.95, 1.0, "row"]))
+def test_gae_equals_the_reference(e, gamma, lam):
+    rewards = torch.where(e.mask, e.old_logprobs, torch.nan)
+    lams = [0.1 * (i % 11) for i in range(len(e.mask))] if lam == "row" else [lam] * len(e.mask)
+    found = compute_gae(rewards, e.values, e.mask, gamma, f64(lams) if lam == "row" else lam)
+    b = as_lists(e)
+    expected = [
+        reference.gae_row(r, v, m, gamma, x) for r, v, m, x in zip(rewards.tolist(), b.values, b.mask, lams)
+    ]
+    close(found, expected)
+
+
+@pytest.mark.parametrize("positions", [1, 31, 32, 33, 64, 1025, 2100])
+def test_block_boundaries_change_nothing(positions):
+    g = torch.Generator().manual_seed(positions)
+    x = torch.randn(3, positions, generator=g, dtype=torch.float64)
+    decay = f64([0.0, 0.97, 1.0])
+    expected, y = torch.zeros_like(x), torch.zeros(3, dtype=torch.float64)
+    for t in reversed(range(positions)):
+        y = x[:, t] + decay * y
+        expected[:, t] = y
+    torch.testing.assert_close(compute_discounted_sums(x, decay), expected, rtol=1e-11, atol=1e-11)
+
+
+def test_float32_gae_of_a_long_batch_is_that_of_a_float64_loop():
+    g = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([3000, 1, 17, 0, 2999])
+    mask = torch.arange(3000) < lengths[:, None]
+    mask[0, 100:200] = False
+    values, rewards = torch.randn(2, 5, 3000, generator=g)
+    found = compute_gae(rewards, values, mask, 1.0, 1.0)
+    assert found.dtype is torch.float32
+    rows = zip(rewards.tolist(), values.tolist(), mask.tolist())
+    expected = [reference.gae_row(r, v, m, 1.0, 1.0) for r, v, m in rows]
+    torch.testing.assert_close(found.double(), f64(expected), rtol=1e-6, atol=1e-6)
+
+
+def test_gae_of_more_rows_than_one_chunk_keeps_the_order_of_the_rows():
+    mask = torch.arange(512) < torch.randint(0, 513, (700,), generator=torch.Generator().manual_seed(1))[:, None]
+    rewards = torch.where(mask, torch.arange(700.0)[:, None], 0.0)
+    found = compute_gae(rewards, torch.zeros_like(rewards), mask, 1.0, 0.0)
+    torch.testing.assert_close(found, rewards)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_gae_refuses_numbers_that_are_not_finite_and_says_where(bad):
+    values = torch.zeros(2, 3)
+    values[1, 2] = bad
+    with pytest.raises(NonFiniteError, match=r"values: 1 of 6 entries are not finite, first in row 1"):
+        compute_gae(torch.zeros(2, 3), values, torch.ones(2, 3, dtype=torch.bool), 1.0, 0.95)
+
+
+def test_adaptive_lambda_by_hand():
+    # alpha 0.05: l = 100 -> 1 - 1/5 = 0.8; l = 1000 -> 0.98; l = 1 -> -19, l = 20 -> 0, both at lambda_min
+    found = compute_adaptive_lambda(torch.tensor([100, 1000, 1, 20, 0]), 0.05, 0.5)
+    close(found, [0.8, 0.98, 0.5, 0.5, 0.5])
+    close(compute_adaptive_lambda(torch.tensor([1, 20]), 0.05, 0.0), [0.0, 0.0])
+
+
+@some
+@given(st.lists(st.integers(0, 3000), min_size=1), st.floats(0.01, 1.0), st.floats(0, 1))
+def test_adaptive_lambda_equals_the_reference(lengths, alpha, low):
+    found = compute_adaptive_lambda(torch.tensor(lengths), alpha, low)
+    close(found, [reference.adaptive_lambda(n, alpha, low) for n in lengths])
+
+
+def test_reward_to_go_by_hand():
+    # gamma 0.5: 4; 2 + 0.5*4 = 4; 1 + 0.5*4 = 3
+    close(compute_reward_to_go(f64([[1, 2, 4]]), ALL, 0.5), [[3.0, 4.0, 4.0]])
+
+
+@some
+@given(experiences(), st.sampled_from([0.0, 0.7, 1.0]))
+def test_reward_to_go_equals_the_reference(e, gamma):
+    b = as_lists(e)
+    expected = [reference.reward_to_go_row(r, m, gamma) for r, m in zip(b.values, b.mask)]
+    close(compute_reward_to_go(e.values, e.mask, gamma), expected)
+
+
+def test_rloo_by_hand():
+    # group 7: 1 - (2+6)/2 = -3; 2 - (1+6)/2 = -1.5; 6 - 1.5 = 4.5; group 3: 5 - 1 = 4, 1 - 5 = -4
+    found = compute_rloo(f64([1, 5, 2, 6, 1]), torch.tensor([7, 3, 7, 7, 3]))
+    close(found, [-3.0, 4.0, -1.5, 4.5, -4.0])
+
+
+@some
+@given(experiences(min_group=2))
+def test_rloo_equals_the_reference(e):
+    b = as_lists(e)
+    close(compute_rloo(e.rewards, e.groups), reference.rloo(b.rewards, b.groups))
+
+
+def test_rloo_refuses_a_group_of_one():
+    with pytest.raises(ValueError, match="group 4 holds 1 response; leave-one-out needs at least 2"):
+        compute_rloo(f64([1, 2, 3]), torch.tensor([0, 0, 4]))
+
+
+def test_group_relative_by_hand():
+    rewards, groups = f64([1, 3, 0, 0]), torch.tensor([0, 0, 1, 1])
+    # means 2 and 0; std of group 0 is 1; group 1 is constant: 0 and not NaN
+    close(compute_group_relative(rewards, groups, AdvantageStd.none, StdOf.raw), [-1.0, 1.0, 0.0, 0.0])
+    close(compute_group_relative(rewards, groups, AdvantageStd.group, StdOf.raw), [-1.0, 1.0, 0.0, 0.0], 2e-6)
+    # batch: mean 1, squares 0, 4, 1, 1, so std = sqrt(6/4); centered -1, 1, 0, 0: std = sqrt(2/4)
+    raw, centered = 1.5**-0.5, 0.5**-0.5
+    found = compute_group_relative(rewards, groups, AdvantageStd.batch, StdOf.raw)
+    close(found, [-raw, raw, 0.0, 0.0], 3e-6)
+    found = compute_group_relative(rewards, groups, AdvantageStd.batch, StdOf.centered)
+    close(found, [-centered, centered, 0.0, 0.0], 3e-6)
+
+
+@some
+@given(experiences(), st.sampled_from(AdvantageStd), st.sampled_from(StdOf))
+def test_group_relative_equals_the_reference(e, std, std_of):
+    b = as_lists(e)
+    found = compute_group_relative(e.rewards, e.groups, std, std_of)
+    close(found, reference.group_relative(b.rewards, b.groups, std.name, std_of.name))
+
+
+def test_a_group_of_equal_rewards_is_exactly_zero_in_float32():
+    # The mean of three 0.1 differs from 0.1 by rounding, which 1e-6 in the denominator would blow up.
+    rewards, groups = torch.full((3,), 0.1), torch.zeros(3, dtype=torch.int64)
+    for std in AdvantageStd:
+        assert compute_group_relative(rewards, groups, std, StdOf.raw).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_whitening_by_hand():
+    # Over 1, 3, 5: mean 3, std sqrt(8/3); the masked 99 plays no part.
+    mask = torch.tensor([[True, True], [False, True]])
+    s = (8 / 3) ** -0.5
+    close(compute_whitened(f64([[1, 3], [99, 5]]), mask), [[-2 * s, 0.0], [0.0, 2 * s]], 2e-6)
+
+
+@few
+@given(experiences())
+def test_whitening_equals_the_reference(e):
+    b = as_lists(e)
+    close(compute_whitened(e.values, e.mask), reference.whiten(b.values, b.mask), 1e-8)

@@ -1,0 +1,166 @@
+"""Reward shaping, KL estimators, the adaptive KL coefficient, running moments."""
+
+import math
+
+import pytest
+import reference
+import torch
+from algo_cases import as_lists, configure, experiences, make_experience, norm, some
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algo.finite import NonFiniteError
+from megarl.algo.kl import KlController, compute_adapted_coef, compute_kl
+from megarl.algo.rewards import (
+    compute_normalised_rewards,
+    compute_overlong_penalty,
+    compute_shaped_rewards,
+    compute_token_rewards,
+    update_reward_moments,
+)
+from megarl.algo.statistics import RunningMoments, merge_moments
+from megarl.config.algo import OverlongConfig
+from megarl.config.algo_choices import KLEstimator
+
+
+def f64(x):
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def close(found, expected, tol=1e-9):
+    torch.testing.assert_close(found, f64(expected), rtol=tol, atol=tol)
+
+
+def test_kl_estimators_by_hand():
+    # d = 2 - 1 = 1 and 1 - 3 = -2; k3: 1/e + 1 - 1, e^2 - 2 - 1
+    lp, ref = f64([2.0, 1.0]), f64([1.0, 3.0])
+    close(compute_kl(lp, ref, KLEstimator.k1), [1.0, -2.0])
+    close(compute_kl(lp, ref, KLEstimator.abs), [1.0, 2.0])
+    close(compute_kl(lp, ref, KLEstimator.k2), [0.5, 2.0])
+    close(compute_kl(lp, ref, KLEstimator.k3), [math.exp(-1), math.exp(2) - 3])
+
+
+def test_rolls_names_of_the_estimators_are_the_same_members():
+    assert KLEstimator["kl"] is KLEstimator.k1
+    assert KLEstimator["mse"] is KLEstimator.k2
+
+
+@some
+@given(st.floats(-5, 5), st.sampled_from(list(KLEstimator)))
+def test_kl_estimators_equal_the_reference(d, estimator):
+    close(compute_kl(f64([d]), f64([0.0]), estimator), [reference.kl(d, estimator.name)])
+
+
+def test_k3_is_accurate_near_zero_in_float32():
+    # d = 1e-4: k3 = d^2/2 to first order; exp(-d) - 1 + d in float32 would be off by several times that.
+    found = compute_kl(torch.tensor([1e-4]), torch.tensor([0.0]), KLEstimator.k3)
+    assert float(found) == pytest.approx(5e-9, rel=0.05, abs=4e-12)
+
+
+def test_the_adaptive_coefficient_by_hand():
+    # KL twice the target: error clipped to 0.2, 100 of 1000 samples -> 2% up; at 0.9 of the target: 1% down
+    assert compute_adapted_coef(0.5, 0.2, 0.1, 1000, 100) == pytest.approx(0.5 * 1.02)
+    assert compute_adapted_coef(0.5, 0.09, 0.1, 1000, 100) == pytest.approx(0.5 * 0.99)
+
+
+def test_the_controller_moves_with_the_batch_and_a_fixed_one_stays():
+    e = make_experience([0, 0], [3, 5], [1.0, 0.0], [False, False], 3, holes=False)
+    config = configure(kl__in_reward=True, kl__coef=0.1, kl__target=0.01, kl__horizon=10.0).kl
+    controller, metrics = KlController.start(config).update(e)
+    assert metrics == {"kl/coef": 0.1}
+    b = as_lists(e)
+    d = [o - r for i in range(2) for o, r, m in zip(b.old[i], b.ref[i], b.mask[i]) if m]
+    error = min(max(sum(d) / 8 / 0.01 - 1, -0.2), 0.2)
+    assert controller.coef == pytest.approx(0.1 * (1 + error * 2 / 10))
+    assert controller.coef != 0.1
+    fixed = KlController.start(configure(kl__in_reward=True).kl)
+    assert fixed.update(e)[0] == fixed
+    assert KlController.start(configure().kl).update(e)[1] == {}
+
+
+def test_the_overlong_penalty_by_hand():
+    # limit 10, buffer 4: none up to 6, then a quarter per token, all of it from 10 on; penalty 2
+    found = compute_overlong_penalty(torch.tensor([3, 6, 7, 9, 10, 12]), OverlongConfig(2.0, 4), 10)
+    close(found, [0.0, 0.0, -0.5, -1.5, -2.0, -2.0])
+
+
+def test_the_overlong_penalty_is_in_the_groups_statistics_and_needs_the_limit():
+    e = make_experience([0, 0], [2, 10], [1.0, 1.0], [False, True], 0)
+    algo = configure(overlong__penalty=1.0, overlong__buffer=4, reward_norm=norm("group", "none"))
+    close(compute_shaped_rewards(e, algo, 10), [0.5, -0.5])  # 1 and 0, mean 0.5
+    with pytest.raises(ValueError, match=r"response_length: none found.*overlong"):
+        compute_shaped_rewards(e, algo)
+
+
+def test_reward_normalisation_by_hand():
+    rewards, groups = f64([1.0, 3.0, 5.0, 5.0]), torch.tensor([0, 0, 1, 1])
+    # batch: mean 3.5, squares 6.25 + 0.25 + 2.25 + 2.25 = 11, std sqrt(11/4)
+    s = (11 / 4) ** -0.5
+    found = compute_normalised_rewards(rewards, groups, norm("batch", "batch"))
+    close(found, [-2.5 * s, -0.5 * s, 1.5 * s, 1.5 * s], 2e-6)
+    # group: mean 2, std 1; the second group is constant
+    close(compute_normalised_rewards(rewards, groups, norm("group", "group")), [-1.0, 1.0, 0.0, 0.0], 2e-6)
+    close(compute_normalised_rewards(rewards, groups, norm("none", "group")), [1.0, 3.0, 0.0, 0.0], 4e-6)
+    close(compute_normalised_rewards(rewards, groups, norm("group", "none")), [-1.0, 1.0, 0.0, 0.0])
+    # running: as if the run so far had mean 1 and std 2
+    running = RunningMoments(10, 1.0, 40.0)
+    found = compute_normalised_rewards(rewards, groups, norm("running", "running"), running)
+    close(found, [0.0, 1.0, 2.0, 2.0], 2e-6)
+
+
+SCOPES = ["none", "batch", "group"]
+
+
+@some
+@given(experiences(), st.sampled_from(SCOPES), st.sampled_from(SCOPES))
+def test_reward_normalisation_equals_the_reference(e, mean, std):
+    b = as_lists(e)
+    found = compute_normalised_rewards(e.rewards, e.groups, norm(mean, std))
+    close(found, reference.normalise(b.rewards, b.groups, mean, std))
+
+
+@some
+@given(st.lists(st.lists(st.floats(-10, 10), max_size=5), min_size=1, max_size=4))
+def test_running_moments_are_those_of_everything_so_far(batches):
+    moments, seen = RunningMoments(), [x for batch in batches for x in batch]
+    for batch in batches:
+        moments = merge_moments(moments, f64(batch))
+    assert moments.count == len(seen)
+    if seen:
+        assert moments.mean == pytest.approx(reference.mean(seen), abs=1e-9)
+        assert moments.std == pytest.approx(reference.std(seen), abs=1e-7)
+
+
+def test_running_normalisation_without_moments_is_an_error_and_with_them_works():
+    e = make_experience([0, 0], [2, 2], [0.0, 4.0], [False, False], 0)
+    algo = configure(reward_norm=norm("running", "running"))
+    with pytest.raises(ValueError, match="reward_moments"):
+        compute_shaped_rewards(e, algo)
+    moments = update_reward_moments(RunningMoments(), e, algo)
+    close(compute_shaped_rewards(e, algo, reward_moments=moments), [-1.0, 1.0], 2e-6)  # mean 2, std 2
+
+
+def test_running_normalisation_by_the_std_of_equal_rewards_gives_zero():
+    moments = merge_moments(RunningMoments(), f64([0.1, 0.1, 0.1]))
+    found = compute_normalised_rewards(f64([0.1]), torch.tensor([0]), norm("none", "running"), moments)
+    assert found.tolist() == [0.0]
+
+
+def test_reward_clip_by_hand():
+    e = make_experience([0, 1], [2, 2], [-3.0, 0.4], [False, False], 0)
+    close(compute_shaped_rewards(e, configure(reward_clip=1.5)), [-1.5, 0.4])
+
+
+def test_token_rewards_by_hand():
+    # The reward is at the last GENERATED token; the penalty at every generated one; an empty row has none.
+    mask = torch.tensor([[True, False, True, False], [False] * 4])
+    penalty = f64([[0.1, 0.0, 0.2, 0.0], [0.0] * 4])
+    found = compute_token_rewards(f64([1.0, 5.0]), mask, penalty)
+    close(found, [[-0.1, 0.0, 0.8, 0.0], [0.0] * 4])
+    close(compute_token_rewards(f64([1.0, 5.0]), mask, None), [[0.0, 0.0, 1.0, 0.0], [0.0] * 4])
+
+
+def test_a_reward_that_is_not_finite_is_refused_with_its_row():
+    e = make_experience([0, 1, 2], [2, 2, 2], [0.0, 1.0, float("nan")], [False] * 3, 0)
+    with pytest.raises(NonFiniteError, match="rewards: 1 of 3 entries are not finite, first in row 2"):
+        compute_shaped_rewards(e, configure())

@@ -1,0 +1,251 @@
+"""compute_targets: every combination of estimator and shaping against the reference; diagnostics."""
+
+import dataclasses
+import math
+import warnings
+
+import pytest
+import reference
+import torch
+from algo_cases import as_lists, configure, experiences, few, make_experience, norm, some
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algo.diagnostics import compute_batch_metrics, compute_explained_variance
+from megarl.algo.finite import NonFiniteError
+from megarl.algo.targets import compute_targets, monte_carlo
+from megarl.config.algo import AlgoConfig
+from megarl.config.algo_choices import Advantage, AdvantageStd, KLEstimator, MismatchLevel, StdOf
+
+LIMIT = 20
+
+pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")
+
+
+def check(e, algo, tol=1e-8):
+    samples, metrics = compute_targets(e, algo, 0.3, response_length=LIMIT)
+    expected = reference.targets(as_lists(e), algo, 0.3, LIMIT)
+    dtype = e.old_logprobs.dtype
+    assert samples.advantages.dtype is dtype
+    torch.testing.assert_close(
+        samples.advantages.double(), torch.tensor(expected.advantages, dtype=torch.float64), rtol=tol, atol=tol
+    )
+    if expected.returns is None:
+        assert samples.returns is None
+    else:
+        torch.testing.assert_close(
+            samples.returns.double(), torch.tensor(expected.returns, dtype=torch.float64), rtol=tol, atol=tol
+        )
+    assert samples.loss_mask.tolist() == expected.loss_mask
+    assert samples.positive.tolist() == expected.positive
+    assert all(math.isfinite(x) for x in metrics.values()), metrics
+    return samples, metrics
+
+
+@some
+@given(
+    experiences(),
+    st.sampled_from([0.0, 0.95, 1, "adaptive"]),
+    st.sampled_from([0.9, 1.0]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+def test_gae_targets_equal_the_reference(e, lam, gamma, whiten, kl, overlong):
+    algo = configure(lambda_policy=lam, gamma=gamma, whiten_advantages=whiten, kl__in_reward=kl)
+    if overlong:
+        algo.overlong.penalty, algo.overlong.buffer, algo.overlong.filter = 1.0, 15, True
+    check(e, algo)
+
+
+@some
+@given(experiences(), st.sampled_from([0.9, 1.0]), st.sampled_from(list(KLEstimator)), st.booleans())
+def test_reinforce_targets_equal_the_reference(e, gamma, estimator, whiten):
+    check(
+        e,
+        configure(
+            advantage=Advantage.reinforce,
+            gamma=gamma,
+            kl__in_reward=True,
+            kl__reward_estimator=estimator,
+            whiten_advantages=whiten,
+            reward_norm=norm("batch", "group"),
+        ),
+    )
+
+
+@some
+@given(experiences(min_group=2), st.booleans(), st.sampled_from([None, 0.5]))
+def test_rloo_targets_equal_the_reference(e, kl, clip):
+    check(e, configure(advantage=Advantage.rloo, kl__in_reward=kl, advantage_clip=clip))
+
+
+@some
+@given(experiences(), st.sampled_from(AdvantageStd), st.sampled_from(StdOf), st.booleans(), st.booleans())
+def test_group_targets_equal_the_reference(e, std, std_of, kl, whiten):
+    algo = configure(advantage=Advantage.group, advantage_std=std, std_of=std_of, kl__in_reward=kl)
+    algo.whiten_advantages = whiten
+    check(e, algo, 1e-7)
+
+
+@few
+@given(experiences(dtype=torch.float32), st.sampled_from([0.95, "adaptive"]))
+def test_float32_targets_equal_the_float64_reference(e, lam):
+    check(e, configure(lambda_policy=lam, whiten_advantages=True), 2e-4)
+
+
+def test_rloo_with_kl_in_the_reward_by_hand():
+    # KL sums: row 0: 2 tokens of d = 0.5 -> 1; row 1: 1 token of d = -1. With beta 0.1: R = 1 - 0.1, 0 + 0.1
+    # A = 0.9 - 0.1 = 0.8 and -0.8
+    e = make_experience([0, 0], [2, 1], [1.0, 0.0], [False, False], 0, holes=False)
+    old, ref = torch.zeros(2, 2), torch.tensor([[-0.5, -0.5], [1.0, 0.0]])
+    e = dataclasses.replace(e, old_logprobs=old, ref_logprobs=ref, rollout_logprobs=old)
+    samples, _ = compute_targets(e, configure(advantage=Advantage.rloo, kl__in_reward=True), 0.1)
+    torch.testing.assert_close(samples.advantages, torch.tensor([[0.8, 0.8], [-0.8, 0.0]]))
+
+
+def test_decoupled_gae_by_hand():
+    # One response, reward 1, V = 0.5, 0.8: policy lambda 0: A = 0.8 - 0.5, 1 - 0.8; the critic's returns are 1.
+    e = make_experience([0], [2], [1.0], [False], 0, holes=False)
+    e = dataclasses.replace(e, values=torch.tensor([[0.5, 0.8]], dtype=torch.float64))
+    samples, metrics = compute_targets(e, configure(lambda_policy=0.0, lambda_critic=1.0), 0.0)
+    torch.testing.assert_close(samples.advantages, torch.tensor([[0.3, 0.2]], dtype=torch.float64))
+    torch.testing.assert_close(samples.returns, torch.ones(1, 2, dtype=torch.float64))
+    assert metrics["critic/return_mean"] == pytest.approx(1.0)
+    assert metrics["critic/value_mean"] == pytest.approx(0.65)
+
+
+def test_value_pretraining_regresses_monte_carlo_returns():
+    e = make_experience([0], [3], [1.0], [False], 0, holes=False)
+    algo = configure(lambda_critic=0.5)
+    assert not torch.allclose(compute_targets(e, algo, 0.0)[0].returns, torch.ones(1, 3, dtype=torch.float64))
+    returns = compute_targets(e, monte_carlo(algo), 0.0)[0].returns
+    torch.testing.assert_close(returns, torch.ones(1, 3, dtype=torch.float64))
+    assert algo.lambda_critic == 0.5
+
+
+@pytest.mark.parametrize("length", [1, 20])
+def test_short_responses_get_lambda_min_and_more_than_half_of_them_a_warning(length):
+    e = make_experience([0, 0, 1], [length, length, 200], [1.0, 0.0, 0.3], [False] * 3, 1, holes=False)
+    algo = configure(lambda_policy="adaptive")
+    with pytest.warns(RuntimeWarning, match=r"67% of the responses.*algo.length_alpha \(0.05\)"):
+        _, metrics = check(e, algo)
+    assert metrics["advantage/lambda_at_min_frac"] == pytest.approx(2 / 3)
+    # 0.5, 0.5 and 1 - 1/(0.05 * 200) = 0.9
+    assert metrics["advantage/lambda_mean"] == pytest.approx((0.5 + 0.5 + 0.9) / 3)
+
+
+def test_half_of_the_responses_at_lambda_min_gives_no_warning():
+    e = make_experience([0, 0], [5, 200], [1.0, 0.0], [False] * 2, 1, holes=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, metrics = compute_targets(e, configure(lambda_policy="adaptive"), 0.0)
+    assert metrics["advantage/lambda_at_min_frac"] == 0.5
+
+
+def test_positive_is_decided_by_the_raw_reward():
+    e = make_experience([0, 0, 0], [2, 2, 2], [1.0, 0.3, -1.0], [False] * 3, 0)
+    algo = configure(reward_norm=norm("none", "batch"), reward_clip=0.1, positive_threshold=0.3)
+    samples, metrics = compute_targets(e, algo, 0.0)
+    assert samples.positive.tolist() == [True, True, False]
+    assert metrics["reward/positive_frac"] == pytest.approx(2 / 3)
+
+
+def test_the_overlong_filter_takes_the_loss_and_leaves_statistics_and_critic():
+    e = make_experience([0, 0], [3, 4], [1.0, 0.0], [False, True], 0, holes=False)
+    plain, _ = compute_targets(e, configure(advantage=Advantage.group), 0.0)
+    samples, metrics = compute_targets(e, configure(advantage=Advantage.group, overlong__filter=True), 0.0)
+    assert samples.loss_mask.any(1).tolist() == [True, False]
+    torch.testing.assert_close(samples.advantages, plain.advantages)
+    assert torch.equal(samples.mask, e.mask)
+    assert metrics["policy/dropped_frac"] == pytest.approx(4 / 7)
+
+
+@pytest.mark.parametrize("name", ["old_logprobs", "rollout_logprobs", "ref_logprobs", "values"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_experience_that_is_not_finite_is_refused_by_name(name, bad):
+    e = make_experience([0, 0], [3, 4], [1.0, 0.0], [False, False], 0, holes=False)
+    tensor = getattr(e, name).clone()
+    tensor[1, 2:4] = bad
+    with pytest.raises(NonFiniteError, match=rf"{name}: 2 of 7 entries are not finite, first in row 1"):
+        compute_targets(dataclasses.replace(e, **{name: tensor}), configure(), 0.0)
+
+
+def test_missing_and_misshapen_inputs_are_errors():
+    e = make_experience([0, 0], [3, 4], [1.0, 0.0], [False, False], 0)
+    with pytest.raises(ValueError, match="values: none found"):
+        compute_targets(dataclasses.replace(e, values=None), configure(), 0.0)
+    with pytest.raises(ValueError, match="ref_logprobs: none found"):
+        compute_targets(dataclasses.replace(e, ref_logprobs=None), configure(kl__in_loss=True), 0.0)
+    with pytest.raises(ValueError, match=r"values: shape \[2, 3\] found; must be that of the mask, \[2, 4\]"):
+        compute_targets(dataclasses.replace(e, values=torch.zeros(2, 3)), configure(), 0.0)
+    with pytest.raises(ValueError, match=r"rewards: shape \[3\] found"):
+        compute_targets(dataclasses.replace(e, rewards=torch.zeros(3)), configure(), 0.0)
+
+
+@pytest.mark.parametrize("lengths", [[0, 0], [0, 3]])
+def test_samples_without_generated_tokens_give_numbers(lengths):
+    for advantage in Advantage:
+        check(make_experience([0, 0], lengths, [1.0, 0.0], [False] * 2, 0), configure(advantage=advantage))
+
+
+def test_explained_variance_by_hand():
+    values, returns = torch.tensor([[1.0, 2.0, 9.0]]), torch.tensor([[1.0, 3.0, 7.0]])
+    mask = torch.tensor([[True, True, False]])
+    # G = 1, 3: variance 1; G - V = 0, 1: variance 1/4
+    assert compute_explained_variance(values, returns, mask) == pytest.approx(0.75)
+    assert compute_explained_variance(returns, returns, mask) == 1.0
+    assert compute_explained_variance(values, torch.ones(1, 3), mask) == 0.0
+    assert compute_explained_variance(values, returns, torch.zeros_like(mask)) == 0.0
+
+
+@some
+@given(experiences())
+def test_explained_variance_equals_the_reference(e):
+    values, returns = e.values[e.mask].tolist(), e.old_logprobs[e.mask].tolist()
+    expected = reference.explained_variance(values, returns) if values else 0.0
+    assert compute_explained_variance(e.values, e.old_logprobs, e.mask) == pytest.approx(expected, abs=1e-9)
+
+
+def test_batch_metrics_by_hand():
+    e = make_experience([0, 0, 1, 1], [2, 4, 1, 1], [1.0, 0.0, 0.5, 0.5], [False, True, False, False], 0, holes=False)
+    metrics = compute_batch_metrics(e)
+    expected = {
+        "reward/mean": 0.5,
+        "reward/std": 0.125**0.5,  # squares 1/4, 1/4, 0, 0
+        "reward/min": 0.0,
+        "reward/max": 1.0,
+        "reward/equal_groups_frac": 0.5,
+        "length/mean": 2.0,
+        "length/min": 1.0,
+        "length/max": 4.0,
+        "length/truncated_frac": 0.25,
+    }
+    assert metrics == pytest.approx(expected)
+
+
+def test_mismatch_metrics_by_hand():
+    # log ratios 0, ln 4 in one response, ln 0.25 in the other
+    e = make_experience([0, 1], [2, 1], [0.0, 1.0], [False] * 2, 0, holes=False)
+    four = math.log(4)
+    rollout = torch.tensor([[-2.0, -2.0 - four], [-2.0 + four, 0.0]], dtype=torch.float64)
+    old = torch.full((2, 2), -2.0, dtype=torch.float64)
+    e = dataclasses.replace(e, old_logprobs=old, rollout_logprobs=rollout)
+    _, metrics = compute_targets(e, configure(), 0.0)
+    assert metrics["mismatch/ratio_mean"] == pytest.approx((1 + 4 + 0.25) / 3)
+    assert metrics["mismatch/ratio_max"] == pytest.approx(4)
+    assert metrics["mismatch/outside_frac"] == pytest.approx(2 / 3)  # bounds 0.5 and 2
+    assert metrics["mismatch/kl"] == pytest.approx((0 + (3 - four) + (-0.75 + four)) / 3)
+    assert metrics["mismatch/logprob_gap_max"] == pytest.approx(four)
+    _, metrics = compute_targets(e, configure(mismatch__level=MismatchLevel.sequence), 0.0)
+    assert metrics["mismatch/ratio_mean"] == pytest.approx((4 + 4 + 0.25) / 3)
+    _, metrics = compute_targets(e, configure(mismatch__level=MismatchLevel.geometric), 0.0)
+    assert metrics["mismatch/ratio_mean"] == pytest.approx((2 + 2 + 0.25) / 3)
+
+
+def test_engines_that_disagree_entirely_still_give_finite_metrics():
+    e = make_experience([0, 0], [3, 3], [0.0, 1.0], [False] * 2, 0, holes=False)
+    e = dataclasses.replace(e, rollout_logprobs=e.old_logprobs - 500.0)
+    _, metrics = compute_targets(e, AlgoConfig(), 0.0)
+    assert all(math.isfinite(x) for x in metrics.values())
+    assert metrics["mismatch/outside_frac"] == 1.0

@@ -1,0 +1,120 @@
+"""The import hook: what it rewrites, and that it is not there where CUDA is."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megarl.mcore import device
+from megarl.mcore.cpu_hook import CpuRewriter, rewrite
+
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the hook is for machines without CUDA")
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("x = torch.cuda.current_device()", "x = _megarl_cuda.current_device()"),
+        ("y = x.cuda(non_blocking=True).is_cuda", "y = x.cpu().is_cpu"),
+        ("y = torch.zeros(1, device='cuda')", "y = torch.zeros(1, device='cpu')"),
+        ("y = torch.device('cuda', torch.cuda.current_device())", "y = torch.device('cpu')"),
+        ("y = torch.device(f'cuda:{i}')", "y = torch.device('cpu')"),
+        ("y = x.type() == 'torch.cuda.FloatTensor'", "y = x.type() == 'torch.FloatTensor'"),
+        ("y = torch.empty(2, pin_memory=True)", "y = torch.empty(2, pin_memory=False)"),
+        ("y = x.pin_memory().to(z)", "y = x.to(z)"),
+        ("f = torch.compile(g)", "f = _megarl_cuda.compile(g)"),
+        ("import torch.cuda.nvtx as nvtx", "nvtx = _megarl_cuda.nvtx"),
+        ("t = 'cuda graphs are fine in prose'", "t = 'cuda graphs are fine in prose'"),
+        ("y = my.cuda_graph or x.cpu()", "y = my.cuda_graph or x.cpu()"),
+    ],
+)
+def test_names_are_rewritten(source: str, expected: str) -> None:
+    assert ast.unparse(ast.fix_missing_locations(CpuRewriter().visit(ast.parse(source)))) == expected
+
+
+def test_the_standin_is_imported_after_docstring_and_future_imports() -> None:
+    tree = rewrite('"""doc"""\nfrom __future__ import annotations\nimport torch\n', "module.py")
+    assert ast.unparse(tree.body[2]) == "import megarl.mcore.cpu_standin as _megarl_cuda"
+
+
+@no_cuda
+def test_installing_twice_leaves_one_finder() -> None:
+    assert device.install()
+    assert device.install()
+    names = [type(finder).__name__ for finder in sys.meta_path]
+    assert names.count("CpuFinder") == 1
+    assert device.device() == torch.device("cpu")
+    assert device.process_group_backend() == "gloo"
+
+
+@no_cuda
+def test_nothing_is_installed_or_rewritten_where_cuda_is_present() -> None:
+    code = """
+import sys, torch
+torch.cuda.is_available = lambda: True
+before = list(sys.meta_path)
+import megarl.mcore
+assert sys.meta_path == before, sys.meta_path
+from megarl.mcore.device import install, process_group_backend
+assert install() is False and process_group_backend() == "nccl"
+torch.cuda.is_available = lambda: False
+import megatron.core.parallel_state as state
+assert not hasattr(state, "_megarl_cuda") and type(state.__loader__).__name__ == "SourceFileLoader"
+print("untouched")
+"""
+    assert run_python(code) == "untouched"
+
+
+@no_cuda
+def test_megatron_is_rewritten_in_memory_and_torch_is_not() -> None:
+    code = """
+import torch
+before = torch.cuda.current_device, torch.compile
+import megarl.mcore
+import megatron.core.parallel_state as state
+assert type(state.__loader__).__name__ == "CpuLoader"
+assert "torch.cuda.synchronize" in open(state.__file__).read()
+assert (torch.cuda.current_device, torch.compile) == before
+print("rewritten")
+"""
+    assert run_python(code) == "rewritten"
+
+
+@no_cuda
+def test_importing_megatron_first_is_an_error_that_says_so() -> None:
+    code = """
+import megatron.core.enums
+try:
+    import megarl.mcore
+except RuntimeError as error:
+    print(error)
+"""
+    assert "import megarl.mcore first" in run_python(code)
+
+
+@no_cuda
+def test_recomputation_sees_the_same_dropout() -> None:
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    tracker = CudaRNGStatesTracker()
+    tracker.add("dropout", 7)
+    state = tracker.get_states()["dropout"].clone()
+    outside = torch.get_rng_state()
+    with tracker.fork("dropout"):
+        first = torch.rand(4)
+    with tracker.fork("dropout"):
+        second = torch.rand(4)
+    tracker.set_states({"dropout": state})
+    with tracker.fork("dropout"):
+        again = torch.rand(4)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    assert torch.equal(torch.get_rng_state(), outside)

@@ -1,0 +1,42 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megarl.mcore.layers import RMSNorm, ValueHead
+
+
+def build_norm(dtype: torch.dtype) -> RMSNorm:
+    norm = RMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=True), 24, eps=1e-6)
+    with torch.no_grad():
+        norm.weight.add_(torch.randn(24).to(dtype) / 4)
+    return norm
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_rms_norm_and_its_gradients_equal_torchs_in_float64(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    norm = build_norm(dtype)
+    x = torch.randn(5, 3, 24).to(dtype).requires_grad_()
+    weights = torch.randn(5, 3, 24)
+    out = norm(x)
+    assert out.dtype is dtype
+    (out * weights).sum().backward()
+    exact_x, exact_w = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
+    exact = torch.nn.functional.rms_norm(exact_x, (24,), exact_w, 1e-6)
+    (exact * weights).sum().backward()
+    torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(x.grad.double(), exact_x.grad, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(norm.weight.grad.double(), exact_w.grad, rtol=tolerance, atol=10 * tolerance)
+
+
+def test_norm_weights_are_marked_for_sequence_parallelism() -> None:
+    assert build_norm(torch.float32).weight.sequence_parallel
+
+
+def test_values_are_float32_also_of_a_bfloat16_model() -> None:
+    head = ValueHead(SimpleNamespace(params_dtype=torch.bfloat16, hidden_size=8))
+    values, bias = head(torch.ones(4, 1, 8, dtype=torch.bfloat16))
+    assert values.dtype is torch.float32
+    assert values.shape == (4, 1, 1)
+    assert bias is None

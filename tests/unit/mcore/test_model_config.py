@@ -1,0 +1,131 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.roles import Dtype, ParallelConfig
+from megarl.mcore.architecture import Architecture, read_architecture
+from megarl.mcore.checkpoint_files import CheckpointReader, write_hf_checkpoint
+from megarl.mcore.model import build_config, padded_vocab_size
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "vocab_size": 100,
+    "tie_word_embeddings": True,
+}
+
+
+def read(directory: Path, **changes: Any) -> Architecture:
+    (directory / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    return read_architecture(directory)
+
+
+def test_rope_is_read_in_the_old_and_the_new_spelling(tmp_path: Path) -> None:
+    assert read(tmp_path, rope_theta=5e5).rope_theta == 5e5
+    new = read(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    assert (new.rope_theta, new.rope_factor) == (1e6, None)
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    assert read(tmp_path, rope_theta=5e5, rope_scaling=scaling).rope_factor == 32.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported: qwen2, qwen3, llama"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope scaling"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_key(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, **changes)
+
+
+def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"config.json: not found"):
+        read_architecture(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("megatron", "parallel", "message"),
+    [
+        ({"recompute_granularit": "full"}, ParallelConfig(), "did you mean recompute_granularity"),
+        ({"num_layers": 3}, ParallelConfig(), "model.megatron.num_layers: decided by the checkpoint"),
+        ({"fp8": "hybrid"}, ParallelConfig(), "model.megatron.fp8: needs Transformer Engine"),
+        ({}, ParallelConfig(num_processes=2, tp=2), "parallel.tp=2 does not divide the model's 3 key-value heads"),
+        ({}, ParallelConfig(num_processes=3, pp=3), "parallel.pp=3 does not divide the model's 4 layers"),
+        ({}, ParallelConfig(sp=True), "parallel.sp=true needs parallel.tp > 1"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused_by_key(
+    tmp_path: Path, megatron: dict[str, Any], parallel: ParallelConfig, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_config(read(tmp_path), parallel, Dtype.float32, megatron)
+
+
+def test_megatron_options_reach_the_transformer_config(tmp_path: Path) -> None:
+    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    config = build_config(read(tmp_path), ParallelConfig(), Dtype.bfloat16, options)
+    assert config.recompute_granularity == "full"
+    assert config.params_dtype is torch.bfloat16
+    assert config.num_query_groups == 3
+
+
+def test_the_padded_vocabulary_is_the_same_for_layouts_that_are_powers_of_two() -> None:
+    assert {padded_vocab_size(100, tp) for tp in (1, 2, 4, 8)} == {128}
+    assert padded_vocab_size(100, 3) % 3 == 0
+
+
+def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    (source / "tokenizer.json").write_text("{}")
+    target = tmp_path / "run" / "weights"
+
+    def failing() -> Any:
+        yield "a", torch.zeros(2)
+        raise RuntimeError("cut off")
+
+    with pytest.raises(RuntimeError, match="cut off"):
+        write_hf_checkpoint(target, source, failing())
+    assert list(target.parent.iterdir()) == []
+    for value in (1.0, 2.0):
+        write_hf_checkpoint(target, source, [("a", torch.full((2,), value))])
+    assert sorted(file.name for file in target.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    with CheckpointReader(target) as reader:
+        assert reader.read("a").tolist() == [2.0, 2.0]
+        with pytest.raises(KeyError, match="has no tensor b"):
+            reader.read("b")
+    assert [path.name for path in target.parent.iterdir()] == ["weights"]
+
+
+def test_large_checkpoints_are_cut_into_files_with_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megarl.mcore.checkpoint_files.MAX_FILE_BYTES", 100)
+    tensors = {f"t{number}": torch.full((20,), float(number)) for number in range(3)}
+    write_hf_checkpoint(tmp_path / "cut", tmp_path, tensors.items())
+    assert len(list((tmp_path / "cut").glob("*.safetensors"))) == 3
+    with CheckpointReader(tmp_path / "cut") as reader:
+        assert all(torch.equal(reader.read(name), tensor) for name, tensor in tensors.items())

@@ -1,0 +1,93 @@
+"""From responses to a scored rollout and its tensors."""
+
+import math
+
+import pytest
+import torch
+
+from megarl.rollout.client import RequestError
+from megarl.rollout.collector import score_groups
+from megarl.rollout.engine import build_response
+from megarl.rollout.tensors import build_sequences, build_tensors
+from megarl.types import FinishReason, Prompt, Response, Rollout, Score
+
+
+def make_response(*ids: int, finish=FinishReason.stop, generated=None) -> Response:
+    logprobs = tuple(-0.5 * (i + 1) for i in range(len(ids)))
+    return Response(ids, "", logprobs, generated or (True,) * len(ids), (0,) * len(ids), finish)
+
+
+PROMPTS = [Prompt("a", "", (5, 6), "x"), Prompt("b", "", (7,), "y")]
+GROUPS = [
+    [make_response(8, 2), make_response(9, 9, 9, finish=FinishReason.length)],
+    [make_response(2), make_response(4, 3, 2, generated=(True, False, True))],
+]
+
+
+def make_rollout() -> Rollout:
+    return Rollout(score_groups(PROMPTS, GROUPS, lambda p, r: Score(float(len(r.token_ids)), p.id == "a")), 3)
+
+
+def test_groups_are_contiguous_and_in_the_prompts_order():
+    samples = make_rollout().samples
+    assert [s.group for s in samples] == [0, 0, 1, 1]
+    assert [s.prompt.id for s in samples] == ["a", "a", "b", "b"]
+    assert [s.score.reward for s in samples] == [2.0, 3.0, 1.0, 3.0]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_no_finite_number_names_the_prompt(bad):
+    with pytest.raises(ValueError, match=f"prompt 'b' is {bad}"):
+        score_groups(PROMPTS, GROUPS, lambda p, r: Score(bad if p.id == "b" else 0.0, False))
+
+
+def test_sequences_concatenate_prompt_and_response():
+    sequences = build_sequences(make_rollout())
+    assert sequences.tokens.tolist() == [5, 6, 8, 2, 5, 6, 9, 9, 9, 7, 2, 7, 4, 3, 2]
+    assert sequences.lengths.tolist() == [4, 5, 2, 4]
+    assert sequences.prompt_lengths.tolist() == [2, 2, 1, 1]
+
+
+def test_tensors_are_padded_with_zeros_and_skip_what_was_not_generated():
+    tensors = build_tensors(make_rollout())
+    assert tensors.mask.tolist() == [[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 0, 1]]
+    expected = [[-0.5, -1, 0], [-0.5, -1, -1.5], [-0.5, 0, 0], [-0.5, 0, -1.5]]
+    assert tensors.rollout_logprobs.tolist() == expected
+    assert tensors.truncated.tolist() == [False, True, False, False]
+    assert tensors.rewards.tolist() == [2, 3, 1, 3]
+    assert tensors.groups.tolist() == [0, 0, 1, 1]
+    assert tensors.rewards.dtype == tensors.rollout_logprobs.dtype == torch.float32
+
+
+def make_answer(**changes):
+    meta = {
+        "finish_reason": {"type": "stop", "matched": 2},
+        "output_token_logprobs": [[-0.1, 8, None], [-0.2, 9, None], [-0.3, 2, None]],
+        "weight_version": "4",
+    }
+    return {"output_ids": [8, 9, 2], "meta_info": meta | changes}
+
+
+def test_an_answer_becomes_a_response_with_a_version_per_token():
+    spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]
+    response = build_response(make_answer(weight_versions=spans), "hi")
+    assert response.rollout_logprobs == (-0.1, -0.2, -0.3)
+    assert response.weight_versions == (3, 4, 4)
+    assert response.finish_reason is FinishReason.stop
+    assert build_response(make_answer(), "").weight_versions == (4, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"finish_reason": {"type": "abort"}}, "abort"),
+        ({"output_token_logprobs": [[-0.1, 8, None]]}, "3 tokens came with 1 log-probs"),
+        (
+            {"weight_versions": [{"version": "3", "start": 0, "end": 2}]},
+            "do not cover a response of 3 tokens",
+        ),
+    ],
+)
+def test_an_inconsistent_answer_is_refused(changes, message):
+    with pytest.raises(RequestError, match=message):
+        build_response(make_answer(**changes), "")

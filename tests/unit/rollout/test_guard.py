@@ -1,0 +1,107 @@
+"""The process that owns a server: real processes, a plain Python program in SGLang's place."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.rollout import guard
+
+# A server with a child in a session of its own, which ignores SIGTERM and holds a file in shared memory.
+CHILD = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+held = open(sys.argv[1], "w")
+print("up", flush=True)
+time.sleep(100)
+"""
+PROGRAM = f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {CHILD!r}, sys.argv[1]], start_new_session=True)
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def shared_file():
+    path = Path(f"/dev/shm/megarl-test-{os.getpid()}")
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def start(scratch: Path, *command: str) -> subprocess.Popen:
+    scratch.mkdir()
+    words = [sys.executable, "-S", "-E", guard.__file__, str(scratch), *command]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+
+
+def wait_gone(processes: list[psutil.Process]) -> None:
+    gone, alive = psutil.wait_procs(processes, timeout=10)
+    assert alive == []
+    assert len(gone) == len(processes)
+
+
+@pytest.mark.parametrize("end", ["close", "terminate"])
+def test_nothing_outlives_the_owners_end(tmp_path, shared_file, end):
+    process = start(tmp_path / "scratch", sys.executable, "-c", PROGRAM, str(shared_file))
+    assert process.stdout.readline() == b"up\n"
+    processes = psutil.Process(process.pid).children(recursive=True)
+    assert len(processes) == 2
+    assert shared_file.exists()
+    process.stdin.close() if end == "close" else process.terminate()
+    wait_gone(processes)
+    assert process.wait(10) == 0
+    assert not shared_file.exists()
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_a_killed_owner_takes_its_server_along(tmp_path, shared_file):
+    words = [sys.executable, "-S", "-E", guard.__file__, str(tmp_path / "s"), sys.executable, "-c", PROGRAM]
+    owner = f"""
+import subprocess, time
+subprocess.Popen({[*words, str(shared_file)]!r}, stdin=subprocess.PIPE, start_new_session=True)
+time.sleep(100)
+"""
+    process = subprocess.Popen([sys.executable, "-c", owner], stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"up\n"
+    processes = psutil.Process(process.pid).children(recursive=True)
+    assert len(processes) == 3
+    process.kill()
+    process.wait()
+    wait_gone(processes)
+    assert not shared_file.exists()
+
+
+def test_a_killed_guard_takes_the_servers_first_process_along(tmp_path):
+    process = start(
+        tmp_path / "s", sys.executable, "-c", "print('up', flush=True); import time; time.sleep(100)"
+    )
+    assert process.stdout.readline() == b"up\n"
+    (server,) = psutil.Process(process.pid).children()
+    process.kill()
+    wait_gone([server])
+    process.wait()
+
+
+@pytest.mark.parametrize(("code", "status"), [("exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)])
+def test_the_exit_status_is_the_servers(tmp_path, code, status):
+    started = time.monotonic()
+    assert start(tmp_path / "s", sys.executable, "-c", code).wait(10) == status
+    assert time.monotonic() - started < 5
+
+
+def test_ctrl_c_does_not_end_the_guard(tmp_path):
+    process = start(
+        tmp_path / "s", sys.executable, "-c", "print('up', flush=True); import time; time.sleep(100)"
+    )
+    assert process.stdout.readline() == b"up\n"
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.stdin.close()
+    assert process.wait(10) == 0

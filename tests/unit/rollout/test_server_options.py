@@ -1,0 +1,93 @@
+"""SGLang's passed-through server arguments."""
+
+import itertools
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.roles import Dtype
+from megarl.config.rollout import RolloutConfig
+from megarl.rollout import server
+from megarl.rollout.server import ServerError, SGLangServer, build_command
+from megarl.rollout.server_options import OWN_OPTIONS, check_options, load_option_names, render_options
+
+
+def test_the_installed_releases_arguments_are_found_with_their_flags():
+    names = load_option_names()
+    assert len(names) > 300
+    assert names["max_total_tokens"] == "--max-total-tokens"
+    assert names["tp_size"] == "--tp-size"
+    assert set(OWN_OPTIONS) <= set(names)
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_right_one():
+    (problem,) = check_options({"mem_fraction_statik": 0.5, "chunked_prefill_size": 64})
+    assert problem.startswith("rollout.sglang.mem_fraction_statik: SGLang has no such server argument")
+    assert "did you mean rollout.sglang.mem_fraction_static?" in problem
+
+
+def test_a_key_that_megarl_sets_is_refused_with_the_key_that_decides_it():
+    (problem,) = check_options({"random_seed": 3})
+    assert problem == "rollout.sglang.random_seed: megarl sets it (by seed); remove it here"
+
+
+def test_values_are_written_as_command_line_words():
+    options = {
+        "disable_radix_cache": True,
+        "sleep_on_idle": False,
+        "chunked_prefill_size": 64,
+        "schedule_policy": None,
+        "json_model_override_args": {"a": 1},
+        "lora_paths": ["x", "y"],
+    }
+    assert render_options(options) == [
+        *["--disable-radix-cache", "--chunked-prefill-size", "64"],
+        *["--json-model-override-args", '{"a": 1}', "--lora-paths", "x", "y"],
+    ]
+
+
+def test_the_command_holds_model_seed_dtype_and_the_passed_through_options(tmp_path):
+    config = RolloutConfig(dtype=Dtype.bfloat16, kv_cache_tokens=512, sglang={"chunked_prefill_size": 64})
+    words = build_command(config, tmp_path, host="127.0.0.1", port=5, seed=11)
+    pairs = dict(itertools.pairwise(words))
+    assert pairs["--model-path"] == str(tmp_path)
+    assert pairs["--random-seed"] == "11"
+    assert pairs["--dtype"] == "bfloat16"
+    assert pairs["--max-total-tokens"] == "512"
+    assert pairs["--chunked-prefill-size"] == "64"
+
+
+def test_on_a_cpu_the_kv_cache_must_have_a_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "has_cuda", lambda: False)
+    with pytest.raises(ConfigError, match=r"rollout.kv_cache_tokens: null; on a CPU it must be a number"):
+        build_command(RolloutConfig(), tmp_path, host="127.0.0.1", port=5, seed=1)
+
+
+def test_the_stand_ins_are_used_only_without_cuda(tmp_path, monkeypatch):
+    for cuda in (True, False):
+        monkeypatch.setattr(server, "has_cuda", lambda cuda=cuda: cuda)
+        path = server.build_environment(RolloutConfig(), tmp_path)["PYTHONPATH"]
+        assert (str(server.STANDINS) in path.split(":")) == (not cuda)
+        words = build_command(RolloutConfig(kv_cache_tokens=1), tmp_path, host="127.0.0.1", port=5, seed=1)
+        assert ("--device" in words) == (not cuda)
+
+
+def test_a_directory_without_config_is_no_checkpoint(tmp_path):
+    with pytest.raises(ConfigError, match=r"no checkpoint directory: it has no config.json"):
+        SGLangServer(RolloutConfig(kv_cache_tokens=1), tmp_path, log_file=tmp_path / "log", seed=1)
+
+
+def test_a_taken_port_is_an_error_that_names_it(tmp_path):
+    import socket
+
+    (tmp_path / "config.json").write_text("{}")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        made = SGLangServer(
+            RolloutConfig(kv_cache_tokens=1), tmp_path, log_file=tmp_path / "log", seed=1, port=port
+        )
+        with pytest.raises(ServerError, match=f"port {port} is taken"):
+            made.start()
+        assert not made.is_alive()
