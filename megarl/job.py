@@ -34,7 +34,7 @@ def run_job(config: Config, run_dir: Path) -> Summary:
     """
     with contextlib.closing(build_report(config.logger, run_dir, config.train.num_iterations)) as report:
         report.message(describe_sizes(config))
-        report.message(format_objective(config.algo, config.train))
+        report.message(format_objective(config.algo, config.train.responses_per_prompt))
         with open_parts(config, run_dir, report) as parts:
             trainer = Trainer(config, parts)
             trainer.start()

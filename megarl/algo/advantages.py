@@ -125,7 +125,7 @@ def compute_rloo(returns_B: Tensor, groups_B: Tensor) -> Tensor:
         lonely = int(groups_B[(sizes[index] < 2).nonzero()[0, 0]])
         raise ValueError(f"group {lonely} holds 1 response; leave-one-out needs at least 2 per prompt")
     moments = compute_moments(returns_B, groups_B, NormScope.group)
-    scale = (sizes / (sizes - 1))[index]
+    scale = (sizes.double() / (sizes - 1))[index]
     return torch.where(moments.constant, 0.0, (returns_B.double() - moments.mean) * scale)
 
 

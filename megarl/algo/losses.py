@@ -62,27 +62,7 @@ def policy_loss(
     configuration needs and that are None.
     """
     tokens = _prepare(logprobs, targets)
-    token_loss = torch.zeros_like(logprobs)
-    sums: dict[str, Tensor] = {}
-    if config.rl_loss_coef != 0.0:
-        surrogate, flags = compute_surrogate(tokens.log_ratio, tokens.logprobs, tokens.advantages, config)
-        if config.mismatch.correction is not MismatchCorrection.none:
-            surrogate = surrogate * _mismatch_weight(tokens, targets, config)
-        token_loss = token_loss + config.rl_loss_coef * surrogate
-        sums |= {
-            name: _token_mean(flag, targets.loss_mask, counts.num_tokens) for name, flag in flags.items()
-        }
-    if uses_topr(config):
-        token_loss = token_loss + _topr(tokens, targets, config)
-    if config.kl.in_loss:
-        ref = _required("ref_logprobs", targets.ref_logprobs, targets, logprobs.dtype)
-        kl = compute_kl(tokens.logprobs, ref, config.kl.loss_estimator)
-        token_loss = token_loss + config.kl.loss_coef * kl
-        sums["policy/kl_loss"] = _token_mean(kl, targets.loss_mask, counts.num_tokens)
-    if needs_entropy(config):
-        inside = _required("entropy", entropy, targets, logprobs.dtype)
-        token_loss = token_loss - config.entropy_coef * inside
-        sums["policy/entropy"] = _token_mean(inside, targets.loss_mask, counts.num_tokens)
+    token_loss, sums = _token_losses(tokens, entropy, targets, config, counts)
     loss = aggregate(
         torch.where(targets.loss_mask, token_loss, 0.0),
         config.loss_agg_mode,
@@ -97,11 +77,33 @@ def policy_loss(
         likelihood = torch.where(chosen, -tokens.logprobs, 0.0).sum() / max(counts.num_positive_tokens, 1)
         loss = loss + config.positive_lm_coef * likelihood
         sums["policy/positive_lm"] = likelihood.detach()
-    return LossOutput(
-        loss,
-        {"policy/loss": loss.detach(), **sums, **_ratio_sums(tokens, targets, counts)},
-        {"policy/ratio_max": _largest_ratio(tokens, targets)},
-    )
+    sums = {"policy/loss": loss.detach(), **sums, **_ratio_sums(tokens, targets, counts)}
+    return LossOutput(loss, sums, {"policy/ratio_max": _largest_ratio(tokens, targets)})
+
+
+def _token_losses(
+    tokens: _Tokens, entropy: Tensor | None, targets: TokenTargets, config: AlgoConfig, counts: LossCounts
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What is aggregated, float [R], and the metrics of its terms."""
+    total, sums = torch.zeros_like(tokens.logprobs), {}
+    if config.rl_loss_coef != 0.0:
+        surrogate, flags = compute_surrogate(tokens.log_ratio, tokens.logprobs, tokens.advantages, config)
+        if config.mismatch.correction is not MismatchCorrection.none:
+            surrogate = surrogate * _mismatch_weight(tokens, targets, config)
+        total = total + config.rl_loss_coef * surrogate
+        sums = {name: _token_mean(flag, targets.loss_mask, counts.num_tokens) for name, flag in flags.items()}
+    if uses_topr(config):
+        total = total + _topr(tokens, targets, config)
+    if config.kl.in_loss:
+        ref = _required("ref_logprobs", targets.ref_logprobs, targets, total.dtype)
+        kl = compute_kl(tokens.logprobs, ref, config.kl.loss_estimator)
+        total = total + config.kl.loss_coef * kl
+        sums["policy/kl_loss"] = _token_mean(kl, targets.loss_mask, counts.num_tokens)
+    if needs_entropy(config):
+        inside = _required("entropy", entropy, targets, total.dtype)
+        total = total - config.entropy_coef * inside
+        sums["policy/entropy"] = _token_mean(inside, targets.loss_mask, counts.num_tokens)
+    return total, sums
 
 
 def compute_surrogate(

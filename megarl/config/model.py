@@ -28,7 +28,9 @@ class RandomModelConfig:
     max_length: int = 256
     tie_embeddings: bool = False
     init_std: float = 0.1
-    """Standard deviation of the initial weights. The usual 0.02 leaves so small a model nearly blind to its prompt."""
+    """Standard deviation of the initial weights. The usual 0.02 leaves so small a model nearly blind to its
+    prompt.
+    """
     seed: int = 1
 
 

@@ -8,9 +8,10 @@ def pack(lengths: Sequence[int], tokens_per_microbatch: int, num_ranks: int) -> 
     """Rank -> micro-batch -> row numbers; each row is in exactly one micro-batch.
 
     Every rank gets the same number of micro-batches (pipelines and collectives need it), the fewest that the
-    greedy rule finds; where there are fewer rows than micro-batches, some are empty. No micro-batch of more than
-    one row has more than `tokens_per_microbatch` tokens; a longer sequence makes one of its own. Micro-batches
-    and ranks are balanced by tokens (longest first into the emptiest). A pure function: the same on every rank.
+    greedy rule finds; where there are fewer rows than micro-batches, some are empty. No micro-batch of more
+    than one row has more than `tokens_per_microbatch` tokens; a longer sequence makes one of its own.
+    Micro-batches and ranks are balanced by tokens (longest first into the emptiest). A pure function: the
+    same on every rank.
 
     Raises ValueError for a budget or number of ranks under 1, or a length under 1.
     """
@@ -23,9 +24,11 @@ def pack(lengths: Sequence[int], tokens_per_microbatch: int, num_ranks: int) -> 
             f"every sequence needs a token; row {min(enumerate(lengths), key=lambda x: x[1])[0]} has none"
         )
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    # No two of the rows longer than half the budget share a micro-batch.
-    num_long = sum(2 * length > tokens_per_microbatch for length in lengths)
-    fewest = max(1, num_long, -(-sum(lengths) // tokens_per_microbatch))
+    # A row over the budget is alone; no two of the others longer than half of it share a micro-batch.
+    others = [length for length in lengths if length <= tokens_per_microbatch]
+    num_long = sum(2 * length > tokens_per_microbatch for length in others)
+    num_shared = max(num_long, -(-sum(others) // tokens_per_microbatch))
+    fewest = max(1, len(lengths) - len(others) + num_shared)
     per_rank = -(-fewest // num_ranks)
     while True:
         bins = _fill(order, lengths, tokens_per_microbatch, per_rank * num_ranks)

@@ -35,14 +35,17 @@ def load_tokenizer(directory: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError([f"{directory}: no tokenizer could be read from it: {_first_line(error)}"]) from error
+        raise ConfigError(
+            [f"{directory}: no tokenizer could be read from it: {_first_line(error)}"]
+        ) from error
 
 
 def _find_checkpoint(path: str | None) -> Path:
     if not path:
         raise ConfigError(
             [
-                f"model.path: {path!r} found; model.source=path needs a checkpoint directory, or the name of a model"
+                f"model.path: {path!r} found; model.source=path needs a checkpoint directory, or the name"
+                " of a model"
                 " in the local Hugging Face cache"
             ]
         )
@@ -63,8 +66,10 @@ def _find_in_hub_cache(name: str, directory: Path) -> Path:
     except (LocalEntryNotFoundError, HFValidationError, OSError) as error:
         raise ConfigError(
             [
-                f"model.path: {name!r} found, but there is no directory {directory.absolute()} and no model of that"
-                f" name in the Hugging Face cache {HF_HUB_CACHE} (nothing is downloaded; HF_HUB_CACHE or HF_HOME"
+                f"model.path: {name!r} found, but there is no directory {directory.absolute()} and no model"
+                " of that"
+                f" name in the Hugging Face cache {HF_HUB_CACHE} (nothing is downloaded; HF_HUB_CACHE or"
+                " HF_HOME"
                 " name another cache)"
             ]
         ) from error
@@ -79,7 +84,8 @@ def _check_files(path: str, directory: Path) -> None:
     if missing:
         raise ConfigError(
             [
-                f"model.path: {path!r} found; {directory} lacks {', '.join(missing)}, which a Hugging Face checkpoint"
+                f"model.path: {path!r} found; {directory} lacks {', '.join(missing)}, which a Hugging Face"
+                " checkpoint"
                 " directory has"
             ]
         )

@@ -18,7 +18,8 @@ FORMAT = 1
 
 
 def build_random_checkpoint(config: RandomModelConfig, cache_dir: Path) -> Path:
-    """The checkpoint of these numbers under `cache_dir`/random, float32; the same numbers give the same weights.
+    """The checkpoint of these numbers under `cache_dir`/random, float32; the same numbers give the same
+    weights.
 
     Raises ConfigError naming the keys of model.random that do not fit together.
     """
@@ -34,7 +35,9 @@ def check_random_model(config: RandomModelConfig) -> list[str]:
     """What is wrong with the numbers: one message each, naming the key."""
     problems = []
     if config.family not in FAMILIES:
-        problems.append(f"model.random.family: found {config.family!r}; it must be one of {', '.join(FAMILIES)}")
+        problems.append(
+            f"model.random.family: found {config.family!r}; it must be one of {', '.join(FAMILIES)}"
+        )
     for key in ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "max_length"):
         if getattr(config, key) < 1:
             problems.append(f"model.random.{key}: found {getattr(config, key)}; it must be 1 or more")
@@ -48,12 +51,14 @@ def check_random_model(config: RandomModelConfig) -> list[str]:
         return problems
     if config.hidden_size % config.num_heads or config.hidden_size // config.num_heads % 2:
         problems.append(
-            f"model.random.hidden_size: found {config.hidden_size}; over num_heads={config.num_heads} it must give"
+            f"model.random.hidden_size: found {config.hidden_size}; over num_heads={config.num_heads} it"
+            " must give"
             " an even head size"
         )
     if config.num_heads % config.num_kv_heads:
         problems.append(
-            f"model.random.num_kv_heads: found {config.num_kv_heads}; it must divide num_heads={config.num_heads}"
+            f"model.random.num_kv_heads: found {config.num_kv_heads}; it must divide"
+            f" num_heads={config.num_heads}"
         )
     return problems
 
@@ -61,7 +66,8 @@ def check_random_model(config: RandomModelConfig) -> list[str]:
 def build_character_tokenizer(alphabet: str, max_length: int) -> Any:
     """A transformers fast tokenizer: <pad>, <bos>, <eos>, then one token per character, in alphabet order.
 
-    Encoding adds no special tokens, and a character outside the alphabet raises: the model has no token for it.
+    Encoding adds no special tokens, and a character outside the alphabet raises: the model has no token for
+    it.
     """
     from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import Fuse
@@ -71,7 +77,7 @@ def build_character_tokenizer(alphabet: str, max_length: int) -> Any:
 
     vocab = {token: number for number, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
     tokenizer = Tokenizer(WordLevel(vocab))
-    tokenizer.pre_tokenizer = Split(Regex(r"(?s:.)"), behavior="isolated")
+    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -1,4 +1,4 @@
-"""Megatron-Core: models, weights, log-probs, the train step. Importing it prepares Megatron for the machine's device."""
+"""Megatron-Core: models, weights, log-probs, the train step. Importing it installs the device hook."""
 
 from megarl.mcore.device import install
 

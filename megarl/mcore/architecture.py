@@ -75,7 +75,9 @@ def _refuse_variants(config: dict[str, Any], path: Path) -> None:
 
 
 def _rope(config: dict[str, Any], path: Path) -> tuple[float, float | None]:
-    """Base and Llama-3 factor. transformers 5 writes rope_parameters, earlier ones rope_theta and rope_scaling."""
+    """Base and Llama-3 factor. transformers 5 writes rope_parameters, earlier ones rope_theta and
+    rope_scaling.
+    """
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))

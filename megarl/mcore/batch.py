@@ -1,6 +1,7 @@
 """Packed micro-batches: rows of `Sequences` laid end to end.
 
-Shapes: K rows of the micro-batch, S packed tokens, R response tokens, T response positions of the padded tensors.
+Shapes: K rows of the micro-batch, S packed tokens, R response tokens, T response positions of the padded
+tensors.
 """
 
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class PackedBatch:
 
 
 def build_batch(sequences: Sequences, rows: list[int], multiple: int = 1) -> PackedBatch:
-    """Pack the given rows; S is padded to a multiple (under sequence parallelism, of tp) with a sequence of its own.
+    """Pack the given rows; S is padded to a multiple of `multiple` with a sequence of its own.
 
     No rows give a batch of padding only, for a rank that must take part without data.
     Raises ValueError for a sequence without a prompt token: nothing would predict its first response token.

@@ -1,7 +1,8 @@
 """Weights between Hugging Face names and a Megatron model's shards.
 
-Megatron keeps query, key and value of a key-value head together (linear_qkv: for each group its query heads, its
-key head, its value head) and gate and up projections stacked (linear_fc1); both are split over tensor-parallel ranks.
+Megatron keeps query, key and value of a key-value head together (linear_qkv: for each group its query heads,
+its key head, its value head) and gate and up projections stacked (linear_fc1); both are split over
+tensor-parallel ranks.
 """
 
 from collections.abc import Iterator
@@ -52,7 +53,9 @@ class Entry:
 
 
 def describe(name: str, with_value_head: bool) -> Entry:
-    """The entry of a parameter by its Megatron name (global layer number). Raises KeyError for an unknown one."""
+    """The entry of a parameter by its Megatron name (global layer number). Raises KeyError for an unknown
+    one.
+    """
     if with_value_head and name == "output_layer.weight":
         return Entry(name, (VALUE_HEAD,), "none")
     if name in _OTHER_NAMES:
@@ -118,8 +121,8 @@ def to_hf(entry: Entry, shards: list[Tensor], arch: Architecture) -> list[tuple[
 def load_hf(model: PackedGPT, directory: Path, arch: Architecture) -> None:
     """Fill the model from a Hugging Face checkpoint; every rank reads its own part.
 
-    A critic takes the checkpoint's value head (`score.weight`) where there is one and keeps its new one elsewhere.
-    Raises KeyError that names a missing tensor, ValueError for one of another shape.
+    A critic takes the checkpoint's value head (`score.weight`) where there is one and keeps its new one
+    elsewhere. Raises KeyError that names a missing tensor, ValueError for one of another shape.
     """
     tp, tp_rank = (
         parallel_state.get_tensor_model_parallel_world_size(),

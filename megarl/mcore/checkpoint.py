@@ -1,4 +1,4 @@
-"""Training state (parameters, optimizer, schedule) through Megatron's dist_checkpointing, reshardable to any layout."""
+"""Training state (parameters, optimizer, schedule) in Megatron's dist_checkpointing, for any later layout."""
 
 from pathlib import Path
 from typing import Any

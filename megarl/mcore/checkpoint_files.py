@@ -1,4 +1,6 @@
-"""Hugging Face checkpoint directories: reading their safetensors, writing one that appears whole or not at all."""
+"""Hugging Face checkpoint directories: reading their safetensors, writing one that appears whole or not at
+all.
+"""
 
 import json
 import os
@@ -16,7 +18,8 @@ from torch import Tensor
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_FILE_BYTES = 4 << 30
-# Everything of the source that is not weights goes along: config, tokenizer, chat template, generation settings.
+# Everything of the source that is not weights goes along: config, tokenizer, chat template, generation
+# settings.
 _COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 
 
@@ -59,7 +62,7 @@ class CheckpointReader:
 
 
 def write_hf_checkpoint(directory: Path, source: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write tensors with the source's config and tokenizer to `directory`, which appears complete or not at all.
+    """Write tensors with the source's config and tokenizer; `directory` appears complete or not at all.
 
     An existing directory is replaced.
     """
@@ -112,7 +115,9 @@ def _write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> No
 
 
 def _publish(building: Path, directory: Path) -> None:
-    """Rename into place; an older directory is moved aside first, since a rename cannot replace a full one."""
+    """Rename into place; an older directory is moved aside first, since a rename cannot replace a full
+    one.
+    """
     if directory.exists():
         old = Path(tempfile.mkdtemp(prefix=f".{directory.name}-old-", dir=directory.parent))
         os.rename(directory, old / directory.name)

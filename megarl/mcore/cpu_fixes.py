@@ -1,4 +1,4 @@
-"""Corrections of three Megatron-Core 0.16.1 modules for a machine without CUDA, applied by the import hook after each."""
+"""Corrections of three Megatron-Core 0.16.1 modules for machines without CUDA, applied by the import hook."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -47,8 +47,9 @@ def _initial_adam_state(param: torch.Tensor) -> dict[str, torch.Tensor]:
 def _fix_distrib_optimizer(module: ModuleType) -> None:
     """The distributed optimizer's load, for torch.optim.AdamW in place of the fused Adam of TE or Apex.
 
-    The stock one copies every key of the optimizer state, `step` included, from a checkpoint that has no `step`
-    per parameter, and leaves one step tensor shared by all parameters, so that each step counts once per parameter.
+    The stock one copies every key of the optimizer state, `step` included, from a checkpoint that has no
+    `step` per parameter, and leaves one step tensor shared by all parameters, so that each step counts once
+    per parameter.
     """
     cls = module.DistributedOptimizer
     stock_load = cls.load_state_dict

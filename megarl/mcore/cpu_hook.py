@@ -1,4 +1,6 @@
-"""The import hook behind `device.install`: rewrites CUDA names in Megatron's syntax trees while its modules load."""
+"""The import hook behind `device.install`: rewrites CUDA names in Megatron's syntax trees while its modules
+load.
+"""
 
 import ast
 import importlib.machinery

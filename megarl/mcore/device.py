@@ -1,8 +1,8 @@
 """Where the training engine computes: CUDA where it is present, otherwise the CPU through an import hook.
 
-Megatron-Core names its device in its source ("cuda", torch.cuda.current_device(), x.cuda() ...). Where CUDA is
-absent, `install` puts a finder on sys.meta_path that rewrites those names while megatron.core and mbridge load.
-The files on disk and torch itself stay as they are. Where CUDA is present nothing is installed.
+Megatron-Core names its device in its source ("cuda", torch.cuda.current_device(), x.cuda() ...). Where CUDA
+is absent, `install` puts a finder on sys.meta_path that rewrites those names while megatron.core and mbridge
+load. The files on disk and torch itself stay as they are. Where CUDA is present nothing is installed.
 """
 
 import sys

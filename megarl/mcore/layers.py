@@ -17,7 +17,9 @@ from megarl.mcore.segments import packed_causal_attention
 
 
 class _RMSNorm(torch.autograd.Function):
-    """torch's own rms_norm is a chain of operations on a CPU: forward and backward take five times as long."""
+    """torch's own rms_norm is a chain of operations on a CPU: forward and backward take five times as
+    long.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -46,7 +48,8 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Each tensor-parallel rank normalises its own part of the sequence: Megatron adds up the weight's gradients.
+        # Each tensor-parallel rank normalises its own part of the sequence: Megatron adds up the weight's
+        # gradients.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,7 +57,9 @@ class RMSNorm(torch.nn.Module):
 
 
 class PackedAttention(MegatronModule):
-    """Core attention of packed sequences with scaled_dot_product_attention; takes `PackedBatch` parameters."""
+    """Core attention of packed sequences with scaled_dot_product_attention; takes `PackedBatch`
+    parameters.
+    """
 
     def __init__(
         self,
@@ -95,7 +100,9 @@ class PackedAttention(MegatronModule):
 
 
 class ValueHead(MegatronModule):
-    """Linear(h, 1) in float32, the same on every tensor-parallel rank; stands where the output layer stood."""
+    """Linear(h, 1) in float32, the same on every tensor-parallel rank; stands where the output layer
+    stood.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)

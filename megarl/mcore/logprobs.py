@@ -1,7 +1,8 @@
 """Log-probs and entropy of the temperature-scaled distribution, from vocabulary-parallel logits.
 
-Shapes: R response tokens, V vocabulary columns on this tensor-parallel rank (of which the last may be padding),
-C tokens of a chunk. Math is in float32, over chunks of tokens: no float32 [R, V] is held unless the logits are it.
+Shapes: R response tokens, V vocabulary columns on this tensor-parallel rank (of which the last may be
+padding), C tokens of a chunk. Math is in float32, over chunks of tokens: no float32 [R, V] is held unless
+the logits are it.
 """
 
 from collections.abc import Iterator
@@ -57,10 +58,13 @@ def _local_columns(targets: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
     return columns.where(here, 0), here
 
 
-def _all_reduce(tensor: Tensor, shard: VocabShard, op: Any) -> Tensor:
-    if shard.group is not None:
-        dist.all_reduce(tensor, op=op, group=shard.group)
-    return tensor
+def _shift(sums: Tensor, shift: Tensor, here: Tensor) -> None:
+    """Turn the sums over x into those over x + shift, in place; shift is -inf where a rank has no columns."""
+    target = torch.where(here, sums[1] + shift, 0.0)
+    scale = shift.exp()
+    # 0 * -inf: a rank without columns adds nothing.
+    weighted = scale * (sums[2] + sums[0] * shift.nan_to_num(neginf=0.0))
+    sums.copy_(torch.stack([scale * sums[0], target, weighted]))
 
 
 class _Logprobs(torch.autograd.Function):
@@ -70,24 +74,29 @@ class _Logprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         num_tokens = logits.shape[0]
         columns, here = _local_columns(targets, shard)
-        # Per token: the largest scaled logit; sum e^(x - largest); the target's x; sum x e^(x - largest)
+        # Per token, with x less this rank's largest: sum e^x; the target's x; sum x e^x
         largest = logits.new_full((num_tokens,), float("-inf"), dtype=torch.float32)
         sums = logits.new_zeros((3, num_tokens), dtype=torch.float32)
         for chunk, scaled in _scaled_chunks(logits, shard.num_valid, temperature):
-            sums[1, chunk] = scaled.gather(1, columns[chunk, None]).squeeze(1) * here[chunk]
-            largest[chunk] = top = scaled.amax(-1)
-            weights = scaled.sub_(top[:, None]).exp() if with_entropy else scaled.sub_(top[:, None]).exp_()
-            sums[0, chunk] = total = weights.sum(-1)
+            largest[chunk] = scaled.amax(-1)
+            scaled.sub_(largest[chunk, None])
+            sums[1, chunk] = scaled.gather(1, columns[chunk, None]).squeeze(1)
+            weights = scaled.exp() if with_entropy else scaled.exp_()
+            sums[0, chunk] = weights.sum(-1)
             if with_entropy:
-                sums[2, chunk] = weights.mul_(scaled).sum(-1) + top * total
-        overall = _all_reduce(largest.clone(), shard, dist.ReduceOp.MAX)
-        sums[0::2] *= (largest - overall).exp()
-        _all_reduce(sums, shard, dist.ReduceOp.SUM)
-        log_total = overall + sums[0].log()
-        entropy = log_total - sums[2] / sums[0] if with_entropy else log_total.new_zeros(0)
+                sums[2, chunk] = weights.mul_(scaled).sum(-1)
+        overall = largest
+        if shard.group is not None:
+            overall = largest.clone()
+            dist.all_reduce(overall, op=dist.ReduceOp.MAX, group=shard.group)
+            _shift(sums, largest - overall, here)
+            dist.all_reduce(sums, group=shard.group)
+        log_sum = sums[0].log()
+        entropy = log_sum - sums[2] / sums[0] if with_entropy else log_sum.new_zeros(0)
+        log_total = overall + log_sum
         ctx.save_for_backward(logits, columns, here, log_total, entropy)
         ctx.temperature, ctx.shard, ctx.with_entropy = temperature, shard, with_entropy
-        return sums[1] - log_total, entropy
+        return sums[1] - log_sum, entropy
 
     @staticmethod
     def backward(

@@ -1,4 +1,4 @@
-"""Megatron's GPT for a Hugging Face checkpoint: its configuration, the model with a policy or a value head, its wrapping.
+"""Megatron's GPT for a Hugging Face checkpoint: configuration, the model with its head, wrapping.
 
 Shapes: S packed tokens, R response tokens, V vocabulary of this tensor-parallel rank (padded), h hidden size.
 """
@@ -33,7 +33,8 @@ from megarl.mcore.specs import build_block_spec, uses_transformer_engine
 
 DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 
-# The vocabulary is padded to a multiple of this, so that checkpoints of different layouts have the same shapes.
+# The vocabulary is padded to a multiple of this, so that checkpoints of different layouts have the same
+# shapes.
 VOCAB_MULTIPLE = 64
 
 
@@ -69,13 +70,15 @@ def _own_fields(arch: Architecture, parallel: ParallelConfig, dtype: Dtype) -> d
         "pipeline_model_parallel_size": parallel.pp,
         "sequence_parallel": parallel.sp,
         "context_parallel_size": 1,
-        # Packed micro-batches differ in length. Megatron asks for the alltoall dispatcher even of dense models.
+        # Packed micro-batches differ in length. Megatron asks for the alltoall dispatcher even of dense
+        # models.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
         # Weights come from the checkpoint.
         "perform_initialization": False,
         "use_cpu_initialization": device().type == "cpu",
-        # Losses are already divided by the global counts: gradients are the pure sum over micro-batches and ranks.
+        # Losses are already divided by the global counts: gradients are the pure sum over micro-batches and
+        # ranks.
         "calculate_per_token_loss": True,
     }
 
@@ -96,8 +99,8 @@ def build_config(
 ) -> TransformerConfig:
     """The TransformerConfig of a checkpoint in a layout; `megatron` (model.megatron) adds to it.
 
-    Raises ValueError that names the key for an unknown field, one that something else decides, and sizes that the
-    layout does not divide.
+    Raises ValueError that names the key for an unknown field, one that something else decides, and sizes
+    that the layout does not divide.
     """
     own = _own_fields(arch, parallel, dtype)
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
@@ -108,8 +111,8 @@ def build_config(
             raise ValueError(f"model.megatron.{key}: not a field of Megatron's TransformerConfig{hint}")
         if key in own:
             raise ValueError(
-                f"model.megatron.{key}: decided by the checkpoint, the role's layout and dtype, or the engine "
-                f"({own[key]!r} here)"
+                f"model.megatron.{key}: decided by the checkpoint, the role's layout and dtype, or here "
+                f"({own[key]!r})"
             )
         if key in ("fp8", "fp4") and value and not uses_transformer_engine():
             raise ValueError(f"model.megatron.{key}: needs Transformer Engine, which is not usable here")
@@ -181,7 +184,8 @@ class PackedGPT(GPTModel):
         out = super()._preprocess(input_ids, position_ids, *args, **kwargs)
         if uses_transformer_engine():
             return out
-        # Rotary angles of the packed positions, once for all layers; Megatron's own way loops over the sequences.
+        # Rotary angles of the packed positions, once for all layers; Megatron's own way loops over the
+        # sequences.
         return out[0], out[1].index_select(0, position_ids.view(-1)), *out[2:]
 
     def _postprocess(
@@ -203,7 +207,9 @@ class PackedGPT(GPTModel):
 
 
 def wrap_model(model: PackedGPT, config: TransformerConfig, trainable: bool) -> torch.nn.Module:
-    """Megatron's Float16Module where the dtype is bfloat16, and its DistributedDataParallel where it is trained."""
+    """Megatron's Float16Module where the dtype is bfloat16, and its DistributedDataParallel where it is
+    trained.
+    """
     wrapped: torch.nn.Module = Float16Module(config, model) if config.bf16 else model
     wrapped.to(device())
     if not trainable:

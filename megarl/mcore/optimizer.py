@@ -1,4 +1,6 @@
-"""Megatron's AdamW with distributed (sharded) state and float32 master weights, and its learning-rate schedule."""
+"""Megatron's AdamW with distributed (sharded) state and float32 master weights, and its learning-rate
+schedule.
+"""
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
@@ -39,7 +41,7 @@ def build_optimizer(
 
 
 def build_scheduler(config: OptimizerConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The schedule; `step(1)` before each optimizer step, so that the first step of a warm-up has a rate above 0.
+    """The schedule; `step(1)` comes before each optimizer step: a warm-up's first step has a rate above 0.
 
     Raises ValueError where decay needs `decay_steps` beyond the warm-up and does not have it.
     """

@@ -1,7 +1,8 @@
 """Causal attention over packed sequences through dense rectangles, for machines without a packed kernel.
 
-Shapes: S packed tokens, n sequences of a rectangle, L its width, H query heads, K key heads, D size of a head.
-Right-padded rows under a causal mask need no padding mask: a real token never sees the padding to its right.
+Shapes: S packed tokens, n sequences of a rectangle, L its width, H query heads, K key heads, D size of a
+head. Right-padded rows under a causal mask need no padding mask: a real token never sees the padding to its
+right.
 """
 
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from torch.nn import functional as F
 NARROW = 64
 # Wider rectangles take sequences down to this share of their width.
 SHARE = 0.75
-# In bfloat16 on a CPU the scores are held up to this width: the backward of torch's blocked kernel takes 2 to 8
-# times as long there. The choice does not depend on gradients: the same weights give the same log-probs.
+# In bfloat16 on a CPU the scores are held up to this width: the backward of torch's blocked kernel takes 2
+# to 8 times as long there. The choice does not depend on gradients: the same weights give the same log-probs.
 DENSE = 256
 
 
@@ -28,7 +29,9 @@ class Rectangle:
     width: int
     num_tokens: int
     source: Tensor | None
-    """int64 [n * L]: the rectangle's token in each cell (padding cells repeat a row's last); None: no padding"""
+    """int64 [n * L]: the rectangle's token in each cell (padding cells repeat a row's last); None: no
+    padding
+    """
     cells: Tensor | None
     """int64 [num_tokens]: the cell of each token; None: no padding"""
 
@@ -60,7 +63,9 @@ def _rectangle(lengths: Tensor, device: torch.device | None) -> Rectangle:
 
 
 class _ToCells(torch.autograd.Function):
-    """[tokens, ...] -> [n * L, ...]. The gradient of padding cells is dropped: nothing real depends on them."""
+    """[tokens, ...] -> [n * L, ...]. The gradient of padding cells is dropped: nothing real depends on
+    them.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, rectangle: Rectangle) -> Tensor:
@@ -98,7 +103,9 @@ def _to_tokens(rows: Tensor, rectangle: Rectangle) -> Tensor:
 
 
 def _dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention that holds the scores: query [n, H, L, D], key and value [n, K, L, D] -> [n, H, L, D]."""
+    """Causal attention that holds the scores: query [n, H, L, D], key and value [n, K, L, D] -> [n, H, L,
+    D].
+    """
     n, num_heads, width, size = query.shape
     num_groups = key.shape[1]
     # The H / K query heads of a group are rows of one product with its key: nothing is repeated.
@@ -121,7 +128,9 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tenso
 def packed_causal_attention(
     query: Tensor, key: Tensor, value: Tensor, rectangles: tuple[Rectangle, ...], scale: float
 ) -> Tensor:
-    """query [S, H, D], key and value [S, K, D] with K dividing H -> [S, H * D]; no token sees another sequence."""
+    """query [S, H, D], key and value [S, K, D] with K dividing H -> [S, H * D]; no token sees another
+    sequence.
+    """
     sizes = [rectangle.num_tokens for rectangle in rectangles]
     cut = zip(rectangles, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     parts = [

@@ -1,4 +1,4 @@
-"""Which layers the transformer is made of: Transformer Engine's where it can run, the local ones elsewhere."""
+"""The transformer's layers: Transformer Engine's where it can run, the local ones elsewhere."""
 
 import importlib.util
 
@@ -57,7 +57,8 @@ def _build_local_layer_spec(qk_layernorm: bool) -> ModuleSpec:
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
-            # The names that Transformer Engine's fused layers give in a checkpoint, so that either can load it.
+            # The names that Transformer Engine's fused layers give in a checkpoint, so that either can load
+            # it.
             sharded_state_dict_keys_map={
                 "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
                 "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",

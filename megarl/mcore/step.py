@@ -1,7 +1,7 @@
 """Forward and backward passes over micro-batches through Megatron's own schedules.
 
-Gradients are the sum over micro-batches and data-parallel ranks, undivided: losses come already divided by the
-counts of the whole minibatch, so that the gradient does not depend on how the minibatch was cut.
+Gradients are the sum over micro-batches and data-parallel ranks, undivided: losses come already divided by
+the counts of the whole minibatch, so that the gradient does not depend on how the minibatch was cut.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,9 @@ HeadFunction = Callable[[Tensor, PackedBatch], tuple[Tensor, Any]]
 
 
 def sum_gradients(config: TransformerConfig) -> None:
-    """Have Megatron reduce gradients by pure sums (calculate_per_token_loss is on; see model.build_config)."""
+    """Have Megatron reduce gradients by pure sums (calculate_per_token_loss is on; see
+    model.build_config).
+    """
 
     def finalize(model: list[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
         # Megatron would divide by num_tokens here.

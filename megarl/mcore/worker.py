@@ -1,4 +1,4 @@
-"""One rank of one role: a Megatron model that answers log-probs or values, updates itself, and writes its weights.
+"""One rank of one role: a Megatron model that gives log-probs or values, is updated, and writes its weights.
 
 A plain class without Ray. Every rank of a role is called with the same arguments in the same order.
 """
@@ -77,7 +77,7 @@ class MegatronWorker:
         return self._evaluate(sequences, lambda values, batch: values)
 
     def update(self, samples: TrainingSamples, minibatches: Sequence[Tensor]) -> list[Metrics]:
-        """One optimizer step for each entry of `minibatches` (int64 row numbers); the same metrics on every rank.
+        """One optimizer step for each entry of `minibatches` (int64 row numbers); all ranks get its metrics.
 
         Raises FloatingPointError where a gradient is not finite.
         """

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.config.errors import ConfigError
 
@@ -38,7 +39,7 @@ def load_generation_spec(checkpoint: Path) -> GenerationSpec:
     return GenerationSpec(vocab_size, tuple(stop))
 
 
-def _load_json(file: Path) -> dict[str, object]:
+def _load_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
     except (OSError, json.JSONDecodeError) as error:

@@ -80,7 +80,9 @@ class SGLangEngine:
         jobs = [(home, share) for home, share in enumerate(shares) if share]
         with ThreadPoolExecutor(len(jobs)) as pool:
             parts = list(
-                pool.map(lambda job: self._generate_share(prompts, *job, num_responses, params), jobs)
+                pool.map(
+                    lambda job: self._generate_share(prompts, job[0], job[1], num_responses, params), jobs
+                )
             )
         found = {row: group for part in parts for row, group in part.items()}
         return [found[row] for row in range(len(prompts))]

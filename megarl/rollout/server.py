@@ -88,6 +88,8 @@ def build_environment(config: RolloutConfig, scratch: Path, tp: int = 1) -> dict
     if not has_cuda():
         path.insert(0, str(STANDINS))
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(config.num_threads)}
+        # Threads that spin while they wait make two processes on the same cores crawl.
+        environment["OMP_WAIT_POLICY"] = "PASSIVE"
         if tp > 1:
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cpu) for cpu in range(tp))
     if "PYTHONPATH" in os.environ:

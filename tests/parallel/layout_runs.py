@@ -1,7 +1,10 @@
-"""What the processes of the parallel tests run: the same training in one layout after the other, results to a file."""
+"""What the processes of the parallel tests run: the same training in one layout after the other, results to
+a file.
+"""
 
 import tempfile
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,8 @@ def build_spec(role: Role, checkpoint: Path, layout: str = "one", **changes: Any
         "role": role,
         "checkpoint": str(checkpoint),
         "parallel": LAYOUTS[layout],
-        # A large epsilon: Adam's first steps would otherwise turn rounding in tiny gradients into whole steps.
+        # A large epsilon: Adam's first steps would otherwise turn rounding in tiny gradients into whole
+        # steps.
         "optimizer": OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_grad=1.0) if trained else None,
         "dtype": Dtype.float32,
         "algo": AlgoConfig(entropy_coef=0.01, positive_lm_coef=0.1),
@@ -43,6 +47,10 @@ def build_spec(role: Role, checkpoint: Path, layout: str = "one", **changes: Any
         **changes,
     }
     return WorkerSpec(**fields)
+
+
+def within_vocabulary(sequences: Sequences, worker: Any) -> Sequences:
+    return replace(sequences, tokens=sequences.tokens % worker.arch.vocab_size)
 
 
 def evaluate(worker: Any, sequences: Sequences) -> tuple[torch.Tensor, int]:
@@ -62,7 +70,7 @@ def describe(worker: Any, directory: Path) -> dict[str, Any]:
     """What the model says of fixed sequences, and its exported weights."""
     from safetensors.torch import load_file
 
-    padded, num_reports = evaluate(worker, build_sequences(seed=5))
+    padded, num_reports = evaluate(worker, within_vocabulary(build_sequences(seed=5), worker))
     worker.export_weights(directory)
     return {
         "evaluation": padded,
@@ -71,20 +79,26 @@ def describe(worker: Any, directory: Path) -> dict[str, Any]:
     }
 
 
-def train(rank: int, world_size: int, spec: WorkerSpec, scratch: Path, name: str, rows: int) -> dict[str, Any]:
+def train(
+    rank: int, world_size: int, spec: WorkerSpec, scratch: Path, name: str, rows: int
+) -> dict[str, Any]:
     """Describe the model, train it for three steps, describe it again."""
     from megarl.mcore.worker import MegatronWorker
 
     worker = MegatronWorker(spec, rank, world_size, f"file://{scratch}/{name}.init")
     try:
         before = describe(worker, scratch / f"{name}-before")
-        metrics = worker.update(build_samples(), [torch.arange(rows)] * NUM_STEPS)
+        samples = build_samples()
+        samples = replace(samples, sequences=within_vocabulary(samples.sequences, worker))
+        metrics = worker.update(samples, [torch.arange(rows)] * NUM_STEPS)
         return {"before": before, "metrics": metrics, "after": describe(worker, scratch / f"{name}-after")}
     finally:
         worker.close()
 
 
-def train_all(rank: int, world_size: int, runs: dict[str, tuple[WorkerSpec, int]], scratch: str) -> dict[str, Any]:
+def train_all(
+    rank: int, world_size: int, runs: dict[str, tuple[WorkerSpec, int]], scratch: str
+) -> dict[str, Any]:
     return {
         name: train(rank, world_size, spec, Path(scratch), name, rows) for name, (spec, rows) in runs.items()
     }
@@ -137,12 +151,16 @@ def run_rank(rank: int, world_size: int, function: Any, arguments: tuple[Any, ..
 
 
 def launch(world_size: int, function: Any, *arguments: Any) -> Any:
-    """Run function(rank, world_size, *arguments, scratch directory) in `world_size` processes; rank 0's result."""
+    """Run function(rank, world_size, *arguments, scratch directory) in `world_size` processes; rank 0's
+    result.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         return launch_in(scratch, world_size, function, *arguments)
 
 
 def launch_in(scratch: str, world_size: int, function: Any, *arguments: Any) -> Any:
     out = f"{scratch}/{function.__name__}.pt"
-    torch.multiprocessing.spawn(run_rank, (world_size, function, (*arguments, scratch), out), nprocs=world_size)
+    torch.multiprocessing.spawn(
+        run_rank, (world_size, function, (*arguments, scratch), out), nprocs=world_size
+    )
     return torch.load(out, weights_only=True)

@@ -1,4 +1,6 @@
-"""The same training in every layout and cut into any micro-batches, against one process, and against transformers."""
+"""The same training in every layout and cut into any micro-batches, against one process, and against
+transformers.
+"""
 
 import tempfile
 from pathlib import Path
@@ -13,30 +15,39 @@ from tiny_checkpoints import build_sequences, padded_reference_logprobs, write_c
 from megarl.config.roles import Dtype
 from megarl.mcore.spec import Role
 
-CHECKPOINTS = {"qwen3": ("qwen3", False), "qwen2_tied": ("qwen2", True), "llama": ("llama", False), "llama_tied": ("llama", True)}
+CHECKPOINTS = {
+    "qwen3": ("qwen3", False),
+    "qwen2_tied": ("qwen2", True),
+    "llama": ("llama", False),
+    "llama_tied": ("llama", True),
+}
 SOME_ROWS = 12
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
     root = tmp_path_factory.mktemp("checkpoints")
-    return {
+    written = {
         name: (root / name, write_checkpoint(root / name, family, tied=tied))
         for name, (family, tied) in CHECKPOINTS.items()
     }
+    # Padded to 64 rows: the second of two tensor-parallel ranks has no token at all.
+    written["small_vocab"] = (root / "small_vocab", write_checkpoint(root / "small_vocab", vocab_size=30))
+    return written
 
 
 @pytest.fixture(scope="module")
 def one(checkpoints: dict[str, tuple[Path, Any]]) -> dict[str, Any]:
     """Runs of one process: policy of every family, critics, cuts into micro-batches."""
     paths = {name: path for name, (path, _) in checkpoints.items()}
-    runs = {f"policy-{name}": (build_spec(Role.policy, path), SOME_ROWS) for name, path in paths.items()}
+    runs = {f"policy-{name}": (build_spec(Role.policy, paths[name]), SOME_ROWS) for name in CHECKPOINTS}
     for name in ("qwen3", "llama_tied"):
         runs[f"critic-{name}"] = (build_spec(Role.critic, paths[name]), SOME_ROWS)
     for tokens in (1, 60, 110):
         for role in (Role.policy, Role.critic):
             spec = build_spec(role, paths["qwen3"], tokens_per_microbatch=tokens)
             runs[f"{role.value}-qwen3-cut{tokens}"] = (spec, SOME_ROWS)
+    runs["policy-small_vocab"] = (build_spec(Role.policy, paths["small_vocab"]), SOME_ROWS)
     runs["policy-qwen3-row"] = (build_spec(Role.policy, paths["qwen3"]), 1)
     runs["policy-qwen3-bf16"] = (build_spec(Role.policy, paths["qwen3"], dtype=Dtype.bfloat16), SOME_ROWS)
     return launch(1, train_all, runs)
@@ -51,20 +62,32 @@ def two(checkpoints: dict[str, tuple[Path, Any]]) -> dict[str, Any]:
             for name in ("qwen3", "llama_tied"):
                 spec = build_spec(role, checkpoints[name][0], layout, tokens_per_microbatch=60)
                 runs[f"{role.value}-{name}-{layout}"] = (spec, SOME_ROWS)
+    runs["policy-small_vocab-tp2"] = (
+        build_spec(Role.policy, checkpoints["small_vocab"][0], "tp2"),
+        SOME_ROWS,
+    )
     runs["policy-qwen3-row-dp2"] = (build_spec(Role.policy, checkpoints["qwen3"][0], "dp2"), 1)
     return launch(2, train_all, runs)
 
 
-def assert_same_training(run: dict[str, Any], reference: dict[str, Any], weight_tolerance: float = 2e-6) -> None:
+def assert_same_training(
+    run: dict[str, Any], reference: dict[str, Any], weight_tolerance: float = 2e-6
+) -> None:
     for step, (found, expected) in enumerate(zip(run["metrics"], reference["metrics"], strict=True)):
         assert found.keys() == expected.keys()
         for key in expected:
             assert found[key] == pytest.approx(expected[key], rel=2e-5, abs=2e-6), f"step {step}: {key}"
     for name, tensor in reference["after"]["weights"].items():
         torch.testing.assert_close(
-            run["after"]["weights"][name], tensor, rtol=0, atol=weight_tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            run["after"]["weights"][name],
+            tensor,
+            rtol=0,
+            atol=weight_tolerance,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
-    torch.testing.assert_close(run["after"]["evaluation"], reference["after"]["evaluation"], rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        run["after"]["evaluation"], reference["after"]["evaluation"], rtol=0, atol=2e-5
+    )
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -121,6 +144,12 @@ def test_training_equals_one_process(
     run = two[f"{role}-{name}-{layout}"]
     assert_same_training(run, one[f"{role}-{name}"])
     assert run["after"]["num_reports"] == (2 if layout == "dp2" else 1)
+
+
+def test_a_rank_whose_vocabulary_is_all_padding_changes_nothing(
+    one: dict[str, Any], two: dict[str, Any]
+) -> None:
+    assert_same_training(two["policy-small_vocab-tp2"], one["policy-small_vocab"])
 
 
 def test_a_rank_without_rows_takes_part(one: dict[str, Any], two: dict[str, Any]) -> None:

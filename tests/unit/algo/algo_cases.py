@@ -7,7 +7,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from megarl.algo.losses import TokenTargets
+from megarl.algo.targets import compute_targets
 from megarl.config.algo import AlgoConfig, RewardNormConfig
+from megarl.config.algo_choices import NormScope
 from megarl.types import Experience, Sequences, TrainingSamples
 
 settings.register_profile(
@@ -16,6 +18,8 @@ settings.register_profile(
 few = settings(settings.get_profile("algo"), max_examples=15)
 some = settings.get_profile("algo")
 
+LIMIT = 24
+"""rollout.response_length"""
 REWARDS = [-1.0, 0.0, 0.3, 1.0]
 
 
@@ -33,17 +37,19 @@ def configure(**values) -> AlgoConfig:
 
 
 def norm(mean: str, std: str) -> RewardNormConfig:
-    from megarl.config.algo_choices import NormScope
-
     return RewardNormConfig(NormScope[mean], NormScope[std])
 
 
 @st.composite
 def experiences(draw, min_group: int = 1, holes: bool = True, min_length: int = 0, dtype=torch.float64):
-    """Ragged lengths from 0 on, tool tokens in the middle, groups of `min_group`..4, equal rewards among them."""
+    """Ragged lengths from 0 on, tool tokens in the middle, groups of `min_group`..4, equal rewards among
+    them.
+    """
     sizes = draw(st.lists(st.integers(min_group, 4), min_size=1, max_size=3))
     groups = [g for g, k in enumerate(sizes) for _ in range(k)]
-    lengths = [draw(st.sampled_from([0, 1, 2, 3, 5, 20] if min_length == 0 else [1, 2, 3, 5, 20])) for _ in groups]
+    lengths = [
+        draw(st.sampled_from([0, 1, 2, 3, 5, 20] if min_length == 0 else [1, 2, 3, 5, 20])) for _ in groups
+    ]
     equal = draw(st.booleans())
     rewards = [0.3 if equal else draw(st.sampled_from(REWARDS)) for _ in groups]
     truncated = [draw(st.booleans()) for _ in groups]
@@ -113,18 +119,38 @@ def build_targets(s: TrainingSamples, rows: torch.Tensor, **replaced) -> TokenTa
     at = response_positions(s, rows)
     flat = lambda x: None if x is None else x[rows][at]  # noqa: E731
     index = at.nonzero()[:, 0]
-    values = dict(
-        rows=index,
-        num_rows=len(rows),
-        row_lengths=s.mask[rows].sum(1),
-        mask=flat(s.mask),
-        loss_mask=flat(s.loss_mask),
-        positive=s.positive[rows][index],
-        advantages=flat(s.advantages),
-        old_logprobs=flat(s.old_logprobs),
-        rollout_logprobs=flat(s.rollout_logprobs),
-        ref_logprobs=flat(s.ref_logprobs),
-        old_values=flat(s.old_values),
-        returns=flat(s.returns),
-    )
+    values = {
+        "rows": index,
+        "num_rows": len(rows),
+        "row_lengths": s.mask[rows].sum(1),
+        "mask": flat(s.mask),
+        "loss_mask": flat(s.loss_mask),
+        "positive": s.positive[rows][index],
+        "advantages": flat(s.advantages),
+        "old_logprobs": flat(s.old_logprobs),
+        "rollout_logprobs": flat(s.rollout_logprobs),
+        "ref_logprobs": flat(s.ref_logprobs),
+        "old_values": flat(s.old_values),
+        "returns": flat(s.returns),
+    }
     return TokenTargets(**(values | replaced))
+
+
+def perturbed(e, seed):
+    """log-probs and entropy after some updates, [B, T], poison outside the mask."""
+    g = torch.Generator().manual_seed(seed)
+    noise = torch.randn(e.mask.shape, generator=g, dtype=torch.float64) * 0.4
+    lp = (e.old_logprobs.double() + noise).detach().requires_grad_()
+    entropy = torch.where(e.mask, noise.abs() + 0.5, torch.nan).requires_grad_()
+    return lp, entropy
+
+
+def whole(e, config):
+    samples, _ = compute_targets(e, config, 0.0, response_length=LIMIT)
+    rows = torch.arange(len(e.mask))
+    return samples, rows, build_targets(samples, rows)
+
+
+def at_responses(samples, rows, x):
+    """The response positions of these rows of x [B, T], flat."""
+    return x[rows][response_positions(samples, rows)]

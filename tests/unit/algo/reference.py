@@ -1,7 +1,7 @@
 """The formulas again, in plain Python loops over float64 numbers. Shares no code with megarl.algo.
 
-Rows are lists, one entry per response position; `m` marks the generated ones. Policy losses are written over scalar
-torch tensors so that autograd differentiates them; VAPO's gradient is derived by hand as well.
+Rows are lists, one entry per response position; `m` marks the generated ones. Policy losses are written over
+scalar torch tensors so that autograd differentiates them; VAPO's gradient is derived by hand as well.
 """
 
 import math
@@ -61,9 +61,9 @@ def rloo(returns, groups):
 
 def group_relative(returns, groups, divide, std_of):
     own = [[returns[j] for j in members(groups, i)] for i in range(len(returns))]
-    centered = [r - mean(g) if max(g) > min(g) else 0.0 for r, g in zip(returns, own)]
+    centered = [r - mean(g) if max(g) > min(g) else 0.0 for r, g in zip(returns, own, strict=True)]
     if divide == "group":
-        return [c / (std(g) + EPS) for c, g in zip(centered, own)]
+        return [c / (std(g) + EPS) for c, g in zip(centered, own, strict=True)]
     if divide == "batch":
         sigma = std(centered if std_of == "centered" else returns)
         return [c / (sigma + EPS) for c in centered]
@@ -85,22 +85,25 @@ def normalise(rewards, groups, mean_of, std_of):
 
 
 def whiten(rows, masks):
-    inside = [a for row, m in zip(rows, masks) for a, g in zip(row, m) if g]
+    inside = [a for row, m in zip(rows, masks, strict=True) for a, g in zip(row, m, strict=True) if g]
     if not inside or max(inside) == min(inside):
         return [[0.0] * len(row) for row in rows]
     mu, sigma = mean(inside), std(inside)
-    return [[(a - mu) / (sigma + EPS) if g else 0.0 for a, g in zip(row, m)] for row, m in zip(rows, masks)]
+    return [
+        [(a - mu) / (sigma + EPS) if g else 0.0 for a, g in zip(row, m, strict=True)]
+        for row, m in zip(rows, masks, strict=True)
+    ]
 
 
 def kl(d, estimator):
     """Of floats or of torch scalars."""
     exp = torch.exp if isinstance(d, torch.Tensor) else math.exp
-    return {"k1": lambda: d, "abs": lambda: abs(d), "k2": lambda: d * d / 2, "k3": lambda: exp(-d) + d - 1}[estimator]()
+    return {"k1": lambda: d, "abs": lambda: abs(d), "k2": lambda: d * d / 2, "k3": lambda: exp(-d) + d - 1}[
+        estimator
+    ]()
 
 
-def targets(batch, algo, kl_coef, response_length=None):
-    """batch: groups, rewards, truncated, mask, old, ref, values, lengths (all tokens) as lists."""
-    n = len(batch.rewards)
+def shape_rewards(batch, algo, response_length):
     rewards = list(batch.rewards)
     if algo.overlong.penalty:
         buffer = algo.overlong.buffer
@@ -110,41 +113,60 @@ def targets(batch, algo, kl_coef, response_length=None):
     rewards = normalise(rewards, batch.groups, algo.reward_norm.mean.name, algo.reward_norm.std.name)
     if algo.reward_clip is not None:
         rewards = [min(max(r, -algo.reward_clip), algo.reward_clip) for r in rewards]
-    token_rewards = []
+    return rewards
+
+
+def kl_penalties(batch, algo, kl_coef):
+    """beta * k per token, 0 where there is none."""
+    out = []
     for i, m in enumerate(batch.mask):
-        row, last = [0.0] * len(m), max((t for t in range(len(m)) if m[t]), default=None)
+        row = [0.0] * len(m)
         for t in range(len(m)):
             if m[t] and algo.kl.in_reward:
-                d = batch.old[i][t] - batch.ref[i][t]
-                row[t] -= kl_coef * kl(d, algo.kl.reward_estimator.name)
-            if t == last:
-                row[t] += rewards[i]
-        token_rewards.append(row)
+                row[t] = kl_coef * kl(batch.old[i][t] - batch.ref[i][t], algo.kl.reward_estimator.name)
+        out.append(row)
+    return out
+
+
+def spread_rewards(rewards, penalties, masks):
+    """To the last generated token, minus the penalties."""
+    out = []
+    for r, row, m in zip(rewards, penalties, masks, strict=True):
+        last = max((t for t in range(len(m)) if m[t]), default=None)
+        out.append([(r if t == last else 0.0) - p for t, p in enumerate(row)])
+    return out
+
+
+def gae_targets(token_rewards, batch, algo):
+    lam = algo.lambda_policy
+    advantages, returns = [], []
+    for r, v, m in zip(token_rewards, batch.values, batch.mask, strict=True):
+        x = adaptive_lambda(sum(m), algo.length_alpha, algo.lambda_min) if lam == "adaptive" else lam
+        advantages.append(gae_row(r, v, m, algo.gamma, x))
+        to_critic = gae_row(r, v, m, algo.gamma, algo.lambda_critic)
+        returns.append([to_critic[t] + v[t] if m[t] else 0.0 for t in range(len(m))])
+    return advantages, returns
+
+
+def targets(batch, algo, kl_coef, response_length=None):
+    """batch: groups, rewards, truncated, mask, old, ref, values, lengths (all tokens) as lists."""
+    rewards = shape_rewards(batch, algo, response_length)
+    penalties = kl_penalties(batch, algo, kl_coef)
+    token_rewards = spread_rewards(rewards, penalties, batch.mask)
     returns = None
     kind = algo.advantage.name
     if kind == "gae":
-        lam = algo.lambda_policy
-        lams = [
-            adaptive_lambda(sum(m), algo.length_alpha, algo.lambda_min) if lam == "adaptive" else lam
-            for m in batch.mask
-        ]
-        rows = list(zip(token_rewards, batch.values, batch.mask))
-        advantages = [gae_row(r, v, m, algo.gamma, x) for (r, v, m), x in zip(rows, lams)]
-        to_critic = [gae_row(r, v, m, algo.gamma, algo.lambda_critic) for r, v, m in rows]
-        returns = [[a + x if g else 0.0 for a, x, g in zip(*rs)] for rs in zip(to_critic, batch.values, batch.mask)]
+        advantages, returns = gae_targets(token_rewards, batch, algo)
     elif kind == "reinforce":
-        advantages = [reward_to_go_row(r, m, algo.gamma) for r, m in zip(token_rewards, batch.mask)]
+        rows = zip(token_rewards, batch.mask, strict=True)
+        advantages = [reward_to_go_row(r, m, algo.gamma) for r, m in rows]
     else:
-        total = [
-            rewards[i] + math.fsum(x for x in token_rewards[i]) - (rewards[i] if any(batch.mask[i]) else 0.0)
-            for i in range(n)
-        ]
-        one = (
-            rloo(total, batch.groups)
-            if kind == "rloo"
-            else group_relative(total, batch.groups, algo.advantage_std.name, algo.std_of.name)
-        )
-        advantages = [[a if g else 0.0 for g in m] for a, m in zip(one, batch.mask)]
+        total = [r - math.fsum(row) for r, row in zip(rewards, penalties, strict=True)]
+        if kind == "rloo":
+            one = rloo(total, batch.groups)
+        else:
+            one = group_relative(total, batch.groups, algo.advantage_std.name, algo.std_of.name)
+        advantages = [[a if g else 0.0 for g in m] for a, m in zip(one, batch.mask, strict=True)]
     if algo.whiten_advantages:
         advantages = whiten(advantages, batch.mask)
     if algo.advantage_clip is not None:
@@ -154,7 +176,7 @@ def targets(batch, algo, kl_coef, response_length=None):
     return SimpleNamespace(
         advantages=advantages,
         returns=returns,
-        loss_mask=[[g and k for g in m] for m, k in zip(batch.mask, keep)],
+        loss_mask=[[g and k for g in m] for m, k in zip(batch.mask, keep, strict=True)],
         positive=[r >= algo.positive_threshold for r in batch.rewards],
     )
 
@@ -214,7 +236,7 @@ def policy_loss(lp, entropy, s, algo, response_length):
     """lp, entropy: float64 [B, T]; s: lists mask, loss_mask, positive, advantages, old, rollout, ref."""
     factor = weights(algo.loss_agg_mode.value, s.loss_mask, s.mask, response_length)
     total = torch.zeros((), dtype=torch.float64)
-    num_positive = sum(sum(row) for row, p in zip(s.loss_mask, s.positive) if p)
+    num_positive = sum(sum(row) for row, p in zip(s.loss_mask, s.positive, strict=True) if p)
     for i, row in enumerate(s.loss_mask):
         c = mismatch_weights(s, i, algo) if algo.mismatch.correction.name != "none" else [1.0] * len(row)
         for t, counted in enumerate(row):
@@ -239,7 +261,7 @@ def vapo_loss_and_gradient(lp, s, algo):
     d(w A)/d lp = w A where the unclipped branch is the smaller one (or both agree), else 0.
     """
     num_tokens = sum(map(sum, s.loss_mask))
-    num_positive = sum(sum(row) for row, p in zip(s.loss_mask, s.positive) if p)
+    num_positive = sum(sum(row) for row, p in zip(s.loss_mask, s.positive, strict=True) if p)
     loss, gradient = [], [[0.0] * len(row) for row in lp]
     for i, row in enumerate(lp):
         for t, x in enumerate(row):
@@ -269,11 +291,13 @@ def critic_loss(values, s, algo):
             square = (v - g) ** 2
             if algo.value_clip is not None:
                 old = s.old_values[i][t]
-                square = torch.maximum(square, (v.clamp(old - algo.value_clip, old + algo.value_clip) - g) ** 2)
+                square = torch.maximum(
+                    square, (v.clamp(old - algo.value_clip, old + algo.value_clip) - g) ** 2
+                )
             total = total + factor[i] * 0.5 * square
     return total
 
 
 def explained_variance(values, returns):
     spread = std(returns) ** 2
-    return 1 - std([g - v for g, v in zip(returns, values)]) ** 2 / spread if spread else 0.0
+    return 1 - std([g - v for g, v in zip(returns, values, strict=True)]) ** 2 / spread if spread else 0.0

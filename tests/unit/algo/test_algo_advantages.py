@@ -62,7 +62,8 @@ def test_gae_equals_the_reference(e, gamma, lam):
     found = compute_gae(rewards, e.values, e.mask, gamma, f64(lams) if lam == "row" else lam)
     b = as_lists(e)
     expected = [
-        reference.gae_row(r, v, m, gamma, x) for r, v, m, x in zip(rewards.tolist(), b.values, b.mask, lams)
+        reference.gae_row(r, v, m, gamma, x)
+        for r, v, m, x in zip(rewards.tolist(), b.values, b.mask, lams, strict=True)
     ]
     close(found, expected)
 
@@ -87,13 +88,15 @@ def test_float32_gae_of_a_long_batch_is_that_of_a_float64_loop():
     values, rewards = torch.randn(2, 5, 3000, generator=g)
     found = compute_gae(rewards, values, mask, 1.0, 1.0)
     assert found.dtype is torch.float32
-    rows = zip(rewards.tolist(), values.tolist(), mask.tolist())
+    rows = zip(rewards.tolist(), values.tolist(), mask.tolist(), strict=True)
     expected = [reference.gae_row(r, v, m, 1.0, 1.0) for r, v, m in rows]
     torch.testing.assert_close(found.double(), f64(expected), rtol=1e-6, atol=1e-6)
 
 
 def test_gae_of_more_rows_than_one_chunk_keeps_the_order_of_the_rows():
-    mask = torch.arange(512) < torch.randint(0, 513, (700,), generator=torch.Generator().manual_seed(1))[:, None]
+    mask = (
+        torch.arange(512) < torch.randint(0, 513, (700,), generator=torch.Generator().manual_seed(1))[:, None]
+    )
     rewards = torch.where(mask, torch.arange(700.0)[:, None], 0.0)
     found = compute_gae(rewards, torch.zeros_like(rewards), mask, 1.0, 0.0)
     torch.testing.assert_close(found, rewards)
@@ -130,7 +133,7 @@ def test_reward_to_go_by_hand():
 @given(experiences(), st.sampled_from([0.0, 0.7, 1.0]))
 def test_reward_to_go_equals_the_reference(e, gamma):
     b = as_lists(e)
-    expected = [reference.reward_to_go_row(r, m, gamma) for r, m in zip(b.values, b.mask)]
+    expected = [reference.reward_to_go_row(r, m, gamma) for r, m in zip(b.values, b.mask, strict=True)]
     close(compute_reward_to_go(e.values, e.mask, gamma), expected)
 
 

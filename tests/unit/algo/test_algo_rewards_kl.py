@@ -69,7 +69,7 @@ def test_the_controller_moves_with_the_batch_and_a_fixed_one_stays():
     controller, metrics = KlController.start(config).update(e)
     assert metrics == {"kl/coef": 0.1}
     b = as_lists(e)
-    d = [o - r for i in range(2) for o, r, m in zip(b.old[i], b.ref[i], b.mask[i]) if m]
+    d = [o - r for i in range(2) for o, r, m in zip(b.old[i], b.ref[i], b.mask[i], strict=True) if m]
     error = min(max(sum(d) / 8 / 0.01 - 1, -0.2), 0.2)
     assert controller.coef == pytest.approx(0.1 * (1 + error * 2 / 10))
     assert controller.coef != 0.1

@@ -28,7 +28,10 @@ def check(e, algo, tol=1e-8):
     dtype = e.old_logprobs.dtype
     assert samples.advantages.dtype is dtype
     torch.testing.assert_close(
-        samples.advantages.double(), torch.tensor(expected.advantages, dtype=torch.float64), rtol=tol, atol=tol
+        samples.advantages.double(),
+        torch.tensor(expected.advantages, dtype=torch.float64),
+        rtol=tol,
+        atol=tol,
     )
     if expected.returns is None:
         assert samples.returns is None
@@ -105,7 +108,7 @@ def test_rloo_with_kl_in_the_reward_by_hand():
 
 
 def test_decoupled_gae_by_hand():
-    # One response, reward 1, V = 0.5, 0.8: policy lambda 0: A = 0.8 - 0.5, 1 - 0.8; the critic's returns are 1.
+    # One response, reward 1, V = 0.5, 0.8: policy lambda 0: A = 0.8 - 0.5, 1 - 0.8; the returns are 1.
     e = make_experience([0], [2], [1.0], [False], 0, holes=False)
     e = dataclasses.replace(e, values=torch.tensor([[0.5, 0.8]], dtype=torch.float64))
     samples, metrics = compute_targets(e, configure(lambda_policy=0.0, lambda_critic=1.0), 0.0)
@@ -208,7 +211,9 @@ def test_explained_variance_equals_the_reference(e):
 
 
 def test_batch_metrics_by_hand():
-    e = make_experience([0, 0, 1, 1], [2, 4, 1, 1], [1.0, 0.0, 0.5, 0.5], [False, True, False, False], 0, holes=False)
+    e = make_experience(
+        [0, 0, 1, 1], [2, 4, 1, 1], [1.0, 0.0, 0.5, 0.5], [False, True, False, False], 0, holes=False
+    )
     metrics = compute_batch_metrics(e)
     expected = {
         "reward/mean": 0.5,

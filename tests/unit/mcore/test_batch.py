@@ -14,7 +14,12 @@ def test_every_response_token_has_its_predictor_row_and_column() -> None:
     assert batch.num_rows == 3
     assert batch.targets.numel() == int(sequences.response_lengths[[4, 1, 7]].sum())
     for place, row, column, target, predictor in zip(
-        batch.token_rows, batch.rows[batch.token_rows], batch.columns, batch.targets, batch.params.predictors, strict=True
+        batch.token_rows,
+        batch.rows[batch.token_rows],
+        batch.columns,
+        batch.targets,
+        batch.params.predictors,
+        strict=True,
     ):
         position = int(sequences.prompt_lengths[row] + column)
         assert rows[row][position] == target == packed[predictor + 1]

@@ -67,7 +67,11 @@ def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
         ({"recompute_granularit": "full"}, ParallelConfig(), "did you mean recompute_granularity"),
         ({"num_layers": 3}, ParallelConfig(), "model.megatron.num_layers: decided by the checkpoint"),
         ({"fp8": "hybrid"}, ParallelConfig(), "model.megatron.fp8: needs Transformer Engine"),
-        ({}, ParallelConfig(num_processes=2, tp=2), "parallel.tp=2 does not divide the model's 3 key-value heads"),
+        (
+            {},
+            ParallelConfig(num_processes=2, tp=2),
+            "parallel.tp=2 does not divide the model's 3 key-value heads",
+        ),
         ({}, ParallelConfig(num_processes=3, pp=3), "parallel.pp=3 does not divide the model's 4 layers"),
         ({}, ParallelConfig(sp=True), "parallel.sp=true needs parallel.tp > 1"),
     ],

@@ -42,5 +42,5 @@ def test_fewer_rows_than_ranks_leave_ranks_with_an_empty_microbatch() -> None:
 
 @pytest.mark.parametrize(("lengths", "budget", "ranks"), [([1], 0, 1), ([1], 1, 0), ([3, 0], 10, 1)])
 def test_bad_numbers_are_refused(lengths: list[int], budget: int, ranks: int) -> None:
-    with pytest.raises(ValueError, match="at least 1|row 1 has none"):
+    with pytest.raises(ValueError, match=r"at least 1|row 1 has none"):
         pack(lengths, budget, ranks)

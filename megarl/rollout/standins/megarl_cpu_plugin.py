@@ -1,20 +1,23 @@
-"""An attention backend for SGLang on a CPU that attends for many sequences in one call.
+"""A plugin of SGLang for a CPU: attention for many sequences in one call, and cheap sampling.
 
-SGLang's `torch_native` backend calls torch's attention once per sequence and layer: for 256 short sequences
-and a small model most of a decode step goes into these calls. This subclass takes the name `torch_native` in
-SGLang's own registry, so that every other branch on that name stays as it is.
+SGLang loads it through its entry point group `sglang.srt.plugins`: see the .dist-info folder here.
 
-SGLang loads this through its entry point group `sglang.srt.plugins`: see the .dist-info folder here.
+Attention: `torch_native` calls torch's attention once per sequence and layer, which is most of a decode step
+for 256 short sequences and a small model. A subclass takes that name in SGLang's own registry, so that every
+other branch on the name stays as it is. Sampling: torch.multinomial draws a random number for every entry of
+the vocabulary; with 49152 entries that is a third of a decode step of a model of 135M parameters.
 """
 
 import logging
 
 import torch
+from megarl_categorical import sample
 from megarl_grouped_attention import attend, build_group, plan_groups
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +29,7 @@ class BatchedAttnBackend(TorchNativeAttnBackend):
         super().__init__(model_runner)
         self.dtype = model_runner.dtype
         self.groups = []
-        logger.info("megarl_cpu_attention: sequences are attended in groups")
+        logger.info("megarl_cpu_plugin: sequences are attended in groups")
 
     def init_forward_metadata(self, forward_batch):
         super().init_forward_metadata(forward_batch)
@@ -71,6 +74,15 @@ class BatchedAttnBackend(TorchNativeAttnBackend):
         return forward(q, k, v, layer, forward_batch, save_kv_cache)
 
 
+def sample_from_probs(stock, probs, sampling_seed=None, positions=None):
+    """SGLang's sampling_from_probs_torch; a request with a seed of its own goes to the stock one."""
+    if sampling_seed is not None:
+        return stock(probs, sampling_seed, positions)
+    return sample(probs)
+
+
 def register():
-    """Take the name `torch_native` in SGLang's registry."""
+    """Take the name `torch_native` in SGLang's registry of backends, and wrap its sampling function."""
     register_attention_backend("torch_native")(BatchedAttnBackend)
+    target = "sglang.srt.layers.sampler.sampling_from_probs_torch"
+    HookRegistry.register(target, sample_from_probs, HookType.AROUND)

@@ -1,0 +1,108 @@
+"""The `data` group: one source of prompts; each source has keys of its own."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+
+@dataclass
+class DataConfig:
+    """The keys that every source has."""
+
+    prompt_length: int = 512
+    """Most tokens of a prompt; longer ones are dropped and counted."""
+    num_heldout: int | None = None
+    """Held-out prompts. null: a tenth of the problems, 256 at most; all of data.heldout_path or
+    data.heldout_split where one is given.
+    """
+    chat_template: bool = True
+    """Use the tokenizer's chat template, where it has one."""
+    system: str | None = None
+    """System message. null: none is given, and a chat template may add its own; "" is an empty one."""
+    instruction: str | None = None
+    """Text around the question, for example "{question} Answer with a number."; null: the question alone."""
+
+
+@dataclass
+class AboutDataConfig(DataConfig):
+    """The tiny task: `b36=` asks for about 36 times the letter b."""
+
+    prompt_length: int = 8
+    num_heldout: int | None = 24
+    letters: str = "abcdef"
+    min_number: int = 4
+    max_number: int = 64
+    step: int = 4
+
+
+@dataclass
+class AdditionDataConfig(DataConfig):
+    """Sums of two numbers of two digits (10 to 99)."""
+
+    prompt_length: int = 64
+    num_heldout: int | None = 500
+    instruction: str | None = "What is {question}? Answer with the number only."
+    num_train: int = 4096
+
+
+@dataclass
+class ReasoningGymDataConfig(DataConfig):
+    """Problems that the package reasoning-gym generates."""
+
+    num_heldout: int | None = 256
+    task: str = "chain_sum"
+    """A task name of reasoning-gym."""
+    size: int = 4096
+    """Training problems."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The task's own options, for example {max_terms: 3}; each key is checked against the real ones."""
+
+
+@dataclass
+class FileDataConfig(DataConfig):
+    """The keys of a source that reads records with named fields."""
+
+    path: str | None = None
+    prompt_field: str | None = None
+    """Name of the field with the question; null: the first of the usual names that the first record has."""
+    answer_field: str | None = None
+    """Name of the field with the answer, likewise; a dot reaches into a nested record."""
+
+
+@dataclass
+class JsonlDataConfig(FileDataConfig):
+    """A file with one JSON object a line."""
+
+    heldout_path: str | None = None
+
+
+@dataclass
+class ParquetDataConfig(FileDataConfig):
+    """A parquet file."""
+
+    heldout_path: str | None = None
+
+
+@dataclass
+class HuggingFaceDataConfig(FileDataConfig):
+    """A dataset by its name on the hub, or a local directory of one."""
+
+    subset: str | None = None
+    """The dataset's configuration, for example "main"."""
+    split: str = "train"
+    heldout_split: str | None = None
+
+
+def register(store: ConfigStore) -> None:
+    """Put the schema of each source into Hydra's ConfigStore."""
+    schemas: dict[str, type[DataConfig]] = {
+        "about": AboutDataConfig,
+        "addition": AdditionDataConfig,
+        "reasoning_gym": ReasoningGymDataConfig,
+        "jsonl": JsonlDataConfig,
+        "parquet": ParquetDataConfig,
+        "huggingface": HuggingFaceDataConfig,
+    }
+    for name, schema in schemas.items():
+        store.store(group="data", name=f"{name}_schema", node=schema)

@@ -1,0 +1,1 @@
+"""Prompt sources, the resumable sampler, and packing into micro-batches."""

@@ -1,0 +1,44 @@
+"""What a source of prompts gives: problems as text, before any tokenizer sees them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Message:
+    role: str
+    """system, user or assistant"""
+    content: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A task to solve. The last user message is its question."""
+
+    messages: tuple[Message, ...]
+    answer: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def question_key(self) -> str:
+        """Equal for problems that ask the same: all messages but for the spacing."""
+        return "\n".join(f"{m.role}: {' '.join(m.content.split())}" for m in self.messages)
+
+
+@dataclass(frozen=True)
+class ProblemSplits:
+    train: Sequence[Problem]
+    heldout: Sequence[Problem] | None
+    """None: the source has no held-out part of its own."""
+
+
+class Source(Protocol):
+    def load(self, seed: int) -> ProblemSplits:
+        """All problems of the source; the same for the same seed. Raises ConfigError."""
+        ...
+
+
+def ask(question: str, answer: str, metadata: Mapping[str, str] | None = None) -> Problem:
+    """A problem of one question."""
+    return Problem((Message("user", question),), answer, metadata or {})

@@ -1,0 +1,103 @@
+"""From a problem to what the model reads: instruction, chat template, tokens."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megarl.config.data import DataConfig
+from megarl.config.errors import ConfigError
+from megarl.data.problem import Message, Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PLACEHOLDER = "{question}"
+
+
+class Renderer:
+    """Renders problems for one tokenizer. Raises ConfigError for an instruction without {question}."""
+
+    def __init__(self, config: DataConfig, tokenizer: "PreTrainedTokenizerBase"):
+        if config.instruction is not None and PLACEHOLDER not in config.instruction:
+            raise ConfigError(
+                [f"data.instruction: found {config.instruction!r}; it must contain {PLACEHOLDER}"]
+            )
+        self.config = config
+        self.tokenizer = tokenizer
+        self.uses_template = config.chat_template and bool(tokenizer.chat_template)
+
+    def render(self, problem: Problem) -> str:
+        """The text whose tokens are the prompt."""
+        messages = self._add_instruction(problem.messages)
+        if self.config.system is not None:
+            others = tuple(m for m in messages if m.role != "system")
+            messages = (Message("system", self.config.system), *others)
+        if not self.uses_template:
+            return "\n\n".join(m.content for m in messages if m.content)
+        chat = [{"role": m.role, "content": m.content} for m in messages]
+        try:
+            text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program of the checkpoint's author
+            roles = ", ".join(m.role for m in messages)
+            raise ConfigError(
+                [f"data.chat_template: the tokenizer's template refuses messages of {roles}: {error}"]
+            ) from error
+        return str(text)
+
+    def tokenize(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Token ids of each text.
+
+        A chat template writes its own special tokens; plain text gets those the tokenizer adds by itself.
+        """
+        if not texts:
+            return []
+        encoded = self.tokenizer(
+            list(texts),
+            add_special_tokens=not self.uses_template,
+            return_offsets_mapping=self.tokenizer.is_fast,
+        )
+        if self.tokenizer.is_fast:
+            for text, ids, offsets in zip(
+                texts, encoded["input_ids"], encoded["offset_mapping"], strict=True
+            ):
+                self._check_nothing_lost(text, ids, offsets)
+        return [tuple(ids) for ids in encoded["input_ids"]]
+
+    def _check_nothing_lost(self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> None:
+        """Raises ConfigError for characters without a token, which tokenizers leave out silently."""
+        covered = set[int]()
+        for token, (start, end) in zip(ids, offsets, strict=True):
+            if not self._is_unknown(token, text[start:end]):
+                covered.update(range(start, end))
+        if all(i in covered or not _is_visible(text[i]) for i in range(len(text))):
+            return
+        # Past a character left out, the offsets may be wrong: each character is asked for alone.
+        lost = sorted(c for c in set(text) if _is_visible(c) and not self._has_token(c))
+        if lost:
+            raise ConfigError(
+                [
+                    f"data: the model's tokenizer has no token for {' '.join(lost)} in the prompt"
+                    f" {text[:80]!r};"
+                    " choose data (or data.instruction) that it can read, or another model"
+                ]
+            )
+
+    def _has_token(self, character: str) -> bool:
+        ids: list[int] = self.tokenizer(character, add_special_tokens=False)["input_ids"]
+        return bool(ids) and not any(self._is_unknown(token, character) for token in ids)
+
+    def _is_unknown(self, token: int, text: str) -> bool:
+        """The text may also name the unknown token itself, where it serves as another (<|endoftext|>)."""
+        return bool(token == self.tokenizer.unk_token_id and text != self.tokenizer.unk_token)
+
+    def _add_instruction(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        instruction = self.config.instruction
+        if instruction is None:
+            return messages
+        last = max(i for i, message in enumerate(messages) if message.role == "user")
+        # Not str.format: questions and instructions may contain braces.
+        question = Message("user", instruction.replace(PLACEHOLDER, messages[last].content))
+        return (*messages[:last], question, *messages[last + 1 :])
+
+
+def _is_visible(character: str) -> bool:
+    return character.isprintable() and not character.isspace()

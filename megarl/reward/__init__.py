@@ -1,0 +1,1 @@
+"""Verifiers: from a prompt and a response to a Score."""

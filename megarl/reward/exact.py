@@ -1,0 +1,14 @@
+"""Equality of texts."""
+
+from megarl.types import Prompt, Response, Score
+
+
+def score_exact(prompt: Prompt, response: Response) -> Score:
+    """1 where the normalised response is the normalised answer, else 0."""
+    equal = normalize_text(response.text) == normalize_text(prompt.answer)
+    return Score(reward=float(equal), correct=equal)
+
+
+def normalize_text(text: str) -> str:
+    """Without case, runs of white space as one space, none at the ends, no full stop at the end."""
+    return " ".join(text.casefold().split()).rstrip(".").rstrip()

@@ -1,0 +1,54 @@
+"""reasoning-gym's own scorers (in a scoring process)."""
+
+import importlib.util
+import json
+from typing import Any
+
+from megarl.config.errors import ConfigError
+from megarl.config.reward import ReasoningGymRewardConfig
+from megarl.reward.scoring_process import ScoringProcess, check_timeout
+from megarl.types import Prompt, Response, Score
+
+
+class ReasoningGymReward:
+    """The score, 0 to 1, that the prompt's task gives the response (white space at its ends removed).
+
+    prompt.metadata["reasoning_gym"] is JSON: {"task": its name, "entry": the generated item, "config": the
+    task's options (may be absent)}. Correct from reward.correct_at on. details: "timeout" is 1 where
+    reward.timeout_s passed, which scores 0.
+    """
+
+    def __init__(self, config: ReasoningGymRewardConfig):
+        """Raises ConfigError for values out of range, or without reasoning-gym."""
+        check_timeout(config.timeout_s)
+        if not 0 < config.correct_at <= 1:
+            raise ConfigError(
+                [f"reward.correct_at: found {config.correct_at}; it must be above 0 and at most 1"]
+            )
+        if importlib.util.find_spec("reasoning_gym") is None:
+            raise ConfigError(
+                ["reward: reasoning_gym found, but that package is not installed; `make install` brings it"]
+            )
+        self._correct_at = config.correct_at
+        self._process = ScoringProcess("reasoning_gym", config.timeout_s)
+
+    def __call__(self, prompt: Prompt, response: Response) -> Score:
+        """Raises ValueError, naming the prompt, where it was not made by reasoning-gym."""
+        question = parse_task(prompt)
+        verdict = self._process.ask({**question, "text": response.text.strip()})
+        if verdict is None:
+            return Score(0.0, False, {"timeout": 1.0})
+        reward = float(verdict["score"])
+        return Score(reward, reward >= self._correct_at, {"timeout": 0.0})
+
+
+def parse_task(prompt: Prompt) -> dict[str, Any]:
+    """{"task", "entry", "config"} of a prompt. Raises ValueError naming the prompt and what is missing."""
+    try:
+        stored = json.loads(prompt.metadata["reasoning_gym"])
+        return {"task": stored["task"], "entry": stored["entry"], "config": stored.get("config") or {}}
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"prompt {prompt.id!r}: no reasoning-gym task in its metadata ({type(error).__name__}: {error});"
+            " reward=reasoning_gym goes with data=reasoning_gym"
+        ) from error

@@ -1,0 +1,28 @@
+"""Reads conf/algo/*.yaml over the typed schema, as Hydra does."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from megarl.config.algo import AlgoConfig
+from megarl.config.train import TrainConfig
+
+CONF = Path(__file__).parents[3] / "conf" / "algo"
+NAMES = sorted(path.stem for path in CONF.glob("*.yaml"))
+
+
+@dataclass
+class _Root:
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+
+def load_preset(name: str, *overrides: str) -> tuple[AlgoConfig, TrainConfig]:
+    root = OmegaConf.merge(
+        OmegaConf.structured(_Root),
+        OmegaConf.load(CONF / f"{name}.yaml"),
+        OmegaConf.from_dotlist(list(overrides)),
+    )
+    config = OmegaConf.to_object(root)
+    return config.algo, config.train

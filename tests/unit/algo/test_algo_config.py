@@ -1,0 +1,225 @@
+"""Presets, contradictions, and the printed objective."""
+
+import dataclasses
+
+import pytest
+import reference
+import torch
+from algo_cases import as_lists, build_targets, configure, make_experience, norm, samples_as_lists
+from algo_presets import CONF, NAMES, load_preset
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megarl.algo.losses import count_minibatch, policy_loss
+from megarl.algo.objective import format_objective
+from megarl.algo.targets import compute_targets
+from megarl.config.algo import AlgoConfig, check_algo, needs_critic, needs_entropy, needs_reference
+from megarl.config.algo_choices import Advantage, AdvantageStd, KLEstimator, LossAggMode, StdOf, Surrogate
+
+pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")
+
+
+def steps(train) -> int:
+    samples = train.prompts_per_iteration * train.responses_per_prompt
+    return samples // train.samples_per_minibatch * train.epochs_per_iteration
+
+
+def test_the_presets_are_those_of_the_table_that_need_no_trainer_feature():
+    expected = {
+        "ppo",
+        "vc_ppo",
+        "vapo",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "rloo",
+        "lite_ppo",
+        "topr",
+        "grpo",
+    }
+    assert set(NAMES) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_is_free_of_contradictions_and_holds_only_deltas(name):
+    algo, train = load_preset(name)
+    assert algo.name == name
+    assert check_algo(algo, train.responses_per_prompt, steps(train)) == []
+    plain = OmegaConf.structured(AlgoConfig)
+
+    def walk(node, base, path):
+        for key, value in node.items():
+            if isinstance(value, dict):
+                walk(value, base[key], f"{path}.{key}")
+            else:
+                assert getattr(base[key], "name", base[key]) != value, f"{path}.{key} repeats the default"
+
+    walk(OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))["algo"], plain, "algo")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_presets_targets_loss_and_gradient_equal_the_reference(name):
+    algo, _ = load_preset(name)
+    lengths = [3, 5, 12, 1, 25, 40, 2, 8]
+    e = make_experience([0] * 4 + [1] * 4, lengths, [1.0, 0.0, 0.3, 1.0, -1.0, 0.0, 1.0, 1.0], [False] * 8, 9)
+    samples, _ = compute_targets(e, algo, algo.kl.coef)
+    expected = reference.targets(as_lists(e), algo, algo.kl.coef)
+    torch.testing.assert_close(samples.advantages, torch.tensor(expected.advantages, dtype=torch.float64))
+    rows = torch.arange(8)
+    inside = torch.arange(e.mask.shape[1]) < e.sequences.response_lengths[:, None]
+    lp = (e.old_logprobs * 0.8).requires_grad_()
+    targets, counts = build_targets(samples, rows), count_minibatch(samples)
+    loss = policy_loss(lp[inside], None, targets, algo, counts, 64).loss
+    (found,) = torch.autograd.grad(loss, lp)
+    theirs = reference.policy_loss(lp, None, samples_as_lists(samples), algo, 64)
+    (wanted,) = torch.autograd.grad(theirs, lp)
+    torch.testing.assert_close(loss, theirs)
+    torch.testing.assert_close(found, torch.nan_to_num(wanted))
+    assert float(found.abs().sum()) > 0
+
+
+def test_what_a_preset_needs():
+    assert [n for n in NAMES if needs_critic(load_preset(n)[0])] == ["ppo", "vapo", "vc_ppo"]
+    with_reference = [n for n in NAMES if needs_reference(load_preset(n)[0])]
+    assert with_reference == ["grpo", "reinforce_pp", "reinforce_pp_baseline", "rloo"]
+    assert not any(needs_entropy(load_preset(n)[0]) for n in NAMES)
+    assert needs_entropy(configure(entropy_coef=0.01))
+
+
+@pytest.mark.parametrize("value", ["adaptive", "0.9", "1"])
+@pytest.mark.parametrize("name", ["ppo", "vc_ppo", "vapo"])
+def test_lambda_policy_can_be_swept_under_every_preset_with_a_critic(name, value):
+    algo, train = load_preset(name, f"algo.lambda_policy={value}")
+    assert check_algo(algo, train.responses_per_prompt, steps(train)) == []
+    assert str(algo.lambda_policy) == value
+
+
+@pytest.mark.parametrize(
+    "override", ["algo.loss_agg_mode=token", "algo.kl.loss_estimator=full", "algo.clip=0.2", "algo.gamma=x"]
+)
+def test_unknown_choices_keys_and_types_are_refused_by_the_schema(override):
+    with pytest.raises(OmegaConfBaseException):
+        load_preset("vapo", override)
+
+
+CONTRADICTIONS = [
+    ({"advantage": Advantage.group}, 1, 1, "train.responses_per_prompt: 1 found"),
+    ({"advantage": Advantage.rloo}, 1, 1, "train.responses_per_prompt: 1 found"),
+    ({"reward_norm": norm("group", "none")}, 1, 1, "algo.reward_norm.mean: group found"),
+    ({"reward_norm": norm("none", "group")}, 1, 1, "algo.reward_norm.std: group found"),
+    (
+        {"advantage": Advantage.group, "reward_norm": norm("group", "none")},
+        8,
+        1,
+        "algo.reward_norm.mean: group found",
+    ),
+    (
+        {"advantage": Advantage.rloo, "reward_norm": norm("group", "batch")},
+        8,
+        1,
+        "algo.reward_norm.mean: group found",
+    ),
+    (
+        {"advantage": Advantage.rloo, "surrogate": Surrogate.logprob},
+        4,
+        2,
+        "logprob found with 2 optimizer steps",
+    ),
+    ({"advantage": Advantage.group, "gamma": 0.9}, 4, 1, "algo.gamma: 0.9 found"),
+    ({"advantage_std": AdvantageStd.group}, 4, 1, "algo.advantage_std: group found"),
+    ({"advantage": Advantage.group, "std_of": StdOf.centered}, 4, 1, "algo.std_of: centered found"),
+    (
+        {"advantage": Advantage.reinforce, "lambda_policy": "adaptive"},
+        1,
+        1,
+        "algo.lambda_policy: adaptive found",
+    ),
+    (
+        {"lambda_policy": "0.9x"},
+        1,
+        1,
+        "algo.lambda_policy: '0.9x' found; must be a number from 0 to 1, or adaptive",
+    ),
+    ({"lambda_policy": 1.5}, 1, 1, "algo.lambda_policy: 1.5 found"),
+    ({"lambda_critic": -0.1}, 1, 1, "algo.lambda_critic: -0.1 found; must be at least 0, at most 1"),
+    ({"gamma": float("nan")}, 1, 1, "algo.gamma: nan found"),
+    ({"dual_clip": 1.0}, 1, 1, "algo.dual_clip: 1.0 found; must be above 1"),
+    ({"dual_clip": 3.0, "surrogate": Surrogate.logprob}, 1, 1, "algo.dual_clip: 3.0 found; it belongs to"),
+    (
+        {"kl__in_loss": True, "kl__loss_estimator": KLEstimator.k1},
+        1,
+        1,
+        "gradient on-policy is zero",
+    ),
+    ({"kl__in_loss": True, "kl__loss_coef": 0.0}, 1, 1, "algo.kl.loss_coef: 0.0 found"),
+    ({"kl__in_reward": True, "kl__coef": 0.0}, 1, 1, "algo.kl.coef: 0.0 found"),
+    ({"kl__target": 0.1}, 1, 1, "algo.kl.target: 0.1 found"),
+    ({"overlong__penalty": 1.0}, 1, 1, "algo.overlong.buffer: 0 found"),
+    ({"overlong__buffer": 4}, 1, 1, "algo.overlong.buffer: 4 found"),
+    ({"overlong__filter_critic": True}, 1, 1, "algo.overlong.filter_critic: true found"),
+    ({"rl_loss_coef": 0.0}, 1, 1, "algo.rl_loss_coef: 0 found"),
+    ({"topr__positive_loss_coef": 1.0}, 1, 1, "algo.advantage: gae found; the topr terms"),
+    ({"advantage": Advantage.group, "value_pretrain__steps": 5}, 4, 1, "algo.value_pretrain.steps: 5 found"),
+    ({"advantage": Advantage.group, "value_clip": 0.2}, 4, 1, "algo.value_clip: 0.2 found"),
+    ({"value_loss_agg_mode": LossAggMode["seq-mean-token-sum-norm"]}, 1, 1, "algo.value_loss_agg_mode"),
+    ({"clip_low": 1.2}, 1, 1, "algo.clip_low: 1.2 found"),
+]
+
+
+@pytest.mark.parametrize(("values", "responses", "optimizer_steps", "message"), CONTRADICTIONS)
+def test_a_contradiction_is_named_with_its_key_and_what_would_be_right(
+    values, responses, optimizer_steps, message
+):
+    found = check_algo(configure(**values), responses, optimizer_steps)
+    assert len(found) == 1, found
+    assert message in found[0]
+    assert "must be" in found[0] or "only with" in found[0]
+
+
+def test_the_defaults_are_free_of_contradictions():
+    assert check_algo(AlgoConfig(), 1, 8) == []
+
+
+def test_vapos_printed_objective_is_its_formula_with_its_numbers():
+    algo, train = load_preset("vapo")
+    assert format_objective(algo, train.responses_per_prompt).splitlines() == [
+        "algorithm   = vapo",
+        "policy loss = 1/N_tok sum_i sum_t[ -min(w A, clip(w, 0.8, 1.28) A) ] + 0.1 * mean over the tokens "
+        "of "
+        "responses with reward >= 1[ -log pi ]",
+        "advantage   = GAE(gamma = 1, lambda = clip(1 - 1/(0.05 l), 0.5, 1)); 16 responses per prompt",
+        "reward      = R at the last token",
+        "critic loss = 1/N_tok sum_i sum_t[ 0.5 (V - G)^2 ] with G = V + GAE(lambda = 1); first 50 "
+        "iterations of it "
+        "alone (lambda = 1)",
+    ]
+
+
+def test_every_number_shows_in_the_printed_objective():
+    """A changed number changes the text, so that the print can be trusted to tell two runs apart."""
+    on = {
+        "overlong__penalty": 1.0,
+        "overlong__buffer": 4,
+        "kl__in_reward": True,
+        "kl__in_loss": True,
+        "dual_clip": 3.0,
+        "value_clip": 0.2,
+        "positive_lm_coef": 0.1,
+        "topr__positive_loss_coef": 1.0,
+    }
+    for field in dataclasses.fields(AlgoConfig):
+        if not isinstance(getattr(AlgoConfig(), field.name), float):
+            continue
+        base = on | {"lambda_policy": "adaptive"} if field.name in ("length_alpha", "lambda_min") else on
+        texts = {format_objective(configure(**(base | {field.name: value})), 4) for value in (0.37, 0.38)}
+        assert len(texts) == 2, field.name
+    for key in (
+        "overlong.penalty",
+        "kl.coef",
+        "kl.loss_coef",
+        "topr.positive_loss_coef",
+        "dual_clip",
+        "value_clip",
+    ):
+        name = key.replace(".", "__")
+        texts = {format_objective(configure(**(on | {name: value})), 4) for value in (0.37, 0.38)}
+        assert len(texts) == 2, name

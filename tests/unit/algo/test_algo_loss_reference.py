@@ -1,0 +1,200 @@
+"""Losses and gradients against the reference, and under every cut of the minibatch."""
+
+import math
+
+import pytest
+import reference
+import torch
+from algo_cases import (
+    LIMIT,
+    at_responses,
+    build_targets,
+    configure,
+    experiences,
+    few,
+    make_experience,
+    perturbed,
+    samples_as_lists,
+    some,
+    whole,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
+from megarl.config.algo_choices import (
+    Advantage,
+    KLEstimator,
+    LossAggMode,
+    MismatchCorrection,
+    MismatchLevel,
+    RatioLevel,
+    Surrogate,
+)
+
+AGGREGATIONS = list(LossAggMode)
+
+
+def policy_configs():
+    return st.builds(
+        lambda mode, kl, entropy, topr, level, correction, mismatch, dual, surrogate, lm, overlong: configure(
+            loss_agg_mode=mode,
+            kl__in_loss=kl is not None,
+            kl__loss_estimator=kl or KLEstimator.k3,
+            kl__loss_coef=0.3,
+            entropy_coef=entropy,
+            topr__positive_loss_coef=topr,
+            topr__negative_loss_coef=2 * topr,
+            topr__ratio_level=level,
+            mismatch__correction=correction,
+            mismatch__level=mismatch,
+            mismatch__low=0.7,
+            mismatch__high=1.3,
+            dual_clip=dual,
+            surrogate=surrogate,
+            positive_lm_coef=lm,
+            advantage=Advantage.group,
+            overlong__filter=overlong,
+            clip_high=0.28,
+            rl_loss_coef=0.8,
+        ),
+        st.sampled_from(AGGREGATIONS),
+        st.sampled_from([None, KLEstimator.k2, KLEstimator.k3, KLEstimator.abs]),
+        st.sampled_from([0.0, 0.2]),
+        st.sampled_from([0.0, 0.7]),
+        st.sampled_from(RatioLevel),
+        st.sampled_from(MismatchCorrection),
+        st.sampled_from(MismatchLevel),
+        st.sampled_from([None, 1.5]),
+        st.sampled_from(Surrogate),
+        st.sampled_from([0.0, 0.1]),
+        st.booleans(),
+    )
+
+
+@some
+@given(experiences(), policy_configs(), st.integers(0, 1000))
+def test_the_policy_loss_and_its_gradient_equal_the_reference(e, config, seed):
+    samples, rows, targets = whole(e, config)
+    counts = count_minibatch(samples)
+    found, entropy = perturbed(e, seed)
+    out = policy_loss(
+        at_responses(samples, rows, found),
+        at_responses(samples, rows, entropy),
+        targets,
+        config,
+        counts,
+        LIMIT,
+    )
+    out.loss.backward()
+    lp, h = perturbed(e, seed)
+    expected = reference.policy_loss(lp, h, samples_as_lists(samples), config, LIMIT)
+    assert out.loss.item() == pytest.approx(expected.item(), abs=1e-9)
+    if expected.requires_grad:
+        expected.backward()
+    for mine, theirs in ((found, lp), (entropy, h)):
+        zero = torch.zeros_like(mine)
+        torch.testing.assert_close(
+            zero if mine.grad is None else mine.grad,
+            zero if theirs.grad is None else theirs.grad,
+            rtol=1e-9,
+            atol=1e-9,
+        )
+    assert all(torch.isfinite(x) for x in out.sums.values())
+
+
+@some
+@given(
+    experiences(),
+    st.sampled_from(AGGREGATIONS[:3]),
+    st.sampled_from([None, 0.1]),
+    st.sampled_from([(False, False), (True, False), (True, True)]),
+    st.integers(0, 1000),
+)
+def test_the_critic_loss_and_its_gradient_equal_the_reference(e, mode, clip, filters, seed):
+    config = configure(value_loss_agg_mode=mode, value_clip=clip)
+    config.overlong.filter, config.overlong.filter_critic = filters
+    samples, rows, targets = whole(e, config)
+    g = torch.Generator().manual_seed(seed)
+    found = (e.values + torch.randn(e.mask.shape, generator=g, dtype=torch.float64) * 0.3).requires_grad_()
+    out = critic_loss(at_responses(samples, rows, found), targets, config, count_minibatch(samples))
+    out.loss.backward()
+    other = found.detach().clone().requires_grad_()
+    expected = reference.critic_loss(other, samples_as_lists(samples), config)
+    assert out.loss.item() == pytest.approx(expected.item(), abs=1e-9)
+    if expected.requires_grad:
+        expected.backward()
+        torch.testing.assert_close(found.grad, other.grad, rtol=1e-9, atol=1e-9)
+
+
+@few
+@given(
+    experiences(),
+    policy_configs(),
+    st.integers(0, 1000),
+    st.integers(1, 4),
+    st.randoms(use_true_random=False),
+)
+def test_any_split_into_micro_batches_in_any_order_gives_the_same_loss_gradient_and_metrics(
+    e, config, seed, pieces, random
+):
+    samples, rows, targets = whole(e, config)
+    counts = count_minibatch(samples)
+    one, h = perturbed(e, seed)
+    args = (config, counts, LIMIT)
+    expected = policy_loss(at_responses(samples, rows, one), at_responses(samples, rows, h), targets, *args)
+    expected.loss.backward()
+    order = rows.tolist()
+    random.shuffle(order)
+    cut, h = perturbed(e, seed)
+    loss, sums, largest = torch.zeros((), dtype=torch.float64), {}, -math.inf
+    for piece in torch.tensor(order).tensor_split(pieces):
+        part = build_targets(samples, piece)
+        out = policy_loss(at_responses(samples, piece, cut), at_responses(samples, piece, h), part, *args)
+        out.loss.backward()
+        loss = loss + out.loss.detach()
+        sums = {name: sums.get(name, 0.0) + value for name, value in out.sums.items()}
+        largest = max(largest, float(out.maxima["policy/ratio_max"]))
+    torch.testing.assert_close(loss, expected.loss.detach())
+    torch.testing.assert_close(cut.grad, one.grad, rtol=1e-9, atol=1e-12)
+    assert largest == pytest.approx(float(expected.maxima["policy/ratio_max"]))
+    for name, value in expected.sums.items():
+        torch.testing.assert_close(torch.as_tensor(sums[name]), value)
+
+
+def test_the_same_holds_for_the_critic():
+    e = make_experience([0, 0, 1], [5, 3, 20], [1.0, 0.0, 0.3], [False, True, False], 5)
+    config = configure(value_clip=0.1, value_loss_agg_mode=LossAggMode["seq-mean-token-mean"])
+    samples, rows, targets = whole(e, config)
+    counts = count_minibatch(samples)
+    values = (e.values + 0.2).requires_grad_()
+    (expected,) = torch.autograd.grad(
+        critic_loss(at_responses(samples, rows, values), targets, config, counts).loss, values
+    )
+    parts = [torch.tensor([2]), torch.tensor([1, 0])]
+    found = sum(
+        torch.autograd.grad(
+            critic_loss(at_responses(samples, p, values), build_targets(samples, p), config, counts).loss,
+            values,
+        )[0]
+        for p in parts
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@few
+@given(experiences(dtype=torch.float32), policy_configs(), st.integers(0, 1000))
+def test_the_loss_has_the_dtype_of_its_input_and_float32_is_close_to_the_reference(e, config, seed):
+    samples, rows, targets = whole(e, config)
+    lp, h = perturbed(e, seed)
+    out = policy_loss(
+        at_responses(samples, rows, lp.detach()).float(),
+        at_responses(samples, rows, h.detach()).float(),
+        targets,
+        config,
+        count_minibatch(samples),
+        LIMIT,
+    )
+    assert out.loss.dtype is torch.float32
+    expected = reference.policy_loss(lp, h, samples_as_lists(samples), config, LIMIT)
+    assert out.loss.item() == pytest.approx(expected.item(), rel=1e-3, abs=1e-4)

@@ -1,0 +1,234 @@
+"""Policy and critic losses: golden values by hand, and what they refuse."""
+
+import math
+
+import pytest
+import torch
+from algo_cases import LIMIT, at_responses, build_targets, configure, make_experience, perturbed, whole
+
+from megarl.algo.aggregation import aggregate
+from megarl.algo.finite import NonFiniteError
+from megarl.algo.losses import TokenTargets, count_minibatch, critic_loss, policy_loss
+from megarl.algo.mismatch import compute_log_mismatch, compute_mismatch_weight, compute_outside
+from megarl.algo.tokens import LossCounts
+from megarl.config.algo_choices import (
+    KLEstimator,
+    LossAggMode,
+    MismatchCorrection,
+    MismatchLevel,
+    RatioLevel,
+    Surrogate,
+)
+
+
+def f64(x):
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def one_row(advantages, ratios, positive=False, **optional):
+    """One response whose log-probs are log(0.5 * ratio) and whose old ones are log 0.5."""
+    n = len(advantages)
+    old = torch.full((n,), math.log(0.5), dtype=torch.float64)
+    targets = TokenTargets(
+        rows=torch.zeros(n, dtype=torch.int64),
+        num_rows=1,
+        row_lengths=torch.tensor([n]),
+        mask=torch.ones(n, dtype=torch.bool),
+        loss_mask=torch.ones(n, dtype=torch.bool),
+        positive=torch.full((n,), positive),
+        advantages=f64(advantages),
+        old_logprobs=old,
+        **({"rollout_logprobs": old, "ref_logprobs": None, "old_values": None, "returns": None} | optional),
+    )
+    return old + f64(ratios).log(), targets, LossCounts(n, 1, n if positive else 0, n, 1)
+
+
+def loss_of(logprobs, targets, counts, config, entropy=None):
+    return policy_loss(logprobs, entropy, targets, config, counts, LIMIT)
+
+
+def test_the_clipped_surrogate_by_hand():
+    # clip 0.2/0.28. A=1: w=1.5 -> -1.28, w=0.5 -> -0.5; A=-1: w=0.5 -> 0.8, w=1.5 -> 1.5. Mean 0.52/4.
+    case = one_row([1, 1, -1, -1], [1.5, 0.5, 0.5, 1.5])
+    out = loss_of(*case, configure(clip_high=0.28))
+    assert float(out.loss) == pytest.approx((-1.28 - 0.5 + 0.8 + 1.5) / 4)
+    assert float(out.sums["policy/clip_frac"]) == 0.5
+    assert float(out.sums["policy/ratio_mean"]) == pytest.approx(1.0)
+    assert float(out.maxima["policy/ratio_max"]) == pytest.approx(1.5)
+    # k3: w - 1 - ln w, twice for each of 1.5 and 0.5
+    expected = (0.5 - math.log(1.5) - 0.5 - math.log(0.5)) / 2
+    assert float(out.sums["policy/approx_kl"]) == pytest.approx(expected)
+
+
+def test_dual_clip_by_hand():
+    # A = -2, w = 5: 10 unbounded, 3 * 2 = 6 bounded; w = 1.1: 2.2 stays. A = 1, w = 5: -1.2 stays.
+    out = loss_of(*one_row([-2, -2, 1], [5, 1.1, 5]), configure(dual_clip=3.0))
+    assert float(out.loss) == pytest.approx((6 + 2.2 - 1.2) / 3)
+    assert float(out.sums["policy/dual_clip_frac"]) == pytest.approx(1 / 3)
+
+
+def test_the_positive_lm_loss_by_hand():
+    # Ratio 1, A = 0: only mu * mean(-log 0.5) is left; without correct samples nothing is.
+    config = configure(positive_lm_coef=0.1)
+    out = loss_of(*one_row([0, 0], [1, 1], positive=True), config)
+    assert float(out.loss) == pytest.approx(0.1 * math.log(2))
+    assert float(out.sums["policy/positive_lm"]) == pytest.approx(math.log(2))
+    assert float(loss_of(*one_row([0, 0], [1, 1]), config).loss) == 0.0
+
+
+def test_the_positive_lm_loss_divides_by_the_positive_tokens_of_the_minibatch():
+    logprobs, targets, _ = one_row([0, 0], [1, 1], positive=True)
+    counts = LossCounts(
+        num_tokens=50, num_sequences=9, num_positive_tokens=8, num_critic_tokens=50, num_critic_sequences=9
+    )
+    out = loss_of(logprobs, targets, counts, configure(positive_lm_coef=1.0))
+    assert float(out.loss) == pytest.approx(2 * math.log(2) / 8)
+
+
+def test_the_entropy_bonus_by_hand():
+    out = loss_of(*one_row([0, 0], [1, 1]), configure(entropy_coef=0.5), f64([1.0, 3.0]))
+    assert float(out.loss) == pytest.approx(-0.5 * 2)
+    assert float(out.sums["policy/entropy"]) == pytest.approx(2)
+
+
+def test_the_kl_loss_by_hand():
+    # d = log 0.5 - log 0.25 = ln 2: k2 = ln2^2/2; k3 = 0.5 + ln 2 - 1
+    ref = torch.full((1,), math.log(0.25), dtype=torch.float64)
+    case = one_row([0], [1], ref_logprobs=ref)
+    for estimator, expected in ((KLEstimator.k2, math.log(2) ** 2 / 2), (KLEstimator.k3, math.log(2) - 0.5)):
+        config = configure(kl__in_loss=True, kl__loss_coef=0.1, kl__loss_estimator=estimator)
+        out = loss_of(*case, config)
+        assert float(out.loss) == pytest.approx(0.1 * expected)
+        assert float(out.sums["policy/kl_loss"]) == pytest.approx(expected)
+
+
+def test_the_logprob_surrogate_by_hand():
+    # -A lp with lp = log 0.5 for both tokens: sum over the one sequence 3 ln 2
+    config = configure(surrogate=Surrogate.logprob, loss_agg_mode=LossAggMode["seq-mean-token-sum"])
+    assert float(loss_of(*one_row([2, 1], [1, 1]), config).loss) == pytest.approx(3 * math.log(2))
+
+
+def test_topr_by_hand():
+    # lp = ln 0.5, ln 0.25; mu says 0.5 for both: rho of the sequence 1/2, of the tokens 1 and 1/2.
+    mode = LossAggMode["seq-mean-token-sum"]
+    config = configure(
+        rl_loss_coef=0.0, topr__positive_loss_coef=2.0, topr__negative_loss_coef=3.0, loss_agg_mode=mode
+    )
+    total = 3 * math.log(2)  # -lp summed
+    assert float(loss_of(*one_row([1, 1], [1, 0.5]), config).loss) == pytest.approx(2 * total)
+    negative = one_row([-1, -1], [1, 0.5])
+    assert float(loss_of(*negative, config).loss) == pytest.approx(-3 * 0.5 * total)
+    config.topr.ratio_level = RatioLevel.token
+    assert float(loss_of(*negative, config).loss) == pytest.approx(-3 * (math.log(2) + 0.5 * 2 * math.log(2)))
+    # rho above 1 is held at 1: mu thought the tokens less likely than the policy does
+    rollout = torch.full((2,), -10.0, dtype=torch.float64)
+    likely = one_row([-1, -1], [1, 0.5], rollout_logprobs=rollout)
+    assert float(loss_of(*likely, config).loss) == pytest.approx(-3 * total)
+
+
+def test_topr_adds_to_the_surrogate():
+    mode = LossAggMode["seq-mean-token-sum"]
+    case = one_row([1, 1], [1, 1])
+    both = configure(topr__positive_loss_coef=1.0, loss_agg_mode=mode, rl_loss_coef=0.5)
+    assert float(loss_of(*case, both).loss) == pytest.approx(-0.5 * 2 + 2 * math.log(2))
+
+
+def test_mismatch_weights_by_hand():
+    # ratios 1, 4 in a row of two, 0.25 in a row of one; bounds 0.5 and 2
+    log_ratio, rows, lengths = f64([1.0, 4.0, 0.25]).log(), torch.tensor([0, 0, 1]), torch.tensor([2, 1])
+    expected = {
+        MismatchLevel.token: ([1, 2, 0.5], [1, 0, 0]),
+        MismatchLevel.sequence: ([2, 2, 0.5], [0, 0, 0]),
+        MismatchLevel.geometric: ([2, 2, 0.5], [2, 2, 0]),  # sqrt(4) = 2 is on the bound
+    }
+    for level, (clipped, rejected) in expected.items():
+        at = compute_log_mismatch(log_ratio, rows, lengths, level)
+        clip = configure(mismatch__correction=MismatchCorrection.clip, mismatch__level=level).mismatch
+        torch.testing.assert_close(compute_mismatch_weight(at, clip), f64(clipped).double())
+        reject = configure(mismatch__correction=MismatchCorrection.reject, mismatch__level=level).mismatch
+        if level is not MismatchLevel.geometric:  # rounding decides on the bound itself
+            torch.testing.assert_close(compute_mismatch_weight(at, reject), f64(rejected).double())
+            assert compute_outside(at, reject).tolist() == [x == 0 for x in rejected]
+
+
+def test_a_mismatch_weight_of_a_long_sequence_does_not_overflow():
+    config = configure(mismatch__correction=MismatchCorrection.clip).mismatch
+    found = compute_mismatch_weight(torch.tensor([2000.0, -2000.0]), config)
+    assert found.tolist() == [2.0, 0.5]
+
+
+def test_the_mismatch_correction_weights_the_surrogate_only():
+    rollout = torch.full((2,), math.log(0.5) - math.log(1.5), dtype=torch.float64)  # ratio 1.5
+    config = configure(mismatch__correction=MismatchCorrection.clip, entropy_coef=1.0)
+    out = loss_of(*one_row([1, 1], [1, 1], rollout_logprobs=rollout), config, f64([2.0, 2.0]))
+    assert float(out.loss) == pytest.approx(-1.5 - 2.0)
+
+
+def test_aggregations_by_hand():
+    # Row 0 losses 1, 2 (l = 2), row 1 loss 6 (l = 3: two of its tokens have none)
+    loss, rows, lengths = f64([1, 2, 6, 0, 0]), torch.tensor([0, 0, 1, 1, 1]), torch.tensor([2, 3])
+    expected = {
+        "token-mean": 9 / 5,
+        "seq-mean-token-sum": 9 / 2,
+        "seq-mean-token-mean": (3 / 2 + 6 / 3) / 2,
+        "seq-mean-token-sum-norm": 9 / (2 * 10),
+    }
+    for name, value in expected.items():
+        found = aggregate(loss.double(), LossAggMode[name], rows, lengths, 5, 2, 10)
+        assert float(found) == pytest.approx(value), name
+
+
+def test_the_critic_loss_by_hand():
+    # V = 1, 3; G = 0, 2: 0.5 * (1 + 1) / 2 = 0.5. Clip 0.5 around 0 and 5: V' = 0.5, 4.5, squares 0.25, 6.25
+    _, targets, counts = one_row([0, 0], [1, 1], returns=f64([0.0, 2.0]), old_values=f64([0.0, 5.0]))
+    values = f64([1.0, 3.0])
+    assert float(critic_loss(values, targets, configure(), counts).loss) == pytest.approx(0.5)
+    out = critic_loss(values, targets, configure(value_clip=0.5), counts)
+    assert float(out.loss) == pytest.approx(0.5 * (1 + 6.25) / 2)
+    assert float(out.sums["critic/clip_frac"]) == 0.5
+    assert float(out.sums["critic/abs_error"]) == pytest.approx(1.0)
+
+
+def test_a_minibatch_with_nothing_to_learn_has_a_loss_of_zero_that_can_be_differentiated():
+    e = make_experience([0, 0], [2, 0], [1.0, 0.0], [True, True], 0)
+    config = configure(overlong__filter=True, positive_lm_coef=0.1)
+    samples, rows, targets = whole(e, config)
+    lp, _ = perturbed(e, 0)
+    out = policy_loss(at_responses(samples, rows, lp), None, targets, config, count_minibatch(samples), LIMIT)
+    out.loss.backward()
+    assert float(out.loss.detach()) == 0.0
+    assert float(lp.grad.abs().sum()) == 0.0
+
+
+@pytest.mark.parametrize(
+    "name", ["logprobs", "advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs"]
+)
+def test_inputs_that_are_not_finite_are_refused_with_name_count_and_row(name):
+    e = make_experience([0, 0], [2, 3], [1.0, 0.0], [False, False], 0, holes=False)
+    config = configure(kl__in_loss=True)
+    samples, rows, targets = whole(e, config)
+    lp = at_responses(samples, rows, perturbed(e, 0)[0].detach())
+    bad = (lp if name == "logprobs" else getattr(targets, name)).clone()
+    bad[3:] = float("nan")
+    if name == "logprobs":
+        lp = bad
+    else:
+        targets = build_targets(samples, rows, **{name: bad})
+    with pytest.raises(NonFiniteError, match=rf"{name}: 2 of 5 entries are not finite, first in row 1"):
+        policy_loss(lp, None, targets, config, count_minibatch(samples), LIMIT)
+
+
+def test_a_ratio_that_overflows_is_an_error_and_not_an_infinite_loss():
+    logprobs, targets, counts = one_row([-1.0], [1.0])
+    with pytest.raises(NonFiniteError, match="importance ratio"):
+        loss_of(logprobs + 800.0, targets, counts, configure())
+
+
+def test_missing_inputs_are_errors_by_name():
+    case = one_row([1.0], [1.0])
+    with pytest.raises(ValueError, match="ref_logprobs: none found"):
+        loss_of(*case, configure(kl__in_loss=True))
+    with pytest.raises(ValueError, match="entropy: none found"):
+        loss_of(*case, configure(entropy_coef=0.1))
+    with pytest.raises(ValueError, match="returns: none found"):
+        critic_loss(f64([1.0]), case[1], configure(), case[2])

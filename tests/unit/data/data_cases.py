@@ -1,0 +1,54 @@
+"""Tokenizers and configurations that the tests of `data` share."""
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from megarl.config.data import JsonlDataConfig
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 =+-*/()<>[],.:?"
+CHAT_TEMPLATE = (
+    "{% if messages[0].role != 'system' %}<|system|>default\n{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def build_char_tokenizer(*, add_bos: bool = False, unknown: bool = False) -> PreTrainedTokenizerFast:
+    """One token per character of ALPHABET."""
+    names = ["<pad>", "<bos>", "<eos>", "<unk>"] if unknown else ["<pad>", "<bos>", "<eos>"]
+    vocab = {token: number for number, token in enumerate([*names, *ALPHABET])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>" if unknown else None))
+    tokenizer.decoder = decoders.Fuse()
+    if add_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", vocab["<bos>"])]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>" if unknown else None,
+    )
+
+
+def build_byte_tokenizer(*, chat: bool = False) -> PreTrainedTokenizerFast:
+    """One token per byte of UTF-8, as the byte-level tokenizers of real models without their merges."""
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: number for number, token in enumerate(["<bos>", *symbols])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    built = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>")
+    if chat:
+        built.chat_template = CHAT_TEMPLATE
+    return built
+
+
+def jsonl_config(path: object, **keys: object) -> JsonlDataConfig:
+    """data=jsonl on a file."""
+    config = JsonlDataConfig(path=str(path))
+    for key, value in keys.items():
+        setattr(config, key, value)
+    return config

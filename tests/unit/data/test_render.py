@@ -1,0 +1,74 @@
+import pytest
+from data_cases import build_byte_tokenizer, build_char_tokenizer
+
+from megarl.config.data import DataConfig
+from megarl.config.errors import ConfigError
+from megarl.data.problem import Message, Problem, ask
+from megarl.data.render import Renderer
+
+CHAT = Problem(
+    (
+        Message("system", "Be brief."),
+        Message("user", "One?"),
+        Message("assistant", "1"),
+        Message("user", "Two?"),
+    ),
+    "2",
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (DataConfig(), "<|system|>default\n<|user|>Why?\n<|assistant|>"),
+        (DataConfig(system=""), "<|system|>\n<|user|>Why?\n<|assistant|>"),
+        (DataConfig(system="Think."), "<|system|>Think.\n<|user|>Why?\n<|assistant|>"),
+        (DataConfig(instruction="{question} {x}"), "<|system|>default\n<|user|>Why? {x}\n<|assistant|>"),
+        (DataConfig(chat_template=False), "Why?"),
+        (DataConfig(chat_template=False, system=""), "Why?"),
+        (DataConfig(chat_template=False, system="Think.", instruction="Q: {question}"), "Think.\n\nQ: Why?"),
+    ],
+)
+def test_a_question_is_rendered_as_configured(config: DataConfig, expected: str) -> None:
+    assert Renderer(config, build_byte_tokenizer(chat=True)).render(ask("Why?", "")) == expected
+
+
+def test_an_instruction_goes_around_the_last_user_message_and_a_system_key_replaces_the_chats() -> None:
+    config = DataConfig(system="New.", instruction="<{question}>")
+    text = Renderer(config, build_byte_tokenizer(chat=True)).render(CHAT)
+    assert text == "<|system|>New.\n<|user|>One?\n<|assistant|>1\n<|user|><Two?>\n<|assistant|>"
+
+
+def test_plain_text_gets_the_tokenizers_special_tokens_and_a_template_does_not() -> None:
+    plain = Renderer(DataConfig(), build_byte_tokenizer())
+    chat = Renderer(DataConfig(), build_byte_tokenizer(chat=True))
+    assert plain.tokenize(["ab"])[0][0] == 0
+    assert chat.tokenize(["ab"])[0] == plain.tokenize(["ab"])[0][1:]
+    assert len(Renderer(DataConfig(), build_char_tokenizer()).tokenize(["ab"])[0]) == 2
+    assert len(Renderer(DataConfig(), build_char_tokenizer(add_bos=True)).tokenize(["ab"])[0]) == 3
+
+
+@pytest.mark.parametrize("unknown", [False, True])
+@pytest.mark.parametrize(("text", "lost"), [("Abc", "A"), ("ab_c~", "_ ~"), ("aé", "é")])
+def test_a_character_that_the_tokenizer_would_drop_silently_is_an_error(
+    text: str, lost: str, unknown: bool
+) -> None:
+    renderer = Renderer(DataConfig(), build_char_tokenizer(unknown=unknown))
+    with pytest.raises(ConfigError, match=f"no token for {lost} in the prompt '{text}'"):
+        renderer.tokenize(["abc", text])
+
+
+def test_every_text_survives_a_byte_level_tokenizer() -> None:
+    texts = ["", "a\nb  c", "naïve 数学 🙂 e\u0301 \u200b", "<bos>$\\frac{1}{2}$"]
+    tokenizer = build_byte_tokenizer()
+    tokens = Renderer(DataConfig(), tokenizer).tokenize(texts)
+    assert [tokenizer.decode(ids[1:]) for ids in tokens] == texts
+
+
+def test_a_template_that_refuses_the_messages_is_named() -> None:
+    tokenizer = build_byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    )
+    with pytest.raises(ConfigError, match=r"data.chat_template: .* system, user: no system"):
+        Renderer(DataConfig(system="x"), tokenizer).render(ask("Why?", ""))

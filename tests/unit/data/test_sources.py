@@ -1,0 +1,117 @@
+import json
+import re
+
+import pytest
+from data_cases import build_byte_tokenizer, build_char_tokenizer
+
+from megarl.config.data import AboutDataConfig, AdditionDataConfig, DataConfig, ReasoningGymDataConfig
+from megarl.config.errors import ConfigError
+from megarl.data.build import DataSplits, build_data
+
+
+def build_small(config: DataConfig, seed: int = 1) -> DataSplits:
+    return build_data(config, build_byte_tokenizer(), seed)
+
+
+def test_about_holds_every_pair_of_letter_and_number_once() -> None:
+    data = build_data(AboutDataConfig(), build_char_tokenizer(), seed=1)
+    answers = [prompt.answer for prompt in (*data.train, *data.heldout)]
+    assert sorted(answers) == sorted(f"{c}{n}" for c in "abcdef" for n in range(4, 65, 4))
+    assert (len(data.train), len(data.heldout), data.num_dropped) == (72, 24, 0)
+    assert all(prompt.text == f"{prompt.answer}=" for prompt in data.train)
+    assert all(len(prompt.token_ids) == len(prompt.text) for prompt in data.train)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (AboutDataConfig(letters="aa"), "data.letters"),
+        (AboutDataConfig(letters=""), "data.letters"),
+        (AboutDataConfig(letters="a1"), "data.letters"),
+        (AboutDataConfig(step=0), "data.step"),
+        (AboutDataConfig(min_number=65), "data.min_number"),
+        (AboutDataConfig(num_heldout=96), "data.num_heldout: found 96; of 96 .* between 1 and 95"),
+        (AdditionDataConfig(num_heldout=0), "data.num_heldout"),
+        (AdditionDataConfig(num_train=7200), "data.num_train: found 7200; .* between 1 and 71"),
+        (AdditionDataConfig(instruction="Add."), r"data.instruction: found 'Add.'; .*\{question\}"),
+        (DataConfig(), "DataConfig is not a source"),
+    ],
+)
+def test_a_bad_value_is_named_with_what_would_be_right(config: DataConfig, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        build_small(config)
+
+
+def test_a_heldout_sum_is_not_in_training_even_with_its_numbers_swapped() -> None:
+    data = build_small(AdditionDataConfig())
+    assert (len(data.train), len(data.heldout)) == (4096, 500)
+
+    def numbers(split: tuple[object, ...]) -> list[tuple[int, int]]:
+        return [tuple(map(int, re.findall(r"\d+", p.text)[:2])) for p in split]  # type: ignore[attr-defined,misc]
+
+    train, heldout = numbers(data.train), numbers(data.heldout)
+    assert not {frozenset(pair) for pair in train} & {frozenset(pair) for pair in heldout}
+    assert len(set(train)) == 4096
+    assert len({frozenset(pair) for pair in heldout}) == 500
+    assert all(10 <= n <= 99 for pair in train + heldout for n in pair)
+    found = [
+        (str(a + b), p.answer) for (a, b), p in zip(train + heldout, data.train + data.heldout, strict=True)
+    ]
+    assert all(left == right for left, right in found)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        AboutDataConfig(),
+        AdditionDataConfig(num_train=50),
+        ReasoningGymDataConfig(size=20, num_heldout=10),
+    ],
+)
+def test_the_same_seed_gives_the_same_data_and_another_seed_another_split(config: DataConfig) -> None:
+    first, again, other = build_small(config), build_small(config), build_small(config, seed=2)
+    assert first == again
+    assert {p.id for p in first.heldout} != {p.id for p in other.heldout}
+    shared = {p.text: p.id for p in first.train}
+    assert all(shared.get(p.text, p.id) == p.id for p in (*other.train, *other.heldout))
+    assert len({p.id for p in (*first.train, *first.heldout)}) == len(first.train) + len(first.heldout)
+
+
+def test_reasoning_gym_scores_its_own_answers_from_the_stored_problem() -> None:
+    from reasoning_gym import get_score_answer_fn
+
+    config = ReasoningGymDataConfig(task="chain_sum", size=30, num_heldout=10, options={"max_terms": 3})
+    data = build_small(config)
+    assert (len(data.train), len(data.heldout)) == (30, 10)
+    assert not {p.text for p in data.train} & {p.text for p in data.heldout}
+    for prompt in (*data.train, *data.heldout):
+        stored = json.loads(prompt.metadata["reasoning_gym"])
+        score = get_score_answer_fn(stored["task"])
+        assert stored["task"] == "chain_sum"
+        assert stored["entry"]["question"] in prompt.text
+        assert score(prompt.answer, stored["entry"]) == 1.0
+        assert score(prompt.answer + "1", stored["entry"]) < 1.0
+        assert stored["entry"]["metadata"]["num_terms"] <= 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"task": "chainsum"}, "data.task: found 'chainsum'; did you mean chain_sum?"),
+        ({"options": {"max_term": 3}}, "data.options.max_term: .*did you mean max_terms?"),
+        ({"options": {"seed": 3}}, "data.options.seed: no such option"),
+        ({"options": {"max_terms": -1}}, "data.options: chain_sum refuses"),
+        ({"task": "arc_agi"}, "data.task: arc_agi cannot be scored"),
+        ({"size": 0}, "data.size: found 0"),
+        (
+            {"options": {"min_terms": 2, "max_terms": 2, "max_digits": 1}, "size": 900},
+            "data.size: found 900; .*gave only",
+        ),
+    ],
+)
+def test_a_bad_reasoning_gym_key_is_named(keys: dict[str, object], expected: str) -> None:
+    config = ReasoningGymDataConfig(num_heldout=2, size=2)
+    for key, value in keys.items():
+        setattr(config, key, value)
+    with pytest.raises(ConfigError, match=expected):
+        build_small(config)
