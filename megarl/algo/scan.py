@@ -6,7 +6,7 @@ Suffixes: B samples, T positions, N blocks, K positions of a block.
 import torch
 from torch import Tensor
 
-BLOCK = 32
+BLOCK = 16
 """K: wide enough that few levels remain, narrow enough that the K x K product costs less than memory
 traffic.
 """

@@ -26,14 +26,13 @@ class DataConfig:
 
 @dataclass
 class AboutDataConfig(DataConfig):
-    """The tiny task: `b36=` asks for about 36 times the letter b."""
+    """The tiny task: `b...=` asks for about letters_per_dot letters b for each dot."""
 
-    prompt_length: int = 8
+    prompt_length: int = 32
     num_heldout: int | None = 24
     letters: str = "abcdef"
-    min_number: int = 4
-    max_number: int = 64
-    step: int = 4
+    max_dots: int = 16
+    letters_per_dot: int = 4
 
 
 @dataclass
@@ -42,6 +41,8 @@ class AdditionDataConfig(DataConfig):
 
     prompt_length: int = 64
     num_heldout: int | None = 500
+    system: str | None = ""
+    """Empty: SmolLM2's template otherwise adds 16 tokens of its own to each prompt."""
     instruction: str | None = "What is {question}? Answer with the number only."
     num_train: int = 4096
 

@@ -9,13 +9,13 @@ from megarl.data.problem import ProblemSplits, ask
 
 
 class AboutSource:
-    """`b36=` with answer `b36`: letters x numbers."""
+    """`b...=` with answer `b12`: letters x numbers of dots, letters_per_dot letters asked for by each dot."""
 
     def __init__(self, config: AboutDataConfig):
         self.config = config
 
     def load(self, seed: int) -> ProblemSplits:
-        """Every pair of letter and number once, on one side. Raises ConfigError."""
+        """Every pair of a letter and a number of dots once, on one side. Raises ConfigError."""
         config = self.config
         problems = []
         if not config.letters or len(set(config.letters)) != len(config.letters):
@@ -24,21 +24,19 @@ class AboutSource:
             )
         elif not config.letters.isalpha():
             problems.append(f"data.letters: found {config.letters!r}; it must be letters only")
-        if config.step < 1:
-            problems.append(f"data.step: found {config.step}; it must be 1 or more")
-        if not 1 <= config.min_number <= config.max_number:
-            problems.append(
-                f"data.min_number: found {config.min_number}; it must be between 1 and data.max_number"
-                f" ({config.max_number})"
-            )
+        for key in ("max_dots", "letters_per_dot"):
+            if getattr(config, key) < 1:
+                problems.append(f"data.{key}: found {getattr(config, key)}; it must be 1 or more")
         if problems:
             raise ConfigError(problems)
-        numbers = range(config.min_number, config.max_number + 1, config.step)
-        pairs = [f"{letter}{number}" for letter in config.letters for number in numbers]
+        pairs = [(letter, dots) for letter in config.letters for dots in range(1, config.max_dots + 1)]
         num_heldout = len(pairs) // 4 if config.num_heldout is None else config.num_heldout
-        _check_num_heldout(num_heldout, len(pairs), "pairs of letter and number")
+        _check_num_heldout(num_heldout, len(pairs), "pairs of a letter and a number of dots")
         random.Random(f"about/{seed}").shuffle(pairs)
-        made = [ask(f"{pair}=", pair) for pair in pairs]
+        made = [
+            ask(f"{letter}{'.' * dots}=", f"{letter}{dots * config.letters_per_dot}")
+            for letter, dots in pairs
+        ]
         return ProblemSplits(made[num_heldout:], made[:num_heldout])
 
 

@@ -22,7 +22,16 @@ class Collector:
 
         weight_version: of the trainer's weights now. Raises ValueError where a reward is not finite.
         """
-        groups = self._engine.generate(prompts, num_responses=num_responses, temperature=self._temperature)
+        return self._collect(prompts, num_responses, self._temperature, weight_version)
+
+    def collect_greedy(self, prompts: Sequence[Prompt], *, weight_version: int) -> Rollout:
+        """The most likely response of each prompt, for evaluation; else as `collect`."""
+        return self._collect(prompts, 1, 0.0, weight_version)
+
+    def _collect(
+        self, prompts: Sequence[Prompt], num_responses: int, temperature: float, weight_version: int
+    ) -> Rollout:
+        groups = self._engine.generate(prompts, num_responses=num_responses, temperature=temperature)
         return Rollout(score_groups(prompts, groups, self._reward), weight_version)
 
 

@@ -43,17 +43,28 @@ def list_descendants(root: int) -> list[int]:
     return found
 
 
-def find_shared_memory(pids: Iterable[int]) -> set[str]:
-    """Files under /dev/shm that these processes hold open or mapped (semaphores are only mapped)."""
+def find_shared_memory(pids: Iterable[int]) -> set[int]:
+    """Inodes of the files under /dev/shm that these processes hold open or mapped.
+
+    Inodes, because a semaphore's mapping goes by the name of a temporary file that glibc has already removed.
+    """
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for fd in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):
-                    found.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+                    if os.readlink(f"/proc/{pid}/fd/{fd}").startswith("/dev/shm/"):
+                        found.add(os.stat(f"/proc/{pid}/fd/{fd}").st_ino)
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as maps:
-            found |= {line[line.index("/dev/shm/") :].rstrip("\n") for line in maps if "/dev/shm/" in line}
-    return {path for path in found if path.startswith("/dev/shm/") and not path.endswith(" (deleted)")}
+            found |= {int(line.split()[4]) for line in maps if "/dev/shm/" in line}
+    return found
+
+
+def remove_shared_memory(inodes: set[int]) -> None:
+    for entry in os.scandir("/dev/shm"):
+        if entry.inode() in inodes:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(entry.path)
 
 
 def signal_all(pids: Iterable[int], number: int) -> None:
@@ -113,7 +124,7 @@ def main() -> None:
     server = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, preexec_fn=prepare_child, start_new_session=True
     )
-    shared: set[str] = set()
+    shared: set[int] = set()
     while server.poll() is None:
         ready, _, _ = select.select([sys.stdin, wake_read], [], [], SCAN_EVERY_S)
         shared |= find_shared_memory(list_descendants(os.getpid()))
@@ -123,9 +134,7 @@ def main() -> None:
             break
     status = server.poll()
     end_all(GRACE_S)
-    for path in shared:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+    remove_shared_memory(shared)
     shutil.rmtree(scratch, ignore_errors=True)
     if status is None:
         sys.exit(0)

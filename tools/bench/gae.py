@@ -1,6 +1,6 @@
 """Times the vectorised GAE on ragged float32 batches, side by side with the loops it replaces.
 
-Run: python tools/bench/gae.py [--rows 1024] [--positions 8192] [--scalar-rows 8]
+Run: python tools/bench/gae.py [--rows 1024] [--positions 8192] [--scalar-rows 128]
 """
 
 import argparse
@@ -75,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--positions", type=int, default=8192)
-    parser.add_argument("--scalar-rows", type=int, default=8, help="rows of the batch for the per-token loop")
+    parser.add_argument("--scalar-rows", type=int, default=128, help="rows of the batch for the per-token loop")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     batch = make_batch(args.rows, args.positions)

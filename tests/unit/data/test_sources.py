@@ -13,12 +13,13 @@ def build_small(config: DataConfig, seed: int = 1) -> DataSplits:
     return build_data(config, build_byte_tokenizer(), seed)
 
 
-def test_about_holds_every_pair_of_letter_and_number_once() -> None:
+def test_about_holds_every_pair_of_letter_and_number_of_dots_once() -> None:
     data = build_data(AboutDataConfig(), build_char_tokenizer(), seed=1)
     answers = [prompt.answer for prompt in (*data.train, *data.heldout)]
     assert sorted(answers) == sorted(f"{c}{n}" for c in "abcdef" for n in range(4, 65, 4))
     assert (len(data.train), len(data.heldout), data.num_dropped) == (72, 24, 0)
-    assert all(prompt.text == f"{prompt.answer}=" for prompt in data.train)
+    for prompt in (*data.train, *data.heldout):
+        assert prompt.text == f"{prompt.answer[0]}{'.' * (int(prompt.answer[1:]) // 4)}="
     assert all(len(prompt.token_ids) == len(prompt.text) for prompt in data.train)
 
 
@@ -28,8 +29,8 @@ def test_about_holds_every_pair_of_letter_and_number_once() -> None:
         (AboutDataConfig(letters="aa"), "data.letters"),
         (AboutDataConfig(letters=""), "data.letters"),
         (AboutDataConfig(letters="a1"), "data.letters"),
-        (AboutDataConfig(step=0), "data.step"),
-        (AboutDataConfig(min_number=65), "data.min_number"),
+        (AboutDataConfig(max_dots=0), "data.max_dots"),
+        (AboutDataConfig(letters_per_dot=0), "data.letters_per_dot"),
         (AboutDataConfig(num_heldout=96), "data.num_heldout: found 96; of 96 .* between 1 and 95"),
         (AdditionDataConfig(num_heldout=0), "data.num_heldout"),
         (AdditionDataConfig(num_train=7200), "data.num_train: found 7200; .* between 1 and 71"),

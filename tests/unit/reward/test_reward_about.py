@@ -1,0 +1,109 @@
+"""The verifier of the tiny task."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from reward_cases import build_prompt, build_response
+
+from megarl.config.errors import ConfigError
+from megarl.config.reward import AboutRewardConfig
+from megarl.reward.about import compute_length_score
+from megarl.reward.build import build_reward
+from megarl.types import FinishReason
+
+LETTERS = "abcdef"
+NUMBERS = range(4, 65)
+REWARD = build_reward(AboutRewardConfig())
+
+
+def best_blind_score(
+    letters: Sequence[str], numbers: Sequence[int], tolerance: float, falloff: float
+) -> float:
+    """The highest expected reward of any distribution over answers that ignores the prompt.
+
+    An answer of length l with shares s_c of each letter earns on average
+    mean over (c, n) of s_c * g(l / n) = (sum of s_c / number of letters) * mean of g(l / n), and the shares
+    add up to 1 at most. Past the largest number times tolerance and falloff g is 0, so the lengths to try are
+    finite.
+    """
+    longest = math.ceil(max(numbers) * tolerance * falloff)
+    expected = [
+        sum(compute_length_score(length / n, tolerance, falloff) for n in numbers) / len(numbers)
+        for length in range(longest + 1)
+    ]
+    return max(expected) / len(letters)
+
+
+def score(answer: str, text: str, finish_reason: FinishReason = FinishReason.stop):
+    return REWARD(build_prompt(answer), build_response(text, finish_reason))
+
+
+def test_the_best_answer_that_ignores_the_prompt_scores_at_most_a_fifth():
+    config = AboutRewardConfig()
+    assert best_blind_score(LETTERS, NUMBERS, config.tolerance, config.falloff) <= 0.2
+
+
+def test_the_blind_bound_is_reached_by_the_verifier_itself():
+    config = AboutRewardConfig()
+    prompts = [f"{letter}{number}" for letter in LETTERS for number in NUMBERS]
+    answers = ["a" * length for length in range(1, 200, 3)] + [LETTERS * count for count in range(1, 20)]
+    best = max(sum(score(p, text).reward for p in prompts) / len(prompts) for text in answers)
+    bound = best_blind_score(LETTERS, NUMBERS, config.tolerance, config.falloff)
+    assert bound - 0.01 < best <= bound + 1e-9
+
+
+def test_the_right_letter_at_the_right_length_is_correct():
+    result = score("b37", "b" * 37)
+    assert result.reward == 1.0
+    assert result.correct
+    assert result.details == {"letters": 1.0, "length": 1.0}
+
+
+@pytest.mark.parametrize("length", [30, 46])
+def test_lengths_within_the_tolerance_count_fully(length):
+    assert score("b37", "b" * length).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(10, 1.0), (16, 0.66096), (25, 0.33904), (40, 0.0), (50, 0.0)]
+)
+def test_the_length_score_falls_linearly_in_the_logarithm(length, expected):
+    """By hand at number 8, tolerance 1.25, falloff 4: 16 is off by 2, log(2/1.25)/log 4 = 0.33904."""
+    assert score("b8", "b" * length).details["length"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_too_short_and_too_long_by_one_factor_score_alike():
+    assert score("c40", "c" * 20).reward == pytest.approx(score("c10", "c" * 20).reward)
+
+
+def test_letters_are_counted_as_a_share():
+    result = score("b4", "bbxb")
+    assert result.details == {"letters": 0.75, "length": 1.0}
+    assert result.reward == 0.75
+    assert not result.correct
+
+
+def test_an_empty_response_scores_nothing_with_the_same_details():
+    result = score("b4", "")
+    assert (result.reward, result.correct) == (0.0, False)
+    assert result.details == {"letters": 0.0, "length": 0.0}
+
+
+def test_a_response_cut_at_the_limit_counts_with_the_length_it_has():
+    assert score("b37", "b" * 37, FinishReason.length) == score("b37", "b" * 37)
+
+
+@pytest.mark.parametrize("answer", ["37", "b", "b0", "bb3", ""])
+def test_an_answer_of_another_task_is_an_error_that_names_the_prompt(answer):
+    with pytest.raises(ValueError, match=r"prompt 'p1'.*data=about"):
+        score(answer, "b")
+
+
+def test_bad_tolerance_and_falloff_are_both_named():
+    with pytest.raises(ConfigError) as caught:
+        build_reward(AboutRewardConfig(tolerance=0.5, falloff=1.0))
+    assert [problem.split(":")[0] for problem in caught.value.problems] == [
+        "reward.tolerance",
+        "reward.falloff",
+    ]
