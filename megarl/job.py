@@ -83,7 +83,7 @@ def open_parts(config: Config, run_dir: Path, report: Report) -> Iterator[Parts]
             collector=Collector(engine, build_reward(config.reward), temperature=rollout.temperature),
             sync=sync,
             sampler=PromptSampler(data.train, config.seed),
-            heldout=data.heldout,
+            heldout=data.heldout[: config.train.num_eval_prompts],
             report=report,
         )
 

@@ -1,7 +1,7 @@
 """Value pretraining (VC-PPO 2503.01491 section 3, VAPO 2504.05118): the critic learns the frozen policy's returns."""
 
 from megarl.algo.diagnostics import compute_explained_variance
-from megarl.algo.targets import compute_targets
+from megarl.algo.targets import monte_carlo
 from megarl.trainer import Trainer
 from megarl.types import Metrics
 
@@ -31,7 +31,7 @@ def pretrain_critic(trainer: Trainer) -> None:
 def pretrain_step(trainer: Trainer, step: int) -> Metrics:
     """One rollout, measured and then learned."""
     experience, _ = trainer.build_experience(trainer.collect())
-    samples, _ = compute_targets(experience, trainer.config.algo, trainer.kl.coef)
+    samples, _ = trainer.build_targets(experience, monte_carlo(trainer.config.algo))
     assert samples.returns is not None and experience.values is not None  # the config check: only with a critic
     explained = compute_explained_variance(experience.values, samples.returns, samples.mask)
     metrics = trainer.update(samples, -step, policy=False)

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.kl import KlController
+from megarl.algo.rewards import update_reward_moments
+from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets
+from megarl.config.algo import AlgoConfig, needs_reward_moments
 from megarl.config.schema import Config
 from megarl.data.sampler import PromptSampler
 from megarl.report.report import Report
@@ -50,6 +53,7 @@ class Trainer:
         self.parts = parts
         self.report = parts.report
         self.kl = KlController.start(config.algo.kl)
+        self.reward_moments = RunningMoments()
         self.version = 0
         self.heldout_reward = float("nan")
 
@@ -75,9 +79,8 @@ class Trainer:
 
     def iterate(self, iteration: int) -> Metrics:
         """One iteration: returns its metrics; the servers then hold the updated policy."""
-        rollout = self.collect()
-        experience, metrics = self.build_experience(rollout)
-        samples, target_metrics = compute_targets(experience, self.config.algo, self.kl.coef)
+        experience, metrics = self.build_experience(self.collect())
+        samples, target_metrics = self.build_targets(experience, self.config.algo)
         metrics |= target_metrics
         metrics |= self.update(samples, iteration)
         metrics |= self.publish(self.version + 1)
@@ -111,6 +114,19 @@ class Trainer:
                 values=values.result() if values else None,
             )
         return experience, compute_batch_metrics(experience) | compute_score_metrics(rollout)
+
+    def build_targets(self, experience: Experience, algo: AlgoConfig) -> tuple[TrainingSamples, Metrics]:
+        """Advantages and returns over the global batch, with the statistics that run along over the iterations."""
+        response_length = self.config.rollout.response_length
+        if needs_reward_moments(algo):
+            self.reward_moments = update_reward_moments(self.reward_moments, experience, algo, response_length)
+        return compute_targets(
+            experience,
+            algo,
+            self.kl.coef,
+            response_length=response_length,
+            reward_moments=self.reward_moments,
+        )
 
     def update(self, samples: TrainingSamples, iteration: int, *, policy: bool = True) -> Metrics:
         """Optimizer steps of critic and policy on the same minibatches, side by side: neither reads the other's."""

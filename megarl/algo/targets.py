@@ -155,7 +155,7 @@ def _choose_lambda(mask_BT: Tensor, algo: AlgoConfig) -> tuple[float | Tensor, M
     clipped = float((lambdas <= algo.lambda_min).double().mean()) if lambdas.numel() else 0.0
     if clipped > 0.5:
         warnings.warn(
-            f"length-adaptive GAE: {clipped:.0%} of the responses are so short that lambda is at "
+            "length-adaptive GAE: more than half of the responses are so short that lambda is at "
             f"algo.lambda_min={algo.lambda_min:g}; raise algo.length_alpha ({algo.length_alpha:g}), whose "
             f"formula "
             "1 - 1/(length_alpha * length) was made for long responses",

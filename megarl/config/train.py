@@ -17,6 +17,7 @@ class TrainConfig:
     eval_every: int = 10
     """Iterations between evaluations on held-out prompts; they also run before the first and after the last."""
     num_eval_prompts: int = 256
+    """Most held-out prompts of an evaluation."""
     stop_at_heldout_reward: float | None = None
     """End early once the held-out reward reaches this."""
     max_minutes: float | None = None

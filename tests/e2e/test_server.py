@@ -15,6 +15,7 @@ from megarl.config.rollout import RolloutConfig
 from megarl.rollout.client import RequestError
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
+from megarl.rollout.guard import find_shared_memory
 from megarl.rollout.server import ServerError, SGLangServer, pick_free_port
 from megarl.rollout.tensors import build_tensors
 from megarl.seams import DeadlineError, SyncError
@@ -292,7 +293,6 @@ def test_a_server_that_exits_at_start_shows_the_end_of_its_log(tiny_checkpoint, 
 def test_the_same_seed_repeats_and_stop_leaves_nothing(
     first_responses, tiny_checkpoint, rollout_config, server_seed, tmp_path
 ):
-    shared_before = set(os.listdir("/dev/shm"))
     again = SGLangServer(rollout_config, tiny_checkpoint, log_file=tmp_path / "again.log", seed=server_seed)
     again.start()
     again.wait_healthy(rollout_config.startup_deadline_s)
@@ -303,10 +303,12 @@ def test_the_same_seed_repeats_and_stop_leaves_nothing(
     guard = psutil.Process(again.pid)
     processes = [guard, *guard.children(recursive=True)]
     assert len(processes) >= 4
+    shared = find_shared_memory(p.pid for p in processes)
+    assert shared & {entry.inode() for entry in os.scandir("/dev/shm")}
     scratch = again._scratch
     again.stop()
     assert [p for p in processes if p.is_running()] == []
-    assert set(os.listdir("/dev/shm")) - shared_before == set()
+    assert not shared & {entry.inode() for entry in os.scandir("/dev/shm")}
     assert scratch is not None
     assert not scratch.exists()
     assert not again.is_alive()

@@ -75,7 +75,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--positions", type=int, default=8192)
-    parser.add_argument("--scalar-rows", type=int, default=128, help="rows of the batch for the per-token loop")
+    parser.add_argument(
+        "--scalar-rows", type=int, default=128, help="rows of the batch for the per-token loop"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     batch = make_batch(args.rows, args.positions)

@@ -207,13 +207,15 @@ def test_smollm2_becomes_a_bfloat16_checkpoint_with_its_chat_template(tmp_path):
     directory = resolve_checkpoint(ModelConfig(name="s", source=ModelSource.smollm2), tmp_path)
     assert resolve_checkpoint(ModelConfig(name="s", source=ModelSource.smollm2), tmp_path) == directory
     tokenizer = load_tokenizer(directory)
-    chat = [{"role": "system", "content": ""}, {"role": "user", "content": "What is 7 + 5?"}]
+    chat = [{"role": "system", "content": ""}, {"role": "user", "content": "What is the capital of France?"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert text.endswith("<|im_start|>user\nWhat is 7 + 5?<|im_end|>\n<|im_start|>assistant\n")
+    assert text.endswith(
+        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    )
     ids = tokenizer(text).input_ids
     assert tokenizer.decode(ids) == text
     model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
     assert model.dtype is torch.bfloat16
     with torch.no_grad():
-        output = model.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids) :]
-    assert "12" in tokenizer.decode(output)
+        output = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :]
+    assert "Paris" in tokenizer.decode(output)

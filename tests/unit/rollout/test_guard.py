@@ -12,8 +12,8 @@ import pytest
 
 from megarl.rollout import guard
 
-# A server with a child in a session of its own, which ignores SIGTERM and holds a file and a semaphore in shared
-# memory; nothing cleans up after it, as after an SGLang scheduler that was killed.
+# A server with a child in a session of its own, which ignores SIGTERM and holds a file and a semaphore in
+# shared memory; nothing cleans up after it, as after an SGLang scheduler that was killed.
 CHILD = """
 import _multiprocessing, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

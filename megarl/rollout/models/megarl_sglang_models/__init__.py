@@ -1,4 +1,1 @@
-"""The model classes that SGLang looks up first; for any other it imports all of its own.
-
-Named to it by SGLANG_EXTERNAL_MODEL_PACKAGE.
-"""
+"""The model classes that SGLang looks up first (by SGLANG_EXTERNAL_MODEL_PACKAGE), before importing all."""
