@@ -73,7 +73,7 @@ def open_parts(config: Config, run_dir: Path, report: Report) -> Iterator[Parts]
             urls = servers.wait()
         engine = SGLangEngine(urls, checkpoint, rollout, tokenizer, check_processes=servers.check_alive)
         stack.callback(engine.close)
-        probe = build_probe_tokens(load_generation_spec(checkpoint).vocab_size)
+        probe = build_probe_tokens(data.heldout, load_generation_spec(checkpoint).vocab_size)
         sync = DiskSync(groups[Role.policy], engine.clients, rollout, run_dir / "sync", probe)
         stack.callback(sync.close)
         yield Parts(

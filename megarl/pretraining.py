@@ -32,7 +32,8 @@ def pretrain_step(trainer: Trainer, step: int) -> Metrics:
     """One rollout, measured and then learned."""
     experience, _ = trainer.build_experience(trainer.collect())
     samples, _ = trainer.build_targets(experience, monte_carlo(trainer.config.algo))
-    assert samples.returns is not None and experience.values is not None  # the config check: only with a critic
+    assert samples.returns is not None
+    assert experience.values is not None
     explained = compute_explained_variance(experience.values, samples.returns, samples.mask)
     metrics = trainer.update(samples, -step, policy=False)
     return {"pretrain/explained_variance": explained, "pretrain/loss": metrics["critic/loss"]}

@@ -71,4 +71,4 @@ class WeightSync(Protocol):
 
 
 class SyncError(RuntimeError):
-    """The servers do not hold the trainer's weights; the message says which server, what was compared, what differed."""
+    """The servers do not hold the trainer's weights; the message says which server, what was compared, what differs."""

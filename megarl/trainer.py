@@ -167,7 +167,7 @@ class Trainer:
         return [
             rows
             for _ in range(self.config.train.epochs_per_iteration)
-            for rows in torch.randperm(num_samples, generator=generator).split(size)
+            for rows in torch.split(torch.randperm(num_samples, generator=generator), size)
         ]
 
 

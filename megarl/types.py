@@ -8,6 +8,7 @@ entries past the response are zero (False in masks).
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,7 +100,7 @@ class Sequences:
 
     def select(self, rows: Tensor) -> "Sequences":
         """The given rows (int64 [K]), in that order."""
-        pieces = self.tokens.split(self.lengths.tolist())
+        pieces = torch.split(self.tokens, self.lengths.tolist())
         chosen = [pieces[i] for i in rows.tolist()]
         tokens = torch.cat(chosen) if chosen else self.tokens[:0]
         return Sequences(tokens, self.lengths[rows], self.prompt_lengths[rows])
@@ -138,7 +139,7 @@ class TrainingSamples:
     loss_mask: Tensor
     """bool [B, T], a subset of mask: tokens with a policy loss"""
     positive: Tensor
-    """bool [B]: correct by the raw reward (positive-example LM loss, TOPR)"""
+    """bool [B]: correct by the raw reward (positive-example LM loss)"""
     advantages: Tensor
     """float32 [B, T]"""
     rollout_logprobs: Tensor
@@ -154,11 +155,14 @@ class TrainingSamples:
 
     def select(self, rows: Tensor) -> "TrainingSamples":
         """The given rows (int64 [K]), in that order; T stays."""
-        picked = {
-            f.name: None if (value := getattr(self, f.name)) is None
-            else value.select(rows) if isinstance(value, Sequences) else value[rows]
-            for f in fields(self)
-        }
+        picked: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Sequences):
+                value = value.select(rows)
+            elif value is not None:
+                value = value[rows]
+            picked[f.name] = value
         return TrainingSamples(**picked)
 
 

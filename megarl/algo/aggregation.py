@@ -38,8 +38,6 @@ def aggregate(
         return (sums / row_lengths.clamp(min=1)).sum() / num_sequences
     if mode is _SEQ_TOKEN_SUM_NORM:
         if response_length is None:
-            raise ValueError(
-                "response_length: none found; loss_agg_mode=seq-mean-token-sum-norm divides by it"
-            )
+            raise ValueError("response_length: none found; loss_agg_mode=seq-mean-token-sum-norm divides by it")
         return token_loss_R.sum() / (num_sequences * response_length)
     return token_loss_R.sum() / num_sequences

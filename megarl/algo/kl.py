@@ -39,9 +39,7 @@ def compute_token_kl(experience: Experience, estimator: KLEstimator) -> Tensor:
     Raises ValueError when the experience has no reference log-probs.
     """
     if experience.ref_logprobs is None:
-        raise ValueError(
-            "ref_logprobs: none found; a KL term is configured, so the reference must score the responses"
-        )
+        raise ValueError("ref_logprobs: none found; a KL term is configured, so the reference must score the responses")
     mask = experience.mask
     check_finite("old_logprobs", experience.old_logprobs, mask)
     check_finite("ref_logprobs", experience.ref_logprobs, mask)

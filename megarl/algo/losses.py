@@ -191,9 +191,7 @@ def _prepare(logprobs: Tensor, targets: TokenTargets) -> _Tokens:
 def _required(name: str, tensor: Tensor | None, targets: TokenTargets, dtype: torch.dtype) -> Tensor:
     """The tensor with 0 where not generated; an error where it is missing or not finite."""
     if tensor is None:
-        raise ValueError(
-            f"{name}: none found, but the configured loss needs it; must be float [{len(targets.rows)}]"
-        )
+        raise ValueError(f"{name}: none found, but the configured loss needs it; must be float [{len(targets.rows)}]")
     check_finite(name, tensor.detach(), targets.mask, targets.rows)
     return torch.where(targets.mask, tensor, 0.0).to(dtype)
 
@@ -210,9 +208,7 @@ def _topr(tokens: _Tokens, targets: TokenTargets, config: AlgoConfig) -> Tensor:
         total = torch.zeros(targets.num_rows, dtype=log_rho.dtype, device=log_rho.device)
         log_rho = total.index_add(0, targets.rows, log_rho)[targets.rows]
     topr = config.topr
-    return compute_topr(
-        tokens.logprobs, log_rho, tokens.advantages, topr.positive_loss_coef, topr.negative_loss_coef
-    )
+    return compute_topr(tokens.logprobs, log_rho, tokens.advantages, topr.positive_loss_coef, topr.negative_loss_coef)
 
 
 def _token_mean(tensor: Tensor, mask: Tensor, num_tokens: int) -> Tensor:
@@ -226,9 +222,7 @@ def _ratio_sums(tokens: _Tokens, targets: TokenTargets, counts: LossCounts) -> d
     log_ratio = tokens.log_ratio
     return {
         "policy/ratio_mean": _token_mean(log_ratio.exp(), targets.loss_mask, counts.num_tokens),
-        "policy/approx_kl": _token_mean(
-            torch.expm1(log_ratio) - log_ratio, targets.loss_mask, counts.num_tokens
-        ),
+        "policy/approx_kl": _token_mean(torch.expm1(log_ratio) - log_ratio, targets.loss_mask, counts.num_tokens),
     }
 
 

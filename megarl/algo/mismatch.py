@@ -16,9 +16,7 @@ from megarl.config.algo import MismatchConfig
 from megarl.config.algo_choices import MismatchCorrection, MismatchLevel
 
 
-def compute_log_mismatch(
-    log_ratio_R: Tensor, rows: Tensor, row_lengths: Tensor, level: MismatchLevel
-) -> Tensor:
+def compute_log_mismatch(log_ratio_R: Tensor, rows: Tensor, row_lengths: Tensor, level: MismatchLevel) -> Tensor:
     """Log of the ratio at the given level, for each token, float [R].
 
     log_ratio_R: old_logprobs - rollout_logprobs, 0 where not generated. row_lengths: int64, generated tokens

@@ -96,12 +96,7 @@ def _format_advantage(algo: AlgoConfig, responses_per_prompt: int) -> str:
         text += ", whitened over the batch"
     if algo.advantage_clip is not None:
         text += f", clipped to +-{algo.advantage_clip:g}"
-    return (
-        text
-        + f"; {responses_per_prompt} response"
-        + ("s" if responses_per_prompt > 1 else "")
-        + " per prompt"
-    )
+    return text + f"; {responses_per_prompt} response" + ("s" if responses_per_prompt > 1 else "") + " per prompt"
 
 
 def _format_reward(algo: AlgoConfig) -> str:

@@ -24,9 +24,7 @@ def compute_overlong_penalty(lengths_B: Tensor, config: OverlongConfig, response
     return config.penalty * ((start - lengths_B.double()) / config.buffer).clamp(-1.0, 0.0)
 
 
-def compute_penalised_rewards(
-    experience: Experience, algo: AlgoConfig, response_length: int | None
-) -> Tensor:
+def compute_penalised_rewards(experience: Experience, algo: AlgoConfig, response_length: int | None) -> Tensor:
     """Raw rewards plus the overlong penalty where configured, float64 [B]. Raises NonFiniteError,
     ValueError.
     """

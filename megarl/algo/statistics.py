@@ -72,9 +72,7 @@ def compute_moments(
     values = values_B.double()
     if scope is NormScope.running:
         if running is None:
-            raise ValueError(
-                "reward_norm: running found without moments of the run so far; pass reward_moments"
-            )
+            raise ValueError("reward_norm: running found without moments of the run so far; pass reward_moments")
         mean, std = torch.full_like(values, running.mean), torch.full_like(values, running.std)
         # The merged sums carry rounding, so equality is judged with its size in mind.
         return Moments(mean, std, std <= 1e-12 * (1.0 + mean.abs()))

@@ -81,25 +81,19 @@ def _check_experience(experience: Experience, algo: AlgoConfig) -> None:
         if tensor is None:
             continue
         if tensor.shape != shape:
-            raise ValueError(
-                f"{name}: shape {list(tensor.shape)} found; must be that of the mask, {list(shape)}"
-            )
+            raise ValueError(f"{name}: shape {list(tensor.shape)} found; must be that of the mask, {list(shape)}")
         check_finite(name, tensor, experience.mask)
     for name in ("rewards", "truncated", "groups"):
         found = getattr(experience, name).shape
         if found != shape[:1]:
             raise ValueError(f"{name}: shape {list(found)} found; must be one per sample, [{shape[0]}]")
     if needs_reference(algo) and experience.ref_logprobs is None:
-        raise ValueError(
-            "ref_logprobs: none found; a KL term is configured, so the reference must score the responses"
-        )
+        raise ValueError("ref_logprobs: none found; a KL term is configured, so the reference must score the responses")
     if algo.advantage is Advantage.gae and experience.values is None:
         raise ValueError("values: none found; algo.advantage=gae needs the critic's values")
 
 
-def _compute_penalty(
-    experience: Experience, algo: AlgoConfig, kl_coef: float
-) -> tuple[Tensor | None, Metrics]:
+def _compute_penalty(experience: Experience, algo: AlgoConfig, kl_coef: float) -> tuple[Tensor | None, Metrics]:
     """beta * k per token, float64 [B, T], or None where no KL is in the reward; and kl/mean where there is a
     KL.
     """
@@ -168,9 +162,7 @@ def _choose_lambda(mask_BT: Tensor, algo: AlgoConfig) -> tuple[float | Tensor, M
 
 def _compute_metrics(samples: TrainingSamples, rewards_B: Tensor) -> Metrics:
     mask = samples.mask
-    metrics = {
-        "reward/positive_frac": float(samples.positive.double().mean()) if samples.positive.numel() else 0.0
-    }
+    metrics = {"reward/positive_frac": float(samples.positive.double().mean()) if samples.positive.numel() else 0.0}
     if rewards_B.numel():
         metrics["reward/shaped_mean"] = float(rewards_B.mean())
         metrics["policy/dropped_frac"] = float(1.0 - samples.loss_mask.sum() / mask.sum().clamp(min=1))
@@ -183,9 +175,7 @@ def _compute_metrics(samples: TrainingSamples, rewards_B: Tensor) -> Metrics:
         "advantage/max_abs": float(inside.abs().max()),
     }
     if samples.returns is not None and samples.old_values is not None:
-        metrics["critic/explained_variance"] = compute_explained_variance(
-            samples.old_values, samples.returns, mask
-        )
+        metrics["critic/explained_variance"] = compute_explained_variance(samples.old_values, samples.returns, mask)
         metrics["critic/value_mean"] = float(samples.old_values[mask].double().mean())
         metrics["critic/return_mean"] = float(samples.returns[mask].double().mean())
     return metrics

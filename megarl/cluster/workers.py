@@ -99,7 +99,11 @@ class WorkerGroup:
             actor.build.remote(self._spec, rank, self.num_ranks, address) for rank, actor in enumerate(self._actors)
         ]
         return PendingCall(
-            tuple(refs), self._names, f"building the {self.role} model", self._start_deadline_s, lambda _: None
+            tuple(refs),
+            self._names,
+            f"building the {self.role} model",
+            self._start_deadline_s,
+            lambda _: None,
         )
 
     def logprobs(self, sequences: Sequences, temperature: float) -> PendingCall[Tensor]:
@@ -151,7 +155,9 @@ def _merge_rows(sequences: Sequences) -> Callable[[list[Any]], Tensor]:
                 merged[part.rows] = part.values
                 seen[part.rows] += 1
         if not bool((seen == 1).all()):
-            raise RuntimeError(f"rows {torch.nonzero(seen != 1).flatten().tolist()} were computed {seen[seen != 1].tolist()} times, not once")
+            raise RuntimeError(
+                f"rows {torch.nonzero(seen != 1).flatten().tolist()} were computed {seen[seen != 1].tolist()} times, not once"
+            )
         return merged
 
     return merge

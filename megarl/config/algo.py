@@ -200,9 +200,7 @@ def _check_ranges(algo: AlgoConfig) -> Iterator[str]:
     for key, value, low, high in ranges:
         if value is not None and not (isfinite(value) and low <= value <= high):
             allowed = "a finite number" if low == -inf else f"at least {low:g}"
-            yield f"algo.{key}: {value} found; must be {allowed}" + (
-                f", at most {high:g}" if high < inf else ""
-            )
+            yield f"algo.{key}: {value} found; must be {allowed}" + (f", at most {high:g}" if high < inf else "")
     if algo.dual_clip is not None and not (isfinite(algo.dual_clip) and algo.dual_clip > 1):
         yield f"algo.dual_clip: {algo.dual_clip} found; must be above 1, or null (off)"
     number = algo.lambda_policy

@@ -22,6 +22,8 @@ class DataConfig:
     """System message. null: none is given, and a chat template may add its own; "" is an empty one."""
     instruction: str | None = None
     """Text around the question, for example "{question} Answer with a number."; null: the question alone."""
+    response_prefix: str | None = None
+    """Text that the assistant's turn begins with, {question} replaced; it is part of the prompt, not generated."""
 
 
 @dataclass
@@ -43,7 +45,8 @@ class AdditionDataConfig(DataConfig):
     num_heldout: int | None = 500
     system: str | None = ""
     """Empty: SmolLM2's template otherwise adds 16 tokens of its own to each prompt."""
-    instruction: str | None = "What is {question}? Answer with the number only."
+    instruction: str | None = "Reply with only the number: {question}"
+    response_prefix: str | None = "{question} = "
     num_train: int = 4096
 
 

@@ -37,7 +37,9 @@ def to_config(composed: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError([_describe(error, tree)]) from error
     if not isinstance(config, Config):
-        raise ConfigError([f"the composed configuration is a {type(config).__name__}; conf/config.yaml must list `schema` first"])
+        raise ConfigError(
+            [f"the composed configuration is a {type(config).__name__}; conf/config.yaml must list `schema` first"]
+        )
     problems = check_config(config)
     if problems:
         raise ConfigError(problems)
@@ -55,7 +57,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 def list_keys(config: DictConfig) -> list[str]:
     """Every dotted key of a composed configuration, groups included."""
-    return list(_walk(OmegaConf.to_container(config, resolve=False, structured_config_mode=None), ""))
+    return list(_walk(OmegaConf.to_container(config, resolve=False), ""))
 
 
 def _walk(tree: Any, prefix: str) -> Iterator[str]:
@@ -97,7 +99,11 @@ def _suggest(key: str, tree: DictConfig | None) -> str:
     if nearest is None:
         group = key.split(".")[0]
         members = sorted(name for name in known if name.startswith(f"{group}.") and name.count(".") == 1)
-        return f"; {group} has {', '.join(members)}" if members else f"; the groups are {', '.join(n for n in known if '.' not in n)}"
+        return (
+            f"; {group} has {', '.join(members)}"
+            if members
+            else f"; the groups are {', '.join(n for n in known if '.' not in n)}"
+        )
     return f"; did you mean {nearest}?"
 
 

@@ -22,6 +22,7 @@ class RolloutConfig:
     request_deadline_s: float = 600.0
     sync_deadline_s: float = 300.0
     max_probe_logprob_gap: float | None = None
-    """Largest |log-prob difference| allowed on the probe text after a sync; null: 1e-3 in fp32, 0.25 in bf16."""
+    """Largest |log-prob difference| / max(1, |log-prob|) allowed on any token of the probe text after a sync; null:
+    1e-4 in float32, 0.5 in bfloat16."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Passed through as SGLang server arguments (underscored names); each key is checked against the real ones."""

@@ -156,7 +156,5 @@ def remove_questions(train: list[Tokenized], heldout: list[Tokenized]) -> list[T
     asked = {problem.question_key for problem, _ in heldout}
     left = [item for item in train if item[0].question_key not in asked]
     if not left:
-        raise ConfigError(
-            ["data: every training question is held out as well; the two files or splits must differ"]
-        )
+        raise ConfigError(["data: every training question is held out as well; the two files or splits must differ"])
     return left

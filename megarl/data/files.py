@@ -41,18 +41,12 @@ def read_jsonl(path: Path) -> Iterator[Located]:
                 # "utf-8-sig" takes the byte-order mark that some editors put first.
                 record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except UnicodeDecodeError as error:
-                raise ConfigError(
-                    [f"{where}: found bytes that are not UTF-8 ({error}); expected JSON"]
-                ) from None
+                raise ConfigError([f"{where}: found bytes that are not UTF-8 ({error}); expected JSON"]) from None
             except json.JSONDecodeError as error:
                 start = line[:60].decode("utf-8", "replace").strip()
-                raise ConfigError(
-                    [f"{where}: found {start!r} ({error}); expected one JSON object a line"]
-                ) from None
+                raise ConfigError([f"{where}: found {start!r} ({error}); expected one JSON object a line"]) from None
             if not isinstance(record, dict):
-                raise ConfigError(
-                    [f"{where}: found a JSON {type(record).__name__}; expected one JSON object a line"]
-                )
+                raise ConfigError([f"{where}: found a JSON {type(record).__name__}; expected one JSON object a line"])
             yield where, record
 
 

@@ -16,13 +16,9 @@ def pack(lengths: Sequence[int], tokens_per_microbatch: int, num_ranks: int) -> 
     Raises ValueError for a budget or number of ranks under 1, or a length under 1.
     """
     if tokens_per_microbatch < 1 or num_ranks < 1:
-        raise ValueError(
-            f"needs at least 1: tokens_per_microbatch={tokens_per_microbatch}, num_ranks={num_ranks}"
-        )
+        raise ValueError(f"needs at least 1: tokens_per_microbatch={tokens_per_microbatch}, num_ranks={num_ranks}")
     if any(length < 1 for length in lengths):
-        raise ValueError(
-            f"every sequence needs a token; row {min(enumerate(lengths), key=lambda x: x[1])[0]} has none"
-        )
+        raise ValueError(f"every sequence needs a token; row {min(enumerate(lengths), key=lambda x: x[1])[0]} has none")
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     # A row over the budget is alone; no two of the others longer than half of it share a micro-batch.
     others = [length for length in lengths if length <= tokens_per_microbatch]

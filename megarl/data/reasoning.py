@@ -98,6 +98,4 @@ def check_scorer(task: str, entry: dict[str, Any]) -> None:
     else:
         reason = ""
     if scores[1] < scores[0]:
-        raise ConfigError(
-            [f"data.task: {task} cannot be scored from stored problems{reason}; choose another"]
-        )
+        raise ConfigError([f"data.task: {task} cannot be scored from stored problems{reason}; choose another"])

@@ -18,15 +18,22 @@ class Renderer:
 
     def __init__(self, config: DataConfig, tokenizer: "PreTrainedTokenizerBase"):
         if config.instruction is not None and PLACEHOLDER not in config.instruction:
-            raise ConfigError(
-                [f"data.instruction: found {config.instruction!r}; it must contain {PLACEHOLDER}"]
-            )
+            raise ConfigError([f"data.instruction: found {config.instruction!r}; it must contain {PLACEHOLDER}"])
         self.config = config
         self.tokenizer = tokenizer
         self.uses_template = config.chat_template and bool(tokenizer.chat_template)
 
     def render(self, problem: Problem) -> str:
         """The text whose tokens are the prompt."""
+        return self._render_turns(problem) + self._render_prefix(problem)
+
+    def _render_prefix(self, problem: Problem) -> str:
+        """What the assistant's turn begins with; the policy continues it."""
+        if self.config.response_prefix is None:
+            return ""
+        return self.config.response_prefix.replace(PLACEHOLDER, _get_last_question(problem.messages))
+
+    def _render_turns(self, problem: Problem) -> str:
         messages = self._add_instruction(problem.messages)
         if self.config.system is not None:
             others = tuple(m for m in messages if m.role != "system")
@@ -56,9 +63,7 @@ class Renderer:
             return_offsets_mapping=self.tokenizer.is_fast,
         )
         if self.tokenizer.is_fast:
-            for text, ids, offsets in zip(
-                texts, encoded["input_ids"], encoded["offset_mapping"], strict=True
-            ):
+            for text, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
                 self._check_nothing_lost(text, ids, offsets)
         return [tuple(ids) for ids in encoded["input_ids"]]
 
@@ -93,10 +98,18 @@ class Renderer:
         instruction = self.config.instruction
         if instruction is None:
             return messages
-        last = max(i for i, message in enumerate(messages) if message.role == "user")
+        last = _find_last_question(messages)
         # Not str.format: questions and instructions may contain braces.
         question = Message("user", instruction.replace(PLACEHOLDER, messages[last].content))
         return (*messages[:last], question, *messages[last + 1 :])
+
+
+def _find_last_question(messages: Sequence[Message]) -> int:
+    return max(i for i, message in enumerate(messages) if message.role == "user")
+
+
+def _get_last_question(messages: Sequence[Message]) -> str:
+    return messages[_find_last_question(messages)].content
 
 
 def _is_visible(character: str) -> bool:

@@ -59,8 +59,7 @@ class PromptSampler:
         epoch, position = int(state["epoch"]), int(state["position"])
         if epoch < 0 or not 0 <= position <= len(self._prompts):
             raise ValueError(
-                f"the sampler's state has epoch {epoch} and position {position};"
-                f" there are {len(self._prompts)} prompts"
+                f"the sampler's state has epoch {epoch} and position {position}; there are {len(self._prompts)} prompts"
             )
         self._start_epoch(epoch)
         self._position = position

@@ -19,9 +19,7 @@ class AboutSource:
         config = self.config
         problems = []
         if not config.letters or len(set(config.letters)) != len(config.letters):
-            problems.append(
-                f"data.letters: found {config.letters!r}; it must be one or more different letters"
-            )
+            problems.append(f"data.letters: found {config.letters!r}; it must be one or more different letters")
         elif not config.letters.isalpha():
             problems.append(f"data.letters: found {config.letters!r}; it must be letters only")
         for key in ("max_dots", "letters_per_dot"):
@@ -33,10 +31,7 @@ class AboutSource:
         num_heldout = len(pairs) // 4 if config.num_heldout is None else config.num_heldout
         _check_num_heldout(num_heldout, len(pairs), "pairs of a letter and a number of dots")
         random.Random(f"about/{seed}").shuffle(pairs)
-        made = [
-            ask(f"{letter}{'.' * dots}=", f"{letter}{dots * config.letters_per_dot}")
-            for letter, dots in pairs
-        ]
+        made = [ask(f"{letter}{'.' * dots}=", f"{letter}{dots * config.letters_per_dot}") for letter, dots in pairs]
         return ProblemSplits(made[num_heldout:], made[:num_heldout])
 
 
@@ -73,8 +68,5 @@ class AdditionSource:
 def _check_num_heldout(found: int, num_problems: int, what: str) -> None:
     if not 1 <= found < num_problems:
         raise ConfigError(
-            [
-                f"data.num_heldout: found {found}; of {num_problems} {what} it must be between 1 and"
-                f" {num_problems - 1}"
-            ]
+            [f"data.num_heldout: found {found}; of {num_problems} {what} it must be between 1 and {num_problems - 1}"]
         )

@@ -35,9 +35,7 @@ def load_tokenizer(directory: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            [f"{directory}: no tokenizer could be read from it: {_first_line(error)}"]
-        ) from error
+        raise ConfigError([f"{directory}: no tokenizer could be read from it: {_first_line(error)}"]) from error
 
 
 def _find_checkpoint(path: str | None) -> Path:

@@ -35,9 +35,7 @@ def check_random_model(config: RandomModelConfig) -> list[str]:
     """What is wrong with the numbers: one message each, naming the key."""
     problems = []
     if config.family not in FAMILIES:
-        problems.append(
-            f"model.random.family: found {config.family!r}; it must be one of {', '.join(FAMILIES)}"
-        )
+        problems.append(f"model.random.family: found {config.family!r}; it must be one of {', '.join(FAMILIES)}")
     for key in ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "max_length"):
         if getattr(config, key) < 1:
             problems.append(f"model.random.{key}: found {getattr(config, key)}; it must be 1 or more")
@@ -57,8 +55,7 @@ def check_random_model(config: RandomModelConfig) -> list[str]:
         )
     if config.num_heads % config.num_kv_heads:
         problems.append(
-            f"model.random.num_kv_heads: found {config.num_kv_heads}; it must divide"
-            f" num_heads={config.num_heads}"
+            f"model.random.num_kv_heads: found {config.num_kv_heads}; it must divide num_heads={config.num_heads}"
         )
     return problems
 

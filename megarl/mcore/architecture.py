@@ -86,6 +86,4 @@ def _rope(config: dict[str, Any], path: Path) -> tuple[float, float | None]:
     fixed = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
     if kind == "llama3" and all(scaling.get(key) == value for key, value in fixed.items()):
         return float(theta), float(scaling["factor"])
-    raise ValueError(
-        f"{path}: rope scaling {scaling!r} is not supported; supported: default, llama3 with {fixed}"
-    )
+    raise ValueError(f"{path}: rope scaling {scaling!r} is not supported; supported: default, llama3 with {fixed}")

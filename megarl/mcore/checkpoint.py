@@ -26,9 +26,7 @@ def _sharded(
     metadata = dict(_METADATA)
     state: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
     if optimizer is not None and scheduler is not None:
-        state["optimizer"] = optimizer.sharded_state_dict(
-            state["model"], is_loading=is_loading, metadata=metadata
-        )
+        state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=is_loading, metadata=metadata)
         state["scheduler"] = scheduler.state_dict()
     return state
 

@@ -70,9 +70,7 @@ def _fix_distrib_optimizer(module: ModuleType) -> None:
             if "step" in state:
                 state["step"] = state["step"].clone()
 
-    def sharded_state_dict(
-        self: Any, model_sharded_state_dict: Any, is_loading: bool = False, **rest: Any
-    ) -> Any:
+    def sharded_state_dict(self: Any, model_sharded_state_dict: Any, is_loading: bool = False, **rest: Any) -> Any:
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 if not self.optimizer.state[param]:

@@ -60,12 +60,7 @@ class CpuRewriter(ast.NodeTransformer):
         for keyword in node.keywords:
             if keyword.arg == "pin_memory":
                 keyword.value = ast.Constant(False)
-        if (
-            makes_device
-            and node.args
-            and isinstance(node.args[0], ast.Constant)
-            and node.args[0].value == "cpu"
-        ):
+        if makes_device and node.args and isinstance(node.args[0], ast.Constant) and node.args[0].value == "cpu":
             node.args = node.args[:1]
         if isinstance(node.func, ast.Attribute) and not isinstance(node.func.value, ast.Constant):
             if node.func.attr == "cuda":

@@ -99,9 +99,7 @@ class _Logprobs(torch.autograd.Function):
         return sums[1] - log_sum, entropy
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
-    ) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, columns, here, log_total, entropy = ctx.saved_tensors
         num_valid = ctx.shard.num_valid
         grad_logits = torch.empty_like(logits)

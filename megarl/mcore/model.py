@@ -111,8 +111,7 @@ def build_config(
             raise ValueError(f"model.megatron.{key}: not a field of Megatron's TransformerConfig{hint}")
         if key in own:
             raise ValueError(
-                f"model.megatron.{key}: decided by the checkpoint, the role's layout and dtype, or here "
-                f"({own[key]!r})"
+                f"model.megatron.{key}: decided by the checkpoint, the role's layout and dtype, or here ({own[key]!r})"
             )
         if key in ("fp8", "fp4") and value and not uses_transformer_engine():
             raise ValueError(f"model.megatron.{key}: needs Transformer Engine, which is not usable here")
@@ -127,9 +126,7 @@ def _check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
     if arch.num_layers % parallel.pp:
         raise ValueError(f"parallel.pp={parallel.pp} does not divide the model's {arch.num_layers} layers")
     if parallel.sp and parallel.tp == 1:
-        raise ValueError(
-            "parallel.sp=true needs parallel.tp > 1: it splits what tensor parallelism leaves whole"
-        )
+        raise ValueError("parallel.sp=true needs parallel.tp > 1: it splits what tensor parallelism leaves whole")
 
 
 def mark_tensor_parallel(model: torch.nn.Module) -> None:
@@ -178,9 +175,7 @@ class PackedGPT(GPTModel):
                 self.output_layer.sequence_parallel = False
         mark_tensor_parallel(self)
 
-    def _preprocess(
-        self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Any, ...]:
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         out = super()._preprocess(input_ids, position_ids, *args, **kwargs)
         if uses_transformer_engine():
             return out
@@ -188,20 +183,14 @@ class PackedGPT(GPTModel):
         # sequences.
         return out[0], out[1].index_select(0, position_ids.view(-1)), *out[2:]
 
-    def _postprocess(
-        self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedParams, **kwargs: Any
-    ) -> Tensor:
+    def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedParams, **kwargs: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
             # What follows gives every rank the whole gradient, so that each takes its part of it.
-            hidden_states = gather_from_sequence_parallel_region(
-                hidden_states, tensor_parallel_output_grad=False
-            )
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         hidden_states = hidden_states.index_select(0, packed_seq_params.predictors)
-        weight = (
-            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        )
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         out, _ = self.output_layer(hidden_states, weight=weight)
         return out.view(-1) if self.with_value_head else out.squeeze(1)
 

@@ -65,9 +65,7 @@ def combine(sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> dict[str, flo
     return result[0]
 
 
-def _reduce(
-    named: dict[str, Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
-) -> dict[str, float]:
+def _reduce(named: dict[str, Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> dict[str, float]:
     if not named:
         return {}
     names = sorted(named)

@@ -27,9 +27,7 @@ def build_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     if uses_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
     layer = _build_local_layer_spec(config.qk_layernorm)
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm
-    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
 
 
 def _build_local_layer_spec(qk_layernorm: bool) -> ModuleSpec:

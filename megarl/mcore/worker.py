@@ -41,9 +41,7 @@ class MegatronWorker:
         Raises ValueError or FileNotFoundError for a layout, checkpoint or model.megatron that does not fit.
         """
         if (spec.optimizer is None) != (spec.role is Role.reference):
-            raise ValueError(
-                f"{spec.role.value}: an optimizer belongs to policy and critic, and not to the reference"
-            )
+            raise ValueError(f"{spec.role.value}: an optimizer belongs to policy and critic, and not to the reference")
         if not torch.cuda.is_available():
             torch.set_num_threads(spec.num_threads)
         self.spec = spec
@@ -121,18 +119,14 @@ class MegatronWorker:
 
     def _check_tokens(self, sequences: Sequences) -> None:
         if sequences.tokens.numel() and not 0 <= int(sequences.tokens.max()) < self.arch.vocab_size:
-            raise ValueError(
-                f"token {int(sequences.tokens.max())} is outside the vocabulary of {self.arch.vocab_size}"
-            )
+            raise ValueError(f"token {int(sequences.tokens.max())} is outside the vocabulary of {self.arch.vocab_size}")
 
     def _batches(self, sequences: Sequences) -> list[PackedBatch]:
         """This data-parallel rank's micro-batches."""
         num_ranks = parallel_state.get_data_parallel_world_size()
         shares = pack(sequences.lengths.tolist(), self.spec.tokens_per_microbatch, num_ranks)
         multiple = self.spec.parallel.tp if self.spec.parallel.sp else 1
-        return [
-            build_batch(sequences, rows, multiple) for rows in shares[parallel_state.get_data_parallel_rank()]
-        ]
+        return [build_batch(sequences, rows, multiple) for rows in shares[parallel_state.get_data_parallel_rank()]]
 
     def _logprobs(
         self, logits: Tensor, batch: PackedBatch, temperature: float, with_entropy: bool
@@ -158,9 +152,7 @@ class MegatronWorker:
         rows = torch.cat([batch.rows for batch in batches]).sort().values
         return RowsResult(rows, padded[rows])
 
-    def _loss(
-        self, out: Tensor, batch: PackedBatch, samples: TrainingSamples, counts: LossCounts
-    ) -> LossOutput:
+    def _loss(self, out: Tensor, batch: PackedBatch, samples: TrainingSamples, counts: LossCounts) -> LossOutput:
         targets, algo = build_targets(samples, batch), self.spec.algo
         if self.spec.role is Role.critic:
             return critic_loss(out, targets, algo, counts)
@@ -184,9 +176,7 @@ class MegatronWorker:
         metrics = process_groups.combine(*_accumulate(outputs))
         name = self.spec.role.value
         if not math.isfinite(grad_norm):
-            raise FloatingPointError(
-                f"{name}: the gradient norm is {grad_norm}; metrics of the step: {metrics}"
-            )
+            raise FloatingPointError(f"{name}: the gradient norm is {grad_norm}; metrics of the step: {metrics}")
         rate = next(group["lr"] for group in self.optimizer.param_groups if group["default_config"])
         return {f"{name}/grad_norm": float(grad_norm), f"{name}/lr": rate, **metrics}
 

@@ -78,17 +78,13 @@ def load_metrics(path: Path) -> list[dict[str, float]]:
 def parse_line(line: str, where: str) -> dict[str, float]:
     """One line of metrics.jsonl. Raises ValueError starting with `where`."""
     if not line.endswith("\n"):
-        raise ValueError(
-            f"{where}: the line has no end: the run that wrote it was killed, or is still writing"
-        )
+        raise ValueError(f"{where}: the line has no end: the run that wrote it was killed, or is still writing")
     try:
         record = json.loads(line, parse_constant=refuse_constant, object_pairs_hook=refuse_repeated_keys)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     if not isinstance(record, dict):
-        raise ValueError(
-            f"{where}: a JSON {type(record).__name__}, not an object with metrics: {line.strip()[:80]}"
-        )
+        raise ValueError(f"{where}: a JSON {type(record).__name__}, not an object with metrics: {line.strip()[:80]}")
     if not isinstance(record.get(ITERATION), int) or isinstance(record[ITERATION], bool):
         raise ValueError(f'{where}: "{ITERATION}" is {record.get(ITERATION)!r}, not a whole number')
     try:

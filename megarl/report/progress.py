@@ -32,9 +32,7 @@ class Progress:
         self._reminder: threading.Thread | None = None
         if stream.isatty():
             console = Console(file=stream, highlight=False, markup=False, emoji=False)
-            self._live = Live(
-                get_renderable=self._render, console=console, refresh_per_second=2, transient=True
-            )
+            self._live = Live(get_renderable=self._render, console=console, refresh_per_second=2, transient=True)
             self._live.start()
         else:
             self._reminder = threading.Thread(target=self._remind, name="progress-reminder", daemon=True)

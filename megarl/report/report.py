@@ -121,9 +121,7 @@ class Report:
         self._metrics.close()
 
 
-def build_report(
-    logger: LoggerConfig, run_dir: Path, num_iterations: int, stream: TextIO | None = None
-) -> Report:
+def build_report(logger: LoggerConfig, run_dir: Path, num_iterations: int, stream: TextIO | None = None) -> Report:
     """A report that appends to RUN_DIR/metrics.jsonl and, as configured, writes to TensorBoard and `stream`.
 
     `stream` is standard output unless given. Raises RuntimeError where logger.tensorboard is set and its

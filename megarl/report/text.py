@@ -38,11 +38,7 @@ def format_seconds(seconds: float) -> str:
 def format_iteration(iteration: int, num_iterations: int, metrics: Metrics) -> str:
     """One compact line: the key metrics that are there, then the seconds of each phase."""
     shown = [f"{label} {format_number(metrics[name])}" for name, label in KEY_METRICS if name in metrics]
-    times = [
-        f"{name.removeprefix(TIME)} {format_number(v)}"
-        for name, v in metrics.items()
-        if name.startswith(TIME)
-    ]
+    times = [f"{name.removeprefix(TIME)} {format_number(v)}" for name, v in metrics.items() if name.startswith(TIME)]
     if times:
         shown.append(f"seconds: {', '.join(times)}")
     return f"iteration {iteration}/{num_iterations}  " + " | ".join(shown)

@@ -41,6 +41,4 @@ def build_reward(config: RewardConfig) -> RewardFunction:
             return ReasoningGymReward(config)
         case FunctionRewardConfig():
             return load_reward_function(config.path)
-    raise ConfigError(
-        [f"reward: found a {type(config).__name__}; megarl/reward/build.py has no verifier for it"]
-    )
+    raise ConfigError([f"reward: found a {type(config).__name__}; megarl/reward/build.py has no verifier for it"])

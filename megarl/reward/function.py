@@ -32,17 +32,13 @@ def load_reward_function(path: str) -> Callable[[Prompt, Response], Score]:
             raise ConfigError([f"reward.path: found {path!r}; {module_name} has no {name}"])
         target = getattr(target, part)
     if not callable(target):
-        raise ConfigError(
-            [f"reward.path: found {path!r}, a {type(target).__name__}; a callable was expected"]
-        )
+        raise ConfigError([f"reward.path: found {path!r}, a {type(target).__name__}; a callable was expected"])
     function: Callable[[Prompt, Response], Score] = target
 
     def score(prompt: Prompt, response: Response) -> Score:
         result: object = function(prompt, response)
         if not isinstance(result, Score):
-            raise TypeError(
-                f"reward.path={path} returned a {type(result).__name__}; a megarl.types.Score was expected"
-            )
+            raise TypeError(f"reward.path={path} returned a {type(result).__name__}; a megarl.types.Score was expected")
         return result
 
     return score

@@ -22,9 +22,7 @@ class ReasoningGymReward:
         """Raises ConfigError for values out of range, or without reasoning-gym."""
         check_timeout(config.timeout_s)
         if not 0 < config.correct_at <= 1:
-            raise ConfigError(
-                [f"reward.correct_at: found {config.correct_at}; it must be above 0 and at most 1"]
-            )
+            raise ConfigError([f"reward.correct_at: found {config.correct_at}; it must be above 0 and at most 1"])
         if importlib.util.find_spec("reasoning_gym") is None:
             raise ConfigError(
                 ["reward: reasoning_gym found, but that package is not installed; `make install` brings it"]

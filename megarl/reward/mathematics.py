@@ -21,9 +21,7 @@ class MathReward:
         """Raises ConfigError for a time that is not above 0, or without math-verify."""
         check_timeout(config.timeout_s)
         if importlib.util.find_spec("math_verify") is None:
-            raise ConfigError(
-                ["reward: math found, but math-verify is not installed; `make install` brings it"]
-            )
+            raise ConfigError(["reward: math found, but math-verify is not installed; `make install` brings it"])
         self._process = ScoringProcess("math", config.timeout_s)
 
     def __call__(self, prompt: Prompt, response: Response) -> Score:

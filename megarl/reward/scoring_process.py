@@ -80,8 +80,7 @@ class ScoringProcess:
             status = process.poll()
             self._stop()
             raise RuntimeError(
-                f"{' '.join(self._command)} did not become ready within {START_DEADLINE_S:.0f} s (exit"
-                f" status {status})"
+                f"{' '.join(self._command)} did not become ready within {START_DEADLINE_S:.0f} s (exit status {status})"
             )
         message = json.loads(line)
         if "error" in message:

@@ -23,16 +23,12 @@ def load_generation_spec(checkpoint: Path) -> GenerationSpec:
     overrides = _load_json(generation) if generation.is_file() else {}
     vocab_size = config.get("vocab_size")
     if not isinstance(vocab_size, int):
-        raise ConfigError(
-            [f"{checkpoint / 'config.json'}: vocab_size is {vocab_size!r}; a number was expected"]
-        )
+        raise ConfigError([f"{checkpoint / 'config.json'}: vocab_size is {vocab_size!r}; a number was expected"])
     eos = overrides.get("eos_token_id")
     eos = config.get("eos_token_id") if eos is None else eos
     stop = [eos] if isinstance(eos, int) else eos
     if not stop:
-        raise ConfigError(
-            [f"{checkpoint}: no eos_token_id in generation_config.json or config.json; no response ends"]
-        )
+        raise ConfigError([f"{checkpoint}: no eos_token_id in generation_config.json or config.json; no response ends"])
     outside = [token for token in stop if not 0 <= token < vocab_size]
     if outside:
         raise ConfigError([f"{checkpoint}: eos_token_id {outside} is outside the vocabulary of {vocab_size}"])

@@ -65,9 +65,7 @@ class SGLangClient:
         if len(token_ids) < 2:
             raise ValueError(f"score: {len(token_ids)} token(s); at least two are needed")
         params = {"max_new_tokens": 0, "temperature": 1.0}
-        answer = self.generate(
-            [token_ids], params, deadline_s=deadline_s, return_logprob=True, logprob_start_len=0
-        )[0]
+        answer = self.generate([token_ids], params, deadline_s=deadline_s, return_logprob=True, logprob_start_len=0)[0]
         entries = answer["meta_info"]["input_token_logprobs"]
         found = [entry[1] for entry in entries]
         # SGLang 0.5.23 scores the vocabulary's last id like any other but reports it as 0.
@@ -84,9 +82,7 @@ class SGLangClient:
                 raise ValueError(f"generate: prompt {row} has no tokens")
             if min(ids) < 0 or max(ids) >= self._vocab_size:
                 bad = next(i for i in ids if not 0 <= i < self._vocab_size)
-                raise ValueError(
-                    f"generate: prompt {row} has token id {bad}; the largest is {self._vocab_size - 1}"
-                )
+                raise ValueError(f"generate: prompt {row} has token id {bad}; the largest is {self._vocab_size - 1}")
 
     def is_healthy(self, deadline_s: float = 20.0) -> bool:
         try:
@@ -106,9 +102,7 @@ class SGLangClient:
         try:
             return int(version)
         except ValueError:
-            raise RequestError(
-                f"{self.url} reports weight version {version!r}; a number was expected"
-            ) from None
+            raise RequestError(f"{self.url} reports weight version {version!r}; a number was expected") from None
 
     def set_weight_version(self, version: int) -> None:
         self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, None)

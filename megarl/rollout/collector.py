@@ -45,8 +45,7 @@ def score_groups(
             score = reward(prompt, response)
             if not math.isfinite(score.reward):
                 raise ValueError(
-                    f"the reward of a response to prompt {prompt.id!r} is {score.reward}; "
-                    "it must be a finite number"
+                    f"the reward of a response to prompt {prompt.id!r} is {score.reward}; it must be a finite number"
                 )
             samples.append(Sample(prompt, response, score, group))
     return tuple(samples)

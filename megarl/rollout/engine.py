@@ -44,17 +44,14 @@ class SGLangEngine:
             raise ValueError("SGLangEngine: no server urls")
         spec = load_generation_spec(checkpoint)
         self.clients = [
-            SGLangClient(url, vocab_size=spec.vocab_size, deadline_s=config.request_deadline_s)
-            for url in urls
+            SGLangClient(url, vocab_size=spec.vocab_size, deadline_s=config.request_deadline_s) for url in urls
         ]
         self._config = config
         self._stop_token_ids = spec.stop_token_ids
         self._tokenizer = tokenizer
         self._check_processes = check_processes
 
-    def generate(
-        self, prompts: Sequence[Prompt], *, num_responses: int, temperature: float
-    ) -> list[list[Response]]:
+    def generate(self, prompts: Sequence[Prompt], *, num_responses: int, temperature: float) -> list[list[Response]]:
         """`num_responses` responses for each prompt, in the order of `prompts`. temperature 0 is greedy.
 
         rollout_logprobs are of the temperature-scaled distribution (of temperature 1 where it is 0). The
@@ -64,9 +61,7 @@ class SGLangEngine:
         ConnectionLostError where no server answers, DeadlineError.
         """
         if num_responses < 1 or temperature < 0:
-            raise ValueError(
-                f"generate: num_responses {num_responses} (>= 1), temperature {temperature} (>= 0)"
-            )
+            raise ValueError(f"generate: num_responses {num_responses} (>= 1), temperature {temperature} (>= 0)")
         if not prompts:
             return []
         params = {
@@ -80,9 +75,7 @@ class SGLangEngine:
         jobs = [(home, share) for home, share in enumerate(shares) if share]
         with ThreadPoolExecutor(len(jobs)) as pool:
             parts = list(
-                pool.map(
-                    lambda job: self._generate_share(prompts, job[0], job[1], num_responses, params), jobs
-                )
+                pool.map(lambda job: self._generate_share(prompts, job[0], job[1], num_responses, params), jobs)
             )
         found = {row: group for part in parts for row, group in part.items()}
         return [found[row] for row in range(len(prompts))]
@@ -126,9 +119,7 @@ class SGLangEngine:
                 found[row] = responses[k * num_responses : (k + 1) * num_responses]
         return found
 
-    def _call(
-        self, home: int, ids: Sequence[Sequence[int]], params: Mapping[str, Any]
-    ) -> list[dict[str, Any]]:
+    def _call(self, home: int, ids: Sequence[Sequence[int]], params: Mapping[str, Any]) -> list[dict[str, Any]]:
         for attempt in range(MAX_ATTEMPTS):
             client = self.clients[(home + attempt) % len(self.clients)]
             try:
@@ -154,9 +145,7 @@ def build_response(answer: Mapping[str, Any], text: str) -> Response:
     if reason not in FinishReason.__members__:
         raise RequestError(f"a response ended with {meta['finish_reason']}; stop or length were expected")
     if not ids or tuple(entry[1] for entry in entries) != ids:
-        raise RequestError(
-            f"a response of {len(ids)} tokens came with {len(entries)} log-probs of other tokens"
-        )
+        raise RequestError(f"a response of {len(ids)} tokens came with {len(entries)} log-probs of other tokens")
     return Response(
         token_ids=ids,
         text=text,

@@ -121,9 +121,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, preexec_fn=prepare_child, start_new_session=True
-    )
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=prepare_child, start_new_session=True)
     shared: set[int] = set()
     while server.poll() is None:
         ready, _, _ = select.select([sys.stdin, wake_read], [], [], SCAN_EVERY_S)

@@ -148,9 +148,7 @@ class SGLangServer:
             try:
                 probe.bind((self.host, self.port))
             except OSError as error:
-                raise ServerError(
-                    f"SGLang server {self.url}: port {self.port} is taken ({error.strerror})"
-                ) from error
+                raise ServerError(f"SGLang server {self.url}: port {self.port} is taken ({error.strerror})") from error
         self._scratch = Path(tempfile.mkdtemp(prefix="megarl-sglang-"))
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_file, "ab") as log:
@@ -210,9 +208,7 @@ class SGLangServer:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(5.0)
-            raise DeadlineError(
-                f"SGLang server {self.url} did not end within {deadline_s:g} s; killed"
-            ) from None
+            raise DeadlineError(f"SGLang server {self.url} did not end within {deadline_s:g} s; killed") from None
         finally:
             if self._scratch is not None:
                 shutil.rmtree(self._scratch, ignore_errors=True)

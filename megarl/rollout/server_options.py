@@ -41,9 +41,7 @@ def load_option_names() -> dict[str, str]:
         if source.is_file():
             options.update(_parse_fields(ast.parse(source.read_text())))
     if "model_path" not in options:
-        raise ConfigError(
-            [f"rollout.sglang: found no server arguments in {root}; sglang 0.5.23 has them there"]
-        )
+        raise ConfigError([f"rollout.sglang: found no server arguments in {root}; sglang 0.5.23 has them there"])
     return options
 
 
@@ -69,9 +67,7 @@ def _parse_fields(tree: ast.Module) -> dict[str, str]:
 def _find_arg_keywords(annotation: ast.AST) -> dict[str, Any]:
     for call in ast.walk(annotation):
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "Arg":
-            return {
-                k.arg: k.value.value for k in call.keywords if k.arg and isinstance(k.value, ast.Constant)
-            }
+            return {k.arg: k.value.value for k in call.keywords if k.arg and isinstance(k.value, ast.Constant)}
     return {}
 
 

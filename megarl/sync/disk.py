@@ -76,9 +76,7 @@ class DiskSync:
             finally:
                 client.end_update()
         except RequestError as error:
-            raise SyncError(
-                f"SGLang server {client.url} did not take the weights in {directory}: {error}"
-            ) from error
+            raise SyncError(f"SGLang server {client.url} did not take the weights in {directory}: {error}") from error
         finally:
             client.resume()
 
@@ -86,9 +84,7 @@ class DiskSync:
         client.set_weight_version(version)
         found = client.load_weight_version()
         if found != version:
-            raise SyncError(
-                f"SGLang server {client.url} reports weight version {found} after it was set to {version}"
-            )
+            raise SyncError(f"SGLang server {client.url} reports weight version {found} after it was set to {version}")
 
     def _remove_others(self, keep: Path) -> None:
         for old in self._directory.iterdir():

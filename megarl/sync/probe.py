@@ -1,6 +1,5 @@
 """The proof of a weight sync: the servers' log-probs of a fixed text against the policy's own."""
 
-import random
 from collections.abc import Sequence
 
 import torch
@@ -9,15 +8,21 @@ from megarl.config.roles import Dtype
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.client import SGLangClient
 from megarl.seams import SyncError, TrainBackend
-from megarl.types import Sequences
+from megarl.types import Prompt, Sequences
 
-DEFAULT_GAP = {Dtype.float32: 1e-3, Dtype.bfloat16: 0.25}
+DEFAULT_GAP = {Dtype.float32: 1e-4, Dtype.bfloat16: 0.5}
 """Largest gap on any token where `rollout.max_probe_logprob_gap` is null."""
 
 
-def build_probe_tokens(vocab_size: int, length: int = 32) -> tuple[int, ...]:
-    """A fixed text of ids from all over the vocabulary; the same one for the same numbers."""
-    return tuple(random.Random(0).choices(range(vocab_size), k=length))
+def build_probe_tokens(prompts: Sequence[Prompt], vocab_size: int, length: int = 64) -> tuple[int, ...]:
+    """A fixed text of `length` tokens: prompts one after the other, then tokens from all over the vocabulary.
+
+    Text of the task has likely tokens, whose log-probs bfloat16 rounding moves little; the rest is a multiple of
+    a prime, modulo the vocabulary's size.
+    """
+    text = [token for prompt in prompts[:length] for token in prompt.token_ids][:length]
+    filler = ((7919 * (i + 1)) % vocab_size for i in range(length - len(text)))
+    return (*text, *filler)
 
 
 def get_max_gap(config: RolloutConfig) -> float:
@@ -36,8 +41,12 @@ def compute_policy_logprobs(policy: TrainBackend, token_ids: Sequence[int]) -> l
 
 
 def compute_gap(expected: Sequence[float], found: Sequence[float]) -> tuple[float, int]:
-    """Largest |difference| and its position; a value that is no number counts as an infinite one."""
-    gaps = (torch.tensor(expected, dtype=torch.float64) - torch.tensor(found, dtype=torch.float64)).abs()
+    """Largest |difference| / max(1, |expected|) and its position; a value that is no number counts as infinite.
+
+    Relative below -1: a very unlikely token's log-prob is a large logit, which rounding moves by a share of itself.
+    """
+    wanted, got = torch.tensor(expected, dtype=torch.float64), torch.tensor(found, dtype=torch.float64)
+    gaps = (wanted - got).abs() / wanted.abs().clamp(min=1.0)
     gaps = gaps.nan_to_num(nan=torch.inf, posinf=torch.inf)
     return float(gaps.max()), int(gaps.argmax())
 

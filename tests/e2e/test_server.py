@@ -87,10 +87,7 @@ def build_prompts(num: int = 12) -> list[Prompt]:
 def compute_worst_gap(policy, prompts, groups, temperature) -> float:
     return max(
         float(
-            (
-                policy.response_logprobs(p.token_ids, r.token_ids, temperature)
-                - torch.tensor(r.rollout_logprobs)
-            )
+            (policy.response_logprobs(p.token_ids, r.token_ids, temperature) - torch.tensor(r.rollout_logprobs))
             .abs()
             .max()
         )
@@ -152,9 +149,7 @@ def test_responses_end_with_the_eos_token_or_at_the_length_limit(first_responses
 
 def test_temperature_zero_takes_the_likeliest_token(first_responses, engine, policy):
     prompts = build_prompts(4)
-    for prompt, (response,) in zip(
-        prompts, engine.generate(prompts, num_responses=1, temperature=0.0), strict=True
-    ):
+    for prompt, (response,) in zip(prompts, engine.generate(prompts, num_responses=1, temperature=0.0), strict=True):
         ids = torch.tensor([[*prompt.token_ids, *response.token_ids]])
         with torch.no_grad():
             best = policy.model(ids).logits[0, len(prompt.token_ids) - 1 : -1].argmax(-1)
@@ -171,9 +166,7 @@ def test_collected_tensors_line_up_with_the_policys_forward(first_responses, eng
     pieces = tensors.sequences.tokens.split(tensors.sequences.lengths.tolist())
     for row, (ids, start) in enumerate(zip(pieces, tensors.sequences.prompt_lengths.tolist(), strict=True)):
         expected = policy.response_logprobs(ids[:start].tolist(), ids[start:].tolist(), 0.7)
-        torch.testing.assert_close(
-            tensors.rollout_logprobs[row, : len(expected)], expected, atol=1e-4, rtol=0
-        )
+        torch.testing.assert_close(tensors.rollout_logprobs[row, : len(expected)], expected, atol=1e-4, rtol=0)
         assert tensors.mask[row].sum() == len(expected) == round(float(tensors.rewards[row]) * 100)
 
 
@@ -183,7 +176,7 @@ def test_publishing_moves_new_weights_and_raises_the_version(
     prompts = build_prompts()
     engine.generate(prompts, num_responses=1, temperature=1.0)  # leaves old prefixes in the server's cache
     trained = TransformersPolicy(tiny_checkpoint)
-    tokens = build_probe_tokens(trained.model.config.vocab_size)
+    tokens = build_probe_tokens((), trained.model.config.vocab_size)
     sync = DiskSync(trained, engine.clients, rollout_config, tmp_path / "weights", tokens)
     for version, seed in [(1, 11), (2, 12)]:
         trained.move_weights(seed)
@@ -207,7 +200,7 @@ def test_the_probe_finds_one_changed_tensor_and_the_version_stays(
     client = engine.clients[0]
     version = client.load_weight_version()
     corrupting = CorruptingPolicy(tiny_checkpoint)
-    tokens = build_probe_tokens(corrupting.model.config.vocab_size)
+    tokens = build_probe_tokens((), corrupting.model.config.vocab_size)
     with pytest.raises(SyncError, match=r"does not hold the policy's weights.*gap .*allowed 0.001"):
         DiskSync(corrupting, engine.clients, rollout_config, tmp_path / "bad", tokens).publish(version + 1)
     assert client.load_weight_version() == version
@@ -224,7 +217,7 @@ def test_a_directory_without_weights_is_a_sync_error(first_responses, engine, ro
 
     client = engine.clients[0]
     version = client.load_weight_version()
-    sync = DiskSync(Empty.__new__(Empty), engine.clients, rollout_config, tmp_path, build_probe_tokens(50))
+    sync = DiskSync(Empty.__new__(Empty), engine.clients, rollout_config, tmp_path, build_probe_tokens((), 50))
     with pytest.raises(SyncError, match="did not take the weights"):
         sync.publish(version + 1)
     assert client.load_weight_version() == version
@@ -244,7 +237,7 @@ def test_bad_token_ids_never_reach_the_server(first_responses, server, engine, i
 
 def test_scoring_gives_transformers_logprobs_of_a_text(first_responses, engine, tiny_checkpoint):
     client = engine.clients[0]
-    text = (*build_probe_tokens(55), 54, 0, 54)  # 54 is the vocabulary's last id
+    text = (*build_probe_tokens((), 55), 54, 0, 54)  # 54 is the vocabulary's last id
     found = torch.tensor(client.score(text))
     served = TransformersPolicy(Path(client.load_model_info()["model_path"]))
     torch.testing.assert_close(found, served.response_logprobs(text[:1], text[1:], 1.0), atol=1e-4, rtol=0)
@@ -283,9 +276,7 @@ def test_a_server_that_exits_at_start_shows_the_end_of_its_log(tiny_checkpoint, 
     config = RolloutConfig(**{**vars(rollout_config), "sglang": options})
     failing = SGLangServer(config, tiny_checkpoint, log_file=tmp_path / "failing.log", seed=1)
     failing.start()
-    with pytest.raises(
-        ServerError, match=r"(?s)exited with status 2; .*failing.log.*invalid choice: 'nonsense'"
-    ):
+    with pytest.raises(ServerError, match=r"(?s)exited with status 2; .*failing.log.*invalid choice: 'nonsense'"):
         failing.wait_healthy(rollout_config.startup_deadline_s)
     failing.stop()
 
@@ -296,9 +287,7 @@ def test_the_same_seed_repeats_and_stop_leaves_nothing(
     again = SGLangServer(rollout_config, tiny_checkpoint, log_file=tmp_path / "again.log", seed=server_seed)
     again.start()
     again.wait_healthy(rollout_config.startup_deadline_s)
-    engine = SGLangEngine(
-        [again.url], tiny_checkpoint, rollout_config, AutoTokenizer.from_pretrained(tiny_checkpoint)
-    )
+    engine = SGLangEngine([again.url], tiny_checkpoint, rollout_config, AutoTokenizer.from_pretrained(tiny_checkpoint))
     assert generate_first(again, engine) == first_responses
     guard = psutil.Process(again.pid)
     processes = [guard, *guard.children(recursive=True)]

@@ -79,9 +79,7 @@ def describe(worker: Any, directory: Path) -> dict[str, Any]:
     }
 
 
-def train(
-    rank: int, world_size: int, spec: WorkerSpec, scratch: Path, name: str, rows: int
-) -> dict[str, Any]:
+def train(rank: int, world_size: int, spec: WorkerSpec, scratch: Path, name: str, rows: int) -> dict[str, Any]:
     """Describe the model, train it for three steps, describe it again."""
     from megarl.mcore.worker import MegatronWorker
 
@@ -96,12 +94,8 @@ def train(
         worker.close()
 
 
-def train_all(
-    rank: int, world_size: int, runs: dict[str, tuple[WorkerSpec, int]], scratch: str
-) -> dict[str, Any]:
-    return {
-        name: train(rank, world_size, spec, Path(scratch), name, rows) for name, (spec, rows) in runs.items()
-    }
+def train_all(rank: int, world_size: int, runs: dict[str, tuple[WorkerSpec, int]], scratch: str) -> dict[str, Any]:
+    return {name: train(rank, world_size, spec, Path(scratch), name, rows) for name, (spec, rows) in runs.items()}
 
 
 def train_and_save(rank: int, world_size: int, spec: WorkerSpec, scratch: str) -> dict[str, Any]:
@@ -160,7 +154,5 @@ def launch(world_size: int, function: Any, *arguments: Any) -> Any:
 
 def launch_in(scratch: str, world_size: int, function: Any, *arguments: Any) -> Any:
     out = f"{scratch}/{function.__name__}.pt"
-    torch.multiprocessing.spawn(
-        run_rank, (world_size, function, (*arguments, scratch), out), nprocs=world_size
-    )
+    torch.multiprocessing.spawn(run_rank, (world_size, function, (*arguments, scratch), out), nprocs=world_size)
     return torch.load(out, weights_only=True)

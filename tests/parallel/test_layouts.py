@@ -70,9 +70,7 @@ def two(checkpoints: dict[str, tuple[Path, Any]]) -> dict[str, Any]:
     return launch(2, train_all, runs)
 
 
-def assert_same_training(
-    run: dict[str, Any], reference: dict[str, Any], weight_tolerance: float = 2e-6
-) -> None:
+def assert_same_training(run: dict[str, Any], reference: dict[str, Any], weight_tolerance: float = 2e-6) -> None:
     for step, (found, expected) in enumerate(zip(run["metrics"], reference["metrics"], strict=True)):
         assert found.keys() == expected.keys()
         for key in expected:
@@ -85,9 +83,7 @@ def assert_same_training(
             atol=weight_tolerance,
             msg=lambda m, n=name: f"{n}: {m}",
         )
-    torch.testing.assert_close(
-        run["after"]["evaluation"], reference["after"]["evaluation"], rtol=0, atol=2e-5
-    )
+    torch.testing.assert_close(run["after"]["evaluation"], reference["after"]["evaluation"], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -129,9 +125,7 @@ def test_training_moves_every_weight(checkpoints: dict[str, tuple[Path, Any]], o
 
 @pytest.mark.parametrize("tokens", [1, 60, 110])
 @pytest.mark.parametrize("role", ["policy", "critic"])
-def test_training_does_not_depend_on_the_cut_into_microbatches(
-    role: str, tokens: int, one: dict[str, Any]
-) -> None:
+def test_training_does_not_depend_on_the_cut_into_microbatches(role: str, tokens: int, one: dict[str, Any]) -> None:
     assert_same_training(one[f"{role}-qwen3-cut{tokens}"], one[f"{role}-qwen3"])
 
 
@@ -146,9 +140,7 @@ def test_training_equals_one_process(
     assert run["after"]["num_reports"] == (2 if layout == "dp2" else 1)
 
 
-def test_a_rank_whose_vocabulary_is_all_padding_changes_nothing(
-    one: dict[str, Any], two: dict[str, Any]
-) -> None:
+def test_a_rank_whose_vocabulary_is_all_padding_changes_nothing(one: dict[str, Any], two: dict[str, Any]) -> None:
     assert_same_training(two["policy-small_vocab-tp2"], one["policy-small_vocab"])
 
 
@@ -165,9 +157,7 @@ def test_a_new_value_head_starts_at_zero_and_learns(one: dict[str, Any]) -> None
 
 def test_bfloat16_stays_near_float32(one: dict[str, Any]) -> None:
     found, expected = one["policy-qwen3-bf16"], one["policy-qwen3"]
-    torch.testing.assert_close(
-        found["before"]["evaluation"], expected["before"]["evaluation"], rtol=0, atol=0.1
-    )
+    torch.testing.assert_close(found["before"]["evaluation"], expected["before"]["evaluation"], rtol=0, atol=0.1)
     assert found["metrics"][0]["policy/grad_norm"] == pytest.approx(
         expected["metrics"][0]["policy/grad_norm"], rel=0.05
     )

@@ -62,9 +62,7 @@ def find_imports(source: str, module: str, is_package: bool = False) -> Iterator
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                parents = module.split(".")[
-                    : None if is_package and node.level == 1 else -node.level + is_package
-                ]
+                parents = module.split(".")[: None if is_package and node.level == 1 else -node.level + is_package]
                 base = ".".join([*parents, *([node.module] if node.module else [])])
             # `from megarl import types` imports megarl.types.
             names = [f"{base}.{alias.name}" for alias in node.names] if base == "megarl" else [base]
@@ -201,9 +199,7 @@ def inside():
         "by.name",
     }
     assert found == expected
-    in_package = {
-        name for _, name in find_imports("from .h import i\nfrom ..j import k", "megarl.room", True)
-    }
+    in_package = {name for _, name in find_imports("from .h import i\nfrom ..j import k", "megarl.room", True)}
     assert in_package == {"megarl.room.h", "megarl.j"}
 
 

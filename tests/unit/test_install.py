@@ -52,9 +52,7 @@ def test_every_line_of_a_lock_is_an_exact_pin(path: Path) -> None:
     lines = [line.split("#")[0].strip() for line in path.read_text().splitlines()]
     pins = [line for line in lines if line]
     assert pins
-    assert [
-        line for line in pins if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.]+", line)
-    ] == []
+    assert [line for line in pins if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.]+", line)] == []
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
@@ -120,9 +118,7 @@ def test_a_step_that_failed_runs_again(installer: ModuleType) -> None:
         (["cpu", "smollm"], "unknown extra 'smollm' for cpu; known: smollm2"),
     ],
 )
-def test_a_wrong_argument_is_told_with_the_choices(
-    installer: ModuleType, arguments: list[str], message: str
-) -> None:
+def test_a_wrong_argument_is_told_with_the_choices(installer: ModuleType, arguments: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=re.escape(message)):
         installer.read_arguments(arguments)
 

@@ -18,11 +18,15 @@ def test_a_signal_raises_stopped_and_the_handlers_come_back(number):
 
 
 def test_a_second_signal_is_ignored_while_the_first_one_is_handled():
-    cleaned = False
-    with pytest.raises(Stopped), stopping_on_signals():
+    steps = []
+
+    def stop_twice():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         finally:
             os.kill(os.getpid(), signal.SIGINT)
-            cleaned = True
-    assert cleaned
+            steps.append("cleaned")
+
+    with pytest.raises(Stopped), stopping_on_signals():
+        stop_twice()
+    assert steps == ["cleaned"]

@@ -58,9 +58,7 @@ def gae_vectorised_per_row(rewards: Tensor, values: Tensor, mask: Tensor) -> Ten
     return compute_gae(rewards, values, mask, GAMMA, torch.full((len(values),), LAMBDA))
 
 
-def best_times(
-    functions: list[Callable[..., Tensor]], batch: tuple[Tensor, ...], repeats: int
-) -> list[float]:
+def best_times(functions: list[Callable[..., Tensor]], batch: tuple[Tensor, ...], repeats: int) -> list[float]:
     """Seconds of each function's fastest run; the runs alternate, so that a busy machine slows all alike."""
     times = [float("inf")] * len(functions)
     for _ in range(repeats):
@@ -75,9 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--positions", type=int, default=8192)
-    parser.add_argument(
-        "--scalar-rows", type=int, default=128, help="rows of the batch for the per-token loop"
-    )
+    parser.add_argument("--scalar-rows", type=int, default=128, help="rows of the batch for the per-token loop")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     batch = make_batch(args.rows, args.positions)

@@ -145,9 +145,7 @@ def require_compiler() -> None:
     """Ends the program where a C extension cannot be built, with what to install."""
     header = Path(sysconfig.get_path("include")) / "Python.h"
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    missing = [
-        what for what, there in (("cc", shutil.which("cc")), (str(header), header.exists())) if not there
-    ]
+    missing = [what for what, there in (("cc", shutil.which("cc")), (str(header), header.exists())) if not there]
     if missing:
         fail(
             f"{BUILT_FROM_C} is compiled here and {' and '.join(missing)} cannot be found.\n"

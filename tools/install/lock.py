@@ -76,9 +76,7 @@ def compile_lock(uv: Path, target: Target, extras: tuple[str, ...], python: str,
     command += [f"--extra={extra}" for extra in extras]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIME_LIMIT_S)
     if done.returncode != 0:
-        raise SystemExit(
-            f"{target.name}: no lock for extras {', '.join(extras)} on Python {python}:\n{done.stderr}"
-        )
+        raise SystemExit(f"{target.name}: no lock for extras {', '.join(extras)} on Python {python}:\n{done.stderr}")
     return done.stdout
 
 
@@ -90,9 +88,7 @@ def check_other_python(uv: Path, target: Target, base: str, python: str) -> None
         other = compile_lock(uv, target, target.extras, python, f"--constraints={constraints.name}")
     different = parse_pins(base).keys() ^ parse_pins(other).keys()
     if different:
-        raise SystemExit(
-            f"{target.name}.lock: Python {python} needs another set of packages: {sorted(different)}"
-        )
+        raise SystemExit(f"{target.name}.lock: Python {python} needs another set of packages: {sorted(different)}")
 
 
 def make_header(target: Target, note: str) -> str:
@@ -125,9 +121,7 @@ def lock(uv: Path, target: Target, upgrade: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the lock files from pyproject.toml.")
-    parser.add_argument(
-        "--upgrade", action="store_true", help="take the newest releases instead of the present pins"
-    )
+    parser.add_argument("--upgrade", action="store_true", help="take the newest releases instead of the present pins")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         venv.create(scratch, with_pip=True)

@@ -47,9 +47,7 @@ def experiences(draw, min_group: int = 1, holes: bool = True, min_length: int = 
     """
     sizes = draw(st.lists(st.integers(min_group, 4), min_size=1, max_size=3))
     groups = [g for g, k in enumerate(sizes) for _ in range(k)]
-    lengths = [
-        draw(st.sampled_from([0, 1, 2, 3, 5, 20] if min_length == 0 else [1, 2, 3, 5, 20])) for _ in groups
-    ]
+    lengths = [draw(st.sampled_from([0, 1, 2, 3, 5, 20] if min_length == 0 else [1, 2, 3, 5, 20])) for _ in groups]
     equal = draw(st.booleans())
     rewards = [0.3 if equal else draw(st.sampled_from(REWARDS)) for _ in groups]
     truncated = [draw(st.booleans()) for _ in groups]

@@ -98,9 +98,7 @@ def whiten(rows, masks):
 def kl(d, estimator):
     """Of floats or of torch scalars."""
     exp = torch.exp if isinstance(d, torch.Tensor) else math.exp
-    return {"k1": lambda: d, "abs": lambda: abs(d), "k2": lambda: d * d / 2, "k3": lambda: exp(-d) + d - 1}[
-        estimator
-    ]()
+    return {"k1": lambda: d, "abs": lambda: abs(d), "k2": lambda: d * d / 2, "k3": lambda: exp(-d) + d - 1}[estimator]()
 
 
 def shape_rewards(batch, algo, response_length):
@@ -291,9 +289,7 @@ def critic_loss(values, s, algo):
             square = (v - g) ** 2
             if algo.value_clip is not None:
                 old = s.old_values[i][t]
-                square = torch.maximum(
-                    square, (v.clamp(old - algo.value_clip, old + algo.value_clip) - g) ** 2
-                )
+                square = torch.maximum(square, (v.clamp(old - algo.value_clip, old + algo.value_clip) - g) ** 2)
             total = total + factor[i] * 0.5 * square
     return total
 

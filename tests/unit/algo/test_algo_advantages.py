@@ -94,9 +94,7 @@ def test_float32_gae_of_a_long_batch_is_that_of_a_float64_loop():
 
 
 def test_gae_of_more_rows_than_one_chunk_keeps_the_order_of_the_rows():
-    mask = (
-        torch.arange(512) < torch.randint(0, 513, (700,), generator=torch.Generator().manual_seed(1))[:, None]
-    )
+    mask = torch.arange(512) < torch.randint(0, 513, (700,), generator=torch.Generator().manual_seed(1))[:, None]
     rewards = torch.where(mask, torch.arange(700.0)[:, None], 0.0)
     found = compute_gae(rewards, torch.zeros_like(rewards), mask, 1.0, 0.0)
     torch.testing.assert_close(found, rewards)

@@ -166,9 +166,7 @@ CONTRADICTIONS = [
 
 
 @pytest.mark.parametrize(("values", "responses", "optimizer_steps", "message"), CONTRADICTIONS)
-def test_a_contradiction_is_named_with_its_key_and_what_would_be_right(
-    values, responses, optimizer_steps, message
-):
+def test_a_contradiction_is_named_with_its_key_and_what_would_be_right(values, responses, optimizer_steps, message):
     found = check_algo(configure(**values), responses, optimizer_steps)
     assert len(found) == 1, found
     assert message in found[0]

@@ -111,9 +111,7 @@ def test_the_logprob_surrogate_by_hand():
 def test_topr_by_hand():
     # lp = ln 0.5, ln 0.25; mu says 0.5 for both: rho of the sequence 1/2, of the tokens 1 and 1/2.
     mode = LossAggMode["seq-mean-token-sum"]
-    config = configure(
-        rl_loss_coef=0.0, topr__positive_loss_coef=2.0, topr__negative_loss_coef=3.0, loss_agg_mode=mode
-    )
+    config = configure(rl_loss_coef=0.0, topr__positive_loss_coef=2.0, topr__negative_loss_coef=3.0, loss_agg_mode=mode)
     total = 3 * math.log(2)  # -lp summed
     assert float(loss_of(*one_row([1, 1], [1, 0.5]), config).loss) == pytest.approx(2 * total)
     negative = one_row([-1, -1], [1, 0.5])
@@ -200,9 +198,7 @@ def test_a_minibatch_with_nothing_to_learn_has_a_loss_of_zero_that_can_be_differ
     assert float(lp.grad.abs().sum()) == 0.0
 
 
-@pytest.mark.parametrize(
-    "name", ["logprobs", "advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs"]
-)
+@pytest.mark.parametrize("name", ["logprobs", "advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs"])
 def test_inputs_that_are_not_finite_are_refused_with_name_count_and_row(name):
     e = make_experience([0, 0], [2, 3], [1.0, 0.0], [False, False], 0, holes=False)
     config = configure(kl__in_loss=True)

@@ -211,9 +211,7 @@ def test_explained_variance_equals_the_reference(e):
 
 
 def test_batch_metrics_by_hand():
-    e = make_experience(
-        [0, 0, 1, 1], [2, 4, 1, 1], [1.0, 0.0, 0.5, 0.5], [False, True, False, False], 0, holes=False
-    )
+    e = make_experience([0, 0, 1, 1], [2, 4, 1, 1], [1.0, 0.0, 0.5, 0.5], [False, True, False, False], 0, holes=False)
     metrics = compute_batch_metrics(e)
     expected = {
         "reward/mean": 0.5,

@@ -45,9 +45,7 @@ def check(e, seed):
         [v - r if m else 0.0 for v, r, m in zip(*x, strict=True)]
         for x in zip(values.tolist(), expected.returns, batch.mask, strict=True)
     ]
-    assert critic.item() == pytest.approx(
-        sum(x * x for row in errors for x in row) / (2 * num_tokens), abs=1e-9
-    )
+    assert critic.item() == pytest.approx(sum(x * x for row in errors for x in row) / (2 * num_tokens), abs=1e-9)
     torch.testing.assert_close(values.grad, torch.tensor(errors, dtype=torch.float64) / num_tokens)
 
 
@@ -73,13 +71,9 @@ def test_tool_tokens_get_no_gradient_and_change_no_one_elses():
     def widen(x):
         return torch.full((2, 8), torch.nan, dtype=x.dtype).index_copy(1, spread, x)
 
-    tensors = {
-        k: widen(getattr(plain, k)) for k in ("old_logprobs", "rollout_logprobs", "ref_logprobs", "values")
-    }
+    tensors = {k: widen(getattr(plain, k)) for k in ("old_logprobs", "rollout_logprobs", "ref_logprobs", "values")}
     lengths = plain.sequences.lengths + 2
-    sequences = type(plain.sequences)(
-        torch.zeros(int(lengths.sum())), lengths, plain.sequences.prompt_lengths
-    )
+    sequences = type(plain.sequences)(torch.zeros(int(lengths.sum())), lengths, plain.sequences.prompt_lengths)
     holed = type(plain)(**(vars(plain) | tensors | {"mask": mask, "sequences": sequences}))
     results = []
     for e in (plain, holed):

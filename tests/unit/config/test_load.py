@@ -95,7 +95,11 @@ def test_all_problems_are_reported_at_once():
 
 
 def test_the_nearest_divisor_is_suggested():
-    config = ["train.prompts_per_iteration=6", "train.responses_per_prompt=4", "train.samples_per_minibatch=7"]
+    config = [
+        "train.prompts_per_iteration=6",
+        "train.responses_per_prompt=4",
+        "train.samples_per_minibatch=7",
+    ]
     assert "the nearest that does is 6" in problems_of(*config) or "the nearest that does is 8" in problems_of(*config)
 
 
@@ -111,7 +115,7 @@ def test_sizes_read_as_one_sentence():
 
 
 def test_every_value_of_a_sweep_is_checked_before_any_run_starts():
-    with pytest.raises(ConfigError, match="algo.lambda_policy"):
+    with pytest.raises(ConfigError, match=r"algo\.lambda_policy"):
         check_overrides(["algo.lambda_policy=0.95,adaptive,quick"])
     check_overrides(["algo.clip_high=0.24,0.28", "algo.lambda_policy=0.95,adaptive"])
 

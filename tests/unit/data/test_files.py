@@ -109,9 +109,7 @@ def test_parquet_gives_the_same_prompts_as_jsonl(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(RECORDS), tmp_path / "a.parquet")
     found = build_data(ParquetDataConfig(path=str(tmp_path / "a.parquet")), build_byte_tokenizer(), 1)
     expected = build_data(jsonl_config(write_jsonl(tmp_path / "a.jsonl", RECORDS)), build_byte_tokenizer(), 1)
-    assert [(p.id, p.text, p.answer) for p in found.train] == [
-        (p.id, p.text, p.answer) for p in expected.train
-    ]
+    assert [(p.id, p.text, p.answer) for p in found.train] == [(p.id, p.text, p.answer) for p in expected.train]
     assert [p.id for p in found.heldout] == [p.id for p in expected.heldout]
 
 
@@ -133,9 +131,7 @@ def test_a_dataset_directory_of_either_kind_is_read(tmp_path: Path) -> None:
     tokenizer = build_byte_tokenizer()
     whole = datasets.Dataset.from_list(RECORDS)
     whole.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict(train=whole, test=datasets.Dataset.from_list(RECORDS[:3])).save_to_disk(
-        tmp_path / "two"
-    )
+    datasets.DatasetDict(train=whole, test=datasets.Dataset.from_list(RECORDS[:3])).save_to_disk(tmp_path / "two")
     (tmp_path / "files").mkdir()
     write_jsonl(tmp_path / "files" / "train.jsonl", RECORDS)
     for name in ("one", "two", "files"):

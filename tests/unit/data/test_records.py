@@ -107,9 +107,7 @@ def test_an_answer_is_cleaned_to_the_final_one(value: Any, expected: str) -> Non
         ),
     ],
 )
-def test_a_bad_record_is_located_with_what_was_found_and_expected(
-    record: dict[str, Any], expected: str
-) -> None:
+def test_a_bad_record_is_located_with_what_was_found_and_expected(record: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(expected)):
         read_all({"question": "Q", "answer": "A"}, record)
 

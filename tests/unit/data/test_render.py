@@ -50,9 +50,7 @@ def test_plain_text_gets_the_tokenizers_special_tokens_and_a_template_does_not()
 
 @pytest.mark.parametrize("unknown", [False, True])
 @pytest.mark.parametrize(("text", "lost"), [("Abc", "A"), ("ab_c~", "_ ~"), ("aé", "é")])
-def test_a_character_that_the_tokenizer_would_drop_silently_is_an_error(
-    text: str, lost: str, unknown: bool
-) -> None:
+def test_a_character_that_the_tokenizer_would_drop_silently_is_an_error(text: str, lost: str, unknown: bool) -> None:
     renderer = Renderer(DataConfig(), build_char_tokenizer(unknown=unknown))
     with pytest.raises(ConfigError, match=f"no token for {lost} in the prompt '{text}'"):
         renderer.tokenize(["abc", text])
@@ -67,8 +65,6 @@ def test_every_text_survives_a_byte_level_tokenizer() -> None:
 
 def test_a_template_that_refuses_the_messages_is_named() -> None:
     tokenizer = build_byte_tokenizer()
-    tokenizer.chat_template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    )
+    tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     with pytest.raises(ConfigError, match=r"data.chat_template: .* system, user: no system"):
         Renderer(DataConfig(system="x"), tokenizer).render(ask("Why?", ""))

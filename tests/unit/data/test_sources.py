@@ -55,9 +55,7 @@ def test_a_heldout_sum_is_not_in_training_even_with_its_numbers_swapped() -> Non
     assert len(set(train)) == 4096
     assert len({frozenset(pair) for pair in heldout}) == 500
     assert all(10 <= n <= 99 for pair in train + heldout for n in pair)
-    found = [
-        (str(a + b), p.answer) for (a, b), p in zip(train + heldout, data.train + data.heldout, strict=True)
-    ]
+    found = [(str(a + b), p.answer) for (a, b), p in zip(train + heldout, data.train + data.heldout, strict=True)]
     assert all(left == right for left, right in found)
 
 

@@ -15,9 +15,7 @@ from megarl.hf import smollm2
 from megarl.hf.cache import build_once, default_cache_dir
 from megarl.hf.checkpoint import load_tokenizer, resolve_checkpoint
 
-SMALL = RandomModelConfig(
-    num_layers=1, hidden_size=32, ffn_size=48, num_heads=2, num_kv_heads=1, alphabet="ab0="
-)
+SMALL = RandomModelConfig(num_layers=1, hidden_size=32, ffn_size=48, num_heads=2, num_kv_heads=1, alphabet="ab0=")
 
 
 def resolve_random(config, cache_dir):
@@ -35,9 +33,7 @@ def test_a_random_checkpoint_loads_with_transformers(family, tmp_path):
     assert model.get_input_embeddings().weight.shape == (len(SMALL.alphabet) + 3, 32)
     assert model(torch.tensor([[3, 4, 5]])).logits.isfinite().all()
     generation = json.loads((directory / "generation_config.json").read_text())
-    assert (
-        generation["eos_token_id"] == load_tokenizer(directory).eos_token_id == model.config.eos_token_id == 2
-    )
+    assert generation["eos_token_id"] == load_tokenizer(directory).eos_token_id == model.config.eos_token_id == 2
 
 
 def test_the_initial_weights_have_the_configured_spread(tmp_path):
@@ -119,9 +115,7 @@ def test_builders_at_the_same_time_agree_on_one_complete_directory(tmp_path):
         barrier.wait(timeout=20)
         (directory / "file").write_text("whole")
 
-    threads = [
-        threading.Thread(target=lambda: results.append(build_once(tmp_path / "m", build))) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=lambda: results.append(build_once(tmp_path / "m", build))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -209,9 +203,7 @@ def test_smollm2_becomes_a_bfloat16_checkpoint_with_its_chat_template(tmp_path):
     tokenizer = load_tokenizer(directory)
     chat = [{"role": "system", "content": ""}, {"role": "user", "content": "What is the capital of France?"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert text.endswith(
-        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert text.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
     ids = tokenizer(text).input_ids
     assert tokenizer.decode(ids) == text
     model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")

@@ -14,9 +14,7 @@ LENGTHS = {
 }
 
 
-def one_by_one(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]
-) -> torch.Tensor:
+def one_by_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     parts = []
     for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
         q, k, v = (x.transpose(0, 1).double() for x in (q, k, v))

@@ -14,9 +14,7 @@ no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the hook is for 
 
 
 def run_python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

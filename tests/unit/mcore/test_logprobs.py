@@ -5,9 +5,7 @@ from megarl.mcore import logprobs as module
 from megarl.mcore.logprobs import VocabShard, compute_logprobs
 
 
-def reference(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     log_p = torch.log_softmax(logits / temperature, -1)
     return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
@@ -55,9 +53,7 @@ def test_padding_columns_get_no_probability_however_large() -> None:
 
 def test_large_logits_neither_overflow_nor_lose_the_entropy() -> None:
     logits = torch.tensor([[3e4, 3e4, 0.0]])
-    found, entropy = compute_logprobs(
-        logits, torch.tensor([1]), 1.0, VocabShard(0, 3, None), with_entropy=True
-    )
+    found, entropy = compute_logprobs(logits, torch.tensor([1]), 1.0, VocabShard(0, 3, None), with_entropy=True)
     assert found.item() == pytest.approx(-0.6931472, abs=1e-5)
     assert entropy.item() == pytest.approx(0.6931472, abs=1e-2)
 
@@ -82,6 +78,4 @@ def test_no_tokens_give_no_logprobs_and_zero_gradient() -> None:
 @pytest.mark.parametrize("temperature", [0.0, -1.0])
 def test_a_temperature_that_is_not_positive_is_refused(temperature: float) -> None:
     with pytest.raises(ValueError, match="temperature must be positive"):
-        compute_logprobs(
-            torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), temperature, VocabShard(0, 2, None)
-        )
+        compute_logprobs(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), temperature, VocabShard(0, 2, None))

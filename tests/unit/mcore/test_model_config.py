@@ -124,9 +124,7 @@ def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in target.parent.iterdir()] == ["weights"]
 
 
-def test_large_checkpoints_are_cut_into_files_with_an_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_checkpoints_are_cut_into_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.mcore.checkpoint_files.MAX_FILE_BYTES", 100)
     tensors = {f"t{number}": torch.full((20,), float(number)) for number in range(3)}
     write_hf_checkpoint(tmp_path / "cut", tmp_path, tensors.items())

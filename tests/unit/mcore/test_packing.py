@@ -6,9 +6,7 @@ from megarl.data.packing import pack
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 50), max_size=60), budget=st.integers(1, 120), num_ranks=st.integers(1, 5)
-)
+@given(lengths=st.lists(st.integers(1, 50), max_size=60), budget=st.integers(1, 120), num_ranks=st.integers(1, 5))
 def test_pack_keeps_its_promises(lengths: list[int], budget: int, num_ranks: int) -> None:
     ranks = pack(lengths, budget, num_ranks)
     assert len(ranks) == num_ranks

@@ -82,7 +82,5 @@ def padded_reference_logprobs(model: Any, sequences: Sequences, temperature: flo
     for row, (tokens, prompt) in enumerate(zip(rows, sequences.prompt_lengths.tolist(), strict=True)):
         with torch.no_grad():
             logprobs = torch.log_softmax(model(tokens[None]).logits[0] / temperature, -1)
-        result[row, : len(tokens) - prompt] = (
-            logprobs[prompt - 1 : -1].gather(1, tokens[prompt:, None]).squeeze(1)
-        )
+        result[row, : len(tokens) - prompt] = logprobs[prompt - 1 : -1].gather(1, tokens[prompt:, None]).squeeze(1)
     return result

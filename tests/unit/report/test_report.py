@@ -33,9 +33,7 @@ def make_sample(text: str, *, name: str = "task-1", correct: bool = True) -> Sam
         weight_versions=tuple(0 for _ in token_ids),
         finish_reason=FinishReason.stop,
     )
-    return Sample(
-        Prompt(name, "2+2=", (1, 2), "4"), response, Score(float(correct), correct, {"format": 0.5}), 0
-    )
+    return Sample(Prompt(name, "2+2=", (1, 2), "4"), response, Score(float(correct), correct, {"format": 0.5}), 0)
 
 
 def build_text_report(run_dir: Path, num_iterations: int = 3) -> tuple[Report, io.StringIO]:
@@ -62,9 +60,7 @@ def test_a_line_is_on_disk_before_the_report_is_closed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_number_json_cannot_hold_is_refused_by_name_and_nothing_is_written(
-    tmp_path: Path, value: float
-) -> None:
+def test_a_number_json_cannot_hold_is_refused_by_name_and_nothing_is_written(tmp_path: Path, value: float) -> None:
     report, stream = build_text_report(tmp_path)
     with pytest.raises(ValueError, match=re.escape(f"metric 'policy/loss' is {value}")):
         report.log(1, {"reward/mean": 0.5, "policy/loss": value})
@@ -76,9 +72,7 @@ def test_a_number_json_cannot_hold_is_refused_by_name_and_nothing_is_written(
 @pytest.mark.parametrize("value", [True, "0.5", None])
 def test_a_metric_that_is_no_number_is_refused_by_name(tmp_path: Path, value: object) -> None:
     writer = MetricsWriter(tmp_path / "metrics.jsonl")
-    with pytest.raises(
-        TypeError, match=r"metric 'reward/mean' is (bool|str|NoneType), not an int or a float"
-    ):
+    with pytest.raises(TypeError, match=r"metric 'reward/mean' is (bool|str|NoneType), not an int or a float"):
         writer.write(1, {"reward/mean": value})  # type: ignore[dict-item]
     writer.close()
 
@@ -210,8 +204,7 @@ def test_an_iteration_line_shows_the_key_metrics_in_order_and_only_those_there_a
         "reward/response_length": 1234.0,
     }
     expected = (
-        "iteration 3/20  reward 0.5 | held-out 1 | length 1234 | ev -0.5 | mismatch kl 3.1e-05 | "
-        "seconds: rollout 12"
+        "iteration 3/20  reward 0.5 | held-out 1 | length 1234 | ev -0.5 | mismatch kl 3.1e-05 | seconds: rollout 12"
     )
     assert format_iteration(3, 20, metrics) == expected
 

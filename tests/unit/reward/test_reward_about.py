@@ -17,9 +17,7 @@ NUMBERS = range(4, 65)
 REWARD = build_reward(AboutRewardConfig())
 
 
-def best_blind_score(
-    letters: Sequence[str], numbers: Sequence[int], tolerance: float, falloff: float
-) -> float:
+def best_blind_score(letters: Sequence[str], numbers: Sequence[int], tolerance: float, falloff: float) -> float:
     """The highest expected reward of any distribution over answers that ignores the prompt.
 
     An answer of length l with shares s_c of each letter earns on average
@@ -65,9 +63,7 @@ def test_lengths_within_the_tolerance_count_fully(length):
     assert score("b37", "b" * length).reward == 1.0
 
 
-@pytest.mark.parametrize(
-    ("length", "expected"), [(10, 1.0), (16, 0.66096), (25, 0.33904), (40, 0.0), (50, 0.0)]
-)
+@pytest.mark.parametrize(("length", "expected"), [(10, 1.0), (16, 0.66096), (25, 0.33904), (40, 0.0), (50, 0.0)])
 def test_the_length_score_falls_linearly_in_the_logarithm(length, expected):
     """By hand at number 8, tolerance 1.25, falloff 4: 16 is off by 2, log(2/1.25)/log 4 = 0.33904."""
     assert score("b8", "b" * length).details["length"] == pytest.approx(expected, abs=1e-5)

@@ -134,9 +134,7 @@ def test_every_scorer_that_calls_eval_on_an_answer_is_known():
         for function in ast.walk(tree):
             if isinstance(function, ast.FunctionDef) and function.name == "score_answer":
                 names = [
-                    n.func.id
-                    for n in ast.walk(function)
-                    if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+                    n.func.id for n in ast.walk(function) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
                 ]
                 if {"eval", "exec"} & set(names):
                     found.add(module.__name__.rsplit(".", 1)[-1])
@@ -183,9 +181,7 @@ def test_a_prompt_of_another_source_is_an_error_that_names_it(gym_reward):
 
 def test_an_unknown_task_is_an_error_that_names_it(gym_reward):
     with pytest.raises(RuntimeError, match="no task 'no_such_task'"):
-        gym_reward(
-            build_prompt("1", reasoning_gym={"task": "no_such_task", "entry": {}}), build_response("1")
-        )
+        gym_reward(build_prompt("1", reasoning_gym={"task": "no_such_task", "entry": {}}), build_response("1"))
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])

@@ -53,9 +53,7 @@ def test_an_unreachable_server_is_tried_a_bounded_number_of_times(tmp_path):
         listener.listen()
         listener.settimeout(10)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        engine = SGLangEngine(
-            [url], tmp_path, RolloutConfig(), tokenizer, check_processes=lambda: checks.append(1)
-        )
+        engine = SGLangEngine([url], tmp_path, RolloutConfig(), tokenizer, check_processes=lambda: checks.append(1))
         import threading
 
         accepted = []

@@ -38,9 +38,7 @@ def compute_reference(q, keys, values, table, rows, num_queries, num_keys):
     ("num_queries", "num_keys"),
     [([1, 1, 1, 1], [7, 1, 9, 7]), ([5, 1, 3], [5, 8, 3]), ([2, 12, 1, 2], [9, 12, 30, 2]), ([3], [3])],
 )
-def test_groups_attend_like_one_query_at_a_time(
-    attention, monkeypatch, heads, max_tokens, num_queries, num_keys
-):
+def test_groups_attend_like_one_query_at_a_time(attention, monkeypatch, heads, max_tokens, num_queries, num_keys):
     monkeypatch.setattr(attention, "MAX_GROUP_TOKENS", max_tokens)
     torch.manual_seed(0)
     nq, nk = torch.tensor(num_queries), torch.tensor(num_keys)

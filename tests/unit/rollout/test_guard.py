@@ -90,9 +90,7 @@ time.sleep(100)
 
 
 def test_a_killed_guard_takes_the_servers_first_process_along(tmp_path):
-    process = start(
-        tmp_path / "s", sys.executable, "-c", "print('up', flush=True); import time; time.sleep(100)"
-    )
+    process = start(tmp_path / "s", sys.executable, "-c", "print('up', flush=True); import time; time.sleep(100)")
     assert process.stdout.readline() == b"up\n"
     (server,) = psutil.Process(process.pid).children()
     process.kill()
@@ -108,9 +106,7 @@ def test_the_exit_status_is_the_servers(tmp_path, code, status):
 
 
 def test_ctrl_c_does_not_end_the_guard(tmp_path):
-    process = start(
-        tmp_path / "s", sys.executable, "-c", "print('up', flush=True); import time; time.sleep(100)"
-    )
+    process = start(tmp_path / "s", sys.executable, "-c", "print('up', flush=True); import time; time.sleep(100)")
     assert process.stdout.readline() == b"up\n"
     os.kill(process.pid, signal.SIGINT)
     time.sleep(0.3)

@@ -85,9 +85,7 @@ def test_a_taken_port_is_an_error_that_names_it(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        made = SGLangServer(
-            RolloutConfig(kv_cache_tokens=1), tmp_path, log_file=tmp_path / "log", seed=1, port=port
-        )
+        made = SGLangServer(RolloutConfig(kv_cache_tokens=1), tmp_path, log_file=tmp_path / "log", seed=1, port=port)
         with pytest.raises(ServerError, match=f"port {port} is taken"):
             made.start()
         assert not made.is_alive()

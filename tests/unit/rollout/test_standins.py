@@ -11,9 +11,7 @@ from megarl.rollout.server import STANDINS
 
 def run(code: str) -> str:
     environment = os.environ | {"PYTHONPATH": str(STANDINS)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -7,11 +7,12 @@ import pytest
 from megarl.config.roles import Dtype
 from megarl.config.rollout import RolloutConfig
 from megarl.sync.probe import build_probe_tokens, compute_gap, get_max_gap
+from megarl.types import Prompt
 
 
 def test_the_largest_gap_is_found_at_its_position():
-    gap, at = compute_gap([-1.0, -2.0, -3.0], [-1.0, -2.5, -3.1])
-    assert gap == pytest.approx(0.5)
+    gap, at = compute_gap([-0.5, -2.0, -3.0], [-0.6, -2.5, -3.1])
+    assert gap == pytest.approx(0.25)  # 0.5 / 2
     assert at == 1
 
 
@@ -21,14 +22,16 @@ def test_a_logprob_that_is_no_number_is_an_infinite_gap(bad):
 
 
 def test_the_allowed_gap_follows_the_dtype_unless_it_is_given():
-    assert get_max_gap(RolloutConfig(dtype=Dtype.float32)) == 1e-3
-    assert get_max_gap(RolloutConfig(dtype=Dtype.bfloat16)) == 0.25
-    assert get_max_gap(RolloutConfig(max_probe_logprob_gap=0.5)) == 0.5
+    assert get_max_gap(RolloutConfig(dtype=Dtype.float32)) == 1e-4
+    assert get_max_gap(RolloutConfig(dtype=Dtype.bfloat16)) == 0.5
+    assert get_max_gap(RolloutConfig(max_probe_logprob_gap=0.3)) == 0.3
 
 
-def test_the_probe_text_is_fixed_and_inside_the_vocabulary():
-    tokens = build_probe_tokens(55)
-    assert tokens == build_probe_tokens(55)
-    assert len(tokens) == 32
+def test_the_probe_text_begins_with_the_prompts_and_visits_the_vocabulary():
+    prompts = [Prompt("p", "ab", (5, 6), ""), Prompt("q", "c", (7,), "")]
+    tokens = build_probe_tokens(prompts, 55)
+    assert tokens == build_probe_tokens(prompts, 55)
+    assert tokens[:3] == (5, 6, 7)
+    assert len(tokens) == 64
     assert all(0 <= token < 55 for token in tokens)
-    assert len(set(tokens)) > 15
+    assert len(set(tokens)) > 40

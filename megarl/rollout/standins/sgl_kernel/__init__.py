@@ -9,9 +9,7 @@ from megarl_placeholder import get_placeholder, open_package
 __version__ = "0.0.0"
 
 
-def assign_req_to_token_pool_cpu(
-    req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len
-):
+def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len):
     """Write each request's new cache slots into its row of `req_to_token`.
 
     req_pool_indices, start_offset, end_offset: int [B]; req_to_token: int [rows, pool_len], written in place

@@ -1,0 +1,112 @@
+"""`python -m megarl.train` as a user types it: what it prints, what it leaves, how it ends."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.report.metrics import load_metrics
+
+COMMAND = [sys.executable, "-m", "megarl.train", "algo.value_pretrain.steps=1", "train.eval_every=2"]
+SHUTDOWN_S = 15
+
+
+def start(run_dir: Path, *overrides: str) -> subprocess.Popen:
+    command = [*COMMAND, f"hydra.run.dir={run_dir}", *overrides]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def find_marked(run_dir: Path) -> list[psutil.Process]:
+    """Processes that have one of the run's log files open: workers, servers and what is below them."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            files = {os.readlink(f"/proc/{process.pid}/fd/{n}") for n in (1, 2)}
+        except OSError:
+            continue
+        if any(str(run_dir) in name for name in files):
+            found.append(process)
+    return found
+
+
+def list_leftovers() -> set[str]:
+    return {
+        str(path)
+        for folder, pattern in (("/dev/shm", "*"), ("/tmp", "megarl-*"))
+        for path in Path(folder).glob(pattern)
+        if not path.name.startswith("sem.mp-")  # named by the C library; the server's tests follow those by inode
+    }
+
+
+def test_a_run_trains_logs_and_ends_with_the_done_line_leaving_nothing(tmp_path):
+    before = list_leftovers()
+    run = start(tmp_path / "run", "train.num_iterations=2")
+    output, _ = run.communicate(timeout=400)
+    assert run.returncode == 0, output
+    last = output.strip().splitlines()[-1]
+    assert re.fullmatch(rf"done: iterations=2 reward/heldout=0\.\d{{4}} run_dir={tmp_path}/run", last)
+    assert "16 prompts x 16 responses = 256 samples" in output
+    assert "clip(w, 0.8, 1.28) A" in output
+    lines = load_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["iteration"] for line in lines] == [0, 1, 2]
+    for name in ("reward/mean", "policy/clip_frac", "critic/explained_variance", "sync/bytes", "time/rollout"):
+        assert all(name in line for line in lines[1:]), name
+    assert list((tmp_path / "run" / "tensorboard").iterdir())
+    assert {f.name for f in (tmp_path / "run" / "logs").iterdir()} >= {"policy-0.log", "critic-0.log", "server-0.log"}
+    assert find_marked(tmp_path) == []
+    assert list_leftovers() <= before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_every_process_in_time_and_leaves_nothing(tmp_path, number):
+    before = list_leftovers()
+    run = start(tmp_path / "run", "train.num_iterations=1000")
+    wait_for_line(run, "iteration 1/1000", 400)
+    children = psutil.Process(run.pid).children(recursive=True)
+    assert len(find_marked(tmp_path)) >= 3
+    asked = time.monotonic()
+    run.send_signal(number)
+    output, _ = run.communicate(timeout=60)
+    took = time.monotonic() - asked
+    assert run.returncode == 128 + number, output
+    assert f"stopped by {number.name}" in output
+    assert took < SHUTDOWN_S
+    _, alive = psutil.wait_procs(children, timeout=1)
+    assert alive == []
+    assert find_marked(tmp_path) == []
+    assert list_leftovers() <= before
+
+
+def wait_for_line(run: subprocess.Popen, text: str, deadline_s: float) -> None:
+    assert run.stdout is not None
+    end = time.monotonic() + deadline_s
+    seen = []
+    for line in run.stdout:
+        seen.append(line)
+        if text in line:
+            return
+        assert time.monotonic() < end, f"no {text!r} within {deadline_s} s in:\n{''.join(seen)}"
+    raise AssertionError(f"the run ended without {text!r}:\n{''.join(seen)}")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("algo.clip_hihg=0.3", "error: algo.clip_hihg: no such key; did you mean algo.clip_high?"),
+        ("train.samples_per_minibatch=100", "error: train.samples_per_minibatch: found 100"),
+        ("rollout.sglang={max_runing_requests: 3}", "max_running_requests"),
+        ("model.path=/nowhere model.source=path", "error: model.path"),
+    ],
+)
+def test_a_bad_configuration_ends_with_code_2_and_names_the_key(tmp_path, override, expected):
+    run = start(tmp_path / "run", *re.split(r" (?=model)", override))
+    output, _ = run.communicate(timeout=120)
+    assert run.returncode == 2, output
+    assert expected in output
+    assert "Traceback" not in output

@@ -1,0 +1,154 @@
+"""The loop with its real parts: Ray, Megatron-Core policy and critic, and the session's SGLang server."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from megarl.cluster.local import local_ray
+from megarl.cluster.workers import WorkerGroup
+from megarl.config.load import load_config
+from megarl.data.build import build_data
+from megarl.data.sampler import PromptSampler
+from megarl.job import build_specs
+from megarl.mcore.spec import Role
+from megarl.pretraining import pretrain_critic
+from megarl.report.metrics import load_metrics
+from megarl.report.report import build_report
+from megarl.reward.build import build_reward
+from megarl.rollout.collector import Collector
+from megarl.rollout.engine import SGLangEngine
+from megarl.rollout.tensors import build_tensors
+from megarl.sync.disk import DiskSync
+from megarl.sync.probe import build_probe_tokens
+from megarl.trainer import Parts, Trainer
+from megarl.types import Prompt, Response, Score
+
+pytestmark = pytest.mark.server
+OVERRIDES = [
+    "rollout.response_length=48",
+    "rollout.kv_cache_tokens=16384",
+    "rollout.max_running_requests=128",
+    "train.num_iterations=3",
+    "train.eval_every=3",
+    "algo.value_pretrain.steps=14",
+    "algo.value_pretrain.patience=null",
+    "logger.terminal=false",
+]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def trainer(server, tiny_checkpoint: Path, run_dir: Path) -> Iterator[Trainer]:
+    """A trainer whose servers hold its policy's weights; the tests below use it one after the other."""
+    config = load_config(OVERRIDES)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
+    data = build_data(config.data, tokenizer, config.seed)
+    with contextlib.ExitStack() as stack:
+        report = stack.enter_context(contextlib.closing(build_report(config.logger, run_dir, 3)))
+        stack.enter_context(local_ray(config.cluster, num_actors=2))
+        groups = {
+            role: WorkerGroup(spec, run_dir / "logs", "127.0.0.1", config.cluster.worker_start_deadline_s)
+            for role, spec in build_specs(config, tiny_checkpoint).items()
+        }
+        for building in [group.start() for group in groups.values()]:
+            building.result()
+        engine = SGLangEngine([server.url], tiny_checkpoint, config.rollout, tokenizer)
+        stack.callback(engine.close)
+        probe = build_probe_tokens(data.heldout, len(tokenizer))
+        sync = DiskSync(groups[Role.policy], engine.clients, config.rollout, run_dir / "sync", probe)
+        stack.callback(sync.close)
+        parts = Parts(
+            policy=groups[Role.policy],
+            critic=groups[Role.critic],
+            reference=None,
+            collector=Collector(engine, build_reward(config.reward), temperature=config.rollout.temperature),
+            sync=sync,
+            sampler=PromptSampler(data.train, config.seed),
+            heldout=data.heldout,
+            report=report,
+        )
+        trainer = Trainer(config, parts)
+        trainer.start()
+        yield trainer
+
+
+def compute_logprob_gap(trainer: Trainer, temperature: float) -> float:
+    """Largest |rollout_logprobs - old_logprobs| over fresh responses, the servers' against Megatron's."""
+    engine = trainer.parts.collector._engine
+    collector = Collector(engine, trainer.parts.collector._reward, temperature=temperature)
+    prompts = trainer.parts.sampler.next_batch(8)
+    tensors = build_tensors(collector.collect(prompts, 4, weight_version=trainer.version))
+    old = trainer.parts.policy.logprobs(tensors.sequences, temperature).result()
+    return float((old - tensors.rollout_logprobs)[tensors.mask].abs().max())
+
+
+def test_before_any_update_rollout_logprobs_are_megatrons_old_logprobs(trainer):
+    assert compute_logprob_gap(trainer, 1.0) < 1e-4
+    assert compute_logprob_gap(trainer, 0.7) < 1e-4
+
+
+def test_the_loop_updates_the_policy_and_the_servers_follow(trainer, run_dir):
+    before = trainer.parts.policy.checksum().result()
+    summary = trainer.run()
+    assert summary.num_iterations == 3
+    assert trainer.version == 3
+    assert trainer.parts.policy.checksum().result() != before
+    lines = load_metrics(run_dir / "metrics.jsonl")
+    assert [line["iteration"] for line in lines] == [0, 1, 2, 3]
+    # Four minibatches per iteration: from the second on the ratios have left 1.
+    assert all(line["policy/clip_frac"] > 0 for line in lines[1:])
+    assert all(line["mismatch/kl"] < 1e-6 for line in lines[1:])
+    assert "reward/heldout" in lines[0]
+    assert lines[3]["reward/heldout"] == summary.heldout_reward
+    rollout = trainer.collect()
+    assert {v for s in rollout.samples for v in s.response.weight_versions} == {3}
+
+
+def test_after_updates_rollout_logprobs_are_still_megatrons_old_logprobs(trainer):
+    assert trainer.version == 3
+    assert compute_logprob_gap(trainer, 1.0) < 1e-4
+    assert compute_logprob_gap(trainer, 0.7) < 1e-4
+
+
+def test_a_rollout_has_whole_groups_in_order_and_rewards_in_range(trainer):
+    samples = trainer.collect().samples
+    assert [s.group for s in samples] == [g for g in range(16) for _ in range(16)]
+    assert all(len({s.prompt.id for s in samples if s.group == g}) == 1 for g in range(16))
+    assert all(0 <= s.score.reward <= 1 for s in samples)
+    heldout = {p.id for p in trainer.parts.heldout}
+    assert not heldout & {s.prompt.id for s in samples}
+
+
+def test_minibatches_cover_every_sample_once_per_epoch_in_an_order_of_their_own(trainer):
+    first, again, second = (trainer.split_minibatches(256, iteration) for iteration in (1, 1, 2))
+    assert torch.cat(first).sort().values.tolist() == list(range(256))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(torch.cat(first), torch.cat(second))
+
+
+def test_value_pretraining_explains_heldout_returns_and_leaves_the_policy_bit_identical(trainer, run_dir):
+    """With a reward that a random policy earns as often as not: the first character is a letter up to m."""
+
+    def score(_prompt: Prompt, response: Response) -> Score:
+        return Score(float(response.text[:1] in "abcdefghijklm"), False)
+
+    collector = Collector(trainer.parts.collector._engine, score, temperature=1.0)
+    other = Trainer(trainer.config, replace(trainer.parts, collector=collector))
+    before = trainer.parts.policy.checksum().result()
+    critic_before = trainer.parts.critic.checksum().result()
+    pretrain_critic(other)
+    # Each value is of a rollout that the critic had not trained on.
+    curve = [line["pretrain/explained_variance"] for line in load_metrics(run_dir / "value_pretrain.jsonl")]
+    assert len(curve) == 14
+    assert min(curve[-3:]) > 0.3 > curve[0]
+    assert trainer.parts.policy.checksum().result() == before
+    assert trainer.parts.critic.checksum().result() != critic_before
