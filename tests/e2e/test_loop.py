@@ -35,7 +35,7 @@ OVERRIDES = [
     "rollout.max_running_requests=128",
     "train.num_iterations=3",
     "train.eval_every=3",
-    "algo.value_pretrain.steps=14",
+    "algo.value_pretrain.steps=6",
     "algo.value_pretrain.patience=null",
     "logger.terminal=false",
 ]
@@ -136,10 +136,10 @@ def test_minibatches_cover_every_sample_once_per_epoch_in_an_order_of_their_own(
 
 
 def test_value_pretraining_explains_heldout_returns_and_leaves_the_policy_bit_identical(trainer, run_dir):
-    """With a reward that a random policy earns as often as not: the first character is a letter up to m."""
+    """With a reward whose expectation differs from prompt to prompt: whether the asked letter is a, b or c."""
 
-    def score(_prompt: Prompt, response: Response) -> Score:
-        return Score(float(response.text[:1] in "abcdefghijklm"), False)
+    def score(prompt: Prompt, _response: Response) -> Score:
+        return Score(float(prompt.text[0] in "abc"), False)
 
     collector = Collector(trainer.parts.collector._engine, score, temperature=1.0)
     other = Trainer(trainer.config, replace(trainer.parts, collector=collector))
@@ -148,7 +148,7 @@ def test_value_pretraining_explains_heldout_returns_and_leaves_the_policy_bit_id
     pretrain_critic(other)
     # Each value is of a rollout that the critic had not trained on.
     curve = [line["pretrain/explained_variance"] for line in load_metrics(run_dir / "value_pretrain.jsonl")]
-    assert len(curve) == 14
-    assert min(curve[-3:]) > 0.3 > curve[0]
+    assert len(curve) == 6
+    assert min(curve[-2:]) > 0.3 > curve[0]
     assert trainer.parts.policy.checksum().result() == before
     assert trainer.parts.critic.checksum().result() != critic_before
