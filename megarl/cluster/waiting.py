@@ -1,4 +1,4 @@
-"""Waiting for Ray: every wait has a deadline, fails as soon as one of the awaited fails, and says what it waited for."""
+"""Waiting for Ray: every wait has a deadline, fails as soon as one awaited fails, and says what it waited for."""
 
 import time
 from collections.abc import Sequence

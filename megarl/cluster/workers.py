@@ -155,9 +155,8 @@ def _merge_rows(sequences: Sequences) -> Callable[[list[Any]], Tensor]:
                 merged[part.rows] = part.values
                 seen[part.rows] += 1
         if not bool((seen == 1).all()):
-            raise RuntimeError(
-                f"rows {torch.nonzero(seen != 1).flatten().tolist()} were computed {seen[seen != 1].tolist()} times, not once"
-            )
+            wrong = torch.nonzero(seen != 1).flatten().tolist()
+            raise RuntimeError(f"rows {wrong} were not computed once each")
         return merged
 
     return merge

@@ -1,1 +1,1 @@
-"""The typed configuration: one file per `conf/` group, composition, and the checks that end a bad run before it starts."""
+"""The typed configuration: one file per `conf/` group, composition, and the checks before anything starts."""

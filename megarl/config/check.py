@@ -101,7 +101,7 @@ def _check_parallel(key: str, parallel: ParallelConfig, samples_per_minibatch: i
             f" {samples_per_minibatch} samples (train.samples_per_minibatch); each needs at least one"
         )
     if parallel.sp and parallel.tp == 1:
-        yield f"{key}.sp: found true at tp 1; sequence parallelism splits over tensor-parallel ranks, set {key}.tp or sp=false"
+        yield f"{key}.sp: found true at tp 1; it splits over tensor-parallel ranks: set {key}.tp, or sp=false"
 
 
 def _check_optimizer(key: str, optimizer: OptimizerConfig) -> Iterator[str]:
@@ -128,7 +128,7 @@ def _check_rollout(config: Config) -> Iterator[str]:
         )
     for key in ("top_p", "top_k", "min_p"):
         if key in rollout.sglang:
-            yield f"rollout.sglang.{key}: refused; log-probs are of the full distribution, which truncated sampling is not"
+            yield f"rollout.sglang.{key}: refused; log-probs are of the full distribution, not of a truncated one"
     if rollout.kv_cache_tokens is not None and rollout.kv_cache_tokens < longest:
         yield (
             f"rollout.kv_cache_tokens: found {rollout.kv_cache_tokens}; one sequence may have"

@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,13 @@ def load_config(overrides: Sequence[str]) -> Config:
 
 def to_config(composed: DictConfig) -> Config:
     """A composed tree as plain dataclasses, checked. Raises ConfigError."""
-    tree = composed.copy()
+    unknown = [f"{key}: no such key{_suggest(key)}" for key in _find_unknown_keys(composed)]
+    if unknown:
+        raise ConfigError(unknown)
     try:
-        config = OmegaConf.to_object(tree)
+        config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
-        raise ConfigError([_describe(error, tree)]) from error
+        raise ConfigError([_describe(error)]) from error
     if not isinstance(config, Config):
         raise ConfigError(
             [f"the composed configuration is a {type(config).__name__}; conf/config.yaml must list `schema` first"]
@@ -60,6 +63,11 @@ def list_keys(config: DictConfig) -> list[str]:
     return list(_walk(OmegaConf.to_container(config, resolve=False), ""))
 
 
+def list_options(group: str) -> list[str]:
+    """The options of a `conf/` group."""
+    return sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml"))
+
+
 def _walk(tree: Any, prefix: str) -> Iterator[str]:
     if isinstance(tree, dict):
         for name, child in tree.items():
@@ -75,36 +83,48 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3", job_name="megarl"):
             return compose("config", overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([_describe(error, None)]) from error
+        raise ConfigError([_describe(error)]) from error
 
 
-def _describe(error: Exception, tree: DictConfig | None) -> str:
-    """Hydra's message, shortened to its cause, with the nearest right key or choice."""
-    text = str(error).strip()
-    unknown = re.search(r"Could not override '([^']+)'", text) or re.search(r"full_key: (\S+)", text)
-    not_there = "is not in struct" in text or re.search(r"Key '[^']*' not in '[^']*'", text)
-    if unknown and not_there:
-        key = unknown.group(1)
-        return f"{key}: no such key{_suggest(key, tree)}"
-    lines = [line for line in text.splitlines() if line.strip() and "object_type=" not in line]
-    message = " ".join(line.strip() for line in lines)
-    if unknown and not message.startswith(unknown.group(1)):
-        return f"{unknown.group(1)}: {re.sub(r'full_key: .*', '', message).strip()}"
-    return message
+def _describe(error: Exception) -> str:
+    """Hydra's message, shortened to its cause, with the nearest right key or the choices."""
+    text = str(error)
+    named = re.search(r"Could not override '([^']+)'", text)
+    if named:
+        return f"{named.group(1)}: no such key{_suggest(named.group(1))}"
+    missing = re.search(r"Could not find '([^/']+)/([^']+)'", text)
+    if missing:
+        group, option = missing.groups()
+        return f"{group}: found {option!r}; the choices are {', '.join(list_options(group))}"
+    cause = str(error.__cause__ or error)
+    key = re.search(r"full_key: (\S+)", cause)
+    first_line = cause.strip().splitlines()[0]
+    return f"{key.group(1)}: {first_line}" if key else first_line
 
 
-def _suggest(key: str, tree: DictConfig | None) -> str:
-    known = list_keys(tree) if tree is not None else list_keys(_compose([]))
+def _suggest(key: str) -> str:
+    known = list_keys(_compose([]))
     nearest = find_nearest_key(key, known)
-    if nearest is None:
-        group = key.split(".")[0]
-        members = sorted(name for name in known if name.startswith(f"{group}.") and name.count(".") == 1)
-        return (
-            f"; {group} has {', '.join(members)}"
-            if members
-            else f"; the groups are {', '.join(n for n in known if '.' not in n)}"
-        )
-    return f"; did you mean {nearest}?"
+    if nearest is not None:
+        return f"; did you mean {nearest}?"
+    group = key.split(".")[0]
+    members = sorted(name for name in known if name.startswith(f"{group}.") and name.count(".") == 1)
+    if members:
+        return f"; {group} has {', '.join(members)}"
+    return f"; the groups are {', '.join(name for name in known if '.' not in name)}"
+
+
+def _find_unknown_keys(node: Any, prefix: str = "") -> Iterator[str]:
+    """Keys that were appended (`+key=value`) to a node whose dataclass has no such field."""
+    if not isinstance(node, DictConfig) or node._is_missing() or node._is_none():
+        return
+    node_type = OmegaConf.get_type(node)
+    names = {field.name for field in fields(node_type)} if is_dataclass(node_type) else None
+    for name in map(str, node):
+        if names is not None and name not in names:
+            yield f"{prefix}{name}"
+        elif not OmegaConf.is_missing(node, name):
+            yield from _find_unknown_keys(node._get_node(name), f"{prefix}{name}.")
 
 
 def _expand_sweep(overrides: Sequence[str]) -> list[list[str]]:

@@ -80,7 +80,7 @@ def test_a_value_of_the_wrong_type_is_an_error_that_names_its_key(override, key)
         (["rollout.temperature=0"], "rollout.temperature: found 0"),
         (["+rollout.sglang.top_p=0.9"], "rollout.sglang.top_p"),
         (["rollout.kv_cache_tokens=10"], "rollout.kv_cache_tokens: found 10"),
-        (["policy.optimizer.decay=cosine"], "policy.optimizer.decay_steps"),
+        (["policy.optimizer.decay_steps=null"], "policy.optimizer.decay_steps"),
         (["algo.lambda_policy=fast"], "algo.lambda_policy"),
     ],
 )
