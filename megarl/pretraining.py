@@ -15,6 +15,8 @@ def pretrain_critic(trainer: Trainer) -> None:
     settings = trainer.config.algo.value_pretrain
     best, best_step = float("-inf"), 0
     for step in range(1, settings.steps + 1):
+        if trainer.out_of_time():
+            return
         metrics = pretrain_step(trainer, step)
         explained = metrics["pretrain/explained_variance"]
         trainer.report.log_pretraining(step, settings.steps, metrics)

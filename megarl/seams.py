@@ -6,7 +6,7 @@ deadline that the implementation was given and raises `DeadlineError` (saying wh
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -20,7 +20,18 @@ class DeadlineError(RuntimeError):
 
 
 class Pending(Protocol[T_co]):
+    def wait(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s`; whether the work has ended well. Raises as soon as a part of it has failed."""
+        ...
+
     def result(self) -> T_co: ...
+
+
+def wait_all(pendings: Sequence[Pending[Any]], slice_s: float = 0.05) -> None:
+    """Wait until all have ended well; the first failure of any is raised at once, whoever is still working."""
+    waiting = list(pendings)
+    while waiting:
+        waiting = [pending for pending in waiting if not pending.wait(slice_s)]
 
 
 class TrainBackend(Protocol):

@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import CONF_DIR, check_overrides, to_config
+from megarl.config.open_keys import open_overrides
 from megarl.config.schema import register
 from megarl.signals import Stopped, stopping_on_signals
 
@@ -17,7 +18,9 @@ EXIT_BAD_CONFIG = 2
 
 def main() -> None:
     """Check every run that the command line describes, then let Hydra start it."""
-    overrides = [arg for arg in sys.argv[1:] if not arg.startswith("-") and "=" in arg]
+    # Hydra reads sys.argv itself, so what makes the keys of open fields acceptable to it has to be there too.
+    sys.argv[1:] = open_overrides(sys.argv[1:])
+    overrides = [arg for arg in sys.argv[1:] if arg.startswith("~") or (not arg.startswith("-") and "=" in arg)]
     try:
         check_overrides(overrides)
     except ConfigError as error:

@@ -19,7 +19,7 @@ from megarl.data.sampler import PromptSampler
 from megarl.report.report import Report
 from megarl.rollout.collector import Collector
 from megarl.rollout.tensors import build_tensors
-from megarl.seams import Pending, TrainBackend, WeightSync
+from megarl.seams import Pending, RolloutEngine, TrainBackend, WeightSync, wait_all
 from megarl.types import Experience, Metrics, Prompt, Rollout, TrainingSamples
 
 
@@ -30,6 +30,7 @@ class Parts:
     policy: TrainBackend
     critic: TrainBackend | None
     reference: TrainBackend | None
+    engine: RolloutEngine
     collector: Collector
     sync: WeightSync
     sampler: PromptSampler
@@ -56,6 +57,7 @@ class Trainer:
         self.reward_moments = RunningMoments()
         self.version = 0
         self.heldout_reward = float("nan")
+        self.started = time.monotonic()
 
     def start(self) -> None:
         """Bring the first weights to the servers and measure where the policy stands, as iteration 0."""
@@ -64,17 +66,14 @@ class Trainer:
 
     def run(self) -> Summary:
         """Iterate until the last one, the held-out reward aimed at, or the time limit."""
-        started = time.monotonic()
-        train = self.config.train
-        for iteration in range(1, train.num_iterations + 1):
+        train, iteration = self.config.train, 0
+        while iteration < train.num_iterations and not self.reached_goal() and not self.out_of_time():
+            iteration += 1
             metrics = self.iterate(iteration)
-            out_of_time = train.max_minutes is not None and time.monotonic() - started > 60 * train.max_minutes
-            last = iteration == train.num_iterations or out_of_time
+            last = iteration == train.num_iterations or self.out_of_time()
             if last or iteration % train.eval_every == 0:
                 metrics |= self.evaluate()
             self.report.log(iteration, metrics)
-            if last or self.reached_goal():
-                break
         return Summary(iteration, self.heldout_reward)
 
     def iterate(self, iteration: int) -> Metrics:
@@ -91,6 +90,7 @@ class Trainer:
         """Prompts to responses with rewards, grouped."""
         train = self.config.train
         with self.report.phase("rollout"):
+            self.parts.engine.check_health()
             prompts = self.parts.sampler.next_batch(train.prompts_per_iteration)
             return self.parts.collector.collect(prompts, train.responses_per_prompt, weight_version=self.version)
 
@@ -102,6 +102,7 @@ class Trainer:
             old = self.parts.policy.logprobs(sequences, temperature)
             ref = self.parts.reference.logprobs(sequences, temperature) if self.parts.reference else None
             values = self.parts.critic.values(sequences) if self.parts.critic else None
+            wait_all([pending for pending in (old, ref, values) if pending])
             experience = Experience(
                 sequences=sequences,
                 groups=tensors.groups,
@@ -138,6 +139,7 @@ class Trainer:
                 running.append(self.parts.critic.update(samples, minibatches * repeats))
             if policy:
                 running.append(self.parts.policy.update(samples, minibatches))
+            wait_all(running)
             return {name: value for call in running for name, value in average_steps(call.result()).items()}
 
     def publish(self, version: int) -> Metrics:
@@ -160,6 +162,10 @@ class Trainer:
         goal = self.config.train.stop_at_heldout_reward
         return goal is not None and self.heldout_reward >= goal
 
+    def out_of_time(self) -> bool:
+        limit = self.config.train.max_minutes
+        return limit is not None and time.monotonic() - self.started > 60 * limit
+
     def split_minibatches(self, num_samples: int, iteration: int) -> list[Tensor]:
         """Row numbers (int64) of each optimizer step: every epoch a new order, the same for the same seed."""
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + iteration)
@@ -181,12 +187,10 @@ def average_steps(steps: Sequence[Metrics]) -> Metrics:
 
 
 def compute_score_metrics(rollout: Rollout) -> Metrics:
-    """Means of the verifier's named parts, of correctness and of response lengths."""
+    """Means of the verifier's named parts and of correctness."""
     samples = rollout.samples
     names = samples[0].score.details.keys() if samples else ()
-    lengths = [len(s.response.token_ids) for s in samples]
     return {
         **{f"reward/{name}": sum(s.score.details[name] for s in samples) / len(samples) for name in names},
         "reward/correct": sum(s.score.correct for s in samples) / len(samples),
-        "reward/response_length": sum(lengths) / len(lengths),
     }

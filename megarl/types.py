@@ -5,7 +5,7 @@ Tensors are on the CPU. Padded tensors are [B, T]; position t of row i is respon
 entries past the response are zero (False in masks).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -58,6 +58,10 @@ class Score:
     correct: bool
     details: Mapping[str, float] = field(default_factory=dict)
     """Named parts, logged as means under reward/, for example {"format": 1.0}."""
+
+
+RewardFunction = Callable[[Prompt, Response], Score]
+"""A verifier."""
 
 
 @dataclass(frozen=True)

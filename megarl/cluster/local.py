@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import ray
@@ -16,8 +17,8 @@ from megarl.signals import STOPPING_SIGNALS
 
 
 @contextmanager
-def local_ray(config: ClusterConfig, num_actors: int) -> Iterator[None]:
-    """A Ray cluster of this machine alone, for `num_actors` actors of one logical CPU each.
+def local_ray(config: ClusterConfig, num_actors: int) -> Iterator[Path]:
+    """A Ray cluster of this machine alone, for `num_actors` actors of one logical CPU each; gives its scratch folder.
 
     On leaving, however that comes about, every process that Ray started is ended within
     `cluster.shutdown_deadline_s` and its files and shared memory are removed.
@@ -30,7 +31,7 @@ def local_ray(config: ClusterConfig, num_actors: int) -> Iterator[None]:
         with _keep_signal_handlers():
             ray.init(
                 address="local",
-                num_cpus=max(num_actors, config.num_cpus or os.cpu_count() or 1),
+                num_cpus=num_actors,
                 include_dashboard=False,
                 object_store_memory=config.object_store_mb * 2**20,
                 log_to_driver=False,
@@ -38,7 +39,7 @@ def local_ray(config: ClusterConfig, num_actors: int) -> Iterator[None]:
                 _temp_dir=temp_dir,
                 _node_ip_address="127.0.0.1",
             )
-        yield
+        yield Path(temp_dir)
     finally:
         started = [p for p in psutil.Process().children(recursive=True) if p not in before]
         ray.shutdown()

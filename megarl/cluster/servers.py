@@ -7,7 +7,7 @@ from pathlib import Path
 
 import ray
 
-from megarl.cluster.waiting import wait_for
+from megarl.cluster.waiting import PendingCall, wait_for
 from megarl.cluster.workers import redirect_output
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.server import SGLangServer
@@ -39,17 +39,11 @@ class ServerActor:
 
 @dataclass(frozen=True)
 class Servers:
-    """Servers being started: `wait()` gives their urls."""
+    """Servers being started; `urls` gives their addresses once all of them are healthy."""
 
     actors: tuple[ray.actor.ActorHandle, ...]
     names: tuple[str, ...]
-    starting: tuple[ray.ObjectRef, ...]
-    deadline_s: float
-
-    def wait(self) -> list[str]:
-        """Their urls, once all of them are healthy."""
-        # The server's own deadline passes first, with the end of its log in the message.
-        return wait_for(self.starting, self.names, "start of the SGLang servers", self.deadline_s + POLL_DEADLINE_S)
+    urls: PendingCall[list[str]]
 
     def check_alive(self) -> None:
         """Raise WorkerError with the exit status and the end of the log where a server is down."""
@@ -59,7 +53,7 @@ class Servers:
 
 @contextmanager
 def running_servers(
-    config: RolloutConfig, checkpoint: Path, log_dir: Path, *, seed: int, host: str, stop_deadline_s: float
+    config: RolloutConfig, checkpoint: Path, log_dir: Path, seed: int, host: str, stop_deadline_s: float
 ) -> Iterator[Servers]:
     """Start `rollout.num_servers` servers without waiting for them; end them on leaving."""
     names = tuple(f"SGLang server {i}/{config.num_servers}" for i in range(config.num_servers))
@@ -67,8 +61,10 @@ def running_servers(
         ServerActor.remote(config, checkpoint, log_dir, i, seed + i, host) for i in range(config.num_servers)
     )
     starting = tuple(actor.start.remote(config.startup_deadline_s) for actor in actors)
+    # The server's own deadline passes first, with the end of its log in the message.
+    deadline_s = config.startup_deadline_s + POLL_DEADLINE_S
     try:
-        yield Servers(actors, names, starting, config.startup_deadline_s)
+        yield Servers(actors, names, PendingCall(starting, names, "start of the SGLang servers", deadline_s, list))
     finally:
         # A start still under way keeps `stop` waiting until the deadline; the server then ends with its owner.
         refs = [actor.stop.remote(stop_deadline_s) for actor in actors]

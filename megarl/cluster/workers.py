@@ -4,15 +4,15 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 import torch
 from torch import Tensor
 
-from megarl.cluster.waiting import wait_for
+from megarl.cluster.waiting import PendingCall, wait_for
 from megarl.types import Metrics, Sequences, TrainingSamples
 
 if TYPE_CHECKING:
@@ -25,8 +25,10 @@ T = TypeVar("T")
 class WorkerActor:
     """The process of one rank. Its output goes to its own log file."""
 
-    def __init__(self, log_path: str):
+    def __init__(self, log_path: str, host: str):
         redirect_output(Path(log_path))
+        if is_loopback(host):
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         self._worker: MegatronWorker | None = None
 
     def find_address(self, host: str) -> str:
@@ -43,8 +45,9 @@ class WorkerActor:
     def call(self, verb: str, *args: Any) -> Any:
         return getattr(self._worker, verb)(*args)
 
-    def pid(self) -> int:
-        return os.getpid()
+
+def is_loopback(host: str) -> bool:
+    return ip_address(socket.gethostbyname(host)).is_loopback
 
 
 def redirect_output(log_path: Path) -> None:
@@ -57,54 +60,37 @@ def redirect_output(log_path: Path) -> None:
         os.dup2(log.fileno(), 2)
 
 
-@dataclass(frozen=True)
-class PendingCall(Generic[T]):
-    """A call under way on all ranks; `merge` makes one result of theirs."""
-
-    refs: tuple[ray.ObjectRef, ...]
-    names: tuple[str, ...]
-    what: str
-    deadline_s: float
-    merge: Callable[[list[Any]], T]
-
-    def result(self) -> T:
-        return self.merge(wait_for(self.refs, self.names, self.what, self.deadline_s))
-
-
 class WorkerGroup:
     """All ranks of one role. Implements `megarl.seams.TrainBackend`."""
 
-    def __init__(self, spec: "WorkerSpec", log_dir: Path, host: str, start_deadline_s: float):
-        """Starts the actors; `start()` waits until their models stand."""
+    def __init__(self, spec: "WorkerSpec", log_dir: Path, host: str, scratch: Path, start_deadline_s: float):
+        """Starts the actors; `start()` builds their models. `scratch`: a folder of this run on this machine."""
         self.role = spec.role.value
         self.num_ranks = spec.parallel.num_processes
         self._spec = spec
         self._host = host
+        self._scratch = scratch
         self._start_deadline_s = start_deadline_s
         self._names = tuple(f"{self.role} rank {r}/{self.num_ranks}" for r in range(self.num_ranks))
         self._actors = [
-            WorkerActor.options(name=None).remote(str(log_dir / f"{self.role}-{rank}.log"))
-            for rank in range(self.num_ranks)
+            WorkerActor.remote(str(log_dir / f"{self.role}-{rank}.log"), host) for rank in range(self.num_ranks)
         ]
 
     def start(self) -> PendingCall[None]:
         """Build the models on all ranks."""
-        address = wait_for(
-            [self._actors[0].find_address.remote(self._host)],
-            self._names[:1],
-            f"start of the {self.role} process",
-            self._start_deadline_s,
-        )[0]
+        address = self._find_rendezvous()
         refs = [
             actor.build.remote(self._spec, rank, self.num_ranks, address) for rank, actor in enumerate(self._actors)
         ]
-        return PendingCall(
-            tuple(refs),
-            self._names,
-            f"building the {self.role} model",
-            self._start_deadline_s,
-            lambda _: None,
-        )
+        what = f"building the {self.role} model"
+        return PendingCall(tuple(refs), self._names, what, self._start_deadline_s, lambda _: None)
+
+    def _find_rendezvous(self) -> str:
+        """Where the ranks meet: a file on one machine, because torch's TCP store listens on every interface."""
+        if is_loopback(self._host):
+            return f"file://{self._scratch}/{self.role}-rendezvous"
+        found = self._actors[0].find_address.remote(self._host)
+        return wait_for([found], self._names[:1], f"start of the {self.role} process", self._start_deadline_s)[0]
 
     def logprobs(self, sequences: Sequences, temperature: float) -> PendingCall[Tensor]:
         return self._call("logprobs", _merge_rows(sequences), sequences, temperature)
@@ -127,10 +113,6 @@ class WorkerGroup:
     def checksum(self) -> PendingCall[list[str]]:
         """SHA-256 of every rank's parameters, in rank order."""
         return self._call("checksum", list)
-
-    def pids(self) -> list[int]:
-        refs = [actor.pid.remote() for actor in self._actors]
-        return wait_for(refs, self._names, "process ids", self._start_deadline_s)
 
     def _call(self, verb: str, merge: Callable[[list[Any]], T], *args: Any) -> PendingCall[T]:
         # One copy in the object store serves every rank of a node.

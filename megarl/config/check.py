@@ -1,9 +1,12 @@
 """Contradictions between values: found before anything starts."""
 
 from collections.abc import Iterator
+from math import isfinite
 
 from megarl.config.algo import check_algo, needs_critic, needs_reference
-from megarl.config.roles import OptimizerConfig, ParallelConfig
+from megarl.config.model import ModelSource
+from megarl.config.ranges import check_ranges
+from megarl.config.roles import ParallelConfig
 from megarl.config.schema import Config
 
 
@@ -11,6 +14,8 @@ def check_config(config: Config) -> list[str]:
     """One message per problem: the key, what was found, what would be right. Empty where all is well."""
     return [
         *_check_sizes(config),
+        *check_ranges(config),
+        *_check_model(config),
         *_check_roles(config),
         *_check_rollout(config),
         *check_algo(config.algo, config.train.responses_per_prompt, num_optimizer_steps(config)),
@@ -72,14 +77,10 @@ def _check_roles(config: Config) -> Iterator[str]:
     roles = {"policy": config.policy.parallel}
     if needs_critic(config.algo):
         roles["critic"] = config.critic.parallel
-        yield from _check_optimizer("critic.optimizer", config.critic.optimizer)
     if needs_reference(config.algo):
         roles["reference"] = config.reference.parallel
-    yield from _check_optimizer("policy.optimizer", config.policy.optimizer)
     for role, parallel in roles.items():
         yield from _check_parallel(f"{role}.parallel", parallel, config.train.samples_per_minibatch)
-    if config.critic.updates_per_policy_update < 1:
-        yield f"critic.updates_per_policy_update: found {config.critic.updates_per_policy_update}; it must be 1 or more"
 
 
 def _check_parallel(key: str, parallel: ParallelConfig, samples_per_minibatch: int) -> Iterator[str]:
@@ -104,24 +105,24 @@ def _check_parallel(key: str, parallel: ParallelConfig, samples_per_minibatch: i
         yield f"{key}.sp: found true at tp 1; it splits over tensor-parallel ranks: set {key}.tp, or sp=false"
 
 
-def _check_optimizer(key: str, optimizer: OptimizerConfig) -> Iterator[str]:
-    if optimizer.lr < 0:
-        yield f"{key}.lr: found {optimizer.lr}; it must be 0 or more"
-    if not 0 <= optimizer.min_lr <= max(optimizer.lr, 0):
-        yield f"{key}.min_lr: found {optimizer.min_lr}; it must be between 0 and lr ({optimizer.lr})"
-    for name in ("beta1", "beta2"):
-        if not 0 <= getattr(optimizer, name) < 1:
-            yield f"{key}.{name}: found {getattr(optimizer, name)}; it must be in [0, 1)"
-    if optimizer.decay.value != "constant" and not optimizer.decay_steps:
-        yield f"{key}.decay_steps: found {optimizer.decay_steps}; decay={optimizer.decay.value} needs a number of steps"
-    if optimizer.decay.value == "constant" and optimizer.decay_steps is not None:
-        yield f"{key}.decay_steps: has no effect under decay=constant; set decay=linear or cosine, or leave it out"
+def _check_model(config: Config) -> Iterator[str]:
+    source, path = config.model.source, config.model.path
+    if source is ModelSource.path and not path:
+        yield (
+            f"model.path: found {'null' if path is None else repr(path)}; model.source=path needs a Hugging Face"
+            " checkpoint directory, or a name in the local cache"
+        )
+    if source is not ModelSource.path and path is not None:
+        yield (
+            f"model.path: found {path!r}; it has no effect under model.source={source.name}:"
+            " set model.source=path, or leave it out"
+        )
 
 
 def _check_rollout(config: Config) -> Iterator[str]:
     rollout = config.rollout
     longest = config.data.prompt_length + rollout.response_length
-    if rollout.temperature <= 0:
+    if not (isfinite(rollout.temperature) and rollout.temperature > 0):
         yield (
             f"rollout.temperature: found {rollout.temperature}; training needs a sampled distribution, above 0"
             " (evaluation is greedy by itself)"
@@ -134,5 +135,3 @@ def _check_rollout(config: Config) -> Iterator[str]:
             f"rollout.kv_cache_tokens: found {rollout.kv_cache_tokens}; one sequence may have"
             f" data.prompt_length + rollout.response_length = {longest} tokens"
         )
-    if rollout.num_servers < 1:
-        yield f"rollout.num_servers: found {rollout.num_servers}; it must be 1 or more"

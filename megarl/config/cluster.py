@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 @dataclass
 class ClusterConfig:
-    num_cpus: int | None = None
-    """CPUs of the local Ray cluster; null: what the machine has."""
     cpu_threads_per_worker: int = 1
     """Threads of a training process on a CPU."""
     object_store_mb: int = 256

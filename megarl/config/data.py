@@ -98,15 +98,17 @@ class HuggingFaceDataConfig(FileDataConfig):
     heldout_split: str | None = None
 
 
+SCHEMAS: dict[str, type[DataConfig]] = {
+    "about": AboutDataConfig,
+    "addition": AdditionDataConfig,
+    "reasoning_gym": ReasoningGymDataConfig,
+    "jsonl": JsonlDataConfig,
+    "parquet": ParquetDataConfig,
+    "huggingface": HuggingFaceDataConfig,
+}
+
+
 def register(store: ConfigStore) -> None:
     """Put the schema of each source into Hydra's ConfigStore."""
-    schemas: dict[str, type[DataConfig]] = {
-        "about": AboutDataConfig,
-        "addition": AdditionDataConfig,
-        "reasoning_gym": ReasoningGymDataConfig,
-        "jsonl": JsonlDataConfig,
-        "parquet": ParquetDataConfig,
-        "huggingface": HuggingFaceDataConfig,
-    }
-    for name, schema in schemas.items():
+    for name, schema in SCHEMAS.items():
         store.store(group="data", name=f"{name}_schema", node=schema)

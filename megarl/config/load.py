@@ -16,6 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.check import check_config
 from megarl.config.errors import ConfigError, find_nearest_key
+from megarl.config.model import ModelSource
+from megarl.config.open_keys import open_overrides
 from megarl.config.schema import Config, register
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
@@ -27,14 +29,19 @@ def load_config(overrides: Sequence[str]) -> Config:
 
     Raises ConfigError, naming each key, what was found and what would be right.
     """
-    return to_config(_compose(overrides))
+    config = to_config(_compose(overrides))
+    unused = list(_find_unused(config, overrides))
+    if unused:
+        raise ConfigError(unused)
+    return config
 
 
 def to_config(composed: DictConfig) -> Config:
     """A composed tree as plain dataclasses, checked. Raises ConfigError."""
-    unknown = [f"{key}: no such key{_suggest(key)}" for key in _find_unknown_keys(composed)]
+    unknown = list(_find_unknown_keys(composed))
     if unknown:
-        raise ConfigError(unknown)
+        known = [key for key in list_keys(composed) if not _is_at_or_below(key, unknown)]
+        raise ConfigError([f"{key}: no such key{_suggest(key, known)}" for key in unknown])
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
@@ -77,33 +84,55 @@ def _walk(tree: Any, prefix: str) -> Iterator[str]:
 
 def _compose(overrides: Sequence[str]) -> DictConfig:
     register()
+    if any(text.lstrip("+~").split("=", 1)[0] == "algo_model" for text in overrides):
+        raise ConfigError(["algo_model: follows from algo and model, as conf/algo_model/ALGO_MODEL.yaml; set those"])
     if GlobalHydra.instance().is_initialized():
         GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3", job_name="megarl"):
-            return compose("config", overrides=list(overrides))
+            return compose("config", overrides=open_overrides(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError([_describe(error)]) from error
+        raise ConfigError([_describe(error, overrides)]) from error
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: Exception, overrides: Sequence[str] = ()) -> str:
     """Hydra's message, shortened to its cause, with the nearest right key or the choices."""
     text = str(error)
     named = re.search(r"Could not override '([^']+)'", text)
     if named:
-        return f"{named.group(1)}: no such key{_suggest(named.group(1))}"
+        known = list_keys(_compose([text for text in overrides if _is_choice(text)]))
+        return f"{named.group(1)}: no such key{_suggest(named.group(1), known)}"
     missing = re.search(r"Could not find '([^/']+)/([^']+)'", text)
     if missing:
         group, option = missing.groups()
-        return f"{group}: found {option!r}; the choices are {', '.join(list_options(group))}"
+        choices = ", ".join(list_options(group))
+        hint = f"the choices are {choices}" if choices else f"there is no {CONF_DIR / group / option}.yaml"
+        return f"{group}: found {option!r}; {hint}"
     cause = str(error.__cause__ or error)
     key = re.search(r"full_key: (\S+)", cause)
     first_line = cause.strip().splitlines()[0]
     return f"{key.group(1)}: {first_line}" if key else first_line
 
 
-def _suggest(key: str) -> str:
-    known = list_keys(_compose([]))
+def _is_choice(override: str) -> bool:
+    """Whether it selects an option of a group."""
+    return (CONF_DIR / override.lstrip("+").split("=", 1)[0]).is_dir()
+
+
+def _is_at_or_below(key: str, nodes: Sequence[str]) -> bool:
+    return any(key == node or key.startswith(f"{node}.") for node in nodes)
+
+
+def _find_unused(config: Config, overrides: Sequence[str]) -> Iterator[str]:
+    """Overrides of `model.random` where another source is used; a preset may leave numbers there, a user may not."""
+    source = config.model.source
+    for text in overrides:
+        if text.lstrip("+").startswith("model.random") and source is not ModelSource.random:
+            key = text.lstrip("+").split("=", 1)[0]
+            yield f"{key}: has no effect under model.source={source.name}; set model.source=random, or leave it out"
+
+
+def _suggest(key: str, known: Sequence[str]) -> str:
     nearest = find_nearest_key(key, known)
     if nearest is not None:
         return f"; did you mean {nearest}?"

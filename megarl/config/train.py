@@ -21,4 +21,4 @@ class TrainConfig:
     stop_at_heldout_reward: float | None = None
     """End early once the held-out reward reaches this."""
     max_minutes: float | None = None
-    """End cleanly after this much wall time."""
+    """End cleanly after the iteration in which this much time has passed since the processes stood."""

@@ -15,7 +15,7 @@ HELDOUT_SEED_OFFSET = 1_000_000_000
 
 
 class ReasoningGymSource:
-    """metadata["reasoning_gym"] is JSON of {"task": name, "entry": problem}, for the task's scorer."""
+    """metadata["reasoning_gym"] is JSON of {"task": name, "entry": problem, "config": data.options}, for the scorer."""
 
     def __init__(self, config: ReasoningGymDataConfig):
         self.config = config
@@ -38,13 +38,13 @@ class ReasoningGymSource:
         problems: list[Problem] = []
         for i in range(tries):
             entry = dataset[i]
-            problem = to_problem(task, entry)
+            problem = to_problem(task, entry, self.config.options)
             if problem.question_key in seen:
                 continue
             seen.add(problem.question_key)
             problems.append(problem)
             if len(problems) == 1:
-                check_scorer(task, entry)
+                check_scorer(task, entry, dataset)
             if len(problems) == number:
                 return problems
         raise ConfigError(
@@ -77,22 +77,20 @@ def create_dataset(task: str, seed: int, size: int, options: dict[str, Any]) -> 
         raise ConfigError([f"data.options: {task} refuses {options}: {error}"]) from error
 
 
-def to_problem(task: str, entry: dict[str, Any]) -> Problem:
+def to_problem(task: str, entry: dict[str, Any], options: dict[str, Any]) -> Problem:
     """One of reasoning-gym's entries. The answer is "" for tasks that have only a scorer."""
     answer = entry["answer"]
-    metadata = {"reasoning_gym": json.dumps({"task": task, "entry": entry}, default=str)}
+    metadata = {"reasoning_gym": json.dumps({"task": task, "entry": entry, "config": options}, default=str)}
     return ask(entry["question"], "" if answer is None else str(answer), metadata)
 
 
-def check_scorer(task: str, entry: dict[str, Any]) -> None:
+def check_scorer(task: str, entry: dict[str, Any], dataset: Any) -> None:
     """Raises ConfigError where the task's own answer loses its score on the way through JSON."""
-    from reasoning_gym import factory
-
     if entry["answer"] is None:
         return
     stored = json.loads(json.dumps(entry, default=str))
     try:
-        scores = [factory.get_score_answer_fn(task)(entry["answer"], e) for e in (entry, stored)]
+        scores = [dataset.score_answer(entry["answer"], e) for e in (entry, stored)]
     except Exception as error:  # the scorers are other people's and raise anything
         scores, reason = [1.0, 0.0], f": {type(error).__name__}: {error}"
     else:

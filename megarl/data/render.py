@@ -80,8 +80,7 @@ class Renderer:
         if lost:
             raise ConfigError(
                 [
-                    f"data: the model's tokenizer has no token for {' '.join(lost)} in the prompt"
-                    f" {text[:80]!r};"
+                    f"data: the model's tokenizer has no token for {' '.join(lost)} in the prompt {text[:80]!r};"
                     " choose data (or data.instruction) that it can read, or another model"
                 ]
             )

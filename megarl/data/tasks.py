@@ -5,7 +5,7 @@ import random
 
 from megarl.config.data import AboutDataConfig, AdditionDataConfig
 from megarl.config.errors import ConfigError
-from megarl.data.problem import ProblemSplits, ask
+from megarl.data.problem import Problem, ProblemSplits, ask
 
 
 class AboutSource:
@@ -15,7 +15,7 @@ class AboutSource:
         self.config = config
 
     def load(self, seed: int) -> ProblemSplits:
-        """Every pair of a letter and a number of dots once, on one side. Raises ConfigError."""
+        """Every pair of a letter and a number of dots once, on one side; see `draw_pairs`. Raises ConfigError."""
         config = self.config
         problems = []
         if not config.letters or len(set(config.letters)) != len(config.letters):
@@ -27,12 +27,36 @@ class AboutSource:
                 problems.append(f"data.{key}: found {getattr(config, key)}; it must be 1 or more")
         if problems:
             raise ConfigError(problems)
+        num_pairs = len(config.letters) * config.max_dots
+        num_heldout = num_pairs // 4 if config.num_heldout is None else config.num_heldout
+        _check_num_heldout(num_heldout, num_pairs, "pairs of a letter and a number of dots")
+        generator = random.Random(f"about/{seed}")
+        heldout = draw_pairs(config.letters, config.max_dots, num_heldout, generator)
+        chosen = set(heldout)
         pairs = [(letter, dots) for letter in config.letters for dots in range(1, config.max_dots + 1)]
-        num_heldout = len(pairs) // 4 if config.num_heldout is None else config.num_heldout
-        _check_num_heldout(num_heldout, len(pairs), "pairs of a letter and a number of dots")
-        random.Random(f"about/{seed}").shuffle(pairs)
-        made = [ask(f"{letter}{'.' * dots}=", f"{letter}{dots * config.letters_per_dot}") for letter, dots in pairs]
-        return ProblemSplits(made[num_heldout:], made[:num_heldout])
+        train = [pair for pair in pairs if pair not in chosen]
+        generator.shuffle(train)
+        return ProblemSplits([self._ask(*pair) for pair in train], [self._ask(*pair) for pair in heldout])
+
+    def _ask(self, letter: str, dots: int) -> Problem:
+        return ask(f"{letter}{'.' * dots}=", f"{letter}{dots * self.config.letters_per_dot}")
+
+
+def draw_pairs(letters: str, max_dots: int, number: int, generator: random.Random) -> list[tuple[str, int]]:
+    """`number` (letters * max_dots at most) different pairs of a letter and 1 to max_dots dots, in random order.
+
+    Stratified: letters get equally many (within one), and each letter one number of dots from each of equal
+    ranges. A plain draw may favour a letter, and answering with that letter alone would then score too well.
+    """
+    each, rest = divmod(number, len(letters))
+    favoured = set(generator.sample(letters, rest))
+    pairs = []
+    for letter in letters:
+        count = each + (letter in favoured)
+        edges = [1 + i * max_dots // count for i in range(count + 1)] if count else [1]
+        pairs += [(letter, generator.randrange(low, high)) for low, high in itertools.pairwise(edges)]
+    generator.shuffle(pairs)
+    return pairs
 
 
 class AdditionSource:

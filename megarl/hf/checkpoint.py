@@ -42,9 +42,8 @@ def _find_checkpoint(path: str | None) -> Path:
     if not path:
         raise ConfigError(
             [
-                f"model.path: {path!r} found; model.source=path needs a checkpoint directory, or the name"
-                " of a model"
-                " in the local Hugging Face cache"
+                f"model.path: {path!r} found; model.source=path needs a checkpoint directory,"
+                " or the name of a model in the local Hugging Face cache"
             ]
         )
     directory = Path(path).expanduser()
@@ -64,11 +63,9 @@ def _find_in_hub_cache(name: str, directory: Path) -> Path:
     except (LocalEntryNotFoundError, HFValidationError, OSError) as error:
         raise ConfigError(
             [
-                f"model.path: {name!r} found, but there is no directory {directory.absolute()} and no model"
-                " of that"
-                f" name in the Hugging Face cache {HF_HUB_CACHE} (nothing is downloaded; HF_HUB_CACHE or"
-                " HF_HOME"
-                " name another cache)"
+                f"model.path: {name!r} found, but there is no directory {directory.absolute()} and no model of that"
+                f" name in the Hugging Face cache {HF_HUB_CACHE}"
+                " (nothing is downloaded; HF_HUB_CACHE or HF_HOME name another cache)"
             ]
         ) from error
 
@@ -82,9 +79,8 @@ def _check_files(path: str, directory: Path) -> None:
     if missing:
         raise ConfigError(
             [
-                f"model.path: {path!r} found; {directory} lacks {', '.join(missing)}, which a Hugging Face"
-                " checkpoint"
-                " directory has"
+                f"model.path: {path!r} found; {directory} lacks {', '.join(missing)},"
+                " which a Hugging Face checkpoint directory has"
             ]
         )
 

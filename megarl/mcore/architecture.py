@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.config.roles import ParallelConfig
+
 FAMILIES = ("qwen2", "qwen3", "llama")
 
 
@@ -29,6 +31,19 @@ class Architecture:
     qk_norm: bool
     tied: bool
     """The output layer is the embedding."""
+
+
+def check_layout(arch: Architecture, parallel: ParallelConfig, key: str) -> list[str]:
+    """What of the model the layout under the configuration key `key` does not divide; one message each."""
+    problems = []
+    for name, number in (("attention heads", arch.num_heads), ("key-value heads", arch.num_kv_heads)):
+        if number % parallel.tp:
+            problems.append(f"{key}.tp: found {parallel.tp}, which does not divide the model's {number} {name}")
+    if arch.num_layers % parallel.pp:
+        problems.append(f"{key}.pp: found {parallel.pp}, which does not divide the model's {arch.num_layers} layers")
+    if parallel.sp and parallel.tp == 1:
+        problems.append(f"{key}.sp: found true with tp 1; it splits what tensor parallelism leaves whole")
+    return problems
 
 
 def read_architecture(directory: Path) -> Architecture:

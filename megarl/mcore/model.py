@@ -4,7 +4,6 @@ Shapes: S packed tokens, R response tokens, V vocabulary of this tensor-parallel
 """
 
 import dataclasses
-import difflib
 import math
 from typing import Any
 
@@ -24,11 +23,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
+from megarl.config.errors import find_nearest_key
 from megarl.config.roles import Dtype, ParallelConfig
-from megarl.mcore.architecture import Architecture
+from megarl.mcore.architecture import Architecture, check_layout
 from megarl.mcore.batch import PackedParams
 from megarl.mcore.device import device
 from megarl.mcore.layers import ValueHead
+from megarl.mcore.spec import WorkerSpec
 from megarl.mcore.specs import build_block_spec, uses_transformer_engine
 
 DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
@@ -103,30 +104,32 @@ def build_config(
     that the layout does not divide.
     """
     own = _own_fields(arch, parallel, dtype)
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    for key, value in megatron.items():
-        if key not in known:
-            close = difflib.get_close_matches(key, sorted(known), n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(f"model.megatron.{key}: not a field of Megatron's TransformerConfig{hint}")
-        if key in own:
-            raise ValueError(
-                f"model.megatron.{key}: decided by the checkpoint, the role's layout and dtype, or here ({own[key]!r})"
-            )
-        if key in ("fp8", "fp4") and value and not uses_transformer_engine():
-            raise ValueError(f"model.megatron.{key}: needs Transformer Engine, which is not usable here")
-    _check_layout(arch, parallel)
+    problems = [*_check_fields(megatron, own), *check_layout(arch, parallel, "parallel")]
+    if problems:
+        raise ValueError("; ".join(problems))
     return TransformerConfig(**{**_DEFAULTS, **own, **megatron})
 
 
-def _check_layout(arch: Architecture, parallel: ParallelConfig) -> None:
-    for name, number in (("attention heads", arch.num_heads), ("key-value heads", arch.num_kv_heads)):
-        if number % parallel.tp:
-            raise ValueError(f"parallel.tp={parallel.tp} does not divide the model's {number} {name}")
-    if arch.num_layers % parallel.pp:
-        raise ValueError(f"parallel.pp={parallel.pp} does not divide the model's {arch.num_layers} layers")
-    if parallel.sp and parallel.tp == 1:
-        raise ValueError("parallel.sp=true needs parallel.tp > 1: it splits what tensor parallelism leaves whole")
+def check_options(arch: Architecture, spec: WorkerSpec) -> list[str]:
+    """What is wrong with a role's model.megatron; one message each, naming the key."""
+    return _check_fields(spec.megatron, _own_fields(arch, spec.parallel, spec.dtype))
+
+
+def _check_fields(megatron: dict[str, Any], own: dict[str, Any]) -> list[str]:
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    problems = []
+    for key, value in megatron.items():
+        if key not in known:
+            nearest = find_nearest_key(key, known)
+            hint = f"; did you mean {nearest}?" if nearest else ""
+            problems.append(f"model.megatron.{key}: not a field of Megatron's TransformerConfig{hint}")
+        elif key in own:
+            problems.append(
+                f"model.megatron.{key}: decided by the checkpoint, the role's layout and dtype, or here ({own[key]!r})"
+            )
+        elif key in ("fp8", "fp4") and value and not uses_transformer_engine():
+            problems.append(f"model.megatron.{key}: needs Transformer Engine, which is not usable here")
+    return problems
 
 
 def mark_tensor_parallel(model: torch.nn.Module) -> None:

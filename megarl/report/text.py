@@ -8,7 +8,7 @@ TIME = "time/"
 KEY_METRICS = (
     ("reward/mean", "reward"),
     ("reward/heldout", "held-out"),
-    ("reward/response_length", "length"),
+    ("length/mean", "length"),
     ("policy/clip_frac", "clip"),
     ("critic/explained_variance", "ev"),
     ("mismatch/kl", "mismatch kl"),

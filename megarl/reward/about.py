@@ -12,8 +12,7 @@ CORRECT_AT = 0.9
 
 
 class AboutReward:
-    """reward = (share of the response's characters that are the letter) * g(length / number), see
-    `compute_length_score`.
+    """reward = (share of the characters that are the letter) * g(length / number), see `compute_length_score`.
 
     The length is that of the response text in characters; one cut at the length limit counts with the length
     it has. An empty response gets 0. Correct from 0.9 on. details: {"letters": the share, "length": g}.
@@ -52,8 +51,7 @@ def parse_request(prompt: Prompt) -> tuple[str, int]:
     found = re.fullmatch(r"([a-z])([1-9][0-9]*)", prompt.answer)
     if found is None:
         raise ValueError(
-            f"prompt {prompt.id!r}: answer {prompt.answer!r} found; reward=about compares with a letter and"
-            " a number,"
+            f"prompt {prompt.id!r}: answer {prompt.answer!r} found; reward=about compares with a letter and a number,"
             " such as b37 (data=about makes such prompts)"
         )
     return found.group(1), int(found.group(2))

@@ -27,7 +27,10 @@ def score_addition(prompt: Prompt, response: Response) -> Score:
 def _parse_answer(prompt: Prompt) -> str:
     text = prompt.answer.strip()
     if INTEGER.fullmatch(text) is None:
-        raise ValueError(f"prompt {prompt.id!r}: answer {prompt.answer!r} found; reward=addition needs an integer")
+        raise ValueError(
+            f"prompt {prompt.id!r}: answer {prompt.answer!r} found; reward=addition needs an integer, such as 85"
+            " (data=addition makes such prompts)"
+        )
     return text
 
 

@@ -1,6 +1,6 @@
 """From the `reward` group to the function that scores a response."""
 
-from collections.abc import Callable
+from collections.abc import Iterable
 
 from megarl.config.errors import ConfigError
 from megarl.config.reward import (
@@ -18,9 +18,7 @@ from megarl.reward.exact import score_exact
 from megarl.reward.function import load_reward_function
 from megarl.reward.gym import ReasoningGymReward
 from megarl.reward.mathematics import MathReward
-from megarl.types import Prompt, Response, Score
-
-RewardFunction = Callable[[Prompt, Response], Score]
+from megarl.types import FinishReason, Prompt, Response, RewardFunction
 
 
 def build_reward(config: RewardConfig) -> RewardFunction:
@@ -42,3 +40,20 @@ def build_reward(config: RewardConfig) -> RewardFunction:
         case FunctionRewardConfig():
             return load_reward_function(config.path)
     raise ConfigError([f"reward: found a {type(config).__name__}; megarl/reward/build.py has no verifier for it"])
+
+
+def check_reward(reward: RewardFunction, prompts: Iterable[Prompt]) -> None:
+    """Scores an empty response to each prompt, which shows whether the verifier can read the data's answers.
+
+    Meant for the first prompt of each split, before anything is started. Raises ConfigError naming reward=... and
+    data=... where the verifier raises ValueError; its other errors pass.
+    """
+    # One token of empty text: the end of the sequence, sampled at once.
+    empty = Response((0,), "", (0.0,), (True,), (0,), FinishReason.stop)
+    for prompt in prompts:
+        try:
+            reward(prompt, empty)
+        except ValueError as error:
+            raise ConfigError(
+                [f"reward=... with data=...: an empty response to a first prompt cannot be scored: {error}"]
+            ) from error

@@ -24,8 +24,7 @@ GRACE_S = 20.0
 
 
 class ScoringProcess:
-    """Asks `megarl.reward.scoring_worker` one question at a time; started by the first, and again after a
-    time-out.
+    """Asks `megarl.reward.scoring_worker` one question at a time; started by the first and after a time-out.
 
     It ends when this object is collected, when this process ends in any way, or with the question it is at.
     """

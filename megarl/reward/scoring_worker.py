@@ -19,9 +19,7 @@ Scorer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def build_math_scorer() -> Scorer:
-    """{"gold", "text"} -> {"equal", "gold_read", "answer_read"}; the order of gold and answer matters to
-    math-verify.
-    """
+    """{"gold", "text"} -> {"equal", "gold_read", "answer_read"}; to math-verify, gold and answer are not alike."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     guard_sympy()
@@ -71,9 +69,7 @@ BUILDERS: dict[str, Callable[[], Scorer]] = {
 
 
 def main() -> None:
-    """Serve until standard input ends. A question that runs out of time ends the process, without an
-    answer.
-    """
+    """Serve until standard input ends. A question that runs out of time ends the process, without an answer."""
     kind, seconds = sys.argv[1], float(sys.argv[2])
     # What the packages print must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")

@@ -1,6 +1,9 @@
 """HTTP client of one SGLang server: every call has a deadline, and a refusal says who refused what."""
 
+import contextlib
+import socket
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,9 +36,17 @@ class SGLangClient:
         self._deadline_s = deadline_s
         # The servers are on this machine or in this cluster: no proxy from the environment.
         self._http = httpx.Client(base_url=self.url, trust_env=False)
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
     def close(self) -> None:
         self._http.close()
+
+    def abort(self) -> None:
+        """Break the calls under way in other threads: each raises ConnectionLostError. Later calls connect anew."""
+        # Only a shutdown wakes a thread that waits for data; closing a socket does not.
+        for each in list(self._sockets):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
 
     def generate(
         self,
@@ -93,9 +104,6 @@ class SGLangClient:
     def load_model_info(self) -> dict[str, Any]:
         return dict(self._call("GET", "/model_info", None, None))
 
-    def load_server_info(self) -> dict[str, Any]:
-        return dict(self._call("GET", "/server_info", None, None))
-
     def load_weight_version(self) -> int:
         """The version the server reports. Raises RequestError where it is no number."""
         version = self.load_model_info()["weight_version"]
@@ -107,22 +115,18 @@ class SGLangClient:
     def set_weight_version(self, version: int) -> None:
         self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, None)
 
-    def flush_cache(self) -> None:
-        """Forget cached prefixes. Refused while requests run."""
-        self._post("/flush_cache", None, None)
-
     def pause(self, mode: str = "retract") -> None:
         """Stop generating; retract: running requests wait and have their KV cache recomputed afterwards."""
         self._post("/pause_generation", {"mode": mode}, None)
 
-    def resume(self) -> None:
-        self._post("/continue_generation", {}, None)
+    def resume(self, *, deadline_s: float | None = None) -> None:
+        self._post("/continue_generation", {}, deadline_s)
 
     def begin_update(self) -> None:
         self._post("/begin_weight_update", {}, None)
 
-    def end_update(self) -> None:
-        self._post("/end_weight_update", {}, None)
+    def end_update(self, *, deadline_s: float | None = None) -> None:
+        self._post("/end_weight_update", {}, deadline_s)
 
     def update_weights_from_disk(self, directory: Path, *, deadline_s: float | None = None) -> None:
         """Load a Hugging Face checkpoint directory into the running model and forget cached prefixes."""
@@ -142,7 +146,9 @@ class SGLangClient:
         timeout = httpx.Timeout(deadline_s, connect=min(CONNECT_DEADLINE_S, deadline_s))
         started = time.monotonic()
         try:
-            answer = self._http.request(method, path, json=body, timeout=timeout)
+            answer = self._http.request(
+                method, path, json=body, timeout=timeout, extensions={"trace": self._remember_socket}
+            )
         except httpx.ReadTimeout as error:
             raise DeadlineError(f"{self.url}{path} gave no answer within {deadline_s:g} s") from error
         except (httpx.TransportError, OSError) as error:
@@ -155,3 +161,7 @@ class SGLangClient:
         if isinstance(content, dict) and content.get("success") is False:
             raise RequestError(f"{self.url}{path} refused: {content.get('message')}")
         return content
+
+    def _remember_socket(self, event: str, info: Mapping[str, Any]) -> None:
+        if event == "connection.connect_tcp.complete":
+            self._sockets.add(info["return_value"].get_extra_info("socket"))

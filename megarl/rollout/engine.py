@@ -1,19 +1,23 @@
 """Generation over one or several SGLang servers, behind the RolloutEngine seam."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.rollout import RolloutConfig
+from megarl.rollout.calls import StopFlag, find_cause, run_side_by_side
 from megarl.rollout.checkpoint import load_generation_spec
 from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient
+from megarl.seams import DeadlineError
 from megarl.types import FinishReason, Prompt, Response
 
 MAX_ATTEMPTS = 3
 """Sends of one request before a lost connection becomes an error."""
+ATTEMPT_PAUSE_S = 1.0
+"""Waited before a server is tried again."""
 MIN_SHARED_PREFIX = 32
 """Prompts from this length on are computed once before their responses are sampled."""
 REQUEST_ROWS_PER_SLOT = 4
@@ -57,8 +61,9 @@ class SGLangEngine:
         rollout_logprobs are of the temperature-scaled distribution (of temperature 1 where it is 0). The
         end-of-sequence token is a response token like any other.
 
-        Raises ValueError for a prompt without tokens or with an id outside the vocabulary,
-        ConnectionLostError where no server answers, DeadlineError.
+        Raises ValueError for a prompt without tokens or with an id outside the vocabulary; what `check_processes`
+        raises of a server that is down, else ConnectionLostError where no server answers, DeadlineError. A signal
+        that raises in this thread ends the wait and breaks the calls under way.
         """
         if num_responses < 1 or temperature < 0:
             raise ValueError(f"generate: num_responses {num_responses} (>= 1), temperature {temperature} (>= 0)")
@@ -72,25 +77,41 @@ class SGLangEngine:
             "stop_token_ids": list(self._stop_token_ids),
         }
         shares = [list(range(i, len(prompts), len(self.clients))) for i in range(len(self.clients))]
-        jobs = [(home, share) for home, share in enumerate(shares) if share]
-        with ThreadPoolExecutor(len(jobs)) as pool:
-            parts = list(
-                pool.map(lambda job: self._generate_share(prompts, job[0], job[1], num_responses, params), jobs)
-            )
+        jobs = [
+            partial(self._generate_share, prompts, home, share, num_responses, params)
+            for home, share in enumerate(shares)
+            if share
+        ]
+        try:
+            parts = run_side_by_side(jobs, self._abort)
+        except (ConnectionLostError, DeadlineError) as error:
+            self._raise_cause(error)
+            raise
         found = {row: group for part in parts for row, group in part.items()}
         return [found[row] for row in range(len(prompts))]
 
     def check_health(self) -> None:
-        """Raise RuntimeError naming a server that is down."""
+        """Raise RuntimeError naming a server that is down, with its exit status and log where its process ended."""
         if self._check_processes is not None:
             self._check_processes()
         for client in self.clients:
             if not client.is_healthy():
-                raise ConnectionLostError(f"SGLang server {client.url} does not answer /health")
+                error = ConnectionLostError(f"SGLang server {client.url} does not answer /health")
+                self._raise_cause(error)
+                raise error
 
     def close(self) -> None:
         for client in self.clients:
             client.close()
+
+    def _abort(self) -> None:
+        for client in self.clients:
+            client.abort()
+
+    def _raise_cause(self, error: RuntimeError) -> None:
+        cause = find_cause(self._check_processes)
+        if cause is not None:
+            raise cause from error
 
     def _generate_share(
         self,
@@ -99,6 +120,7 @@ class SGLangEngine:
         rows: list[int],
         num_responses: int,
         params: Mapping[str, Any],
+        stop: StopFlag,
     ) -> dict[int, list[Response]]:
         """The groups of these rows, by server `home` or, where it is lost, by the next."""
         slots = REQUEST_ROWS_PER_SLOT * self._config.max_running_requests
@@ -109,9 +131,9 @@ class SGLangEngine:
             ids = [prompts[row].token_ids for row in chunk]
             shared = [prompt for prompt in ids if len(prompt) >= MIN_SHARED_PREFIX]
             if num_responses > 1 and shared:
-                self._call(home, shared, {"max_new_tokens": 0, "temperature": 0.0})
+                self._call(home, shared, {"max_new_tokens": 0, "temperature": 0.0}, stop)
             repeated = [prompt for prompt in ids for _ in range(num_responses)]
-            answers = self._call(home, repeated, params)
+            answers = self._call(home, repeated, params, stop)
             if len(answers) != len(repeated):
                 raise RequestError(f"asked a server for {len(repeated)} responses, got {len(answers)}")
             responses = self._build_responses(answers)
@@ -119,15 +141,16 @@ class SGLangEngine:
                 found[row] = responses[k * num_responses : (k + 1) * num_responses]
         return found
 
-    def _call(self, home: int, ids: Sequence[Sequence[int]], params: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _call(
+        self, home: int, ids: Sequence[Sequence[int]], params: Mapping[str, Any], stop: StopFlag
+    ) -> list[dict[str, Any]]:
         for attempt in range(MAX_ATTEMPTS):
+            stop.sleep(ATTEMPT_PAUSE_S if attempt >= len(self.clients) else 0.0)
             client = self.clients[(home + attempt) % len(self.clients)]
             try:
                 return client.generate(ids, params, return_logprob=True)
             except ConnectionLostError:
                 if attempt == MAX_ATTEMPTS - 1:
-                    if self._check_processes is not None:
-                        self._check_processes()
                     raise
         raise AssertionError("unreachable")
 

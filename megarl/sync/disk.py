@@ -1,17 +1,21 @@
-"""Weight sync through a checkpoint directory in shared memory or on a disk that policy and servers share."""
+"""Weight sync through a checkpoint directory that policy and servers share."""
 
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from megarl.config.roles import Dtype
 from megarl.config.rollout import RolloutConfig
-from megarl.rollout.client import RequestError, SGLangClient
-from megarl.seams import SyncError, TrainBackend
+from megarl.rollout.calls import StopFlag, find_cause, run_side_by_side
+from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient
+from megarl.seams import DeadlineError, SyncError, TrainBackend
 from megarl.sync.probe import compute_policy_logprobs, get_max_gap, verify_logprobs
 from megarl.types import Metrics
+
+CLEAN_UP_DEADLINE_S = 10.0
+"""Of each call that follows a failed one."""
 
 
 class DiskSync:
@@ -24,8 +28,12 @@ class DiskSync:
         config: RolloutConfig,
         directory: Path,
         probe_tokens: Sequence[int],
+        *,
+        policy_dtype: Dtype,
+        check_processes: Callable[[], None] | None = None,
     ):
-        """directory: seen by policy and servers alike, for example under /dev/shm, and used by nothing else.
+        """directory: seen by policy and servers alike (a run's is in its run directory) and used by nothing else.
+        check_processes: raises RuntimeError with exit status and log of a server that is down.
 
         Each version is a directory of its own in it; the last one stays until the next publish or `close`.
         """
@@ -34,22 +42,25 @@ class DiskSync:
         self._config = config
         self._directory = directory
         self._probe_tokens = tuple(probe_tokens)
+        self._max_gap = get_max_gap(config, policy_dtype)
+        self._check_processes = check_processes
 
     def publish(self, version: int) -> Metrics:
         """Export, load into every server, prove, and only then raise the servers' version to `version`.
 
-        Raises SyncError where a server refuses the weights or the proof fails; none then serves as `version`.
+        Raises SyncError where a server refuses the weights, is lost or is late, naming server and step, and where
+        the proof fails; none then serves as `version`. A signal that raises in this thread ends the wait.
         """
         started = time.monotonic()
         target = self._directory / f"v{version}"
         self._directory.mkdir(parents=True, exist_ok=True)
         self._policy.export_weights(target).result()
         exported = time.monotonic()
-        self._map(lambda client: self._load(client, target))
+        self._for_each_server(lambda client: self._load(client, target))
         loaded = time.monotonic()
         expected = compute_policy_logprobs(self._policy, self._probe_tokens)
-        gap = verify_logprobs(self._clients, self._probe_tokens, expected, get_max_gap(self._config))
-        self._map(lambda client: self._raise_version(client, version))
+        gap = self._prove(expected)
+        self._for_each_server(lambda client: self._raise_version(client, version))
         self._remove_others(target)
         return {
             "sync/bytes": float(sum(file.stat().st_size for file in target.iterdir() if file.is_file())),
@@ -63,26 +74,50 @@ class DiskSync:
         """Remove the exported checkpoints."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _map(self, action: Callable[[SGLangClient], None]) -> None:
-        with ThreadPoolExecutor(len(self._clients)) as pool:
-            list(pool.map(action, self._clients))
+    def _for_each_server(self, action: Callable[[SGLangClient], None]) -> None:
+        def build_job(client: SGLangClient) -> Callable[[StopFlag], None]:
+            return lambda _stop: action(client)
+
+        with self._explaining_losses():
+            run_side_by_side([build_job(client) for client in self._clients], self._abort)
+
+    def _abort(self) -> None:
+        for client in self._clients:
+            client.abort()
+
+    @contextlib.contextmanager
+    def _explaining_losses(self) -> Iterator[None]:
+        """Adds exit status and log of a server that is down to the error of a call that was not answered."""
+        try:
+            yield
+        except SyncError as error:
+            unanswered = isinstance(error.__cause__, (ConnectionLostError, DeadlineError))
+            cause = find_cause(self._check_processes) if unanswered else None
+            if cause is None:
+                raise
+            raise SyncError(f"{error}\n{cause}") from error
 
     def _load(self, client: SGLangClient, directory: Path) -> None:
-        client.pause()
-        try:
-            client.begin_update()
-            try:
-                client.update_weights_from_disk(directory, deadline_s=self._config.sync_deadline_s)
-            finally:
-                client.end_update()
-        except RequestError as error:
-            raise SyncError(f"SGLang server {client.url} did not take the weights in {directory}: {error}") from error
-        finally:
-            client.resume()
+        with (
+            bracket(client, "pause", client.pause, client.resume),
+            bracket(client, "begin of the weight update", client.begin_update, client.end_update),
+            naming_step(client, f"load of the weights in {directory}"),
+        ):
+            client.update_weights_from_disk(directory, deadline_s=self._config.sync_deadline_s)
+
+    def _prove(self, expected: Sequence[float]) -> float:
+        """The largest gap of any server."""
+        gaps = []
+        with self._explaining_losses():
+            for client in self._clients:
+                with naming_step(client, "proof of the weights"):
+                    gaps.append(verify_logprobs(client, self._probe_tokens, expected, self._max_gap))
+        return max(gaps)
 
     def _raise_version(self, client: SGLangClient, version: int) -> None:
-        client.set_weight_version(version)
-        found = client.load_weight_version()
+        with naming_step(client, f"raise of the weight version to {version}"):
+            client.set_weight_version(version)
+            found = client.load_weight_version()
         if found != version:
             raise SyncError(f"SGLang server {client.url} reports weight version {found} after it was set to {version}")
 
@@ -91,3 +126,29 @@ class DiskSync:
             if old != keep:
                 with contextlib.suppress(FileNotFoundError):
                     shutil.rmtree(old)
+
+
+@contextlib.contextmanager
+def naming_step(client: SGLangClient, step: str) -> Iterator[None]:
+    """Turns a refused, lost or late call into a SyncError that names server and step."""
+    try:
+        yield
+    except (RequestError, ConnectionLostError, DeadlineError) as error:
+        raise SyncError(f"SGLang server {client.url} failed at the {step}: {error}") from error
+
+
+@contextlib.contextmanager
+def bracket(
+    client: SGLangClient, step: str, opening: Callable[[], None], closing: Callable[..., None]
+) -> Iterator[None]:
+    """`closing` follows `opening` whatever happens between; its own failure never hides an earlier one."""
+    with naming_step(client, step):
+        opening()
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(RequestError, ConnectionLostError, DeadlineError):
+            closing(deadline_s=CLEAN_UP_DEADLINE_S)
+        raise
+    with naming_step(client, f"{step}, when it was to end"):
+        closing()

@@ -25,9 +25,10 @@ def build_probe_tokens(prompts: Sequence[Prompt], vocab_size: int, length: int =
     return (*text, *filler)
 
 
-def get_max_gap(config: RolloutConfig) -> float:
+def get_max_gap(config: RolloutConfig, policy_dtype: Dtype) -> float:
+    """The configured gap or, where it is null, that of the coarser dtype of policy and servers."""
     gap = config.max_probe_logprob_gap
-    return DEFAULT_GAP[config.dtype] if gap is None else gap
+    return max(DEFAULT_GAP[config.dtype], DEFAULT_GAP[policy_dtype]) if gap is None else gap
 
 
 def compute_policy_logprobs(policy: TrainBackend, token_ids: Sequence[int]) -> list[float]:
@@ -51,20 +52,15 @@ def compute_gap(expected: Sequence[float], found: Sequence[float]) -> tuple[floa
     return float(gaps.max()), int(gaps.argmax())
 
 
-def verify_logprobs(
-    clients: Sequence[SGLangClient], token_ids: Sequence[int], expected: Sequence[float], max_gap: float
-) -> float:
-    """The largest gap of any server. Raises SyncError naming the server, the token and both numbers."""
-    largest = 0.0
-    for client in clients:
-        found = client.score(token_ids)
-        gap, at = compute_gap(expected, found)
-        if gap > max_gap:
-            raise SyncError(
-                f"SGLang server {client.url} does not hold the policy's weights: on the probe text's token "
-                f"{at + 1} (id {token_ids[at + 1]}) its log-prob is {found[at]:.6f}, "
-                f"the policy's {expected[at]:.6f}; gap {gap:.3g}, allowed {max_gap:g} "
-                "(rollout.max_probe_logprob_gap)"
-            )
-        largest = max(largest, gap)
-    return largest
+def verify_logprobs(client: SGLangClient, token_ids: Sequence[int], expected: Sequence[float], max_gap: float) -> float:
+    """The server's largest gap. Raises SyncError naming the server, the token and both numbers."""
+    found = client.score(token_ids)
+    gap, at = compute_gap(expected, found)
+    if gap > max_gap:
+        raise SyncError(
+            f"SGLang server {client.url} does not hold the policy's weights: on the probe text's token "
+            f"{at + 1} (id {token_ids[at + 1]}) its log-prob is {found[at]:.6f}, "
+            f"the policy's {expected[at]:.6f}; gap {gap:.3g}, allowed {max_gap:g} "
+            "(rollout.max_probe_logprob_gap)"
+        )
+    return gap

@@ -14,7 +14,7 @@ from megarl.cluster.workers import WorkerGroup
 from megarl.config.load import load_config
 from megarl.data.build import build_data
 from megarl.data.sampler import PromptSampler
-from megarl.job import build_specs
+from megarl.inputs import build_specs
 from megarl.mcore.spec import Role
 from megarl.pretraining import pretrain_critic
 from megarl.report.metrics import load_metrics
@@ -54,9 +54,9 @@ def trainer(server, tiny_checkpoint: Path, run_dir: Path) -> Iterator[Trainer]:
     data = build_data(config.data, tokenizer, config.seed)
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(contextlib.closing(build_report(config.logger, run_dir, 3)))
-        stack.enter_context(local_ray(config.cluster, num_actors=2))
+        scratch = stack.enter_context(local_ray(config.cluster, num_actors=2))
         groups = {
-            role: WorkerGroup(spec, run_dir / "logs", "127.0.0.1", config.cluster.worker_start_deadline_s)
+            role: WorkerGroup(spec, run_dir / "logs", "127.0.0.1", scratch, config.cluster.worker_start_deadline_s)
             for role, spec in build_specs(config, tiny_checkpoint).items()
         }
         for building in [group.start() for group in groups.values()]:
@@ -64,12 +64,21 @@ def trainer(server, tiny_checkpoint: Path, run_dir: Path) -> Iterator[Trainer]:
         engine = SGLangEngine([server.url], tiny_checkpoint, config.rollout, tokenizer)
         stack.callback(engine.close)
         probe = build_probe_tokens(data.heldout, len(tokenizer))
-        sync = DiskSync(groups[Role.policy], engine.clients, config.rollout, run_dir / "sync", probe)
+        sync = DiskSync(
+            groups[Role.policy],
+            engine.clients,
+            config.rollout,
+            run_dir / "sync",
+            probe,
+            policy_dtype=config.policy.dtype,
+            check_processes=server.check_alive,
+        )
         stack.callback(sync.close)
         parts = Parts(
             policy=groups[Role.policy],
             critic=groups[Role.critic],
             reference=None,
+            engine=engine,
             collector=Collector(engine, build_reward(config.reward), temperature=config.rollout.temperature),
             sync=sync,
             sampler=PromptSampler(data.train, config.seed),
@@ -83,7 +92,7 @@ def trainer(server, tiny_checkpoint: Path, run_dir: Path) -> Iterator[Trainer]:
 
 def compute_logprob_gap(trainer: Trainer, temperature: float) -> float:
     """Largest |rollout_logprobs - old_logprobs| over fresh responses, the servers' against Megatron's."""
-    engine = trainer.parts.collector._engine
+    engine = trainer.parts.engine
     collector = Collector(engine, trainer.parts.collector._reward, temperature=temperature)
     prompts = trainer.parts.sampler.next_batch(8)
     tensors = build_tensors(collector.collect(prompts, 4, weight_version=trainer.version))
@@ -141,7 +150,7 @@ def test_value_pretraining_explains_heldout_returns_and_leaves_the_policy_bit_id
     def score(prompt: Prompt, _response: Response) -> Score:
         return Score(float(prompt.text[0] in "abc"), False)
 
-    collector = Collector(trainer.parts.collector._engine, score, temperature=1.0)
+    collector = Collector(trainer.parts.engine, score, temperature=1.0)
     other = Trainer(trainer.config, replace(trainer.parts, collector=collector))
     before = trainer.parts.policy.checksum().result()
     critic_before = trainer.parts.critic.checksum().result()

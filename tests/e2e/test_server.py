@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.config.roles import Dtype
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.client import RequestError
 from megarl.rollout.collector import Collector
@@ -82,6 +83,10 @@ def build_prompts(num: int = 12) -> list[Prompt]:
     lengths = [1, 2, 5, 31, 32, 70]
     ids = [tuple(rng.randrange(3, 50) for _ in range(lengths[i % len(lengths)])) for i in range(num)]
     return [Prompt(f"p{i}", "", tokens, "") for i, tokens in enumerate(ids)]
+
+
+def build_sync(policy, engine, rollout_config, directory, tokens) -> DiskSync:
+    return DiskSync(policy, engine.clients, rollout_config, directory, tokens, policy_dtype=Dtype.float32)
 
 
 def compute_worst_gap(policy, prompts, groups, temperature) -> float:
@@ -159,15 +164,23 @@ def test_temperature_zero_takes_the_likeliest_token(first_responses, engine, pol
 def test_collected_tensors_line_up_with_the_policys_forward(first_responses, engine, policy):
     prompts = build_prompts(3)
     collector = Collector(engine, lambda p, r: Score(len(r.token_ids) / 100, False), temperature=0.7)
-    rollout = collector.collect(prompts, 2, weight_version=4)
+    version = engine.clients[0].load_weight_version()
+    rollout = collector.collect(prompts, 2, weight_version=version)
     tensors = build_tensors(rollout)
-    assert rollout.weight_version == 4
+    assert rollout.weight_version == version
     assert tensors.groups.tolist() == [0, 0, 1, 1, 2, 2]
     pieces = tensors.sequences.tokens.split(tensors.sequences.lengths.tolist())
     for row, (ids, start) in enumerate(zip(pieces, tensors.sequences.prompt_lengths.tolist(), strict=True)):
         expected = policy.response_logprobs(ids[:start].tolist(), ids[start:].tolist(), 0.7)
         torch.testing.assert_close(tensors.rollout_logprobs[row, : len(expected)], expected, atol=1e-4, rtol=0)
         assert tensors.mask[row].sum() == len(expected) == round(float(tensors.rewards[row]) * 100)
+
+
+def test_a_rollout_with_other_weights_than_the_trainers_is_refused(first_responses, engine):
+    version = engine.clients[0].load_weight_version()
+    collector = Collector(engine, lambda p, r: Score(0.0, False), temperature=1.0)
+    with pytest.raises(RuntimeError, match=rf"'p0' .* weight version {version}; the trainer's is {version + 1}"):
+        collector.collect(build_prompts(1), 1, weight_version=version + 1)
 
 
 def test_publishing_moves_new_weights_and_raises_the_version(
@@ -177,7 +190,7 @@ def test_publishing_moves_new_weights_and_raises_the_version(
     engine.generate(prompts, num_responses=1, temperature=1.0)  # leaves old prefixes in the server's cache
     trained = TransformersPolicy(tiny_checkpoint)
     tokens = build_probe_tokens((), trained.model.config.vocab_size)
-    sync = DiskSync(trained, engine.clients, rollout_config, tmp_path / "weights", tokens)
+    sync = build_sync(trained, engine, rollout_config, tmp_path / "weights", tokens)
     for version, seed in [(1, 11), (2, 12)]:
         trained.move_weights(seed)
         before = engine.clients[0].load_checksums()
@@ -201,11 +214,11 @@ def test_the_probe_finds_one_changed_tensor_and_the_version_stays(
     version = client.load_weight_version()
     corrupting = CorruptingPolicy(tiny_checkpoint)
     tokens = build_probe_tokens((), corrupting.model.config.vocab_size)
-    with pytest.raises(SyncError, match=r"does not hold the policy's weights.*gap .*allowed 0.001"):
-        DiskSync(corrupting, engine.clients, rollout_config, tmp_path / "bad", tokens).publish(version + 1)
+    with pytest.raises(SyncError, match=r"does not hold the policy's weights.*gap .*allowed 0.0001"):
+        build_sync(corrupting, engine, rollout_config, tmp_path / "bad", tokens).publish(version + 1)
     assert client.load_weight_version() == version
     sound = TransformersPolicy(tiny_checkpoint)
-    DiskSync(sound, engine.clients, rollout_config, tmp_path / "good", tokens).publish(version + 1)
+    build_sync(sound, engine, rollout_config, tmp_path / "good", tokens).publish(version + 1)
     assert client.load_weight_version() == version + 1
 
 
@@ -217,8 +230,8 @@ def test_a_directory_without_weights_is_a_sync_error(first_responses, engine, ro
 
     client = engine.clients[0]
     version = client.load_weight_version()
-    sync = DiskSync(Empty.__new__(Empty), engine.clients, rollout_config, tmp_path, build_probe_tokens((), 50))
-    with pytest.raises(SyncError, match="did not take the weights"):
+    sync = build_sync(Empty.__new__(Empty), engine, rollout_config, tmp_path, build_probe_tokens((), 50))
+    with pytest.raises(SyncError, match=f"{client.url} failed at the load of the weights in {tmp_path}"):
         sync.publish(version + 1)
     assert client.load_weight_version() == version
     assert engine.generate(build_prompts(1), num_responses=1, temperature=1.0)

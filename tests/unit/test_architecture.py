@@ -17,7 +17,7 @@ LAYERS = (
     {"algo", "data", "reward", "hf", "report", "signals"},
     {"mcore", "rollout"},
     {"sync"},
-    {"cluster"},
+    {"cluster", "inputs"},
     {"trainer"},
     {"pretraining"},
     {"job"},

@@ -2,9 +2,10 @@
 
 import pytest
 
-from megarl.config.check import describe_sizes, num_optimizer_steps
+from megarl.config.check import describe_sizes, num_optimizer_steps, num_samples
 from megarl.config.errors import ConfigError, find_nearest_key
-from megarl.config.load import check_overrides, load_config
+from megarl.config.load import check_overrides, list_options, load_config
+from megarl.config.open_keys import list_open_keys, open_overrides
 
 
 def problems_of(*overrides: str) -> str:
@@ -54,6 +55,115 @@ def test_an_unknown_choice_of_a_group_lists_the_choices():
     message = problems_of("algo=vapoo")
     assert "vapoo" in message
     assert "vapo" in message.replace("vapoo", "")
+
+
+@pytest.mark.parametrize("override", ["experiment=foo", "+experiment=foo", "algo_model=foo", "+nogroup=foo"])
+def test_a_mistyped_option_of_any_group_is_refused_without_an_empty_list_of_choices(override):
+    message = problems_of(override)
+    assert message.startswith(f"{override.lstrip('+').split('=')[0]}: ")
+    assert not message.rstrip().endswith("are")
+
+
+@pytest.mark.parametrize("model", list_options("model"))
+@pytest.mark.parametrize("algo", list_options("algo"))
+def test_every_algorithm_composes_with_every_model_at_256_samples_per_iteration(algo, model):
+    config = load_config([f"algo={algo}", f"model={model}"])
+    assert (config.algo.name, config.model.name) == (algo, model)
+    assert num_samples(config) == 256
+    assert num_optimizer_steps(config) == (1 if algo == "rloo" else 4)
+    assert config.algo.value_pretrain.steps <= 4
+    steps = config.policy.optimizer.decay_steps
+    assert steps in (None, config.train.num_iterations * num_optimizer_steps(config))
+
+
+def test_the_open_fields_of_the_schema_are_found():
+    assert list_open_keys() == ("data.options", "model.megatron", "rollout.sglang")
+
+
+def test_keys_of_open_fields_are_set_without_a_plus_one_by_one_or_together():
+    config = load_config(["rollout.sglang={a: 1, b: [1, 2]}", "rollout.sglang.c=x", "model.megatron.d=0.5"])
+    assert config.rollout.sglang == {"a": 1, "b": [1, 2], "c": "x"}
+    assert config.model.megatron == {"d": 0.5}
+    gym = ["data=reasoning_gym", "reward=reasoning_gym", "data.options.max_terms=3"]
+    assert load_config(gym).data.options == {"max_terms": 3}
+
+
+def test_only_overrides_of_open_fields_are_rewritten_and_once():
+    given = ["rollout.sglang.a=1", "rollout.sglangg.a=1", "+rollout.sglang.b=1", "~rollout.sglang.c", "seed=2", "-m"]
+    opened = ["++rollout.sglang.a=1", *given[1:]]
+    assert open_overrides(given) == opened
+    assert open_overrides(opened) == opened
+
+
+def test_an_open_field_is_none_of_another_data_source():
+    assert "data.options: no such key" in problems_of("data.options.x=1")
+
+
+def test_an_unknown_key_is_never_suggested_itself():
+    assert "did you mean data.letters?" not in problems_of("data=jsonl", "data.path=x", "data.letters=ab")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["model.path=x"], "model.path: found 'x'; it has no effect under model.source=random"),
+        (["model=smollm2_135m", "model.path=x"], "model.path: found 'x'; it has no effect"),
+        (["model.source=path"], "model.path: found null"),
+        (["model=smollm2_135m", "model.random.seed=2"], "model.random.seed: has no effect under model.source=smollm2"),
+        (["model=smollm2_135m", "model.random={seed: 2}"], "model.random: has no effect"),
+    ],
+)
+def test_a_model_key_that_its_source_does_not_read_is_refused(overrides, expected):
+    assert expected in problems_of(*overrides)
+
+
+def test_the_numbers_that_a_preset_leaves_in_model_random_do_not_bar_another_source():
+    assert load_config(["model=tiny", "model.source=path", "model.path=/x"]).model.path == "/x"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=-1",
+        "cluster.object_store_mb=0",
+        "cluster.shutdown_deadline_s=0",
+        "cluster.call_deadline_s=-1",
+        "cluster.worker_start_deadline_s=inf",
+        "cluster.cpu_threads_per_worker=0",
+        "rollout.startup_deadline_s=nan",
+        "rollout.request_deadline_s=0",
+        "rollout.sync_deadline_s=0",
+        "rollout.max_running_requests=0",
+        "rollout.num_threads=0",
+        "rollout.num_servers=0",
+        "rollout.temperature=nan",
+        "rollout.max_probe_logprob_gap=0",
+        "train.max_minutes=0",
+        "train.stop_at_heldout_reward=nan",
+        "logger.num_logged_samples=-1",
+        "critic.updates_per_policy_update=0",
+        "policy.optimizer.lr=nan",
+        "critic.optimizer.lr=inf",
+        "policy.optimizer.clip_grad=-1",
+        "policy.optimizer.eps=0",
+        "policy.optimizer.weight_decay=-0.1",
+        "policy.optimizer.warmup_steps=-1",
+        "policy.optimizer.beta1=nan",
+        "policy.optimizer.decay_steps=0",
+    ],
+)
+def test_a_number_out_of_its_range_is_an_error_that_names_its_key(override):
+    key, value = override.split("=")
+    message = problems_of(override)
+    assert f"{key}: found {value}" in message
+    assert len([line for line in message.splitlines() if line.startswith(key)]) == 1
+
+
+def test_a_decay_that_ends_within_the_warm_up_is_an_error():
+    assert "policy.optimizer.decay_steps: found 320; it must be above" in problems_of(
+        "policy.optimizer.warmup_steps=320"
+    )
+    load_config(["policy.optimizer.warmup_steps=319"])
 
 
 @pytest.mark.parametrize(

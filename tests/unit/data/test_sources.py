@@ -1,5 +1,6 @@
 import json
 import re
+from collections import Counter
 
 import pytest
 from data_cases import build_byte_tokenizer, build_char_tokenizer
@@ -7,6 +8,7 @@ from data_cases import build_byte_tokenizer, build_char_tokenizer
 from megarl.config.data import AboutDataConfig, AdditionDataConfig, DataConfig, ReasoningGymDataConfig
 from megarl.config.errors import ConfigError
 from megarl.data.build import DataSplits, build_data
+from megarl.data.tasks import AboutSource
 
 
 def build_small(config: DataConfig, seed: int = 1) -> DataSplits:
@@ -21,6 +23,26 @@ def test_about_holds_every_pair_of_letter_and_number_of_dots_once() -> None:
     for prompt in (*data.train, *data.heldout):
         assert prompt.text == f"{prompt.answer[0]}{'.' * (int(prompt.answer[1:]) // 4)}="
     assert all(len(prompt.token_ids) == len(prompt.text) for prompt in data.train)
+
+
+@pytest.mark.parametrize(("num_heldout", "least"), [(24, 4), (27, 4), (5, 0), (95, 15)])
+def test_about_holds_out_as_many_of_each_letter_within_one(num_heldout: int, least: int) -> None:
+    config = AboutDataConfig(num_heldout=num_heldout)
+    for seed in range(20):
+        splits = AboutSource(config).load(seed)
+        assert splits.heldout is not None
+        counts = Counter(problem.answer[0] for problem in splits.heldout)
+        assert sum(counts.values()) == len({problem.answer for problem in splits.heldout}) == num_heldout
+        assert all(least <= counts[letter] <= least + 1 for letter in config.letters)
+        assert len({problem.answer for problem in splits.train} | {p.answer for p in splits.heldout}) == 96
+
+
+def test_about_holds_out_one_number_of_each_quarter_of_the_range_for_every_letter() -> None:
+    for seed in range(20):
+        heldout = AboutSource(AboutDataConfig()).load(seed).heldout
+        assert heldout is not None
+        quarters = {(problem.answer[0], (int(problem.answer[1:]) - 1) // 16) for problem in heldout}
+        assert quarters == {(letter, quarter) for letter in "abcdef" for quarter in range(4)}
 
 
 @pytest.mark.parametrize(
@@ -87,6 +109,7 @@ def test_reasoning_gym_scores_its_own_answers_from_the_stored_problem() -> None:
         stored = json.loads(prompt.metadata["reasoning_gym"])
         score = get_score_answer_fn(stored["task"])
         assert stored["task"] == "chain_sum"
+        assert stored["config"] == {"max_terms": 3}
         assert stored["entry"]["question"] in prompt.text
         assert score(prompt.answer, stored["entry"]) == 1.0
         assert score(prompt.answer + "1", stored["entry"]) < 1.0

@@ -70,10 +70,10 @@ def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
         (
             {},
             ParallelConfig(num_processes=2, tp=2),
-            "parallel.tp=2 does not divide the model's 3 key-value heads",
+            "parallel.tp: found 2, which does not divide the model's 3 key-value heads",
         ),
-        ({}, ParallelConfig(num_processes=3, pp=3), "parallel.pp=3 does not divide the model's 4 layers"),
-        ({}, ParallelConfig(sp=True), "parallel.sp=true needs parallel.tp > 1"),
+        ({}, ParallelConfig(num_processes=3, pp=3), "parallel.pp: found 3, which does not divide the model's 4 layers"),
+        ({}, ParallelConfig(sp=True), "parallel.sp: found true with tp 1"),
     ],
 )
 def test_values_that_do_not_fit_are_refused_by_key(

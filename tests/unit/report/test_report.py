@@ -201,7 +201,7 @@ def test_an_iteration_line_shows_the_key_metrics_in_order_and_only_those_there_a
         "mismatch/kl": 3.1e-5,
         "reward/heldout": 1.0,
         "reward/mean": 0.5,
-        "reward/response_length": 1234.0,
+        "length/mean": 1234.0,
     }
     expected = (
         "iteration 3/20  reward 0.5 | held-out 1 | length 1234 | ev -0.5 | mismatch kl 3.1e-05 | seconds: rollout 12"

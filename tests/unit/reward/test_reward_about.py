@@ -6,8 +6,11 @@ from collections.abc import Sequence
 import pytest
 from reward_cases import build_prompt, build_response
 
+from megarl.config.data import AboutDataConfig
 from megarl.config.errors import ConfigError
 from megarl.config.reward import AboutRewardConfig
+from megarl.data.problem import Problem
+from megarl.data.tasks import AboutSource
 from megarl.reward.about import compute_length_score
 from megarl.reward.build import build_reward
 from megarl.types import FinishReason
@@ -17,37 +20,45 @@ NUMBERS = range(4, 65)
 REWARD = build_reward(AboutRewardConfig())
 
 
-def best_blind_score(letters: Sequence[str], numbers: Sequence[int], tolerance: float, falloff: float) -> float:
-    """The highest expected reward of any distribution over answers that ignores the prompt.
+def best_blind_score(requests: Sequence[tuple[str, int]], tolerance: float, falloff: float) -> float:
+    """The highest mean reward over (letter, number) pairs of any distribution over answers that ignores the prompt.
 
-    An answer of length l with shares s_c of each letter earns on average
-    mean over (c, n) of s_c * g(l / n) = (sum of s_c / number of letters) * mean of g(l / n), and the shares
-    add up to 1 at most. Past the largest number times tolerance and falloff g is 0, so the lengths to try are
-    finite.
+    An answer of length l with shares s_c of each letter earns on average the sum over c of s_c * G_c(l), where
+    G_c(l) is the sum of g(l / n) over the pairs (c, n), divided by the number of pairs. The shares add up to 1 at
+    most, so one letter alone is best. Past the largest number times tolerance and falloff g is 0, so the lengths to
+    try are finite.
     """
-    longest = math.ceil(max(numbers) * tolerance * falloff)
-    expected = [
-        sum(compute_length_score(length / n, tolerance, falloff) for n in numbers) / len(numbers)
+    longest = math.ceil(max(number for _, number in requests) * tolerance * falloff)
+    return max(
+        sum(compute_length_score(length / n, tolerance, falloff) for c, n in requests if c == letter) / len(requests)
         for length in range(longest + 1)
-    ]
-    return max(expected) / len(letters)
+        for letter in {c for c, _ in requests}
+    )
 
 
 def score(answer: str, text: str, finish_reason: FinishReason = FinishReason.stop):
     return REWARD(build_prompt(answer), build_response(text, finish_reason))
 
 
-def test_the_best_answer_that_ignores_the_prompt_scores_at_most_a_fifth():
+def parse_answers(problems: Sequence[Problem]) -> list[tuple[str, int]]:
+    return [(problem.answer[0], int(problem.answer[1:])) for problem in problems]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_best_answer_that_ignores_the_prompt_scores_at_most_a_fifth_on_both_splits(seed):
     config = AboutRewardConfig()
-    assert best_blind_score(LETTERS, NUMBERS, config.tolerance, config.falloff) <= 0.2
+    splits = AboutSource(AboutDataConfig()).load(seed)
+    assert best_blind_score(parse_answers(splits.heldout), config.tolerance, config.falloff) <= 0.2
+    assert best_blind_score(parse_answers(splits.train), config.tolerance, config.falloff) <= 0.2
 
 
 def test_the_blind_bound_is_reached_by_the_verifier_itself():
     config = AboutRewardConfig()
-    prompts = [f"{letter}{number}" for letter in LETTERS for number in NUMBERS]
+    requests = [(letter, number) for letter in LETTERS for number in NUMBERS if letter != "f" or number > 20]
+    prompts = [f"{letter}{number}" for letter, number in requests]
     answers = ["a" * length for length in range(1, 200, 3)] + [LETTERS * count for count in range(1, 20)]
     best = max(sum(score(p, text).reward for p in prompts) / len(prompts) for text in answers)
-    bound = best_blind_score(LETTERS, NUMBERS, config.tolerance, config.falloff)
+    bound = best_blind_score(requests, config.tolerance, config.falloff)
     assert bound - 0.01 < best <= bound + 1e-9
 
 

@@ -1,6 +1,8 @@
 """The verifiers exact, addition and function, and their configuration."""
 
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -8,17 +10,22 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from reward_cases import build_prompt, build_response
 
+from megarl import algo
 from megarl.config.errors import ConfigError
 from megarl.config.load import CONF_DIR
 from megarl.config.reward import (
     SCHEMAS,
+    AboutRewardConfig,
     AdditionRewardConfig,
     ExactRewardConfig,
     FunctionRewardConfig,
+    MathRewardConfig,
+    ReasoningGymRewardConfig,
     RewardConfig,
     register,
 )
-from megarl.reward.build import build_reward
+from megarl.reward.build import build_reward, check_reward
+from megarl.reward.function import RESERVED_NAMES
 
 
 @pytest.mark.parametrize("kind", SCHEMAS)
@@ -116,6 +123,85 @@ def test_a_users_function_that_returns_no_score_is_named(user_module):
     reward = build_reward(FunctionRewardConfig("my_reward_of_test:score"))
     with pytest.raises(TypeError, match="my_reward_of_test:score returned a float"):
         reward(build_prompt(""), build_response(""))
+
+
+def test_responses_with_different_details_are_refused_with_both_sets(user_module):
+    user_module(
+        "from megarl.types import Score\n"
+        "def score(prompt, response):\n"
+        "    details = {'a': 1.0, 'b': 0.0} if response.text else {'a': 0.0}\n"
+        "    return Score(0.0, False, details)\n"
+    )
+    reward = build_reward(FunctionRewardConfig("my_reward_of_test:score"))
+    assert reward(build_prompt(""), build_response("x")).details == {"a": 1.0, "b": 0.0}
+    with pytest.raises(ValueError, match=r"prompt 'p1': found details a; the first response.*'p1', had a, b"):
+        reward(build_prompt(""), build_response(""))
+    assert reward(build_prompt(""), build_response("y")).details == {"a": 1.0, "b": 0.0}
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED_NAMES))
+def test_details_with_a_name_of_the_trainers_own_metrics_are_refused(user_module, name):
+    user_module(
+        "from megarl.types import Score\n"
+        f"def score(prompt, response):\n    return Score(0.0, False, {{'mine': 1.0, {name!r}: 1.0}})\n"
+    )
+    reward = build_reward(FunctionRewardConfig("my_reward_of_test:score"))
+    with pytest.raises(ValueError, match=rf"prompt 'p1': .*own metrics have the names {name} under reward/"):
+        reward(build_prompt(""), build_response(""))
+
+
+def test_the_names_that_the_algorithms_log_under_reward_are_reserved():
+    sources = [file.read_text() for file in Path(algo.__file__).parent.glob("*.py")]
+    logged = {name for source in sources for name in re.findall(r'"reward/(\w+)"', source)}
+    assert logged
+    assert logged <= RESERVED_NAMES
+
+
+@pytest.mark.parametrize(
+    ("config", "answer", "data"),
+    [
+        (AboutRewardConfig(), "85", "data=about"),
+        (AdditionRewardConfig(), "b37", "data=addition"),
+        (ReasoningGymRewardConfig(), "85", "data=reasoning_gym"),
+    ],
+)
+def test_a_reward_that_cannot_read_the_datas_answers_is_found_before_the_run(config, answer, data):
+    with pytest.raises(ConfigError, match=rf"^reward=\.\.\. with data=\.\.\..*prompt 'p1'.*{data}"):
+        check_reward(build_reward(config), [build_prompt(answer)])
+
+
+def test_every_prompt_given_is_checked():
+    with pytest.raises(ConfigError, match="'b37'"):
+        check_reward(build_reward(AdditionRewardConfig()), [build_prompt("85"), build_prompt("b37")])
+
+
+@pytest.mark.parametrize(
+    ("config", "prompt"),
+    [
+        (AboutRewardConfig(), build_prompt("b37")),
+        (AdditionRewardConfig(), build_prompt("85")),
+        (ExactRewardConfig(), build_prompt("Paris")),
+        (MathRewardConfig(), build_prompt("\\frac{1}{2}")),
+        (
+            ReasoningGymRewardConfig(),
+            build_prompt(
+                "3",
+                reasoning_gym={
+                    "task": "chain_sum",
+                    "entry": {"question": "1 + 2 =", "answer": "3", "metadata": {}},
+                    "config": {"max_terms": 3},
+                },
+            ),
+        ),
+        (FunctionRewardConfig("megarl.reward.exact:score_exact"), build_prompt("Paris")),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_reward_that_fits_its_data_passes_the_check(config, prompt):
+    scored = []
+    reward = build_reward(config)
+    check_reward(lambda p, response: scored.append(reward(p, response)) or scored[-1], [prompt])
+    assert [score.correct for score in scored] == [False]
 
 
 @pytest.mark.parametrize(

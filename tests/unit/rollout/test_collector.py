@@ -1,12 +1,13 @@
 """From responses to a scored rollout and its tensors."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megarl.rollout.client import RequestError
-from megarl.rollout.collector import score_groups
+from megarl.rollout.collector import check_versions, score_groups
 from megarl.rollout.engine import build_response
 from megarl.rollout.tensors import build_sequences, build_tensors
 from megarl.types import FinishReason, Prompt, Response, Rollout, Score
@@ -39,6 +40,17 @@ def test_groups_are_contiguous_and_in_the_prompts_order():
 def test_a_reward_that_is_no_finite_number_names_the_prompt(bad):
     with pytest.raises(ValueError, match=f"prompt 'b' is {bad}"):
         score_groups(PROMPTS, GROUPS, lambda p, r: Score(bad if p.id == "b" else 0.0, False))
+
+
+def test_a_token_of_other_weights_than_the_trainers_is_refused_unless_it_was_not_generated():
+    first, second = GROUPS[1]
+    stale = replace(second, weight_versions=(0, 0, 3))
+    with pytest.raises(RuntimeError, match=r"prompt 'b' .* weight version 0, 3; the trainer's is 0"):
+        check_versions(PROMPTS, [GROUPS[0], [first, stale]], 0)
+    with pytest.raises(RuntimeError, match=r"prompt 'a' .* weight version 0; the trainer's is 1"):
+        check_versions(PROMPTS, GROUPS, 1)
+    # GROUPS' last response has a token in its middle that the policy did not generate.
+    check_versions(PROMPTS, [GROUPS[0], [first, replace(second, weight_versions=(0, 9, 0))]], 0)
 
 
 def test_sequences_concatenate_prompt_and_response():

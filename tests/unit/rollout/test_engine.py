@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -43,9 +44,10 @@ def test_a_checkpoint_that_cannot_end_responses_is_refused(tmp_path, config, mes
         load_generation_spec(write(tmp_path, config))
 
 
-def test_an_unreachable_server_is_tried_a_bounded_number_of_times(tmp_path):
+def test_an_unreachable_server_is_tried_a_bounded_number_of_times(tmp_path, monkeypatch):
     """The listener accepts and hangs up: every connection is one lost request."""
     write(tmp_path, {"vocab_size": 50, "eos_token_id": 2})
+    monkeypatch.setattr("megarl.rollout.engine.ATTEMPT_PAUSE_S", 0.1)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
     checks = []
     with socket.socket() as listener:
@@ -54,8 +56,6 @@ def test_an_unreachable_server_is_tried_a_bounded_number_of_times(tmp_path):
         listener.settimeout(10)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         engine = SGLangEngine([url], tmp_path, RolloutConfig(), tokenizer, check_processes=lambda: checks.append(1))
-        import threading
-
         accepted = []
 
         def hang_up():
@@ -70,4 +70,4 @@ def test_an_unreachable_server_is_tried_a_bounded_number_of_times(tmp_path):
             engine.generate([Prompt("p", "", (5,), "")], num_responses=1, temperature=1.0)
         thread.join()
     assert len(accepted) == MAX_ATTEMPTS
-    assert checks == [1]
+    assert len(checks) > 1  # asked again: a process ends a moment after its connections

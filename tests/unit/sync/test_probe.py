@@ -21,10 +21,11 @@ def test_a_logprob_that_is_no_number_is_an_infinite_gap(bad):
     assert compute_gap([-1.0, -2.0], [-1.0, bad]) == (math.inf, 1)
 
 
-def test_the_allowed_gap_follows_the_dtype_unless_it_is_given():
-    assert get_max_gap(RolloutConfig(dtype=Dtype.float32)) == 1e-4
-    assert get_max_gap(RolloutConfig(dtype=Dtype.bfloat16)) == 0.5
-    assert get_max_gap(RolloutConfig(max_probe_logprob_gap=0.3)) == 0.3
+def test_the_allowed_gap_follows_the_coarser_dtype_unless_it_is_given():
+    full, half = RolloutConfig(dtype=Dtype.float32), RolloutConfig(dtype=Dtype.bfloat16)
+    assert get_max_gap(full, Dtype.float32) == 1e-4
+    assert get_max_gap(full, Dtype.bfloat16) == get_max_gap(half, Dtype.float32) == 0.5
+    assert get_max_gap(RolloutConfig(max_probe_logprob_gap=0.3), Dtype.float32) == 0.3
 
 
 def test_the_probe_text_begins_with_the_prompts_and_visits_the_vocabulary():

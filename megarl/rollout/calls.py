@@ -1,0 +1,82 @@
+"""Calls to several servers side by side, which a signal interrupts, and the reason why a server was lost."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
+from typing import TypeVar
+
+T = TypeVar("T")
+
+FIND_DEADLINE_S = 3.0
+"""A connection breaks before the process behind it has been reaped and its exit status is known."""
+
+
+class StopFlag:
+    """Set once nobody waits for the calls any more."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    def check(self) -> None:
+        """Raise CancelledError where the flag is set."""
+        if self._event.is_set():
+            raise CancelledError
+
+    def sleep(self, seconds: float) -> None:
+        """Raises as `check`, at once when the flag is set meanwhile."""
+        self._event.wait(seconds)
+        self.check()
+
+
+def run_side_by_side(jobs: Sequence[Callable[[StopFlag], T]], abort: Callable[[], None]) -> list[T]:
+    """The results of the jobs, each in a thread of its own, in order.
+
+    The first failure, or an exception in the waiting thread (Stopped), is raised at once: the flag is set and
+    `abort` is called, which must break the calls under way. The threads are daemons, so one that still hangs
+    (while it connects, say) does not keep the process from ending, as the threads of an executor would.
+    """
+    stop = StopFlag()
+    futures: list[Future[T]] = [Future() for _ in jobs]
+    threads = [
+        threading.Thread(target=_run, args=(job, stop, future), name="megarl-call", daemon=True)
+        for job, future in zip(jobs, futures, strict=True)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in futures:
+            if future in done:
+                future.result()
+        return [future.result() for future in futures]
+    except BaseException:
+        stop.set()
+        abort()
+        raise
+
+
+def _run(job: Callable[[StopFlag], T], stop: StopFlag, future: Future[T]) -> None:
+    try:
+        stop.check()
+        future.set_result(job(stop))
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def find_cause(check_processes: Callable[[], None] | None, deadline_s: float = FIND_DEADLINE_S) -> RuntimeError | None:
+    """What `check_processes` raises of a server that is down, polled up to the deadline; None where it finds none."""
+    if check_processes is None:
+        return None
+    end = time.monotonic() + deadline_s
+    while True:
+        try:
+            check_processes()
+        except RuntimeError as error:
+            return error
+        if time.monotonic() > end:
+            return None
+        time.sleep(0.2)

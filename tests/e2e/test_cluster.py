@@ -1,0 +1,94 @@
+"""Deadlines and deaths on a real local Ray cluster."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from megarl.cluster.local import local_ray
+from megarl.cluster.waiting import PendingCall, WorkerError
+from megarl.config.cluster import ClusterConfig
+from megarl.seams import DeadlineError, wait_all
+
+
+@ray.remote(num_cpus=1, max_restarts=0)
+class Worker:
+    def nap(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    def fail(self) -> None:
+        raise ValueError("a reason")
+
+    def die(self) -> None:
+        os._exit(3)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list]:
+    before = set(psutil.Process().children(recursive=True))
+    with local_ray(ClusterConfig(), num_actors=2) as scratch:
+        assert scratch.is_dir()
+        actors = [Worker.remote() for _ in range(2)]
+        ray.get([actor.nap.remote(0) for actor in actors])
+        yield actors
+    assert not scratch.exists()
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def call(ref: ray.ObjectRef, name: str, deadline_s: float = 60.0) -> PendingCall:
+    return PendingCall((ref,), (name,), "policy.update", deadline_s, lambda results: results[0])
+
+
+def test_results_come_in_the_order_of_the_ranks(workers):
+    refs = tuple(worker.nap.remote(s) for worker, s in zip(workers, (0.2, 0.0), strict=True))
+    assert PendingCall(refs, ("rank 0", "rank 1"), "values", 60.0, list).result() == [0.2, 0.0]
+
+
+def test_a_missed_deadline_names_what_and_who_is_late(workers):
+    refs = tuple(worker.nap.remote(s) for worker, s in zip(workers, (0.0, 3.0), strict=True))
+    pending = PendingCall(refs, ("policy rank 0/2", "policy rank 1/2"), "policy.update", 0.5, list)
+    with pytest.raises(DeadlineError, match=r"policy.update: no answer from policy rank 1/2 within 0.5 s"):
+        pending.result()
+
+
+def test_the_deadline_counts_from_the_call_and_not_from_the_wait(workers):
+    pending = call(workers[0].nap.remote(30.0), "policy rank 0/1", deadline_s=1.0)
+    time.sleep(1.0)
+    started = time.monotonic()
+    with pytest.raises(DeadlineError):
+        pending.result()
+    assert time.monotonic() - started < 20
+    ray.kill(workers[0])
+    workers[0] = Worker.remote()
+
+
+def test_a_failure_carries_its_reason_and_who_failed(workers):
+    with pytest.raises(WorkerError, match=r"(?s)policy.update: critic rank 0/1 failed:.*a reason"):
+        call(workers[0].fail.remote(), "critic rank 0/1").result()
+
+
+def test_a_death_is_noticed_while_the_other_role_still_works(workers):
+    started = time.monotonic()
+    critic = call(workers[1].nap.remote(50.0), "critic rank 0/1")
+    policy = call(workers[0].die.remote(), "policy rank 0/1")
+    with pytest.raises(WorkerError, match="policy rank 0/1 died"):
+        wait_all([critic, policy])
+    assert time.monotonic() - started < 40
+
+
+def test_output_of_a_worker_stays_out_of_the_terminal(tmp_path: Path, capfd):
+    from megarl.cluster.workers import redirect_output
+
+    child = os.fork()
+    if child == 0:
+        redirect_output(tmp_path / "logs" / "policy-0.log")
+        os.write(1, b"to the log\n")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (tmp_path / "logs" / "policy-0.log").read_text() == "to the log\n"
+    assert "to the log" not in capfd.readouterr().out

@@ -1,0 +1,232 @@
+"""Rollouts and weight loads whose server hangs, hangs up or refuses, over HTTP servers on loopback."""
+
+import contextlib
+import itertools
+import json
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from megarl.config.roles import Dtype
+from megarl.config.rollout import RolloutConfig
+from megarl.rollout.calls import find_cause, run_side_by_side
+from megarl.rollout.client import SGLangClient
+from megarl.rollout.engine import SGLangEngine
+from megarl.seams import DeadlineError, SyncError
+from megarl.sync.disk import DiskSync
+from megarl.types import Prompt
+
+LOAD = ["/pause_generation", "/begin_weight_update", "/update_weights_from_disk"]
+CLEAN_UP = ["/end_weight_update", "/continue_generation"]
+
+# A rollout or a weight load that its owner's Ctrl-C ends while the server is at work.
+STOPPED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from megarl.config.roles import Dtype
+from megarl.config.rollout import RolloutConfig
+from megarl.rollout.engine import SGLangEngine
+from megarl.signals import Stopped, stopping_on_signals
+from megarl.sync.disk import DiskSync
+from megarl.types import Prompt
+
+what, url, checkpoint = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+check = lambda: print("checked")
+
+class Policy:
+    def export_weights(self, directory):
+        directory.mkdir()
+        return self
+    def result(self):
+        return None
+
+engine = SGLangEngine([url], checkpoint, RolloutConfig(), None, check_processes=check)
+sync = DiskSync(
+    Policy(), engine.clients, engine._config, checkpoint / "sync", (), policy_dtype=Dtype.float32, check_processes=check
+)
+prompts = [Prompt(str(i), "", (5,) * 40, "") for i in range(2000)]
+try:
+    with stopping_on_signals():
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        if what == "generate":
+            engine.generate(prompts, num_responses=4, temperature=1.0)
+        else:
+            sync.publish(1)
+except Stopped:
+    at = time.monotonic()
+    while any(t.name == "megarl-call" for t in threading.enumerate()) and time.monotonic() < at + 3:
+        time.sleep(0.01)
+    print("stopped", at, [t.name for t in threading.enumerate() if t.name == "megarl-call"], flush=True)
+"""
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        self.server.asked.append((self.path, time.monotonic()))
+        behaviour = self.server.behaviour.get(self.path, 200)
+        if behaviour == "hang":
+            self.server.released.wait(20)
+        if behaviour in ("hang", "hang up"):
+            self.close_connection = True
+            return
+        content = json.dumps({"success": behaviour == 200, "message": "no such file"}).encode()
+        self.send_response(behaviour)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def serving(behaviour):
+    """A server that answers, hangs for 20 s, or hangs up, by path; `asked` has every (path, time)."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    server.behaviour, server.asked, server.released = behaviour, [], threading.Event()
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.released.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class Policy:
+    def export_weights(self, directory):
+        directory.mkdir()
+        return self
+
+    def result(self):
+        return None
+
+
+def build_sync(servers, directory, **options) -> DiskSync:
+    clients = [SGLangClient(server.url, vocab_size=50, deadline_s=10.0) for server in servers]
+    return DiskSync(Policy(), clients, RolloutConfig(), directory, (), policy_dtype=Dtype.float32, **options)
+
+
+def build_check(delay_s: float):
+    """As a guard that takes `delay_s` to notice that its server has died; counted from the first question."""
+    first: list[float] = []
+
+    def check():
+        first.append(time.monotonic())
+        if first[-1] - first[0] >= delay_s:
+            raise RuntimeError("exited with status 137")
+
+    return check
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50, "eos_token_id": 2}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("what", "asked"), [("generate", ["/generate"]), ("publish", [*LOAD, *CLEAN_UP])], ids=["rollout", "load"]
+)
+def test_ctrl_c_ends_the_wait_its_calls_and_the_process(checkpoint, what, asked):
+    with serving({"/generate": "hang", "/update_weights_from_disk": "hang"}) as server:
+        words = [sys.executable, "-c", STOPPED, what, server.url, str(checkpoint)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        ended = time.monotonic()
+        assert done.returncode == 0, done.stderr
+        # One line: no thread asked for the servers' processes, and none is left.
+        (line,) = done.stdout.splitlines()
+        word, at, left = line.split(" ", 2)
+        assert (word, left) == ("stopped", "[]")
+        # The signal came 1 s after the call began. One clock: CLOCK_MONOTONIC is the machine's.
+        assert float(at) - server.asked[0][1] < 2
+        assert ended - float(at) < 5
+        assert [path for path, _ in server.asked] == asked
+
+
+def test_a_lost_server_shows_its_exit_status_once_it_is_known(checkpoint, monkeypatch):
+    monkeypatch.setattr("megarl.rollout.engine.ATTEMPT_PAUSE_S", 0.3)
+    with serving({"/generate": "hang up"}) as server:
+        engine = SGLangEngine([server.url], checkpoint, RolloutConfig(), None, check_processes=build_check(0.5))
+        with pytest.raises(RuntimeError, match="exited with status 137") as caught:
+            engine.generate([Prompt("p", "", (5,), "")], num_responses=1, temperature=1.0)
+        assert f"{server.url}/generate" in str(caught.value.__cause__)
+        times = [at for _, at in server.asked]
+        assert len(times) == 3
+        assert min(b - a for a, b in itertools.pairwise(times)) > 0.25
+
+
+def test_a_late_server_shows_its_exit_status(checkpoint):
+    with serving({"/generate": "hang"}) as server:
+        config = RolloutConfig(request_deadline_s=0.2)
+        engine = SGLangEngine([server.url], checkpoint, config, None, check_processes=build_check(0.0))
+        with pytest.raises(RuntimeError, match="exited with status 137") as caught:
+            engine.generate([Prompt("p", "", (5,), "")], num_responses=1, temperature=1.0)
+        assert isinstance(caught.value.__cause__, DeadlineError)
+
+
+@pytest.mark.parametrize(
+    ("dies_at", "step"),
+    [
+        (LOAD[0], "pause"),
+        (LOAD[1], "begin of the weight update"),
+        (LOAD[2], "load of the weights in .*v3"),
+        (CLEAN_UP[0], "begin of the weight update, when it was to end"),
+        (CLEAN_UP[1], "pause, when it was to end"),
+        ("/update_weight_version", "raise of the weight version to 3"),
+    ],
+)
+def test_a_server_that_dies_during_a_sync_is_named_with_the_step_and_its_exit_status(
+    tmp_path, monkeypatch, dies_at, step
+):
+    monkeypatch.setattr("megarl.sync.disk.compute_policy_logprobs", lambda *_: [])
+    monkeypatch.setattr("megarl.sync.disk.verify_logprobs", lambda *_: 0.0)
+    order = [*LOAD, *CLEAN_UP, "/update_weight_version"]
+    with serving(dict.fromkeys(order[order.index(dies_at) :], "hang up")) as server:
+        sync = build_sync([server], tmp_path, check_processes=build_check(0.3))
+        message = rf"(?s){server.url} failed at the {step}: {server.url}{dies_at}: .*exited with status 137"
+        with pytest.raises(SyncError, match=message):
+            sync.publish(3)
+
+
+def test_a_server_that_refuses_the_weights_is_named_and_resumed(tmp_path):
+    with serving({"/update_weights_from_disk": 400}) as server:
+        sync = build_sync([server], tmp_path, check_processes=build_check(0.0))
+        with pytest.raises(
+            SyncError, match=rf"{server.url} failed at the load of .*answered 400.*no such file"
+        ) as caught:
+            sync.publish(3)
+        # It answered: its process is not in question.
+        assert "exited" not in str(caught.value)
+        assert [path for path, _ in server.asked] == [*LOAD, *CLEAN_UP]
+
+
+def test_one_servers_failure_does_not_wait_for_another_server(tmp_path):
+    with serving({"/update_weights_from_disk": 400}) as bad, serving({"/update_weights_from_disk": "hang"}) as slow:
+        started = time.monotonic()
+        with pytest.raises(SyncError, match=bad.url):
+            build_sync([slow, bad], tmp_path).publish(3)
+        assert time.monotonic() - started < 5
+
+
+def test_results_come_in_the_order_of_the_jobs():
+    jobs = [lambda _stop, i=i: time.sleep(0.1 * (2 - i)) or i for i in range(3)]
+    assert run_side_by_side(jobs, pytest.fail) == [0, 1, 2]
+
+
+def test_processes_that_run_are_no_cause():
+    started = time.monotonic()
+    assert find_cause(lambda: None, 0.5) is None
+    assert 0.5 <= time.monotonic() - started < 2
+    assert find_cause(None) is None
