@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PLACEHOLDER = "{question}"
+SEPARATOR = "\n\n"
+"""Between turns where no chat template parts them."""
 
 
 class Renderer:
@@ -31,7 +33,8 @@ class Renderer:
         """What the assistant's turn begins with; the policy continues it."""
         if self.config.response_prefix is None:
             return ""
-        return self.config.response_prefix.replace(PLACEHOLDER, _get_last_question(problem.messages))
+        prefix = self.config.response_prefix.replace(PLACEHOLDER, _get_last_question(problem.messages))
+        return prefix if self.uses_template else SEPARATOR + prefix
 
     def _render_turns(self, problem: Problem) -> str:
         messages = self._add_instruction(problem.messages)
@@ -39,7 +42,7 @@ class Renderer:
             others = tuple(m for m in messages if m.role != "system")
             messages = (Message("system", self.config.system), *others)
         if not self.uses_template:
-            return "\n\n".join(m.content for m in messages if m.content)
+            return SEPARATOR.join(m.content for m in messages if m.content)
         chat = [{"role": m.role, "content": m.content} for m in messages]
         try:
             text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)

@@ -39,6 +39,14 @@ def test_an_instruction_goes_around_the_last_user_message_and_a_system_key_repla
     assert text == "<|system|>New.\n<|user|>One?\n<|assistant|>1\n<|user|><Two?>\n<|assistant|>"
 
 
+def test_the_response_prefix_begins_the_assistants_turn_with_the_bare_question() -> None:
+    config = DataConfig(instruction="Solve {question}", response_prefix="{question} =", system="")
+    problem = ask("1+2", "3")
+    assert Renderer(config, build_byte_tokenizer()).render(problem) == "Solve 1+2\n\n1+2 ="
+    chat = Renderer(config, build_byte_tokenizer(chat=True)).render(problem)
+    assert chat == "<|system|>\n<|user|>Solve 1+2\n<|assistant|>1+2 ="
+
+
 def test_plain_text_gets_the_tokenizers_special_tokens_and_a_template_does_not() -> None:
     plain = Renderer(DataConfig(), build_byte_tokenizer())
     chat = Renderer(DataConfig(), build_byte_tokenizer(chat=True))

@@ -45,9 +45,10 @@ class Policy:
     def result(self):
         return None
 
-engine = SGLangEngine([url], checkpoint, RolloutConfig(), None, check_processes=check)
+config = RolloutConfig()
+engine = SGLangEngine([url], checkpoint, config, None, check_processes=check)
 sync = DiskSync(
-    Policy(), engine.clients, engine._config, checkpoint / "sync", (), policy_dtype=Dtype.float32, check_processes=check
+    Policy(), engine.clients, config, checkpoint / "sync", (), policy_dtype=Dtype.float32, check_processes=check
 )
 prompts = [Prompt(str(i), "", (5,) * 40, "") for i in range(2000)]
 try:
@@ -151,7 +152,8 @@ def test_ctrl_c_ends_the_wait_its_calls_and_the_process(checkpoint, what, asked)
         assert (word, left) == ("stopped", "[]")
         # The signal came 1 s after the call began. One clock: CLOCK_MONOTONIC is the machine's.
         assert float(at) - server.asked[0][1] < 2
-        assert ended - float(at) < 5
+        # Python and torch take seconds to end on a busy machine; the server would have answered after 20 s.
+        assert ended - float(at) < 12
         assert [path for path, _ in server.asked] == asked
 
 
