@@ -1,6 +1,7 @@
 """One training run from a checked configuration: find the inputs, start the processes, train, end everything."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,17 +29,30 @@ def run_job(config: Config, run_dir: Path) -> Summary:
     Raises ConfigError, before any process is started, for what only the inputs can tell.
     """
     inputs = load_inputs(config)
-    with contextlib.closing(build_report(config.logger, run_dir, config.train.num_iterations)) as report:
+    with contextlib.ExitStack() as stack:
+        report = stack.enter_context(
+            contextlib.closing(build_report(config.logger, run_dir, config.train.num_iterations))
+        )
+        stack.enter_context(show_warnings(report))
         report.message(describe_sizes(config))
         report.message(format_objective(config.algo, config.train.responses_per_prompt))
         report.message(describe_data(inputs))
-        with open_parts(config, inputs, run_dir, report) as parts:
-            trainer = Trainer(config, parts)
-            trainer.start()
-            pretrain_critic(trainer)
-            summary = trainer.run()
-            parts.policy.export_weights(run_dir / "policy").result()
-            return summary
+        parts = stack.enter_context(open_parts(config, inputs, run_dir, report))
+        trainer = Trainer(config, parts)
+        trainer.start()
+        pretrain_critic(trainer)
+        summary = trainer.run()
+        parts.policy.export_weights(run_dir / "policy").result()
+        return summary
+
+
+@contextlib.contextmanager
+def show_warnings(report: Report) -> Iterator[None]:
+    """Python warnings as lines of the report, each once."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("once", RuntimeWarning)
+        warnings.showwarning = lambda message, *_args, **_kwargs: report.message(f"warning: {message}")
+        yield
 
 
 def describe_data(inputs: Inputs) -> str:

@@ -23,6 +23,6 @@ class RolloutConfig:
     sync_deadline_s: float = 300.0
     max_probe_logprob_gap: float | None = None
     """Largest |log-prob difference| / max(1, |log-prob|) allowed on any token of the probe text after a sync; null:
-    1e-4 in float32, 0.5 in bfloat16."""
+    1e-4 in float32, 0.5 where the policy or the rollout is in bfloat16."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Passed through as SGLang server arguments (underscored names); each key is checked against the real ones."""
