@@ -25,7 +25,7 @@ def local_ray(config: ClusterConfig, num_actors: int) -> Iterator[Path]:
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # A short path: Ray puts unix sockets under it, whose names may have 107 characters at most.
-    temp_dir = tempfile.mkdtemp(prefix="megarl-", dir="/tmp")
+    temp_dir = tempfile.mkdtemp(prefix=f"megarl-{os.getpid()}-", dir="/tmp")
     before = set(psutil.Process().children(recursive=True))
     try:
         with _keep_signal_handlers():

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from megarl.report.metrics import load_metrics
+from megarl.rollout.guard import find_shared_memory
 
 COMMAND = [sys.executable, "-m", "megarl.train", "algo.value_pretrain.steps=1", "train.eval_every=2"]
 SHUTDOWN_S = 15
@@ -19,7 +20,8 @@ SHUTDOWN_S = 15
 
 def start(run_dir: Path, *overrides: str) -> subprocess.Popen:
     command = [*COMMAND, f"hydra.run.dir={run_dir}", *overrides]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = os.environ | {"TMPDIR": str(run_dir.parent)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
 def find_marked(run_dir: Path) -> list[psutil.Process]:
@@ -35,17 +37,12 @@ def find_marked(run_dir: Path) -> list[psutil.Process]:
     return found
 
 
-def list_leftovers() -> set[str]:
-    return {
-        str(path)
-        for folder, pattern in (("/dev/shm", "*"), ("/tmp", "megarl-*"))
-        for path in Path(folder).glob(pattern)
-        if not path.name.startswith("sem.mp-")  # named by the C library; the server's tests follow those by inode
-    }
+def find_scratch(run: subprocess.Popen, tmp_path: Path) -> list[Path]:
+    """Scratch folders of Ray and SGLang that this run made."""
+    return [*Path("/tmp").glob(f"megarl-{run.pid}-*"), *tmp_path.glob("megarl-sglang-*")]
 
 
 def test_a_run_trains_logs_and_ends_with_the_done_line_leaving_nothing(tmp_path):
-    before = list_leftovers()
     run = start(tmp_path / "run", "train.num_iterations=2")
     output, _ = run.communicate(timeout=400)
     assert run.returncode == 0, output
@@ -60,16 +57,17 @@ def test_a_run_trains_logs_and_ends_with_the_done_line_leaving_nothing(tmp_path)
     assert list((tmp_path / "run" / "tensorboard").iterdir())
     assert {f.name for f in (tmp_path / "run" / "logs").iterdir()} >= {"policy-0.log", "critic-0.log", "server-0.log"}
     assert find_marked(tmp_path) == []
-    assert list_leftovers() <= before
+    assert find_scratch(run, tmp_path) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_every_process_in_time_and_leaves_nothing(tmp_path, number):
-    before = list_leftovers()
     run = start(tmp_path / "run", "train.num_iterations=1000")
     wait_for_line(run, "iteration 1/1000", 400)
     children = psutil.Process(run.pid).children(recursive=True)
     assert len(find_marked(tmp_path)) >= 3
+    assert len(find_scratch(run, tmp_path)) == 2
+    shared = find_shared_memory(child.pid for child in children)
     asked = time.monotonic()
     run.send_signal(number)
     output, _ = run.communicate(timeout=60)
@@ -79,8 +77,9 @@ def test_a_signal_ends_every_process_in_time_and_leaves_nothing(tmp_path, number
     assert took < SHUTDOWN_S
     _, alive = psutil.wait_procs(children, timeout=1)
     assert alive == []
+    assert not shared & {entry.inode() for entry in os.scandir("/dev/shm")}
     assert find_marked(tmp_path) == []
-    assert list_leftovers() <= before
+    assert find_scratch(run, tmp_path) == []
 
 
 def wait_for_line(run: subprocess.Popen, text: str, deadline_s: float) -> None:

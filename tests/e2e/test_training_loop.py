@@ -1,4 +1,7 @@
-"""The loop with its real parts: Ray, Megatron-Core policy and critic, and the session's SGLang server."""
+"""The loop with its real parts: Ray, Megatron-Core policy and critic, and the session's SGLang server.
+
+After test_server.py, whose first tests need the server as it was started.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -152,6 +155,7 @@ def test_value_pretraining_explains_heldout_returns_and_leaves_the_policy_bit_id
 
     collector = Collector(trainer.parts.engine, score, temperature=1.0)
     other = Trainer(trainer.config, replace(trainer.parts, collector=collector))
+    other.version = trainer.version
     before = trainer.parts.policy.checksum().result()
     critic_before = trainer.parts.critic.checksum().result()
     pretrain_critic(other)
