@@ -36,9 +36,8 @@ def end_with_config_error(error: ConfigError) -> None:
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
 def _run_composed(composed: DictConfig) -> None:
-    from megarl.job import (
-        run_job,
-    )  # only now: importing torch and Ray takes seconds that `--help` need not wait
+    # Only now: importing torch and Ray takes seconds that `--help` need not wait.
+    from megarl.job import run_job
 
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:

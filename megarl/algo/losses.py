@@ -16,7 +16,7 @@ from megarl.algo.finite import check_finite
 from megarl.algo.kl import compute_kl
 from megarl.algo.mismatch import compute_log_mismatch, compute_mismatch_weight
 from megarl.algo.tokens import LossCounts, LossOutput, TokenTargets, count_minibatch
-from megarl.config.algo import AlgoConfig, needs_critic, needs_entropy, needs_reference, uses_topr
+from megarl.config.algo import AlgoConfig, needs_entropy, uses_topr
 from megarl.config.algo_choices import MismatchCorrection, RatioLevel, Surrogate
 
 __all__ = [
@@ -25,9 +25,6 @@ __all__ = [
     "TokenTargets",
     "count_minibatch",
     "critic_loss",
-    "needs_critic",
-    "needs_entropy",
-    "needs_reference",
     "policy_loss",
 ]
 

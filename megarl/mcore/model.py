@@ -210,9 +210,3 @@ def wrap_model(model: PackedGPT, config: TransformerConfig, trainable: bool) -> 
         use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
     )
     return DistributedDataParallel(config, ddp_config, wrapped)
-
-
-def unwrap_model(model: torch.nn.Module) -> PackedGPT:
-    while not isinstance(model, PackedGPT):
-        model = model.module
-    return model
