@@ -2,7 +2,8 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.algo.objective import format_objective
@@ -18,7 +19,7 @@ from megarl.pretraining import pretrain_critic
 from megarl.report.report import Report, build_report
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
-from megarl.seams import wait_all
+from megarl.seams import Pending, wait_all
 from megarl.sync.disk import DiskSync
 from megarl.trainer import Parts, Summary, Trainer
 
@@ -37,7 +38,9 @@ def run_job(config: Config, run_dir: Path) -> Summary:
         report.message(describe_sizes(config))
         report.message(format_objective(config.algo, config.train.responses_per_prompt))
         report.message(describe_data(inputs))
-        parts = stack.enter_context(open_parts(config, inputs, run_dir, report))
+        with report.phase("start"):
+            hosts = stack.enter_context(open_hosts(config, inputs, run_dir / "logs"))
+        parts = stack.enter_context(open_parts(config, inputs, hosts, run_dir, report))
         trainer = Trainer(config, parts)
         trainer.start()
         pretrain_critic(trainer)
@@ -61,25 +64,47 @@ def describe_data(inputs: Inputs) -> str:
     return f"data: {len(data.train)} prompts to train on, {len(data.heldout)} held out{dropped}"
 
 
+@dataclass(frozen=True)
+class Hosts:
+    """Ray and the servers in it, which several runs may use one after the other."""
+
+    urls: Pending[list[str]]
+    """of the servers, once they are healthy"""
+    check_servers: Callable[[], None]
+    """raises RuntimeError where a server is down"""
+    scratch: Path
+    """a folder of this Ray cluster's own"""
+
+
 @contextlib.contextmanager
-def open_parts(config: Config, inputs: Inputs, run_dir: Path, report: Report) -> Iterator[Parts]:
-    """Every process of the run, started side by side; all of them end on leaving."""
-    log_dir, cluster, rollout = run_dir / "logs", config.cluster, config.rollout
+def open_hosts(config: Config, inputs: Inputs, log_dir: Path) -> Iterator[Hosts]:
+    """Ray, and the servers, started without waiting for them; all of it ends on leaving."""
+    rollout, cluster = config.rollout, config.cluster
     num_actors = rollout.num_servers + sum(spec.parallel.num_processes for spec in inputs.specs.values())
     stop_s = cluster.shutdown_deadline_s / 3
+    with (
+        local_ray(cluster, num_actors) as scratch,
+        running_servers(rollout, inputs.checkpoint, log_dir, config.seed, cluster.listen_host, stop_s) as servers,
+    ):
+        yield Hosts(servers.urls, servers.check_alive, scratch)
+
+
+@contextlib.contextmanager
+def open_parts(config: Config, inputs: Inputs, hosts: Hosts, run_dir: Path, report: Report) -> Iterator[Parts]:
+    """The workers of the run, started side by side with the servers, and what drives both; they end on leaving."""
+    cluster, rollout = config.cluster, config.rollout
     with contextlib.ExitStack() as stack:
         with report.phase("start"):
-            scratch = stack.enter_context(local_ray(cluster, num_actors))
-            servers = stack.enter_context(
-                running_servers(rollout, inputs.checkpoint, log_dir, config.seed, cluster.listen_host, stop_s)
-            )
-            groups = {
-                role: WorkerGroup(spec, log_dir, cluster.listen_host, scratch, cluster.worker_start_deadline_s)
-                for role, spec in inputs.specs.items()
-            }
-            wait_all([servers.urls, *(group.start() for group in groups.values())])
-        urls = servers.urls.result()
-        engine = SGLangEngine(urls, inputs.checkpoint, rollout, inputs.tokenizer, check_processes=servers.check_alive)
+            groups = {}
+            for role, spec in inputs.specs.items():
+                group = WorkerGroup(
+                    spec, run_dir / "logs", cluster.listen_host, hosts.scratch, cluster.worker_start_deadline_s
+                )
+                stack.callback(group.close)
+                groups[role] = group
+            wait_all([hosts.urls, *(group.start() for group in groups.values())])
+        urls = hosts.urls.result()
+        engine = SGLangEngine(urls, inputs.checkpoint, rollout, inputs.tokenizer, check_processes=hosts.check_servers)
         stack.callback(engine.close)
         sync = DiskSync(
             groups[Role.policy],
@@ -88,7 +113,7 @@ def open_parts(config: Config, inputs: Inputs, run_dir: Path, report: Report) ->
             run_dir / "sync",
             inputs.probe_tokens,
             policy_dtype=config.policy.dtype,
-            check_processes=servers.check_alive,
+            check_processes=hosts.check_servers,
         )
         stack.callback(sync.close)
         yield Parts(

@@ -15,7 +15,7 @@ def pretrain_critic(trainer: Trainer) -> None:
     settings = trainer.config.algo.value_pretrain
     best, best_step = float("-inf"), 0
     for step in range(1, settings.steps + 1):
-        if trainer.out_of_time():
+        if trainer.reached_limit():
             return
         metrics = pretrain_step(trainer, step)
         explained = metrics["pretrain/explained_variance"]
@@ -32,7 +32,10 @@ def pretrain_critic(trainer: Trainer) -> None:
 
 def pretrain_step(trainer: Trainer, step: int) -> Metrics:
     """One rollout, measured and then learned."""
-    experience, _ = trainer.build_experience(trainer.collect())
+    with trainer.report.phase("rollout"):
+        trainer.parts.engine.check_health()
+        rollout = trainer.generate(trainer.parts.sampler.next_batch(trainer.config.train.prompts_per_iteration))
+    experience, _ = trainer.build_experience(rollout)
     samples, _ = trainer.build_targets(experience, monte_carlo(trainer.config.algo))
     assert samples.returns is not None
     assert experience.values is not None

@@ -14,13 +14,16 @@ from megarl.algo.rewards import update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets
 from megarl.config.algo import AlgoConfig, needs_reward_moments
+from megarl.config.algo_choices import KLEstimator
 from megarl.config.schema import Config
 from megarl.data.sampler import PromptSampler
 from megarl.report.report import Report
 from megarl.rollout.collector import Collector
+from megarl.rollout.replay import ReplayBuffer
+from megarl.rollout.signal_groups import collect_signal_groups, join_groups, split_groups
 from megarl.rollout.tensors import build_tensors
 from megarl.seams import Pending, RolloutEngine, TrainBackend, WeightSync, wait_all
-from megarl.types import Experience, Metrics, Prompt, Rollout, TrainingSamples
+from megarl.types import Experience, Metrics, Prompt, Rollout, Sample, TrainingSamples
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,9 @@ class Trainer:
         self.report = parts.report
         self.kl = KlController.start(config.algo.kl)
         self.reward_moments = RunningMoments()
+        self.replay = ReplayBuffer(config.algo.replay, config.seed)
         self.version = 0
+        self.num_samples = 0
         self.heldout_reward = float("nan")
         self.started = time.monotonic()
 
@@ -65,12 +70,12 @@ class Trainer:
         self.report.log(0, metrics | self.evaluate())
 
     def run(self) -> Summary:
-        """Iterate until the last one, the held-out reward aimed at, or the time limit."""
+        """Iterate until the last one, the held-out reward aimed at, or the limit of time or samples."""
         train, iteration = self.config.train, 0
-        while iteration < train.num_iterations and not self.reached_goal() and not self.out_of_time():
+        while iteration < train.num_iterations and not self.reached_goal() and not self.reached_limit():
             iteration += 1
             metrics = self.iterate(iteration)
-            last = iteration == train.num_iterations or self.out_of_time()
+            last = iteration == train.num_iterations or self.reached_limit()
             if last or iteration % train.eval_every == 0:
                 metrics |= self.evaluate()
             self.report.log(iteration, metrics)
@@ -78,43 +83,66 @@ class Trainer:
 
     def iterate(self, iteration: int) -> Metrics:
         """One iteration: returns its metrics; the servers then hold the updated policy."""
-        experience, metrics = self.build_experience(self.collect())
+        rollout, metrics = self.collect(iteration)
+        experience, experience_metrics = self.build_experience(rollout)
         samples, target_metrics = self.build_targets(experience, self.config.algo)
-        metrics |= target_metrics
+        metrics |= experience_metrics | target_metrics
         metrics |= self.update(samples, iteration)
         metrics |= self.publish(self.version + 1)
         self.kl, kl_metrics = self.kl.update(experience)
         return metrics | kl_metrics
 
-    def collect(self) -> Rollout:
-        """Prompts to responses with rewards, grouped."""
-        train = self.config.train
+    def collect(self, iteration: int) -> tuple[Rollout, Metrics]:
+        """The groups of one iteration: fresh ones, with `algo.dynamic_sampling` only those of different rewards, and
+        with `algo.replay` older ones beside them."""
+        num_groups, sampling = self.config.train.prompts_per_iteration, self.config.algo.dynamic_sampling
+        replayed = self.replay.draw(num_groups, iteration)
+        num_groups -= len(replayed)
+        draw = self.parts.sampler.next_batch
+        metrics: Metrics = {}
         with self.report.phase("rollout"):
             self.parts.engine.check_health()
-            prompts = self.parts.sampler.next_batch(train.prompts_per_iteration)
-            return self.parts.collector.collect(prompts, train.responses_per_prompt, weight_version=self.version)
+            if sampling.enabled:
+                fresh, metrics = collect_signal_groups(draw, self.generate, num_groups, sampling.max_rounds)
+            else:
+                fresh = split_groups(self.generate(draw(num_groups)))
+        self.replay.add(fresh)
+        metrics |= compute_score_metrics([sample for group in fresh for sample in group])
+        return join_groups(fresh + replayed, self.version), metrics | {"sampling/total_samples": self.num_samples}
+
+    def generate(self, prompts: Sequence[Prompt]) -> Rollout:
+        """Responses of the present policy with their rewards, grouped by prompt."""
+        num_responses = self.config.train.responses_per_prompt
+        rollout = self.parts.collector.collect(prompts, num_responses, weight_version=self.version)
+        self.num_samples += len(rollout.samples)
+        return rollout
 
     def build_experience(self, rollout: Rollout) -> tuple[Experience, Metrics]:
         """What policy, reference and critic say of the responses; the three run side by side."""
         tensors = build_tensors(rollout)
         sequences, temperature = tensors.sequences, self.config.rollout.temperature
+        kl = self.config.algo.kl
+        full_kl = kl.in_reward and kl.reward_estimator is KLEstimator.full
         with self.report.phase("experience"):
             old = self.parts.policy.logprobs(sequences, temperature)
+            ref_kl = self.parts.policy.reference_kl(sequences, temperature) if full_kl else None
             ref = self.parts.reference.logprobs(sequences, temperature) if self.parts.reference else None
             values = self.parts.critic.values(sequences) if self.parts.critic else None
-            wait_all([pending for pending in (old, ref, values) if pending])
+            wait_all([pending for pending in (old, ref_kl, ref, values) if pending])
             experience = Experience(
                 sequences=sequences,
                 groups=tensors.groups,
+                ages=tensors.ages,
                 rewards=tensors.rewards,
                 truncated=tensors.truncated,
                 mask=tensors.mask,
                 rollout_logprobs=tensors.rollout_logprobs,
                 old_logprobs=old.result(),
                 ref_logprobs=ref.result() if ref else None,
+                ref_kl=ref_kl.result() if ref_kl else None,
                 values=values.result() if values else None,
             )
-        return experience, compute_batch_metrics(experience) | compute_score_metrics(rollout)
+        return experience, compute_batch_metrics(experience)
 
     def build_targets(self, experience: Experience, algo: AlgoConfig) -> tuple[TrainingSamples, Metrics]:
         """Advantages and returns over the global batch, with the statistics that run along over the iterations."""
@@ -154,7 +182,7 @@ class Trainer:
         with self.report.phase("evaluate"):
             rollout = self.parts.collector.collect_greedy(self.parts.heldout, weight_version=self.version)
         self.report.samples(rollout.samples)
-        metrics = {name.replace("reward/", "heldout/"): v for name, v in compute_score_metrics(rollout).items()}
+        metrics = {name.replace("reward/", "heldout/"): v for name, v in compute_score_metrics(rollout.samples).items()}
         self.heldout_reward = sum(s.score.reward for s in rollout.samples) / len(rollout.samples)
         return metrics | {"reward/heldout": self.heldout_reward}
 
@@ -162,9 +190,10 @@ class Trainer:
         goal = self.config.train.stop_at_heldout_reward
         return goal is not None and self.heldout_reward >= goal
 
-    def out_of_time(self) -> bool:
-        limit = self.config.train.max_minutes
-        return limit is not None and time.monotonic() - self.started > 60 * limit
+    def reached_limit(self) -> bool:
+        minutes, samples = self.config.train.max_minutes, self.config.train.max_samples
+        out_of_time = minutes is not None and time.monotonic() - self.started > 60 * minutes
+        return out_of_time or (samples is not None and self.num_samples >= samples)
 
     def split_minibatches(self, num_samples: int, iteration: int) -> list[Tensor]:
         """Row numbers (int64) of each optimizer step: every epoch a new order, the same for the same seed."""
@@ -186,9 +215,8 @@ def average_steps(steps: Sequence[Metrics]) -> Metrics:
     return {name: max(v) if name.endswith("_max") else sum(v) / len(v) for name, v in values.items()}
 
 
-def compute_score_metrics(rollout: Rollout) -> Metrics:
+def compute_score_metrics(samples: Sequence[Sample]) -> Metrics:
     """Means of the verifier's named parts and of correctness."""
-    samples = rollout.samples
     names = samples[0].score.details.keys() if samples else ()
     return {
         **{f"reward/{name}": sum(s.score.details[name] for s in samples) / len(samples) for name in names},

@@ -58,6 +58,9 @@ class Score:
     correct: bool
     details: Mapping[str, float] = field(default_factory=dict)
     """Named parts, logged as means under reward/, for example {"format": 1.0}."""
+    answer: str | None = None
+    """The answer that the verifier read in the response, written so that equal answers have equal texts as a rule;
+    None where it read none, or reads none at all. Majority votes count it."""
 
 
 RewardFunction = Callable[[Prompt, Response], Score]
@@ -117,6 +120,8 @@ class Experience:
     sequences: Sequences
     groups: Tensor
     """int64 [B]"""
+    ages: Tensor
+    """int64 [B]: updates of the policy since the response was sampled; 0: sampled by the present policy"""
     rewards: Tensor
     """float32 [B], raw, as the verifier gave them"""
     truncated: Tensor
@@ -128,7 +133,9 @@ class Experience:
     old_logprobs: Tensor
     """float32 [B, T], by the training engine at the start of the update"""
     ref_logprobs: Tensor | None
-    """float32 [B, T]; None where no KL term is configured"""
+    """float32 [B, T]; None where no KL term of sampled tokens is configured"""
+    ref_kl: Tensor | None
+    """float32 [B, T]: KL(old policy, reference) over the whole vocabulary; None but with kl.reward_estimator=full"""
     values: Tensor | None
     """float32 [B, T]: V of the state in which token t is chosen; None without a critic"""
 

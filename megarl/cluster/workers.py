@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+import uuid
 from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 from pathlib import Path
@@ -88,7 +89,7 @@ class WorkerGroup:
     def _find_rendezvous(self) -> str:
         """Where the ranks meet: a file on one machine, because torch's TCP store listens on every interface."""
         if is_loopback(self._host):
-            return f"file://{self._scratch}/{self.role}-rendezvous"
+            return f"file://{self._scratch}/{self.role}-rendezvous-{uuid.uuid4().hex}"
         found = self._actors[0].find_address.remote(self._host)
         return wait_for([found], self._names[:1], f"start of the {self.role} process", self._start_deadline_s)[0]
 
@@ -97,6 +98,9 @@ class WorkerGroup:
 
     def values(self, sequences: Sequences) -> PendingCall[Tensor]:
         return self._call("values", _merge_rows(sequences), sequences)
+
+    def reference_kl(self, sequences: Sequences, temperature: float) -> PendingCall[Tensor]:
+        return self._call("reference_kl", _merge_rows(sequences), sequences, temperature)
 
     def update(self, samples: TrainingSamples, minibatches: Sequence[Tensor]) -> PendingCall[list[Metrics]]:
         return self._call("update", _take_first, samples, list(minibatches))
@@ -113,6 +117,11 @@ class WorkerGroup:
     def checksum(self) -> PendingCall[list[str]]:
         """SHA-256 of every rank's parameters, in rank order."""
         return self._call("checksum", list)
+
+    def close(self) -> None:
+        """End the processes at once."""
+        for actor in self._actors:
+            ray.kill(actor)
 
     def _call(self, verb: str, merge: Callable[[list[Any]], T], *args: Any) -> PendingCall[T]:
         # One copy in the object store serves every rank of a node.

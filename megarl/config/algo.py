@@ -1,8 +1,6 @@
-"""The `algo` group: an algorithm as a set of values, and which values contradict one another."""
+"""The `algo` group: an algorithm as a set of values; config/check_algo.py says which contradict one another."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import inf, isfinite
 
 from megarl.config.algo_choices import (
     Advantage,
@@ -82,16 +80,39 @@ class ToprConfig:
 
 
 @dataclass
+class DynamicSamplingConfig:
+    """DAPO 2503.14476, section 3.2: groups whose rewards are all equal are replaced by further ones."""
+
+    enabled: bool = False
+    max_rounds: int = 10
+    """Most rounds of generation for one iteration. What is missing then is filled up with groups of equal rewards."""
+
+
+@dataclass
+class ReplayConfig:
+    """Groups of older iterations, sampled by older policies, beside the fresh ones (TOPR 2503.14286)."""
+
+    num_iterations: int = 0
+    """How many past iterations are kept; 0: off."""
+    frac: float = 0.5
+    """Share of an iteration's prompts that is taken from them."""
+
+
+@dataclass
 class ValuePretrainConfig:
     """Critic updates towards the Monte-Carlo return before the first policy update, the policy frozen."""
 
     steps: int = 0
     """Most iterations of it (each a rollout and the critic's minibatches); 0: off."""
+    rollouts: str | None = None
+    """A rollouts.jsonl of an earlier run (logger.save_rollouts) to learn from, instead of fresh responses."""
     patience: int | None = 10
     """End once the explained variance has not risen by `min_improvement` in so many iterations; null: never
     early.
     """
     min_improvement: float = 0.01
+    stop_at_explained_variance: float | None = None
+    """End once a rollout not yet learned from is explained this well; null: never for this reason."""
 
 
 @dataclass
@@ -130,6 +151,8 @@ class AlgoConfig:
     entropy_coef: float = 0.0
     topr: ToprConfig = field(default_factory=ToprConfig)
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
     loss_agg_mode: LossAggMode = LossAggMode["token-mean"]
     value_clip: float | None = None
     value_loss_agg_mode: LossAggMode = LossAggMode["token-mean"]
@@ -141,7 +164,16 @@ def needs_critic(config: AlgoConfig) -> bool:
 
 
 def needs_reference(config: AlgoConfig) -> bool:
-    return config.kl.in_reward or config.kl.in_loss
+    """Whether the reference scores the responses: a KL term of sampled tokens' log-probs is configured."""
+    kl, full = config.kl, KLEstimator.full
+    in_reward = kl.in_reward and kl.reward_estimator is not full
+    return in_reward or (kl.in_loss and kl.loss_estimator is not full)
+
+
+def needs_full_kl(config: AlgoConfig) -> bool:
+    """Whether the reference's whole distribution is needed, which the policy's own workers then hold."""
+    kl, full = config.kl, KLEstimator.full
+    return (kl.in_reward and kl.reward_estimator is full) or (kl.in_loss and kl.loss_estimator is full)
 
 
 def needs_entropy(config: AlgoConfig) -> bool:
@@ -155,181 +187,3 @@ def needs_reward_moments(config: AlgoConfig) -> bool:
 
 def uses_topr(config: AlgoConfig) -> bool:
     return config.topr.positive_loss_coef != 0.0 or config.topr.negative_loss_coef != 0.0
-
-
-def check_algo(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps_per_iteration: int) -> list[str]:
-    """What is wrong with the values: one message each, naming the key, what was found and what would be
-    right.
-    """
-    return [
-        *_check_ranges(algo),
-        *_check_advantage(algo, responses_per_prompt),
-        *_check_reward(algo, responses_per_prompt),
-        *_check_loss(algo, optimizer_steps_per_iteration),
-        *_check_critic(algo),
-    ]
-
-
-def _check_ranges(algo: AlgoConfig) -> Iterator[str]:
-    ranges: list[tuple[str, float | None, float, float]] = [
-        ("gamma", algo.gamma, 0.0, 1.0),
-        ("lambda_critic", algo.lambda_critic, 0.0, 1.0),
-        ("lambda_min", algo.lambda_min, 0.0, 1.0),
-        ("length_alpha", algo.length_alpha, 1e-9, inf),
-        ("advantage_clip", algo.advantage_clip, 1e-9, inf),
-        ("reward_clip", algo.reward_clip, 1e-9, inf),
-        ("overlong.penalty", algo.overlong.penalty, 0.0, inf),
-        ("overlong.buffer", algo.overlong.buffer, 0, inf),
-        ("kl.target", algo.kl.target, 1e-9, inf),
-        ("kl.horizon", algo.kl.horizon, 1e-9, inf),
-        ("rl_loss_coef", algo.rl_loss_coef, 0.0, inf),
-        ("clip_low", algo.clip_low, 0.0, 1.0),
-        ("clip_high", algo.clip_high, 0.0, inf),
-        ("positive_lm_coef", algo.positive_lm_coef, 0.0, inf),
-        ("topr.positive_loss_coef", algo.topr.positive_loss_coef, 0.0, inf),
-        ("topr.negative_loss_coef", algo.topr.negative_loss_coef, 0.0, inf),
-        ("mismatch.low", algo.mismatch.low, 0.0, 1.0),
-        ("mismatch.high", algo.mismatch.high, 1.0, inf),
-        ("value_clip", algo.value_clip, 1e-9, inf),
-        ("value_pretrain.steps", algo.value_pretrain.steps, 0, inf),
-        ("value_pretrain.patience", algo.value_pretrain.patience, 1, inf),
-        ("value_pretrain.min_improvement", algo.value_pretrain.min_improvement, 0.0, 1.0),
-        ("entropy_coef", algo.entropy_coef, -inf, inf),
-        ("positive_threshold", algo.positive_threshold, -inf, inf),
-    ]
-    for key, value, low, high in ranges:
-        if value is not None and not (isfinite(value) and low <= value <= high):
-            allowed = "a finite number" if low == -inf else f"at least {low:g}"
-            yield f"algo.{key}: {value} found; must be {allowed}" + (f", at most {high:g}" if high < inf else "")
-    if algo.dual_clip is not None and not (isfinite(algo.dual_clip) and algo.dual_clip > 1):
-        yield f"algo.dual_clip: {algo.dual_clip} found; must be above 1, or null (off)"
-    number = algo.lambda_policy
-    if isinstance(number, str):
-        if number != ADAPTIVE:
-            yield f"algo.lambda_policy: {number!r} found; must be a number from 0 to 1, or {ADAPTIVE}"
-    elif not 0 <= number <= 1:
-        yield f"algo.lambda_policy: {number} found; must be from 0 to 1, or {ADAPTIVE}"
-
-
-def _check_advantage(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[str]:
-    name, relative = algo.advantage.name, algo.advantage in (Advantage.rloo, Advantage.group)
-    if relative and responses_per_prompt < 2:
-        yield (
-            f"train.responses_per_prompt: {responses_per_prompt} found; algo.advantage={name} compares the "
-            "responses of a group, so it must be at least 2"
-        )
-    if relative and algo.reward_norm.mean is NormScope.group:
-        yield (
-            f"algo.reward_norm.mean: group found; algo.advantage={name} subtracts the group's mean already, "
-            "so it must be none (or batch, running)"
-        )
-    if relative and algo.gamma != 1:
-        yield (
-            f"algo.gamma: {algo.gamma} found; it has no effect under algo.advantage={name}, so it must be 1 "
-            "(or advantage must be gae or reinforce)"
-        )
-    if algo.advantage_std is not AdvantageStd.none and algo.advantage is not Advantage.group:
-        yield (
-            f"algo.advantage_std: {algo.advantage_std.name} found; it belongs to algo.advantage=group and "
-            f"has no "
-            f"effect under {name}, so it must be none"
-        )
-    if algo.std_of is not StdOf.raw and algo.advantage_std is not AdvantageStd.batch:
-        yield (
-            f"algo.std_of: {algo.std_of.name} found; it has an effect only with algo.advantage_std=batch "
-            f"({algo.advantage_std.name} found), so it must be raw"
-        )
-    if algo.lambda_policy == ADAPTIVE and algo.advantage is not Advantage.gae:
-        yield (
-            f"algo.lambda_policy: {ADAPTIVE} found; it has no effect under algo.advantage={name}, so it "
-            f"must be a "
-            "number (or advantage must be gae)"
-        )
-
-
-def _check_reward(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[str]:
-    for key, scope in (("mean", algo.reward_norm.mean), ("std", algo.reward_norm.std)):
-        if scope is NormScope.group and responses_per_prompt < 2:
-            yield (
-                f"algo.reward_norm.{key}: group found with "
-                f"train.responses_per_prompt={responses_per_prompt}; a group "
-                "of one has no statistics: must be none, batch or running, or at least 2 responses per prompt"
-            )
-    overlong, kl = algo.overlong, algo.kl
-    if overlong.penalty > 0 and overlong.buffer == 0:
-        yield "algo.overlong.buffer: 0 found with algo.overlong.penalty > 0; must be at least 1 token"
-    if overlong.buffer > 0 and overlong.penalty == 0:
-        yield (
-            f"algo.overlong.buffer: {overlong.buffer} found; it has no effect with algo.overlong.penalty=0: "
-            "must be 0, or the penalty above 0"
-        )
-    if overlong.filter_critic and not overlong.filter:
-        yield "algo.overlong.filter_critic: true found; it has an effect only with algo.overlong.filter=true"
-    if kl.in_reward and not (isfinite(kl.coef) and kl.coef > 0):
-        yield f"algo.kl.coef: {kl.coef} found with algo.kl.in_reward=true; must be above 0"
-    if kl.target is not None and not kl.in_reward:
-        yield (
-            f"algo.kl.target: {kl.target} found; it adapts algo.kl.coef, which has an effect only with "
-            "algo.kl.in_reward=true: must be null"
-        )
-
-
-def _check_loss(algo: AlgoConfig, optimizer_steps_per_iteration: int) -> Iterator[str]:
-    kl, steps = algo.kl, optimizer_steps_per_iteration
-    if kl.in_loss and not (isfinite(kl.loss_coef) and kl.loss_coef > 0):
-        yield f"algo.kl.loss_coef: {kl.loss_coef} found with algo.kl.in_loss=true; must be above 0"
-    if kl.in_loss and kl.loss_estimator is KLEstimator.k1:
-        yield (
-            "algo.kl.loss_estimator: k1 found; as a loss its expected gradient on-policy is zero, so that it "
-            "holds nothing near the reference: must be k2, k3 or abs"
-        )
-    if algo.rl_loss_coef == 0 and not uses_topr(algo):
-        yield (
-            "algo.rl_loss_coef: 0 found with both topr weights 0; no term would learn from the reward: must "
-            "be "
-            "above 0, or algo.topr.positive_loss_coef or algo.topr.negative_loss_coef above 0"
-        )
-    if algo.surrogate is Surrogate.logprob and algo.rl_loss_coef != 0 and steps != 1:
-        yield (
-            f"algo.surrogate: logprob found with {steps} optimizer steps per iteration; it has no ratio to "
-            f"correct "
-            "with from the second step on: must be clip, or train.prompts_per_iteration * "
-            "train.responses_per_prompt = train.samples_per_minibatch and train.epochs_per_iteration=1"
-        )
-    if algo.dual_clip is not None and (algo.surrogate is not Surrogate.clip or algo.rl_loss_coef == 0):
-        yield f"algo.dual_clip: {algo.dual_clip} found; it belongs to algo.surrogate=clip: must be null"
-    if uses_topr(algo) and algo.advantage not in (Advantage.group, Advantage.rloo):
-        yield (
-            f"algo.advantage: {algo.advantage.name} found; the topr terms split the responses by the sign "
-            f"of their "
-            "advantage, one for all tokens: must be group or rloo"
-        )
-    if algo.mismatch.correction is not MismatchCorrection.none and algo.rl_loss_coef == 0:
-        yield (
-            f"algo.mismatch.correction: {algo.mismatch.correction.name} found; it weights the surrogate, "
-            f"which "
-            "algo.rl_loss_coef=0 switches off: must be none"
-        )
-
-
-def _check_critic(algo: AlgoConfig) -> Iterator[str]:
-    if algo.value_loss_agg_mode is LossAggMode["seq-mean-token-sum-norm"]:
-        yield (
-            "algo.value_loss_agg_mode: seq-mean-token-sum-norm found; must be token-mean, "
-            "seq-mean-token-sum or "
-            "seq-mean-token-mean"
-        )
-    if needs_critic(algo):
-        return
-    if algo.value_pretrain.steps > 0:
-        yield (
-            f"algo.value_pretrain.steps: {algo.value_pretrain.steps} found; "
-            f"algo.advantage={algo.advantage.name} has "
-            "no critic: must be 0 (or advantage must be gae)"
-        )
-    if algo.value_clip is not None:
-        yield (
-            f"algo.value_clip: {algo.value_clip} found; algo.advantage={algo.advantage.name} has no critic: "
-            f"must be "
-            "null (or advantage must be gae)"
-        )

@@ -35,8 +35,8 @@ class NormScope(Enum):
 
 
 class KLEstimator(Enum):
-    """With d = log-prob difference: k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d) + d - 1. kl and mse are
-    ROLL's names.
+    """With d = log-prob difference: k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d) + d - 1; full is the sum over
+    the vocabulary. kl and mse are ROLL's names.
     """
 
     k1 = "k1"
@@ -45,6 +45,7 @@ class KLEstimator(Enum):
     k2 = "k2"
     mse = "k2"
     k3 = "k3"
+    full = "full"
 
 
 class Surrogate(Enum):

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from math import isfinite
 
-from megarl.config.algo import check_algo, needs_critic, needs_reference
+from megarl.config.algo import needs_critic, needs_full_kl, needs_reference
+from megarl.config.check_algo import check_algo
 from megarl.config.model import ModelSource
 from megarl.config.ranges import check_ranges
 from megarl.config.roles import ParallelConfig
@@ -55,6 +56,7 @@ def _check_sizes(config: Config) -> Iterator[str]:
         "train.epochs_per_iteration": train.epochs_per_iteration,
         "train.eval_every": train.eval_every,
         "train.num_eval_prompts": train.num_eval_prompts,
+        "train.max_samples": 1 if train.max_samples is None else train.max_samples,
         "data.prompt_length": config.data.prompt_length,
         "rollout.response_length": config.rollout.response_length,
     }
@@ -79,6 +81,11 @@ def _check_roles(config: Config) -> Iterator[str]:
         roles["critic"] = config.critic.parallel
     if needs_reference(config.algo):
         roles["reference"] = config.reference.parallel
+    if needs_full_kl(config.algo) and config.policy.parallel.pp > 1:
+        yield (
+            f"policy.parallel.pp: found {config.policy.parallel.pp} with a KL of estimator full, which compares whole"
+            " distributions on the policy's last stage; it must be 1, or the estimator k1, k2 or k3"
+        )
     for role, parallel in roles.items():
         yield from _check_parallel(f"{role}.parallel", parallel, config.train.samples_per_minibatch)
 
@@ -126,6 +133,11 @@ def _check_rollout(config: Config) -> Iterator[str]:
         yield (
             f"rollout.temperature: found {rollout.temperature}; training needs a sampled distribution, above 0"
             " (evaluation is greedy by itself)"
+        )
+    if config.algo.overlong.buffer > rollout.response_length:
+        yield (
+            f"algo.overlong.buffer: found {config.algo.overlong.buffer}; it is a part of rollout.response_length"
+            f" ({rollout.response_length}) and must not be longer"
         )
     for key in ("top_p", "top_k", "min_p"):
         if key in rollout.sglang:

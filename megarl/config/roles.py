@@ -54,6 +54,10 @@ class CriticConfig:
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-6))
     dtype: Dtype = Dtype.bfloat16
     updates_per_policy_update: int = 1
+    """Passes of the critic over the minibatches for each pass of the policy."""
+    init: str | None = None
+    """Hugging Face checkpoint the critic starts from: a pretrained critic (RUN_DIR/critic) or a reward model with one
+    label. null: the policy's weights with a new value head."""
 
 
 @dataclass

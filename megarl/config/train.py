@@ -20,5 +20,8 @@ class TrainConfig:
     """Most held-out prompts of an evaluation."""
     stop_at_heldout_reward: float | None = None
     """End early once the held-out reward reaches this."""
+    max_samples: int | None = None
+    """End after the iteration in which this many responses have been generated in all, those of value pretraining and
+    of groups that dynamic sampling dropped included."""
     max_minutes: float | None = None
     """End cleanly after the iteration in which this much time has passed since the processes stood."""

@@ -1,0 +1,29 @@
+"""Groups of past iterations, to be learned from again (off-policy, TOPR 2503.14286)."""
+
+import random
+from collections import deque
+
+from megarl.config.algo import ReplayConfig
+from megarl.rollout.signal_groups import Group
+
+
+class ReplayBuffer:
+    """The fresh groups of the last `num_iterations` iterations."""
+
+    def __init__(self, config: ReplayConfig, seed: int):
+        self._config = config
+        self._seed = seed
+        self._iterations: deque[list[Group]] = deque(maxlen=config.num_iterations)
+
+    def draw(self, num_groups: int, iteration: int) -> list[Group]:
+        """A random share `frac` of `num_groups`, at most what is there and without repeats.
+
+        The same for the same seed, iteration and contents.
+        """
+        pool = [group for groups in self._iterations for group in groups]
+        wanted = min(len(pool), num_groups - 1, round(self._config.frac * num_groups))
+        return random.Random(f"replay/{self._seed}/{iteration}").sample(pool, wanted) if wanted > 0 else []
+
+    def add(self, groups: list[Group]) -> None:
+        """Take in an iteration's fresh groups; those of the oldest iteration fall out."""
+        self._iterations.append(groups)
