@@ -13,19 +13,21 @@ from megarl.cluster.workers import WorkerGroup
 from megarl.config.check import describe_sizes
 from megarl.config.schema import Config
 from megarl.data.sampler import PromptSampler
-from megarl.inputs import Inputs, load_inputs
+from megarl.inputs import Inputs, describe_start, load_inputs
 from megarl.mcore.spec import Role
 from megarl.pretraining import pretrain_critic
 from megarl.report.report import Report, build_report
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
+from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter
 from megarl.seams import Pending, wait_all
 from megarl.sync.disk import DiskSync
 from megarl.trainer import Parts, Summary, Trainer
 
 
 def run_job(config: Config, run_dir: Path) -> Summary:
-    """Train as configured; everything the run writes is under `run_dir`, the trained policy in `policy/`.
+    """Train as configured; everything the run writes is under `run_dir`, the trained policy in `policy/`,
+    the critic, where there is one, in `critic/`.
 
     Raises ConfigError, before any process is started, for what only the inputs can tell.
     """
@@ -38,6 +40,8 @@ def run_job(config: Config, run_dir: Path) -> Summary:
         report.message(describe_sizes(config))
         report.message(format_objective(config.algo, config.train.responses_per_prompt))
         report.message(describe_data(inputs))
+        if Role.critic in inputs.specs:
+            report.message(describe_start(config, inputs.specs[Role.critic], inputs.saved_rollouts))
         with report.phase("start"):
             hosts = stack.enter_context(open_hosts(config, inputs, run_dir / "logs"))
         parts = stack.enter_context(open_parts(config, inputs, hosts, run_dir, report))
@@ -45,7 +49,10 @@ def run_job(config: Config, run_dir: Path) -> Summary:
         trainer.start()
         pretrain_critic(trainer)
         summary = trainer.run()
-        parts.policy.export_weights(run_dir / "policy").result()
+        exported = [parts.policy.export_weights(run_dir / "policy")]
+        if parts.critic:
+            exported.append(parts.critic.export_weights(run_dir / "critic"))
+        wait_all(exported)
         return summary
 
 
@@ -116,6 +123,9 @@ def open_parts(config: Config, inputs: Inputs, hosts: Hosts, run_dir: Path, repo
             check_processes=hosts.check_servers,
         )
         stack.callback(sync.close)
+        writer = None
+        if config.logger.save_rollouts:
+            writer = stack.enter_context(contextlib.closing(RolloutWriter(run_dir / FILE_NAME)))
         yield Parts(
             policy=groups[Role.policy],
             critic=groups.get(Role.critic),
@@ -126,4 +136,5 @@ def open_parts(config: Config, inputs: Inputs, hosts: Hosts, run_dir: Path, repo
             sampler=PromptSampler(inputs.data.train, config.seed),
             heldout=inputs.data.heldout[: config.train.num_eval_prompts],
             report=report,
+            rollout_file=writer,
         )

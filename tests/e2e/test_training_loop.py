@@ -3,44 +3,29 @@
 After test_server.py, whose first tests need the server as it was started.
 """
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from loop_parts import hosts_of, open_trainer
 
-from megarl.cluster.local import local_ray
-from megarl.cluster.workers import WorkerGroup
-from megarl.config.load import load_config
-from megarl.data.build import build_data
-from megarl.data.sampler import PromptSampler
-from megarl.inputs import build_specs
-from megarl.mcore.spec import Role
 from megarl.pretraining import pretrain_critic
 from megarl.report.metrics import load_metrics
-from megarl.report.report import build_report
-from megarl.reward.build import build_reward
 from megarl.rollout.collector import Collector
-from megarl.rollout.engine import SGLangEngine
+from megarl.rollout.rollout_file import load_rollouts
 from megarl.rollout.tensors import build_tensors
-from megarl.sync.disk import DiskSync
-from megarl.sync.probe import build_probe_tokens
-from megarl.trainer import Parts, Trainer
+from megarl.trainer import Trainer, split_minibatches
 from megarl.types import Prompt, Response, Score
 
 pytestmark = pytest.mark.server
 OVERRIDES = [
-    "rollout.response_length=48",
-    "rollout.kv_cache_tokens=16384",
-    "rollout.max_running_requests=128",
     "train.num_iterations=3",
     "train.eval_every=3",
     "algo.value_pretrain.steps=6",
     "algo.value_pretrain.patience=null",
-    "logger.terminal=false",
+    "logger.save_rollouts=true",
 ]
 
 
@@ -52,43 +37,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trainer(server, tiny_checkpoint: Path, run_dir: Path) -> Iterator[Trainer]:
     """A trainer whose servers hold its policy's weights; the tests below use it one after the other."""
-    config = load_config(OVERRIDES)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
-    data = build_data(config.data, tokenizer, config.seed)
-    with contextlib.ExitStack() as stack:
-        report = stack.enter_context(contextlib.closing(build_report(config.logger, run_dir, 3)))
-        scratch = stack.enter_context(local_ray(config.cluster, num_actors=2))
-        groups = {
-            role: WorkerGroup(spec, run_dir / "logs", "127.0.0.1", scratch, config.cluster.worker_start_deadline_s)
-            for role, spec in build_specs(config, tiny_checkpoint).items()
-        }
-        for building in [group.start() for group in groups.values()]:
-            building.result()
-        engine = SGLangEngine([server.url], tiny_checkpoint, config.rollout, tokenizer)
-        stack.callback(engine.close)
-        probe = build_probe_tokens(data.heldout, len(tokenizer))
-        sync = DiskSync(
-            groups[Role.policy],
-            engine.clients,
-            config.rollout,
-            run_dir / "sync",
-            probe,
-            policy_dtype=config.policy.dtype,
-            check_processes=server.check_alive,
-        )
-        stack.callback(sync.close)
-        parts = Parts(
-            policy=groups[Role.policy],
-            critic=groups[Role.critic],
-            reference=None,
-            engine=engine,
-            collector=Collector(engine, build_reward(config.reward), temperature=config.rollout.temperature),
-            sync=sync,
-            sampler=PromptSampler(data.train, config.seed),
-            heldout=data.heldout,
-            report=report,
-        )
-        trainer = Trainer(config, parts)
+    overrides = [*OVERRIDES, f"model.path={tiny_checkpoint}"]
+    with hosts_of(server, num_workers=2) as hosts, open_trainer(hosts, run_dir, overrides) as trainer:
         trainer.start()
         yield trainer
 
@@ -121,7 +71,7 @@ def test_the_loop_updates_the_policy_and_the_servers_follow(trainer, run_dir):
     assert all(line["mismatch/kl"] < 1e-6 for line in lines[1:])
     assert "reward/heldout" in lines[0]
     assert lines[3]["reward/heldout"] == summary.heldout_reward
-    rollout = trainer.collect()
+    rollout, _ = trainer.collect(4)
     assert {v for s in rollout.samples for v in s.response.weight_versions} == {3}
 
 
@@ -131,8 +81,17 @@ def test_after_updates_rollout_logprobs_are_still_megatrons_old_logprobs(trainer
     assert compute_logprob_gap(trainer, 0.7) < 1e-4
 
 
+def test_every_sampled_rollout_is_in_the_file_bit_by_bit(trainer, run_dir):
+    before = len(load_rollouts(run_dir / "rollouts.jsonl"))
+    assert before >= 3
+    rollout, _ = trainer.collect(4)
+    saved = load_rollouts(run_dir / "rollouts.jsonl")
+    assert len(saved) == before + 1
+    assert saved[-1] == rollout
+
+
 def test_a_rollout_has_whole_groups_in_order_and_rewards_in_range(trainer):
-    samples = trainer.collect().samples
+    samples = trainer.collect(5)[0].samples
     assert [s.group for s in samples] == [g for g in range(16) for _ in range(16)]
     assert all(len({s.prompt.id for s in samples if s.group == g}) == 1 for g in range(16))
     assert all(0 <= s.score.reward <= 1 for s in samples)
@@ -141,7 +100,7 @@ def test_a_rollout_has_whole_groups_in_order_and_rewards_in_range(trainer):
 
 
 def test_minibatches_cover_every_sample_once_per_epoch_in_an_order_of_their_own(trainer):
-    first, again, second = (trainer.split_minibatches(256, iteration) for iteration in (1, 1, 2))
+    first, again, second = (split_minibatches(trainer.config, 256, iteration) for iteration in (1, 1, 2))
     assert torch.cat(first).sort().values.tolist() == list(range(256))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(torch.cat(first), torch.cat(second))

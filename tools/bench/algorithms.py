@@ -23,6 +23,7 @@ from megarl.job import Hosts, open_hosts, open_parts, show_warnings
 from megarl.pretraining import pretrain_critic
 from megarl.report.metrics import load_metrics
 from megarl.report.report import build_report
+from megarl.signals import stopping_on_signals
 from megarl.trainer import Trainer
 
 PRESETS = (
@@ -48,7 +49,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "vapo without positive LM loss": ("algo=vapo", "algo.positive_lm_coef=0"),
     "vapo without group sampling": ("algo=vapo", "train.responses_per_prompt=1", "train.prompts_per_iteration=256"),
 }
-NUM_ITERATIONS = 40
+NUM_ITERATIONS = 32
 SAMPLES_PER_ITERATION = 256
 COMMON = (
     "model=tiny",
@@ -193,7 +194,7 @@ def main() -> None:
     if missing:
         # The preset with all three roles: Ray gets room for each.
         first = load_config([*COMMON, "algo=vapo", "algo.kl.in_loss=true"])
-        with open_hosts(first, load_inputs(first), args.out / "logs") as hosts:
+        with stopping_on_signals(), open_hosts(first, load_inputs(first), args.out / "logs") as hosts:
             for variant, seed in missing:
                 name = paths[variant, seed].stem
                 curve = train_once(variant, seed, hosts, args.out / name)

@@ -1,0 +1,57 @@
+"""The loop's real parts around the session's one server."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.cluster.local import local_ray
+from megarl.config.cluster import ClusterConfig
+from megarl.config.load import load_config
+from megarl.inputs import load_inputs
+from megarl.job import Hosts, open_parts
+from megarl.report.report import build_report
+from megarl.rollout.server import SGLangServer
+from megarl.trainer import Trainer
+
+SIZES = (
+    "model=tiny",
+    "model.source=path",
+    "rollout.response_length=48",
+    "rollout.kv_cache_tokens=16384",
+    "rollout.max_running_requests=128",
+    "logger.terminal=false",
+)
+"""What the session's server was started with; the sizes of model=tiny otherwise. `model.path` is still to be given."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A `Pending` whose result is there."""
+
+    value: list[str]
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+    def result(self) -> list[str]:
+        return self.value
+
+
+@contextlib.contextmanager
+def hosts_of(server: SGLangServer, num_workers: int) -> Iterator[Hosts]:
+    """The running server, and a Ray cluster for the workers."""
+    with local_ray(ClusterConfig(), num_workers) as scratch:
+        yield Hosts(Known([server.url]), server.check_alive, scratch)
+
+
+@contextlib.contextmanager
+def open_trainer(hosts: Hosts, run_dir: Path, overrides: Sequence[str]) -> Iterator[Trainer]:
+    """A trainer of this configuration, not started."""
+    config = load_config([*SIZES, *overrides])
+    inputs = load_inputs(config)
+    with (
+        contextlib.closing(build_report(config.logger, run_dir, config.train.num_iterations)) as report,
+        open_parts(config, inputs, hosts, run_dir, report) as parts,
+    ):
+        yield Trainer(config, parts)

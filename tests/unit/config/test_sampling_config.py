@@ -1,0 +1,45 @@
+"""Dynamic sampling, replay and the overlong buffer: what contradicts what."""
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algo=ppo", "algo.dynamic_sampling.enabled=true"], "train.responses_per_prompt=1"),
+        (["algo=dapo", "algo.dynamic_sampling.max_rounds=0"], "algo.dynamic_sampling.max_rounds: 0 found"),
+        (["algo=dapo", "algo.overlong.buffer=100"], "algo.overlong.buffer: found 100; it is a part of rollout.resp"),
+        (["algo=vapo", "algo.replay.num_iterations=2"], "the critic's returns would be of older policies"),
+        (["algo=grpo", "algo.replay.num_iterations=2"], "the surrogate takes its samples as the present policy's"),
+        (["algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=1"], "algo.replay.frac: 1.0 found"),
+        (
+            ["algo=topr", "algo.replay.num_iterations=2", "algo.reward_norm.std=running"],
+            "would count a replayed reward again",
+        ),
+        (
+            ["algo=grpo", "algo.kl.loss_estimator=full", "policy.parallel={pp: 2, num_processes: 2}"],
+            "policy.parallel.pp",
+        ),
+        (["train.max_samples=0"], "train.max_samples: found 0"),
+    ],
+)
+def test_a_contradiction_is_an_error_that_names_the_key(overrides, message):
+    with pytest.raises(ConfigError) as error:
+        load_config(["model=tiny", *overrides])
+    assert message in "\n".join(error.value.problems)
+
+
+def test_replay_goes_with_topr_and_with_a_surrogate_corrected_for_the_sampling_policy():
+    load_config(["algo=topr", "algo.replay.num_iterations=2"])
+    load_config(["algo=lite_ppo", "algo.replay.num_iterations=2", "algo.mismatch.correction=clip"])
+
+
+def test_dapo_is_clip_higher_with_dynamic_sampling_and_a_soft_overlong_penalty():
+    config = load_config(["algo=dapo", "model=tiny"])
+    algo = config.algo
+    assert (algo.clip_low, algo.clip_high, algo.dynamic_sampling.enabled) == (0.2, 0.28, True)
+    assert (algo.advantage.name, algo.advantage_std.name, algo.loss_agg_mode.name) == ("group", "group", "token-mean")
+    assert (algo.overlong.penalty, config.train.responses_per_prompt, algo.kl.in_loss) == (1.0, 16, False)
