@@ -45,6 +45,13 @@ class TrainBackend(Protocol):
         """float32 [B, T]: the critic's value of the state in which each response token is chosen."""
         ...
 
+    def reference_kl(self, sequences: Sequences, temperature: float) -> Pending[Tensor]:
+        """float32 [B, T]: KL(policy, reference) over the whole vocabulary where each response token is chosen.
+
+        Of the policy only, under a KL term of estimator full: its workers then hold the reference themselves.
+        """
+        ...
+
     def update(self, samples: TrainingSamples, minibatches: Sequence[Tensor]) -> Pending[list[Metrics]]:
         """One optimizer step per entry of `minibatches` (int64 row numbers); one Metrics per step."""
         ...

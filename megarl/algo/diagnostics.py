@@ -14,6 +14,11 @@ from megarl.config.algo import MismatchConfig
 from megarl.config.algo_choices import NormScope
 from megarl.types import Experience, Metrics
 
+QUARTERS = ("0_25", "25_50", "50_75", "75_100")
+"""Parts of a response, in percent of its generated tokens, as they stand at the end of metric names."""
+
+_ROUNDING = 1e-6
+
 _LARGEST_LOG_RATIO = 80.0
 """Logged ratios are cut at its exponential: a finite number is logged even when two engines disagree
 entirely.
@@ -21,27 +26,49 @@ entirely.
 
 
 def compute_explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(G - V) / Var(G) over the mask; 1 is perfect, 0 no better than a constant; 0 where Var(G) is 0.
+    """1 - Var(G - V) / Var(G) over the mask; 1 is perfect, 0 no better than a constant; 0 where all G are equal.
 
     values (V), returns (G): float [B, T]. mask: bool [B, T].
     """
     check_finite("values", values, mask)
     check_finite("returns", returns, mask)
     v, g = values[mask].double(), returns[mask].double()
-    if g.numel() == 0 or bool(g.max() == g.min()):
+    if is_constant(g):
         return 0.0
     return float(1.0 - (g - v).var(correction=0) / g.var(correction=0))
 
 
+def is_constant(values: Tensor) -> bool:
+    """Whether there are no values, or all are equal but for rounding (1e-6): returns are sums with the critic's values
+    in them, so that equal ones differ in their last digits.
+    """
+    if values.numel() == 0:
+        return True
+    low, high = values.double().aminmax()
+    return bool(high - low <= _ROUNDING * (1.0 + torch.maximum(low.abs(), high.abs())))
+
+
+def compute_quarters(mask: Tensor) -> Tensor:
+    """Which quarter of its response each generated token lies in, int64 [B, T]: 0 to 3; -1 outside the mask.
+
+    floor(4 n / l) for the token that n of the response's l generated tokens precede. mask: bool [B, T].
+    """
+    before = mask.cumsum(1) - 1
+    return torch.where(mask, 4 * before // mask.sum(1, keepdim=True).clamp(min=1), -1)
+
+
 def compute_batch_metrics(experience: Experience) -> Metrics:
-    """reward/* and length/* of one iteration's raw experience."""
+    """reward/* and length/* (generated tokens) of one iteration's raw experience, over the samples of the present
+    policy (ages 0); empty where there are none. Raises NonFiniteError.
+    """
     check_finite("rewards", experience.rewards)
-    rewards = experience.rewards.double()
+    fresh = experience.ages == 0
+    rewards, groups = experience.rewards[fresh].double(), experience.groups[fresh]
     if rewards.numel() == 0:
         return {}
-    lengths = experience.mask.sum(1).double()
-    index, sizes = compute_group_index(experience.groups)
-    constant = compute_moments(rewards, experience.groups, NormScope.group).constant
+    lengths = experience.mask[fresh].sum(1).double()
+    index, sizes = compute_group_index(groups)
+    constant = compute_moments(rewards, groups, NormScope.group).constant
     equal_groups = torch.zeros(sizes.shape, dtype=torch.bool).index_put((index,), constant)
     return {
         "reward/mean": float(rewards.mean()),
@@ -52,31 +79,65 @@ def compute_batch_metrics(experience: Experience) -> Metrics:
         "length/mean": float(lengths.mean()),
         "length/min": float(lengths.min()),
         "length/max": float(lengths.max()),
-        "length/truncated_frac": float(experience.truncated.double().mean()),
+        "length/truncated_frac": float(experience.truncated[fresh].double().mean()),
     }
 
 
 def compute_mismatch_metrics(experience: Experience, config: MismatchConfig) -> Metrics:
-    """mismatch/*: the ratio r = exp(old_logprobs - rollout_logprobs) at the configured level.
+    """mismatch/* over the samples of the present policy, where the ratio r = exp(old_logprobs - rollout_logprobs) is
+    that of two engines with the same weights; replay/* over older samples, where it is that of two policies.
 
-    mismatch/kl is the k3 estimate of KL(rollout engine, training engine) per token: mean of r - 1 - log r.
+    mismatch/ratio_mean, ratio_max, outside_frac: r at the configured level (token, sequence, geometric).
+    mismatch/kl: k3 estimate of KL(rollout engine, training engine) per token, mean of r - 1 - log r.
+    mismatch/logprob_gap_mean, logprob_gap_max: |log r| per token.
+    mismatch/kl_at_0_25 .. kl_at_75_100, logprob_gap_at_0_25 ..: the same over the tokens in that quarter of their
+    response (`compute_quarters`); worst_quarter: 1 to 4, that of the largest mean gap.
+    replay/frac: share of the samples that are older; replay/age_mean: their mean age in policy updates;
+    replay/ratio_mean, ratio_max, kl as above. What has no token is left out. Raises NonFiniteError.
     """
     mask = experience.mask
     check_finite("old_logprobs", experience.old_logprobs, mask)
     check_finite("rollout_logprobs", experience.rollout_logprobs, mask)
     rows = mask.nonzero()[:, 0]
-    if rows.numel() == 0:
-        return {}
     token = (experience.old_logprobs[mask].double() - experience.rollout_logprobs[mask].double()).clamp(
         -_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO
     )
     level = compute_log_mismatch(token, rows, mask.sum(1), config.level)
-    ratio = level.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
+    fresh = (experience.ages == 0)[rows]
+    metrics: Metrics = {}
+    if bool(fresh.any()):
+        quarters = compute_quarters(mask)[mask][fresh]
+        metrics |= _describe_ratio("mismatch", token[fresh], level[fresh])
+        metrics |= _describe_gap(token[fresh], level[fresh], quarters, config)
+    if not bool(fresh.all()):
+        old = experience.ages > 0
+        metrics |= _describe_ratio("replay", token[~fresh], level[~fresh])
+        metrics["replay/frac"] = float(old.double().mean())
+        metrics["replay/age_mean"] = float(experience.ages[old].double().mean())
+    return metrics
+
+
+def _describe_ratio(prefix: str, token_R: Tensor, level_R: Tensor) -> Metrics:
+    ratio = level_R.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
     return {
-        "mismatch/ratio_mean": float(ratio.mean()),
-        "mismatch/ratio_max": float(ratio.max()),
-        "mismatch/outside_frac": float(compute_outside(level, config).double().mean()),
-        "mismatch/kl": float((torch.expm1(token) - token).mean()),
-        "mismatch/logprob_gap_mean": float(token.abs().mean()),
-        "mismatch/logprob_gap_max": float(token.abs().max()),
+        f"{prefix}/ratio_mean": float(ratio.mean()),
+        f"{prefix}/ratio_max": float(ratio.max()),
+        f"{prefix}/kl": float((torch.expm1(token_R) - token_R).mean()),
     }
+
+
+def _describe_gap(token_R: Tensor, level_R: Tensor, quarters_R: Tensor, config: MismatchConfig) -> Metrics:
+    gap = token_R.abs()
+    metrics = {
+        "mismatch/outside_frac": float(compute_outside(level_R, config).double().mean()),
+        "mismatch/logprob_gap_mean": float(gap.mean()),
+        "mismatch/logprob_gap_max": float(gap.max()),
+    }
+    mean_gaps: dict[int, float] = {}
+    for quarter, name in enumerate(QUARTERS):
+        here = quarters_R == quarter
+        if bool(here.any()):
+            mean_gaps[quarter] = metrics[f"mismatch/logprob_gap_at_{name}"] = float(gap[here].mean())
+            metrics[f"mismatch/kl_at_{name}"] = float((torch.expm1(token_R[here]) - token_R[here]).mean())
+    metrics["mismatch/worst_quarter"] = 1.0 + max(mean_gaps, key=lambda quarter: mean_gaps[quarter])
+    return metrics

@@ -1,4 +1,4 @@
-"""KL estimators from the log-probs of sampled tokens, and the adaptive coefficient of the KL in the reward.
+"""KL of policy and reference per token, and the adaptive coefficient of the KL in the reward.
 
 k1, k2, k3: http://joschu.net/blog/kl-approx.html. Controller: 1909.08593, section 2.2.
 """
@@ -20,8 +20,13 @@ _LARGEST_ERROR = 0.2
 def compute_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
     """Estimate of KL(policy, reference) per token, with d = logprobs - ref_logprobs; same shape and dtype.
 
-    k1 (kl): d; abs: |d|; k2 (mse): d^2/2; k3: exp(-d) + d - 1. Differentiable in `logprobs`.
+    k1 (kl): d; abs: |d|; k2 (mse): d^2/2; k3: exp(-d) + d - 1. Differentiable in `logprobs`. Raises
+    ValueError for full, which takes whole distributions (megarl.mcore.full_kl).
     """
+    if estimator is KLEstimator.full:
+        raise ValueError(
+            "KL estimator full: it has no formula in log-probs of sampled tokens; must be k1, abs, k2 or k3"
+        )
     d = logprobs - ref_logprobs
     if estimator is KLEstimator.k1:
         return d
@@ -36,11 +41,16 @@ def compute_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -
 def compute_token_kl(experience: Experience, estimator: KLEstimator) -> Tensor:
     """KL(old policy, reference) per generated token, float64 [B, T], 0 outside the mask.
 
-    Raises ValueError when the experience has no reference log-probs.
+    Raises ValueError when the experience has no reference log-probs, or under full no `ref_kl`.
     """
+    mask = experience.mask
+    if estimator is KLEstimator.full:
+        if experience.ref_kl is None:
+            raise ValueError("ref_kl: none found; algo.kl.reward_estimator=full needs the KL over the vocabulary")
+        check_finite("ref_kl", experience.ref_kl, mask)
+        return torch.where(mask, experience.ref_kl, 0.0).double()
     if experience.ref_logprobs is None:
         raise ValueError("ref_logprobs: none found; a KL term is configured, so the reference must score the responses")
-    mask = experience.mask
     check_finite("old_logprobs", experience.old_logprobs, mask)
     check_finite("ref_logprobs", experience.ref_logprobs, mask)
     old = torch.where(mask, experience.old_logprobs, 0.0).double()

@@ -17,7 +17,7 @@ from megarl.algo.kl import compute_kl
 from megarl.algo.mismatch import compute_log_mismatch, compute_mismatch_weight
 from megarl.algo.tokens import LossCounts, LossOutput, TokenTargets, count_minibatch
 from megarl.config.algo import AlgoConfig, needs_entropy, uses_topr
-from megarl.config.algo_choices import MismatchCorrection, RatioLevel, Surrogate
+from megarl.config.algo_choices import KLEstimator, MismatchCorrection, RatioLevel, Surrogate
 
 __all__ = [
     "LossCounts",
@@ -49,17 +49,19 @@ def policy_loss(
     config: AlgoConfig,
     counts: LossCounts,
     response_length: int,
+    full_kl: Tensor | None = None,
 ) -> LossOutput:
     """rl_loss_coef * surrogate + TOPR + positive LM + KL - entropy bonus, each aggregated over the global
     minibatch.
 
     logprobs, entropy: float [R] of the policy being trained (entropy only where `needs_entropy`). The loss
-    has their dtype. response_length: rollout.response_length. Raises NonFiniteError for NaN or infinity at
-    generated tokens, in the inputs or in the importance ratio, and ValueError for inputs that the
-    configuration needs and that are None.
+    has their dtype. response_length: rollout.response_length. full_kl: float [R], KL(policy, reference) over
+    the vocabulary, differentiable (only where kl.loss_estimator=full is in the loss). Raises NonFiniteError
+    for NaN or infinity at generated tokens, in the inputs or in the importance ratio, and ValueError for
+    inputs that the configuration needs and that are None.
     """
     tokens = _prepare(logprobs, targets)
-    token_loss, sums = _token_losses(tokens, entropy, targets, config, counts)
+    token_loss, sums = _token_losses(tokens, entropy, full_kl, targets, config, counts)
     loss = aggregate(
         torch.where(targets.loss_mask, token_loss, 0.0),
         config.loss_agg_mode,
@@ -79,7 +81,12 @@ def policy_loss(
 
 
 def _token_losses(
-    tokens: _Tokens, entropy: Tensor | None, targets: TokenTargets, config: AlgoConfig, counts: LossCounts
+    tokens: _Tokens,
+    entropy: Tensor | None,
+    full_kl: Tensor | None,
+    targets: TokenTargets,
+    config: AlgoConfig,
+    counts: LossCounts,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """What is aggregated, float [R], and the metrics of its terms."""
     total, sums = torch.zeros_like(tokens.logprobs), {}
@@ -92,8 +99,11 @@ def _token_losses(
     if uses_topr(config):
         total = total + _topr(tokens, targets, config)
     if config.kl.in_loss:
-        ref = _required("ref_logprobs", targets.ref_logprobs, targets, total.dtype)
-        kl = compute_kl(tokens.logprobs, ref, config.kl.loss_estimator)
+        if config.kl.loss_estimator is KLEstimator.full:
+            kl = _required("full_kl", full_kl, targets, total.dtype)
+        else:
+            ref = _required("ref_logprobs", targets.ref_logprobs, targets, total.dtype)
+            kl = compute_kl(tokens.logprobs, ref, config.kl.loss_estimator)
         total = total + config.kl.loss_coef * kl
         sums["policy/kl_loss"] = _token_mean(kl, targets.loss_mask, counts.num_tokens)
     if needs_entropy(config):

@@ -4,6 +4,7 @@ from megarl.config.algo import ADAPTIVE, AlgoConfig, needs_critic, uses_topr
 from megarl.config.algo_choices import (
     Advantage,
     AdvantageStd,
+    KLEstimator,
     LossAggMode,
     MismatchCorrection,
     NormScope,
@@ -36,8 +37,7 @@ def _format_policy_loss(algo: AlgoConfig) -> str:
         terms.append(f"{algo.topr.positive_loss_coef:g} * [A >= 0] * -A log pi")
         terms.append(f"{algo.topr.negative_loss_coef:g} * [A < 0] * -clip({rho}, 0, 1) A log pi")
     if algo.kl.in_loss:
-        formula = _KL_FORMULA[algo.kl.loss_estimator.name]
-        terms.append(f"{algo.kl.loss_coef:g} * {formula} with d = log pi - log pi_ref")
+        terms.append(f"{algo.kl.loss_coef:g} * {_format_kl(algo.kl.loss_estimator, 'pi')}")
     inner = " + ".join(terms)
     if algo.entropy_coef != 0:
         inner += f" - {algo.entropy_coef:g} * H"
@@ -114,7 +114,7 @@ def _format_reward(algo: AlgoConfig) -> str:
         coef = f"{algo.kl.coef:g}"
         if algo.kl.target is not None:
             coef = f"beta (from {coef}, adapted to KL = {algo.kl.target:g})"
-        text += f" - {coef} * {_KL_FORMULA[algo.kl.reward_estimator.name]} with d = log pi_old - log pi_ref"
+        text += f" - {coef} * {_format_kl(algo.kl.reward_estimator, 'pi_old')}"
     return text
 
 
@@ -129,6 +129,12 @@ def _format_critic_loss(algo: AlgoConfig) -> str:
     if algo.value_pretrain.steps:
         text += f"; first {algo.value_pretrain.steps} iterations of it alone (lambda = 1)"
     return text
+
+
+def _format_kl(estimator: KLEstimator, policy: str) -> str:
+    if estimator is KLEstimator.full:
+        return f"sum_v {policy}(v) (log {policy}(v) - log pi_ref(v))"
+    return f"{_KL_FORMULA[estimator.name]} with d = log {policy} - log pi_ref"
 
 
 def _weighted(coef: float, text: str) -> str:

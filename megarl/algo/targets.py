@@ -17,13 +17,14 @@ from megarl.algo.advantages import (
     compute_rloo,
     compute_whitened,
 )
-from megarl.algo.diagnostics import compute_explained_variance, compute_mismatch_metrics
+from megarl.algo.critic_diagnostics import compute_critic_metrics
+from megarl.algo.diagnostics import compute_mismatch_metrics
 from megarl.algo.finite import check_finite
 from megarl.algo.kl import compute_token_kl
 from megarl.algo.rewards import compute_shaped_rewards, compute_token_rewards
 from megarl.algo.statistics import RunningMoments
 from megarl.config.algo import ADAPTIVE, AlgoConfig, needs_reference
-from megarl.config.algo_choices import Advantage
+from megarl.config.algo_choices import Advantage, KLEstimator
 from megarl.types import Experience, Metrics, TrainingSamples
 
 
@@ -64,7 +65,7 @@ def compute_targets(
         old_values=experience.values if returns is not None else None,
         returns=None if returns is None else returns.to(dtype),
     )
-    metrics |= more | _compute_metrics(samples, rewards_B)
+    metrics |= more | _compute_metrics(samples, rewards_B, experience.ages == 0)
     return samples, metrics | compute_mismatch_metrics(experience, algo.mismatch)
 
 
@@ -75,7 +76,7 @@ def monte_carlo(algo: AlgoConfig) -> AlgoConfig:
 
 def _check_experience(experience: Experience, algo: AlgoConfig) -> None:
     shape = experience.mask.shape
-    names = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "values")
+    names = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "ref_kl", "values")
     for name in names:
         tensor: Tensor | None = getattr(experience, name)
         if tensor is None:
@@ -83,7 +84,7 @@ def _check_experience(experience: Experience, algo: AlgoConfig) -> None:
         if tensor.shape != shape:
             raise ValueError(f"{name}: shape {list(tensor.shape)} found; must be that of the mask, {list(shape)}")
         check_finite(name, tensor, experience.mask)
-    for name in ("rewards", "truncated", "groups"):
+    for name in ("rewards", "truncated", "groups", "ages"):
         found = getattr(experience, name).shape
         if found != shape[:1]:
             raise ValueError(f"{name}: shape {list(found)} found; must be one per sample, [{shape[0]}]")
@@ -94,12 +95,12 @@ def _check_experience(experience: Experience, algo: AlgoConfig) -> None:
 
 
 def _compute_penalty(experience: Experience, algo: AlgoConfig, kl_coef: float) -> tuple[Tensor | None, Metrics]:
-    """beta * k per token, float64 [B, T], or None where no KL is in the reward; and kl/mean where there is a
-    KL.
+    """beta * k per token, float64 [B, T], or None where no KL is in the reward; and kl/mean where there is a KL
+    (one that is in the loss only, of estimator full, shows as policy/kl_loss alone).
     """
-    if not needs_reference(algo):
-        return None, {}
     estimator = algo.kl.reward_estimator if algo.kl.in_reward else algo.kl.loss_estimator
+    if not algo.kl.in_reward and (not algo.kl.in_loss or estimator is KLEstimator.full):
+        return None, {}
     kl = compute_token_kl(experience, estimator)
     metrics = {"kl/mean": float(kl.sum() / experience.mask.sum().clamp(min=1))}
     return (kl_coef * kl if algo.kl.in_reward else None), metrics
@@ -137,7 +138,8 @@ def _compute_gae_targets(
         else compute_gae(token_rewards, values, mask, algo.gamma, algo.lambda_critic)
     )
     returns = torch.where(mask, to_returns + values, 0.0)
-    return advantages, returns, metrics
+    outcomes = returns if algo.lambda_critic == 1 else compute_reward_to_go(token_rewards, mask, algo.gamma)
+    return advantages, returns, metrics | compute_critic_metrics(values, returns, outcomes, mask)
 
 
 def _choose_lambda(mask_BT: Tensor, algo: AlgoConfig) -> tuple[float | Tensor, Metrics]:
@@ -160,22 +162,18 @@ def _choose_lambda(mask_BT: Tensor, algo: AlgoConfig) -> tuple[float | Tensor, M
     return lambdas, {"advantage/lambda_mean": mean, "advantage/lambda_at_min_frac": clipped}
 
 
-def _compute_metrics(samples: TrainingSamples, rewards_B: Tensor) -> Metrics:
-    mask = samples.mask
-    metrics = {"reward/positive_frac": float(samples.positive.double().mean()) if samples.positive.numel() else 0.0}
-    if rewards_B.numel():
-        metrics["reward/shaped_mean"] = float(rewards_B.mean())
-        metrics["policy/dropped_frac"] = float(1.0 - samples.loss_mask.sum() / mask.sum().clamp(min=1))
+def _compute_metrics(samples: TrainingSamples, rewards_B: Tensor, fresh_B: Tensor) -> Metrics:
+    """reward/* over the samples of the present policy, advantage/* and policy/* over all that are trained on."""
+    mask, metrics = samples.mask, Metrics()
+    if bool(fresh_B.any()):
+        metrics["reward/positive_frac"] = float(samples.positive[fresh_B].double().mean())
+        metrics["reward/shaped_mean"] = float(rewards_B[fresh_B].mean())
     inside = samples.advantages[mask].double()
     if inside.numel() == 0:
         return metrics
-    metrics |= {
+    return metrics | {
+        "policy/dropped_frac": float(1.0 - samples.loss_mask.sum() / mask.sum()),
         "advantage/mean": float(inside.mean()),
         "advantage/std": float(inside.std(correction=0)),
         "advantage/max_abs": float(inside.abs().max()),
     }
-    if samples.returns is not None and samples.old_values is not None:
-        metrics["critic/explained_variance"] = compute_explained_variance(samples.old_values, samples.returns, mask)
-        metrics["critic/value_mean"] = float(samples.old_values[mask].double().mean())
-        metrics["critic/return_mean"] = float(samples.returns[mask].double().mean())
-    return metrics

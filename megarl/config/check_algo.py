@@ -168,7 +168,7 @@ def _check_loss(algo: AlgoConfig, optimizer_steps_per_iteration: int) -> Iterato
     if kl.in_loss and kl.loss_estimator is KLEstimator.k1:
         yield (
             "algo.kl.loss_estimator: k1 found; as a loss its expected gradient on-policy is zero, so that it "
-            "holds nothing near the reference: must be k2, k3 or abs"
+            "holds nothing near the reference: must be k2, k3, abs or full"
         )
     if algo.rl_loss_coef == 0 and not uses_topr(algo):
         yield (

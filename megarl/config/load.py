@@ -16,28 +16,51 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megarl.config.check import check_config
 from megarl.config.errors import ConfigError, find_nearest_key
-from megarl.config.model import ModelSource
 from megarl.config.open_keys import open_overrides
+from megarl.config.rewrite import list_set_keys, rewrite_overrides
 from megarl.config.schema import Config, register
+from megarl.config.unused import find_unused
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 MAX_CHECKED_SWEEP_RUNS = 256
 
 
-def load_config(overrides: Sequence[str]) -> Config:
-    """The checked configuration for these `key=value` overrides.
+def load_config(overrides: Sequence[str], command: str = "train") -> Config:
+    """The checked configuration of `python -m megarl.COMMAND` for these `key=value` overrides, ROLL's names included.
 
-    Raises ConfigError, naming each key, what was found and what would be right.
+    Raises ConfigError, naming each key, what was found and what would be right; so does a key that the overrides or
+    the chosen conf/experiment/NAME.yaml set and that has no effect.
     """
-    config = to_config(_compose(overrides))
-    unused = list(_find_unused(config, overrides))
+    rewritten = rewrite_overrides(overrides)
+    config = to_config(_compose(rewritten.overrides))
+    sources = _list_experiment_keys(rewritten.overrides)
+    for text in rewritten.overrides:
+        for key in list_set_keys(text):
+            sources[key] = f"{key} (from {rewritten.origins[key]})" if key in rewritten.origins else key
+    unused = [f"{sources[key]}: {reason}" for key, reason in find_unused(config, sources, command)]
     if unused:
         raise ConfigError(unused)
     return config
 
 
+def compose_config(overrides: Sequence[str]) -> Config:
+    """What these overrides, with our names, compose to; its values may contradict one another.
+
+    Raises ConfigError for unknown keys and values of the wrong type.
+    """
+    return _to_dataclasses(_compose(overrides))
+
+
 def to_config(composed: DictConfig) -> Config:
     """A composed tree as plain dataclasses, checked. Raises ConfigError."""
+    config = _to_dataclasses(composed)
+    problems = check_config(config)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _to_dataclasses(composed: DictConfig) -> Config:
     unknown = list(_find_unknown_keys(composed))
     if unknown:
         known = [key for key in list_keys(composed) if not _is_at_or_below(key, unknown)]
@@ -50,19 +73,16 @@ def to_config(composed: DictConfig) -> Config:
         raise ConfigError(
             [f"the composed configuration is a {type(config).__name__}; conf/config.yaml must list `schema` first"]
         )
-    problems = check_config(config)
-    if problems:
-        raise ConfigError(problems)
     return config
 
 
-def check_overrides(overrides: Sequence[str]) -> None:
+def check_overrides(overrides: Sequence[str], command: str = "train") -> None:
     """Compose and check every run that these overrides describe, sweeps (`key=a,b`) included, before any starts.
 
     Raises ConfigError. Of a sweep with more than 256 runs each value is checked once beside the first of the others.
     """
     for run in _expand_sweep(overrides):
-        load_config(run)
+        load_config(run, command)
 
 
 def list_keys(config: DictConfig) -> list[str]:
@@ -123,13 +143,17 @@ def _is_at_or_below(key: str, nodes: Sequence[str]) -> bool:
     return any(key == node or key.startswith(f"{node}.") for node in nodes)
 
 
-def _find_unused(config: Config, overrides: Sequence[str]) -> Iterator[str]:
-    """Overrides of `model.random` where another source is used; a preset may leave numbers there, a user may not."""
-    source = config.model.source
-    for text in overrides:
-        if text.lstrip("+").startswith("model.random") and source is not ModelSource.random:
-            key = text.lstrip("+").split("=", 1)[0]
-            yield f"{key}: has no effect under model.source={source.name}; set model.source=random, or leave it out"
+def _list_experiment_keys(overrides: Sequence[str]) -> dict[str, str]:
+    """Each key that the chosen conf/experiment/NAME.yaml sets, with the name of the key and the file."""
+    chosen = [text.lstrip("+").partition("=")[2] for text in overrides if text.lstrip("+").startswith("experiment=")]
+    found: dict[str, str] = {}
+    for name in filter(None, (CONF_DIR / "experiment" / f"{name}.yaml" for name in chosen)):
+        if name.is_file():
+            tree = OmegaConf.to_container(OmegaConf.load(name))
+            keys = [key for key in _walk(tree, "") if key != "defaults"]
+            leaves = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
+            found |= {key: f"{key} (from conf/experiment/{name.name})" for key in leaves}
+    return found
 
 
 def _suggest(key: str, known: Sequence[str]) -> str:

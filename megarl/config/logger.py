@@ -9,3 +9,5 @@ class LoggerConfig:
     terminal: bool = True
     num_logged_samples: int = 2
     """Responses printed with their rewards after every evaluation."""
+    save_rollouts: bool = False
+    """Write every response that training sampled, with its reward and log-probs, to RUN_DIR/rollouts.jsonl."""

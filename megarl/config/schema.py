@@ -10,6 +10,7 @@ from megarl.config import reward as reward_config
 from megarl.config.algo import AlgoConfig
 from megarl.config.cluster import ClusterConfig
 from megarl.config.data import DataConfig
+from megarl.config.evaluate import EvaluateConfig
 from megarl.config.logger import LoggerConfig
 from megarl.config.model import ModelConfig
 from megarl.config.reward import RewardConfig
@@ -32,6 +33,7 @@ class Config:
     reward: RewardConfig = MISSING
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 

@@ -77,7 +77,7 @@ class _Logprobs(torch.autograd.Function):
         # Per token, with x less this rank's largest: sum e^x; the target's x; sum x e^x
         largest = logits.new_full((num_tokens,), float("-inf"), dtype=torch.float32)
         sums = logits.new_zeros((3, num_tokens), dtype=torch.float32)
-        for chunk, scaled in _scaled_chunks(logits, shard.num_valid, temperature):
+        for chunk, scaled in scaled_chunks(logits, shard.num_valid, temperature):
             largest[chunk] = scaled.amax(-1)
             scaled.sub_(largest[chunk, None])
             sums[1, chunk] = scaled.gather(1, columns[chunk, None]).squeeze(1)
@@ -105,7 +105,7 @@ class _Logprobs(torch.autograd.Function):
         grad_logits = torch.empty_like(logits)
         grad_logits[:, num_valid:] = 0
         slope = grad_logprobs / ctx.temperature
-        for chunk, log_p in _scaled_chunks(logits, num_valid, ctx.temperature):
+        for chunk, log_p in scaled_chunks(logits, num_valid, ctx.temperature):
             log_p.sub_(log_total[chunk, None])
             if ctx.with_entropy:
                 # dH/dx_j = -p_j (log p_j + H)
@@ -118,7 +118,7 @@ class _Logprobs(torch.autograd.Function):
         return grad_logits, None, None, None, None
 
 
-def _scaled_chunks(logits: Tensor, num_valid: int, temperature: float) -> Iterator[tuple[slice, Tensor]]:
+def scaled_chunks(logits: Tensor, num_valid: int, temperature: float) -> Iterator[tuple[slice, Tensor]]:
     """Slices of tokens with their logits / temperature, float32 [C, num_valid] in one buffer for all chunks.
 
     None where there are no tokens, or only padding columns on this rank.

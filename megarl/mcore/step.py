@@ -42,13 +42,7 @@ def run_schedule(
 
     def forward_step(batch_iterator: Any, stage: torch.nn.Module) -> tuple[Tensor, Any]:
         batch = next(batch_iterator)
-        out = stage(
-            input_ids=batch.tokens,
-            position_ids=batch.positions,
-            attention_mask=None,
-            packed_seq_params=batch.params,
-            **_output_dtype(stage),
-        )
+        out = run_stage(stage, batch)
 
         def loss_function(output: Tensor) -> tuple[Tensor, Tensor, Any]:
             loss, kept = head(output, batch)
@@ -66,6 +60,18 @@ def run_schedule(
         micro_batch_size=1,
         forward_only=forward_only,
     )
+
+
+def run_stage(stage: torch.nn.Module, batch: PackedBatch) -> Tensor:
+    """Output of this rank's stage of the model for one micro-batch."""
+    out: Tensor = stage(
+        input_ids=batch.tokens,
+        position_ids=batch.positions,
+        attention_mask=None,
+        packed_seq_params=batch.params,
+        **_output_dtype(stage),
+    )
+    return out
 
 
 def _output_dtype(model: torch.nn.Module) -> dict[str, bool]:

@@ -15,7 +15,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megarl.algo.losses import LossCounts, LossOutput, count_minibatch, critic_loss, policy_loss
-from megarl.config.algo import needs_entropy
+from megarl.config.algo import needs_entropy, needs_full_kl
+from megarl.config.algo_choices import KLEstimator
 from megarl.data.packing import pack
 from megarl.mcore import process_groups
 from megarl.mcore.architecture import read_architecture
@@ -23,11 +24,12 @@ from megarl.mcore.batch import PackedBatch, build_batch
 from megarl.mcore.bridge import export_hf, load_hf
 from megarl.mcore.checkpoint import load_state, save_state
 from megarl.mcore.checkpoint_files import write_hf_checkpoint
-from megarl.mcore.logprobs import build_vocab_shard, compute_logprobs
+from megarl.mcore.full_kl import compute_full_kl
+from megarl.mcore.logprobs import VocabShard, build_vocab_shard, compute_logprobs
 from megarl.mcore.model import PackedGPT, build_config, wrap_model
 from megarl.mcore.optimizer import build_optimizer, build_scheduler
 from megarl.mcore.spec import Role, RowsResult, WorkerSpec
-from megarl.mcore.step import run_schedule, sum_gradients
+from megarl.mcore.step import run_schedule, run_stage, sum_gradients
 from megarl.mcore.targets import build_targets
 from megarl.types import Metrics, Sequences, TrainingSamples
 
@@ -52,6 +54,7 @@ class MegatronWorker:
         self.gpt = PackedGPT(self.arch, self.config, with_value_head=spec.role is Role.critic)
         load_hf(self.gpt, Path(spec.checkpoint), self.arch)
         self.model = wrap_model(self.gpt, self.config, trainable=spec.optimizer is not None)
+        self.reference = self._build_reference()
         self.optimizer = self.scheduler = None
         if spec.optimizer is not None:
             self.optimizer = build_optimizer(spec.optimizer, self.config, self.model)
@@ -73,6 +76,15 @@ class MegatronWorker:
         """float32 [b, T] values of the states in which the response tokens are chosen; else as `logprobs`."""
         self._check(role=Role.critic, verb="values")
         return self._evaluate(sequences, lambda values, batch: values)
+
+    def reference_kl(self, sequences: Sequences, temperature: float) -> RowsResult | None:
+        """float32 [b, T] KL(policy, reference) over the whole vocabulary at each response token; else as `logprobs`.
+
+        Raises ValueError where the algorithm has no KL of estimator full, so that no reference is held.
+        """
+        if self.reference is None:
+            raise ValueError(f"a {self.spec.role.value} without a KL of estimator full holds no reference")
+        return self._evaluate(sequences, lambda logits, batch: self._full_kl(logits, batch, temperature))
 
     def update(self, samples: TrainingSamples, minibatches: Sequence[Tensor]) -> list[Metrics]:
         """One optimizer step for each entry of `minibatches` (int64 row numbers); all ranks get its metrics.
@@ -113,6 +125,16 @@ class MegatronWorker:
     def close(self) -> None:
         process_groups.destroy()
 
+    def _build_reference(self) -> torch.nn.Module | None:
+        """The checkpoint's weights once more, frozen, in the policy's own layout: distributions stay in the process."""
+        if self.spec.role is not Role.policy or not needs_full_kl(self.spec.algo):
+            return None
+        if self.spec.parallel.pp > 1:
+            raise ValueError(f"parallel.pp: {self.spec.parallel.pp} found; a KL of estimator full needs 1")
+        gpt = PackedGPT(self.arch, self.config, with_value_head=False)
+        load_hf(gpt, Path(self.spec.checkpoint), self.arch)
+        return wrap_model(gpt, self.config, trainable=False)
+
     def _check(self, verb: str, role: Role | None = None, not_role: Role | None = None) -> None:
         if (role is not None and self.spec.role is not role) or self.spec.role is not_role:
             raise ValueError(f"a {self.spec.role.value} has no {verb}")
@@ -131,9 +153,16 @@ class MegatronWorker:
     def _logprobs(
         self, logits: Tensor, batch: PackedBatch, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
+        return compute_logprobs(logits, batch.targets, temperature, self._shard(logits), with_entropy)
+
+    def _full_kl(self, logits: Tensor, batch: PackedBatch, temperature: float) -> Tensor:
+        with torch.no_grad():
+            ref_logits = run_stage(self.reference, batch)
+        return compute_full_kl(logits, ref_logits, temperature, self._shard(logits))
+
+    def _shard(self, logits: Tensor) -> VocabShard:
         group = parallel_state.get_tensor_model_parallel_group()
-        shard = build_vocab_shard(self.arch.vocab_size, logits.shape[1], group)
-        return compute_logprobs(logits, batch.targets, temperature, shard, with_entropy)
+        return build_vocab_shard(self.arch.vocab_size, logits.shape[1], group)
 
     @torch.no_grad()
     def _evaluate(self, sequences: Sequences, head: Any) -> RowsResult | None:
@@ -157,7 +186,9 @@ class MegatronWorker:
         if self.spec.role is Role.critic:
             return critic_loss(out, targets, algo, counts)
         logprobs, entropy = self._logprobs(out, batch, self.spec.temperature, needs_entropy(algo))
-        return policy_loss(logprobs, entropy, targets, algo, counts, self.spec.response_length)
+        full = algo.kl.in_loss and algo.kl.loss_estimator is KLEstimator.full
+        full_kl = self._full_kl(out, batch, self.spec.temperature) if full else None
+        return policy_loss(logprobs, entropy, targets, algo, counts, self.spec.response_length, full_kl)
 
     def _step(self, samples: TrainingSamples) -> Metrics:
         counts = count_minibatch(samples)

@@ -1,4 +1,5 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "mcore"))
+for room in ("mcore", "algo"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / room))

@@ -16,7 +16,7 @@ import megarl.mcore  # noqa: F401
 from megarl.config.algo import AlgoConfig
 from megarl.config.roles import Dtype, OptimizerConfig, ParallelConfig
 from megarl.mcore.spec import Role, WorkerSpec
-from megarl.types import Sequences
+from megarl.types import Sequences, TrainingSamples
 
 NUM_STEPS = 3
 LAYOUTS = {
@@ -56,7 +56,11 @@ def within_vocabulary(sequences: Sequences, worker: Any) -> Sequences:
 def evaluate(worker: Any, sequences: Sequences) -> tuple[torch.Tensor, int]:
     """Log-probs at temperature 0.8, or values, of all rows [B, T]; and how many ranks reported rows."""
     critic = worker.spec.role is Role.critic
-    result = worker.values(sequences) if critic else worker.logprobs(sequences, 0.8)
+    return gather(worker.values(sequences) if critic else worker.logprobs(sequences, 0.8), sequences)
+
+
+def gather(result: Any, sequences: Sequences) -> tuple[torch.Tensor, int]:
+    """All rows [B, T] of what each rank computed, and how many ranks reported rows."""
     parts: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(parts, result)
     padded = torch.zeros(sequences.num_samples, int(sequences.response_lengths.max()))
@@ -70,17 +74,20 @@ def describe(worker: Any, directory: Path) -> dict[str, Any]:
     """What the model says of fixed sequences, and its exported weights."""
     from safetensors.torch import load_file
 
-    padded, num_reports = evaluate(worker, within_vocabulary(build_sequences(seed=5), worker))
+    sequences = within_vocabulary(build_sequences(seed=5), worker)
+    padded, num_reports = evaluate(worker, sequences)
+    kl = {} if worker.reference is None else {"reference_kl": gather(worker.reference_kl(sequences, 0.8), sequences)[0]}
     worker.export_weights(directory)
     return {
         "evaluation": padded,
         "num_reports": num_reports,
         "weights": load_file(directory / "model.safetensors"),
+        **kl,
     }
 
 
-def train(rank: int, world_size: int, spec: WorkerSpec, scratch: Path, name: str, rows: int) -> dict[str, Any]:
-    """Describe the model, train it for three steps, describe it again."""
+def train(rank: int, world_size: int, spec: WorkerSpec, scratch: Path, name: str, rows: list[int]) -> dict[str, Any]:
+    """Describe the model, train it for three steps on these rows in this order, describe it again."""
     from megarl.mcore.worker import MegatronWorker
 
     worker = MegatronWorker(spec, rank, world_size, f"file://{scratch}/{name}.init")
@@ -88,14 +95,56 @@ def train(rank: int, world_size: int, spec: WorkerSpec, scratch: Path, name: str
         before = describe(worker, scratch / f"{name}-before")
         samples = build_samples()
         samples = replace(samples, sequences=within_vocabulary(samples.sequences, worker))
-        metrics = worker.update(samples, [torch.arange(rows)] * NUM_STEPS)
+        metrics = worker.update(samples, [torch.tensor(rows)] * NUM_STEPS)
         return {"before": before, "metrics": metrics, "after": describe(worker, scratch / f"{name}-after")}
     finally:
         worker.close()
 
 
-def train_all(rank: int, world_size: int, runs: dict[str, tuple[WorkerSpec, int]], scratch: str) -> dict[str, Any]:
+def train_all(
+    rank: int, world_size: int, runs: dict[str, tuple[WorkerSpec, list[int]]], scratch: str
+) -> dict[str, Any]:
     return {name: train(rank, world_size, spec, Path(scratch), name, rows) for name, (spec, rows) in runs.items()}
+
+
+def build_conversations() -> TrainingSamples:
+    """Samples whose responses alternate between three tokens of the policy and two of the environment, which hold
+    poison wherever a number is kept per token.
+    """
+    samples = build_samples(seed=3)
+    own = torch.arange(samples.mask.shape[1]) % 5 < 3
+    exists = torch.arange(samples.mask.shape[1]) < samples.sequences.response_lengths[:, None]
+    mask = exists & own
+    names = ("advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs", "old_values", "returns")
+    poisoned = {name: torch.where(exists & ~own, torch.nan, getattr(samples, name)) for name in names}
+    return replace(samples, mask=mask, loss_mask=mask & samples.loss_mask.any(1)[:, None], **poisoned)
+
+
+def find_gradients(rank: int, world_size: int, specs: dict[str, WorkerSpec], scratch: str) -> dict[str, Any]:
+    """After one step on the conversations: the weights, and the metrics and gradient of the next, by the names of a
+    Hugging Face checkpoint.
+    """
+    from safetensors.torch import load_file
+
+    from megarl.mcore.worker import MegatronWorker
+
+    results = {}
+    for name, spec in specs.items():
+        worker, root = MegatronWorker(spec, rank, world_size, f"file://{scratch}/{name}.init"), Path(scratch)
+        try:
+            samples, rows = build_conversations(), [torch.arange(12)]
+            worker.update(samples, rows)
+            worker.export_weights(root / f"{name}-weights")
+            (metrics,) = worker.update(samples, rows)
+            # A gradient is laid out as its weight is, so that the export turns its layout back too.
+            for param in worker.gpt.parameters():
+                param.data.copy_(param.main_grad)
+            worker.export_weights(root / f"{name}-gradient")
+            tensors = {key: load_file(root / f"{name}-{key}" / "model.safetensors") for key in ("weights", "gradient")}
+            results[name] = {"metrics": metrics, **tensors}
+        finally:
+            worker.close()
+    return results
 
 
 def train_and_save(rank: int, world_size: int, spec: WorkerSpec, scratch: str) -> dict[str, Any]:

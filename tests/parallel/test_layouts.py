@@ -2,6 +2,7 @@
 transformers.
 """
 
+import copy
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 import torch
 from layout_runs import build_spec, launch, launch_in, load_and_train, train_all, train_and_save
 from safetensors.torch import load_file
-from tiny_checkpoints import build_sequences, padded_reference_logprobs, write_checkpoint
+from tiny_checkpoints import build_sequences, compute_padded_kl, padded_reference_logprobs, write_checkpoint
 
+from megarl.config.algo import AlgoConfig, KLConfig
+from megarl.config.algo_choices import KLEstimator
 from megarl.config.roles import Dtype
 from megarl.mcore.spec import Role
 
@@ -21,7 +24,8 @@ CHECKPOINTS = {
     "llama": ("llama", False),
     "llama_tied": ("llama", True),
 }
-SOME_ROWS = 12
+SOME_ROWS = list(range(12))
+FULL_KL = AlgoConfig(kl=KLConfig(in_loss=True, loss_estimator=KLEstimator.full, loss_coef=0.3))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +52,14 @@ def one(checkpoints: dict[str, tuple[Path, Any]]) -> dict[str, Any]:
             spec = build_spec(role, paths["qwen3"], tokens_per_microbatch=tokens)
             runs[f"{role.value}-qwen3-cut{tokens}"] = (spec, SOME_ROWS)
     runs["policy-small_vocab"] = (build_spec(Role.policy, paths["small_vocab"]), SOME_ROWS)
-    runs["policy-qwen3-row"] = (build_spec(Role.policy, paths["qwen3"]), 1)
+    runs["policy-qwen3-row"] = (build_spec(Role.policy, paths["qwen3"]), [0])
+    for role in (Role.policy, Role.critic):
+        spec = build_spec(role, paths["qwen3"], tokens_per_microbatch=60)
+        runs[f"{role.value}-qwen3-reordered"] = (spec, [7, 3, 11, 0, 5, 1, 9, 2, 10, 6, 4, 8])
+    for name in ("qwen3", "small_vocab"):
+        runs[f"policy-{name}-full_kl"] = (build_spec(Role.policy, paths[name], algo=FULL_KL), SOME_ROWS)
+    spec = build_spec(Role.policy, paths["qwen3"], algo=FULL_KL, tokens_per_microbatch=60)
+    runs["policy-qwen3-full_kl-cut60"] = (spec, SOME_ROWS)
     runs["policy-qwen3-bf16"] = (build_spec(Role.policy, paths["qwen3"], dtype=Dtype.bfloat16), SOME_ROWS)
     return launch(1, train_all, runs)
 
@@ -66,7 +77,12 @@ def two(checkpoints: dict[str, tuple[Path, Any]]) -> dict[str, Any]:
         build_spec(Role.policy, checkpoints["small_vocab"][0], "tp2"),
         SOME_ROWS,
     )
-    runs["policy-qwen3-row-dp2"] = (build_spec(Role.policy, checkpoints["qwen3"][0], "dp2"), 1)
+    runs["policy-qwen3-row-dp2"] = (build_spec(Role.policy, checkpoints["qwen3"][0], "dp2"), [0])
+    for layout in ("tp2", "tp2_sp", "dp2"):
+        spec = build_spec(Role.policy, checkpoints["qwen3"][0], layout, algo=FULL_KL, tokens_per_microbatch=60)
+        runs[f"policy-qwen3-full_kl-{layout}"] = (spec, SOME_ROWS)
+    spec = build_spec(Role.policy, checkpoints["small_vocab"][0], "tp2", algo=FULL_KL)
+    runs["policy-small_vocab-full_kl-tp2"] = (spec, SOME_ROWS)
     return launch(2, train_all, runs)
 
 
@@ -83,7 +99,9 @@ def assert_same_training(run: dict[str, Any], reference: dict[str, Any], weight_
             atol=weight_tolerance,
             msg=lambda m, n=name: f"{n}: {m}",
         )
-    torch.testing.assert_close(run["after"]["evaluation"], reference["after"]["evaluation"], rtol=0, atol=2e-5)
+    for name in ("evaluation", "reference_kl"):
+        if name in reference["after"]:
+            torch.testing.assert_close(run["after"][name], reference["after"][name], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -127,6 +145,42 @@ def test_training_moves_every_weight(checkpoints: dict[str, tuple[Path, Any]], o
 @pytest.mark.parametrize("role", ["policy", "critic"])
 def test_training_does_not_depend_on_the_cut_into_microbatches(role: str, tokens: int, one: dict[str, Any]) -> None:
     assert_same_training(one[f"{role}-qwen3-cut{tokens}"], one[f"{role}-qwen3"])
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_training_does_not_depend_on_the_order_of_the_rows(role: str, one: dict[str, Any]) -> None:
+    assert_same_training(one[f"{role}-qwen3-reordered"], one[f"{role}-qwen3"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3-full_kl-tp2",
+        "qwen3-full_kl-tp2_sp",
+        "qwen3-full_kl-dp2",
+        "qwen3-full_kl-cut60",
+        "small_vocab-full_kl-tp2",
+    ],
+)
+def test_training_with_the_full_kl_depends_on_neither_layout_nor_cut(
+    name: str, one: dict[str, Any], two: dict[str, Any]
+) -> None:
+    run = (two | one)[f"policy-{name}"]
+    assert_same_training(run, one[f"policy-{name.split('-')[0]}-full_kl"])
+
+
+def test_the_full_kl_is_that_of_the_trained_model_and_the_start_checkpoint(
+    checkpoints: dict[str, tuple[Path, Any]], one: dict[str, Any]
+) -> None:
+    run, start = one["policy-qwen3-full_kl"], checkpoints["qwen3"][1]
+    assert torch.equal(run["before"]["reference_kl"], torch.zeros_like(run["before"]["reference_kl"]))
+    assert run["metrics"][0]["policy/kl_loss"] == 0.0
+    assert run["metrics"][2]["policy/kl_loss"] > 1e-3
+    trained = copy.deepcopy(start)
+    trained.load_state_dict(run["after"]["weights"])
+    expected = compute_padded_kl(trained, start, build_sequences(seed=5), 0.8)
+    assert expected.max() > 1e-2
+    torch.testing.assert_close(run["after"]["reference_kl"], expected.float(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2_sp", "pp2", "dp2"])

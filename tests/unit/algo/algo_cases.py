@@ -69,12 +69,14 @@ def make_experience(groups, lengths, rewards, truncated, seed, holes=True, dtype
     return Experience(
         sequences=Sequences(torch.zeros(int(total.sum()), dtype=torch.int64), total, prompts),
         groups=torch.tensor(groups),
+        ages=torch.zeros(n, dtype=torch.int64),
         rewards=torch.tensor(rewards, dtype=dtype),
         truncated=torch.tensor(truncated),
         mask=mask,
         old_logprobs=(old := draw_(0.7, -1.5)),
         rollout_logprobs=old + draw_(0.3, 0.0),
         ref_logprobs=old + draw_(0.3, 0.0),
+        ref_kl=draw_(0.2, 0.5),
         values=draw_(0.6, 0.2),
     )
 
@@ -87,6 +89,7 @@ def as_lists(e: Experience) -> SimpleNamespace:
         mask=e.mask.tolist(),
         old=e.old_logprobs.tolist(),
         ref=e.ref_logprobs.tolist(),
+        ref_kl=e.ref_kl.tolist(),
         values=e.values.tolist(),
         lengths=e.sequences.response_lengths.tolist(),
     )
@@ -135,12 +138,13 @@ def build_targets(s: TrainingSamples, rows: torch.Tensor, **replaced) -> TokenTa
 
 
 def perturbed(e, seed):
-    """log-probs and entropy after some updates, [B, T], poison outside the mask."""
+    """log-probs, entropy and KL over the vocabulary after some updates, [B, T], poison outside the mask."""
     g = torch.Generator().manual_seed(seed)
     noise = torch.randn(e.mask.shape, generator=g, dtype=torch.float64) * 0.4
     lp = (e.old_logprobs.double() + noise).detach().requires_grad_()
     entropy = torch.where(e.mask, noise.abs() + 0.5, torch.nan).requires_grad_()
-    return lp, entropy
+    full_kl = torch.where(e.mask, noise.square() + 0.1, torch.nan).requires_grad_()
+    return lp, entropy, full_kl
 
 
 def whole(e, config):

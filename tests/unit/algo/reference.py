@@ -70,12 +70,16 @@ def group_relative(returns, groups, divide, std_of):
     return centered
 
 
-def normalise(rewards, groups, mean_of, std_of):
+def normalise(rewards, groups, mean_of, std_of, seen=()):
+    """seen: every reward of the run so far, these included (for the scope running)."""
     out = []
     for i, r in enumerate(rewards):
-        sets = {"batch": rewards, "group": [rewards[j] for j in members(groups, i)]}
+        sets = {"batch": rewards, "group": [rewards[j] for j in members(groups, i)], "running": list(seen)}
         for scope in (mean_of, std_of):
-            if scope != "none" and max(sets[scope]) == min(sets[scope]):
+            # Less the mean of other rewards too, equal ones need not be 0; over a std of 0 they are.
+            if scope == "none" or (scope == "running" and std_of != "running"):
+                continue
+            if max(sets[scope]) == min(sets[scope]):
                 out.append(0.0)
                 break
         else:
@@ -121,9 +125,21 @@ def kl_penalties(batch, algo, kl_coef):
         row = [0.0] * len(m)
         for t in range(len(m)):
             if m[t] and algo.kl.in_reward:
-                row[t] = kl_coef * kl(batch.old[i][t] - batch.ref[i][t], algo.kl.reward_estimator.name)
+                name = algo.kl.reward_estimator.name
+                row[t] = kl_coef * (
+                    batch.ref_kl[i][t] if name == "full" else kl(batch.old[i][t] - batch.ref[i][t], name)
+                )
         out.append(row)
     return out
+
+
+def adapted_coef(coef, mean_kl, target, horizon, num_samples):
+    error = mean_kl / target - 1
+    if error > 0.2:
+        error = 0.2
+    if error < -0.2:
+        error = -0.2
+    return coef + coef * error * num_samples / horizon
 
 
 def spread_rewards(rewards, penalties, masks):
@@ -230,8 +246,10 @@ def topr(lp_row, s, i, t, algo):
     return -algo.topr.negative_loss_coef * rho * a * lp_row[t]
 
 
-def policy_loss(lp, entropy, s, algo, response_length):
-    """lp, entropy: float64 [B, T]; s: lists mask, loss_mask, positive, advantages, old, rollout, ref."""
+def policy_loss(lp, entropy, s, algo, response_length, full=None):
+    """lp, entropy, full (KL over the vocabulary): float64 [B, T]; s: lists mask, loss_mask, positive, advantages, old,
+    rollout, ref.
+    """
     factor = weights(algo.loss_agg_mode.value, s.loss_mask, s.mask, response_length)
     total = torch.zeros((), dtype=torch.float64)
     num_positive = sum(sum(row) for row, p in zip(s.loss_mask, s.positive, strict=True) if p)
@@ -244,7 +262,8 @@ def policy_loss(lp, entropy, s, algo, response_length):
             loss = algo.rl_loss_coef * c[t] * surrogate(x, s.old[i][t], s.advantages[i][t], algo)
             loss = loss + topr(lp[i], s, i, t, algo)
             if algo.kl.in_loss:
-                loss = loss + algo.kl.loss_coef * kl(x - s.ref[i][t], algo.kl.loss_estimator.name)
+                name = algo.kl.loss_estimator.name
+                loss = loss + algo.kl.loss_coef * (full[i, t] if name == "full" else kl(x - s.ref[i][t], name))
             if algo.entropy_coef:
                 loss = loss - algo.entropy_coef * entropy[i, t]
             total = total + factor[i] * loss

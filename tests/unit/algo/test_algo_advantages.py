@@ -193,3 +193,24 @@ def test_whitening_by_hand():
 def test_whitening_equals_the_reference(e):
     b = as_lists(e)
     close(compute_whitened(e.values, e.mask), reference.whiten(b.values, b.mask), 1e-8)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    ("name", "estimate"),
+    [
+        ("rewards", lambda x: compute_reward_to_go(x[None], torch.ones(1, 4, dtype=torch.bool), 1.0)),
+        ("rewards", lambda x: compute_rloo(x, torch.zeros(4, dtype=torch.int64))),
+        ("rewards", lambda x: compute_group_relative(x, torch.zeros(4), AdvantageStd.batch, StdOf.centered)),
+        ("advantages", lambda x: compute_whitened(x[None], torch.ones(1, 4, dtype=torch.bool))),
+    ],
+    ids=["reinforce", "rloo", "group", "whitening"],
+)
+def test_every_estimator_refuses_numbers_that_are_not_finite(name, estimate, bad):
+    with pytest.raises(NonFiniteError, match=f"{name}: 1 of 4 entries are not finite"):
+        estimate(f64([0.0, bad, 1.0, 2.0]))
+
+
+def test_a_group_of_one_has_no_advantage():
+    for std in AdvantageStd:
+        assert compute_group_relative(f64([5.0, 1.0]), torch.tensor([0, 1]), std, StdOf.raw).tolist() == [0.0, 0.0]

@@ -13,9 +13,9 @@ from omegaconf.errors import OmegaConfBaseException
 from megarl.algo.losses import count_minibatch, policy_loss
 from megarl.algo.objective import format_objective
 from megarl.algo.targets import compute_targets
-from megarl.config.algo import AlgoConfig, needs_critic, needs_entropy, needs_reference
-from megarl.config.check_algo import check_algo
+from megarl.config.algo import AlgoConfig, needs_critic, needs_entropy, needs_full_kl, needs_reference
 from megarl.config.algo_choices import Advantage, AdvantageStd, KLEstimator, LossAggMode, StdOf, Surrogate
+from megarl.config.check_algo import check_algo
 
 pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")
 
@@ -25,7 +25,7 @@ def steps(train) -> int:
     return samples // train.samples_per_minibatch * train.epochs_per_iteration
 
 
-def test_the_presets_are_those_of_the_table_that_need_no_trainer_feature():
+def test_the_presets_are_those_of_the_table():
     expected = {
         "ppo",
         "vc_ppo",
@@ -36,6 +36,7 @@ def test_the_presets_are_those_of_the_table_that_need_no_trainer_feature():
         "lite_ppo",
         "topr",
         "grpo",
+        "dapo",
     }
     assert set(NAMES) == expected
 
@@ -62,8 +63,8 @@ def test_a_presets_targets_loss_and_gradient_equal_the_reference(name):
     algo, _ = load_preset(name)
     lengths = [3, 5, 12, 1, 25, 40, 2, 8]
     e = make_experience([0] * 4 + [1] * 4, lengths, [1.0, 0.0, 0.3, 1.0, -1.0, 0.0, 1.0, 1.0], [False] * 8, 9)
-    samples, _ = compute_targets(e, algo, algo.kl.coef)
-    expected = reference.targets(as_lists(e), algo, algo.kl.coef)
+    samples, _ = compute_targets(e, algo, algo.kl.coef, response_length=64)
+    expected = reference.targets(as_lists(e), algo, algo.kl.coef, 64)
     torch.testing.assert_close(samples.advantages, torch.tensor(expected.advantages, dtype=torch.float64))
     rows = torch.arange(8)
     inside = torch.arange(e.mask.shape[1]) < e.sequences.response_lengths[:, None]
@@ -84,6 +85,15 @@ def test_what_a_preset_needs():
     assert with_reference == ["grpo", "reinforce_pp", "reinforce_pp_baseline", "rloo"]
     assert not any(needs_entropy(load_preset(n)[0]) for n in NAMES)
     assert needs_entropy(configure(entropy_coef=0.01))
+
+
+@pytest.mark.parametrize("where", ["in_reward", "in_loss"])
+def test_a_full_kl_alone_needs_no_reference_role(where):
+    full = {"kl__reward_estimator": KLEstimator.full, "kl__loss_estimator": KLEstimator.full}
+    algo = configure(**{f"kl__{where}": True}, **full)
+    assert needs_full_kl(algo)
+    assert not needs_reference(algo)
+    assert not needs_full_kl(configure(**full))
 
 
 @pytest.mark.parametrize("value", ["adaptive", "0.9", "1"])
@@ -191,6 +201,21 @@ def test_vapos_printed_objective_is_its_formula_with_its_numbers():
         "iterations of it "
         "alone (lambda = 1)",
     ]
+
+
+@pytest.mark.parametrize("where", ["in_loss", "in_reward"])
+def test_the_full_kl_is_printed_as_its_sum_over_the_vocabulary(where):
+    kl = {
+        "kl__in_loss": where == "in_loss",
+        "kl__in_reward": where == "in_reward",
+        "kl__loss_coef": 0.5,
+        "kl__coef": 0.5,
+    }
+    both = {"kl__loss_estimator": KLEstimator.full, "kl__reward_estimator": KLEstimator.full}
+    lines = format_objective(configure(**kl, **both), 1).splitlines()
+    policy, line = ("pi", lines[1]) if where == "in_loss" else ("pi_old", lines[3])
+    assert f"0.5 * sum_v {policy}(v) (log {policy}(v) - log pi_ref(v))" in line
+    assert "with d =" not in line
 
 
 def test_every_number_shows_in_the_printed_objective():

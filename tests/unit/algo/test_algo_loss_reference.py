@@ -59,7 +59,7 @@ def policy_configs():
             rl_loss_coef=0.8,
         ),
         st.sampled_from(AGGREGATIONS),
-        st.sampled_from([None, KLEstimator.k2, KLEstimator.k3, KLEstimator.abs]),
+        st.sampled_from([None, KLEstimator.k2, KLEstimator.k3, KLEstimator.abs, KLEstimator.full]),
         st.sampled_from([0.0, 0.2]),
         st.sampled_from([0.0, 0.7]),
         st.sampled_from(RatioLevel),
@@ -77,26 +77,20 @@ def policy_configs():
 def test_the_policy_loss_and_its_gradient_equal_the_reference(e, config, seed):
     samples, rows, targets = whole(e, config)
     counts = count_minibatch(samples)
-    found, entropy = perturbed(e, seed)
-    out = policy_loss(
-        at_responses(samples, rows, found),
-        at_responses(samples, rows, entropy),
-        targets,
-        config,
-        counts,
-        LIMIT,
-    )
+    found = perturbed(e, seed)
+    lp, h, full = (at_responses(samples, rows, x) for x in found)
+    out = policy_loss(lp, h, targets, config, counts, LIMIT, full)
     out.loss.backward()
-    lp, h = perturbed(e, seed)
-    expected = reference.policy_loss(lp, h, samples_as_lists(samples), config, LIMIT)
+    theirs = perturbed(e, seed)
+    expected = reference.policy_loss(*theirs[:2], samples_as_lists(samples), config, LIMIT, theirs[2])
     assert out.loss.item() == pytest.approx(expected.item(), abs=1e-9)
     if expected.requires_grad:
         expected.backward()
-    for mine, theirs in ((found, lp), (entropy, h)):
+    for mine, other in zip(found, theirs, strict=True):
         zero = torch.zeros_like(mine)
         torch.testing.assert_close(
             zero if mine.grad is None else mine.grad,
-            zero if theirs.grad is None else theirs.grad,
+            zero if other.grad is None else other.grad,
             rtol=1e-9,
             atol=1e-9,
         )
@@ -140,23 +134,26 @@ def test_any_split_into_micro_batches_in_any_order_gives_the_same_loss_gradient_
 ):
     samples, rows, targets = whole(e, config)
     counts = count_minibatch(samples)
-    one, h = perturbed(e, seed)
+    one = perturbed(e, seed)
     args = (config, counts, LIMIT)
-    expected = policy_loss(at_responses(samples, rows, one), at_responses(samples, rows, h), targets, *args)
+    lp, h, full = (at_responses(samples, rows, x) for x in one)
+    expected = policy_loss(lp, h, targets, *args, full)
     expected.loss.backward()
     order = rows.tolist()
     random.shuffle(order)
-    cut, h = perturbed(e, seed)
+    cut = perturbed(e, seed)
     loss, sums, largest = torch.zeros((), dtype=torch.float64), {}, -math.inf
     for piece in torch.tensor(order).tensor_split(pieces):
         part = build_targets(samples, piece)
-        out = policy_loss(at_responses(samples, piece, cut), at_responses(samples, piece, h), part, *args)
+        lp, h, full = (at_responses(samples, piece, x) for x in cut)
+        out = policy_loss(lp, h, part, *args, full)
         out.loss.backward()
         loss = loss + out.loss.detach()
         sums = {name: sums.get(name, 0.0) + value for name, value in out.sums.items()}
         largest = max(largest, float(out.maxima["policy/ratio_max"]))
     torch.testing.assert_close(loss, expected.loss.detach())
-    torch.testing.assert_close(cut.grad, one.grad, rtol=1e-9, atol=1e-12)
+    for mine, whole_ in zip(cut, one, strict=True):
+        torch.testing.assert_close(mine.grad, whole_.grad, rtol=1e-9, atol=1e-12)
     assert largest == pytest.approx(float(expected.maxima["policy/ratio_max"]))
     for name, value in expected.sums.items():
         torch.testing.assert_close(torch.as_tensor(sums[name]), value)
@@ -186,15 +183,9 @@ def test_the_same_holds_for_the_critic():
 @given(experiences(dtype=torch.float32), policy_configs(), st.integers(0, 1000))
 def test_the_loss_has_the_dtype_of_its_input_and_float32_is_close_to_the_reference(e, config, seed):
     samples, rows, targets = whole(e, config)
-    lp, h = perturbed(e, seed)
-    out = policy_loss(
-        at_responses(samples, rows, lp.detach()).float(),
-        at_responses(samples, rows, h.detach()).float(),
-        targets,
-        config,
-        count_minibatch(samples),
-        LIMIT,
-    )
+    lp, h, full = perturbed(e, seed)
+    mine = [at_responses(samples, rows, x.detach()).float() for x in (lp, h, full)]
+    out = policy_loss(*mine[:2], targets, config, count_minibatch(samples), LIMIT, mine[2])
     assert out.loss.dtype is torch.float32
-    expected = reference.policy_loss(lp, h, samples_as_lists(samples), config, LIMIT)
+    expected = reference.policy_loss(lp, h, samples_as_lists(samples), config, LIMIT, full)
     assert out.loss.item() == pytest.approx(expected.item(), rel=1e-3, abs=1e-4)

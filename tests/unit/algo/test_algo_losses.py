@@ -92,14 +92,32 @@ def test_the_entropy_bonus_by_hand():
 
 
 def test_the_kl_loss_by_hand():
-    # d = log 0.5 - log 0.25 = ln 2: k2 = ln2^2/2; k3 = 0.5 + ln 2 - 1
+    # d = log 0.5 - log 0.25 = ln 2: abs = ln 2; k2 = ln2^2/2; k3 = 0.5 + ln 2 - 1; with k1 the error is at config time
     ref = torch.full((1,), math.log(0.25), dtype=torch.float64)
     case = one_row([0], [1], ref_logprobs=ref)
-    for estimator, expected in ((KLEstimator.k2, math.log(2) ** 2 / 2), (KLEstimator.k3, math.log(2) - 0.5)):
+    by_hand = {
+        KLEstimator.abs: math.log(2),
+        KLEstimator.k2: math.log(2) ** 2 / 2,
+        KLEstimator.mse: math.log(2) ** 2 / 2,
+        KLEstimator.k3: math.log(2) - 0.5,
+    }
+    for estimator, expected in by_hand.items():
         config = configure(kl__in_loss=True, kl__loss_coef=0.1, kl__loss_estimator=estimator)
         out = loss_of(*case, config)
         assert float(out.loss) == pytest.approx(0.1 * expected)
         assert float(out.sums["policy/kl_loss"]) == pytest.approx(expected)
+
+
+def test_the_full_kl_loss_by_hand():
+    # Two tokens of KL 0.2 and 0.6: coef * mean; the gradient is coef/2 each. No reference log-probs are needed.
+    config = configure(kl__in_loss=True, kl__loss_coef=0.1, kl__loss_estimator=KLEstimator.full)
+    logprobs, targets, counts = one_row([0, 0], [1, 1])
+    full = f64([0.2, 0.6]).requires_grad_()
+    out = policy_loss(logprobs, None, targets, config, counts, LIMIT, full)
+    out.loss.backward()
+    assert float(out.loss.detach()) == pytest.approx(0.1 * 0.4)
+    assert float(out.sums["policy/kl_loss"]) == pytest.approx(0.4)
+    assert full.grad.tolist() == pytest.approx([0.05, 0.05])
 
 
 def test_the_logprob_surrogate_by_hand():
@@ -149,6 +167,16 @@ def test_mismatch_weights_by_hand():
             assert compute_outside(at, reject).tolist() == [x == 0 for x in rejected]
 
 
+def test_geometric_rejection_by_hand():
+    # ratios 1, 3.24 in a row of two: geometric mean 1.8, inside 0.5..2; 0.16, 1: 0.4, outside
+    log_ratio, rows, lengths = f64([1.0, 3.24, 0.16, 1.0]).log(), torch.tensor([0, 0, 1, 1]), torch.tensor([2, 2])
+    level = MismatchLevel.geometric
+    config = configure(mismatch__correction=MismatchCorrection.reject, mismatch__level=level).mismatch
+    at = compute_log_mismatch(log_ratio, rows, lengths, level)
+    torch.testing.assert_close(compute_mismatch_weight(at, config), f64([1.8, 1.8, 0.0, 0.0]))
+    assert compute_outside(at, config).tolist() == [False, False, True, True]
+
+
 def test_a_mismatch_weight_of_a_long_sequence_does_not_overflow():
     config = configure(mismatch__correction=MismatchCorrection.clip).mismatch
     found = compute_mismatch_weight(torch.tensor([2000.0, -2000.0]), config)
@@ -191,27 +219,53 @@ def test_a_minibatch_with_nothing_to_learn_has_a_loss_of_zero_that_can_be_differ
     e = make_experience([0, 0], [2, 0], [1.0, 0.0], [True, True], 0)
     config = configure(overlong__filter=True, positive_lm_coef=0.1)
     samples, rows, targets = whole(e, config)
-    lp, _ = perturbed(e, 0)
+    lp = perturbed(e, 0)[0]
     out = policy_loss(at_responses(samples, rows, lp), None, targets, config, count_minibatch(samples), LIMIT)
     out.loss.backward()
     assert float(out.loss.detach()) == 0.0
     assert float(lp.grad.abs().sum()) == 0.0
 
 
-@pytest.mark.parametrize("name", ["logprobs", "advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs"])
-def test_inputs_that_are_not_finite_are_refused_with_name_count_and_row(name):
+OF_THE_MODEL = ["logprobs", "entropy", "full_kl"]
+OF_THE_TARGETS = ["advantages", "old_logprobs", "rollout_logprobs", "ref_logprobs"]
+
+
+@pytest.mark.parametrize("name", OF_THE_MODEL + OF_THE_TARGETS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_inputs_that_are_not_finite_are_refused_with_name_count_and_row(name, bad):
     e = make_experience([0, 0], [2, 3], [1.0, 0.0], [False, False], 0, holes=False)
-    config = configure(kl__in_loss=True)
+    estimator = KLEstimator.full if name == "full_kl" else KLEstimator.k3
+    config = configure(kl__in_loss=True, kl__loss_estimator=estimator, entropy_coef=0.1)
     samples, rows, targets = whole(e, config)
-    lp = at_responses(samples, rows, perturbed(e, 0)[0].detach())
-    bad = (lp if name == "logprobs" else getattr(targets, name)).clone()
-    bad[3:] = float("nan")
-    if name == "logprobs":
-        lp = bad
+    found = (at_responses(samples, rows, x.detach()) for x in perturbed(e, 0))
+    inputs = dict(zip(OF_THE_MODEL, found, strict=True))
+    if name in inputs:
+        inputs[name][3:] = bad
     else:
-        targets = build_targets(samples, rows, **{name: bad})
+        values = getattr(targets, name).clone()
+        values[3:] = bad
+        targets = build_targets(samples, rows, **{name: values})
     with pytest.raises(NonFiniteError, match=rf"{name}: 2 of 5 entries are not finite, first in row 1"):
-        policy_loss(lp, None, targets, config, count_minibatch(samples), LIMIT)
+        policy_loss(
+            inputs["logprobs"], inputs["entropy"], targets, config, count_minibatch(samples), LIMIT, inputs["full_kl"]
+        )
+
+
+@pytest.mark.parametrize("name", ["values", "returns", "old_values"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_critic_inputs_that_are_not_finite_are_refused_with_name_count_and_row(name, bad):
+    e = make_experience([0, 0], [2, 3], [1.0, 0.0], [False, False], 0, holes=False)
+    config = configure(value_clip=0.2)
+    samples, rows, targets = whole(e, config)
+    inputs = {
+        "values": at_responses(samples, rows, e.values),
+        "returns": targets.returns,
+        "old_values": targets.old_values,
+    }
+    inputs[name] = torch.where(torch.arange(5) >= 3, bad, inputs[name])
+    targets = build_targets(samples, rows, returns=inputs["returns"], old_values=inputs["old_values"])
+    with pytest.raises(NonFiniteError, match=rf"{name}: 2 of 5 entries are not finite, first in row 1"):
+        critic_loss(inputs["values"], targets, config, count_minibatch(samples))
 
 
 def test_a_ratio_that_overflows_is_an_error_and_not_an_infinite_loss():
@@ -224,6 +278,8 @@ def test_missing_inputs_are_errors_by_name():
     case = one_row([1.0], [1.0])
     with pytest.raises(ValueError, match="ref_logprobs: none found"):
         loss_of(*case, configure(kl__in_loss=True))
+    with pytest.raises(ValueError, match="full_kl: none found"):
+        loss_of(*case, configure(kl__in_loss=True, kl__loss_estimator=KLEstimator.full))
     with pytest.raises(ValueError, match="entropy: none found"):
         loss_of(*case, configure(entropy_coef=0.1))
     with pytest.raises(ValueError, match="returns: none found"):

@@ -1,6 +1,7 @@
 """Reward shaping, KL estimators, the adaptive KL coefficient, running moments."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import reference
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.finite import NonFiniteError
-from megarl.algo.kl import KlController, compute_adapted_coef, compute_kl
+from megarl.algo.kl import KlController, compute_adapted_coef, compute_kl, compute_token_kl
 from megarl.algo.rewards import (
     compute_normalised_rewards,
     compute_overlong_penalty,
@@ -46,9 +47,19 @@ def test_rolls_names_of_the_estimators_are_the_same_members():
 
 
 @some
-@given(st.floats(-5, 5), st.sampled_from(list(KLEstimator)))
+@given(st.floats(-5, 5), st.sampled_from([e for e in KLEstimator if e is not KLEstimator.full]))
 def test_kl_estimators_equal_the_reference(d, estimator):
     close(compute_kl(f64([d]), f64([0.0]), estimator), [reference.kl(d, estimator.name)])
+
+
+def test_the_full_kl_comes_from_the_models_and_not_from_log_probs():
+    with pytest.raises(ValueError, match="KL estimator full: it has no formula"):
+        compute_kl(f64([0.0]), f64([0.0]), KLEstimator.full)
+    e = make_experience([0, 0], [2, 4], [1.0, 0.0], [False, False], 3)
+    found = compute_token_kl(replace(e, ref_logprobs=None), KLEstimator.full)
+    assert torch.equal(found, torch.where(e.mask, e.ref_kl, 0.0))
+    with pytest.raises(ValueError, match=r"ref_kl: none found; algo\.kl\.reward_estimator=full"):
+        compute_token_kl(replace(e, ref_kl=None), KLEstimator.full)
 
 
 def test_k3_is_accurate_near_zero_in_float32():
@@ -63,6 +74,12 @@ def test_the_adaptive_coefficient_by_hand():
     assert compute_adapted_coef(0.5, 0.09, 0.1, 1000, 100) == pytest.approx(0.5 * 0.99)
 
 
+@given(st.floats(1e-4, 10), st.floats(0, 10), st.floats(1e-3, 10), st.floats(1, 1e5), st.integers(1, 4096))
+def test_the_adaptive_coefficient_equals_the_reference(coef, kl, target, horizon, num_samples):
+    expected = reference.adapted_coef(coef, kl, target, horizon, num_samples)
+    assert compute_adapted_coef(coef, kl, target, horizon, num_samples) == pytest.approx(expected, rel=1e-12)
+
+
 def test_the_controller_moves_with_the_batch_and_a_fixed_one_stays():
     e = make_experience([0, 0], [3, 5], [1.0, 0.0], [False, False], 3, holes=False)
     config = configure(kl__in_reward=True, kl__coef=0.1, kl__target=0.01, kl__horizon=10.0).kl
@@ -73,6 +90,11 @@ def test_the_controller_moves_with_the_batch_and_a_fixed_one_stays():
     error = min(max(sum(d) / 8 / 0.01 - 1, -0.2), 0.2)
     assert controller.coef == pytest.approx(0.1 * (1 + error * 2 / 10))
     assert controller.coef != 0.1
+    full = configure(
+        kl__in_reward=True, kl__coef=0.1, kl__target=0.4, kl__horizon=10.0, kl__reward_estimator=KLEstimator.full
+    )
+    e = replace(e, ref_kl=torch.where(e.mask, 0.38, torch.nan), ref_logprobs=None)
+    assert KlController.start(full.kl).update(e)[0].coef == pytest.approx(0.1 * (1 - 0.05 * 2 / 10))
     fixed = KlController.start(configure(kl__in_reward=True).kl)
     assert fixed.update(e)[0] == fixed
     assert KlController.start(configure().kl).update(e)[1] == {}
@@ -108,15 +130,31 @@ def test_reward_normalisation_by_hand():
     close(found, [0.0, 1.0, 2.0, 2.0], 2e-6)
 
 
-SCOPES = ["none", "batch", "group"]
+SCOPES = ["none", "batch", "group", "running"]
 
 
 @some
-@given(experiences(), st.sampled_from(SCOPES), st.sampled_from(SCOPES))
-def test_reward_normalisation_equals_the_reference(e, mean, std):
+@given(experiences(), st.sampled_from(SCOPES), st.sampled_from(SCOPES), st.lists(st.sampled_from([0.0, 0.3, 2.0])))
+def test_reward_normalisation_equals_the_reference(e, mean, std, earlier):
     b = as_lists(e)
-    found = compute_normalised_rewards(e.rewards, e.groups, norm(mean, std))
-    close(found, reference.normalise(b.rewards, b.groups, mean, std))
+    moments = merge_moments(merge_moments(RunningMoments(), f64(earlier)), e.rewards)
+    found = compute_normalised_rewards(e.rewards, e.groups, norm(mean, std), moments)
+    close(found, reference.normalise(b.rewards, b.groups, mean, std, [*earlier, *b.rewards]), 1e-8)
+
+
+def test_every_scope_of_mean_and_std_by_hand():
+    # Rewards 1, 3 | 6, 6 after 0, 4 earlier. Means: batch 4, groups 2 and 6, run 20/6; stds: batch sqrt(18/4), group 1
+    # and 0, run sqrt(98/6 - 100/9). A constant set gives 0 wherever it normalises.
+    rewards, groups = f64([1.0, 3.0, 6.0, 6.0]), torch.tensor([0, 0, 1, 1])
+    running = merge_moments(RunningMoments(), f64([0.0, 4.0, 1.0, 3.0, 6.0, 6.0]))
+    means = {"none": [0.0] * 4, "batch": [4.0] * 4, "group": [2.0, 2.0, 6.0, 6.0], "running": [20 / 6] * 4}
+    run = (98 / 6 - 100 / 9) ** 0.5
+    stds = {"none": [1.0] * 4, "batch": [4.5**0.5] * 4, "group": [1.0, 1.0, math.inf, math.inf], "running": [run] * 4}
+    for mean, mus in means.items():
+        for std, sigmas in stds.items():
+            found = compute_normalised_rewards(rewards, groups, norm(mean, std), running)
+            expected = [(r - mu) / sigma for r, mu, sigma in zip(rewards.tolist(), mus, sigmas, strict=True)]
+            close(found, expected, 5e-6)
 
 
 @some

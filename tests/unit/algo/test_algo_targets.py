@@ -11,11 +11,9 @@ from algo_cases import as_lists, configure, experiences, few, make_experience, n
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo.diagnostics import compute_batch_metrics, compute_explained_variance
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.targets import compute_targets, monte_carlo
-from megarl.config.algo import AlgoConfig
-from megarl.config.algo_choices import Advantage, AdvantageStd, KLEstimator, MismatchLevel, StdOf
+from megarl.config.algo_choices import Advantage, AdvantageStd, KLEstimator, StdOf
 
 LIMIT = 20
 
@@ -62,8 +60,14 @@ def test_gae_targets_equal_the_reference(e, lam, gamma, whiten, kl, overlong):
 
 
 @some
-@given(experiences(), st.sampled_from([0.9, 1.0]), st.sampled_from(list(KLEstimator)), st.booleans())
-def test_reinforce_targets_equal_the_reference(e, gamma, estimator, whiten):
+@given(
+    experiences(),
+    st.sampled_from([0.9, 1.0]),
+    st.sampled_from(list(KLEstimator)),
+    st.booleans(),
+    st.sampled_from([None, 0.25]),
+)
+def test_reinforce_targets_equal_the_reference(e, gamma, estimator, whiten, clip):
     check(
         e,
         configure(
@@ -73,6 +77,7 @@ def test_reinforce_targets_equal_the_reference(e, gamma, estimator, whiten):
             kl__reward_estimator=estimator,
             whiten_advantages=whiten,
             reward_norm=norm("batch", "group"),
+            reward_clip=clip,
         ),
     )
 
@@ -105,6 +110,25 @@ def test_rloo_with_kl_in_the_reward_by_hand():
     e = dataclasses.replace(e, old_logprobs=old, ref_logprobs=ref, rollout_logprobs=old)
     samples, _ = compute_targets(e, configure(advantage=Advantage.rloo, kl__in_reward=True), 0.1)
     torch.testing.assert_close(samples.advantages, torch.tensor([[0.8, 0.8], [-0.8, 0.0]]))
+
+
+def test_reinforce_with_full_kl_in_the_reward_by_hand():
+    # KL 0.5 and 0.2 with beta 0.1, reward 1 at the end: A_1 = 1 - 0.05 - 0.02, A_2 = 1 - 0.02
+    algo = configure(advantage=Advantage.reinforce, kl__in_reward=True, kl__reward_estimator=KLEstimator.full)
+    e = make_experience([0], [2], [1.0], [False], 0, holes=False)
+    e = dataclasses.replace(e, ref_logprobs=None, ref_kl=torch.tensor([[0.5, 0.2]], dtype=torch.float64))
+    samples, metrics = compute_targets(e, algo, 0.1)
+    torch.testing.assert_close(samples.advantages, torch.tensor([[0.93, 0.98]], dtype=torch.float64))
+    assert metrics["kl/mean"] == pytest.approx(0.35)
+    with pytest.raises(ValueError, match="ref_kl: none found"):
+        compute_targets(dataclasses.replace(e, ref_kl=None), algo, 0.1)
+
+
+def test_the_advantage_clip_by_hand():
+    # Group mean 0: A = 2, -1, -1, clipped to 1.5
+    e = make_experience([0, 0, 0], [1, 1, 1], [2.0, -1.0, -1.0], [False] * 3, 0, holes=False)
+    samples, _ = compute_targets(e, configure(advantage=Advantage.group, advantage_clip=1.5), 0.0)
+    assert samples.advantages.flatten().tolist() == [1.5, -1.0, -1.0]
 
 
 def test_decoupled_gae_by_hand():
@@ -164,7 +188,7 @@ def test_the_overlong_filter_takes_the_loss_and_leaves_statistics_and_critic():
     assert metrics["policy/dropped_frac"] == pytest.approx(4 / 7)
 
 
-@pytest.mark.parametrize("name", ["old_logprobs", "rollout_logprobs", "ref_logprobs", "values"])
+@pytest.mark.parametrize("name", ["old_logprobs", "rollout_logprobs", "ref_logprobs", "ref_kl", "values"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_experience_that_is_not_finite_is_refused_by_name(name, bad):
     e = make_experience([0, 0], [3, 4], [1.0, 0.0], [False, False], 0, holes=False)
@@ -190,65 +214,3 @@ def test_missing_and_misshapen_inputs_are_errors():
 def test_samples_without_generated_tokens_give_numbers(lengths):
     for advantage in Advantage:
         check(make_experience([0, 0], lengths, [1.0, 0.0], [False] * 2, 0), configure(advantage=advantage))
-
-
-def test_explained_variance_by_hand():
-    values, returns = torch.tensor([[1.0, 2.0, 9.0]]), torch.tensor([[1.0, 3.0, 7.0]])
-    mask = torch.tensor([[True, True, False]])
-    # G = 1, 3: variance 1; G - V = 0, 1: variance 1/4
-    assert compute_explained_variance(values, returns, mask) == pytest.approx(0.75)
-    assert compute_explained_variance(returns, returns, mask) == 1.0
-    assert compute_explained_variance(values, torch.ones(1, 3), mask) == 0.0
-    assert compute_explained_variance(values, returns, torch.zeros_like(mask)) == 0.0
-
-
-@some
-@given(experiences())
-def test_explained_variance_equals_the_reference(e):
-    values, returns = e.values[e.mask].tolist(), e.old_logprobs[e.mask].tolist()
-    expected = reference.explained_variance(values, returns) if values else 0.0
-    assert compute_explained_variance(e.values, e.old_logprobs, e.mask) == pytest.approx(expected, abs=1e-9)
-
-
-def test_batch_metrics_by_hand():
-    e = make_experience([0, 0, 1, 1], [2, 4, 1, 1], [1.0, 0.0, 0.5, 0.5], [False, True, False, False], 0, holes=False)
-    metrics = compute_batch_metrics(e)
-    expected = {
-        "reward/mean": 0.5,
-        "reward/std": 0.125**0.5,  # squares 1/4, 1/4, 0, 0
-        "reward/min": 0.0,
-        "reward/max": 1.0,
-        "reward/equal_groups_frac": 0.5,
-        "length/mean": 2.0,
-        "length/min": 1.0,
-        "length/max": 4.0,
-        "length/truncated_frac": 0.25,
-    }
-    assert metrics == pytest.approx(expected)
-
-
-def test_mismatch_metrics_by_hand():
-    # log ratios 0, ln 4 in one response, ln 0.25 in the other
-    e = make_experience([0, 1], [2, 1], [0.0, 1.0], [False] * 2, 0, holes=False)
-    four = math.log(4)
-    rollout = torch.tensor([[-2.0, -2.0 - four], [-2.0 + four, 0.0]], dtype=torch.float64)
-    old = torch.full((2, 2), -2.0, dtype=torch.float64)
-    e = dataclasses.replace(e, old_logprobs=old, rollout_logprobs=rollout)
-    _, metrics = compute_targets(e, configure(), 0.0)
-    assert metrics["mismatch/ratio_mean"] == pytest.approx((1 + 4 + 0.25) / 3)
-    assert metrics["mismatch/ratio_max"] == pytest.approx(4)
-    assert metrics["mismatch/outside_frac"] == pytest.approx(2 / 3)  # bounds 0.5 and 2
-    assert metrics["mismatch/kl"] == pytest.approx((0 + (3 - four) + (-0.75 + four)) / 3)
-    assert metrics["mismatch/logprob_gap_max"] == pytest.approx(four)
-    _, metrics = compute_targets(e, configure(mismatch__level=MismatchLevel.sequence), 0.0)
-    assert metrics["mismatch/ratio_mean"] == pytest.approx((4 + 4 + 0.25) / 3)
-    _, metrics = compute_targets(e, configure(mismatch__level=MismatchLevel.geometric), 0.0)
-    assert metrics["mismatch/ratio_mean"] == pytest.approx((2 + 2 + 0.25) / 3)
-
-
-def test_engines_that_disagree_entirely_still_give_finite_metrics():
-    e = make_experience([0, 0], [3, 3], [0.0, 1.0], [False] * 2, 0, holes=False)
-    e = dataclasses.replace(e, rollout_logprobs=e.old_logprobs - 500.0)
-    _, metrics = compute_targets(e, AlgoConfig(), 0.0)
-    assert all(math.isfinite(x) for x in metrics.values())
-    assert metrics["mismatch/outside_frac"] == 1.0

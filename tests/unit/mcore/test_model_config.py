@@ -7,7 +7,8 @@ import torch
 
 from megarl.config.roles import Dtype, ParallelConfig
 from megarl.mcore.architecture import Architecture, read_architecture
-from megarl.mcore.checkpoint_files import CheckpointReader, write_hf_checkpoint
+from megarl.mcore.checkpoint_files import write_hf_checkpoint
+from megarl.mcore.checkpoint_reader import CheckpointReader
 from megarl.mcore.model import build_config, padded_vocab_size
 
 CONFIG: dict[str, Any] = {

@@ -84,3 +84,18 @@ def padded_reference_logprobs(model: Any, sequences: Sequences, temperature: flo
             logprobs = torch.log_softmax(model(tokens[None]).logits[0] / temperature, -1)
         result[row, : len(tokens) - prompt] = logprobs[prompt - 1 : -1].gather(1, tokens[prompt:, None]).squeeze(1)
     return result
+
+
+def compute_padded_kl(model: Any, reference: Any, sequences: Sequences, temperature: float) -> torch.Tensor:
+    """[B, T] KL(model, reference) where each response token is chosen, by transformers and torch; differentiable in
+    the model's parameters.
+    """
+    pieces = []
+    for tokens, prompt in zip(
+        sequences.tokens.split(sequences.lengths.tolist()), sequences.prompt_lengths.tolist(), strict=True
+    ):
+        with torch.no_grad():
+            log_q = torch.log_softmax(reference(tokens[None]).logits[0, prompt - 1 : -1] / temperature, -1)
+        log_p = torch.log_softmax(model(tokens[None]).logits[0, prompt - 1 : -1] / temperature, -1)
+        pieces.append(torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1))
+    return torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True)

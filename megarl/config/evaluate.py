@@ -1,0 +1,73 @@
+"""The `evaluate` node: how `python -m megarl.evaluate` asks and counts; training does not read it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import isfinite
+
+
+@dataclass
+class EvaluateConfig:
+    num_samples: int = 1
+    """Responses per problem."""
+    temperature: float | None = None
+    """0 is greedy. null: greedy for one sample, 1 for more."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens that have this much probability together; 1: from all."""
+    top_k: int = -1
+    """Sample from so many likeliest tokens; -1: from all."""
+    k: list[int] | None = None
+    """The k of pass@k and maj@k. null: 2, 4, 8, ... up to num_samples (for k = 1 both are avg)."""
+    num_problems: int | None = None
+    """Of each set, so many problems, drawn at random under `seed`; null: every problem."""
+    confidence: float = 0.95
+    """Of the intervals."""
+    paths: dict[str, str] = field(default_factory=dict)
+    """A local file (.jsonl, .parquet) or dataset directory in place of the hub's, by the name of the set:
+    evaluate.paths.gsm8k=test.jsonl.
+    """
+
+
+def get_temperature(config: EvaluateConfig) -> float:
+    if config.temperature is not None:
+        return config.temperature
+    return 0.0 if config.num_samples == 1 else 1.0
+
+
+def list_ks(config: EvaluateConfig) -> tuple[int, ...]:
+    """The k of pass@k and maj@k, ascending."""
+    if config.k is not None:
+        return tuple(sorted(set(config.k)))
+    return tuple(2**i for i in range(1, max(1, config.num_samples).bit_length()))
+
+
+def check_evaluate(config: EvaluateConfig) -> Iterator[str]:
+    """One message per problem: the key, what was found, what would be right."""
+    for key in ("num_samples", "num_problems"):
+        value = getattr(config, key)
+        if value is not None and value < 1:
+            yield f"evaluate.{key}: found {value}; it must be 1 or more"
+    temperature = get_temperature(config)
+    if not (isfinite(temperature) and temperature >= 0):
+        yield f"evaluate.temperature: found {temperature}; it must be 0 (greedy) or above"
+    elif temperature == 0:
+        yield from _check_greedy(config)
+    if not 0 < config.top_p <= 1:
+        yield f"evaluate.top_p: found {config.top_p}; it must be above 0 and at most 1"
+    if config.top_k != -1 and config.top_k < 1:
+        yield f"evaluate.top_k: found {config.top_k}; it must be 1 or more, or -1 for all tokens"
+    if not 0 < config.confidence < 1:
+        yield f"evaluate.confidence: found {config.confidence}; it must be above 0 and below 1"
+    bad = [k for k in config.k or () if not 1 <= k <= config.num_samples]
+    if bad:
+        yield f"evaluate.k: found {bad[0]}; each must be between 1 and evaluate.num_samples ({config.num_samples})"
+
+
+def _check_greedy(config: EvaluateConfig) -> Iterator[str]:
+    if config.num_samples > 1:
+        yield (
+            f"evaluate.num_samples: found {config.num_samples}; at evaluate.temperature=0 all samples of a problem are"
+            " the same response; set 1, or a temperature above 0"
+        )
+    for key, unset in (("top_p", 1.0), ("top_k", -1)):
+        if getattr(config, key) != unset:
+            yield f"evaluate.{key}: has no effect on greedy responses; leave it out, or set evaluate.temperature"

@@ -1,0 +1,294 @@
+"""Numbers that tell how a run goes: rewards, lengths, mismatch of the engines, what the critic knows."""
+
+import dataclasses
+import math
+
+import pytest
+import reference
+import torch
+from algo_cases import configure, experiences, make_experience, some
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algo.critic_diagnostics import compute_calibration, compute_critic_metrics
+from megarl.algo.diagnostics import (
+    QUARTERS,
+    compute_batch_metrics,
+    compute_explained_variance,
+    compute_mismatch_metrics,
+    compute_quarters,
+)
+from megarl.algo.finite import NonFiniteError
+from megarl.algo.targets import compute_targets
+from megarl.config.algo import AlgoConfig
+from megarl.config.algo_choices import MismatchLevel
+
+
+def f64(x):
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def test_explained_variance_by_hand():
+    values, returns = torch.tensor([[1.0, 2.0, 9.0]]), torch.tensor([[1.0, 3.0, 7.0]])
+    mask = torch.tensor([[True, True, False]])
+    # G = 1, 3: variance 1; G - V = 0, 1: variance 1/4
+    assert compute_explained_variance(values, returns, mask) == pytest.approx(0.75)
+    assert compute_explained_variance(returns, returns, mask) == 1.0
+    assert compute_explained_variance(values, torch.ones(1, 3), mask) == 0.0
+    assert compute_explained_variance(values, returns, torch.zeros_like(mask)) == 0.0
+
+
+@some
+@given(experiences())
+def test_explained_variance_equals_the_reference(e):
+    values, returns = e.values[e.mask].tolist(), e.old_logprobs[e.mask].tolist()
+    expected = reference.explained_variance(values, returns) if values else 0.0
+    assert compute_explained_variance(e.values, e.old_logprobs, e.mask) == pytest.approx(expected, abs=1e-9)
+
+
+def test_batch_metrics_by_hand():
+    e = make_experience([0, 0, 1, 1], [2, 4, 1, 1], [1.0, 0.0, 0.5, 0.5], [False, True, False, False], 0, holes=False)
+    metrics = compute_batch_metrics(e)
+    expected = {
+        "reward/mean": 0.5,
+        "reward/std": 0.125**0.5,  # squares 1/4, 1/4, 0, 0
+        "reward/min": 0.0,
+        "reward/max": 1.0,
+        "reward/equal_groups_frac": 0.5,
+        "length/mean": 2.0,
+        "length/min": 1.0,
+        "length/max": 4.0,
+        "length/truncated_frac": 0.25,
+    }
+    assert metrics == pytest.approx(expected)
+
+
+def test_mismatch_metrics_by_hand():
+    # log ratios 0, ln 4 in one response, ln 0.25 in the other
+    e = make_experience([0, 1], [2, 1], [0.0, 1.0], [False] * 2, 0, holes=False)
+    four = math.log(4)
+    rollout = torch.tensor([[-2.0, -2.0 - four], [-2.0 + four, 0.0]], dtype=torch.float64)
+    old = torch.full((2, 2), -2.0, dtype=torch.float64)
+    e = dataclasses.replace(e, old_logprobs=old, rollout_logprobs=rollout)
+    _, metrics = compute_targets(e, configure(), 0.0)
+    assert metrics["mismatch/ratio_mean"] == pytest.approx((1 + 4 + 0.25) / 3)
+    assert metrics["mismatch/ratio_max"] == pytest.approx(4)
+    assert metrics["mismatch/outside_frac"] == pytest.approx(2 / 3)  # bounds 0.5 and 2
+    assert metrics["mismatch/kl"] == pytest.approx((0 + (3 - four) + (-0.75 + four)) / 3)
+    assert metrics["mismatch/logprob_gap_max"] == pytest.approx(four)
+    _, metrics = compute_targets(e, configure(mismatch__level=MismatchLevel.sequence), 0.0)
+    assert metrics["mismatch/ratio_mean"] == pytest.approx((4 + 4 + 0.25) / 3)
+    _, metrics = compute_targets(e, configure(mismatch__level=MismatchLevel.geometric), 0.0)
+    assert metrics["mismatch/ratio_mean"] == pytest.approx((2 + 2 + 0.25) / 3)
+
+
+def test_engines_that_disagree_entirely_still_give_finite_metrics():
+    e = make_experience([0, 0], [3, 3], [0.0, 1.0], [False] * 2, 0, holes=False)
+    e = dataclasses.replace(e, rollout_logprobs=e.old_logprobs - 500.0)
+    _, metrics = compute_targets(e, AlgoConfig(), 0.0)
+    assert all(math.isfinite(x) for x in metrics.values())
+    assert metrics["mismatch/outside_frac"] == 1.0
+
+
+def test_batch_metrics_are_over_the_samples_of_the_present_policy():
+    e = make_experience([0, 0, 1, 1], [2, 4, 3, 5], [1.0, 0.0, 9.0, 9.0], [False, False, True, True], 0, holes=False)
+    fresh = compute_batch_metrics(dataclasses.replace(e, ages=torch.tensor([0, 0, 2, 1])))
+    alone = make_experience([0, 0], [2, 4], [1.0, 0.0], [False, False], 0, holes=False)
+    assert fresh == compute_batch_metrics(alone)
+    assert compute_batch_metrics(dataclasses.replace(e, ages=torch.ones(4, dtype=torch.int64))) == {}
+
+
+def test_no_metric_of_targets_repeats_one_of_the_batch():
+    e = make_experience([0, 0], [2, 4], [1.0, 0.0], [False, False], 0)
+    _, metrics = compute_targets(e, configure(kl__in_reward=True), 0.1)
+    assert metrics.keys() & compute_batch_metrics(e).keys() == set()
+
+
+def test_quarters_of_a_response_count_its_generated_tokens_only():
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1], [1, 0, 0, 1, 1, 0, 0, 0], [0] * 8, [0, 1, 0, 0, 0, 0, 0, 0]]).bool()
+    # l = 3: 0/3, 4/3 and 8/3 of a quarter, rounded down
+    assert compute_quarters(mask).tolist() == [
+        [0, 0, 1, 1, 2, 2, 3, 3],
+        [0, -1, -1, 1, 2, -1, -1, -1],
+        [-1] * 8,
+        [-1, 0, -1, -1, -1, -1, -1, -1],
+    ]
+
+
+def with_gaps(gaps, ages, lengths):
+    """An experience whose log-prob gaps (old - rollout) are these, one list per response."""
+    n = len(gaps)
+    e = make_experience(list(range(n)), lengths, [0.0] * n, [False] * n, 0, holes=False)
+    padded = torch.nn.utils.rnn.pad_sequence([f64(row) for row in gaps], batch_first=True)
+    old = torch.full_like(padded, -2.0)
+    return dataclasses.replace(e, old_logprobs=old, rollout_logprobs=old - padded, ages=torch.tensor(ages))
+
+
+def test_mismatch_by_position_by_hand():
+    # Gaps 0, ln 2, -ln 2, 0 | ln 4 in a response of one, which is all first quarter
+    two, four = math.log(2), math.log(4)
+    e = with_gaps([[0.0, two, -two, 0.0], [four]], [0, 0], [4, 1])
+    metrics = compute_mismatch_metrics(e, configure().mismatch)
+    gaps = [metrics[f"mismatch/logprob_gap_at_{q}"] for q in QUARTERS]
+    assert gaps == pytest.approx([four / 2, two, two, 0.0])
+    kls = [metrics[f"mismatch/kl_at_{q}"] for q in QUARTERS]
+    # r - 1 - ln r at 4, 2, 1/2
+    assert kls == pytest.approx([(3 - four) / 2, 1 - two, -0.5 + two, 0.0])
+    assert metrics["mismatch/worst_quarter"] == 1.0
+    drift = with_gaps([[0.0, 0.1, 0.2, -0.3]], [0], [4])
+    assert compute_mismatch_metrics(drift, configure().mismatch)["mismatch/worst_quarter"] == 4.0
+
+
+def test_a_quarter_without_tokens_has_no_metric():
+    metrics = compute_mismatch_metrics(with_gaps([[0.1]], [0], [1]), configure().mismatch)
+    assert [q for q in QUARTERS if f"mismatch/kl_at_{q}" in metrics] == ["0_25"]
+
+
+def test_replayed_samples_are_reported_apart_by_hand():
+    # Fresh: gap ln 2. Replayed, ages 1 and 3: gaps ln 4, 0 and -ln 4.
+    two, four = math.log(2), math.log(4)
+    e = with_gaps([[two], [four, 0.0], [-four]], [0, 1, 3], [1, 2, 1])
+    metrics = compute_mismatch_metrics(e, configure().mismatch)
+    fresh = compute_mismatch_metrics(with_gaps([[two]], [0], [1]), configure().mismatch)
+    assert {k: v for k, v in metrics.items() if k.startswith("mismatch/")} == fresh
+    assert {k: v for k, v in metrics.items() if k.startswith("replay/")} == pytest.approx(
+        {
+            "replay/frac": 2 / 3,
+            "replay/age_mean": 2.0,
+            "replay/ratio_mean": (4 + 1 + 0.25) / 3,
+            "replay/ratio_max": 4.0,
+            "replay/kl": ((3 - four) + 0 + (-0.75 + four)) / 3,
+        }
+    )
+    sequence = compute_mismatch_metrics(e, configure(mismatch__level=MismatchLevel.sequence).mismatch)
+    assert sequence["replay/ratio_mean"] == pytest.approx((4 + 4 + 0.25) / 3)
+
+
+def test_explained_variance_by_position_by_hand():
+    # Two responses of 4. First tokens: G = 0, 2, V = 1, 1: 0. Last: V = G: 1. Second: G all 2: not defined, left out.
+    returns = f64([[0, 2, 0, 0], [2, 2, 4, 4]])
+    values = f64([[1, 0, 1, 0], [1, 9, 4, 4]])
+    metrics = compute_critic_metrics(values, returns, returns, torch.ones(2, 4, dtype=torch.bool))
+    # third: G = 0, 4 of variance 4; G - V = -1, 0 of variance 1/4
+    assert {k: v for k, v in metrics.items() if "ev_at" in k} == pytest.approx(
+        {"critic/ev_at_0_25": 0.0, "critic/ev_at_50_75": 1 - 1 / 16, "critic/ev_at_75_100": 1.0}
+    )
+    assert metrics["critic/value_mean"] == pytest.approx(20 / 8)
+    assert metrics["critic/return_mean"] == pytest.approx(14 / 8)
+
+
+def test_explained_variance_by_length_by_hand():
+    # Lengths 1, 2, 2, 5: quartile limits 1.75, 2, 2.75, so 1 | 2, 2 | none | 5. A length's responses stay together.
+    mask = torch.arange(5) < torch.tensor([1, 2, 2, 5])[:, None]
+    returns = f64([[7, 0, 0, 0, 0], [0, 0, 0, 0, 0], [4, 4, 0, 0, 0], [0, 2, 0, 2, 1]])
+    values = f64([[0, 0, 0, 0, 0], [1, 1, 0, 0, 0], [3, 3, 0, 0, 0], [0, 2, 0, 2, 1]])
+    metrics = compute_critic_metrics(values, returns, returns, mask)
+    # q1 has one return only; q2: G - V = -1, -1, 1, 1 of variance 1, G of variance 4
+    assert {k: v for k, v in metrics.items() if "ev_length" in k} == pytest.approx(
+        {"critic/ev_length_q2": 0.75, "critic/ev_length_q4": 1.0}
+    )
+
+
+def test_returns_that_differ_by_rounding_only_count_as_equal():
+    # Every reward is 0.1: the Monte-Carlo returns are (0.1 - V) + V, which differ in the last digit.
+    e = make_experience([0, 1], [5, 9], [0.1, 0.1], [False, False], 0)
+    samples, metrics = compute_targets(e, configure(), 0.0)
+    assert samples.returns[e.mask].unique().numel() > 1
+    assert metrics["critic/explained_variance"] == 0.0
+    assert not any("critic/ev_" in name or "corr" in name for name in metrics)
+
+
+def test_calibration_by_hand():
+    # One bin: |mean(1, 3) - mean(0, 6)| = 1. Deviations -1, 1 and -3, 3: slope 6/2, corr 1
+    assert compute_calibration(f64([1, 3]), f64([0, 6])) == pytest.approx({"error": 1.0, "slope": 3.0, "corr": 1.0})
+    # Two bins of 8: predictions 0 and 1, outcomes 0.25 and 0.5 on average; deviations -+1/2 and mean outcomes -+1/8
+    predicted, outcomes = f64([1] * 8 + [0] * 8), f64([0, 1] * 4 + [0, 0, 0, 1] * 2)
+    found = compute_calibration(predicted, outcomes)
+    spread = 6 * (1 - 6 / 16)  # sum of squares of 16 outcomes with six ones, about their mean
+    assert found == pytest.approx(
+        {"error": (0.25 + 0.5) / 2, "slope": 0.25, "corr": 16 * 0.5 * 0.125 / math.sqrt(16 / 4 * 10 * 6 / 16)}
+    )
+    assert spread == pytest.approx(10 * 6 / 16)
+
+
+def test_calibration_of_constants_leaves_out_what_is_not_defined():
+    assert compute_calibration(f64([]), f64([])) == {}
+    assert compute_calibration(f64([2, 2]), f64([0, 1])) == {"error": 1.5}
+    assert compute_calibration(f64([1, 2]), f64([1, 1])) == {"error": 0.5, "slope": 0.0}
+
+
+def test_calibration_takes_the_first_and_the_middle_generated_token():
+    # Row 0 generates positions 1, 2, 4 (middle: 2), row 1 only position 0 (first and middle).
+    mask = torch.tensor([[0, 1, 1, 0, 1], [1, 0, 0, 0, 0]]).bool()
+    nan = math.nan
+    values = f64([[nan, 0.5, 0.25, nan, 0.75], [0.5, nan, nan, nan, nan]])
+    outcomes = f64([[nan, 1, 1, nan, 1], [0, nan, nan, nan, nan]])
+    metrics = compute_critic_metrics(values, outcomes, outcomes, mask)
+    assert metrics["critic/calibration_error_first"] == 0.0  # both 0.5, outcomes 1 and 0
+    assert "critic/calibration_slope_first" not in metrics
+    assert metrics["critic/calibration_error_middle"] == pytest.approx(abs(0.375 - 0.5))
+    assert metrics["critic/calibration_slope_middle"] == pytest.approx(-4.0)
+    assert metrics["critic/calibration_corr_middle"] == pytest.approx(-1.0)
+
+
+def test_calibration_is_against_the_rewards_that_followed_and_not_the_bootstrapped_return():
+    e = make_experience([0, 1], [2, 2], [1.0, 0.0], [False, False], 0, holes=False)
+    e = dataclasses.replace(e, values=f64([[0.9, 0.9], [0.1, 0.1]]))
+    _, metrics = compute_targets(e, configure(lambda_critic=0.0), 0.0)
+    assert metrics["critic/calibration_slope_first"] == pytest.approx(1 / 0.8)
+    # The one-step return of the first state is the value of the second: it would look perfect.
+    assert metrics["critic/ev_at_0_25"] == pytest.approx(1.0)
+
+
+def test_values_that_equal_their_returns_are_perfect_by_every_measure():
+    e = make_experience([0] * 8, [3, 4, 5, 7, 8, 9, 12, 20], [0.0, 1.0] * 4, [False] * 8, 0, holes=False)
+    perfect = torch.where(e.mask, e.rewards[:, None], torch.nan)
+    _, metrics = compute_targets(dataclasses.replace(e, values=perfect), AlgoConfig(), 0.0)
+    found = {k: v for k, v in metrics.items() if k.startswith("critic/ev") or "calibration" in k}
+    assert len(found) == 4 + 4 + 6
+    assert found == pytest.approx({k: 0.0 if "error" in k else 1.0 for k in found})
+
+
+@some
+@given(experiences(), st.lists(st.integers(0, 2), min_size=12, max_size=12))
+def test_diagnostics_are_finite_and_do_not_depend_on_the_order_of_the_rows(e, ages):
+    e = dataclasses.replace(e, ages=torch.tensor(ages[: len(e.groups)]))
+    _, metrics = compute_targets(e, AlgoConfig(), 0.0)
+    metrics |= compute_batch_metrics(e)
+    assert all(math.isfinite(x) for x in metrics.values()), metrics
+    order = torch.arange(len(e.groups)).flip(0)
+    fields = {
+        f.name: getattr(e, f.name)[order] for f in dataclasses.fields(e) if isinstance(getattr(e, f.name), torch.Tensor)
+    }
+    turned = dataclasses.replace(e, sequences=e.sequences.select(order), **fields)
+    _, found = compute_targets(turned, AlgoConfig(), 0.0)
+    assert found | compute_batch_metrics(turned) == pytest.approx(metrics, abs=1e-9)
+
+
+@some
+@given(experiences())
+def test_explained_variance_and_mismatch_by_position_equal_the_reference(e):
+    rows = [[t for t, g in enumerate(m) if g] for m in e.mask.tolist()]
+    metrics = compute_critic_metrics(e.values, e.old_logprobs, e.old_logprobs, e.mask)
+    metrics |= compute_mismatch_metrics(e, AlgoConfig().mismatch)
+    for quarter, name in enumerate(QUARTERS):
+        at = [
+            (i, t) for i, row in enumerate(rows) for n, t in enumerate(row) if quarter <= 4 * n / len(row) < quarter + 1
+        ]
+        values, returns = [e.values[x].item() for x in at], [e.old_logprobs[x].item() for x in at]
+        if len(at) < 2:
+            assert f"critic/ev_at_{name}" not in metrics
+        else:
+            expected = reference.explained_variance(values, returns)
+            assert metrics[f"critic/ev_at_{name}"] == pytest.approx(expected, abs=1e-9)
+        if at:
+            gaps = [e.old_logprobs[x].item() - e.rollout_logprobs[x].item() for x in at]
+            assert metrics[f"mismatch/logprob_gap_at_{name}"] == pytest.approx(reference.mean([abs(d) for d in gaps]))
+            expected = reference.mean([math.exp(d) - 1 - d for d in gaps])
+            assert metrics[f"mismatch/kl_at_{name}"] == pytest.approx(expected, abs=1e-9)
+
+
+def test_outcomes_that_are_not_finite_are_refused():
+    ones = torch.ones(1, 2)
+    with pytest.raises(NonFiniteError, match="outcomes: 1 of 2 entries"):
+        compute_critic_metrics(ones, ones, torch.tensor([[0.0, math.inf]]), ones.bool())

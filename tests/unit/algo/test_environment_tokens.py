@@ -1,0 +1,129 @@
+"""Multi-turn responses: tokens that the policy did not generate have no loss, no advantage, no place in any mean."""
+
+import dataclasses
+
+import pytest
+import torch
+from algo_cases import build_targets, experiences, make_experience, response_positions, some
+from algo_presets import NAMES, load_preset
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algo.diagnostics import compute_batch_metrics
+from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
+from megarl.algo.rewards import update_reward_moments
+from megarl.algo.statistics import RunningMoments
+from megarl.algo.targets import compute_targets
+from megarl.config.algo import needs_critic
+from megarl.config.algo_choices import KLEstimator, LossAggMode
+from megarl.types import Sequences
+
+pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")
+
+LIMIT = 10_000
+"""Far off: the overlong penalty counts every token, as the limit does."""
+POISON = [float("nan"), float("inf"), 1e9]
+PER_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "ref_kl", "values")
+
+
+def insert(e, places, poison):
+    """The experience with a token of the environment before each of the places [B, T + 1] that is set; and where its
+    tokens went, int64 [B, T].
+    """
+    width = e.mask.shape[1]
+    shift = places.long().cumsum(1)
+    moved = torch.arange(width) + shift[:, :width]
+    # Past the response there are no tokens at all.
+    lengths = e.sequences.response_lengths
+    ends = lengths + shift.gather(1, lengths[:, None]).squeeze(1)
+    shape = (len(e.groups), int(ends.max()) + width)
+
+    def move(x, fill):
+        return torch.full(shape, fill, dtype=x.dtype).scatter(1, moved, x)
+
+    prompts = e.sequences.prompt_lengths
+    longer = Sequences(torch.zeros(int((prompts + ends).sum()), dtype=torch.int64), prompts + ends, prompts)
+    tensors = {name: move(getattr(e, name), poison) for name in PER_TOKEN}
+    return dataclasses.replace(e, sequences=longer, mask=move(e.mask, False), **tensors), moved
+
+
+def learn(e, algo):
+    """Losses, their gradients [B, T] in what the models give, and every metric."""
+    moments = update_reward_moments(RunningMoments(), e, algo, LIMIT)
+    samples, metrics = compute_targets(e, algo, 0.1, response_length=LIMIT, reward_moments=moments)
+    rows = torch.arange(len(e.groups))
+    at = response_positions(samples, rows)
+    targets, counts = build_targets(samples, rows), count_minibatch(samples)
+    # What the models say of the generated tokens; poison where there is none.
+    inputs = [(x * 0.8).requires_grad_() for x in (e.old_logprobs, e.old_logprobs.abs(), e.ref_kl, e.values)]
+    flat = [x[at] for x in inputs]
+    outputs = [policy_loss(flat[0], flat[1], targets, algo, counts, LIMIT, flat[2])]
+    if needs_critic(algo):
+        outputs.append(critic_loss(flat[3], targets, algo, counts))
+    loss = sum(out.loss for out in outputs)
+    gradients = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+    metrics |= compute_batch_metrics(e)
+    for out in outputs:
+        metrics |= {name: float(x) for name, x in (out.sums | out.maxima).items()}
+    return samples, loss.detach(), gradients, metrics
+
+
+def check(e, algo, places, poison):
+    longer, moved = insert(e, places, poison)
+    samples, loss, gradients, metrics = learn(e, algo)
+    theirs, their_loss, their_gradients, their_metrics = learn(longer, algo)
+    assert theirs.mask.sum() == e.mask.sum()
+    torch.testing.assert_close(their_loss, loss)
+    assert their_metrics == pytest.approx(metrics, rel=1e-9, abs=1e-12)
+    generated = torch.zeros_like(longer.mask).scatter(1, moved, e.mask)
+    assert torch.equal(generated, longer.mask)
+    for mine, other in zip(gradients, their_gradients, strict=True):
+        torch.testing.assert_close(other.gather(1, moved)[e.mask], mine[e.mask])
+        assert torch.equal(other[~generated], torch.zeros_like(other[~generated]))
+    for name in ("advantages", "returns"):
+        other = getattr(theirs, name)
+        if other is not None:
+            assert torch.equal(other[~generated], torch.zeros_like(other[~generated])), name
+            torch.testing.assert_close(other[generated], getattr(samples, name)[e.mask])
+    assert not theirs.loss_mask[~generated].any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("poison", POISON)
+def test_environment_tokens_change_nothing_under_any_preset(name, poison):
+    algo, _ = load_preset(name)
+    lengths, rewards = [3, 5, 12, 1, 25, 40, 2, 8], [1.0, 0.0, 0.3, 1.0, -1.0, 0.0, 1.0, 1.0]
+    e = make_experience([0] * 4 + [1] * 4, lengths, rewards, [False, True] * 4, 9, holes=False)
+    places = torch.rand(8, e.mask.shape[1] + 1, generator=torch.Generator().manual_seed(3)) < 0.4
+    # Somewhere before, within and after the generated tokens.
+    places[:, 0] = True
+    places[4, 25] = True
+    check(e, algo, places, poison)
+
+
+@some
+@given(
+    experiences(min_group=2),
+    st.sampled_from(NAMES),
+    st.sampled_from(list(LossAggMode)),
+    st.booleans(),
+    st.sampled_from(POISON),
+    st.integers(0, 1000),
+)
+def test_environment_tokens_change_nothing_under_any_aggregation_either(e, name, mode, everything, poison, seed):
+    algo, _ = load_preset(name)
+    algo.loss_agg_mode = mode
+    if everything:
+        algo.entropy_coef, algo.positive_lm_coef = 0.1, 0.1
+        algo.kl.in_loss, algo.kl.loss_estimator = True, KLEstimator.full
+        algo.overlong.filter = True
+    places = torch.rand(len(e.groups), e.mask.shape[1] + 1, generator=torch.Generator().manual_seed(seed)) < 0.3
+    check(e, algo, places, poison)
+
+
+def test_the_length_adaptive_lambda_counts_generated_tokens():
+    e = make_experience([0], [60], [1.0], [False], 0, holes=False)
+    algo, _ = load_preset("vapo")
+    longer, _ = insert(e, torch.ones(1, 61, dtype=torch.bool), 0.0)
+    _, metrics = compute_targets(longer, algo, 0.0)
+    assert metrics["advantage/lambda_mean"] == pytest.approx(1 - 1 / (0.05 * 60))

@@ -1,0 +1,44 @@
+"""conf/experiment/: the LitePPO study's advice, each case with the values that it is about."""
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import list_options, load_config
+
+ADVICE = {
+    "lite_base_small": {"advantage_std": "batch", "loss_agg_mode": "token-mean", "clip_high": 0.2},
+    "lite_aligned": {"clip_low": 0.2, "clip_high": 0.28, "loss_agg_mode": "seq-mean-token-mean"},
+    "lite_sparse": {"advantage": "group", "advantage_std": "none"},
+    "lite_dense": {"advantage": "group", "advantage_std": "batch", "std_of": "raw"},
+    "lite_short_answers": {"overlong": True, "advantage_std": "batch"},
+}
+
+
+def test_the_cases_are_those_of_the_advice():
+    assert set(ADVICE) == set(list_options("experiment"))
+
+
+@pytest.mark.parametrize("model", ["tiny", "smollm2_135m"])
+@pytest.mark.parametrize("name", ADVICE)
+def test_each_case_is_lite_ppo_with_its_own_values_and_the_sizes_of_the_model(name, model):
+    config = load_config([f"experiment={name}", f"model={model}"])
+    found = {
+        key: value.filter if key == "overlong" else getattr(value, "name", value)
+        for key, value in ((key, getattr(config.algo, key)) for key in ADVICE[name])
+    }
+    assert found == ADVICE[name]
+    assert config.algo.name == "lite_ppo"
+    # conf/algo_model/lite_ppo_MODEL.yaml was found
+    assert (config.train.prompts_per_iteration, config.train.responses_per_prompt) == (32, 8)
+
+
+def test_an_algorithm_of_the_command_line_wins_over_the_case_and_keeps_its_values():
+    config = load_config(["experiment=lite_sparse", "algo=grpo"])
+    assert (config.algo.name, config.algo.advantage_std.name) == ("grpo", "none")
+    assert config.algo.kl.in_loss
+
+
+def test_a_value_of_a_case_without_effect_is_an_error_that_names_the_file():
+    with pytest.raises(ConfigError) as caught:
+        load_config(["experiment=lite_aligned", "algo=topr"])
+    assert "algo.clip_high (from conf/experiment/lite_aligned.yaml): has no effect" in str(caught.value)
