@@ -60,11 +60,19 @@ class Renderer:
         """
         if not texts:
             return []
-        encoded = self.tokenizer(
-            list(texts),
-            add_special_tokens=not self.uses_template,
-            return_offsets_mapping=self.tokenizer.is_fast,
-        )
+        try:
+            encoded = self.tokenizer(
+                list(texts),
+                add_special_tokens=not self.uses_template,
+                return_offsets_mapping=self.tokenizer.is_fast,
+            )
+        except Exception as error:  # tokenizers has no class of its own for an unknown character
+            raise ConfigError(
+                [
+                    f"data: the model's tokenizer cannot read the prompts ({error}), the first of which is"
+                    f" {texts[0][:80]!r}; choose data that it can read, or another model"
+                ]
+            ) from error
         if self.tokenizer.is_fast:
             for text, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
                 self._check_nothing_lost(text, ids, offsets)

@@ -21,7 +21,8 @@ def score_addition(prompt: Prompt, response: Response) -> Score:
     well_formed = ONLY_A_NUMBER.fullmatch(text) is not None
     right = bool(integers) and _equals(integers[-1], expected)
     correct = well_formed and right
-    return Score(float(correct), correct, {"format": float(well_formed), "number": float(right)})
+    answer = _canonical(integers[-1]) if well_formed else None
+    return Score(float(correct), correct, {"format": float(well_formed), "number": float(right)}, answer)
 
 
 def _parse_answer(prompt: Prompt) -> str:

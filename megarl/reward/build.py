@@ -42,6 +42,11 @@ def build_reward(config: RewardConfig) -> RewardFunction:
     raise ConfigError([f"reward: found a {type(config).__name__}; megarl/reward/build.py has no verifier for it"])
 
 
+def reads_answers(config: RewardConfig) -> bool:
+    """Whether this verifier fills Score.answer; a function of the user's may, too."""
+    return isinstance(config, AdditionRewardConfig | ExactRewardConfig | MathRewardConfig)
+
+
 def check_reward(reward: RewardFunction, prompts: Iterable[Prompt]) -> None:
     """Scores an empty response to each prompt, which shows whether the verifier can read the data's answers.
 

@@ -5,8 +5,9 @@ from megarl.types import Prompt, Response, Score
 
 def score_exact(prompt: Prompt, response: Response) -> Score:
     """1 where the normalised response is the normalised answer, else 0."""
-    equal = normalize_text(response.text) == normalize_text(prompt.answer)
-    return Score(reward=float(equal), correct=equal)
+    answer = normalize_text(response.text)
+    equal = answer == normalize_text(prompt.answer)
+    return Score(reward=float(equal), correct=equal, answer=answer or None)
 
 
 def normalize_text(text: str) -> str:

@@ -28,7 +28,8 @@ class MathReward:
         verdict = self._process.ask({"gold": prompt.answer, "text": response.text})
         if verdict is None:
             return Score(0.0, False, {"format": 0.0, "timeout": 1.0})
-        equal = bool(verdict["equal"])
+        equal, answer = bool(verdict["equal"]), verdict["answer"]
         if not verdict["gold_read"]:
-            equal = normalize_text(response.text) == normalize_text(prompt.answer)
-        return Score(float(equal), equal, {"format": float(verdict["answer_read"]), "timeout": 0.0})
+            text = normalize_text(response.text)
+            equal, answer = text == normalize_text(prompt.answer), text or None
+        return Score(float(equal), equal, {"format": float(verdict["answer_read"]), "timeout": 0.0}, answer)

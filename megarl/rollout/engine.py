@@ -39,8 +39,12 @@ class SGLangEngine:
         tokenizer: PreTrainedTokenizerBase,
         *,
         check_processes: Callable[[], None] | None = None,
+        top_p: float = 1.0,
+        top_k: int = -1,
     ):
         """check_processes: raises RuntimeError with exit status and log of a server that is down.
+
+        top_p, top_k: sample from a truncated distribution, which rollout_logprobs are then not of; for evaluation.
 
         Raises ConfigError for a checkpoint without a vocabulary size or an end-of-sequence token.
         """
@@ -54,6 +58,7 @@ class SGLangEngine:
         self._stop_token_ids = spec.stop_token_ids
         self._tokenizer = tokenizer
         self._check_processes = check_processes
+        self._top_p, self._top_k = top_p, top_k
 
     def generate(self, prompts: Sequence[Prompt], *, num_responses: int, temperature: float) -> list[list[Response]]:
         """`num_responses` responses for each prompt, in the order of `prompts`. temperature 0 is greedy.
@@ -71,8 +76,8 @@ class SGLangEngine:
             return []
         params = {
             "temperature": temperature,
-            "top_p": 1.0,
-            "top_k": -1,
+            "top_p": self._top_p,
+            "top_k": self._top_k,
             "max_new_tokens": self._config.response_length,
             "stop_token_ids": list(self._stop_token_ids),
         }

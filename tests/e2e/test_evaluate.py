@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -12,6 +13,7 @@ from megarl.evaluation import EvaluationSet, evaluate_sets
 from megarl.report.evaluation import RESPONSES_FILE_NAME
 from megarl.report.progress import Progress
 from megarl.rollout.engine import SGLangEngine
+from megarl.seams import DeadlineError
 from megarl.types import FinishReason, Prompt, Response, Score
 
 pytestmark = pytest.mark.server
@@ -35,17 +37,16 @@ def build_sets() -> tuple[EvaluationSet, ...]:
 
 @pytest.fixture
 def evaluate(server, tiny_checkpoint, rollout_config, tmp_path):
-    def run(config: EvaluateConfig):
+    def run(config: EvaluateConfig, **keys: float):
         tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
-        engine = SGLangEngine(
-            [server.url], tiny_checkpoint, rollout_config, tokenizer, top_p=config.top_p, top_k=config.top_k
-        )
+        rollout = replace(rollout_config, **keys)
+        engine = SGLangEngine([server.url], tiny_checkpoint, rollout, tokenizer, top_p=config.top_p, top_k=config.top_k)
         version, stream = engine.clients[0].load_weight_version(), StringIO()
         progress = Progress(stream)
         try:
-            # Two waves of 8 slots are 16 responses a call: the first set takes several.
+            # 16 responses a call: the first set takes several.
             results = evaluate_sets(
-                engine, build_sets(), config, tmp_path, progress, num_slots=8, weight_version=version
+                engine, build_sets(), config, tmp_path, progress, num_slots=16, weight_version=version
             )
         finally:
             progress.close()
@@ -82,3 +83,8 @@ def test_a_greedy_evaluation_and_one_from_the_likeliest_token_alone_agree(evalua
     assert [each["response"] for each in greedy] == [each["response"] for each in narrow]
     nucleus = evaluate(EvaluateConfig(temperature=1.0, top_p=1e-6))[1]
     assert [each["response"] for each in greedy] == [each["response"] for each in nucleus]
+
+
+def test_a_call_that_takes_too_long_says_which_key_gives_it_more_time(evaluate):
+    with pytest.raises(DeadlineError, match=r"rollout\.request_deadline_s is for 7 responses here: raise it"):
+        evaluate(EvaluateConfig(), request_deadline_s=0.001)

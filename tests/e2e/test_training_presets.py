@@ -126,6 +126,24 @@ def test_topr_learns_from_replayed_samples_weighted_by_the_ratio_to_the_policy_t
         assert isfinite(update["policy/loss"])
 
 
+def test_a_kl_over_the_whole_vocabulary_is_zero_at_first_and_grows_with_the_updates(hosts, overrides, tmp_path):
+    given = [
+        "algo=reinforce_pp",
+        "algo.kl.reward_estimator=full",
+        "algo.kl.in_loss=true",
+        "algo.kl.loss_estimator=full",
+    ]
+    with open_trainer(hosts, tmp_path, [*overrides, *given]) as trainer:
+        # The policy's own process holds the reference.
+        assert trainer.parts.reference is None
+        trainer.start()
+        trainer.run()
+    first, second = load_metrics(tmp_path / "metrics.jsonl")[1:]
+    assert first["kl/mean"] == pytest.approx(0, abs=1e-7)
+    assert second["kl/mean"] > 1e-4
+    assert first["policy/kl_loss"] > 0
+
+
 def test_a_run_ends_after_its_number_of_samples(hosts, overrides, tmp_path):
     given = ["algo=lite_ppo", "train.num_iterations=50", "train.max_samples=300"]
     with open_trainer(hosts, tmp_path, [*overrides, *given]) as trainer:

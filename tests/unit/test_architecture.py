@@ -17,10 +17,11 @@ LAYERS = (
     {"algo", "data", "reward", "hf", "report", "signals"},
     {"mcore", "rollout"},
     {"sync"},
-    {"cluster", "inputs"},
+    {"cluster", "inputs", "command"},
     {"trainer"},
     {"pretraining"},
-    {"job"},
+    {"job", "evaluation"},
+    {"pretraining_job"},
     {"train", "pretrain_value", "evaluate", "doctor"},
 )
 """Rooms from the bottom up. A room imports itself and rooms of lower layers, never one of its own layer."""

@@ -24,7 +24,7 @@ from megarl.config.reward import (
     RewardConfig,
     register,
 )
-from megarl.reward.build import build_reward, check_reward
+from megarl.reward.build import build_reward, check_reward, reads_answers
 from megarl.reward.function import RESERVED_NAMES
 
 
@@ -90,6 +90,32 @@ def test_addition_counts_wrong_format_and_wrong_number_apart(text, well_formed, 
     assert result.details == {"format": well_formed, "number": right}
     assert result.correct == (well_formed and right)
     assert result.reward == float(result.correct)
+
+
+@pytest.mark.parametrize(
+    ("config", "answer", "text", "read"),
+    [
+        (ExactRewardConfig(), "Paris", " PARIS. ", "paris"),
+        (ExactRewardConfig(), "Paris", " ", None),
+        (AdditionRewardConfig(), "85", "085.", "85"),
+        (AdditionRewardConfig(), "85", "-0", "0"),
+        (AdditionRewardConfig(), "85", "It is 85", None),
+        (AboutRewardConfig(), "b3", "bbb", None),
+    ],
+)
+def test_a_score_says_which_answer_was_read(config, answer, text, read):
+    assert build_reward(config)(build_prompt(answer), build_response(text)).answer == read
+
+
+@pytest.mark.parametrize("kind", sorted(set(SCHEMAS) - {"function"}))
+def test_a_kind_that_reads_answers_reads_the_right_one_in_itself(kind):
+    """85 as the expected answer and the response; the other kinds have no answer to read in it."""
+    config = SCHEMAS[kind]()
+    if reads_answers(config):
+        score = build_reward(config)(build_prompt("85"), build_response("85"))
+        assert (score.correct, score.answer) == (True, "85")
+    else:
+        assert kind in ("about", "reasoning_gym")
 
 
 def test_addition_names_a_prompt_whose_answer_is_no_integer():

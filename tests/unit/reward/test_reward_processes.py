@@ -48,6 +48,30 @@ def test_math_compares_values_and_not_writing(math_reward, answer, text, expecte
     assert result.details == {"format": 1.0, "timeout": 0.0}
 
 
+@pytest.mark.parametrize(
+    ("texts", "read"),
+    [
+        (["\\boxed{72}", "$72.0$", "so 72", "\\boxed{72 \\text{ eggs}}"], "72"),
+        (["\\boxed{0.5}", "$\\frac{2}{4}$", "1/2"], "1/2"),
+        (["I do not know.", ""], None),
+    ],
+)
+def test_math_reads_equal_answers_alike_whether_right_or_wrong(math_reward, texts, read):
+    for gold in ("72", "5"):
+        assert {math_reward(build_prompt(gold), build_response(text)).answer for text in texts} == {read}
+
+
+def test_math_reads_the_text_where_the_expected_answer_is_no_mathematics(math_reward):
+    score = math_reward(build_prompt("?!"), build_response(" ?! "))
+    assert (score.correct, score.answer) == (True, "?!")
+
+
+def test_math_leaves_out_an_answer_too_long_to_be_written(math_reward):
+    number = f"{'9' * 3000}.{'9' * 3000}"
+    score = math_reward(build_prompt("1"), build_response(f"\\boxed{{{number}}}"))
+    assert (score.correct, score.details["format"], score.answer) == (False, 1.0, None)
+
+
 def test_math_counts_a_response_without_an_answer_as_wrong_format(math_reward):
     result = math_reward(build_prompt("72"), build_response("I do not know."))
     assert (result.reward, result.details) == (0.0, {"format": 0.0, "timeout": 0.0})

@@ -1,0 +1,89 @@
+"""A whole set of problems to evaluate on: the held-out part where the source has one, else all of it."""
+
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.config.data import DataConfig, FileDataConfig, HuggingFaceDataConfig, JsonlDataConfig, ParquetDataConfig
+from megarl.config.errors import ConfigError
+from megarl.data.build import build_source, tokenize_problems
+from megarl.data.problem import Problem
+from megarl.data.render import Renderer
+from megarl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def build_evaluation_set(
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    *,
+    name: str,
+    path: str | None = None,
+    num_problems: int | None = None,
+) -> tuple[Prompt, ...]:
+    """The problems of data=`name`, in their order: every one, or `num_problems` drawn at random under `seed`.
+
+    path: a file or directory in place of the one the configuration names. Raises ConfigError that names the key, also
+    for a prompt longer than data.prompt_length: a set without its long problems is another set.
+    """
+    key = f"evaluate.paths.{name}"
+    try:
+        chosen = _whole(config if path is None else use_local_path(config, path, key))
+        found = build_source(chosen).load(seed)
+    except ConfigError as error:
+        hint = ""
+        if isinstance(config, HuggingFaceDataConfig) and path is None:
+            hint = f"; {key}=FILE reads a local .jsonl or .parquet file, or a dataset's directory"
+        raise ConfigError([f"data={name}: {problem}{hint}" for problem in error.problems]) from error
+    problems = _draw(found.train if found.heldout is None else found.heldout, num_problems, seed)
+    unlimited = replace(chosen, prompt_length=sys.maxsize)
+    prompts = tuple(prompt for _, prompt in tokenize_problems(problems, Renderer(unlimited, tokenizer), name))
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    if longest > config.prompt_length:
+        raise ConfigError(
+            [
+                f"data.prompt_length: found {config.prompt_length}; the longest prompt of data={name} has {longest}"
+                " tokens, and an evaluation leaves no problem out"
+            ]
+        )
+    return prompts
+
+
+def use_local_path(config: DataConfig, path: str, key: str) -> DataConfig:
+    """The same set out of a .jsonl or .parquet file or a dataset's directory. Raises ConfigError naming `key`."""
+    if not isinstance(config, FileDataConfig):
+        raise ConfigError([f"{key}: found {path}; this set is generated, and reads no file"])
+    place = Path(path).expanduser()
+    if place.is_dir():
+        known = {field.name: getattr(config, field.name) for field in fields(config)}
+        names = {field.name for field in fields(HuggingFaceDataConfig)}
+        return HuggingFaceDataConfig(**{k: v for k, v in known.items() if k in names} | {"path": path})
+    kinds = {".jsonl": JsonlDataConfig, ".json": JsonlDataConfig, ".parquet": ParquetDataConfig}
+    if not place.is_file():
+        raise ConfigError([f"{key}: {path} does not exist (from {Path.cwd()})"])
+    if place.suffix not in kinds:
+        raise ConfigError([f"{key}: found {path}; it must be a .jsonl or .parquet file, or a dataset's directory"])
+    common = {field.name: getattr(config, field.name) for field in fields(FileDataConfig)}
+    return kinds[place.suffix](**common | {"path": path})
+
+
+def _whole(config: DataConfig) -> DataConfig:
+    """The held-out part as the only one, so that the training part need not be read."""
+    if isinstance(config, HuggingFaceDataConfig) and config.heldout_split is not None:
+        return replace(config, split=config.heldout_split, heldout_split=None)
+    if isinstance(config, JsonlDataConfig | ParquetDataConfig) and config.heldout_path is not None:
+        return replace(config, path=config.heldout_path, heldout_path=None)
+    return config
+
+
+def _draw(problems: Sequence[Problem], number: int | None, seed: int) -> list[Problem]:
+    if number is None or number >= len(problems):
+        return list(problems)
+    rows = random.Random(f"evaluate/{seed}").sample(range(len(problems)), number)
+    return [problems[row] for row in sorted(rows)]

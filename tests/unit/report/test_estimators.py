@@ -1,0 +1,165 @@
+"""pass@k, maj@k and the interval of a mean: hand-computed, by enumeration, by simulation."""
+
+import itertools
+import random
+from collections import Counter
+from fractions import Fraction
+from statistics import fmean
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import binomtest
+
+from megarl.report.estimators import Votes, compute_maj_at_k, compute_mean, compute_pass_at_k
+
+RIGHT, SILENT = "right", None
+
+
+@st.composite
+def draw_responses(draw):
+    """Up to 8 responses: the right answer, one of three wrong ones, or none."""
+    return draw(st.lists(st.sampled_from([RIGHT, SILENT, "a", "b", "c"]), min_size=1, max_size=8))
+
+
+def build_votes(responses) -> Votes:
+    wrong = Counter(answer for answer in responses if answer not in (RIGHT, SILENT))
+    return Votes(responses.count(RIGHT), tuple(wrong.values()), responses.count(SILENT))
+
+
+def enumerate_choices(responses, k, judge) -> float:
+    """The mean of `judge` over all choices of k responses."""
+    judged = [judge([responses[i] for i in rows]) for rows in itertools.combinations(range(len(responses)), k)]
+    return float(sum(judged, Fraction(0)) / len(judged))
+
+
+def judge_majority(chosen) -> Fraction:
+    counts = Counter(answer for answer in chosen if answer is not SILENT)
+    winners = [answer for answer, count in counts.items() if count == max(counts.values())]
+    return Fraction(int(RIGHT in winners), max(1, len(winners)))
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "num_correct", "k", "expected"),
+    [
+        (4, 1, 1, 0.25),
+        (4, 1, 2, 0.5),  # 1 - C(3,2)/C(4,2) = 1 - 3/6
+        (4, 2, 2, 5 / 6),  # 1 - 1/6
+        (4, 3, 2, 1.0),
+        (4, 0, 4, 0.0),
+        (10, 3, 4, 1 - 35 / 210),
+        (1000, 1, 500, 0.5),
+    ],
+)
+def test_pass_at_k_of_hand_computed_cases(num_samples, num_correct, k, expected):
+    assert compute_pass_at_k(num_samples, num_correct, k) == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("votes", "k", "expected"),
+    [
+        (Votes(1, (1,)), 2, 0.5),  # a tie of two is shared
+        (Votes(2, (1, 1)), 4, 1.0),
+        (Votes(2, (2,)), 4, 0.5),
+        (Votes(1, (1, 1, 1)), 4, 0.25),
+        (Votes(1, (3,)), 4, 0.0),
+        # Of the 6 pairs of r r w w: rr is right, ww is wrong, 4 are ties.
+        (Votes(2, (2,)), 2, 0.5),
+        # Of the 3 pairs of r w and a silent one: rw is a tie, r alone is right, w alone is wrong.
+        (Votes(1, (1,), 1), 2, 0.5),
+        (Votes(1, (), 3), 4, 1.0),  # silent responses do not vote
+        (Votes(0, (), 4), 2, 0.0),
+        # Of the 4 triples of r r w w': rrw, rrw' are right, rww', rww' are ties of three.
+        (Votes(2, (1, 1)), 3, (1 + 1 + 1 / 3 + 1 / 3) / 4),
+    ],
+)
+def test_maj_at_k_of_hand_computed_cases(votes, k, expected):
+    assert compute_maj_at_k(votes, k) == pytest.approx(expected, abs=1e-15)
+
+
+@settings(max_examples=150, deadline=None)
+@given(draw_responses(), st.data())
+def test_both_are_the_mean_over_every_choice_of_k_responses(responses, data):
+    k = data.draw(st.integers(1, len(responses)))
+    votes = build_votes(responses)
+    passed = enumerate_choices(responses, k, lambda chosen: Fraction(int(RIGHT in chosen)))
+    assert compute_pass_at_k(votes.num_samples, votes.num_correct, k) == pytest.approx(passed, abs=1e-12)
+    assert compute_maj_at_k(votes, k) == pytest.approx(enumerate_choices(responses, k, judge_majority), abs=1e-12)
+
+
+@given(draw_responses())
+def test_with_one_response_both_are_the_share_of_correct_ones(responses):
+    votes = build_votes(responses)
+    share = votes.num_correct / votes.num_samples
+    assert compute_pass_at_k(votes.num_samples, votes.num_correct, 1) == pytest.approx(share)
+    assert compute_maj_at_k(votes, 1) == pytest.approx(share)
+
+
+@given(draw_responses(), st.randoms())
+def test_maj_at_k_does_not_depend_on_the_order_of_the_answers(responses, shuffler):
+    votes = build_votes(responses)
+    wrong = list(votes.wrong)
+    shuffler.shuffle(wrong)
+    again = Votes(votes.num_correct, tuple(wrong), votes.num_silent)
+    for k in range(1, votes.num_samples + 1):
+        assert compute_maj_at_k(again, k) == compute_maj_at_k(votes, k)
+
+
+def test_maj_at_k_counts_many_answers_exactly():
+    """Against a resampling of the same votes, whose error is far below the tolerance."""
+    votes = Votes(12, (10, 7, 5, 3, 2, 1, 1, 1, 1, 1), 20)
+    responses = [RIGHT] * 12 + [str(i) for i, count in enumerate(votes.wrong) for _ in range(count)] + [SILENT] * 20
+    generator = random.Random(1)
+    resampled = fmean(float(judge_majority(generator.sample(responses, 16))) for _ in range(20_000))
+    assert compute_maj_at_k(votes, 16) == pytest.approx(resampled, abs=0.015)
+
+
+@pytest.mark.parametrize("num_samples", [1, 4])
+@pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
+@pytest.mark.parametrize(("correct", "problems"), [(0, 30), (1, 30), (7, 40), (39, 40), (40, 40), (1, 1), (900, 1319)])
+def test_the_interval_of_right_and_wrong_problems_is_wilsons(correct, problems, confidence, num_samples):
+    """All samples of a problem alike: they say no more than one."""
+    found = compute_mean([1.0] * correct + [0.0] * (problems - correct), num_samples, confidence)
+    expected = binomtest(correct, problems).proportion_ci(confidence, method="wilson")
+    assert found.value == correct / problems
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+def test_samples_that_do_not_hang_together_count_as_problems_of_their_own():
+    """20 problems with 2 of 4 right each: the interval of 40 right among 80."""
+    found = compute_mean([0.5] * 20, 4, 0.95)
+    expected = binomtest(40, 80).proportion_ci(0.95, method="wilson")
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.floats(0.5, 0.999))
+def test_the_interval_holds_the_mean_and_is_no_point_and_stays_within_0_and_1(counts, confidence):
+    found = compute_mean([count / 4 for count in counts], 4, confidence)
+    assert 0 <= found.low <= found.value <= found.high <= 1
+    assert found.high - found.low > 1e-3
+    mirrored = compute_mean([1 - count / 4 for count in counts], 4, confidence)
+    assert (mirrored.low, mirrored.high) == pytest.approx((1 - found.high, 1 - found.low), abs=1e-9)
+
+
+@pytest.mark.parametrize(("num_samples", "alpha", "beta"), [(1, 0.2, 0.8), (4, 0.2, 0.8), (4, 2, 2), (16, 0.5, 20)])
+def test_the_interval_holds_the_truth_about_as_often_as_it_says(num_samples, alpha, beta):
+    """1,000 sets of 40 problems, each with a chance of its own; 0.95 promised, 0.92 to 0.99 accepted."""
+    generator, held = random.Random(1), 0
+    for _ in range(1000):
+        chances = [generator.betavariate(alpha, beta) for _ in range(40)]
+        values = [sum(generator.random() < c for _ in range(num_samples)) / num_samples for c in chances]
+        found = compute_mean(values, num_samples, 0.95)
+        held += found.low <= alpha / (alpha + beta) <= found.high
+    assert 920 <= held <= 990
+
+
+@pytest.mark.parametrize(("num_samples", "num_correct", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 0), (4, 1, 5)])
+def test_counts_that_cannot_be_are_refused(num_samples, num_correct, k):
+    with pytest.raises(ValueError, match=f"found {num_correct} correct of {num_samples} responses, k {k}"):
+        compute_pass_at_k(num_samples, num_correct, k)
+
+
+@pytest.mark.parametrize("values", [[], [1.5], [float("nan")], [-0.1]])
+def test_a_mean_of_anything_but_shares_is_refused(values):
+    with pytest.raises(ValueError, match=r"values in \[0, 1\]"):
+        compute_mean(values, 1, 0.95)

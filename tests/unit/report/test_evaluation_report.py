@@ -1,0 +1,88 @@
+"""From scored samples to the result of a set, its row in the table and its JSON."""
+
+import json
+
+import pytest
+
+from megarl.report.estimators import Votes
+from megarl.report.evaluation import count_votes, format_response, format_table, summarize_set, write_evaluation
+from megarl.types import FinishReason, Prompt, Response, Sample, Score
+
+
+def build_sample(problem: str, answer: str | None, *, correct: bool = False, length: int = 2, cut: bool = False):
+    prompt = Prompt(problem, f"{problem}?", (1,), "7")
+    reason = FinishReason.length if cut else FinishReason.stop
+    response = Response((1,) * length, str(answer), (0.0,) * length, (True,) * length, (0,) * length, reason)
+    return Sample(prompt, response, Score(float(correct), correct, {}, answer), 0)
+
+
+SAMPLES = [
+    build_sample("p", "7", correct=True),
+    build_sample("p", "7.0", correct=True),
+    build_sample("p", "8"),
+    build_sample("p", None, length=6, cut=True),
+    build_sample("q", "1"),
+    build_sample("q", "1"),
+    build_sample("q", "2"),
+    build_sample("q", "7", correct=True),
+]
+
+
+def test_correct_answers_vote_together_however_they_are_written_and_silent_ones_do_not():
+    assert [result.votes for result in count_votes(SAMPLES)] == [Votes(2, (1,), 1), Votes(1, (2, 1))]
+
+
+def test_a_set_is_summarized_by_the_means_of_its_problems():
+    result = summarize_set("s", SAMPLES, (2, 4), 0.95, reads_answers=True)
+    values = {name: estimate.value for name, estimate in result.estimates.items()}
+    # maj@2 of p: of 6 pairs rr, r0 x2 are right (3), rw x2 are ties (1); of q: rw is a tie in 3 of 6 (1.5).
+    assert values == pytest.approx(
+        {"avg@4": (0.5 + 0.25) / 2, "pass@2": (5 / 6 + 0.5) / 2, "pass@4": 1.0, "maj@2": (4 + 1.5) / 12, "maj@4": 0.5}
+    )
+    assert (result.mean_reward, result.mean_response_tokens) == (3 / 8, 20 / 8)
+    assert (result.truncated_frac, result.unread_frac) == (1 / 8, 1 / 8)
+
+
+def test_a_verifier_that_reads_no_answers_has_no_majority():
+    result = summarize_set("s", SAMPLES, (2,), 0.95, reads_answers=False)
+    assert set(result.estimates) == {"avg@4", "pass@2"}
+    assert result.unread_frac is None
+
+
+def test_problems_with_different_numbers_of_samples_are_refused():
+    with pytest.raises(ValueError, match=r"s: found problems with \[3, 4\] samples"):
+        summarize_set("s", SAMPLES[:-1], (), 0.95, reads_answers=True)
+
+
+def test_the_table_has_a_row_per_set_and_a_dash_where_a_set_has_no_number():
+    results = [
+        summarize_set("math", SAMPLES, (2,), 0.95, reads_answers=True),
+        summarize_set("own", SAMPLES, (2,), 0.95, reads_answers=False),
+    ]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in format_table(results).splitlines()]
+    header = "set, problems, avg@4, pass@2, maj@2, reward, tokens, truncated, no answer"
+    assert rows[0] == header.split(", ")
+    assert rows[2][:2] == ["math", "2"]
+    assert rows[2][2].startswith("37.5 [")
+    assert rows[2][5:] == ["0.375", "2", "12.5", "12.5"]
+    assert rows[3][4] == rows[3][8] == "-"
+    assert len({len(line) for line in format_table(results).splitlines()}) == 1
+
+
+def test_the_json_holds_every_number_and_the_counts_of_each_problem(tmp_path):
+    result = summarize_set("s", SAMPLES, (2,), 0.95, reads_answers=True)
+    write_evaluation(tmp_path / "evaluation.json", [result], {"checkpoint": "/model"})
+    found = json.loads((tmp_path / "evaluation.json").read_text())
+    assert found["checkpoint"] == "/model"
+    assert found["sets"]["s"]["num_problems"] == 2
+    assert found["sets"]["s"]["estimates"]["avg@4"]["value"] == 0.375
+    votes = {"num_correct": 2, "wrong": [1], "num_silent": 1}
+    assert found["sets"]["s"]["problems"][0] == {"id": "p", "votes": votes}
+
+
+def test_a_response_is_one_line_of_strict_json():
+    line = format_response("s", 3, build_sample("p", "two\nlines", cut=True))
+    assert line.count("\n") == 1
+    found = json.loads(line)
+    assert (found["set"], found["problem"], found["sample"], found["expected"]) == ("s", "p", 3, "7")
+    assert (found["response"], found["finish_reason"], found["num_tokens"]) == ("two\nlines", "length", 2)
