@@ -20,6 +20,7 @@ from megarl.data.sampler import PromptSampler
 from megarl.report.report import Report
 from megarl.rollout.collector import Collector
 from megarl.rollout.replay import ReplayBuffer
+from megarl.rollout.rollout_file import RolloutWriter
 from megarl.rollout.signal_groups import collect_signal_groups, join_groups, split_groups
 from megarl.rollout.tensors import build_tensors
 from megarl.seams import Pending, RolloutEngine, TrainBackend, WeightSync, wait_all
@@ -39,6 +40,8 @@ class Parts:
     sampler: PromptSampler
     heldout: Sequence[Prompt]
     report: Report
+    rollout_file: RolloutWriter | None = None
+    """Where every sampled response of training goes, where logger.save_rollouts asks for it"""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Trainer:
         self.reward_moments = RunningMoments()
         self.replay = ReplayBuffer(config.algo.replay, config.seed)
         self.version = 0
+        self.iteration = 0
         self.num_samples = 0
         self.heldout_reward = float("nan")
         self.started = time.monotonic()
@@ -83,6 +87,7 @@ class Trainer:
 
     def iterate(self, iteration: int) -> Metrics:
         """One iteration: returns its metrics; the servers then hold the updated policy."""
+        self.iteration = iteration
         rollout, metrics = self.collect(iteration)
         experience, experience_metrics = self.build_experience(rollout)
         samples, target_metrics = self.build_targets(experience, self.config.algo)
@@ -115,6 +120,8 @@ class Trainer:
         num_responses = self.config.train.responses_per_prompt
         rollout = self.parts.collector.collect(prompts, num_responses, weight_version=self.version)
         self.num_samples += len(rollout.samples)
+        if self.parts.rollout_file:
+            self.parts.rollout_file.write(rollout, self.iteration)
         return rollout
 
     def build_experience(self, rollout: Rollout) -> tuple[Experience, Metrics]:
@@ -157,16 +164,15 @@ class Trainer:
             reward_moments=self.reward_moments,
         )
 
-    def update(self, samples: TrainingSamples, iteration: int, *, policy: bool = True) -> Metrics:
+    def update(self, samples: TrainingSamples, iteration: int) -> Metrics:
         """Optimizer steps of critic and policy on the same minibatches, side by side: neither reads the other's."""
-        minibatches = self.split_minibatches(samples.sequences.num_samples, iteration)
+        minibatches = split_minibatches(self.config, samples.sequences.num_samples, iteration)
         running: list[Pending[list[Metrics]]] = []
         with self.report.phase("update"):
             if self.parts.critic is not None:
                 repeats = self.config.critic.updates_per_policy_update
                 running.append(self.parts.critic.update(samples, minibatches * repeats))
-            if policy:
-                running.append(self.parts.policy.update(samples, minibatches))
+            running.append(self.parts.policy.update(samples, minibatches))
             wait_all(running)
             return {name: value for call in running for name, value in average_steps(call.result()).items()}
 
@@ -195,15 +201,16 @@ class Trainer:
         out_of_time = minutes is not None and time.monotonic() - self.started > 60 * minutes
         return out_of_time or (samples is not None and self.num_samples >= samples)
 
-    def split_minibatches(self, num_samples: int, iteration: int) -> list[Tensor]:
-        """Row numbers (int64) of each optimizer step: every epoch a new order, the same for the same seed."""
-        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + iteration)
-        size = self.config.train.samples_per_minibatch
-        return [
-            rows
-            for _ in range(self.config.train.epochs_per_iteration)
-            for rows in torch.split(torch.randperm(num_samples, generator=generator), size)
-        ]
+
+def split_minibatches(config: Config, num_samples: int, iteration: int) -> list[Tensor]:
+    """Row numbers (int64) of each optimizer step: every epoch a new order, the same for the same seed."""
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + iteration)
+    size = config.train.samples_per_minibatch
+    return [
+        rows
+        for _ in range(config.train.epochs_per_iteration)
+        for rows in torch.split(torch.randperm(num_samples, generator=generator), size)
+    ]
 
 
 def average_steps(steps: Sequence[Metrics]) -> Metrics:

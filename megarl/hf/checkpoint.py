@@ -9,7 +9,7 @@ from megarl.hf.cache import default_cache_dir
 from megarl.hf.random_model import build_random_checkpoint
 from megarl.hf.smollm2 import build_smollm2_checkpoint
 
-__all__ = ["default_cache_dir", "load_tokenizer", "resolve_checkpoint"]
+__all__ = ["default_cache_dir", "find_checkpoint", "load_tokenizer", "resolve_checkpoint"]
 
 
 def resolve_checkpoint(model: ModelConfig, cache_dir: Path) -> Path:
@@ -22,7 +22,7 @@ def resolve_checkpoint(model: ModelConfig, cache_dir: Path) -> Path:
         return build_random_checkpoint(model.random, cache_dir)
     if model.source is ModelSource.smollm2:
         return build_smollm2_checkpoint(cache_dir)
-    return _find_checkpoint(model.path)
+    return find_checkpoint(model.path, "model.path")
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -38,22 +38,26 @@ def load_tokenizer(directory: Path) -> Any:
         raise ConfigError([f"{directory}: no tokenizer could be read from it: {_first_line(error)}"]) from error
 
 
-def _find_checkpoint(path: str | None) -> Path:
+def find_checkpoint(path: str | None, key: str) -> Path:
+    """The checkpoint directory that the configuration key `key` names: a path, or a name in the Hugging Face cache.
+
+    Raises ConfigError naming the key, what was looked for and where.
+    """
     if not path:
         raise ConfigError(
             [
-                f"model.path: {path!r} found; model.source=path needs a checkpoint directory,"
+                f"{key}: {path!r} found; it must be a checkpoint directory,"
                 " or the name of a model in the local Hugging Face cache"
             ]
         )
     directory = Path(path).expanduser()
     if not directory.is_dir():
-        directory = _find_in_hub_cache(path, directory)
-    _check_files(path, directory)
+        directory = _find_in_hub_cache(path, directory, key)
+    _check_files(path, directory, key)
     return directory.resolve()
 
 
-def _find_in_hub_cache(name: str, directory: Path) -> Path:
+def _find_in_hub_cache(name: str, directory: Path, key: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -63,14 +67,14 @@ def _find_in_hub_cache(name: str, directory: Path) -> Path:
     except (LocalEntryNotFoundError, HFValidationError, OSError) as error:
         raise ConfigError(
             [
-                f"model.path: {name!r} found, but there is no directory {directory.absolute()} and no model of that"
+                f"{key}: {name!r} found, but there is no directory {directory.absolute()} and no model of that"
                 f" name in the Hugging Face cache {HF_HUB_CACHE}"
                 " (nothing is downloaded; HF_HUB_CACHE or HF_HOME name another cache)"
             ]
         ) from error
 
 
-def _check_files(path: str, directory: Path) -> None:
+def _check_files(path: str, directory: Path, key: str) -> None:
     missing = [name for name in ("config.json",) if not (directory / name).is_file()]
     if not any(directory.glob("*.safetensors")):
         missing.append("*.safetensors")
@@ -79,7 +83,7 @@ def _check_files(path: str, directory: Path) -> None:
     if missing:
         raise ConfigError(
             [
-                f"model.path: {path!r} found; {directory} lacks {', '.join(missing)},"
+                f"{key}: {path!r} found; {directory} lacks {', '.join(missing)},"
                 " which a Hugging Face checkpoint directory has"
             ]
         )

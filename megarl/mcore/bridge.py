@@ -15,11 +15,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megarl.mcore.architecture import Architecture
-from megarl.mcore.checkpoint_files import CheckpointReader
+from megarl.mcore.checkpoint_reader import CheckpointReader
+from megarl.mcore.critic_checkpoint import VALUE_HEAD
 from megarl.mcore.model import PackedGPT, padded_vocab_size
-
-VALUE_HEAD = "score.weight"
-"""Hugging Face name of a value head, as in ...ForSequenceClassification with one label"""
 
 _LAYER_NAMES: dict[str, tuple[str, ...]] = {
     "input_layernorm.weight": ("input_layernorm.weight",),

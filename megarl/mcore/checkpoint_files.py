@@ -1,70 +1,28 @@
-"""Hugging Face checkpoint directories: reading their safetensors, writing one that appears whole or not at
-all.
-"""
+"""Writing a Hugging Face checkpoint directory that appears whole or not at all."""
 
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterable
-from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+from megarl.mcore.checkpoint_reader import INDEX, SINGLE, CheckpointReader
+from megarl.mcore.critic_checkpoint import VALUE_HEAD, to_classifier_config
+
 MAX_FILE_BYTES = 4 << 30
 # Everything of the source that is not weights goes along: config, tokenizer, chat template, generation
 # settings.
 _COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 
 
-class CheckpointReader:
-    """The tensors of DIRECTORY/model.safetensors, or of the files that its index names.
-
-    Raises FileNotFoundError where there is neither, KeyError that names a tensor that is not there.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._stack = ExitStack()
-        if (directory / INDEX).is_file():
-            self._files: dict[str, str] = json.loads((directory / INDEX).read_text())["weight_map"]
-        elif (directory / SINGLE).is_file():
-            with safe_open(directory / SINGLE, framework="pt") as handle:
-                self._files = dict.fromkeys(handle.keys(), SINGLE)
-        else:
-            raise FileNotFoundError(f"{directory}: found neither {SINGLE} nor {INDEX}")
-        self._open: dict[str, safe_open] = {}
-
-    def __enter__(self) -> "CheckpointReader":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def read(self, name: str) -> Tensor:
-        if name not in self._files:
-            raise KeyError(f"{self._directory}: has no tensor {name}")
-        file = self._files[name]
-        if file not in self._open:
-            self._open[file] = self._stack.enter_context(safe_open(self._directory / file, framework="pt"))
-        return self._open[file].get_tensor(name)
-
-
 def write_hf_checkpoint(directory: Path, source: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write tensors with the source's config and tokenizer; `directory` appears complete or not at all.
 
-    An existing directory is replaced.
+    With a value head among the tensors it is a ...ForSequenceClassification. An existing directory is replaced.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
@@ -74,11 +32,22 @@ def write_hf_checkpoint(directory: Path, source: Path, tensors: Iterable[tuple[s
             for file in source.glob(pattern):
                 if file.name != INDEX:
                     shutil.copyfile(file, building / file.name)
+        _fit_config(building)
         building.chmod(0o755)
         _publish(building, directory)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
+
+
+def _fit_config(directory: Path) -> None:
+    """Say in config.json that there is a value head, if there is one."""
+    with CheckpointReader(directory) as reader:
+        if VALUE_HEAD not in reader:
+            return
+        dtype = reader.read(VALUE_HEAD).dtype
+    path = directory / "config.json"
+    path.write_text(json.dumps(to_classifier_config(json.loads(path.read_text()), dtype), indent=2) + "\n")
 
 
 def _write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:

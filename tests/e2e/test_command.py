@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
 from megarl.report.metrics import load_metrics
 from megarl.rollout.guard import find_shared_memory
@@ -56,6 +57,8 @@ def test_a_run_trains_logs_and_ends_with_the_done_line_leaving_nothing(tmp_path)
         assert all(name in line for line in lines[1:]), name
     assert list((tmp_path / "run" / "tensorboard").iterdir())
     assert {f.name for f in (tmp_path / "run" / "logs").iterdir()} >= {"policy-0.log", "critic-0.log", "server-0.log"}
+    for role, head in (("policy", "lm_head.weight"), ("critic", "score.weight")):
+        assert head in load_file(tmp_path / "run" / role / "model.safetensors")
     assert find_marked(tmp_path) == []
     assert find_scratch(run, tmp_path) == []
 

@@ -1,0 +1,63 @@
+"""Reading the safetensors of a Hugging Face checkpoint directory."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class CheckpointReader:
+    """The tensors of DIRECTORY/model.safetensors, or of the files that its index names.
+
+    Raises FileNotFoundError where there is neither, KeyError that names a tensor that is not there.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._stack = ExitStack()
+        if (directory / INDEX).is_file():
+            self._files: dict[str, str] = json.loads((directory / INDEX).read_text())["weight_map"]
+        elif (directory / SINGLE).is_file():
+            with safe_open(directory / SINGLE, framework="pt") as handle:
+                self._files = dict.fromkeys(handle.keys(), SINGLE)
+        else:
+            raise FileNotFoundError(f"{directory}: found neither {SINGLE} nor {INDEX}")
+        self._open: dict[str, safe_open] = {}
+
+    def __enter__(self) -> "CheckpointReader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._files)
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._open_file(name).get_tensor(name)
+        return tensor
+
+    def read_shape(self, name: str) -> tuple[int, ...]:
+        """Without reading the tensor."""
+        return tuple(self._open_file(name).get_slice(name).get_shape())
+
+    def _open_file(self, name: str) -> Any:
+        if name not in self._files:
+            raise KeyError(f"{self._directory}: has no tensor {name}")
+        file = self._files[name]
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(safe_open(self._directory / file, framework="pt"))
+        return self._open[file]

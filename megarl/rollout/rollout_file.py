@@ -1,0 +1,294 @@
+"""rollouts.jsonl: every response that training sampled, one strict JSON object a line, a rollout's lines together.
+
+{"iteration": 1, "weight_version": 0, "sample": 0, "num_samples": 256, "group": 0,
+ "prompt": {"id", "text", "token_ids", "answer", "metadata"},
+ "response": {"token_ids", "text", "rollout_logprobs", "generated", "weight_versions", "finish_reason"},
+ "score": {"reward", "correct", "details", "answer"}}
+
+with the meanings of megarl/types.py. `iteration` is 0 during value pretraining; `sample` counts the lines of a rollout
+from 0. Numbers are written so that they are read back bit by bit.
+"""
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from megarl.report.metrics import drop_unfinished_line, refuse_constant, refuse_repeated_keys
+from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
+
+FILE_NAME = "rollouts.jsonl"
+
+
+class RolloutWriter:
+    """Appends to a rollouts.jsonl; a rollout is complete on disk when `write` returns."""
+
+    def __init__(self, path: Path):
+        """Opens `path`, making it and its directory where they are missing, and cuts off a half-written last line."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        drop_unfinished_line(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, rollout: Rollout, iteration: int) -> None:
+        """All samples. Raises ValueError for NaN or infinity among the numbers, and then writes nothing."""
+        lines = [
+            json.dumps(_to_record(rollout, number, iteration), allow_nan=False)
+            for number in range(len(rollout.samples))
+        ]
+        self._file.writelines(f"{line}\n" for line in lines)
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a reader's model can take."""
+
+    vocab_size: int
+    max_length: int
+    """Most tokens of prompt and response together"""
+    response_length: int
+    """Most tokens of a response"""
+
+
+@dataclass(frozen=True)
+class SavedRollouts:
+    """A rollouts.jsonl that has been read once and found right."""
+
+    path: Path
+    num_rollouts: int
+    num_samples: int
+
+
+def check_rollouts(path: Path, limits: Limits) -> SavedRollouts:
+    """Read all of it, keeping nothing. Raises as `read_rollouts`; what a killed run left is not warned of here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        sizes = [len(rollout.samples) for rollout in read_rollouts(path, limits)]
+    return SavedRollouts(path, len(sizes), sum(sizes))
+
+
+def load_rollouts(path: Path, limits: Limits | None = None) -> tuple[Rollout, ...]:
+    """All rollouts of a file, in order; else as `read_rollouts`."""
+    return tuple(read_rollouts(path, limits))
+
+
+def read_rollouts(path: Path, limits: Limits | None = None) -> Iterator[Rollout]:
+    """The rollouts of a file, in order, one at a time in memory.
+
+    A half-written last line and a rollout that lacks its last samples are what a killed run leaves: they are dropped
+    with a RuntimeWarning.
+
+    Raises:
+        ValueError: a line is not what `RolloutWriter` writes, or goes beyond `limits`: says FILE:LINE, what was found
+            and what would be right; or there is no complete rollout.
+        FileNotFoundError: there is no such file.
+    """
+    samples: list[Sample] = []
+    header: Mapping[str, Any] = {}
+    num_rollouts = 0
+    for where, record in _read_records(path):
+        if samples and record["sample"] == 0:
+            _warn_incomplete(where, samples, header)
+            samples = []
+        _check_place(where, record, header if samples else None, samples)
+        samples.append(_to_sample(record, where, limits))
+        header = record
+        if len(samples) == header["num_samples"]:
+            yield Rollout(tuple(samples), header["weight_version"])
+            num_rollouts, samples = num_rollouts + 1, []
+    if samples:
+        _warn_incomplete(str(path), samples, header)
+    if not num_rollouts:
+        raise ValueError(f"{path}: found no complete rollout; expected the rollouts.jsonl of a run")
+
+
+def _to_record(rollout: Rollout, number: int, iteration: int) -> dict[str, Any]:
+    sample = rollout.samples[number]
+    return {
+        "iteration": iteration,
+        "weight_version": rollout.weight_version,
+        "sample": number,
+        "num_samples": len(rollout.samples),
+        "group": sample.group,
+        "prompt": {**vars(sample.prompt), "metadata": dict(sample.prompt.metadata)},
+        "response": {**vars(sample.response), "finish_reason": sample.response.finish_reason.value},
+        "score": {**vars(sample.score), "details": dict(sample.score.details)},
+    }
+
+
+def _read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """("FILE:LINE", checked record) of every line."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}:{number}"
+            try:
+                record = json.loads(line, parse_constant=refuse_constant, object_pairs_hook=refuse_repeated_keys)
+            except ValueError as error:  # UnicodeDecodeError is one too
+                if not line.endswith(b"\n"):
+                    warnings.warn(
+                        f"{where}: a half-written last line, left by a killed run, was dropped", RuntimeWarning
+                    )
+                    return
+                raise ValueError(f"{where}: {error}; expected one JSON object a line") from None
+            yield where, _check_record(record, where)
+
+
+def _warn_incomplete(where: str, samples: list[Sample], header: Mapping[str, Any]) -> None:
+    warnings.warn(
+        f"{where}: a rollout before it has {len(samples)} of its {header['num_samples']} samples, as a killed run"
+        " leaves it; it was dropped",
+        RuntimeWarning,
+    )
+
+
+def _check_place(where: str, record: Mapping[str, Any], header: Mapping[str, Any] | None, before: list[Sample]) -> None:
+    """That the line is the rollout's next one; `header`: the line before it, if there is one."""
+    if record["sample"] != len(before) or not record["sample"] < record["num_samples"]:
+        found = f"sample {record['sample']} of {record['num_samples']}"
+        raise ValueError(
+            f"{where}: found {found}; expected sample {len(before)}: the lines of a rollout stand in order"
+        )
+    group, last = record["group"], before[-1].group if before else -1
+    if group not in ((0,) if last < 0 else (last, last + 1)):
+        expected = f"{last} or {last + 1}" if before else "0"
+        raise ValueError(f'{where}: "group" is {group}; expected {expected}: groups are contiguous, numbered from 0')
+    for name in ("num_samples", "weight_version", "iteration") if header else ():
+        if record[name] != header[name]:
+            raise ValueError(f'{where}: "{name}" is {record[name]}; the rollout\'s first line has {header[name]}')
+
+
+def _to_sample(record: Mapping[str, Any], where: str, limits: Limits | None) -> Sample:
+    prompt, response = record["prompt"], record["response"]
+    num_tokens = len(response["token_ids"])
+    for name in ("rollout_logprobs", "generated", "weight_versions"):
+        if len(response[name]) != num_tokens:
+            raise ValueError(
+                f"{where}: response has {len(response[name])} {name}; expected one for each of its {num_tokens} tokens"
+            )
+    if limits:
+        _check_limits(where, prompt["token_ids"], response["token_ids"], limits)
+    return Sample(
+        Prompt(**{**prompt, "token_ids": tuple(prompt["token_ids"])}),
+        Response(
+            token_ids=tuple(response["token_ids"]),
+            text=response["text"],
+            rollout_logprobs=tuple(response["rollout_logprobs"]),
+            generated=tuple(response["generated"]),
+            weight_versions=tuple(response["weight_versions"]),
+            finish_reason=FinishReason(response["finish_reason"]),
+        ),
+        Score(**record["score"]),
+        record["group"],
+    )
+
+
+def _check_limits(where: str, prompt: list[int], response: list[int], limits: Limits) -> None:
+    largest = max([*prompt, *response], default=0)
+    if largest >= limits.vocab_size:
+        raise ValueError(
+            f"{where}: found token id {largest}; the critic's vocabulary has {limits.vocab_size} tokens: the rollouts"
+            " must be of a policy with the same tokenizer"
+        )
+    if len(prompt) + len(response) > limits.max_length:
+        raise ValueError(
+            f"{where}: found {len(prompt)} prompt and {len(response)} response tokens; the critic has"
+            f" {limits.max_length} positions"
+        )
+    if len(response) > limits.response_length:
+        raise ValueError(
+            f"{where}: found a response of {len(response)} tokens; rollout.response_length is {limits.response_length}"
+            " and must be at least that"
+        )
+
+
+Check = tuple[Callable[[Any], bool], str]
+"""Whether a value is right, and what would be."""
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return _is_integer(value) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _map_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+
+_WHOLE: Check = (_is_whole, "a whole number, 0 or more")
+_TEXT: Check = (_is_text, "a text")
+_WHOLES: Check = (_list_of(_is_whole), "a list of whole numbers, 0 or more")
+_FIELDS: dict[str, dict[str, Check]] = {
+    "prompt": {
+        "id": _TEXT,
+        "text": _TEXT,
+        "token_ids": _WHOLES,
+        "answer": _TEXT,
+        "metadata": (_map_of(_is_text), "an object of texts"),
+    },
+    "response": {
+        "token_ids": _WHOLES,
+        "text": _TEXT,
+        "rollout_logprobs": (_list_of(_is_number), "a list of finite numbers"),
+        "generated": (_list_of(_is_flag), "a list of true and false"),
+        "weight_versions": (_list_of(_is_integer), "a list of whole numbers"),
+        "finish_reason": (lambda v: v in [r.value for r in FinishReason], "stop or length"),
+    },
+    "score": {
+        "reward": (_is_number, "a finite number"),
+        "correct": (_is_flag, "true or false"),
+        "details": (_map_of(_is_number), "an object of finite numbers"),
+        "answer": (lambda v: v is None or _is_text(v), "a text or null"),
+    },
+}
+_LINE: dict[str, Check] = {
+    **dict.fromkeys(("iteration", "weight_version", "sample", "num_samples", "group"), _WHOLE),
+    **dict.fromkeys(_FIELDS, (lambda value: isinstance(value, dict), "an object")),
+}
+
+
+def _check_record(record: Any, where: str) -> dict[str, Any]:
+    """The record, with exactly the keys and types of the format. Raises ValueError."""
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: found a JSON {type(record).__name__}; expected an object")
+    _check_fields(record, _LINE, where, "")
+    for name, checks in _FIELDS.items():
+        _check_fields(record[name], checks, where, f"{name}.")
+    return record
+
+
+def _check_fields(record: Mapping[str, Any], checks: Mapping[str, Check], where: str, prefix: str) -> None:
+    for name in [*checks, *record]:
+        if name not in record:
+            raise ValueError(f'{where}: "{prefix}{name}" is missing; found {", ".join(record) or "nothing"}')
+        if name not in checks:
+            raise ValueError(f'{where}: "{prefix}{name}" is not a key of a rollout; the keys are {", ".join(checks)}')
+        is_right, expected = checks[name]
+        if not is_right(record[name]):
+            found = repr(record[name])
+            found = found if len(found) <= 60 else f"{found[:57]}..."
+            raise ValueError(f'{where}: "{prefix}{name}" is {found}; expected {expected}')

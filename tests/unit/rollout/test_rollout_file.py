@@ -1,0 +1,211 @@
+"""rollouts.jsonl: what is written is read back bit by bit, what is wrong is named with FILE:LINE."""
+
+import json
+import math
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.rollout.rollout_file import Limits, RolloutWriter, check_rollouts, load_rollouts
+from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
+
+WIDE = Limits(vocab_size=1000, max_length=100, response_length=50)
+
+
+def build_sample(group: int = 0, token: int = 3, **changes) -> Sample:
+    response = {
+        "token_ids": (token, 4),
+        "text": "ab\n\u2028",
+        "rollout_logprobs": (-0.1, 0.0),
+        "generated": (True, False),
+        "weight_versions": (2, 0),
+        "finish_reason": FinishReason.length,
+        **changes,
+    }
+    prompt = Prompt(f"p{group}", "é?", (1, 2), "42", {"level": "5"})
+    return Sample(prompt, Response(**response), Score(0.3, True, {"format": 1.0}, "42"), group)
+
+
+def write(path: Path, *rollouts: Rollout) -> Path:
+    writer = RolloutWriter(path)
+    for iteration, rollout in enumerate(rollouts):
+        writer.write(rollout, iteration)
+    writer.close()
+    return path
+
+
+def two_rollouts() -> tuple[Rollout, Rollout]:
+    first = Rollout((build_sample(0), build_sample(0, 5), build_sample(1, 6)), 2)
+    return first, Rollout((build_sample(0, 7),), 3)
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+tokens = st.tuples(st.integers(0, 999), finite, st.booleans(), st.integers(-1, 10**6))
+
+
+@st.composite
+def rollouts(draw) -> Rollout:
+    samples = []
+    for group in range(draw(st.integers(1, 3))):
+        prompt = Prompt(
+            draw(st.text()),
+            draw(st.text()),
+            tuple(draw(st.lists(st.integers(0, 999), max_size=5))),
+            draw(st.text()),
+            draw(st.dictionaries(st.text(), st.text(), max_size=2)),
+        )
+        for _ in range(draw(st.integers(1, 3))):
+            rows = draw(st.lists(tokens, max_size=6))
+            columns = tuple(zip(*rows, strict=True)) if rows else ((), (), (), ())
+            response = Response(
+                columns[0], draw(st.text()), columns[1], columns[2], columns[3], draw(st.sampled_from(FinishReason))
+            )
+            details = draw(st.dictionaries(st.text(), finite, max_size=2))
+            score = Score(draw(finite), draw(st.booleans()), details, draw(st.none() | st.text()))
+            samples.append(Sample(prompt, response, score, group))
+    return Rollout(tuple(samples), draw(st.integers(0, 100)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(written=st.lists(rollouts(), min_size=1, max_size=3))
+def test_what_is_written_is_read_back_bit_by_bit(tmp_path_factory, written):
+    path = write(tmp_path_factory.mktemp("file") / "rollouts.jsonl", *written)
+    found = load_rollouts(path)
+    assert found == tuple(written)
+    for a, b in zip(found, written, strict=True):
+        for one, other in zip(a.samples, b.samples, strict=True):
+            # == takes 0.0 and -0.0 for the same.
+            numbers = [(s.score.reward, *s.response.rollout_logprobs) for s in (one, other)]
+            assert len({struct.pack(f"{len(n)}d", *n) for n in numbers}) == 1
+
+
+def test_every_line_is_a_strict_json_object_that_says_where_it_belongs(tmp_path):
+    lines = write(tmp_path / "r.jsonl", *two_rollouts()).read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [(r["iteration"], r["sample"], r["num_samples"], r["group"], r["weight_version"]) for r in records] == [
+        (0, 0, 3, 0, 2),
+        (0, 1, 3, 0, 2),
+        (0, 2, 3, 1, 2),
+        (1, 0, 1, 0, 3),
+    ]
+    assert records[2]["response"]["token_ids"] == [6, 4]
+    assert records[2]["score"] == {"reward": 0.3, "correct": True, "details": {"format": 1.0}, "answer": "42"}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_number_that_json_lacks_is_refused_and_nothing_is_written(tmp_path, bad):
+    rollout = Rollout((build_sample(), build_sample(rollout_logprobs=(bad, 0.0))), 0)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write(tmp_path / "r.jsonl", rollout)
+    assert (tmp_path / "r.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("cut", [1, 20, 200])
+def test_a_half_written_last_line_is_dropped_with_its_rollout_and_a_warning(tmp_path, cut):
+    first, second = two_rollouts()
+    path = write(tmp_path / "r.jsonl", second, first)
+    content = path.read_bytes().rstrip(b"\n")
+    path.write_bytes(content[:-cut])
+    with pytest.warns(RuntimeWarning) as warned:
+        assert load_rollouts(path) == (second,)
+    messages = [str(w.message) for w in warned]
+    assert messages[0].startswith(f"{path}:4: a half-written last line")
+    assert "has 2 of its 3 samples" in messages[1]
+
+
+def test_a_last_line_without_newline_that_is_whole_counts(tmp_path):
+    path = write(tmp_path / "r.jsonl", *two_rollouts())
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    assert load_rollouts(path) == two_rollouts()
+
+
+def test_a_run_that_goes_on_after_a_kill_cuts_the_half_line_and_the_rest_of_that_rollout_is_dropped(tmp_path):
+    first, second = two_rollouts()
+    path = write(tmp_path / "r.jsonl", first)
+    path.write_bytes(path.read_bytes()[:-30])
+    write(path, second)
+    with pytest.warns(RuntimeWarning, match=r"r\.jsonl:3: a rollout before it has 2 of its 3 samples"):
+        assert load_rollouts(path) == (second,)
+
+
+def spoil(path: Path, line: int, change) -> None:
+    lines = path.read_text().splitlines()
+    record = json.loads(lines[line - 1])
+    replaced = change(record)
+    lines[line - 1] = json.dumps(record if replaced is None else replaced)
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "change", "message"),
+    [
+        (2, lambda r: r.__delitem__("group"), '"group" is missing; found iteration, weight_version'),
+        (2, lambda r: r.update(extra=1), '"extra" is not a key of a rollout; the keys are iteration'),
+        (2, lambda r: r["response"].__delitem__("generated"), '"response.generated" is missing'),
+        (1, lambda r: r["prompt"].update(token_ids=[1, True]), r'"prompt.token_ids" is \[1, True\]; expected a list'),
+        (1, lambda r: r["prompt"].update(token_ids=[-1]), '"prompt.token_ids" is .*; expected a list of whole numbers'),
+        (3, lambda r: r["response"].update(finish_reason="abort"), "is 'abort'; expected stop or length"),
+        (3, lambda r: r["response"].update(finish_reason=["stop"]), "expected stop or length"),
+        (3, lambda r: r["response"].update(generated=[True]), "has 1 generated; expected one for each of its 2 tokens"),
+        (1, lambda r: r["score"].update(reward="1"), "\"score.reward\" is '1'; expected a finite number"),
+        (1, lambda r: r["score"].update(correct=1), '"score.correct" is 1; expected true or false'),
+        (1, lambda r: r.update(group=1), '"group" is 1; expected 0'),
+        (3, lambda r: r.update(group=2), '"group" is 2; expected 0 or 1'),
+        (2, lambda r: r.update(sample=2), "found sample 2 of 3; expected sample 1"),
+        (2, lambda r: r.update(num_samples=4), '"num_samples" is 4; the rollout\'s first line has 3'),
+        (2, lambda r: r.update(weight_version=1), '"weight_version" is 1; the rollout\'s first line has 2'),
+        (4, lambda r: r.update(num_samples=0), "found sample 0 of 0"),
+        (2, lambda r: [r], "found a JSON list; expected an object"),
+    ],
+)
+def test_a_wrong_line_is_named_with_what_was_found_and_what_would_be_right(tmp_path, line, change, message):
+    path = write(tmp_path / "r.jsonl", *two_rollouts())
+    spoil(path, line, change)
+    with pytest.raises(ValueError, match=rf"^{path}:{line}: .*{message}"):
+        load_rollouts(path)
+
+
+@pytest.mark.parametrize("text", ["{not json}", "NaN", '{"a": 1, "a": 2}', '{"iteration": Infinity}'])
+def test_a_line_in_the_middle_that_is_no_strict_json_is_an_error(tmp_path, text):
+    path = write(tmp_path / "r.jsonl", *two_rollouts())
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:3], text, *lines[3:]]) + "\n")
+    with pytest.raises(ValueError, match=rf"^{path}:4: "):
+        load_rollouts(path)
+
+
+def test_a_number_beyond_the_range_of_floats_is_an_error(tmp_path):
+    path = write(tmp_path / "r.jsonl", *two_rollouts())
+    path.write_text(path.read_text().replace('"reward": 0.3', '"reward": 1e999', 1))
+    with pytest.raises(ValueError, match=rf'^{path}:1: "score.reward" is inf'):
+        load_rollouts(path)
+
+
+def test_a_file_without_a_complete_rollout_is_an_error(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ValueError, match="found no complete rollout"):
+        load_rollouts(tmp_path / "empty.jsonl")
+    with pytest.raises(FileNotFoundError):
+        load_rollouts(tmp_path / "missing.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("limits", "line", "message"),
+    [
+        (Limits(7, 100, 50), 4, "found token id 7; the critic's vocabulary has 7 tokens"),
+        (Limits(1000, 3, 50), 1, "found 2 prompt and 2 response tokens; the critic has 3 positions"),
+        (Limits(1000, 100, 1), 1, "found a response of 2 tokens; rollout.response_length is 1"),
+    ],
+)
+def test_what_the_critic_cannot_take_is_named_with_its_line(tmp_path, limits, line, message):
+    path = write(tmp_path / "r.jsonl", *two_rollouts())
+    with pytest.raises(ValueError, match=rf"^{path}:{line}: {message}"):
+        check_rollouts(path, limits)
+
+
+def test_a_file_that_is_right_is_counted(tmp_path):
+    saved = check_rollouts(write(tmp_path / "r.jsonl", *two_rollouts()), WIDE)
+    assert (saved.num_rollouts, saved.num_samples) == (2, 4)
