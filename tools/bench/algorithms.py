@@ -1,10 +1,11 @@
 """Every preset, and VAPO without each of its parts, on the tiny task: the same number of samples, several seeds.
 
-    python tools/bench/algorithms.py [--only vapo,grpo] [--seeds 1,2,3] [--out runs/bench_algorithms]
+    python tools/bench/algorithms.py [--only vapo,grpo] [--seeds 1,2,3] [--out runs/bench_algorithms] [--table]
 
 One Ray cluster and one SGLang server serve all runs, one after the other. Each finished run is a file under --out, and
-a run whose file is there is not done again. Writes table.md and algorithms.svg to --out: held-out reward (greedy)
-against the responses generated, those of value pretraining and those that dynamic sampling dropped included.
+a run whose file is there is not done again; --table does none and takes those that are there. Writes table.md and
+algorithms.svg to --out: held-out reward (greedy) against the responses generated, those of value pretraining and those
+that dynamic sampling dropped included.
 """
 
 import argparse
@@ -170,6 +171,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", help="variants, by commas; a name that is no variant is a prefix of some")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_algorithms"))
+    parser.add_argument("--table", action="store_true", help="train nothing: table and plot of the finished runs")
     return parser.parse_args()
 
 
@@ -191,7 +193,7 @@ def main() -> None:
     wanted = [(variant, int(seed)) for seed in args.seeds.split(",") for variant in choose(args.only)]
     paths = {key: args.out / "finished" / f"{key[0].replace(' ', '_')}_{key[1]}.json" for key in wanted}
     missing = [key for key, path in paths.items() if not path.exists()]
-    if missing:
+    if missing and not args.table:
         # The preset with all three roles: Ray gets room for each.
         first = load_config([*COMMON, "algo=vapo", "algo.kl.in_loss=true"])
         with stopping_on_signals(), open_hosts(first, load_inputs(first), args.out / "logs") as hosts:
@@ -203,7 +205,10 @@ def main() -> None:
                 print(f"{variant}, seed {seed}: {text}  ({curve.seconds:.0f} s)", flush=True)
     curves: dict[str, list[Curve]] = {}
     for (variant, _), path in paths.items():
-        curves.setdefault(variant, []).append(load_curve(path))
+        if path.exists():
+            curves.setdefault(variant, []).append(load_curve(path))
+    if not curves:
+        raise SystemExit(f"--table: no finished run in {args.out / 'finished'}")
     table = format_table(curves)
     (args.out / "table.md").write_text(table)
     draw(curves, args.out / "algorithms.svg")
