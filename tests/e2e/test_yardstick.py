@@ -1,4 +1,7 @@
-"""An evaluation on a real server: every problem asked, every response written, the counts those of the responses."""
+"""An evaluation on a real server: every problem asked, every response written, the counts those of the responses.
+
+After test_server.py, whose tests of the random state need the server as it was started.
+"""
 
 import json
 from collections import Counter
@@ -41,7 +44,9 @@ def evaluate(server, tiny_checkpoint, rollout_config, tmp_path):
         tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
         rollout = replace(rollout_config, **keys)
         engine = SGLangEngine([server.url], tiny_checkpoint, rollout, tokenizer, top_p=config.top_p, top_k=config.top_k)
-        version, stream = engine.clients[0].load_weight_version(), StringIO()
+        patient = SGLangEngine([server.url], tiny_checkpoint, rollout_config, tokenizer)
+        version, stream = patient.clients[0].load_weight_version(), StringIO()
+        patient.close()
         progress = Progress(stream)
         try:
             # 16 responses a call: the first set takes several.
