@@ -1,6 +1,6 @@
 """Every preset, and VAPO without each of its parts, on the tiny task: the same number of samples, several seeds.
 
-    python tools/bench/algorithms.py [--only vapo,grpo] [--seeds 1,2,3] [--out runs/bench_algorithms] [--table]
+    python tools/bench/algorithms.py [--only vapo,grpo] [--seeds 1,2,3] [--out tools/bench/algorithms] [--table]
 
 One Ray cluster and one SGLang server serve all runs, one after the other. Each finished run is a file under --out, and
 a run whose file is there is not done again; --table does none and takes those that are there. Writes table.md and
@@ -170,7 +170,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="variants, by commas; a name that is no variant is a prefix of some")
     parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench_algorithms"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(""))
     parser.add_argument("--table", action="store_true", help="train nothing: table and plot of the finished runs")
     return parser.parse_args()
 
