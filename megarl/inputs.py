@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from megarl.config.algo import needs_critic, needs_reference
 from megarl.config.errors import ConfigError
-from megarl.config.roles import Dtype, OptimizerConfig, ParallelConfig
+from megarl.config.roles import ReferenceConfig, TrainedRoleConfig
 from megarl.config.schema import Config
 from megarl.data.build import DataSplits, build_data
 from megarl.hf.checkpoint import default_cache_dir, find_checkpoint, load_tokenizer, resolve_checkpoint
 from megarl.mcore.architecture import Architecture, check_layout, read_architecture
 from megarl.mcore.critic_checkpoint import check_critic_checkpoint
+from megarl.mcore.role_fields import check_role_fields
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.reward.build import build_reward, check_reward
 from megarl.rollout.rollout_file import Limits, SavedRollouts, check_rollouts
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROBE_LENGTH = 64
+COMPUTE_KEYS = ("recompute", "recompute_method", "recompute_num_layers", "fp8", "fp8_recipe")
+"""Keys of a trained role that its workers are told under the same names."""
 
 
 @dataclass(frozen=True)
@@ -110,15 +113,17 @@ def load_saved_rollouts(config: Config, models: Models) -> SavedRollouts | None:
 def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None = None) -> dict[Role, WorkerSpec]:
     """What each role's workers are told. critic_checkpoint: what the critic starts from, if not `checkpoint`."""
 
-    def build(
-        role: Role, parallel: ParallelConfig, optimizer: OptimizerConfig | None, dtype: Dtype, start: Path
-    ) -> WorkerSpec:
+    def build(role: Role, node: TrainedRoleConfig | ReferenceConfig, start: Path) -> WorkerSpec:
+        trained = isinstance(node, TrainedRoleConfig)
+        compute = {name: getattr(node, name) for name in COMPUTE_KEYS} if trained else {}
         return WorkerSpec(
             role=role,
             checkpoint=str(start),
-            parallel=parallel,
-            optimizer=optimizer,
-            dtype=dtype,
+            parallel=node.parallel,
+            optimizer=node.optimizer if trained else None,
+            dtype=node.dtype,
+            offload=node.offload,
+            **compute,
             algo=config.algo,
             temperature=config.rollout.temperature,
             response_length=config.rollout.response_length,
@@ -130,12 +135,11 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
         )
 
     policy, critic, reference = config.policy, config.critic, config.reference
-    specs = {Role.policy: build(Role.policy, policy.parallel, policy.optimizer, policy.dtype, checkpoint)}
+    specs = {Role.policy: build(Role.policy, policy, checkpoint)}
     if needs_critic(config.algo):
-        start = critic_checkpoint or checkpoint
-        specs[Role.critic] = build(Role.critic, critic.parallel, critic.optimizer, critic.dtype, start)
+        specs[Role.critic] = build(Role.critic, critic, critic_checkpoint or checkpoint)
     if needs_reference(config.algo):
-        specs[Role.reference] = build(Role.reference, reference.parallel, None, reference.dtype, checkpoint)
+        specs[Role.reference] = build(Role.reference, reference, checkpoint)
     return specs
 
 
@@ -178,7 +182,8 @@ def _check_model(config: Config, architecture: Architecture) -> Iterator[str]:
 def _check_megatron_options(specs: dict[Role, WorkerSpec], models: Models) -> Iterator[str]:
     architectures = {role: models.critic_architecture if role is Role.critic else models.architecture for role in specs}
     for role, spec in specs.items():
-        yield from check_layout(architectures[role], spec.parallel, f"{role.value}.parallel")
+        yield from check_layout(architectures[role], spec.parallel, f"{role.value}.parallel", spec.megatron)
+        yield from check_role_fields(architectures[role], spec)
     if specs[Role.policy].megatron:
         from megarl.mcore.model import check_options  # imports Megatron, which takes seconds
 

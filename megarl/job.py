@@ -109,7 +109,10 @@ def open_parts(config: Config, inputs: Inputs, hosts: Hosts, run_dir: Path, repo
                 )
                 stack.callback(group.close)
                 groups[role] = group
-            wait_all([hosts.urls, *(group.start() for group in groups.values())])
+            starting = {role: group.start() for role, group in groups.items()}
+            wait_all([hosts.urls, *starting.values()])
+            for role, started in starting.items():
+                report.message(f"{role.value}: {started.result()}")
         urls = hosts.urls.result()
         engine = SGLangEngine(urls, inputs.checkpoint, rollout, inputs.tokenizer, check_processes=hosts.check_servers)
         stack.callback(engine.close)

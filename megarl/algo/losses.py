@@ -62,21 +62,26 @@ def policy_loss(
     """
     tokens = _prepare(logprobs, targets)
     token_loss, sums = _token_losses(tokens, entropy, full_kl, targets, config, counts)
-    loss = aggregate(
-        torch.where(targets.loss_mask, token_loss, 0.0),
-        config.loss_agg_mode,
-        targets.rows,
-        targets.row_lengths,
-        counts.num_tokens,
-        counts.num_sequences,
-        response_length,
-    )
+
+    def aggregated(token_loss: Tensor) -> Tensor:
+        return aggregate(
+            torch.where(targets.loss_mask, token_loss, 0.0),
+            config.loss_agg_mode,
+            targets.rows,
+            targets.row_lengths,
+            counts.num_tokens,
+            counts.num_sequences,
+            response_length,
+        )
+
+    loss, size = aggregated(token_loss), aggregated(token_loss.detach().abs())
     if config.positive_lm_coef != 0.0:
         chosen = targets.loss_mask & targets.positive
         likelihood = torch.where(chosen, -tokens.logprobs, 0.0).sum() / max(counts.num_positive_tokens, 1)
         loss = loss + config.positive_lm_coef * likelihood
+        size = size + config.positive_lm_coef * likelihood.detach()
         sums["policy/positive_lm"] = likelihood.detach()
-    sums = {"policy/loss": loss.detach(), **sums, **_ratio_sums(tokens, targets, counts)}
+    sums = {"policy/loss": loss.detach(), "policy/loss_size": size, **sums, **_ratio_sums(tokens, targets, counts)}
     return LossOutput(loss, sums, {"policy/ratio_max": _largest_ratio(tokens, targets)})
 
 

@@ -22,7 +22,7 @@ class ServerActor:
     def __init__(self, config: RolloutConfig, checkpoint: Path, log_dir: Path, index: int, seed: int, host: str):
         redirect_output(log_dir / f"server-{index}-owner.log")
         log_file = log_dir / f"server-{index}.log"
-        self._server = SGLangServer(config, checkpoint, log_file=log_file, seed=seed, host=host)
+        self._server = SGLangServer(config, checkpoint, log_file=log_file, seed=seed, host=host, tp=config.tp)
 
     def start(self, deadline_s: float) -> str:
         """Start the server, wait until it is healthy; its url."""

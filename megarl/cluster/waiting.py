@@ -3,13 +3,16 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import ray
 
 from megarl.seams import DeadlineError
 
 T = TypeVar("T")
+
+CAUSE_S = 3.0
+"""How long the others are waited for once one has failed: what fails first is not always the cause."""
 
 
 class WorkerError(RuntimeError):
@@ -27,20 +30,22 @@ class PendingCall(Generic[T]):
     deadline_s: float
     """Counted from the making of this object."""
     merge: Callable[[list[Any]], T]
+    explain: Callable[[Sequence[int]], str] | None = None
+    """Says where those that have not answered are, by their numbers"""
     started: float = field(default_factory=time.monotonic)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` for all; whether they have ended well.
 
-        Raises WorkerError as soon as one has failed, DeadlineError naming those that are late.
+        Raises WorkerError as soon as one has failed, DeadlineError naming those that are late and where they are.
         """
         left = self.started + self.deadline_s - time.monotonic()
         end = time.monotonic() + min(timeout_s, max(0.0, left))
         waiting = list(self.refs)
         while waiting:
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, end - time.monotonic()))
-            for ref in ready:
-                self._get(ref)
+            if any(self._find_error(ref) for ref in ready):
+                self._raise_failed()
             if not ready:
                 if left <= timeout_s:
                     self._raise_late(waiting)
@@ -50,20 +55,40 @@ class PendingCall(Generic[T]):
     def result(self) -> T:
         """Raises as `wait`."""
         self.wait(self.deadline_s)
-        return self.merge([self._get(ref) for ref in self.refs])
+        return self.merge([ray.get(ref) for ref in self.refs])
 
-    def _get(self, ref: ray.ObjectRef) -> Any:
-        name = self.names[self.refs.index(ref)]
+    def _find_error(self, ref: ray.ObjectRef) -> Exception | None:
+        """Why a call that has ended gave no result; RayActorError where the process died."""
         try:
-            return ray.get(ref)
-        except ray.exceptions.RayActorError as error:
-            raise WorkerError(f"{self.what}: {name} died: {error}") from error
-        except ray.exceptions.RayTaskError as error:
-            raise WorkerError(f"{self.what}: {name} failed:\n{error}") from error
+            ray.get(ref)
+        except ray.exceptions.RayError as error:
+            return error
+        return None
 
-    def _raise_late(self, waiting: Sequence[ray.ObjectRef]) -> None:
-        late = ", ".join(self.names[self.refs.index(ref)] for ref in waiting)
-        raise DeadlineError(f"{self.what}: no answer from {late} within {self.deadline_s:g} s")
+    def _raise_failed(self) -> NoReturn:
+        """Deaths first, then the first failure in full: where a process has died, collectives fail in others."""
+        ended, waiting = ray.wait(list(self.refs), num_returns=len(self.refs), timeout=CAUSE_S)
+        errors = {self._name(ref): error for ref in ended if (error := self._find_error(ref))}
+        deaths = {name: error for name, error in errors.items() if isinstance(error, ray.exceptions.RayActorError)}
+        failures = {name: error for name, error in errors.items() if name not in deaths}
+        lines = [f"{name} died: {error}" for name, error in deaths.items()]
+        if failures:
+            (name, error), *others = failures.items()
+            lines.append(f"{name} failed:\n{error}")
+            if others:
+                lines.append(f"also failed: {', '.join(name for name, _ in others)}")
+        if waiting and self.explain:
+            lines.append(self.explain([self.refs.index(ref) for ref in waiting]))
+        raise WorkerError(f"{self.what}: " + "\n".join(lines)) from next(iter([*deaths.values(), *failures.values()]))
+
+    def _raise_late(self, waiting: Sequence[ray.ObjectRef]) -> NoReturn:
+        text = f"{self.what}: no answer from {', '.join(map(self._name, waiting))} within {self.deadline_s:g} s"
+        if self.explain:
+            text += ":\n" + self.explain([self.refs.index(ref) for ref in waiting])
+        raise DeadlineError(text)
+
+    def _name(self, ref: ray.ObjectRef) -> str:
+        return self.names[self.refs.index(ref)]
 
 
 def wait_for(refs: Sequence[ray.ObjectRef], names: Sequence[str], what: str, deadline_s: float) -> list[Any]:

@@ -13,6 +13,7 @@ import ray
 import torch
 from torch import Tensor
 
+from megarl.cluster.stacks import Place, Ranks, Watch, dump_on_signal, identify
 from megarl.cluster.waiting import PendingCall, wait_for
 from megarl.types import Metrics, Sequences, TrainingSamples
 
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@ray.remote(num_cpus=1, max_restarts=0)
+@ray.remote(num_cpus=1, max_restarts=0, concurrency_groups={"watch": 1})
 class WorkerActor:
-    """The process of one rank. Its output goes to its own log file."""
+    """The process of one rank. Its output goes to its own log file. A thread of its own says where a call is."""
 
     def __init__(self, log_path: str, host: str):
         redirect_output(Path(log_path))
+        dump_on_signal()
+        self._watch = Watch()
         if is_loopback(host):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         self._worker: MegatronWorker | None = None
@@ -38,13 +41,25 @@ class WorkerActor:
             probe.bind((host, 0))
             return f"tcp://{host}:{probe.getsockname()[1]}"
 
-    def build(self, spec: "WorkerSpec", rank: int, world_size: int, init_method: str) -> None:
-        from megarl.mcore.worker import MegatronWorker
+    def build(self, spec: "WorkerSpec", rank: int, world_size: int, init_method: str) -> str:
+        """Make the model; says what computes it."""
+        with self._watch.enter("build"):
+            from megarl.mcore.worker import MegatronWorker
 
-        self._worker = MegatronWorker(spec, rank, world_size, init_method)
+            self._worker = MegatronWorker(spec, rank, world_size, init_method)
+            return self._worker.describe()
 
     def call(self, verb: str, *args: Any) -> Any:
-        return getattr(self._worker, verb)(*args)
+        with self._watch.enter(verb):
+            return getattr(self._worker, verb)(*args)
+
+    @ray.method(concurrency_group="watch")
+    def find_place(self) -> Place | None:
+        return self._watch.find_place()
+
+    @ray.method(concurrency_group="watch")
+    def identify(self) -> tuple[str, int]:
+        return identify()
 
 
 def is_loopback(host: str) -> bool:
@@ -73,18 +88,20 @@ class WorkerGroup:
         self._scratch = scratch
         self._start_deadline_s = start_deadline_s
         self._names = tuple(f"{self.role} rank {r}/{self.num_ranks}" for r in range(self.num_ranks))
-        self._actors = [
-            WorkerActor.remote(str(log_dir / f"{self.role}-{rank}.log"), host) for rank in range(self.num_ranks)
-        ]
+        logs = [log_dir / f"{self.role}-{rank}.log" for rank in range(self.num_ranks)]
+        self._actors = [WorkerActor.remote(str(log), host) for log in logs]
+        self._ranks = Ranks(self._actors, self._names, [actor.identify.remote() for actor in self._actors], logs)
 
-    def start(self) -> PendingCall[None]:
-        """Build the models on all ranks."""
+    def start(self) -> PendingCall[str]:
+        """Build the models on all ranks; what computes them, in a few words."""
         address = self._find_rendezvous()
         refs = [
             actor.build.remote(self._spec, rank, self.num_ranks, address) for rank, actor in enumerate(self._actors)
         ]
         what = f"building the {self.role} model"
-        return PendingCall(tuple(refs), self._names, what, self._start_deadline_s, lambda _: None)
+        return PendingCall(
+            tuple(refs), self._names, what, self._start_deadline_s, _take_first, explain=self._ranks.explain
+        )
 
     def _find_rendezvous(self) -> str:
         """Where the ranks meet: a file on one machine, because torch's TCP store listens on every interface."""
@@ -127,7 +144,9 @@ class WorkerGroup:
         # One copy in the object store serves every rank of a node.
         shared = [ray.put(arg) if isinstance(arg, Sequences | TrainingSamples) else arg for arg in args]
         refs = tuple(actor.call.remote(verb, *shared) for actor in self._actors)
-        return PendingCall(refs, self._names, f"{self.role}.{verb}", self._spec.deadline_s, merge)
+        return PendingCall(
+            refs, self._names, f"{self.role}.{verb}", self._spec.deadline_s, merge, explain=self._ranks.explain
+        )
 
 
 def _take_first(results: list[T]) -> T:

@@ -5,9 +5,10 @@ from math import isfinite
 
 from megarl.config.algo import needs_critic, needs_full_kl, needs_reference
 from megarl.config.check_algo import check_algo
+from megarl.config.check_compute import check_compute
+from megarl.config.check_parallel import check_overlap, check_parallel
 from megarl.config.model import ModelSource
 from megarl.config.ranges import check_ranges
-from megarl.config.roles import ParallelConfig
 from megarl.config.schema import Config
 
 
@@ -18,6 +19,7 @@ def check_config(config: Config) -> list[str]:
         *check_ranges(config),
         *_check_model(config),
         *_check_roles(config),
+        *check_compute(config),
         *_check_rollout(config),
         *check_algo(config.algo, config.train.responses_per_prompt, num_optimizer_steps(config)),
     ]
@@ -87,29 +89,10 @@ def _check_roles(config: Config) -> Iterator[str]:
             " distributions on the policy's last stage; it must be 1, or the estimator k1, k2 or k3"
         )
     for role, parallel in roles.items():
-        yield from _check_parallel(f"{role}.parallel", parallel, config.train.samples_per_minibatch)
-
-
-def _check_parallel(key: str, parallel: ParallelConfig, samples_per_minibatch: int) -> Iterator[str]:
-    sizes = {"num_processes": parallel.num_processes, "tp": parallel.tp, "pp": parallel.pp}
-    bad = [f"{key}.{name}: found {value}; it must be 1 or more" for name, value in sizes.items() if value < 1]
-    yield from bad
-    if bad:
-        return
-    model_size = parallel.tp * parallel.pp
-    if parallel.num_processes % model_size:
-        fitting = (parallel.num_processes // model_size + 1) * model_size
-        yield (
-            f"{key}.num_processes: found {parallel.num_processes}, which tp {parallel.tp} x pp {parallel.pp}"
-            f" = {model_size} does not divide; {fitting} would fit"
-        )
-    elif samples_per_minibatch < parallel.num_processes // model_size:
-        yield (
-            f"{key}: {parallel.num_processes // model_size} data-parallel ranks share"
-            f" {samples_per_minibatch} samples (train.samples_per_minibatch); each needs at least one"
-        )
-    if parallel.sp and parallel.tp == 1:
-        yield f"{key}.sp: found true at tp 1; it splits over tensor-parallel ranks: set {key}.tp, or sp=false"
+        yield from check_parallel(f"{role}.parallel", parallel, config.train.samples_per_minibatch)
+    yield from check_overlap("policy.optimizer", config.policy.optimizer)
+    if "critic" in roles:
+        yield from check_overlap("critic.optimizer", config.critic.optimizer)
 
 
 def _check_model(config: Config) -> Iterator[str]:

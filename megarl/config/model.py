@@ -23,10 +23,15 @@ class RandomModelConfig:
     num_layers: int = 2
     hidden_size: int = 128
     ffn_size: int = 384
+    """Of the MLP; of family=qwen3_moe, of one expert"""
     num_heads: int = 4
     num_kv_heads: int = 2
     max_length: int = 256
     tie_embeddings: bool = False
+    num_experts: int = 4
+    """Experts in each layer; family=qwen3_moe alone has any"""
+    experts_per_token: int = 2
+    """Of family=qwen3_moe"""
     init_std: float = 0.1
     """Standard deviation of the initial weights. The usual 0.02 leaves so small a model nearly blind to its
     prompt.

@@ -30,6 +30,7 @@ _POSITIVE, _NOT_NEGATIVE, _ONE_OR_MORE = Range(0, above=True), Range(0), Range(1
 RANGES: dict[str, Range] = {
     "seed": _NOT_NEGATIVE,
     "rollout.num_servers": _ONE_OR_MORE,
+    "rollout.tp": _ONE_OR_MORE,
     "rollout.max_running_requests": _ONE_OR_MORE,
     "rollout.num_threads": _ONE_OR_MORE,
     "rollout.startup_deadline_s": _POSITIVE,

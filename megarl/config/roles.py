@@ -9,6 +9,49 @@ class Dtype(Enum):
     bfloat16 = "bfloat16"
 
 
+class Recompute(Enum):
+    """Which activations the backward pass computes again instead of keeping them."""
+
+    none = "none"
+    selective = "selective"
+    """The core attention of each layer, or model.megatron.recompute_modules"""
+    full = "full"
+    """Whole layers: only the input of each block of layers is kept"""
+
+
+class RecomputeMethod(Enum):
+    uniform = "uniform"
+    """All layers, in blocks of recompute_num_layers"""
+    block = "block"
+    """The first recompute_num_layers of each pipeline stage, one by one; the others keep their activations"""
+
+
+class Offload(Enum):
+    """What waits in host memory while the role is not called."""
+
+    optimizer = "optimizer"
+    """What only an update needs: optimizer state, float32 master weights, gradients"""
+    all = "all"
+    """The weights too"""
+
+
+class Fp8(Enum):
+    """Format of Transformer Engine's FP8 matrix products."""
+
+    hybrid = "hybrid"
+    """e4m3 forward, e5m2 for gradients"""
+    e4m3 = "e4m3"
+
+
+class Fp8Recipe(Enum):
+    """How FP8 numbers are scaled."""
+
+    delayed = "delayed"
+    tensorwise = "tensorwise"
+    blockwise = "blockwise"
+    mxfp8 = "mxfp8"
+
+
 class LrDecay(Enum):
     constant = "constant"
     linear = "linear"
@@ -17,12 +60,32 @@ class LrDecay(Enum):
 
 @dataclass
 class ParallelConfig:
-    """Megatron's layout of one role; data parallelism is what is left: num_processes / (tp * pp)."""
+    """Megatron's layout of one role: how its model is split over `num_processes` processes.
+
+    Data parallelism is what is left: dp = num_processes / (tp * pp * cp). Experts have a layout of their own over
+    the same processes, with num_processes / (etp * ep * pp) replicas of each.
+    """
 
     num_processes: int = 1
     tp: int = 1
-    pp: int = 1
+    """Tensor parallel: ranks that share each matrix"""
     sp: bool = False
+    """Sequence parallel: what tensor parallelism leaves whole is split along the tokens; needs tp > 1"""
+    pp: int = 1
+    """Pipeline parallel: stages of layers"""
+    vpp: int = 1
+    """Virtual pipeline: pieces of the model on each stage (interleaved schedule); 1: none; more needs pp > 1"""
+    cp: int = 1
+    """Context parallel: ranks that share the tokens of each sequence"""
+    ep: int = 1
+    """Expert parallel: ranks that share the experts of each layer; divides dp * cp * tp / etp"""
+    etp: int = 1
+    """Expert tensor parallel: ranks that share each expert's matrices"""
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel replicas."""
+        return self.num_processes // (self.tp * self.pp * self.cp)
 
 
 @dataclass
@@ -39,20 +102,39 @@ class OptimizerConfig:
     beta2: float = 0.95
     eps: float = 1e-8
     clip_grad: float = 1.0
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over data-parallel ranks while the backward pass still runs."""
+    overlap_param_gather: bool = False
+    """Gather updated weights from data-parallel ranks while the next forward pass runs; needs overlap_grad_reduce."""
 
 
 @dataclass
-class PolicyConfig:
+class TrainedRoleConfig:
+    """What policy and critic have in common."""
+
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     dtype: Dtype = Dtype.bfloat16
+    recompute: Recompute = Recompute.none
+    recompute_method: RecomputeMethod = RecomputeMethod.uniform
+    recompute_num_layers: int = 1
+    offload: Offload | None = None
+    """What leaves the GPU between the calls of this role; null: nothing. For roles that share GPUs with others."""
+    fp8: Fp8 | None = None
+    """FP8 matrix products, by Transformer Engine; null: none"""
+    fp8_recipe: Fp8Recipe = Fp8Recipe.delayed
 
 
 @dataclass
-class CriticConfig:
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+class PolicyConfig(TrainedRoleConfig):
+    """The model that is trained to answer."""
+
+
+@dataclass
+class CriticConfig(TrainedRoleConfig):
+    """The model that estimates values."""
+
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-6))
-    dtype: Dtype = Dtype.bfloat16
     updates_per_policy_update: int = 1
     """Passes of the critic over the minibatches for each pass of the policy."""
     init: str | None = None
@@ -62,5 +144,9 @@ class CriticConfig:
 
 @dataclass
 class ReferenceConfig:
+    """The frozen model that KL terms compare with."""
+
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     dtype: Dtype = Dtype.bfloat16
+    offload: Offload | None = None
+    """all: the weights wait in host memory while the reference is not called; null: nothing leaves the GPU."""

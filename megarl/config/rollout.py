@@ -13,6 +13,8 @@ class RolloutConfig:
     temperature: float = 1.0
     dtype: Dtype = Dtype.bfloat16
     num_servers: int = 1
+    tp: int = 1
+    """GPUs of one server, which share each matrix (SGLang's tensor parallelism)"""
     max_running_requests: int = 128
     kv_cache_tokens: int | None = None
     """Tokens of KV cache per server; null lets SGLang decide (on a CPU it must be a number)."""

@@ -8,7 +8,7 @@ from megarl.config.algo import ADAPTIVE, AlgoConfig, needs_critic, needs_referen
 from megarl.config.algo_choices import Advantage, AdvantageStd, NormScope, Surrogate
 from megarl.config.data import FileDataConfig
 from megarl.config.model import ModelSource
-from megarl.config.roles import LrDecay, OptimizerConfig
+from megarl.config.roles import LrDecay, OptimizerConfig, Recompute
 from megarl.config.schema import Config
 
 
@@ -186,9 +186,34 @@ RULES: tuple[Rule, ...] = (
         switch=True,
     ),
     Rule(
+        ("policy.recompute_method", "policy.recompute_num_layers"),
+        lambda c: c.policy.recompute is Recompute.full,
+        "under policy.recompute={c.policy.recompute.name}; it counts with full",
+    ),
+    Rule(
+        ("critic.recompute_method", "critic.recompute_num_layers"),
+        lambda c: not needs_critic(c.algo) or c.critic.recompute is Recompute.full,
+        "under critic.recompute={c.critic.recompute.name}; it counts with full",
+    ),
+    Rule(
+        ("policy.fp8_recipe",),
+        lambda c: c.policy.fp8 is not None,
+        "with policy.fp8=null; it counts with hybrid or e4m3",
+    ),
+    Rule(
+        ("critic.fp8_recipe",),
+        lambda c: not needs_critic(c.algo) or c.critic.fp8 is not None,
+        "with critic.fp8=null; it counts with hybrid or e4m3",
+    ),
+    Rule(
         ("model.random",),
         lambda c: c.model.source is ModelSource.random,
         "under model.source={c.model.source.name}; set model.source=random, or leave it out",
+    ),
+    Rule(
+        ("model.random.num_experts", "model.random.experts_per_token"),
+        lambda c: c.model.source is not ModelSource.random or c.model.random.family == "qwen3_moe",
+        "under model.random.family={c.model.random.family}; it counts with qwen3_moe",
     ),
 )
 
@@ -206,7 +231,7 @@ COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
         Rule(("evaluate",), lambda c: False, "in value pretraining; it counts in python -m megarl.evaluate"),
         Rule(
             (
-                "policy.optimizer",
+                *("policy.optimizer", "policy.recompute", "policy.recompute_method", "policy.recompute_num_layers"),
                 "train.num_iterations",
                 "train.stop_at_heldout_reward",
                 *("train.eval_every", "train.num_eval_prompts", "logger.num_logged_samples"),

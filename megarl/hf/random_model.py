@@ -12,7 +12,7 @@ from megarl.hf.cache import build_once
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 PAD, BOS, EOS = SPECIAL_TOKENS
-FAMILIES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
+FAMILIES = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen2": "Qwen2", "llama": "Llama"}
 FORMAT = 1
 """Part of the content hash: raise it when what is written changes for the same numbers."""
 
@@ -35,7 +35,8 @@ def check_random_model(config: RandomModelConfig) -> list[str]:
     problems = []
     if config.family not in FAMILIES:
         problems.append(f"model.random.family: found {config.family!r}; it must be one of {', '.join(FAMILIES)}")
-    for key in ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "max_length"):
+    sizes = ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "max_length")
+    for key in (*sizes, "num_experts", "experts_per_token"):
         if getattr(config, key) < 1:
             problems.append(f"model.random.{key}: found {getattr(config, key)}; it must be 1 or more")
     if config.init_std <= 0:
@@ -54,6 +55,12 @@ def check_random_model(config: RandomModelConfig) -> list[str]:
     if config.num_heads % config.num_kv_heads:
         problems.append(
             f"model.random.num_kv_heads: found {config.num_kv_heads}; it must divide num_heads={config.num_heads}"
+        )
+    if config.family == "qwen3_moe" and not 2 <= config.experts_per_token <= config.num_experts:
+        problems.append(
+            f"model.random.experts_per_token: found {config.experts_per_token}; it must be between 2 and"
+            f" num_experts={config.num_experts}: the weights of a token's experts are normalized, so that a single"
+            " one would always weigh 1 and nothing would train the router"
         )
     return problems
 
@@ -92,7 +99,14 @@ def _write_checkpoint(config: RandomModelConfig, directory: Path) -> None:
     ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
     ids["eos_token_id"] = tokenizer.eos_token_id
     family = FAMILIES[config.family]
-    head_dim = {} if config.family == "qwen2" else {"head_dim": config.hidden_size // config.num_heads}
+    more = {} if config.family == "qwen2" else {"head_dim": config.hidden_size // config.num_heads}
+    if config.family == "qwen3_moe":
+        more |= {
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.experts_per_token,
+            "moe_intermediate_size": config.ffn_size,
+            "norm_topk_prob": True,
+        }
     hf_config = getattr(transformers, f"{family}Config")(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
@@ -103,7 +117,7 @@ def _write_checkpoint(config: RandomModelConfig, directory: Path) -> None:
         max_position_embeddings=config.max_length,
         tie_word_embeddings=config.tie_embeddings,
         initializer_range=config.init_std,
-        **head_dim,
+        **more,
         **ids,
     )
     with torch.random.fork_rng(devices=[]):

@@ -4,12 +4,24 @@ Shapes: K rows of the micro-batch, S packed tokens, R response tokens, T respons
 tensors.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.nn import functional as F
 
+from megarl.mcore.context_parallel import (
+    ALONE,
+    AttentionShare,
+    ContextGroup,
+    ResponseShare,
+    find_owners,
+    gather_responses,
+    share_attention,
+    share_responses,
+)
 from megarl.mcore.device import device
 from megarl.mcore.segments import Rectangle, plan_rectangles
 from megarl.mcore.specs import uses_transformer_engine
@@ -22,12 +34,21 @@ class PackedParams(PackedSeqParams):
 
     rectangles: tuple[Rectangle, ...] = ()
     predictors: Tensor | None = None
-    """int64 [R]: packed position whose output predicts each response token"""
+    """int64 [R]: packed position whose output predicts each response token; under context parallelism of those
+    whose predictor this rank has
+    """
+    sequence_numbers: Tensor | None = None
+    """int64 [S]: number of each token's sequence in cu_seqlens_q; -1: padding"""
+    attention_share: AttentionShare | None = None
+    """None: this rank has all tokens of its sequences, or Transformer Engine does with its own"""
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One micro-batch on the device. Response tokens are flat, in packed order."""
+    """One micro-batch on the device. Response tokens are flat, in packed order.
+
+    Under context parallelism S are this rank's tokens; R are all, on every rank of its group.
+    """
 
     tokens: Tensor
     """int64 [1, S]"""
@@ -42,19 +63,32 @@ class PackedBatch:
     """int64 [R]: place in `rows` of the sample to which a response token belongs; on the CPU"""
     columns: Tensor
     """int64 [R]: its position in the response; on the CPU"""
+    share: ResponseShare | None
+    """Whose rank predicts which of the R; None: this rank all of them"""
 
     @property
     def num_rows(self) -> int:
         return self.rows.numel()
+
+    @property
+    def own_targets(self) -> Tensor:
+        """int64: the response tokens that this rank predicts."""
+        return self.targets if self.share is None else self.targets[self.share.mine]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """What this rank computed of `own_targets` -> that of all R; differentiable."""
+        return gather_responses(x, self.share)
 
     def flatten(self, padded: Tensor) -> Tensor:
         """[B, T] of all sequences -> [R] on the device."""
         return padded[self.rows[self.token_rows], self.columns].to(self.targets.device)
 
 
-def build_batch(sequences: Sequences, rows: list[int], multiple: int = 1) -> PackedBatch:
-    """Pack the given rows; S is padded to a multiple of `multiple` with a sequence of its own.
+def build_batch(sequences: Sequences, rows: list[int], multiple: int = 1, context: ContextGroup = ALONE) -> PackedBatch:
+    """Pack the given rows; this rank's S is padded to a multiple of `multiple` with a sequence of its own.
 
+    Under context parallelism each sequence is padded to a multiple of 2 * cp, and the batch holds this rank's tokens
+    and the predictors that are among them; its targets are all R.
     No rows give a batch of padding only, for a rank that must take part without data.
     Raises ValueError for a sequence without a prompt token: nothing would predict its first response token.
     """
@@ -63,41 +97,57 @@ def build_batch(sequences: Sequences, rows: list[int], multiple: int = 1) -> Pac
     lengths, prompts = sequences.lengths[picked], sequences.prompt_lengths[picked]
     if bool((prompts < 1).any()):
         raise ValueError(f"row {int(picked[prompts < 1][0])} has no prompt token")
-    starts = (sequences.lengths.cumsum(0) - sequences.lengths)[picked]
-    packed_starts = lengths.cumsum(0) - lengths
-    num_tokens = int(lengths.sum())
-    where = torch.arange(num_tokens)
-    row_of = torch.repeat_interleave(torch.arange(len(picked)), lengths)
-    positions = where - packed_starts[row_of]
-    tokens = sequences.tokens[starts[row_of] + positions]
-    response = (positions >= prompts[row_of]).nonzero().squeeze(1)
+    sizes = _pad_sizes(lengths, multiple, context.size)
+    row_of = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    positions = torch.arange(len(row_of)) - (sizes.cumsum(0) - sizes)[row_of]
+    # The last sequence may be padding alone.
+    lengths, prompts = (F.pad(x, (0, len(sizes) - len(picked))) for x in (lengths, prompts))
+    exists = positions < lengths[row_of]
+    starts = F.pad((sequences.lengths.cumsum(0) - sequences.lengths)[picked], (0, len(sizes) - len(picked)))
+    tokens = torch.zeros_like(positions)
+    tokens[exists] = sequences.tokens[(starts[row_of] + positions)[exists]]
+    response = (exists & (positions >= prompts[row_of])).nonzero().squeeze(1)
+    flat = {
+        "targets": tokens[response].to(device()),
+        "rows": picked,
+        "token_rows": row_of[response],
+        "columns": positions[response] - prompts[row_of[response]],
+    }
+    numbers = torch.where(exists, row_of, -1)
+    if context.size == 1:
+        params = _build_params(sizes, (response - 1).to(device()), numbers)
+        return PackedBatch(tokens[None].to(device()), positions[None].to(device()), params, share=None, **flat)
+    owners = find_owners(positions, sizes[row_of], context.size)
+    mine = owners == context.rank
+    share = share_responses(owners[response - 1], context, device())
+    predictors = (mine.cumsum(0) - 1)[response - 1][share.mine.cpu()]
+    params = _build_params(sizes, predictors.to(device()), numbers[mine])
+    if params.rectangles:
+        params.attention_share = share_attention(params.rectangles, sizes, positions, owners, context, device())
+    return PackedBatch(tokens[mine][None].to(device()), positions[mine][None].to(device()), params, share=share, **flat)
 
-    padding = -num_tokens % multiple if num_tokens else multiple
-    filler = torch.arange(padding)
-    sizes = [*lengths.tolist(), *([padding] if padding else [])]
-    target = device()
-    return PackedBatch(
-        tokens=torch.cat([tokens, torch.zeros_like(filler)])[None].to(target),
-        positions=torch.cat([positions, filler])[None].to(target),
-        params=_build_params(sizes, (response - 1).to(target)),
-        targets=tokens[response].to(target),
-        rows=picked,
-        token_rows=row_of[response],
-        columns=positions[response] - prompts[row_of[response]],
-    )
+
+def _pad_sizes(lengths: Tensor, multiple: int, cp: int) -> Tensor:
+    """int64: tokens of each packed sequence; one more than `lengths` where the sum needs padding."""
+    unit = 1 if cp == 1 else 2 * cp
+    sizes = (lengths + unit - 1) // unit * unit
+    whole, total = math.lcm(unit, multiple * cp), int(sizes.sum())
+    padding = -total % whole if total else whole
+    return torch.cat([sizes, torch.tensor([padding])]) if padding else sizes
 
 
-def _build_params(sizes: list[int], predictors: Tensor) -> PackedParams:
-    target = device()
-    cu_seqlens = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(target)
-    with_te = uses_transformer_engine()
+def _build_params(sizes: Tensor, predictors: Tensor, numbers: Tensor) -> PackedParams:
+    """sizes: those of whole sequences, of all context-parallel ranks."""
+    cu_seqlens = F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32).to(device())
+    longest, with_te = int(sizes.max()), uses_transformer_engine()
     return PackedParams(
         # Under "sbhd" Megatron keeps tensors as [S, 1, H, D] and takes rotary angles as they are.
         qkv_format="thd" if with_te else "sbhd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=max(sizes),
-        max_seqlen_kv=max(sizes),
-        rectangles=() if with_te else plan_rectangles(sizes, target),
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        rectangles=() if with_te else plan_rectangles(sizes.tolist(), device()),
         predictors=predictors,
+        sequence_numbers=numbers.to(device()),
     )

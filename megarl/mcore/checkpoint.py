@@ -1,5 +1,6 @@
 """Training state (parameters, optimizer, schedule) in Megatron's dist_checkpointing, for any later layout."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def _sharded(
-    model: PackedGPT,
+    chunks: Sequence[PackedGPT],
     optimizer: MegatronOptimizer | None,
     scheduler: OptimizerParamScheduler | None,
     *,
@@ -24,7 +25,9 @@ def _sharded(
 ) -> ShardedStateDict:
     # A copy: Megatron adds process groups to it.
     metadata = dict(_METADATA)
-    state: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}
+    state: dict[str, Any] = {
+        "model": {str(number): chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)}
+    }
     if optimizer is not None and scheduler is not None:
         state["optimizer"] = optimizer.sharded_state_dict(state["model"], is_loading=is_loading, metadata=metadata)
         state["scheduler"] = scheduler.state_dict()
@@ -33,7 +36,7 @@ def _sharded(
 
 def save_state(
     directory: Path,
-    model: PackedGPT,
+    chunks: Sequence[PackedGPT],
     optimizer: MegatronOptimizer | None,
     scheduler: OptimizerParamScheduler | None,
 ) -> None:
@@ -41,13 +44,13 @@ def save_state(
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    state = _sharded(model, optimizer, scheduler, is_loading=False)
+    state = _sharded(chunks, optimizer, scheduler, is_loading=False)
     dist_checkpointing.save(state, str(directory), content_metadata=dict(_METADATA))
 
 
 def load_state(
     directory: Path,
-    model: PackedGPT,
+    chunks: Sequence[PackedGPT],
     optimizer: MegatronOptimizer | None,
     scheduler: OptimizerParamScheduler | None,
 ) -> None:
@@ -57,8 +60,9 @@ def load_state(
     """
     if not (directory / "metadata.json").is_file():
         raise FileNotFoundError(f"{directory}: no training state (metadata.json is missing)")
-    state = dist_checkpointing.load(_sharded(model, optimizer, scheduler, is_loading=True), str(directory))
-    model.load_state_dict(state["model"])
+    state = dist_checkpointing.load(_sharded(chunks, optimizer, scheduler, is_loading=True), str(directory))
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(state["model"][str(number)])
     if optimizer is not None and scheduler is not None:
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])

@@ -82,13 +82,37 @@ def _fix_distrib_optimizer(module: ModuleType) -> None:
     cls.sharded_state_dict = sharded_state_dict
 
 
-def _fix_moe_utils(module: ModuleType) -> None:
-    """moe_utils uses te_general_gemm without having defined it where Transformer Engine is absent."""
-    module.__dict__.setdefault("te_general_gemm", None)
+def _fix_mappings(module: ModuleType) -> None:
+    """tensor_parallel.mappings gathers and scatters parts of different sizes, which Gloo cannot: they are padded."""
+    stock_gather, stock_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+
+    def pad(x: torch.Tensor, size: int) -> torch.Tensor:
+        return torch.cat([x, x.new_zeros(size - len(x), *x.shape[1:])])
+
+    def gather(
+        input_: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return stock_gather(input_, group, output_split_sizes, use_global_buffer)
+        longest = max(*output_split_sizes, 1)
+        parts = stock_gather(pad(input_, longest), group).split(longest)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    def scatter(
+        input_: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return stock_scatter(input_, group, input_split_sizes, use_global_buffer)
+        longest = max(*input_split_sizes, 1)
+        padded = torch.cat([pad(part, longest) for part in input_.split(input_split_sizes)])
+        return stock_scatter(padded, group)[: input_split_sizes[group.rank()]]
+
+    module._gather_along_first_dim = gather
+    module._reduce_scatter_along_first_dim = scatter
 
 
 FIXES: dict[str, Callable[[ModuleType], None]] = {
+    "megatron.core.tensor_parallel.mappings": _fix_mappings,
     "megatron.core.tensor_parallel.random": _fix_random,
     "megatron.core.optimizer.distrib_optimizer": _fix_distrib_optimizer,
-    "megatron.core.transformer.moe.moe_utils": _fix_moe_utils,
 }

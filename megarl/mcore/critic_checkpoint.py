@@ -12,7 +12,7 @@ from megarl.mcore.checkpoint_reader import CheckpointReader
 
 VALUE_HEAD = "score.weight"
 """Hugging Face name of the value head: float [1, hidden size]"""
-_CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
+_CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "llama": "Llama"}
 
 
 def to_classifier_config(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
+from megarl.mcore.context_parallel import context_attention
 from megarl.mcore.segments import packed_causal_attention
 
 
@@ -74,11 +75,10 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        if dropout != 0.0 or config.context_parallel_size != 1 or config.window_size is not None:
+        if dropout != 0.0 or config.window_size is not None:
             raise ValueError(
-                "the local core attention has neither dropout, context parallelism nor a sliding window: got "
-                f"attention_dropout={dropout}, context_parallel_size={config.context_parallel_size}, "
-                f"window_size={config.window_size}"
+                "the local core attention has neither dropout nor a sliding window: got "
+                f"attention_dropout={dropout}, window_size={config.window_size}"
             )
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
 
@@ -93,10 +93,11 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """query [S, 1, H, D], key and value [S, 1, K, D] -> [S, 1, H * D]"""
-        out = packed_causal_attention(
-            query.squeeze(1), key.squeeze(1), value.squeeze(1), packed_seq_params.rectangles, self.scale
-        )
-        return out.unsqueeze(1)
+        qkv, rectangles = (x.squeeze(1) for x in (query, key, value)), packed_seq_params.rectangles
+        share = packed_seq_params.attention_share
+        if share is None:
+            return packed_causal_attention(*qkv, rectangles, self.scale).unsqueeze(1)
+        return context_attention(*qkv, rectangles, share, self.scale).unsqueeze(1)
 
 
 class ValueHead(MegatronModule):

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Logits of a chunk: on a CPU few enough for the second-level cache, on a GPU enough to fill it with work.
+# Logits of a chunk: on a CPU few enough for the second-level cache; on a GPU enough to fill it with work, in buffers
+# of 32 MiB, small beside the logits of a few hundred tokens.
 CPU_CHUNK = 1 << 18
-GPU_CHUNK = 1 << 27
+GPU_CHUNK = 1 << 23
 
 
 @dataclass(frozen=True)

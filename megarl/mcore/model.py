@@ -5,6 +5,7 @@ Shapes: S packed tokens, R response tokens, V vocabulary of this tensor-parallel
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,11 +25,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megarl.config.errors import find_nearest_key
-from megarl.config.roles import Dtype, ParallelConfig
+from megarl.config.roles import Dtype, OptimizerConfig, ParallelConfig
 from megarl.mcore.architecture import Architecture, check_layout
 from megarl.mcore.batch import PackedParams
 from megarl.mcore.device import device
+from megarl.mcore.experts import build_expert_fields, check_expert_options, mark_experts
 from megarl.mcore.layers import ValueHead
+from megarl.mcore.role_fields import ROLE_KEYS
 from megarl.mcore.spec import WorkerSpec
 from megarl.mcore.specs import build_block_spec, uses_transformer_engine
 
@@ -67,20 +70,30 @@ def _own_fields(arch: Architecture, parallel: ParallelConfig, dtype: Dtype) -> d
         "pipeline_dtype": torch_dtype,
         "bf16": dtype is Dtype.bfloat16,
         "fp16": False,
-        "tensor_model_parallel_size": parallel.tp,
-        "pipeline_model_parallel_size": parallel.pp,
-        "sequence_parallel": parallel.sp,
-        "context_parallel_size": 1,
-        # Packed micro-batches differ in length. Megatron asks for the alltoall dispatcher even of dense
-        # models.
+        **_layout_fields(parallel),
+        # Packed micro-batches differ in length.
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",
         # Weights come from the checkpoint.
         "perform_initialization": False,
         "use_cpu_initialization": device().type == "cpu",
         # Losses are already divided by the global counts: gradients are the pure sum over micro-batches and
         # ranks.
         "calculate_per_token_loss": True,
+        **build_expert_fields(arch.experts, parallel),
+    }
+
+
+def _layout_fields(parallel: ParallelConfig) -> dict[str, Any]:
+    interleaved = parallel.vpp > 1
+    return {
+        "tensor_model_parallel_size": parallel.tp,
+        "sequence_parallel": parallel.sp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if interleaved else None,
+        # Two stages that send each other forward and backward tensors in one batch of operations mix them up.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "context_parallel_size": parallel.cp,
     }
 
 
@@ -92,42 +105,58 @@ _DEFAULTS: dict[str, Any] = {
     "persist_layer_norm": False,
     "bias_dropout_fusion": False,
     "bias_activation_fusion": False,
+    "moe_router_dtype": "fp32",
 }
 
 
 def build_config(
-    arch: Architecture, parallel: ParallelConfig, dtype: Dtype, megatron: dict[str, Any]
+    arch: Architecture,
+    parallel: ParallelConfig,
+    dtype: Dtype,
+    megatron: dict[str, Any],
+    role_fields: dict[str, Any] | None = None,
 ) -> TransformerConfig:
-    """The TransformerConfig of a checkpoint in a layout; `megatron` (model.megatron) adds to it.
+    """The TransformerConfig of a checkpoint in a layout; `megatron` (model.megatron) and `role_fields`
+    (`build_role_fields`) add to it.
 
     Raises ValueError that names the key for an unknown field, one that something else decides, and sizes
     that the layout does not divide.
     """
     own = _own_fields(arch, parallel, dtype)
-    problems = [*_check_fields(megatron, own), *check_layout(arch, parallel, "parallel")]
+    problems = [*_check_fields(megatron, own), *check_layout(arch, parallel, "parallel", megatron)]
     if problems:
         raise ValueError("; ".join(problems))
-    return TransformerConfig(**{**_DEFAULTS, **own, **megatron})
+    return TransformerConfig(**{**_DEFAULTS, **own, **megatron, **(role_fields or {})})
 
 
 def check_options(arch: Architecture, spec: WorkerSpec) -> list[str]:
-    """What is wrong with a role's model.megatron; one message each, naming the key."""
-    return _check_fields(spec.megatron, _own_fields(arch, spec.parallel, spec.dtype))
+    """What is wrong with a role's model.megatron; one message each, naming the key, or Megatron's own words."""
+    own = _own_fields(arch, spec.parallel, spec.dtype)
+    problems = _check_fields(spec.megatron, own)
+    if not problems:
+        try:
+            TransformerConfig(**{**_DEFAULTS, **own, **spec.megatron})
+        except (ValueError, AssertionError) as error:
+            problems.append(f"model.megatron: refused by Megatron with this layout: {error}")
+    return problems
 
 
 def _check_fields(megatron: dict[str, Any], own: dict[str, Any]) -> list[str]:
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    problems = []
+    problems = list(check_expert_options(megatron, with_experts="num_moe_experts" in own))
     for key, value in megatron.items():
         if key not in known:
             nearest = find_nearest_key(key, known)
             hint = f"; did you mean {nearest}?" if nearest else ""
             problems.append(f"model.megatron.{key}: not a field of Megatron's TransformerConfig{hint}")
+        elif key in ROLE_KEYS:
+            name = ROLE_KEYS[key]
+            problems.append(f"model.megatron.{key}: found {value!r}; set policy.{name} and critic.{name} instead")
         elif key in own:
             problems.append(
                 f"model.megatron.{key}: decided by the checkpoint, the role's layout and dtype, or here ({own[key]!r})"
             )
-        elif key in ("fp8", "fp4") and value and not uses_transformer_engine():
+        elif key == "fp4" and value and not uses_transformer_engine():
             problems.append(f"model.megatron.{key}: needs Transformer Engine, which is not usable here")
     return problems
 
@@ -154,14 +183,18 @@ class PackedGPT(GPTModel):
     The last stage returns logits [R, V] in the model's dtype, or values float32 [R] with a value head.
     """
 
-    def __init__(self, arch: Architecture, config: TransformerConfig, with_value_head: bool) -> None:
+    def __init__(
+        self, arch: Architecture, config: TransformerConfig, with_value_head: bool, vp_stage: int | None = None
+    ) -> None:
+        """vp_stage: which of this rank's pieces of the model it is; None: the only one."""
         super().__init__(
             config=config,
-            transformer_layer_spec=build_block_spec(config),
+            transformer_layer_spec=build_block_spec(config, vp_stage),
             vocab_size=padded_vocab_size(arch.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=arch.max_length,
-            pre_process=is_pipeline_first_stage(),
-            post_process=is_pipeline_last_stage(),
+            pre_process=is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            vp_stage=vp_stage,
             # A critic has no output weights to share.
             share_embeddings_and_output_weights=arch.tied and not with_value_head,
             position_embedding_type="rope",
@@ -176,7 +209,11 @@ class PackedGPT(GPTModel):
             else:
                 # The head gets whole sequences: see _postprocess.
                 self.output_layer.sequence_parallel = False
+        if not uses_transformer_engine():
+            # Rotary angles are chosen by the tokens' positions: see _preprocess.
+            self.rotary_pos_emb.cp_group = None
         mark_tensor_parallel(self)
+        mark_experts(self)
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         out = super()._preprocess(input_ids, position_ids, *args, **kwargs)
@@ -198,15 +235,32 @@ class PackedGPT(GPTModel):
         return out.view(-1) if self.with_value_head else out.squeeze(1)
 
 
-def wrap_model(model: PackedGPT, config: TransformerConfig, trainable: bool) -> torch.nn.Module:
-    """Megatron's Float16Module where the dtype is bfloat16, and its DistributedDataParallel where it is
-    trained.
+def build_chunks(arch: Architecture, config: TransformerConfig, with_value_head: bool) -> list[PackedGPT]:
+    """This rank's pieces of the model, in the order of their layers: one, or vpp under the interleaved schedule."""
+    num_chunks = config.virtual_pipeline_model_parallel_size
+    stages = [None] if num_chunks is None else list(range(num_chunks))
+    return [PackedGPT(arch, config, with_value_head, stage) for stage in stages]
+
+
+def wrap_chunks(
+    chunks: Sequence[PackedGPT], config: TransformerConfig, optimizer: OptimizerConfig | None
+) -> list[torch.nn.Module]:
+    """Megatron's Float16Module where the dtype is bfloat16, and its DistributedDataParallel where they are
+    trained (there is an `optimizer`).
     """
-    wrapped: torch.nn.Module = Float16Module(config, model) if config.bf16 else model
-    wrapped.to(device())
-    if not trainable:
-        return wrapped.requires_grad_(False).eval()
+    wrapped: list[torch.nn.Module] = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+    for chunk in wrapped:
+        chunk.to(device())
+    if optimizer is None:
+        return [chunk.requires_grad_(False).eval() for chunk in wrapped]
     ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=optimizer.overlap_grad_reduce,
+        overlap_param_gather=optimizer.overlap_param_gather,
     )
-    return DistributedDataParallel(config, ddp_config, wrapped)
+    # The communication of later pieces runs beside the computation of others in any case: one bucket each.
+    return [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(wrapped)
+    ]

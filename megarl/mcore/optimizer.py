@@ -3,18 +3,28 @@ schedule.
 """
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import (
+    USING_PYTORCH_OPTIMIZER,
+    MegatronOptimizer,
+    distrib_optimizer,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.roles import LrDecay, OptimizerConfig
+from megarl.mcore import cpu_fixes
+
+if USING_PYTORCH_OPTIMIZER and torch.cuda.is_available():
+    # On a CPU the import hook has done it.
+    cpu_fixes.FIXES[distrib_optimizer.__name__](distrib_optimizer)
 
 
 def build_optimizer(
-    config: OptimizerConfig, transformer: TransformerConfig, model: torch.nn.Module
+    config: OptimizerConfig, transformer: TransformerConfig, model: list[torch.nn.Module]
 ) -> MegatronOptimizer:
-    """The optimizer of a model wrapped by `wrap_model`. Biases and norms are not decayed."""
+    """The optimizer of a model wrapped by `wrap_chunks`. Biases and norms are not decayed."""
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -28,9 +38,10 @@ def build_optimizer(
             bf16=transformer.bf16,
             params_dtype=transformer.params_dtype,
             use_distributed_optimizer=True,
+            overlap_param_gather=config.overlap_param_gather,
             log_num_zeros_in_grad=False,
         ),
-        [model],
+        model,
     )
     if not torch.cuda.is_available():
         for group in optimizer.param_groups:
@@ -38,6 +49,18 @@ def build_optimizer(
             group["fused"] = True
             group["foreach"] = False
     return optimizer
+
+
+ADAM_SOURCES = {"transformer_engine": "Transformer Engine's fused Adam", "apex": "Apex's fused Adam"}
+
+
+def describe_adam(optimizer: MegatronOptimizer) -> str:
+    """Whose Adam updates the weights: Transformer Engine's where Megatron can import it, else Apex's, else torch's."""
+    part = getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
+    name = ADAM_SOURCES.get(type(part).__module__.split(".")[0])
+    if name is None:
+        name = "torch's fused AdamW" if part.param_groups[0].get("fused") else "torch's AdamW"
+    return name
 
 
 def build_scheduler(config: OptimizerConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

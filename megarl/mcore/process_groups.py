@@ -8,6 +8,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from megarl.config.roles import ParallelConfig
+from megarl.mcore.context_parallel import ContextGroup
 from megarl.mcore.device import device, process_group_backend
 
 
@@ -19,10 +20,10 @@ def initialize(
     Raises ValueError for a layout that world_size does not divide into, and torch's DistStoreError or
     DistNetworkError where not all ranks come within the deadline.
     """
-    if world_size != parallel.num_processes or world_size % (parallel.tp * parallel.pp):
+    if world_size != parallel.num_processes or world_size % (parallel.tp * parallel.pp * parallel.cp):
         raise ValueError(
             f"{world_size} processes for parallel.num_processes={parallel.num_processes}, tp={parallel.tp}, "
-            f"pp={parallel.pp}: num_processes must be a multiple of tp * pp"
+            f"pp={parallel.pp}, cp={parallel.cp}: num_processes must be a multiple of tp * pp * cp"
         )
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -33,7 +34,11 @@ def initialize(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
-        distributed_timeout_minutes=max(1, round(deadline_s / 60)),
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        distributed_timeout_minutes=deadline_s / 60,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
@@ -46,11 +51,23 @@ def destroy() -> None:
 
 def reports() -> bool:
     """Whether this rank hands its data-parallel rank's outputs to the caller."""
-    return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+    return (
+        parallel_state.is_pipeline_last_stage()
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
+    )
+
+
+def build_context_group() -> ContextGroup:
+    """The ranks that share the tokens of each of this rank's sequences."""
+    group = parallel_state.get_context_parallel_group()
+    return ContextGroup(group.size(), group.rank(), group)
 
 
 def combine(sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> dict[str, float]:
     """Sums and maxima over data-parallel ranks, from the last pipeline stage to all ranks.
+
+    The ranks of a context-parallel group hold the same numbers: they count once.
 
     On the last stage every rank must pass the same names; what other stages pass is ignored.
     """

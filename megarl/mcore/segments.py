@@ -5,7 +5,7 @@ head. Right-padded rows under a causal mask need no padding mask: a real token n
 right.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,11 @@ class Rectangle:
     cells: Tensor | None
     """int64 [num_tokens]: the cell of each token; None: no padding"""
 
+    def to(self, device: torch.device) -> "Rectangle":
+        if self.source is None or self.cells is None:
+            return self
+        return replace(self, source=self.source.to(device), cells=self.cells.to(device))
+
 
 def plan_rectangles(lengths: list[int], device: torch.device | None = None) -> tuple[Rectangle, ...]:
     """Cut packed sequences into rectangles. Sequences sorted by length, longest first, give the fewest."""
@@ -46,12 +51,14 @@ def plan_rectangles(lengths: list[int], device: torch.device | None = None) -> t
         last = first + 1
         while last < len(lengths) and shortest <= lengths[last] <= width:
             last += 1
-        rectangles.append(_rectangle(torch.tensor(lengths[first:last]), device))
+        rectangle = build_rectangle(torch.tensor(lengths[first:last]))
+        rectangles.append(rectangle if device is None else rectangle.to(device))
         first = last
     return tuple(rectangles)
 
 
-def _rectangle(lengths: Tensor, device: torch.device | None) -> Rectangle:
+def build_rectangle(lengths: Tensor) -> Rectangle:
+    """The rectangle of consecutive sequences of these lengths (int64), the first of which is the longest."""
     num_rows, width, num_tokens = len(lengths), int(lengths[0]), int(lengths.sum())
     if num_tokens == num_rows * width:
         return Rectangle(num_rows, width, num_tokens, None, None)
@@ -59,22 +66,22 @@ def _rectangle(lengths: Tensor, device: torch.device | None) -> Rectangle:
     columns = torch.arange(width)[None, :]
     source = (starts + torch.minimum(columns, lengths[:, None] - 1)).reshape(-1)
     cells = (columns < lengths[:, None]).reshape(-1).nonzero().squeeze(1)
-    return Rectangle(num_rows, width, num_tokens, source.to(device), cells.to(device))
+    return Rectangle(num_rows, width, num_tokens, source, cells)
 
 
-class _ToCells(torch.autograd.Function):
-    """[tokens, ...] -> [n * L, ...]. The gradient of padding cells is dropped: nothing real depends on
-    them.
+class ToCells(torch.autograd.Function):
+    """[tokens, ...] -> [cells, ...]: the token in each cell, and the cell of each token for the way back. The
+    gradient of further cells, which repeat tokens as padding, is dropped: nothing real depends on them.
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, rectangle: Rectangle) -> Tensor:
-        ctx.rectangle = rectangle
-        return tokens.index_select(0, rectangle.source)
+    def forward(ctx: Any, tokens: Tensor, source: Tensor, cells: Tensor) -> Tensor:
+        ctx.cells = cells
+        return tokens.index_select(0, source)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.rectangle.cells), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.cells), None, None
 
 
 class _ToTokens(torch.autograd.Function):
@@ -90,13 +97,13 @@ class _ToTokens(torch.autograd.Function):
         return grad.new_zeros(ctx.shape).index_copy_(0, ctx.rectangle.cells, grad), None
 
 
-def _to_rows(tokens: Tensor, rectangle: Rectangle) -> Tensor:
+def to_rows(tokens: Tensor, rectangle: Rectangle) -> Tensor:
     """[tokens, H, D] -> [n, H, L, D]"""
-    cells = tokens if rectangle.source is None else _ToCells.apply(tokens, rectangle)
+    cells = tokens if rectangle.source is None else ToCells.apply(tokens, rectangle.source, rectangle.cells)
     return cells.view(rectangle.num_rows, rectangle.width, *tokens.shape[1:]).transpose(1, 2)
 
 
-def _to_tokens(rows: Tensor, rectangle: Rectangle) -> Tensor:
+def to_tokens(rows: Tensor, rectangle: Rectangle) -> Tensor:
     """[n, H, L, D] -> [tokens, H * D]"""
     cells = rows.transpose(1, 2).reshape(rectangle.num_rows * rectangle.width, -1)
     return cells if rectangle.cells is None else _ToTokens.apply(cells, rectangle)
@@ -134,7 +141,6 @@ def packed_causal_attention(
     sizes = [rectangle.num_tokens for rectangle in rectangles]
     cut = zip(rectangles, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     parts = [
-        _to_tokens(_attention(*(_to_rows(x, rectangle) for x in qkv), scale=scale), rectangle)
-        for rectangle, *qkv in cut
+        to_tokens(_attention(*(to_rows(x, rectangle) for x in qkv), scale=scale), rectangle) for rectangle, *qkv in cut
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

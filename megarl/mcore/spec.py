@@ -7,7 +7,16 @@ from typing import Any
 from torch import Tensor
 
 from megarl.config.algo import AlgoConfig
-from megarl.config.roles import Dtype, OptimizerConfig, ParallelConfig
+from megarl.config.roles import (
+    Dtype,
+    Fp8,
+    Fp8Recipe,
+    Offload,
+    OptimizerConfig,
+    ParallelConfig,
+    Recompute,
+    RecomputeMethod,
+)
 
 
 class Role(Enum):
@@ -39,7 +48,13 @@ class WorkerSpec:
     num_threads: int = 1
     """CPU threads; without effect on a GPU"""
     deadline_s: float = 1800.0
-    """Longest wait of a collective"""
+    """Longest wait for a call; a collective in it may take somewhat longer"""
+    recompute: Recompute = Recompute.none
+    recompute_method: RecomputeMethod = RecomputeMethod.uniform
+    recompute_num_layers: int = 1
+    offload: Offload | None = None
+    fp8: Fp8 | None = None
+    fp8_recipe: Fp8Recipe = Fp8Recipe.delayed
 
 
 @dataclass(frozen=True)

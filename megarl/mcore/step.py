@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -19,9 +19,9 @@ HeadFunction = Callable[[Tensor, PackedBatch], tuple[Tensor, Any]]
 """Output of the last stage and its micro-batch -> the loss (a scalar) and whatever is to be kept of it."""
 
 
-def sum_gradients(config: TransformerConfig) -> None:
-    """Have Megatron reduce gradients by pure sums (calculate_per_token_loss is on; see
-    model.build_config).
+def sum_gradients(config: TransformerConfig, model: Sequence[torch.nn.Module]) -> None:
+    """Have Megatron reduce gradients by pure sums (calculate_per_token_loss is on; see model.build_config), and
+    only after the last micro-batch.
     """
 
     def finalize(model: list[torch.nn.Module], num_tokens: Tensor | None, **kwargs: Any) -> None:
@@ -29,15 +29,25 @@ def sum_gradients(config: TransformerConfig) -> None:
         finalize_model_grads(model, None, **kwargs)
 
     config.finalize_model_grads_func = finalize
+    no_sync = [chunk.no_sync for chunk in model if isinstance(chunk, DistributedDataParallel)]
+    if no_sync:
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
 
 def run_schedule(
-    model: torch.nn.Module, batches: Sequence[PackedBatch], head: HeadFunction, *, forward_only: bool
+    model: list[torch.nn.Module],
+    batches: Sequence[PackedBatch],
+    head: HeadFunction,
+    *,
+    forward_only: bool,
+    force_all_reduce: bool = False,
 ) -> list[Any]:
     """Run the micro-batches; what `head` kept of each, in order, on the last pipeline stage, [] on others.
 
-    Every rank of the model must call it with the same number of micro-batches. The gradients of earlier calls
-    are not cleared.
+    model: this rank's pieces of the model, more than one under the interleaved schedule, which asks for a
+    multiple of pp micro-batches. Every rank of the model must call it with the same number of micro-batches.
+    The gradients of earlier calls are not cleared. force_all_reduce: every data-parallel rank gets the whole
+    gradient, not only the part that its optimizer updates.
     """
 
     def forward_step(batch_iterator: Any, stage: torch.nn.Module) -> tuple[Tensor, Any]:
@@ -53,12 +63,13 @@ def run_schedule(
 
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=[model],
+        data_iterator=[iter(batches) for _ in model],
+        model=model,
         num_microbatches=len(batches),
         seq_length=max(batch.tokens.shape[1] for batch in batches),
         micro_batch_size=1,
         forward_only=forward_only,
+        force_all_reduce=force_all_reduce,
     )
 
 

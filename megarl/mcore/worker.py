@@ -5,7 +5,7 @@ A plain class without Ray. Every rank of a role is called with the same argument
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,27 @@ from megarl.data.packing import pack
 from megarl.mcore import process_groups
 from megarl.mcore.architecture import read_architecture
 from megarl.mcore.batch import PackedBatch, build_batch
-from megarl.mcore.bridge import export_hf, load_hf
+from megarl.mcore.bridge import export_hf, load_hf, named_entries
 from megarl.mcore.checkpoint import load_state, save_state
 from megarl.mcore.checkpoint_files import write_hf_checkpoint
 from megarl.mcore.full_kl import compute_full_kl
 from megarl.mcore.logprobs import VocabShard, build_vocab_shard, compute_logprobs
-from megarl.mcore.model import PackedGPT, build_config, wrap_model
-from megarl.mcore.optimizer import build_optimizer, build_scheduler
+from megarl.mcore.model import build_chunks, build_config, wrap_chunks
+from megarl.mcore.offload import Residence, uses_everything, uses_weights
+from megarl.mcore.optimizer import build_optimizer, build_scheduler, describe_adam
+from megarl.mcore.role_fields import build_role_fields, check_role_fields, find_token_multiple
+from megarl.mcore.router import compute_load_metrics, start_minibatch
+from megarl.mcore.row_costs import compute_row_costs, count_tokens, take_real_share
 from megarl.mcore.spec import Role, RowsResult, WorkerSpec
+from megarl.mcore.specs import uses_transformer_engine
 from megarl.mcore.step import run_schedule, run_stage, sum_gradients
 from megarl.mcore.targets import build_targets
 from megarl.types import Metrics, Sequences, TrainingSamples
 
 __all__ = ["MegatronWorker", "Role", "RowsResult", "WorkerSpec"]
+
+COLLECTIVE_GRACE_S = 30.0
+"""By so much a collective's deadline is later than its caller's, who then still finds out where every rank waits."""
 
 
 class MegatronWorker:
@@ -48,18 +56,32 @@ class MegatronWorker:
             torch.set_num_threads(spec.num_threads)
         self.spec = spec
         self.arch = read_architecture(Path(spec.checkpoint))
-        process_groups.initialize(spec.parallel, rank, world_size, init_method, spec.seed, spec.deadline_s)
-        self.config = build_config(self.arch, spec.parallel, spec.dtype, spec.megatron)
-        sum_gradients(self.config)
-        self.gpt = PackedGPT(self.arch, self.config, with_value_head=spec.role is Role.critic)
-        load_hf(self.gpt, Path(spec.checkpoint), self.arch)
-        self.model = wrap_model(self.gpt, self.config, trainable=spec.optimizer is not None)
+        problems = list(check_role_fields(self.arch, spec, in_worker=True))
+        if problems:
+            raise ValueError("; ".join(problems))
+        deadline_s = spec.deadline_s + COLLECTIVE_GRACE_S
+        process_groups.initialize(spec.parallel, rank, world_size, init_method, spec.seed, deadline_s)
+        self.config = build_config(self.arch, spec.parallel, spec.dtype, spec.megatron, build_role_fields(spec))
+        # This rank's pieces of the model: one, or vpp.
+        self.chunks = build_chunks(self.arch, self.config, with_value_head=spec.role is Role.critic)
+        load_hf(self.chunks, Path(spec.checkpoint), self.arch)
+        self.model = wrap_chunks(self.chunks, self.config, spec.optimizer)
+        sum_gradients(self.config, self.model)
         self.reference = self._build_reference()
         self.optimizer = self.scheduler = None
         if spec.optimizer is not None:
             self.optimizer = build_optimizer(spec.optimizer, self.config, self.model)
             self.scheduler = build_scheduler(spec.optimizer, self.optimizer)
+        self.residence = Residence(spec.offload, [*self.chunks, *(self.reference or [])], self.model, self.optimizer)
 
+    def describe(self) -> str:
+        """What computes here, in a few words."""
+        layers = "Transformer Engine's layers" if uses_transformer_engine() else "local layers"
+        optimizer = "" if self.optimizer is None else f", {describe_adam(self.optimizer)}"
+        fp8 = f" with FP8 products ({self.spec.fp8.value}, {self.spec.fp8_recipe.value})" if self.spec.fp8 else ""
+        return f"{layers} in {self.spec.dtype.value}{fp8}{optimizer}"
+
+    @uses_weights
     def logprobs(self, sequences: Sequences, temperature: float) -> RowsResult | None:
         """float32 [b, T] log-probs of the response tokens, of the temperature-scaled distribution.
 
@@ -72,11 +94,13 @@ class MegatronWorker:
 
         return self._evaluate(sequences, head)
 
+    @uses_weights
     def values(self, sequences: Sequences) -> RowsResult | None:
         """float32 [b, T] values of the states in which the response tokens are chosen; else as `logprobs`."""
         self._check(role=Role.critic, verb="values")
-        return self._evaluate(sequences, lambda values, batch: values)
+        return self._evaluate(sequences, lambda values, batch: batch.gather(values))
 
+    @uses_weights
     def reference_kl(self, sequences: Sequences, temperature: float) -> RowsResult | None:
         """float32 [b, T] KL(policy, reference) over the whole vocabulary at each response token; else as `logprobs`.
 
@@ -86,6 +110,7 @@ class MegatronWorker:
             raise ValueError(f"a {self.spec.role.value} without a KL of estimator full holds no reference")
         return self._evaluate(sequences, lambda logits, batch: self._full_kl(logits, batch, temperature))
 
+    @uses_everything
     def update(self, samples: TrainingSamples, minibatches: Sequence[Tensor]) -> list[Metrics]:
         """One optimizer step for each entry of `minibatches` (int64 row numbers); all ranks get its metrics.
 
@@ -94,12 +119,28 @@ class MegatronWorker:
         if self.optimizer is None:
             raise ValueError(f"{self.spec.role.value} is not trained")
         self._check_tokens(samples.sequences)
-        self.model.train()
-        return [self._step(samples.select(rows)) for rows in minibatches]
+        metrics = [self._step(samples.select(rows)) for rows in minibatches]
+        if self.spec.optimizer.overlap_param_gather:
+            # The next reader of the weights may not be a forward pass, which would wait for them.
+            for chunk in self.model:
+                chunk.start_param_sync(force_sync=True)
+        return metrics
 
+    @uses_weights
     def export_weights(self, directory: Path) -> None:
         """Write an ordinary Hugging Face checkpoint directory, complete or not at all."""
-        tensors = export_hf(self.gpt, self.arch)
+        self._export(directory, export_hf(self.chunks, self.arch))
+
+    @uses_everything
+    def export_gradient(self, samples: TrainingSamples, directory: Path) -> None:
+        """Write the gradient of one minibatch of all samples as `export_weights` does weights; nothing is trained."""
+        if self.optimizer is None:
+            raise ValueError(f"{self.spec.role.value} is not trained")
+        self._check_tokens(samples.sequences)
+        self._sum_gradient(samples, everywhere=True)
+        self._export(directory, export_hf(self.chunks, self.arch, lambda param: param.main_grad))
+
+    def _export(self, directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
         if dist.get_rank() == 0:
             write_hf_checkpoint(Path(directory), Path(self.spec.checkpoint), tensors)
         else:
@@ -107,17 +148,21 @@ class MegatronWorker:
                 pass
         dist.barrier()
 
+    @uses_everything
     def save(self, directory: Path) -> None:
         """Write parameters, optimizer and schedule; `load` continues from them under any layout."""
-        save_state(Path(directory), self.gpt, self.optimizer, self.scheduler)
+        save_state(Path(directory), self.chunks, self.optimizer, self.scheduler)
 
+    @uses_everything
     def load(self, directory: Path) -> None:
-        load_state(Path(directory), self.gpt, self.optimizer, self.scheduler)
+        load_state(Path(directory), self.chunks, self.optimizer, self.scheduler)
 
+    @uses_weights
     def checksum(self) -> str:
         """SHA-256 of this rank's parameters, by name."""
         digest = hashlib.sha256()
-        for name, param in sorted(self.gpt.named_parameters()):
+        named = {entry.name: param for entry, param in named_entries(self.chunks)}
+        for name, param in sorted(named.items()):
             digest.update(name.encode())
             digest.update(param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
         return digest.hexdigest()
@@ -125,15 +170,15 @@ class MegatronWorker:
     def close(self) -> None:
         process_groups.destroy()
 
-    def _build_reference(self) -> torch.nn.Module | None:
+    def _build_reference(self) -> list[torch.nn.Module] | None:
         """The checkpoint's weights once more, frozen, in the policy's own layout: distributions stay in the process."""
         if self.spec.role is not Role.policy or not needs_full_kl(self.spec.algo):
             return None
         if self.spec.parallel.pp > 1:
             raise ValueError(f"parallel.pp: {self.spec.parallel.pp} found; a KL of estimator full needs 1")
-        gpt = PackedGPT(self.arch, self.config, with_value_head=False)
-        load_hf(gpt, Path(self.spec.checkpoint), self.arch)
-        return wrap_model(gpt, self.config, trainable=False)
+        chunks = build_chunks(self.arch, self.config, with_value_head=False)
+        load_hf(chunks, Path(self.spec.checkpoint), self.arch)
+        return wrap_chunks(chunks, self.config, None)
 
     def _check(self, verb: str, role: Role | None = None, not_role: Role | None = None) -> None:
         if (role is not None and self.spec.role is not role) or self.spec.role is not_role:
@@ -144,21 +189,28 @@ class MegatronWorker:
             raise ValueError(f"token {int(sequences.tokens.max())} is outside the vocabulary of {self.arch.vocab_size}")
 
     def _batches(self, sequences: Sequences) -> list[PackedBatch]:
-        """This data-parallel rank's micro-batches."""
-        num_ranks = parallel_state.get_data_parallel_world_size()
-        shares = pack(sequences.lengths.tolist(), self.spec.tokens_per_microbatch, num_ranks)
-        multiple = self.spec.parallel.tp if self.spec.parallel.sp else 1
-        return [build_batch(sequences, rows, multiple) for rows in shares[parallel_state.get_data_parallel_rank()]]
+        """This data-parallel rank's micro-batches, of up to tokens_per_microbatch on each context-parallel rank."""
+        parallel, num_ranks = self.spec.parallel, parallel_state.get_data_parallel_world_size()
+        costs = compute_row_costs(self.arch, sequences, with_value_head=self.spec.role is Role.critic)
+        shares = pack(sequences.lengths.tolist(), self.spec.tokens_per_microbatch * parallel.cp, num_ranks, costs)
+        share = shares[parallel_state.get_data_parallel_rank()]
+        # The interleaved schedule takes micro-batches in groups of pp.
+        missing = -len(share) % parallel.pp if parallel.vpp > 1 else 0
+        multiple = find_token_multiple(self.spec) * (parallel.tp if parallel.sp else 1)
+        context = process_groups.build_context_group()
+        return [build_batch(sequences, rows, multiple, context) for rows in [*share, *([[]] * missing)]]
 
     def _logprobs(
         self, logits: Tensor, batch: PackedBatch, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        return compute_logprobs(logits, batch.targets, temperature, self._shard(logits), with_entropy)
+        """Of all the batch's response tokens; logits are of those which this rank predicts."""
+        logprobs, entropy = compute_logprobs(logits, batch.own_targets, temperature, self._shard(logits), with_entropy)
+        return batch.gather(logprobs), None if entropy is None else batch.gather(entropy)
 
     def _full_kl(self, logits: Tensor, batch: PackedBatch, temperature: float) -> Tensor:
         with torch.no_grad():
-            ref_logits = run_stage(self.reference, batch)
-        return compute_full_kl(logits, ref_logits, temperature, self._shard(logits))
+            ref_logits = run_stage(self.reference[0], batch)
+        return batch.gather(compute_full_kl(logits, ref_logits, temperature, self._shard(logits)))
 
     def _shard(self, logits: Tensor) -> VocabShard:
         group = parallel_state.get_tensor_model_parallel_group()
@@ -167,7 +219,8 @@ class MegatronWorker:
     @torch.no_grad()
     def _evaluate(self, sequences: Sequences, head: Any) -> RowsResult | None:
         self._check_tokens(sequences)
-        self.model.eval()
+        for chunk in self.model:
+            chunk.eval()
         batches = self._batches(sequences)
         outputs = run_schedule(
             self.model, batches, lambda out, batch: (out.new_zeros(()), head(out, batch)), forward_only=True
@@ -184,28 +237,41 @@ class MegatronWorker:
     def _loss(self, out: Tensor, batch: PackedBatch, samples: TrainingSamples, counts: LossCounts) -> LossOutput:
         targets, algo = build_targets(samples, batch), self.spec.algo
         if self.spec.role is Role.critic:
-            return critic_loss(out, targets, algo, counts)
+            return critic_loss(batch.gather(out), targets, algo, counts)
         logprobs, entropy = self._logprobs(out, batch, self.spec.temperature, needs_entropy(algo))
         full = algo.kl.in_loss and algo.kl.loss_estimator is KLEstimator.full
         full_kl = self._full_kl(out, batch, self.spec.temperature) if full else None
         return policy_loss(logprobs, entropy, targets, algo, counts, self.spec.response_length, full_kl)
 
-    def _step(self, samples: TrainingSamples) -> Metrics:
+    def _sum_gradient(self, samples: TrainingSamples, everywhere: bool = False) -> list[LossOutput]:
+        """Forward and backward over a minibatch; this rank's losses. Each data-parallel rank holds the sum of the
+        gradients where its optimizer updates, or everywhere.
+        """
         counts = count_minibatch(samples)
 
         def head(out: Tensor, batch: PackedBatch) -> tuple[Tensor, LossOutput]:
             output = self._loss(out, batch, samples, counts)
+            output.sums.update(count_tokens(batch, samples.sequences))
             # A batch without response tokens still runs backward: other ranks wait for its part.
             loss = output.loss if batch.targets.numel() else output.loss + out.sum()
             return loss, output
 
-        self.model.zero_grad_buffer()
+        for chunk in self.model:
+            chunk.train()
+            chunk.zero_grad_buffer()
+            chunk.force_all_reduce = everywhere
+        start_minibatch(self.chunks, samples.sequences.num_samples, int(samples.sequences.lengths.sum()))
         self.optimizer.zero_grad()
-        outputs = run_schedule(self.model, self._batches(samples.sequences), head, forward_only=False)
+        batches = self._batches(samples.sequences)
+        return run_schedule(self.model, batches, head, forward_only=False, force_all_reduce=everywhere)
+
+    def _step(self, samples: TrainingSamples) -> Metrics:
+        outputs = self._sum_gradient(samples)
         self.scheduler.step(1)
         _, grad_norm, _ = self.optimizer.step()
-        metrics = process_groups.combine(*_accumulate(outputs))
         name = self.spec.role.value
+        metrics = take_real_share(process_groups.combine(*_accumulate(outputs)), name)
+        metrics |= compute_load_metrics(self.chunks, name)
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"{name}: the gradient norm is {grad_norm}; metrics of the step: {metrics}")
         rate = next(group["lr"] for group in self.optimizer.param_groups if group["default_config"])

@@ -20,7 +20,7 @@ OWN_OPTIONS = {
     "max_total_tokens": "rollout.kv_cache_tokens",
     "skip_tokenizer_init": "no key: megarl sends and receives token ids",
     "weight_version": "no key: the trainer numbers the weights",
-    "tp_size": "no key: one device per server",
+    "tp_size": "rollout.tp",
 }
 """Arguments that megarl sets itself, with the key that decides them."""
 

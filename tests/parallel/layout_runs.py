@@ -24,8 +24,9 @@ LAYOUTS = {
     "tp2": ParallelConfig(num_processes=2, tp=2),
     "tp2_sp": ParallelConfig(num_processes=2, tp=2, sp=True),
     "pp2": ParallelConfig(num_processes=2, pp=2),
+    "vpp2": ParallelConfig(num_processes=2, pp=2, vpp=2),
     "dp2": ParallelConfig(num_processes=2),
-    "tp2_pp2_sp": ParallelConfig(num_processes=4, tp=2, pp=2, sp=True),
+    "cp2": ParallelConfig(num_processes=2, cp=2),
 }
 
 
@@ -135,11 +136,8 @@ def find_gradients(rank: int, world_size: int, specs: dict[str, WorkerSpec], scr
             samples, rows = build_conversations(), [torch.arange(12)]
             worker.update(samples, rows)
             worker.export_weights(root / f"{name}-weights")
+            worker.export_gradient(samples, root / f"{name}-gradient")
             (metrics,) = worker.update(samples, rows)
-            # A gradient is laid out as its weight is, so that the export turns its layout back too.
-            for param in worker.gpt.parameters():
-                param.data.copy_(param.main_grad)
-            worker.export_weights(root / f"{name}-gradient")
             tensors = {key: load_file(root / f"{name}-{key}" / "model.safetensors") for key in ("weights", "gradient")}
             results[name] = {"metrics": metrics, **tensors}
         finally:

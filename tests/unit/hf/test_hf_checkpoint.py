@@ -22,7 +22,7 @@ def resolve_random(config, cache_dir):
     return resolve_checkpoint(ModelConfig(name="t", source=ModelSource.random, random=config), cache_dir)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen2", "llama"])
 def test_a_random_checkpoint_loads_with_transformers(family, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -91,6 +91,9 @@ def test_a_character_outside_the_alphabet_is_an_error_and_no_silent_token(tmp_pa
         ({"alphabet": "aba"}, "alphabet"),
         ({"alphabet": ""}, "alphabet"),
         ({"init_std": 0.0}, "init_std"),
+        ({"family": "qwen3_moe", "num_experts": 0}, "num_experts"),
+        ({"family": "qwen3_moe", "num_experts": 2, "experts_per_token": 3}, "experts_per_token"),
+        ({"family": "qwen3_moe", "experts_per_token": 1}, "experts_per_token"),
     ],
 )
 def test_numbers_that_do_not_fit_are_named(change, key, tmp_path):

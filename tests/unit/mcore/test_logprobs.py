@@ -1,7 +1,12 @@
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megarl.mcore import logprobs as module
+from megarl.mcore.full_kl import compute_full_kl
 from megarl.mcore.logprobs import VocabShard, compute_logprobs
 
 
@@ -79,3 +84,35 @@ def test_no_tokens_give_no_logprobs_and_zero_gradient() -> None:
 def test_a_temperature_that_is_not_positive_is_refused(temperature: float) -> None:
     with pytest.raises(ValueError, match="temperature must be positive"):
         compute_logprobs(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), temperature, VocabShard(0, 2, None))
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements of a float32 tensor that any operation returned."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float32:
+                self.num_elements = max(self.num_elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("quantity", ["logprobs", "entropy", "full KL"])
+def test_no_float32_tensor_is_larger_than_a_chunk_forward_or_backward(
+    quantity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocab, rows_of_a_chunk = 1000, 3
+    monkeypatch.setattr(module, "CPU_CHUNK", rows_of_a_chunk * vocab)
+    logits = torch.randn(50, vocab, dtype=torch.bfloat16, requires_grad=True)
+    shard, targets = VocabShard(0, vocab, None), torch.arange(50)
+    with LargestTensor() as largest:
+        if quantity == "full KL":
+            total = compute_full_kl(logits, logits.detach().flip(0), 0.7, shard).sum()
+        else:
+            found = compute_logprobs(logits, targets, 0.7, shard, with_entropy=quantity == "entropy")
+            total = sum(x.sum() for x in found if x is not None)
+        total.backward()
+    assert logits.grad.abs().sum() > 0
+    assert vocab <= largest.num_elements <= rows_of_a_chunk * vocab

@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.config.algo import AlgoConfig
 from megarl.config.roles import Dtype, ParallelConfig
 from megarl.mcore.architecture import Architecture, read_architecture
 from megarl.mcore.checkpoint_files import write_hf_checkpoint
 from megarl.mcore.checkpoint_reader import CheckpointReader
-from megarl.mcore.model import build_config, padded_vocab_size
+from megarl.mcore.model import build_config, check_options, padded_vocab_size
+from megarl.mcore.spec import Role, WorkerSpec
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -21,6 +23,12 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 100,
     "tie_word_embeddings": True,
 }
+
+
+def build_spec(directory: Path, megatron: dict[str, Any]) -> WorkerSpec:
+    fields = {"optimizer": None, "algo": AlgoConfig(), "temperature": 1.0, "response_length": 8}
+    sizes = {"tokens_per_microbatch": 64, "megatron": megatron}
+    return WorkerSpec(Role.reference, str(directory), ParallelConfig(), dtype=Dtype.float32, **fields, **sizes)
 
 
 def read(directory: Path, **changes: Any) -> Architecture:
@@ -45,7 +53,7 @@ def test_rope_is_read_in_the_old_and_the_new_spelling(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported: qwen2, qwen3, llama"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported: qwen2, qwen3, qwen3_moe, llama"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
@@ -65,15 +73,44 @@ def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("megatron", "parallel", "message"),
     [
-        ({"recompute_granularit": "full"}, ParallelConfig(), "did you mean recompute_granularity"),
+        ({"attention_dropot": 0.1}, ParallelConfig(), "did you mean attention_dropout"),
         ({"num_layers": 3}, ParallelConfig(), "model.megatron.num_layers: decided by the checkpoint"),
-        ({"fp8": "hybrid"}, ParallelConfig(), "model.megatron.fp8: needs Transformer Engine"),
+        (
+            {"fp8": "hybrid"},
+            ParallelConfig(),
+            "model.megatron.fp8: found 'hybrid'; set policy.fp8 and critic.fp8 instead",
+        ),
+        ({"fp4": "e2m1"}, ParallelConfig(), "model.megatron.fp4: needs Transformer Engine"),
         (
             {},
             ParallelConfig(num_processes=2, tp=2),
-            "parallel.tp: found 2, which does not divide the model's 3 key-value heads",
+            "parallel.tp: found 2, which does not divide the model's 3 key-value heads; the nearest is 1",
         ),
-        ({}, ParallelConfig(num_processes=3, pp=3), "parallel.pp: found 3, which does not divide the model's 4 layers"),
+        (
+            {},
+            ParallelConfig(num_processes=4, tp=4),
+            "parallel.tp: found 4, which does not divide the model's 6 attention heads; the nearest is 3",
+        ),
+        (
+            {},
+            ParallelConfig(num_processes=3, pp=3),
+            "parallel.pp: found 3, which does not divide the model's 4 layers; the nearest is 2",
+        ),
+        (
+            {},
+            ParallelConfig(num_processes=2, pp=2, vpp=3),
+            "parallel.vpp: found 3, which does not divide the 2 layers of a stage; the nearest is 2",
+        ),
+        (
+            {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 1},
+            ParallelConfig(num_processes=2, pp=2),
+            "parallel.pp: found 2, with 1 and 1 of the model's 4 layers in the first and last stage",
+        ),
+        (
+            {"num_layers_in_first_pipeline_stage": 1},
+            ParallelConfig(num_processes=3, pp=3),
+            "the model's 3 layers outside the first and last stage; the nearest is 2",
+        ),
         ({}, ParallelConfig(sp=True), "parallel.sp: found true with tp 1"),
     ],
 )
@@ -85,11 +122,35 @@ def test_values_that_do_not_fit_are_refused_by_key(
 
 
 def test_megatron_options_reach_the_transformer_config(tmp_path: Path) -> None:
-    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    config = build_config(read(tmp_path), ParallelConfig(), Dtype.bfloat16, options)
-    assert config.recompute_granularity == "full"
+    config = build_config(read(tmp_path), ParallelConfig(), Dtype.bfloat16, {"recompute_modules": ["mlp"]})
+    assert config.recompute_modules == ["mlp"]
     assert config.params_dtype is torch.bfloat16
     assert config.num_query_groups == 3
+
+
+@pytest.mark.parametrize(
+    ("megatron", "parallel"),
+    [
+        ({}, ParallelConfig(num_processes=6, tp=6)),
+        ({}, ParallelConfig(num_processes=2, pp=2, vpp=2)),
+        ({"num_layers_in_last_pipeline_stage": 2}, ParallelConfig(num_processes=3, pp=3)),
+    ],
+)
+def test_layouts_that_megatron_takes_are_taken(
+    tmp_path: Path, megatron: dict[str, Any], parallel: ParallelConfig
+) -> None:
+    config = build_config(read(tmp_path), parallel, Dtype.float32, megatron)
+    assert config.tensor_model_parallel_size == parallel.tp
+    # Two stages of an interleaved pipeline would otherwise mix up what they send each other.
+    assert config.overlap_p2p_comm == (parallel.vpp > 1) == (not config.batch_p2p_comm)
+
+
+def test_a_contradiction_within_megatrons_options_is_found_before_anything_starts(tmp_path: Path) -> None:
+    options = {"cpu_offloading": True, "cpu_offloading_num_layers": 99}
+    arch = read(tmp_path)
+    (problem,) = check_options(arch, build_spec(tmp_path, options))
+    assert problem.startswith("model.megatron: refused by Megatron with this layout")
+    assert check_options(arch, build_spec(tmp_path, {})) == []
 
 
 def test_the_padded_vocabulary_is_the_same_for_layouts_that_are_powers_of_two() -> None:

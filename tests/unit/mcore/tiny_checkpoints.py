@@ -9,13 +9,14 @@ from megarl.types import Sequences, TrainingSamples
 
 VOCAB = 53
 """Not a multiple of 64: the padding of the vocabulary is under test too."""
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 
 
 def write_checkpoint(directory: Path, family: str = "qwen3", *, tied: bool = False, **changes: Any) -> Any:
     """Save a transformers model with 2 layers, 4 heads of 16 and 2 key-value heads; returns it."""
     import transformers
 
-    names = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama"}
+    names = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen2": "Qwen2", "llama": "Llama"}
     config_class = getattr(transformers, f"{names[family]}Config")
     model_class = getattr(transformers, f"{names[family]}ForCausalLM")
     fields = {
@@ -28,6 +29,7 @@ def write_checkpoint(directory: Path, family: str = "qwen3", *, tied: bool = Fal
         "max_position_embeddings": 512,
         "tie_word_embeddings": tied,
         **({"head_dim": 16} if family != "qwen2" else {}),
+        **(EXPERTS if family == "qwen3_moe" else {}),
         **changes,
     }
     torch.manual_seed(1)

@@ -1,0 +1,166 @@
+"""Host memory for what a role does not need between its calls, where several roles share a GPU.
+
+Only storages move: every tensor stays the object it is, with all views on it (Megatron's flat buffers, gradients,
+the optimizer's shards), so that nothing has to be rebuilt. On a CPU the same moves happen within host memory.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from megarl.config.roles import Offload
+from megarl.mcore.device import device
+
+
+def find_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The distinct storages of the tensors on this process's device, by address of the storage object.
+
+    Without those that numpy once shared, which torch does not resize; there are none on a GPU.
+    """
+    storages = (tensor.untyped_storage() for tensor in tensors if tensor.device == device())
+    return {storage._cdata: storage for storage in storages if storage.resizable()}
+
+
+def list_optimizer_tensors(optimizer: MegatronOptimizer | None) -> Iterator[Tensor]:
+    """Master weights and state; with float32 weights the former are views on the weights themselves."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(part, "optimizer", None)
+        if inner is None:
+            continue
+        yield from (param for group in inner.param_groups for param in group["params"])
+        yield from (value for state in inner.state.values() for value in state.values() if torch.is_tensor(value))
+
+
+def list_gradient_buffers(chunks: Sequence[Any]) -> Iterator[Tensor]:
+    """The flat gradient buffers of DistributedDataParallel models; none of models that are not trained."""
+    for chunk in chunks:
+        for buffer in [*getattr(chunk, "expert_parallel_buffers", ()), *_ddp_buffers(chunk)]:
+            yield buffer.grad_data
+
+
+def _ddp_buffers(chunk: Any) -> list[Any]:
+    # On other modules `buffers` is torch's method.
+    return chunk.buffers if isinstance(chunk.buffers, list) else []
+
+
+class Parking:
+    """Storages of which the bytes are in host memory, and the memory for them, which is kept from one time to the
+    next: pinning it is slow.
+    """
+
+    def __init__(self, keep: bool = True) -> None:
+        """keep: whether the bytes are needed again; without it they come back as zeros."""
+        self.keep = keep
+        self._hosts: dict[int, Tensor] = {}
+        self._parked: list[tuple[torch.UntypedStorage, int]] = []
+
+    def park(self, storages: dict[int, torch.UntypedStorage]) -> None:
+        """Move the storages to the host; they have 0 bytes then. Does nothing while others are parked here."""
+        if self._parked:
+            return
+        if self.keep:
+            hosts = {key: self._find_host(key, storage) for key, storage in storages.items()}
+            for key, storage in storages.items():
+                hosts[key].copy_(_as_bytes(storage), non_blocking=True)
+            self._hosts = hosts
+        _synchronize()
+        self._parked = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage in storages.values():
+            storage.resize_(0)
+
+    def bring(self) -> None:
+        """Move everything back."""
+        for storage, size in self._parked:
+            storage.resize_(size)
+            content = _as_bytes(storage)
+            if self.keep:
+                content.copy_(self._hosts[storage._cdata], non_blocking=True)
+            else:
+                content.zero_()
+        _synchronize()
+        self._parked = []
+
+    def _find_host(self, key: int, storage: torch.UntypedStorage) -> Tensor:
+        host = self._hosts.get(key)
+        if host is not None and host.numel() == storage.nbytes():
+            return host
+        return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device().type == "cuda")
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _synchronize() -> None:
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+class Residence:
+    """Decides what of a worker is on the device: all of it while a verb that needs it runs, and between the verbs what
+    `offload` leaves there.
+    """
+
+    def __init__(
+        self,
+        offload: Offload | None,
+        models: Sequence[torch.nn.Module],
+        chunks: Sequence[Any],
+        optimizer: MegatronOptimizer | None,
+    ) -> None:
+        """models: whose parameters and buffers are the weights. chunks: the same as DistributedDataParallel."""
+        self.offload = offload
+        self._models, self._chunks, self._optimizer = models, chunks, optimizer
+        self._weights, self._training, self._gradients = Parking(), Parking(), Parking(keep=False)
+        self.leave()
+
+    @contextmanager
+    def during(self, training: bool) -> Iterator[None]:
+        """Weights, and with `training` also optimizer and gradients, are on the device inside."""
+        if self.offload is None:
+            yield
+            return
+        self._weights.bring()
+        if training:
+            self._training.bring()
+            self._gradients.bring()
+        yield
+        self.leave()
+
+    def leave(self) -> None:
+        """Move away what `offload` names."""
+        if self.offload is None:
+            return
+        weights = find_storages(x for model in self._models for x in (*model.parameters(), *model.buffers()))
+        training = find_storages(list_optimizer_tensors(self._optimizer))
+        self._training.park({key: storage for key, storage in training.items() if key not in weights})
+        self._gradients.park(find_storages(list_gradient_buffers(self._chunks)))
+        if self.offload is Offload.all:
+            self._weights.park(weights)
+        if device().type == "cuda":
+            # Give the memory back to the GPU, for the other processes on it.
+            torch.cuda.empty_cache()
+
+
+def uses_weights(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """A verb of a worker that needs its weights on the device."""
+    return _during(verb, training=False)
+
+
+def uses_everything(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """A verb of a worker that needs weights, optimizer and gradients on the device."""
+    return _during(verb, training=True)
+
+
+def _during(verb: Callable[..., Any], training: bool) -> Callable[..., Any]:
+    @functools.wraps(verb)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.residence.during(training):
+            return verb(self, *args, **kwargs)
+
+    return call

@@ -1,0 +1,109 @@
+"""What a role's own keys (recompute, fp8) put into Megatron's configuration, and where they cannot work.
+
+Imports no Megatron: the checks run before any process is started.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megarl.config.roles import Fp8, Fp8Recipe, Recompute, RecomputeMethod
+from megarl.mcore.architecture import Architecture
+from megarl.mcore.spec import WorkerSpec
+
+ROLE_KEYS = {
+    "recompute_granularity": "recompute",
+    "recompute_method": "recompute_method",
+    "recompute_num_layers": "recompute_num_layers",
+    "fp8": "fp8",
+    "fp8_recipe": "fp8_recipe",
+}
+"""Fields of TransformerConfig that a key of the role decides."""
+
+COMPUTE_CAPABILITIES = {
+    Fp8Recipe.delayed: (8, 9),
+    Fp8Recipe.tensorwise: (8, 9),
+    Fp8Recipe.blockwise: (9, 0),
+    Fp8Recipe.mxfp8: (10, 0),
+}
+"""The least a GPU must have for a recipe: Ada, Ada, Hopper, Blackwell (Transformer Engine's own conditions)."""
+
+TOKEN_MULTIPLES = {Fp8Recipe.delayed: 16, Fp8Recipe.tensorwise: 16, Fp8Recipe.blockwise: 128, Fp8Recipe.mxfp8: 32}
+"""Number of tokens of which an FP8 product takes multiples: the block of a recipe, 16 for one scale per tensor."""
+
+
+def build_role_fields(spec: WorkerSpec) -> dict[str, Any]:
+    """The fields of TransformerConfig that `spec`'s keys decide: exactly those of `ROLE_KEYS`."""
+    full = spec.recompute is Recompute.full
+    return {
+        "recompute_granularity": None if spec.recompute is Recompute.none else spec.recompute.value,
+        "recompute_method": spec.recompute_method.value if full else None,
+        "recompute_num_layers": spec.recompute_num_layers if full else None,
+        "fp8": spec.fp8.value if spec.fp8 else None,
+        "fp8_recipe": spec.fp8_recipe.value,
+    }
+
+
+def find_token_multiple(spec: WorkerSpec) -> int:
+    """The number of tokens of a micro-batch is a multiple of this on every rank that shares it."""
+    return TOKEN_MULTIPLES[spec.fp8_recipe] if spec.fp8 else 1
+
+
+def has_transformer_engine() -> bool:
+    """Whether the package is installed; it also needs CUDA to run."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def check_role_fields(arch: Architecture, spec: WorkerSpec, in_worker: bool = False) -> Iterator[str]:
+    """One message for each key of the role that the model or the machine cannot follow.
+
+    in_worker: this process is the one that computes; without it only what holds on every machine is reported,
+    because the ranks may have GPUs where this process has none.
+    """
+    role = spec.role.value
+    if spec.recompute is Recompute.full:
+        yield from _check_recompute(role, arch, spec)
+    if spec.fp8:
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        if in_worker or capability or not has_transformer_engine():
+            yield from find_fp8_problems(role, spec.fp8, spec.fp8_recipe, has_transformer_engine(), capability)
+
+
+def _check_recompute(role: str, arch: Architecture, spec: WorkerSpec) -> Iterator[str]:
+    pieces = spec.parallel.pp * spec.parallel.vpp
+    layers, found = arch.num_layers // pieces, spec.recompute_num_layers
+    where = f"{arch.num_layers} layers" if pieces == 1 else f"{layers} layers of each of the {pieces} pipeline stages"
+    if spec.recompute_method is RecomputeMethod.uniform and layers % found:
+        nearest = max(n for n in range(1, layers + 1) if layers % n == 0 and n <= max(1, found))
+        yield f"{role}.recompute_num_layers: found {found}, which does not divide the {where}; {nearest} does"
+    elif found > layers:
+        yield f"{role}.recompute_num_layers: found {found}; there are {where}"
+
+
+def find_fp8_problems(
+    role: str, fp8: Fp8, recipe: Fp8Recipe, with_te: bool, capability: tuple[int, int] | None
+) -> Iterator[str]:
+    """Why FP8 products of this recipe cannot be computed; nothing where they can.
+
+    with_te: Transformer Engine is installed. capability: compute capability of the GPU, None without one.
+    Megatron itself would go on without FP8.
+    """
+    needed = COMPUTE_CAPABILITIES[recipe]
+    asked = f"{role}.fp8: found {fp8.value}"
+    if not with_te:
+        yield f"{asked}; it needs Transformer Engine, which is not installed (make install PLATFORM=cuda), or null"
+    elif capability is None:
+        yield f"{asked}; it needs a GPU and there is none here; null computes without it"
+    elif capability < needed:
+        others = [r.value for r, least in COMPUTE_CAPABILITIES.items() if capability >= least]
+        hint = f"; {role}.fp8_recipe may be {' or '.join(others)} here" if others else "; null computes without it"
+        yield (
+            f"{role}.fp8_recipe: found {recipe.value}; it needs a GPU of compute capability {_dotted(needed)} or more,"
+            f" and this one has {_dotted(capability)}{hint}"
+        )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

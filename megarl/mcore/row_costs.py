@@ -1,0 +1,40 @@
+"""What a sequence costs to compute, by which packing balances ranks; the share of padding in what is computed."""
+
+from torch import Tensor
+
+from megarl.mcore.architecture import Architecture
+from megarl.mcore.batch import PackedBatch
+from megarl.types import Metrics, Sequences
+
+REAL, COMPUTED = "tokens/real", "tokens/computed"
+
+
+def compute_row_costs(arch: Architecture, sequences: Sequences, with_value_head: bool = False) -> list[float]:
+    """Multiply-adds of one forward pass, for each row.
+
+    A sequence of L tokens of which R are the response, with d the size of a head, H query and K key-value heads,
+    h the hidden size, f the width of the MLP (of a token's experts together) and V the vocabulary:
+    layers * (L * (2 h d (H + K) + 3 h f) + L^2 * H d) + R * h V; the value head's R * h in place of the last term.
+    Causal attention counts L^2 / 2 for the scores and as many for their product with the values.
+    """
+    h, heads = arch.hidden_size, arch.num_heads * arch.head_size
+    ffn_size, router = arch.ffn_size, 0
+    if arch.experts is not None:
+        ffn_size, router = arch.experts.top_k * arch.experts.ffn_size, arch.experts.num_experts
+    per_token = 2 * h * (heads + arch.num_kv_heads * arch.head_size) + h * (3 * ffn_size + router)
+    per_response_token = h * (1 if with_value_head else arch.vocab_size)
+    return [
+        float(arch.num_layers * (length * per_token + length**2 * heads) + response * per_response_token)
+        for length, response in zip(sequences.lengths.tolist(), sequences.response_lengths.tolist(), strict=True)
+    ]
+
+
+def count_tokens(batch: PackedBatch, sequences: Sequences) -> dict[str, Tensor]:
+    """Tokens of a micro-batch of `sequences`, and those that its ranks compute, padding included; as metrics' sums."""
+    return {REAL: sequences.lengths[batch.rows].sum(), COMPUTED: batch.params.cu_seqlens_q[-1]}
+
+
+def take_real_share(metrics: Metrics, role: str) -> Metrics:
+    """The metrics of a minibatch with ROLE/real_tokens_frac, real tokens / computed ones, in place of the counts."""
+    rest = {key: value for key, value in metrics.items() if key not in (REAL, COMPUTED)}
+    return {**rest, f"{role}/real_tokens_frac": metrics[REAL] / metrics[COMPUTED]}

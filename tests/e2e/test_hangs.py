@@ -1,0 +1,143 @@
+"""A rank that stops or dies in the middle of a collective ends the wait, with a word of who waits where."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import torch
+
+from megarl.cluster.local import local_ray
+from megarl.cluster.stacks import Place, Ranks, Watch, dump_on_signal, identify
+from megarl.cluster.waiting import PendingCall, WorkerError
+from megarl.cluster.workers import WorkerGroup, redirect_output
+from megarl.config.algo import AlgoConfig
+from megarl.config.cluster import ClusterConfig
+from megarl.config.roles import Dtype, ParallelConfig
+from megarl.mcore.spec import Role, WorkerSpec
+from megarl.seams import DeadlineError
+from megarl.types import Sequences
+
+DEADLINE_S = 30.0
+START_DEADLINE_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def scratch() -> Iterator[Path]:
+    before = set(psutil.Process().children(recursive=True))
+    with local_ray(ClusterConfig(), num_actors=5) as directory:
+        yield directory
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+@pytest.fixture
+def group(scratch: Path, tiny_checkpoint: Path, tmp_path: Path) -> Iterator[WorkerGroup]:
+    """Two tensor-parallel ranks: every forward pass has collectives."""
+    spec = WorkerSpec(
+        role=Role.reference,
+        checkpoint=str(tiny_checkpoint),
+        parallel=ParallelConfig(num_processes=2, tp=2),
+        optimizer=None,
+        dtype=Dtype.float32,
+        algo=AlgoConfig(),
+        temperature=1.0,
+        response_length=8,
+        tokens_per_microbatch=64,
+        deadline_s=DEADLINE_S,
+    )
+    running = WorkerGroup(spec, tmp_path, "127.0.0.1", scratch, START_DEADLINE_S)
+    assert "in float32" in running.start().result()
+    yield running
+    running.close()
+
+
+def find_pid(group: WorkerGroup, rank: int) -> int:
+    _, pid = ray.get(group._ranks.identities[rank])
+    return pid
+
+
+def build_sequences() -> Sequences:
+    return Sequences(torch.arange(12) % 9, torch.tensor([6, 6]), torch.tensor([2, 3]))
+
+
+def start_call(group: WorkerGroup) -> PendingCall[torch.Tensor]:
+    return group.logprobs(build_sequences(), 1.0)
+
+
+def test_a_stopped_and_a_killed_rank_are_named_and_the_others_say_where_they_wait(group: WorkerGroup) -> None:
+    pid = find_pid(group, 1)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(DeadlineError) as late:
+        start_call(group).result()
+    message = str(late.value)
+    names = "reference rank 0/2, reference rank 1/2"
+    assert message.startswith(f"reference.logprobs: no answer from {names} within {DEADLINE_S:g} s:\n")
+    waiting, stopped = re.split(r"\n(?=reference rank 1)", message)
+    assert re.search(r"reference rank 0/2: in logprobs for \d+ s, at(\n    .*)+ all_reduce: ", waiting)
+    assert re.search(rf"^reference rank 1/2: gives no stack; its process {pid} on \S+ is stopped$", stopped)
+
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerError) as dead:
+        start_call(group).result()
+    message = str(dead.value)
+    assert message.startswith("reference.logprobs: reference rank 1/2 died: ")
+    assert re.search(r"reference rank 0/2(.*\n)+.*all_reduce", message)
+
+
+def test_a_rank_that_fails_alone_is_named_and_the_other_says_where_it_waits_for_it(group: WorkerGroup) -> None:
+    good, pending = build_sequences(), start_call(group)
+    assert [result is None for result in ray.get(list(pending.refs))] == [False, True]
+    bad = replace(good, tokens=good.tokens + 10**6)
+    refs = [actor.call.remote("logprobs", part, 1.0) for actor, part in zip(group._actors, (good, bad), strict=True)]
+    with pytest.raises(WorkerError) as caught:
+        replace(pending, refs=tuple(refs)).result()
+    message = str(caught.value)
+    assert message.startswith("reference.logprobs: reference rank 1/2 failed:\n")
+    assert "token 1000008 is outside the vocabulary" in message
+    assert re.search(r"reference rank 0/2: in logprobs for \d+ s, at(\n    .*)+ all_reduce: ", message)
+
+
+@ray.remote(num_cpus=1, max_restarts=0, concurrency_groups={"watch": 1})
+class Rank:
+    """A rank whose calls are not Megatron's."""
+
+    def __init__(self, log: Path):
+        redirect_output(log)
+        dump_on_signal()
+        self.watch = Watch()
+
+    def hold_the_lock(self) -> int:
+        with self.watch.enter("hold_the_lock"):
+            # One native loop: no other thread of this process can run Python meanwhile.
+            return sum(range(10**11))
+
+    @ray.method(concurrency_group="watch")
+    def find_place(self) -> Place | None:
+        return self.watch.find_place()
+
+    @ray.method(concurrency_group="watch")
+    def identify(self) -> tuple[str, int]:
+        return identify()
+
+
+def test_a_rank_that_cannot_answer_leaves_its_stack_in_its_log(scratch: Path, tmp_path: Path) -> None:
+    log = tmp_path / "rank.log"
+    actor = Rank.remote(log)
+    ranks = Ranks([actor], ["rank 0/1"], [actor.identify.remote()], [log])
+    _, pid = ray.get(ranks.identities[0])
+    assert ranks.explain([0]) == "rank 0/1: in no call"
+    ref = actor.hold_the_lock.remote()
+    deadline = time.monotonic() + 60
+    while (text := ranks.explain([0])) == "rank 0/1: in no call" and time.monotonic() < deadline:
+        assert not ray.wait([ref], timeout=0.1)[0]
+    assert text.startswith(f"rank 0/1: gives no stack itself, but at the end of {log}; its process {pid} on ")
+    while "in hold_the_lock" not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert "in hold_the_lock" in log.read_text()
+    ray.kill(actor)

@@ -1,0 +1,143 @@
+"""The presets of models for GPUs: complete jobs, whose layouts the models allow and whose memory fits.
+
+The config.json under checkpoints/ are those that the models were published with.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megarl.config.algo import needs_critic, needs_reference
+from megarl.config.load import load_config
+from megarl.config.roles import ParallelConfig, Recompute, TrainedRoleConfig
+from megarl.config.schema import Config
+from megarl.inputs import build_specs
+from megarl.mcore.architecture import Architecture, check_layout, read_architecture
+from megarl.mcore.role_fields import build_role_fields, check_role_fields
+from megarl.mcore.spec import Role
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+GPUS = {"qwen2_7b": 16, "qwen2_5_7b": 16, "qwen3_8b": 16, "llama3_8b": 16, "qwen32b": 64, "qwen3_235b_a22b": 256}
+BILLIONS = {
+    "qwen2_7b": 7.62,
+    "qwen2_5_7b": 7.62,
+    "qwen3_8b": 8.19,
+    "llama3_8b": 8.03,
+    "qwen32b": 32.76,
+    "qwen3_235b_a22b": 235.09,
+}
+"""Weights, as published."""
+H100 = 80e9
+
+
+def read(model: str) -> Architecture:
+    return read_architecture(CHECKPOINTS / model)
+
+
+def count_weights(arch: Architecture) -> tuple[float, float]:
+    """(weights of experts, of everything else)"""
+    width = arch.head_size * (2 * arch.num_heads + 2 * arch.num_kv_heads)
+    bias = arch.head_size * (arch.num_heads + 2 * arch.num_kv_heads) if arch.qkv_bias else 0
+    norms = 2 * arch.hidden_size + (2 * arch.head_size if arch.qk_norm else 0)
+    layer, experts = width * arch.hidden_size + bias + norms, 0
+    if arch.experts:
+        layer += arch.experts.num_experts * arch.hidden_size
+        experts = arch.experts.num_experts * 3 * arch.hidden_size * arch.experts.ffn_size
+    else:
+        layer += 3 * arch.hidden_size * arch.ffn_size
+    others = (1 if arch.tied else 2) * arch.vocab_size * arch.hidden_size + arch.hidden_size
+    return experts * arch.num_layers, layer * arch.num_layers + others
+
+
+def estimate_bytes(arch: Architecture, parallel: ParallelConfig, trained: bool, tokens: int, vocab: int) -> float:
+    """Of the fullest GPU: weights, gradients, optimizer, inputs of recomputed layers, logits and their gradient."""
+    experts, others = count_weights(arch)
+    embedding = arch.vocab_size * arch.hidden_size / parallel.tp
+    split = parallel.tp * parallel.pp
+    dense = (others / parallel.tp - 2 * embedding) / parallel.pp + embedding * (2 if parallel.pp == 1 else 1)
+    sparse = experts / (parallel.pp * parallel.ep * parallel.etp)
+    if not trained:
+        return 2 * (dense + sparse) + 2 * tokens * vocab / parallel.tp
+    replicas = parallel.num_processes / split
+    sparse_replicas = parallel.num_processes / (parallel.pp * parallel.ep * parallel.etp)
+    states = dense * (6 + 12 / replicas) + sparse * (6 + 12 / sparse_replicas)
+    # The first of pp stages has pp micro-batches under way.
+    inputs = arch.num_layers / parallel.pp * parallel.pp * tokens * arch.hidden_size * 2 / parallel.tp
+    return states + inputs + 4 * tokens * vocab / parallel.tp
+
+
+def list_roles(config: Config) -> dict[Role, object]:
+    roles = {Role.policy: config.policy}
+    if needs_critic(config.algo):
+        roles[Role.critic] = config.critic
+    if needs_reference(config.algo):
+        roles[Role.reference] = config.reference
+    return roles
+
+
+@pytest.mark.parametrize("model", BILLIONS)
+def test_the_checkpoints_have_the_published_number_of_weights(model: str) -> None:
+    assert sum(count_weights(read(model))) / 1e9 == pytest.approx(BILLIONS[model], abs=0.01)
+
+
+@pytest.mark.parametrize("model", GPUS)
+def test_vapo_with_a_preset_is_a_complete_job_that_fills_its_cluster(model: str) -> None:
+    config = load_config(["algo=vapo", f"model={model}"])
+    roles = [config.policy, config.critic]
+    servers = config.rollout.num_servers * config.rollout.tp
+    assert sum(role.parallel.num_processes for role in roles) + servers == GPUS[model]
+    assert [role.optimizer.lr for role in roles] == [1e-6, 2e-6]
+    assert config.model.path
+    assert config.data.path
+    assert type(config.reward).__name__ == "MathRewardConfig"
+
+
+@pytest.mark.parametrize("algo", ["vapo", "grpo", "reinforce_pp"])
+@pytest.mark.parametrize("model", GPUS)
+def test_the_model_allows_the_layout_of_every_role(model: str, algo: str) -> None:
+    config, arch = load_config([f"algo={algo}", f"model={model}"]), read(model)
+    for role, spec in build_specs(config, CHECKPOINTS / model).items():
+        assert not check_layout(arch, spec.parallel, role.value, spec.megatron)
+        assert not list(check_role_fields(arch, spec))
+    assert config.data.prompt_length + config.rollout.response_length <= arch.max_length
+    servers = config.rollout.num_servers * config.rollout.tp
+    used = sum(role.parallel.num_processes for role in list_roles(config).values())
+    assert used + servers <= GPUS[model]
+
+
+@pytest.mark.parametrize("algo", ["vapo", "grpo"])
+@pytest.mark.parametrize("model", GPUS)
+def test_megatron_takes_the_configuration_of_every_role(model: str, algo: str) -> None:
+    from megarl.mcore.model import build_config
+
+    config, arch = load_config([f"algo={algo}", f"model={model}"]), read(model)
+    for spec in build_specs(config, CHECKPOINTS / model).values():
+        built = build_config(arch, spec.parallel, spec.dtype, spec.megatron, build_role_fields(spec))
+        assert built.num_layers == arch.num_layers
+        assert (built.recompute_granularity == "full") == (spec.optimizer is not None)
+
+
+@pytest.mark.parametrize("algo", ["vapo", "grpo"])
+@pytest.mark.parametrize("model", GPUS)
+def test_no_gpu_needs_more_than_its_memory(model: str, algo: str) -> None:
+    config, arch = load_config([f"algo={algo}", f"model={model}"]), read(model)
+    tokens = max(config.train.tokens_per_microbatch, config.data.prompt_length + config.rollout.response_length)
+    for role, node in list_roles(config).items():
+        trained = isinstance(node, TrainedRoleConfig)
+        assert not trained or node.recompute is Recompute.full
+        share = -(-tokens // node.parallel.cp)
+        vocab = 0 if role is Role.critic else arch.vocab_size
+        # A tenth is left to what the estimate does not see: CUDA, NCCL, one layer's activations, fragments.
+        assert estimate_bytes(arch, node.parallel, trained, share, vocab) < 0.9 * H100
+    weights = 2 * sum(count_weights(arch)) / config.rollout.tp
+    kv_heads = max(1, arch.num_kv_heads / config.rollout.tp)
+    token = 2 * 2 * arch.num_layers * kv_heads * arch.head_size
+    memory = config.rollout.sglang["mem_fraction_static"] * H100 - weights
+    assert memory / token > 10 * (config.data.prompt_length + config.rollout.response_length)
+
+
+def test_a_layout_that_cannot_hold_the_model_is_seen_by_the_estimate() -> None:
+    arch = read("qwen32b")
+    layout = dataclasses.replace(load_config(["model=qwen32b"]).policy.parallel, num_processes=8, cp=1)
+    assert estimate_bytes(arch, layout, True, 16384, arch.vocab_size) > 0.9 * H100

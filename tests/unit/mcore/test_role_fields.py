@@ -1,0 +1,160 @@
+"""What recompute and fp8 ask of the model and of the machine."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_checkpoints import write_checkpoint
+
+from megarl.config.algo import AlgoConfig
+from megarl.config.roles import Dtype, Fp8, Fp8Recipe, ParallelConfig, Recompute, RecomputeMethod
+from megarl.mcore.architecture import Architecture, read_architecture
+from megarl.mcore.role_fields import (
+    COMPUTE_CAPABILITIES,
+    ROLE_KEYS,
+    build_role_fields,
+    check_role_fields,
+    find_fp8_problems,
+    find_token_multiple,
+    has_transformer_engine,
+)
+from megarl.mcore.spec import Role, WorkerSpec
+
+ON_CPU_WITHOUT_TE = not torch.cuda.is_available() and not has_transformer_engine()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("six_layers")
+    write_checkpoint(path, num_hidden_layers=6)
+    return path
+
+
+@pytest.fixture(scope="module")
+def arch(checkpoint: Path) -> Architecture:
+    return read_architecture(checkpoint)
+
+
+def build_spec(checkpoint: object = "unused", **changes: Any) -> WorkerSpec:
+    fields = {
+        "role": Role.reference,
+        "checkpoint": str(checkpoint),
+        "parallel": ParallelConfig(),
+        "optimizer": None,
+        "dtype": Dtype.bfloat16,
+        "algo": AlgoConfig(),
+        "temperature": 1.0,
+        "response_length": 8,
+        "tokens_per_microbatch": 64,
+        **changes,
+    }
+    return WorkerSpec(**fields)
+
+
+def test_the_keys_become_fields_of_megatron() -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    assert set(ROLE_KEYS) <= {field.name for field in dataclasses.fields(TransformerConfig)}
+    fields = build_role_fields(
+        build_spec(recompute=Recompute.full, recompute_num_layers=3, fp8=Fp8.e4m3, fp8_recipe=Fp8Recipe.tensorwise)
+    )
+    assert fields == {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 3,
+        "fp8": "e4m3",
+        "fp8_recipe": "tensorwise",
+    }
+
+
+def test_selective_recompute_and_none_carry_no_numbers_of_layers() -> None:
+    for recompute, granularity in ((Recompute.selective, "selective"), (Recompute.none, None)):
+        fields = build_role_fields(build_spec(recompute=recompute, recompute_num_layers=3))
+        assert fields["recompute_granularity"] == granularity
+        assert fields["recompute_method"] is fields["recompute_num_layers"] is fields["fp8"] is None
+
+
+@pytest.mark.parametrize(
+    ("method", "number", "parallel", "message"),
+    [
+        ("uniform", 4, {}, "recompute_num_layers: found 4, which does not divide the 6 layers; 3 does"),
+        ("uniform", 8, {}, "recompute_num_layers: found 8, which does not divide the 6 layers; 6 does"),
+        (
+            "uniform",
+            2,
+            {"pp": 2},
+            "found 2, which does not divide the 3 layers of each of the 2 pipeline stages; 1 does",
+        ),
+        ("block", 7, {}, "recompute_num_layers: found 7; there are 6 layers"),
+        ("uniform", 3, {}, None),
+        ("uniform", 3, {"pp": 2}, None),
+        ("uniform", 1, {"pp": 3, "vpp": 2}, None),
+        ("block", 5, {}, None),
+    ],
+)
+def test_recomputed_blocks_must_fit_the_layers(
+    arch: Architecture, method: str, number: int, parallel: dict[str, int], message: str | None
+) -> None:
+    layout = ParallelConfig(num_processes=parallel.get("pp", 1), **parallel)
+    spec = build_spec(
+        parallel=layout,
+        recompute=Recompute.full,
+        recompute_method=RecomputeMethod(method),
+        recompute_num_layers=number,
+    )
+    problems = list(check_role_fields(arch, spec))
+    assert len(problems) == (message is not None)
+    assert message is None or message in problems[0]
+
+
+H100, B200, ADA, A100 = (9, 0), (10, 0), (8, 9), (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "with_te", "capability", "message"),
+    [
+        ("delayed", False, H100, "policy.fp8: found hybrid; it needs Transformer Engine, which is not installed"),
+        ("delayed", True, None, "policy.fp8: found hybrid; it needs a GPU and there is none here"),
+        ("delayed", True, A100, "compute capability 8.9 or more, and this one has 8.0; null computes without it"),
+        ("blockwise", True, ADA, "policy.fp8_recipe may be delayed or tensorwise here"),
+        (
+            "mxfp8",
+            True,
+            H100,
+            "policy.fp8_recipe: found mxfp8; it needs a GPU of compute capability 10.0 or more, and this one has 9.0;"
+            " policy.fp8_recipe may be delayed or tensorwise or blockwise here",
+        ),
+        ("delayed", True, H100, None),
+        ("tensorwise", True, ADA, None),
+        ("blockwise", True, H100, None),
+        ("mxfp8", True, B200, None),
+    ],
+)
+def test_fp8_is_refused_where_it_cannot_be_computed(
+    recipe: str, with_te: bool, capability: tuple[int, int] | None, message: str | None
+) -> None:
+    problems = list(find_fp8_problems("policy", Fp8.hybrid, Fp8Recipe(recipe), with_te, capability))
+    assert len(problems) == (message is not None)
+    assert message is None or message in problems[0]
+
+
+def test_every_recipe_has_a_least_gpu_and_a_multiple_of_tokens() -> None:
+    assert set(COMPUTE_CAPABILITIES) == set(Fp8Recipe)
+    multiples = [find_token_multiple(build_spec(fp8=Fp8.hybrid, fp8_recipe=recipe)) for recipe in Fp8Recipe]
+    assert all(multiple % 16 == 0 for multiple in multiples)
+    assert find_token_multiple(build_spec()) == 1
+
+
+@pytest.mark.skipif(not ON_CPU_WITHOUT_TE, reason="this machine may be able to compute in FP8")
+def test_without_transformer_engine_fp8_is_an_error_before_and_in_the_worker(
+    arch: Architecture, checkpoint: Path, tmp_path: Path
+) -> None:
+    from megarl.mcore.worker import MegatronWorker
+
+    spec = build_spec(checkpoint, fp8=Fp8.hybrid)
+    message = "reference.fp8: found hybrid; it needs Transformer Engine"
+    assert next(check_role_fields(arch, spec)).startswith(message)
+    with pytest.raises(ValueError, match=message):
+        MegatronWorker(spec, 0, 1, f"file://{tmp_path}/init")

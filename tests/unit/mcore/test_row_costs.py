@@ -1,0 +1,90 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_checkpoints import build_sequences, write_checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from megarl.data.packing import pack
+from megarl.mcore.architecture import Architecture, Experts, read_architecture
+from megarl.mcore.batch import build_batch
+from megarl.mcore.context_parallel import ContextGroup
+from megarl.mcore.row_costs import compute_row_costs, count_tokens, take_real_share
+from megarl.types import Sequences
+
+SIZES = {"num_layers": 2, "hidden_size": 10, "ffn_size": 7, "num_heads": 4, "num_kv_heads": 2, "head_size": 3}
+OTHERS = {"max_length": 64, "norm_eps": 1e-6, "rope_theta": 1e4, "rope_factor": None, "qkv_bias": False}
+
+
+def build_architecture(experts: Experts | None = None) -> Architecture:
+    flags = {"family": "qwen3", "vocab_size": 50, "qk_norm": True, "tied": False}
+    return Architecture(**SIZES, **OTHERS, **flags, experts=experts)
+
+
+def one_row(length: int, response: int) -> Sequences:
+    return Sequences(torch.zeros(length, dtype=torch.int64), torch.tensor([length]), torch.tensor([length - response]))
+
+
+def test_the_cost_of_a_row_by_hand() -> None:
+    # Per token and layer: query and output 2 * 10 * 12, key and value 2 * 10 * 6, MLP 3 * 10 * 7; attention 12 L^2.
+    body = 2 * (5 * (240 + 120 + 210) + 12 * 25)
+    assert compute_row_costs(build_architecture(), one_row(5, 3)) == [body + 3 * 10 * 50]
+    assert compute_row_costs(build_architecture(), one_row(5, 3), with_value_head=True) == [body + 3 * 10]
+
+
+def test_of_a_mixture_the_experts_of_a_token_and_the_router_count() -> None:
+    experts = Experts(num_experts=8, top_k=2, ffn_size=6, normalized=True)
+    body = 2 * (5 * (240 + 120 + 2 * 3 * 10 * 6 + 10 * 8) + 12 * 25)
+    assert compute_row_costs(build_architecture(experts), one_row(5, 3)) == [body + 3 * 10 * 50]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize(("length", "response"), [(3, 1), (40, 25)])
+def test_costs_are_the_products_that_transformers_computes(family: str, length: int, response: int, tmp_path) -> None:
+    model = write_checkpoint(tmp_path, family)
+    model.set_attn_implementation("eager")
+    arch = read_architecture(tmp_path)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.ones(1, length, dtype=torch.int64), logits_to_keep=response)
+    (cost,) = compute_row_costs(arch, one_row(length, response))
+    # transformers also computes the half of the scores that the causal mask hides.
+    hidden = arch.num_layers * length**2 * arch.num_heads * arch.head_size
+    assert counter.get_total_flops() == 2 * (cost + hidden)
+
+
+def draw_gsm8k_lengths(num_rows: int, seed: int) -> Sequences:
+    """Log-normal with the mean and deviation of the logarithms of GSM8K's questions and answers."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts, responses = (
+        torch.empty(num_rows).log_normal_(*shape, generator=generator).clamp(1, 1000).long()
+        for shape in ((4.47, 0.25), (4.59, 0.49))
+    )
+    lengths = prompts + responses
+    return Sequences(torch.zeros(int(lengths.sum()), dtype=torch.int64), lengths, prompts)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    num_ranks=st.sampled_from([1, 2, 4]),
+    multiple=st.sampled_from([1, 8]),
+    cp=st.sampled_from([1, 2]),
+)
+def test_at_least_97_percent_of_the_tokens_computed_on_gsm8k_like_lengths_are_real(
+    seed: int, num_ranks: int, multiple: int, cp: int
+) -> None:
+    sequences = draw_gsm8k_lengths(128, seed)
+    context = ContextGroup(cp, 0)
+    shares = pack(sequences.lengths.tolist(), 4096, num_ranks, compute_row_costs(build_architecture(), sequences))
+    batches = [build_batch(sequences, rows, multiple, context) for share in shares for rows in share]
+    counts = [count_tokens(batch, sequences) for batch in batches]
+    computed = sum(batch.tokens.numel() * cp for batch in batches)
+    sums = {key: float(sum(count[key] for count in counts)) for key in counts[0]}
+    metrics = take_real_share({"policy/loss": 1.0, **sums}, "policy")
+    assert metrics == {"policy/loss": 1.0, "policy/real_tokens_frac": int(sequences.lengths.sum()) / computed}
+    assert metrics["policy/real_tokens_frac"] >= 0.97
+
+
+def test_a_batch_without_rows_is_padding_alone() -> None:
+    counts = count_tokens(build_batch(build_sequences(), [], multiple=4), build_sequences())
+    assert list(counts.values()) == [0, 4]
