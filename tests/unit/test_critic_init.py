@@ -106,7 +106,7 @@ def spoil(critic: Path, how: str) -> None:
         ("names", ["has no tensor model.embed_tokens.weight", "transformer.embed"]),
         ("vocabulary", ["vocab_size is 30 and the policy's 11"]),
         ("positions", ["has 80 positions", "are 104 tokens together"]),
-        ("family", ["model_type is 'bert'", "qwen2, qwen3, llama"]),
+        ("family", ["model_type is 'bert'", "qwen2, qwen3, qwen3_moe, llama"]),
         ("no config", ["lacks config.json"]),
         ("broken", ["header"]),
         ("missing", ["there is no directory"]),

@@ -74,8 +74,10 @@ def test_four_processes_have_the_mixtures_and_nothing_that_the_model_does_not_di
     names = name_all(list_for(4, "model.random.num_layers=4")[Role.policy])
     mixtures = {"pp2-dp2", "tp2-cp2", "tp2-sp-pp2", "tp2-sp-pp2-vpp2", "pp2-cp2", "tp2-sp-cp2", "cp2-dp2", "cp4", "dp4"}
     assert names > mixtures | {"pp4"}
-    # Two key-value heads do not make four shares, four layers not eight pieces, a dense model has no experts.
-    assert not any(name.startswith("tp4") or "ep" in name or name == "pp4-vpp2" for name in names)
+    # Four ranks share two key-value heads by holding each twice.
+    assert {"tp4", "tp4-sp"} < names
+    # Four layers do not make eight pieces, a dense model has no experts.
+    assert not any("ep" in name or name == "pp4-vpp2" for name in names)
 
 
 def test_a_layout_with_too_few_samples_for_its_ranks_is_left_out() -> None:
