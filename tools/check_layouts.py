@@ -17,8 +17,10 @@ Exit code: 0 all equal, 1 some differ or fail, 2 the configuration is refused.
 
 import argparse
 import itertools
+import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -279,8 +281,15 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
+def hide_warnings() -> None:
+    """Those of libraries, here and in the processes that are started; each of them would repeat them."""
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+
+
 def main() -> None:
     args = parse_arguments()
+    hide_warnings()
     try:
         config = load_config(args.overrides)
         models = load_models(config)

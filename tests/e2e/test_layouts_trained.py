@@ -1,0 +1,60 @@
+"""Whole runs of the command with policy and critic on several processes, as a user starts them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from megarl.report.metrics import load_metrics
+from megarl.types import Metrics
+
+NUM_ITERATIONS = 2
+
+
+def train(directory: Path, *overrides: str) -> list[Metrics]:
+    """Run `megarl.train` to its end; the metrics of each iteration."""
+    fixed = [f"train.num_iterations={NUM_ITERATIONS}", f"hydra.run.dir={directory}/run"]
+    command = [sys.executable, "-m", "megarl.train", *overrides, *fixed]
+    environment = os.environ | {"TMPDIR": str(directory)}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=580, env=environment)
+    assert run.returncode == 0, run.stdout + run.stderr
+    last = run.stdout.strip().splitlines()[-1]
+    assert re.fullmatch(rf"done: iterations={NUM_ITERATIONS} reward/heldout=0\.\d{{4}} .*", last)
+    lines = load_metrics(directory / "run" / "metrics.jsonl")[1:]
+    assert len(lines) == NUM_ITERATIONS
+    for line in lines:
+        # SGLang's log-probs are those of Megatron's policy, before and after an update.
+        assert line["mismatch/logprob_gap_max"] < 1e-4
+    return lines
+
+
+def test_a_policy_of_two_stages_and_two_shards_trains_with_a_critic_of_two_shards(tmp_path: Path) -> None:
+    lines = train(
+        tmp_path,
+        "algo=vapo",
+        "model.random.num_layers=2",
+        "algo.value_pretrain.steps=1",
+        "policy.parallel={num_processes: 4, tp: 2, sp: true, pp: 2}",
+        "critic.parallel={num_processes: 2, tp: 2}",
+    )
+    assert all(line[f"{role}/grad_norm"] > 0 for line in lines for role in ("policy", "critic"))
+
+
+def test_a_mixture_of_experts_trains_with_its_experts_on_two_processes(tmp_path: Path) -> None:
+    lines = train(
+        tmp_path,
+        "model=tiny_moe",
+        "algo=grpo",
+        "policy.parallel={num_processes: 2, ep: 2}",
+        "model.megatron={moe_aux_loss_coeff: 0.01}",
+    )
+    for line in lines:
+        assert 1.0 <= line["policy/moe_max_load"] <= 2.0
+        assert line["policy/moe_aux_loss"] > 0.9
+    assert json.loads((tmp_path / "run" / "policy" / "config.json").read_text())["model_type"] == "qwen3_moe"
+    experts = {name for name in load_file(tmp_path / "run" / "policy" / "model.safetensors") if ".experts." in name}
+    assert len(experts) == 2 * 4 * 3
