@@ -1,13 +1,7 @@
-"""Weights between Hugging Face names and a Megatron model's shards.
-
-Megatron keeps query, key and value of a key-value head together (linear_qkv: for each group its query heads,
-its key head, its value head) and gate and up projections stacked (linear_fc1); both are split over
-tensor-parallel ranks. Experts lie over expert-parallel ranks, each split over the expert-tensor-parallel ones.
-"""
+"""Weights between a Hugging Face checkpoint and the shards of a Megatron model on its ranks; `entries` says how."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,68 +12,11 @@ from torch import Tensor
 from megarl.mcore.architecture import Architecture
 from megarl.mcore.checkpoint_reader import CheckpointReader
 from megarl.mcore.critic_checkpoint import VALUE_HEAD
-from megarl.mcore.model import PackedGPT, padded_vocab_size
+from megarl.mcore.entries import Entry, describe, to_hf, to_megatron
+from megarl.mcore.model import PackedGPT
 
-_LAYER_NAMES: dict[str, tuple[str, ...]] = {
-    "input_layernorm.weight": ("input_layernorm.weight",),
-    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
-    "self_attention.linear_qkv.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
-    "self_attention.linear_qkv.bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv"),
-    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
-    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
-    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
-    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
-    "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight",),
-    "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
-    "mlp.router.weight": ("mlp.gate.weight",),
-}
-_EXPERT_NAMES: dict[str, tuple[str, ...]] = {
-    "linear_fc1.weight": ("gate_proj.weight", "up_proj.weight"),
-    "linear_fc2.weight": ("down_proj.weight",),
-}
 # Of an expert's weight on its rank: the local layers' name and that of Transformer Engine's grouped layers.
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc\d)\.weight|(linear_fc\d)\.weight(\d+))")
-_OTHER_NAMES: dict[str, str] = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": "lm_head.weight",
-}
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One parameter of the whole model."""
-
-    name: str
-    """Megatron's name with global layer and expert numbers, for example decoder.layers.3.mlp.linear_fc1.weight or
-    decoder.layers.3.mlp.experts.17.linear_fc1.weight
-    """
-    hf_names: tuple[str, ...]
-    split: str
-    """How tensor parallelism splits it: none, rows, columns, vocab (padded rows), qkv or gate_up"""
-    expert: int | None = None
-    """Global number of the expert that it belongs to"""
-
-
-def describe(name: str, with_value_head: bool) -> Entry:
-    """The entry of a parameter by its Megatron name (global layer and expert numbers). Raises KeyError for an
-    unknown one.
-    """
-    if with_value_head and name == "output_layer.weight":
-        return Entry(name, (VALUE_HEAD,), "none")
-    if name in _OTHER_NAMES:
-        return Entry(name, (_OTHER_NAMES[name],), "none" if "norm" in name else "vocab")
-    _, _, number, suffix = name.split(".", 3)
-    if suffix.startswith("mlp.experts."):
-        expert, weight = suffix.removeprefix("mlp.experts.").split(".", 1)
-        hf_names = tuple(f"model.layers.{number}.mlp.experts.{expert}.{hf}" for hf in _EXPERT_NAMES[weight])
-        return Entry(name, hf_names, "gate_up" if len(hf_names) == 2 else "columns", int(expert))
-    hf_names = tuple(f"model.layers.{number}.{hf}" for hf in _LAYER_NAMES[suffix])
-    if "linear_qkv." in suffix and "layer_norm" not in suffix:
-        return Entry(name, hf_names, "qkv")
-    splits = {"linear_fc1.weight": "gate_up", "linear_proj.weight": "columns", "linear_fc2.weight": "columns"}
-    return Entry(name, hf_names, splits.get(suffix.split(".", 1)[1] if "." in suffix else suffix, "none"))
 
 
 def named_entries(chunks: Sequence[PackedGPT]) -> list[tuple[Entry, torch.nn.Parameter]]:
@@ -111,44 +48,6 @@ def _number_expert(suffix: str, model: PackedGPT) -> str:
 def _num_local_experts(model: PackedGPT) -> int:
     count: int = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
     return count
-
-
-def to_megatron(entry: Entry, tensors: list[Tensor], arch: Architecture, tp: int, tp_rank: int) -> Tensor:
-    """Whole Hugging Face tensors -> this tensor-parallel rank's shard."""
-    if entry.split == "qkv":
-        heads = arch.num_kv_heads
-        grouped = torch.cat([x.reshape(heads, -1, *x.shape[1:]) for x in tensors], dim=1)
-        # With fewer key-value heads than ranks the cuts are within a group.
-        return grouped.reshape(-1, *tensors[0].shape[1:]).chunk(tp)[tp_rank]
-    if entry.split == "gate_up":
-        return torch.cat([x.chunk(tp)[tp_rank] for x in tensors])
-    (whole,) = tensors
-    if entry.split == "columns":
-        return whole.chunk(tp, dim=1)[tp_rank]
-    if entry.split == "vocab":
-        size = padded_vocab_size(arch.vocab_size, tp) // tp
-        shard = whole[tp_rank * size : (tp_rank + 1) * size]
-        return torch.cat([shard, shard.new_zeros(size - len(shard), *whole.shape[1:])])
-    return whole
-
-
-def to_hf(entry: Entry, shards: list[Tensor], arch: Architecture) -> list[tuple[str, Tensor]]:
-    """The shards of all tensor-parallel ranks -> whole Hugging Face tensors by name."""
-    if entry.split == "qkv":
-        whole = torch.cat(shards)
-        grouped = whole.reshape(arch.num_kv_heads, -1, arch.head_size, *whole.shape[1:])
-        sizes = [arch.num_heads // arch.num_kv_heads, 1, 1]
-        parts = [x.reshape(-1, *whole.shape[1:]) for x in grouped.split(sizes, dim=1)]
-    elif entry.split == "gate_up":
-        halves = [shard.chunk(2) for shard in shards]
-        parts = [torch.cat([half[i] for half in halves]) for i in range(2)]
-    elif entry.split == "columns":
-        parts = [torch.cat(shards, dim=1)]
-    elif entry.split == "vocab":
-        parts = [torch.cat(shards)[: arch.vocab_size]]
-    else:
-        parts = [shards[0]]
-    return [(name, part.contiguous()) for name, part in zip(entry.hf_names, parts, strict=True)]
 
 
 def load_hf(chunks: Sequence[PackedGPT], directory: Path, arch: Architecture) -> None:

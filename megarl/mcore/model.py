@@ -4,7 +4,6 @@ Shapes: S packed tokens, R response tokens, V vocabulary of this tensor-parallel
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from megarl.config.roles import Dtype, OptimizerConfig, ParallelConfig
 from megarl.mcore.architecture import Architecture, check_layout
 from megarl.mcore.batch import PackedParams
 from megarl.mcore.device import device
+from megarl.mcore.entries import padded_vocab_size
 from megarl.mcore.experts import build_expert_fields, check_expert_options, mark_experts
 from megarl.mcore.layers import ValueHead
 from megarl.mcore.role_fields import ROLE_KEYS
@@ -36,15 +36,6 @@ from megarl.mcore.spec import WorkerSpec
 from megarl.mcore.specs import build_block_spec, uses_transformer_engine
 
 DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
-
-# The vocabulary is padded to a multiple of this, so that checkpoints of different layouts have the same
-# shapes.
-VOCAB_MULTIPLE = 64
-
-
-def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    multiple = math.lcm(VOCAB_MULTIPLE, tp)
-    return math.ceil(vocab_size / multiple) * multiple
 
 
 def _own_fields(arch: Architecture, parallel: ParallelConfig, dtype: Dtype) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from torch.nn import functional as F
 from megarl.config.algo import AlgoConfig
 from megarl.config.roles import Dtype, OptimizerConfig, ParallelConfig
 from megarl.mcore.device import device
-from megarl.mcore.model import build_config, padded_vocab_size, wrap_chunks
+from megarl.mcore.entries import padded_vocab_size
+from megarl.mcore.model import build_config, wrap_chunks
 from megarl.mcore.optimizer import build_optimizer, build_scheduler
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.mcore.specs import build_block_spec, uses_transformer_engine

@@ -9,7 +9,7 @@ import torch
 
 from megarl.config.roles import Dtype, ParallelConfig
 from megarl.mcore.architecture import Architecture, Experts, check_layout, read_architecture
-from megarl.mcore.bridge import describe, to_hf, to_megatron
+from megarl.mcore.entries import describe, to_hf, to_megatron
 from megarl.mcore.model import build_config
 
 CONFIG: dict[str, Any] = {

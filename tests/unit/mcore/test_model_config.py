@@ -10,7 +10,8 @@ from megarl.config.roles import Dtype, ParallelConfig
 from megarl.mcore.architecture import Architecture, read_architecture
 from megarl.mcore.checkpoint_files import write_hf_checkpoint
 from megarl.mcore.checkpoint_reader import CheckpointReader
-from megarl.mcore.model import build_config, check_options, padded_vocab_size
+from megarl.mcore.entries import padded_vocab_size
+from megarl.mcore.model import build_config, check_options
 from megarl.mcore.spec import Role, WorkerSpec
 
 CONFIG: dict[str, Any] = {
