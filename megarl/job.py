@@ -2,26 +2,31 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.algo.objective import format_objective
 from megarl.cluster.local import local_ray
 from megarl.cluster.servers import running_servers
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.check import describe_sizes
+from megarl.config.rollout import Transport
 from megarl.config.schema import Config
 from megarl.data.sampler import PromptSampler
 from megarl.inputs import Inputs, describe_start, load_inputs
+from megarl.mcore.architecture import read_architecture
 from megarl.mcore.spec import Role
 from megarl.pretraining import pretrain_critic
 from megarl.report.report import Report, build_report
+from megarl.rollout.client import SGLangClient
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter
 from megarl.seams import Pending, wait_all
 from megarl.sync.disk import DiskSync
+from megarl.sync.reshard import ShardSync
 from megarl.trainer import Parts, Summary, Trainer
 
 
@@ -116,15 +121,7 @@ def open_parts(config: Config, inputs: Inputs, hosts: Hosts, run_dir: Path, repo
         urls = hosts.urls.result()
         engine = SGLangEngine(urls, inputs.checkpoint, rollout, inputs.tokenizer, check_processes=hosts.check_servers)
         stack.callback(engine.close)
-        sync = DiskSync(
-            groups[Role.policy],
-            engine.clients,
-            rollout,
-            run_dir / "sync",
-            inputs.probe_tokens,
-            policy_dtype=config.policy.dtype,
-            check_processes=hosts.check_servers,
-        )
+        sync = build_sync(config, inputs, groups[Role.policy], engine.clients, hosts, run_dir)
         stack.callback(sync.close)
         writer = None
         if config.logger.save_rollouts:
@@ -141,3 +138,17 @@ def open_parts(config: Config, inputs: Inputs, hosts: Hosts, run_dir: Path, repo
             report=report,
             rollout_file=writer,
         )
+
+
+def build_sync(
+    config: Config, inputs: Inputs, policy: WorkerGroup, clients: Sequence[SGLangClient], hosts: Hosts, run_dir: Path
+) -> DiskSync | ShardSync:
+    """What brings the policy's weights to the servers, by rollout.transport."""
+    common: dict[str, Any] = {"policy_dtype": config.policy.dtype, "check_processes": hosts.check_servers}
+    if config.rollout.transport is Transport.disk:
+        return DiskSync(policy, clients, config.rollout, run_dir / "sync", inputs.probe_tokens, **common)
+    architecture = read_architecture(inputs.checkpoint)
+    host = config.cluster.listen_host
+    return ShardSync(
+        policy, clients, config.rollout, architecture, inputs.probe_tokens, scratch=hosts.scratch, host=host, **common
+    )

@@ -19,6 +19,7 @@ from megarl.types import Metrics, Sequences, TrainingSamples
 
 if TYPE_CHECKING:
     from megarl.mcore.worker import MegatronWorker, WorkerSpec
+    from megarl.sync.sender import WeightSender
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ class WorkerActor:
         if is_loopback(host):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         self._worker: MegatronWorker | None = None
+        self._sender: WeightSender | None = None
 
     def find_address(self, host: str) -> str:
         """A free port of this process's machine, for the process group's rendezvous."""
@@ -52,6 +54,14 @@ class WorkerActor:
     def call(self, verb: str, *args: Any) -> Any:
         with self._watch.enter(verb):
             return getattr(self._worker, verb)(*args)
+
+    def call_sender(self, verb: str, *args: Any) -> Any:
+        with self._watch.enter(f"{verb} of weights"):
+            from megarl.sync.sender import WeightSender
+
+            if self._sender is None:
+                self._sender = WeightSender(self._worker)
+            return getattr(self._sender, verb)(*args)
 
     @ray.method(concurrency_group="watch")
     def find_place(self) -> Place | None:
@@ -124,6 +134,14 @@ class WorkerGroup:
 
     def export_weights(self, directory: Path) -> PendingCall[None]:
         return self._call("export_weights", _take_first, directory)
+
+    def call_senders(
+        self, verb: str, arguments: Sequence[tuple[Any, ...]] | None, deadline_s: float
+    ) -> PendingCall[list[Any]]:
+        own = [()] * self.num_ranks if arguments is None else arguments
+        refs = tuple(actor.call_sender.remote(verb, *args) for actor, args in zip(self._actors, own, strict=True))
+        what = f"{self.role}: {verb} of weights"
+        return PendingCall(refs, self._names, what, deadline_s, list, explain=self._ranks.explain)
 
     def save(self, directory: Path) -> PendingCall[None]:
         return self._call("save", _take_first, directory)

@@ -1,9 +1,21 @@
 """The `rollout` group: generation with SGLang."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from megarl.config.roles import Dtype
+
+
+class Transport(Enum):
+    """How weights travel from the policy to the servers."""
+
+    colocated = "colocated"
+    """Memory that the processes of one machine share"""
+    split = "split"
+    """Point to point over a process group (NCCL; gloo on a CPU)"""
+    disk = "disk"
+    """A checkpoint directory that policy and servers see"""
 
 
 @dataclass
@@ -23,6 +35,9 @@ class RolloutConfig:
     startup_deadline_s: float = 300.0
     request_deadline_s: float = 600.0
     sync_deadline_s: float = 300.0
+    transport: Transport = Transport.colocated
+    sync_bucket_mb: int = 64
+    """Most bytes of one message of weights, in MiB; each rank holds two. Without effect with transport=disk"""
     max_probe_logprob_gap: float | None = None
     """Largest |log-prob difference| / max(1, |log-prob|) allowed on any token of the probe text after a sync; null:
     1e-4 in float32, 0.5 where the policy or the rollout is in bfloat16."""

@@ -24,6 +24,11 @@ def named_entries(chunks: Sequence[PackedGPT]) -> list[tuple[Entry, torch.nn.Par
     return [named for chunk in chunks for named in _name_chunk(chunk)]
 
 
+def list_own_entries(chunks: Sequence[PackedGPT]) -> list[tuple[Entry, torch.nn.Parameter]]:
+    """`named_entries` without the last stage's copy of tied embeddings."""
+    return [(entry, param) for entry, param in named_entries(chunks) if not _is_shared_copy(chunks[0], entry)]
+
+
 def _name_chunk(model: PackedGPT) -> list[tuple[Entry, torch.nn.Parameter]]:
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
     result = []
@@ -91,7 +96,7 @@ def export_hf(
     Replicas other than the first of a parameter have nothing to do with it.
     """
     pp_group = parallel_state.get_pipeline_model_parallel_group()
-    mine = [(entry, take(param)) for entry, param in named_entries(chunks) if not _is_shared_copy(chunks[0], entry)]
+    mine = [(entry, take(param)) for entry, param in list_own_entries(chunks)]
     stages: list[list[tuple[Entry, torch.Size, torch.dtype]]] = [[] for _ in range(pp_group.size())]
     dist.all_gather_object(stages, [(e, p.shape, p.dtype) for e, p in mine], group=pp_group)
     for stage, entries in enumerate(stages):

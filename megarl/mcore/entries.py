@@ -120,3 +120,26 @@ def to_hf(entry: Entry, shards: list[Tensor], arch: Architecture) -> list[tuple[
     else:
         parts = [shards[0]]
     return [(name, part.contiguous()) for name, part in zip(entry.hf_names, parts, strict=True)]
+
+
+def compute_shape(hf_name: str, arch: Architecture) -> tuple[int, int]:
+    """Rows and columns of a whole Hugging Face tensor; 1 column of a vector. Raises KeyError for an unknown one."""
+    h, heads, kv_heads = arch.hidden_size, arch.num_heads * arch.head_size, arch.num_kv_heads * arch.head_size
+    ffn_size = arch.experts.ffn_size if arch.experts else arch.ffn_size
+    *path, kind = hf_name.split(".")
+    if path[-1].endswith("norm"):
+        return (arch.head_size if path[-1] in ("q_norm", "k_norm") else h), 1
+    shapes = {
+        "embed_tokens": (arch.vocab_size, h),
+        "lm_head": (arch.vocab_size, h),
+        "q_proj": (heads, h),
+        "k_proj": (kv_heads, h),
+        "v_proj": (kv_heads, h),
+        "o_proj": (h, heads),
+        "gate_proj": (ffn_size, h),
+        "up_proj": (ffn_size, h),
+        "down_proj": (h, ffn_size),
+        "gate": (arch.experts.num_experts if arch.experts else 0, h),
+    }
+    rows, cols = shapes[path[-1]]
+    return (rows, 1) if kind == "bias" else (rows, cols)

@@ -58,6 +58,12 @@ def reports() -> bool:
     )
 
 
+def tensor_ranks() -> tuple[int, int]:
+    """This rank's tensor-parallel rank, and its expert-tensor-parallel one."""
+    expert_group = parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_rank(), expert_group.rank()
+
+
 def build_context_group() -> ContextGroup:
     """The ranks that share the tokens of each of this rank's sequences."""
     group = parallel_state.get_context_parallel_group()

@@ -21,9 +21,10 @@ from megarl.data.packing import pack
 from megarl.mcore import process_groups
 from megarl.mcore.architecture import read_architecture
 from megarl.mcore.batch import PackedBatch, build_batch
-from megarl.mcore.bridge import export_hf, load_hf, named_entries
+from megarl.mcore.bridge import export_hf, list_own_entries, load_hf, named_entries
 from megarl.mcore.checkpoint import load_state, save_state
 from megarl.mcore.checkpoint_files import write_hf_checkpoint
+from megarl.mcore.entries import Entry
 from megarl.mcore.full_kl import compute_full_kl
 from megarl.mcore.logprobs import VocabShard, build_vocab_shard, compute_logprobs
 from megarl.mcore.model import build_chunks, build_config, wrap_chunks
@@ -166,6 +167,14 @@ class MegatronWorker:
             digest.update(name.encode())
             digest.update(param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
         return digest.hexdigest()
+
+    def shards(self) -> list[tuple[Entry, Tensor]]:
+        """This rank's parameters, each once; not the last stage's copy of tied embeddings."""
+        return [(entry, param.data) for entry, param in list_own_entries(self.chunks)]
+
+    def tensor_ranks(self) -> tuple[int, int]:
+        """Which of the shards of a weight this rank holds: of others, of experts'."""
+        return process_groups.tensor_ranks()
 
     def close(self) -> None:
         process_groups.destroy()

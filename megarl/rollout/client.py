@@ -133,6 +133,13 @@ class SGLangClient:
         body = {"model_path": str(directory), "flush_cache": True}
         self._post("/update_weights_from_disk", body, deadline_s)
 
+    def update_weights_from_tensor(
+        self, payloads: Sequence[str], load_format: str, *, flush_cache: bool, deadline_s: float | None = None
+    ) -> None:
+        """Hand every rank of the server its payload, for the loader `load_format`; within a weight update."""
+        body = {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": flush_cache}
+        self._post("/update_weights_from_tensor", body, deadline_s)
+
     def load_checksums(self) -> list[dict[str, str]]:
         """Per rank: SGLang's tensor names -> 16 hex digits, of SHA-256 over the raw bytes on a CPU."""
         answer = self._post("/weights_checker", {"action": "checksum"}, None)

@@ -64,6 +64,8 @@ def build_command(
         "weight_version": "0",
         "tp_size": tp,
         "skip_server_warmup": True,
+        # Follows the trainer's instructions inside each rank: see megarl.sync.receiver.
+        "custom_weight_loader": ["megarl.sync.receiver.receive"],
         # Without it an idle scheduler spins and takes a core from the trainer.
         "sleep_on_idle": True,
     }

@@ -19,6 +19,7 @@ OWN_OPTIONS = {
     "max_running_requests": "rollout.max_running_requests",
     "max_total_tokens": "rollout.kv_cache_tokens",
     "skip_tokenizer_init": "no key: megarl sends and receives token ids",
+    "custom_weight_loader": "no key: the trainer's weights come by it",
     "weight_version": "no key: the trainer numbers the weights",
     "tp_size": "rollout.tp",
 }

@@ -3,19 +3,17 @@
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megarl.config.roles import Dtype
 from megarl.config.rollout import RolloutConfig
-from megarl.rollout.calls import StopFlag, find_cause, run_side_by_side
-from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient
-from megarl.seams import DeadlineError, SyncError, TrainBackend
+from megarl.rollout.calls import StopFlag, run_side_by_side
+from megarl.rollout.client import SGLangClient
+from megarl.seams import SyncError, TrainBackend
 from megarl.sync.probe import compute_policy_logprobs, get_max_gap, verify_logprobs
+from megarl.sync.steps import bracket, explaining_losses, naming_step
 from megarl.types import Metrics
-
-CLEAN_UP_DEADLINE_S = 10.0
-"""Of each call that follows a failed one."""
 
 
 class DiskSync:
@@ -78,24 +76,12 @@ class DiskSync:
         def build_job(client: SGLangClient) -> Callable[[StopFlag], None]:
             return lambda _stop: action(client)
 
-        with self._explaining_losses():
+        with explaining_losses(self._check_processes):
             run_side_by_side([build_job(client) for client in self._clients], self._abort)
 
     def _abort(self) -> None:
         for client in self._clients:
             client.abort()
-
-    @contextlib.contextmanager
-    def _explaining_losses(self) -> Iterator[None]:
-        """Adds exit status and log of a server that is down to the error of a call that was not answered."""
-        try:
-            yield
-        except SyncError as error:
-            unanswered = isinstance(error.__cause__, (ConnectionLostError, DeadlineError))
-            cause = find_cause(self._check_processes) if unanswered else None
-            if cause is None:
-                raise
-            raise SyncError(f"{error}\n{cause}") from error
 
     def _load(self, client: SGLangClient, directory: Path) -> None:
         with (
@@ -108,7 +94,7 @@ class DiskSync:
     def _prove(self, expected: Sequence[float]) -> float:
         """The largest gap of any server."""
         gaps = []
-        with self._explaining_losses():
+        with explaining_losses(self._check_processes):
             for client in self._clients:
                 with naming_step(client, "proof of the weights"):
                     gaps.append(verify_logprobs(client, self._probe_tokens, expected, self._max_gap))
@@ -126,29 +112,3 @@ class DiskSync:
             if old != keep:
                 with contextlib.suppress(FileNotFoundError):
                     shutil.rmtree(old)
-
-
-@contextlib.contextmanager
-def naming_step(client: SGLangClient, step: str) -> Iterator[None]:
-    """Turns a refused, lost or late call into a SyncError that names server and step."""
-    try:
-        yield
-    except (RequestError, ConnectionLostError, DeadlineError) as error:
-        raise SyncError(f"SGLang server {client.url} failed at the {step}: {error}") from error
-
-
-@contextlib.contextmanager
-def bracket(
-    client: SGLangClient, step: str, opening: Callable[[], None], closing: Callable[..., None]
-) -> Iterator[None]:
-    """`closing` follows `opening` whatever happens between; its own failure never hides an earlier one."""
-    with naming_step(client, step):
-        opening()
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(RequestError, ConnectionLostError, DeadlineError):
-            closing(deadline_s=CLEAN_UP_DEADLINE_S)
-        raise
-    with naming_step(client, f"{step}, when it was to end"):
-        closing()

@@ -1,0 +1,47 @@
+"""Buckets as bytes: filled from a training rank's tensors, emptied into a server rank's, and described in JSON."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.sync.boxes import Box
+from megarl.sync.plan import Bucket, Copy
+
+
+def fill_bucket(
+    bucket: Bucket, message: Tensor, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """Write the copies' elements into uint8 [num_bytes], rounded to the target's dtype. dtypes: of the targets."""
+    for copy, offset in zip(bucket.copies, bucket.offsets, strict=True):
+        part = message[offset : offset + copy.num_bytes].view(dtypes[copy.target_tensor])
+        part.view(copy.target.num_rows, copy.target.num_cols).copy_(copy.source.of(tensors[copy.source_tensor]))
+
+
+def empty_bucket(bucket: Bucket, message: Tensor, tensors: Mapping[str, Tensor]) -> None:
+    """Write the elements to their places in the server rank's tensors."""
+    for copy, offset in zip(bucket.copies, bucket.offsets, strict=True):
+        target = tensors[copy.target_tensor]
+        part = message[offset : offset + copy.num_bytes].view(target.dtype)
+        copy.target.of(target).copy_(part.view(copy.target.num_rows, copy.target.num_cols))
+
+
+def encode_bucket(bucket: Bucket) -> list[Any]:
+    """What the receiver must know of it."""
+    copies = [
+        [copy.target_tensor, *(copy.target.row, copy.target.col, copy.target.num_rows, copy.target.num_cols)]
+        for copy in bucket.copies
+    ]
+    return [bucket.source, bucket.target, [copy.item_size for copy in bucket.copies], copies]
+
+
+def decode_bucket(encoded: list[Any]) -> Bucket:
+    """The bucket without its sources."""
+    source, target, item_sizes, copies = encoded
+    nowhere = Box(0, 0, 0, 0)
+    made = (
+        Copy("", nowhere, name, Box(*box), item_size)
+        for (name, *box), item_size in zip(copies, item_sizes, strict=True)
+    )
+    return Bucket(source, target, tuple(made))

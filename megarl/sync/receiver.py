@@ -1,0 +1,98 @@
+"""The end of the weight sync inside each rank of an SGLang server.
+
+SGLang calls `receive` as a custom weight loader (--custom-weight-loader) through /update_weights_from_tensor, with an
+instruction in JSON in place of weights. The answer goes to the address that the instruction names. Nothing here raises:
+an exception would end the server. Imports neither Megatron nor Ray nor SGLang.
+"""
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.sync.checksum import sum_checksums
+from megarl.sync.links import Link, open_link
+from megarl.sync.messages import decode_bucket, empty_bucket
+from megarl.sync.plan import Bucket
+
+LOADER = "megarl.sync.receiver.receive"
+INSTRUCTION = "megarl"
+REPLY_DEADLINE_S = 30.0
+
+
+class _Receiver:
+    """What this rank knows between instructions."""
+
+    def __init__(self) -> None:
+        self.link: Link | None = None
+        self.buckets: list[Bucket] = []
+        self.words: dict[str, int] = {}
+        self.rank = -1
+
+    def describe(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Name -> [shape, dtype]"""
+        return {name: [list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in tensors.items()}
+
+    def prepare(self, tensors: Mapping[str, Tensor], rank: int, buckets: list[Any], words: dict[str, int]) -> None:
+        self.rank, self.words = rank, words
+        self.buckets = [decode_bucket(bucket) for bucket in buckets]
+
+    def open(self, tensors: Mapping[str, Tensor], link: dict[str, Any]) -> None:
+        self.close(tensors)
+        self.link = open_link(link, self.rank, is_source=False, device=next(iter(tensors.values())).device)
+
+    def receive(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
+        assert self.link is not None, "receive came before open"
+        started, num_bytes = time.perf_counter(), 0
+        for bucket, message in self.link.receive(self.buckets):
+            empty_bucket(bucket, message, tensors)
+            num_bytes += sum(copy.num_bytes for copy in bucket.copies)
+        return {"bytes": num_bytes, "seconds": time.perf_counter() - started}
+
+    def checksum(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        """Of what is in the model now, whatever was received."""
+        words = {(self.rank, name): word for name, word in self.words.items()}
+        sums = sum_checksums(self.buckets, words, lambda copy: copy.target.of(tensors[copy.target_tensor]))
+        return {name: value for (_, name), value in sums.items()}
+
+    def close(self, tensors: Mapping[str, Tensor]) -> None:
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+
+
+_RECEIVER = _Receiver()
+VERBS: dict[str, Callable[..., Any]] = {
+    name: getattr(_RECEIVER, name) for name in ("describe", "prepare", "open", "receive", "checksum", "close")
+}
+
+
+def receive(model: torch.nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """SGLang's custom weight loader: follows one instruction and answers it."""
+    try:
+        instruction = json.loads(bytes(dict(named_tensors)[INSTRUCTION].cpu().tolist()))
+    except Exception as error:
+        print(f"megarl: an instruction could not be read: {error!r}", flush=True)
+        return
+    answer: dict[str, Any]
+    try:
+        tensors = {name: param.data for name, param in model.named_parameters()}
+        with torch.no_grad():
+            answer = {"result": VERBS[instruction["verb"]](tensors, **instruction["arguments"])}
+    except Exception as error:
+        print(f"megarl: {instruction.get('verb')} failed: {error!r}", flush=True)
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    try:
+        _reply(instruction["reply"], answer)
+    except Exception as error:
+        print(f"megarl: the answer to {instruction.get('verb')} was not taken: {error!r}", flush=True)
+
+
+def _reply(reply: Mapping[str, Any], answer: dict[str, Any]) -> None:
+    with socket.create_connection((reply["host"], reply["port"]), timeout=REPLY_DEADLINE_S) as connection:
+        connection.sendall(json.dumps({"token": reply["token"], **answer}).encode())
+        connection.shutdown(socket.SHUT_WR)

@@ -1,0 +1,74 @@
+"""The end of the weight sync in each training rank: sends its part of the servers' weights, and what they must add up to."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.mcore.device import device
+from megarl.mcore.worker import MegatronWorker
+from megarl.sync.boxes import Piece
+from megarl.sync.checksum import sum_checksums
+from megarl.sync.links import Link, open_link
+from megarl.sync.messages import fill_bucket
+from megarl.sync.plan import Bucket, Copy
+from megarl.sync.training_pieces import describe_rank
+
+
+class WeightSender:
+    """Of one rank of the policy. Every rank is called with the same verb at the same time."""
+
+    def __init__(self, worker: MegatronWorker) -> None:
+        self._worker = worker
+        self._link: Link | None = None
+        self._rank = -1
+        self._buckets: Sequence[Bucket] = ()
+        self._words: Mapping[tuple[int, str], int] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    def describe(self) -> list[Piece]:
+        """What this rank holds, whatever other ranks hold too."""
+        worker = self._worker
+        entries = [entry for entry, _ in worker.shards()]
+        return describe_rank(entries, worker.arch, worker.spec.parallel, *worker.tensor_ranks())
+
+    def prepare(
+        self, rank: int, buckets: Sequence[Bucket], words: Mapping[tuple[int, str], int], dtypes: Mapping[str, str]
+    ) -> None:
+        """rank: of this process among the training ranks; buckets: those that it sends; dtypes: of the targets."""
+        self._rank, self._buckets, self._words = rank, buckets, words
+        self._dtypes = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}
+
+    def open(self, link: Mapping[str, Any]) -> None:
+        """Waits for all ranks of both sides where the link is a process group. Raises LinkError."""
+        self.close()
+        self._link = open_link(link, self._rank, is_source=True, device=device())
+
+    def send(self) -> float:
+        """Seconds it took. Raises LinkError."""
+        assert self._link is not None, "send came before open"
+        started = time.perf_counter()
+        with torch.no_grad(), self._worker.residence.during(training=False):
+            tensors = self._tensors()
+            self._link.send(self._buckets, lambda bucket, message: fill_bucket(bucket, message, tensors, self._dtypes))
+        return time.perf_counter() - started
+
+    def checksum(self) -> dict[tuple[int, str], int]:
+        """(server rank, its tensor) -> what this rank's part adds to its checksum, from the parameters themselves."""
+        with torch.no_grad(), self._worker.residence.during(training=False):
+            tensors = self._tensors()
+
+            def take(copy: Copy) -> Tensor:
+                return copy.source.of(tensors[copy.source_tensor]).to(self._dtypes[copy.target_tensor])
+
+            return sum_checksums(self._buckets, self._words, take)
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {entry.name: tensor for entry, tensor in self._worker.shards()}

@@ -1,0 +1,120 @@
+"""What each rank of a Megatron model holds of the whole model, from its layout alone or from its parameters."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megarl.config.roles import ParallelConfig
+from megarl.mcore.architecture import Architecture
+from megarl.mcore.entries import Entry, compute_shape, describe, to_megatron
+from megarl.sync.boxes import Box, Piece, find_runs
+
+
+def describe_rank(
+    entries: Sequence[Entry], arch: Architecture, parallel: ParallelConfig, tp_rank: int, etp_rank: int
+) -> list[Piece]:
+    """The pieces of a rank that holds the parameters `entries`, each under its entry's name."""
+    cuts: dict[tuple[Any, ...], list[tuple[int, int, int, int, int]]] = {}
+    pieces = []
+    for entry in entries:
+        tp, rank = (parallel.tp, tp_rank) if entry.expert is None else (parallel.etp, etp_rank)
+        shapes = tuple(compute_shape(name, arch) for name in entry.hf_names)
+        # Layers and experts are cut alike.
+        key = (entry.split, shapes, tp, rank)
+        if key not in cuts:
+            cuts[key] = _cut(entry, arch, shapes, tp, rank)
+        for place, row, first, num_rows, col in cuts[key]:
+            num_cols = shapes[place][1] // tp if entry.split == "columns" else shapes[place][1]
+            pieces.append(Piece(entry.name, row, 0, entry.hf_names[place], Box(first, col, num_rows, num_cols)))
+    return pieces
+
+
+def _cut(
+    entry: Entry, arch: Architecture, shapes: Sequence[tuple[int, int]], tp: int, rank: int
+) -> list[tuple[int, int, int, int, int]]:
+    """(which whole tensor, row here, row there, rows, column there), found by sending row numbers through the bridge."""
+    if entry.split == "columns":
+        ((rows, cols),) = shapes
+        return [(0, 0, 0, rows, rank * (cols // tp))]
+    # Padding rows come as 0; a gap keeps the last row of one tensor and the first of the next apart.
+    starts, total = [], 1
+    for rows, _ in shapes:
+        starts.append(total)
+        total += rows + 1
+    numbered = [torch.arange(start, start + rows) for start, (rows, _) in zip(starts, shapes, strict=True)]
+    found = to_megatron(entry, numbered, arch, tp, rank).tolist()
+    runs = []
+    for row, number, length in find_runs(found):
+        if number:
+            place = max(i for i, start in enumerate(starts) if start <= number)
+            runs.append((place, row, number - starts[place], length, 0))
+    return runs
+
+
+def predict_ranks(
+    arch: Architecture, parallel: ParallelConfig, megatron: Mapping[str, Any] | None = None
+) -> dict[int, list[Piece]]:
+    """Rank -> pieces, of a policy under Megatron's numbering of ranks, without a process of it.
+
+    megatron: model.megatron; of its keys about stages only the numbers of layers of the first and last are known here.
+    Raises ValueError for others.
+    """
+    held: dict[tuple[int, int, int, int], list[Piece]] = {}
+    result = {}
+    for rank in range(parallel.num_processes):
+        tp_rank, stage = rank % parallel.tp, rank // (parallel.num_processes // parallel.pp)
+        etp_rank = rank % parallel.etp
+        ep_rank = rank % (parallel.num_processes // parallel.pp) // parallel.etp % parallel.ep
+        key = (tp_rank, stage, etp_rank, ep_rank)
+        if key not in held:
+            entries = list(_list_entries(arch, parallel, stage, ep_rank, megatron or {}))
+            held[key] = describe_rank(entries, arch, parallel, tp_rank, etp_rank)
+        result[rank] = held[key]
+    return result
+
+
+def _list_entries(
+    arch: Architecture, parallel: ParallelConfig, stage: int, ep_rank: int, megatron: Mapping[str, Any]
+) -> Iterator[Entry]:
+    """The parameters of a stage as the local layers name them."""
+    if stage == 0:
+        yield describe("embedding.word_embeddings.weight", False)
+    attention = ["linear_qkv.weight", "linear_proj.weight", *(["linear_qkv.bias"] if arch.qkv_bias else [])]
+    attention += ["q_layernorm.weight", "k_layernorm.weight"] if arch.qk_norm else []
+    names = ["input_layernorm.weight", *(f"self_attention.{name}" for name in attention), "pre_mlp_layernorm.weight"]
+    if arch.experts is None:
+        names += ["mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]
+    else:
+        local = arch.experts.num_experts // parallel.ep
+        experts = range(ep_rank * local, (ep_rank + 1) * local)
+        names += ["mlp.router.weight", *(f"mlp.experts.{e}.linear_fc{i}.weight" for e in experts for i in (1, 2))]
+    for layer in find_layers(arch.num_layers, parallel, stage, megatron):
+        for name in names:
+            yield describe(f"decoder.layers.{layer}.{name}", False)
+    if stage == parallel.pp - 1:
+        yield describe("decoder.final_layernorm.weight", False)
+        if not arch.tied:
+            yield describe("output_layer.weight", False)
+
+
+def find_layers(num_layers: int, parallel: ParallelConfig, stage: int, megatron: Mapping[str, Any]) -> list[int]:
+    """The layers of a pipeline stage."""
+    options = ("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split")
+    unknown = [key for key in (*options, "account_for_loss_in_pipeline_split") if megatron.get(key)]
+    first = megatron.get("num_layers_in_first_pipeline_stage")
+    last = megatron.get("num_layers_in_last_pipeline_stage")
+    if unknown or (parallel.vpp > 1 and (first or last)):
+        raise ValueError(
+            f"the layers of each stage are not known from {', '.join(unknown) or 'vpp with uneven stages'}"
+        )
+    if first is None and last is None:
+        per_piece = num_layers // (parallel.pp * parallel.vpp)
+        starts = [piece * (num_layers // parallel.vpp) + stage * per_piece for piece in range(parallel.vpp)]
+        return [layer for start in starts for layer in range(start, start + per_piece)]
+    inner = parallel.pp - (first is not None) - (last is not None)
+    each = (num_layers - (first or 0) - (last or 0)) // max(1, inner)
+    sizes = [each] * parallel.pp
+    sizes[0] = sizes[0] if first is None else first
+    sizes[-1] = sizes[-1] if last is None else last
+    return list(range(sum(sizes[:stage]), sum(sizes[: stage + 1])))
