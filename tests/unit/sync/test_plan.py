@@ -1,0 +1,279 @@
+"""The plan of the weight sync: carried out on real tensors it gives what SGLang's loaders would make of the checkpoint."""
+
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megarl.config.check_parallel import check_parallel
+from megarl.config.roles import ParallelConfig
+from megarl.mcore.architecture import Architecture, Experts, check_layout
+from megarl.mcore.entries import compute_shape, describe, to_megatron
+from megarl.sync.boxes import Box, Piece, as_matrix
+from megarl.sync.messages import decode_bucket, empty_bucket, encode_bucket, fill_bucket
+from megarl.sync.plan import (
+    LayoutError,
+    build_plan,
+    compute_bound,
+    compute_broadcast,
+    cut_buckets,
+    format_plan,
+)
+from megarl.sync.serving_pieces import check_server_rank, find_vocab_rows, predict_server_rank
+from megarl.sync.training_pieces import find_layers, predict_ranks
+
+
+def build_architecture(family: str, num_kv_heads: int = 2, tied: bool = False, vocab_size: int = 70) -> Architecture:
+    return Architecture(
+        family=family,
+        num_layers=4,
+        hidden_size=16,
+        ffn_size=24,
+        num_heads=8,
+        num_kv_heads=num_kv_heads,
+        head_size=4,
+        vocab_size=vocab_size,
+        max_length=64,
+        norm_eps=1e-6,
+        rope_theta=1e4,
+        rope_factor=None,
+        qkv_bias=family == "qwen2",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
+        tied=tied,
+        experts=Experts(4, 2, 8, True) if family == "qwen3_moe" else None,
+    )
+
+
+def build_wholes(arch: Architecture) -> dict[str, Tensor]:
+    """A checkpoint with every number in it once."""
+    names = {piece.whole for piece in predict_server_rank(arch, 1, 0)}
+    wholes, start = {}, 0
+    for name in sorted(names):
+        rows, cols = compute_shape(name, arch)
+        numbers = torch.arange(start, start + rows * cols, dtype=torch.float32)
+        wholes[name] = numbers if cols == 1 else numbers.view(rows, cols)
+        start += rows * cols
+    return wholes
+
+
+def build_training_tensors(pieces: list[Piece], arch: Architecture, wholes: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A rank's tensors, filled from the pieces it is said to hold."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for piece in pieces:
+        rows, _ = sizes.get(piece.tensor, (0, 0))
+        sizes[piece.tensor] = (max(rows, piece.row + piece.box.num_rows), piece.box.num_cols)
+    tensors = {name: torch.full(size, -1.0) for name, size in sizes.items()}
+    for piece in pieces:
+        Box(piece.row, piece.col, piece.box.num_rows, piece.box.num_cols).of(tensors[piece.tensor]).copy_(
+            piece.box.of(wholes[piece.whole])
+        )
+    return tensors
+
+
+def build_server_tensors(arch: Architecture, wholes: dict[str, Tensor], tp: int, rank: int) -> dict[str, Tensor]:
+    """What SGLang's weight loaders make of the checkpoint on one rank; written without the code under test."""
+
+    def rows_of(x: Tensor) -> Tensor:
+        return x.chunk(tp)[rank]
+
+    def vocabulary(x: Tensor) -> Tensor:
+        rows = -(-arch.vocab_size // 64) * 64
+        rows = rows if rows % tp == 0 else -(-arch.vocab_size // (64 * tp)) * 64 * tp
+        return rows_of(torch.cat([x, x.new_zeros(rows - len(x), x.shape[1])]))
+
+    def key_value(x: Tensor) -> Tensor:
+        heads = x.view(arch.num_kv_heads, -1, *x.shape[1:])
+        if tp > arch.num_kv_heads:
+            heads = heads.repeat_interleave(tp // arch.num_kv_heads, 0)
+        return heads.chunk(tp)[rank].flatten(0, 1)
+
+    held = {"model.embed_tokens.weight": vocabulary(wholes["model.embed_tokens.weight"])}
+    if not arch.tied:
+        held["lm_head.weight"] = vocabulary(wholes["lm_head.weight"])
+    held["model.norm.weight"] = wholes["model.norm.weight"]
+    for layer in range(arch.num_layers):
+        p = f"model.layers.{layer}."
+        held |= {name: x for name, x in wholes.items() if name.startswith(p) and "norm" in name}
+        for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
+            q, k, v = (wholes[f"{p}self_attn.{x}_proj.{kind}"] for x in "qkv")
+            held[f"{p}self_attn.qkv_proj.{kind}"] = torch.cat([rows_of(q), key_value(k), key_value(v)])
+        held[f"{p}self_attn.o_proj.weight"] = wholes[f"{p}self_attn.o_proj.weight"].chunk(tp, 1)[rank]
+        if arch.experts is None:
+            gate, up = (wholes[f"{p}mlp.{x}_proj.weight"] for x in ("gate", "up"))
+            held[f"{p}mlp.gate_up_proj.weight"] = torch.cat([rows_of(gate), rows_of(up)])
+            held[f"{p}mlp.down_proj.weight"] = wholes[f"{p}mlp.down_proj.weight"].chunk(tp, 1)[rank]
+            continue
+        held[f"{p}mlp.gate.weight"] = wholes[f"{p}mlp.gate.weight"]
+        w13, w2 = [], []
+        for expert in range(arch.experts.num_experts):
+            own = f"{p}mlp.experts.{expert}."
+            w13.append(torch.cat([rows_of(wholes[f"{own}{x}_proj.weight"]) for x in ("gate", "up")]))
+            w2.append(wholes[f"{own}down_proj.weight"].chunk(tp, 1)[rank])
+        held |= {f"{p}mlp.experts.w13_weight": torch.stack(w13), f"{p}mlp.experts.w2_weight": torch.stack(w2)}
+    return held
+
+
+PARALLELS = st.builds(
+    lambda tp, pp, dp, vpp, ep, etp: ParallelConfig(
+        num_processes=tp * pp * dp * ep, tp=tp, sp=tp > 1, pp=pp, vpp=vpp if pp > 1 else 1, ep=ep, etp=etp
+    ),
+    *(st.sampled_from(sizes) for sizes in ([1, 2, 4], [1, 2], [1, 2], [1, 2], [1, 1, 2], [1, 1, 2])),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@given(
+    family=st.sampled_from(["qwen2", "qwen3", "qwen3_moe", "llama"]),
+    tied=st.booleans(),
+    num_kv_heads=st.sampled_from([1, 2, 8]),
+    parallel=PARALLELS,
+    tp=st.sampled_from([1, 2, 4, 8]),
+    num_servers=st.sampled_from([1, 2]),
+    bucket=st.sampled_from([64, 1000, 1 << 20]),
+    vocab_size=st.sampled_from([30, 64, 70, 200]),
+)
+def test_carried_out_the_plan_gives_every_server_rank_what_sglang_would_load_and_moves_no_byte_twice(
+    family: str, tied: bool, num_kv_heads: int, parallel: ParallelConfig, tp: int, num_servers: int, bucket: int,
+    vocab_size: int,
+) -> None:  # fmt: skip
+    arch = build_architecture(family, num_kv_heads, tied, vocab_size)
+    assume(not [*check_parallel("policy.parallel", parallel, 64), *check_layout(arch, parallel, "policy.parallel")])
+    wholes = build_wholes(arch)
+    sources = predict_ranks(arch, parallel)
+    tensors = {rank: build_training_tensors(pieces, arch, wholes) for rank, pieces in sources.items()}
+    ranks = range(num_servers * tp)
+    expected = {rank: build_server_tensors(arch, wholes, tp, rank % tp) for rank in ranks}
+    targets = {rank: predict_server_rank(arch, tp, rank % tp) for rank in ranks}
+    dtypes = dict.fromkeys(expected[0], "float32")
+    plan = build_plan(sources, targets, dtypes)
+    found = {rank: {name: torch.zeros_like(x) for name, x in held.items()} for rank, held in expected.items()}
+    for each in cut_buckets(plan, bucket):
+        message = torch.zeros(each.num_bytes, dtype=torch.uint8)
+        fill_bucket(each, message, tensors[each.source], dict.fromkeys(expected[0], torch.float32))
+        assert len(each.copies) == 1 or each.num_bytes <= bucket
+        empty_bucket(decode_bucket(encode_bucket(each)), message, found[each.target])
+    for rank, held in expected.items():
+        assert not check_server_rank(targets[rank], {n: (x.shape, "float32") for n, x in held.items()}, arch, tp)
+        for name, x in held.items():
+            assert torch.equal(found[rank][name], x), (rank, name)
+    # Padding rows are zero here, and no number of the checkpoint but the first is: the bytes that must move.
+    first = sum(int((x == 0).sum()) for held in expected.values() for x in held.values())
+    padding = num_servers * sum(
+        max(0, min((r + 1) * find_vocab_rows(vocab_size, tp), find_vocab_rows(vocab_size, tp) * tp) - vocab_size)
+        - max(0, r * find_vocab_rows(vocab_size, tp) - vocab_size)
+        for r in range(tp)
+    ) * arch.hidden_size * (1 if tied else 2)
+    assert first >= padding
+    least = 4 * (sum(x.numel() for held in expected.values() for x in held.values()) - padding)
+    assert plan.num_bytes == least == compute_bound(targets, dtypes)
+    assert sum(each.num_bytes for each in cut_buckets(plan, bucket)) == least
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_the_pieces_of_a_training_rank_are_its_shard_as_the_bridge_cuts_it(family: str, tp: int) -> None:
+    arch = build_architecture(family)
+    wholes = build_wholes(arch)
+    parallel = ParallelConfig(num_processes=tp, tp=tp, sp=tp > 1, etp=tp if arch.experts else 1)
+    for rank, pieces in predict_ranks(arch, parallel).items():
+        tensors = build_training_tensors(pieces, arch, wholes)
+        for name, x in tensors.items():
+            entry = describe(name, False)
+            shard = as_matrix(to_megatron(entry, [wholes[hf] for hf in entry.hf_names], arch, tp, rank))
+            # Vocabulary padding is no piece of the checkpoint.
+            assert torch.equal(x, shard[: len(x)]), (rank, name)
+            assert len(x) == len(shard) or entry.split == "vocab"
+
+
+def test_replicas_share_the_sending_evenly() -> None:
+    arch = build_architecture("qwen3", num_kv_heads=8, vocab_size=128)
+    targets = {rank: predict_server_rank(arch, 2, rank % 2) for rank in range(4)}
+    dtypes = dict.fromkeys((piece.tensor for piece in targets[0]), "bfloat16")
+    plan = build_plan(predict_ranks(arch, ParallelConfig(num_processes=8, tp=2, sp=True)), targets, dtypes)
+    assert set(plan.sent) == set(range(8))
+    assert max(plan.sent.values()) <= 1.1 * min(plan.sent.values())
+
+
+def test_pairs_of_ranks_take_turns_and_each_side_sees_its_buckets_in_one_order() -> None:
+    arch = build_architecture("qwen3", num_kv_heads=8)
+    targets = {rank: predict_server_rank(arch, 2, rank) for rank in range(2)}
+    dtypes = dict.fromkeys((piece.tensor for piece in targets[0]), "float32")
+    plan = build_plan(predict_ranks(arch, ParallelConfig(num_processes=4, pp=2)), targets, dtypes)
+    buckets = cut_buckets(plan, 2000)
+    first = buckets[: len(plan.copies)]
+    assert {(bucket.source, bucket.target) for bucket in first} == set(plan.copies)
+    sent: dict[tuple[int, int], list] = defaultdict(list)
+    for bucket in buckets:
+        sent[bucket.source, bucket.target] += bucket.copies
+    for pair, copies in plan.copies.items():
+        assert sum(copy.num_bytes for copy in sent[pair]) == sum(copy.num_bytes for copy in copies)
+
+
+def test_gather_and_broadcast_is_counted_as_shards_to_one_rank_and_the_model_to_every_server_rank() -> None:
+    arch = build_architecture("llama", num_kv_heads=8, tied=True)
+    targets = {rank: predict_server_rank(arch, 2, rank % 2) for rank in range(4)}
+    dtypes = dict.fromkeys((piece.tensor for piece in targets[0]), "bfloat16")
+    sources = predict_ranks(arch, ParallelConfig(num_processes=4, tp=2, pp=2, sp=True))
+    h, layers, ffn, vocab = 16, 4, 24, 70
+    split = layers * (32 * h + 2 * 32 * h + h * 32 + 3 * ffn * h)
+    whole = vocab * h + split + (2 * layers + 1) * h
+    # 64 of the embedding's 70 rows are on the first of two ranks; each second rank sends its part to the first.
+    gathered = split // 2 + 6 * h
+    assert compute_broadcast(sources, targets, dtypes) == 2 * (gathered + 4 * whole)
+
+
+def test_a_server_of_another_model_is_refused_naming_the_tensor() -> None:
+    arch, other = build_architecture("qwen3"), build_architecture("qwen2")
+    targets = {0: predict_server_rank(other, 1, 0)}
+    dtypes = dict.fromkeys((piece.tensor for piece in targets[0]), "float32")
+    with pytest.raises(LayoutError, match=r"qkv_proj.bias, made of model.layers.0.self_attn.q_proj.bias"):
+        build_plan(predict_ranks(arch, ParallelConfig()), targets, dtypes)
+    half = [piece for piece in predict_ranks(arch, ParallelConfig(num_processes=2, tp=2, sp=True))[0]]
+    targets = {0: predict_server_rank(arch, 1, 0)}
+    dtypes = dict.fromkeys((piece.tensor for piece in targets[0]), "float32")
+    with pytest.raises(LayoutError, match=r"the training ranks hold \d+ of its \d+ elements"):
+        build_plan({0: half}, targets, dtypes)
+
+
+def test_what_a_server_rank_says_it_holds_is_checked_against_the_policys_model() -> None:
+    arch = build_architecture("qwen3")
+    pieces = predict_server_rank(arch, 1, 0)
+    held = {name: (tuple(x.shape), "bfloat16") for name, x in build_server_tensors(arch, build_wholes(arch), 1, 0).items()}
+    assert check_server_rank(pieces, held, arch, 1) == []
+    wrong = held | {"model.norm.weight": ((17,), "bfloat16"), "model.layers.0.mlp.down_proj.weight": ((16, 24), "int8")}
+    del wrong["lm_head.weight"]
+    wrong["model.extra"] = ((1,), "float32")
+    assert check_server_rank(pieces, wrong, arch, 1) == [
+        "has no tensor lm_head.weight, which the policy's model has",
+        "has a tensor model.extra, which the policy's model lacks",
+        "holds model.layers.0.mlp.down_proj.weight in int8; it must be in float32, bfloat16, float16",
+        "holds model.norm.weight as 17; the policy's model makes it 16 x 1",
+    ]
+    with pytest.raises(ValueError, match=r"rollout.tp: found 3, which does not divide the model's 8 attention heads"):
+        predict_server_rank(arch, 3, 0)
+
+
+def test_the_layers_of_a_stage_follow_its_pieces_and_uneven_ends() -> None:
+    layout = ParallelConfig(num_processes=2, pp=2, vpp=2)
+    assert [find_layers(8, layout, stage, {}) for stage in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    ends = {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}
+    four = ParallelConfig(num_processes=4, pp=4)
+    assert [find_layers(8, four, stage, ends) for stage in range(4)] == [[0], [1, 2], [3, 4], [5, 6, 7]]
+    with pytest.raises(ValueError, match="pipeline_model_parallel_layout"):
+        find_layers(8, four, 0, {"pipeline_model_parallel_layout": "x"})
+
+
+def test_the_plan_can_be_read_as_a_table() -> None:
+    arch = build_architecture("qwen3")
+    targets = {rank: predict_server_rank(arch, 2, rank) for rank in range(2)}
+    dtypes = dict.fromkeys((piece.tensor for piece in targets[0]), "float32")
+    sources = predict_ranks(arch, ParallelConfig(num_processes=2, tp=2, sp=True))
+    plan = build_plan(sources, targets, dtypes)
+    bound, broadcast = compute_bound(targets, dtypes), compute_broadcast(sources, targets, dtypes)
+    lines = format_plan(plan, {0: "server 0 rank 0", 1: "server 0 rank 1"}, bound, broadcast).splitlines()
+    assert lines[0] == "| training rank | server rank | copies | MB |"
+    assert any(line.startswith("| 1 | server 0 rank 1 |") for line in lines)
+    assert lines[-1].startswith("bytes / least possible: 1.0000; gather and broadcast would move ")
