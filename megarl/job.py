@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.algo.objective import format_objective
 from megarl.cluster.local import local_ray
-from megarl.cluster.servers import running_servers
+from megarl.cluster.servers import UNPUBLISHED, running_servers
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.check import describe_sizes
 from megarl.config.schema import Config
@@ -20,7 +20,7 @@ from megarl.report.report import Report, build_report
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter
-from megarl.seams import Pending, wait_all
+from megarl.seams import Pending, RolloutServers, wait_all
 from megarl.sync.disk import DiskSync
 from megarl.trainer import Parts, Summary, Trainer
 
@@ -81,6 +81,8 @@ class Hosts:
     """raises RuntimeError where a server is down"""
     scratch: Path
     """a folder of this Ray cluster's own"""
+    servers: RolloutServers | None = None
+    """what starts a lost server again; None: nothing does"""
 
 
 @contextlib.contextmanager
@@ -91,9 +93,11 @@ def open_hosts(config: Config, inputs: Inputs, log_dir: Path) -> Iterator[Hosts]
     stop_s = cluster.shutdown_deadline_s / 3
     with (
         local_ray(cluster, num_actors) as scratch,
-        running_servers(rollout, inputs.checkpoint, log_dir, config.seed, cluster.listen_host, stop_s) as servers,
+        running_servers(
+            rollout, inputs.checkpoint, log_dir, config.seed, cluster.listen_host, stop_s, weight_version=UNPUBLISHED
+        ) as servers,
     ):
-        yield Hosts(servers.urls, servers.check_alive, scratch)
+        yield Hosts(servers.urls, servers.check_alive, scratch, servers)
 
 
 @contextlib.contextmanager
@@ -126,9 +130,6 @@ def open_parts(config: Config, inputs: Inputs, hosts: Hosts, run_dir: Path, repo
             check_processes=hosts.check_servers,
         )
         stack.callback(sync.close)
-        writer = None
-        if config.logger.save_rollouts:
-            writer = stack.enter_context(contextlib.closing(RolloutWriter(run_dir / FILE_NAME)))
         yield Parts(
             policy=groups[Role.policy],
             critic=groups.get(Role.critic),
@@ -139,5 +140,10 @@ def open_parts(config: Config, inputs: Inputs, hosts: Hosts, run_dir: Path, repo
             sampler=PromptSampler(inputs.data.train, config.seed),
             heldout=inputs.data.heldout[: config.train.num_eval_prompts],
             report=report,
-            rollout_file=writer,
+            rollout_file=_open_rollout_file(stack, run_dir) if config.logger.save_rollouts else None,
+            servers=hosts.servers,
         )
+
+
+def _open_rollout_file(stack: contextlib.ExitStack, run_dir: Path) -> RolloutWriter:
+    return stack.enter_context(contextlib.closing(RolloutWriter(run_dir / FILE_NAME)))
