@@ -17,6 +17,7 @@ from megarl.config.load import load_config
 from megarl.inputs import load_inputs
 from megarl.job import open_hosts
 from megarl.report.metrics import load_metrics
+from megarl.rollout.client import SGLangClient
 from megarl.rollout.collector import Collector
 from megarl.rollout.loss import find_loss
 from megarl.rollout.tensors import build_tensors
@@ -124,7 +125,8 @@ def test_servers_killed_in_a_sync_and_in_a_rollout_come_back_with_the_current_we
     assert summary.num_iterations == 2
     lines = load_metrics(tmp_path / "metrics.jsonl")
     assert [line["iteration"] for line in lines] == [0, 1, 2]
-    assert lines[1].keys() == lines[2].keys() - {name for name in lines[2] if "heldout" in name} - {"time/evaluate"}
+    for name in ("reward/mean", "policy/clip_frac", "critic/explained_variance", "sync/bytes", "time/rollout"):
+        assert all(name in line for line in lines[1:]), name
     printed = capfd.readouterr().out
     first, second = re.findall(r"^.*was lost.*$", printed, flags=re.MULTILINE)
     lost = r"SGLang server {}/2 was lost: it exited with status 137 \(its log: \S+/server-{}\.log\)"
@@ -137,9 +139,7 @@ def test_servers_killed_in_a_sync_and_in_a_rollout_come_back_with_the_current_we
             assert "POST /end_weight_update" in text.partition("POST /generate")[0]
 
 
-def test_what_a_failed_sync_leaves_in_a_server_is_cleared_and_no_loss(server, tiny_checkpoint):
-    from megarl.rollout.client import SGLangClient
-
+def test_what_a_failed_sync_leaves_in_a_server_is_cleared_and_no_loss(server):
     client = SGLangClient(server.url, vocab_size=55, deadline_s=60.0)
     endless = {"max_new_tokens": 400, "ignore_eos": True}
     hanging = threading.Thread(target=lambda: client.generate([[5]] * 4, endless), daemon=True)
