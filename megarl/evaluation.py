@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from megarl.config.evaluate import EvaluateConfig, get_temperature, list_ks
 from megarl.config.schema import Config
 from megarl.data.evaluation_set import build_evaluation_set
 from megarl.hf.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
+from megarl.recovery import Recovery
 from megarl.report.evaluation import (
     FILE_NAME,
     RESPONSES_FILE_NAME,
@@ -70,15 +72,9 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
         started = time.monotonic()
         progress.enter("start")
         stack.enter_context(local_ray(cluster, rollout.num_servers))
+        stop_s = cluster.shutdown_deadline_s / 3
         servers = stack.enter_context(
-            running_servers(
-                rollout,
-                inputs.checkpoint,
-                run_dir / "logs",
-                config.seed,
-                cluster.listen_host,
-                cluster.shutdown_deadline_s / 3,
-            )
+            running_servers(rollout, inputs.checkpoint, run_dir / "logs", config.seed, cluster.listen_host, stop_s)
         )
         urls = servers.urls.result()
         progress.leave()
@@ -94,7 +90,10 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
         )
         stack.callback(engine.close)
         num_slots = rollout.max_running_requests * rollout.num_servers
-        results = evaluate_sets(engine, inputs.sets, evaluate, run_dir, progress, num_slots=num_slots)
+        recovery = Recovery(servers, progress.line, rollout.max_server_restarts)
+        results = evaluate_sets(
+            engine, inputs.sets, evaluate, run_dir, progress, num_slots=num_slots, recovery=recovery
+        )
         write_evaluation(run_dir / FILE_NAME, results, list_settings(configs, inputs.checkpoint))
         progress.line(format_table(results))
     return results
@@ -158,11 +157,14 @@ def evaluate_sets(
     *,
     num_slots: int,
     weight_version: int = 0,
+    recovery: Recovery | None = None,
 ) -> list[SetResult]:
     """The result of each set; every response is in RUN_DIR/responses.jsonl as soon as it has been scored.
 
-    num_slots: responses that the servers generate at once; weight_version: theirs, 0 as they start.
+    num_slots: responses that the servers generate at once; weight_version: theirs, 0 as they start; recovery: None
+    where nothing starts a lost server again.
     """
+    recovery = recovery or Recovery(None, progress.line, 0)
     results = []
     with (run_dir / RESPONSES_FILE_NAME).open("w", encoding="utf-8") as file:
         for each in sets:
@@ -173,9 +175,10 @@ def evaluate_sets(
             # No more at once: a call has rollout.request_deadline_s, and progress is told, after each.
             step = max(1, num_slots // config.num_samples)
             for start in range(0, len(each.prompts), step):
-                engine.check_health()
+                recovery.run(engine.check_health)
                 batch = each.prompts[start : start + step]
-                found = _collect(collector, batch, config.num_samples, weight_version)
+                # Servers that start again hold the same checkpoint.
+                found = recovery.run(partial(_collect, collector, batch, config.num_samples, weight_version))
                 _write_responses(file, each.name, found, config.num_samples)
                 samples += found
                 progress.line(_describe_progress(each, samples, time.monotonic() - started))

@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.algo.objective import format_objective
 from megarl.cluster.local import local_ray
-from megarl.cluster.servers import running_servers
+from megarl.cluster.servers import UNPUBLISHED, running_servers
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.check import describe_sizes
 from megarl.config.rollout import Transport
@@ -24,7 +24,7 @@ from megarl.rollout.client import SGLangClient
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter
-from megarl.seams import Pending, wait_all
+from megarl.seams import Pending, RolloutServers, wait_all
 from megarl.sync.disk import DiskSync
 from megarl.sync.reshard import ShardSync
 from megarl.trainer import Parts, Summary, Trainer
@@ -86,6 +86,8 @@ class Hosts:
     """raises RuntimeError where a server is down"""
     scratch: Path
     """a folder of this Ray cluster's own"""
+    servers: RolloutServers | None = None
+    """what starts a lost server again; None: nothing does"""
 
 
 @contextlib.contextmanager
@@ -96,9 +98,11 @@ def open_hosts(config: Config, inputs: Inputs, log_dir: Path) -> Iterator[Hosts]
     stop_s = cluster.shutdown_deadline_s / 3
     with (
         local_ray(cluster, num_actors) as scratch,
-        running_servers(rollout, inputs.checkpoint, log_dir, config.seed, cluster.listen_host, stop_s) as servers,
+        running_servers(
+            rollout, inputs.checkpoint, log_dir, config.seed, cluster.listen_host, stop_s, weight_version=UNPUBLISHED
+        ) as servers,
     ):
-        yield Hosts(servers.urls, servers.check_alive, scratch)
+        yield Hosts(servers.urls, servers.check_alive, scratch, servers)
 
 
 @contextlib.contextmanager
@@ -123,9 +127,6 @@ def open_parts(config: Config, inputs: Inputs, hosts: Hosts, run_dir: Path, repo
         stack.callback(engine.close)
         sync = build_sync(config, inputs, groups[Role.policy], engine.clients, hosts, run_dir)
         stack.callback(sync.close)
-        writer = None
-        if config.logger.save_rollouts:
-            writer = stack.enter_context(contextlib.closing(RolloutWriter(run_dir / FILE_NAME)))
         yield Parts(
             policy=groups[Role.policy],
             critic=groups.get(Role.critic),
@@ -136,7 +137,8 @@ def open_parts(config: Config, inputs: Inputs, hosts: Hosts, run_dir: Path, repo
             sampler=PromptSampler(inputs.data.train, config.seed),
             heldout=inputs.data.heldout[: config.train.num_eval_prompts],
             report=report,
-            rollout_file=writer,
+            rollout_file=_open_rollout_file(stack, run_dir) if config.logger.save_rollouts else None,
+            servers=hosts.servers,
         )
 
 
@@ -152,3 +154,7 @@ def build_sync(
     return ShardSync(
         policy, clients, config.rollout, architecture, inputs.probe_tokens, scratch=hosts.scratch, host=host, **common
     )
+
+
+def _open_rollout_file(stack: contextlib.ExitStack, run_dir: Path) -> RolloutWriter:
+    return stack.enter_context(contextlib.closing(RolloutWriter(run_dir / FILE_NAME)))

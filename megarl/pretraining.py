@@ -152,7 +152,7 @@ def sample_rollouts(trainer: Trainer) -> Iterator[Rollout]:
     """Fresh responses of the policy, for ever."""
     while True:
         with trainer.report.phase("rollout"):
-            trainer.parts.engine.check_health()
+            trainer.check_servers()
             rollout = trainer.generate(trainer.parts.sampler.next_batch(trainer.config.train.prompts_per_iteration))
         yield rollout
 

@@ -4,7 +4,7 @@ Every verb that runs elsewhere returns a `Pending`: the work has been started, `
 deadline that the implementation was given and raises `DeadlineError` (saying what it waited for) when it passes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -83,14 +83,35 @@ class RolloutEngine(Protocol):
         ...
 
 
+class RolloutServers(Protocol):
+    """The processes of the generation servers, where they are this run's own."""
+
+    def find_lost(self) -> Mapping[str, str]:
+        """Server -> what became of it, of those that are down or do not answer; the others are brought to rest."""
+        ...
+
+    def restart(self, names: Collection[str]) -> None:
+        """End what is left of these servers and start them again on the same urls; they are healthy when it returns.
+
+        They then hold their checkpoint's weights under a version that no trainer's weights have. Raises RuntimeError
+        where one does not start.
+        """
+        ...
+
+
 class WeightSync(Protocol):
     """Moves the policy's weights into the servers and proves that they arrived."""
 
     def publish(self, version: int) -> Metrics:
         """After it returns, every server generates with the trainer's weights, as `version`. Returns sync/* metrics.
 
-        Raises `SyncError` when the proof fails; no server is then left serving as `version`.
+        Raises `SyncError` when the proof fails; no server is then left serving as `version`. May be repeated with
+        the same version.
         """
+        ...
+
+    def reconnect(self) -> None:
+        """Servers were started again: nothing that was known of them or set up with them holds any more."""
         ...
 
 

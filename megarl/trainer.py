@@ -2,8 +2,9 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,14 +18,17 @@ from megarl.config.algo import AlgoConfig, needs_reward_moments
 from megarl.config.algo_choices import KLEstimator
 from megarl.config.schema import Config
 from megarl.data.sampler import PromptSampler
+from megarl.recovery import Recovery
 from megarl.report.report import Report
 from megarl.rollout.collector import Collector
 from megarl.rollout.replay import ReplayBuffer
 from megarl.rollout.rollout_file import RolloutWriter
 from megarl.rollout.signal_groups import collect_signal_groups, join_groups, split_groups
 from megarl.rollout.tensors import build_tensors
-from megarl.seams import Pending, RolloutEngine, TrainBackend, WeightSync, wait_all
+from megarl.seams import Pending, RolloutEngine, RolloutServers, TrainBackend, WeightSync, wait_all
 from megarl.types import Experience, Metrics, Prompt, Rollout, Sample, TrainingSamples
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Parts:
     report: Report
     rollout_file: RolloutWriter | None = None
     """Where every sampled response of training goes, where logger.save_rollouts asks for it"""
+    servers: RolloutServers | None = None
+    """None: they are not this run's own, and losing one ends it"""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,9 @@ class Trainer:
         self.config = config
         self.parts = parts
         self.report = parts.report
+        self.recovery = Recovery(
+            parts.servers, parts.report.message, config.rollout.max_server_restarts, parts.sync.reconnect
+        )
         self.kl = KlController.start(config.algo.kl)
         self.reward_moments = RunningMoments()
         self.replay = ReplayBuffer(config.algo.replay, config.seed)
@@ -106,7 +115,7 @@ class Trainer:
         draw = self.parts.sampler.next_batch
         metrics: Metrics = {}
         with self.report.phase("rollout"):
-            self.parts.engine.check_health()
+            self.check_servers()
             if sampling.enabled:
                 fresh, metrics = collect_signal_groups(draw, self.generate, num_groups, sampling.max_rounds)
             else:
@@ -118,11 +127,21 @@ class Trainer:
     def generate(self, prompts: Sequence[Prompt]) -> Rollout:
         """Responses of the present policy with their rewards, grouped by prompt."""
         num_responses = self.config.train.responses_per_prompt
-        rollout = self.parts.collector.collect(prompts, num_responses, weight_version=self.version)
+        rollout = self.with_servers(
+            lambda: self.parts.collector.collect(prompts, num_responses, weight_version=self.version)
+        )
         self.num_samples += len(rollout.samples)
         if self.parts.rollout_file:
             self.parts.rollout_file.write(rollout, self.iteration)
         return rollout
+
+    def check_servers(self) -> None:
+        """Afterwards every server answers and holds the current weights, or RuntimeError says which does not."""
+        self.with_servers(self.parts.engine.check_health)
+
+    def with_servers(self, ask: Callable[[], T]) -> T:
+        """What `ask` gives, asked again where servers were lost, once they are back with the current weights."""
+        return self.recovery.run(ask, lambda: self.parts.sync.publish(self.version))
 
     def build_experience(self, rollout: Rollout) -> tuple[Experience, Metrics]:
         """What policy, reference and critic say of the responses; the three run side by side."""
@@ -179,14 +198,16 @@ class Trainer:
     def publish(self, version: int) -> Metrics:
         """Bring the policy's weights to the servers as `version`, proved."""
         with self.report.phase("sync"):
-            metrics = self.parts.sync.publish(version)
+            metrics = self.recovery.run(lambda: self.parts.sync.publish(version))
         self.version = version
         return metrics
 
     def evaluate(self) -> Metrics:
         """Mean greedy reward on the held-out prompts."""
         with self.report.phase("evaluate"):
-            rollout = self.parts.collector.collect_greedy(self.parts.heldout, weight_version=self.version)
+            rollout = self.with_servers(
+                lambda: self.parts.collector.collect_greedy(self.parts.heldout, weight_version=self.version)
+            )
         self.report.samples(rollout.samples)
         metrics = {name.replace("reward/", "heldout/"): v for name, v in compute_score_metrics(rollout.samples).items()}
         self.heldout_reward = sum(s.score.reward for s in rollout.samples) / len(rollout.samples)

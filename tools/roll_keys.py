@@ -180,9 +180,10 @@ def _sequence_parallel(role: str) -> Handler:
 
 def _servers(value: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, str], str]:
     each = int(leaves.get("actor_infer.strategy_args.strategy_config.tensor_parallel_size") or 1)
+    num_servers = str(max(1, _count_devices(value) // each))
     if each > 1:
-        return {}, "a server has one device here: give rollout.num_servers"
-    return {"rollout.num_servers": str(_count_devices(value))}, "one server per device"
+        return {"rollout.num_servers": num_servers, "rollout.tp": str(each)}, f"{each} devices per server"
+    return {"rollout.num_servers": num_servers}, "one server per device"
 
 
 def _data_file(value: Any, _: Mapping[str, Any]) -> tuple[dict[str, str], str]:

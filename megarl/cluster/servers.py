@@ -1,71 +1,155 @@
 """The SGLang servers of a run, each started and watched by a Ray actor on the machine where it serves."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 
 from megarl.cluster.waiting import PendingCall, wait_for
 from megarl.cluster.workers import redirect_output
 from megarl.config.rollout import RolloutConfig
+from megarl.rollout.loss import CALL_DEADLINE_S, NUM_CALLS, find_loss
 from megarl.rollout.server import SGLangServer
 
+UNPUBLISHED = -1
+"""Weight version of a server that holds its checkpoint's weights; the trainer's versions are numbered from 0."""
 POLL_DEADLINE_S = 10.0
+LOSS_DEADLINE_S = NUM_CALLS * CALL_DEADLINE_S + POLL_DEADLINE_S
+PORT_DEADLINE_S = 15.0
+"""How long what is left of a server may still hold its port, after its owner was killed."""
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """What a server is started with."""
+
+    config: RolloutConfig
+    checkpoint: Path
+    log_dir: Path
+    index: int
+    seed: int
+    host: str
+    weight_version: int
 
 
 @ray.remote(num_cpus=1, max_restarts=0)
 class ServerActor:
     """Owns one server process, which ends when this actor does."""
 
-    def __init__(self, config: RolloutConfig, checkpoint: Path, log_dir: Path, index: int, seed: int, host: str):
-        redirect_output(log_dir / f"server-{index}-owner.log")
-        log_file = log_dir / f"server-{index}.log"
-        self._server = SGLangServer(config, checkpoint, log_file=log_file, seed=seed, host=host, tp=config.tp)
+    def __init__(self, spec: ServerSpec, port: int | None):
+        redirect_output(spec.log_dir / f"server-{spec.index}-owner.log")
+        self._server = SGLangServer(
+            spec.config,
+            spec.checkpoint,
+            log_file=spec.log_dir / f"server-{spec.index}.log",
+            seed=spec.seed,
+            host=spec.host,
+            port=port,
+            tp=spec.config.tp,
+            weight_version=spec.weight_version,
+        )
 
-    def start(self, deadline_s: float) -> str:
+    def start(self, port_deadline_s: float, deadline_s: float) -> str:
         """Start the server, wait until it is healthy; its url."""
-        self._server.start()
+        self._server.start(port_deadline_s)
         self._server.wait_healthy(deadline_s)
         return self._server.url
 
     def check_alive(self) -> None:
         self._server.check_alive()
 
+    def find_loss(self) -> str | None:
+        return find_loss(self._server)
+
     def stop(self, deadline_s: float) -> None:
         self._server.stop(deadline_s)
 
 
-@dataclass(frozen=True)
 class Servers:
-    """Servers being started; `urls` gives their addresses once all of them are healthy."""
+    """Servers being started; `urls` gives their addresses once all of them are healthy.
 
-    actors: tuple[ray.actor.ActorHandle, ...]
-    names: tuple[str, ...]
-    urls: PendingCall[list[str]]
+    Implements `megarl.seams.RolloutServers`.
+    """
+
+    def __init__(self, specs: Collection[ServerSpec], stop_deadline_s: float):
+        self._specs = tuple(specs)
+        self._stop_deadline_s = stop_deadline_s
+        self._names = tuple(f"SGLang server {spec.index}/{len(specs)}" for spec in specs)
+        self._actors: list[Any] = [ServerActor.remote(spec, None) for spec in specs]
+        self.urls = self._start(range(len(specs)), 0.0, "start")
+
+    def _start(self, numbers: Collection[int], port_deadline_s: float, what: str) -> PendingCall[list[str]]:
+        start_s = self._specs[0].config.startup_deadline_s
+        # The server's own deadline passes first, with the end of its log in the message.
+        deadline_s = start_s + port_deadline_s + POLL_DEADLINE_S
+        refs = tuple(self._actors[i].start.remote(port_deadline_s, start_s) for i in numbers)
+        names = tuple(self._names[i] for i in numbers)
+        return PendingCall(refs, names, f"{what} of the SGLang servers", deadline_s, list)
 
     def check_alive(self) -> None:
         """Raise WorkerError with the exit status and the end of the log where a server is down."""
-        refs = [actor.check_alive.remote() for actor in self.actors]
-        wait_for(refs, self.names, "health of the SGLang servers", POLL_DEADLINE_S)
+        refs = [actor.check_alive.remote() for actor in self._actors]
+        wait_for(refs, self._names, "health of the SGLang servers", POLL_DEADLINE_S)
+
+    def find_lost(self) -> Mapping[str, str]:
+        refs = [actor.find_loss.remote() for actor in self._actors]
+        ray.wait(refs, num_returns=len(refs), timeout=LOSS_DEADLINE_S)
+        lost: dict[str, str] = {}
+        for name, ref in zip(self._names, refs, strict=True):
+            try:
+                loss = ray.get(ref, timeout=0)
+            except ray.exceptions.GetTimeoutError:
+                loss = f"the process that owns it gave no answer within {LOSS_DEADLINE_S:g} s"
+            except ray.exceptions.RayError as error:
+                loss = f"the process that owns it failed: {' '.join(str(error).split())}"
+            if loss is not None:
+                lost[name] = loss
+        return lost
+
+    def restart(self, names: Collection[str]) -> None:
+        """As in `RolloutServers`; their logs are continued. Raises WorkerError with the end of the log."""
+        numbers = [number for number, name in enumerate(self._names) if name in names]
+        urls = self.urls.result()
+        self._stop(numbers)
+        for number in numbers:
+            # Its server, should it still run, goes with it.
+            ray.kill(self._actors[number])
+            self._actors[number] = ServerActor.remote(self._specs[number], urlsplit(urls[number]).port)
+        self._start(numbers, PORT_DEADLINE_S, "restart").result()
+
+    def close(self) -> None:
+        # A start still under way keeps `stop` waiting until the deadline; the server then ends with its owner.
+        self._stop(range(len(self._actors)))
+
+    def _stop(self, numbers: Collection[int]) -> None:
+        refs = [self._actors[number].stop.remote(self._stop_deadline_s) for number in numbers]
+        ray.wait(refs, num_returns=len(refs), timeout=self._stop_deadline_s)
 
 
 @contextmanager
 def running_servers(
-    config: RolloutConfig, checkpoint: Path, log_dir: Path, seed: int, host: str, stop_deadline_s: float
+    config: RolloutConfig,
+    checkpoint: Path,
+    log_dir: Path,
+    seed: int,
+    host: str,
+    stop_deadline_s: float,
+    *,
+    weight_version: int = 0,
 ) -> Iterator[Servers]:
-    """Start `rollout.num_servers` servers without waiting for them; end them on leaving."""
-    names = tuple(f"SGLang server {i}/{config.num_servers}" for i in range(config.num_servers))
-    actors = tuple(
-        ServerActor.remote(config, checkpoint, log_dir, i, seed + i, host) for i in range(config.num_servers)
-    )
-    starting = tuple(actor.start.remote(config.startup_deadline_s) for actor in actors)
-    # The server's own deadline passes first, with the end of its log in the message.
-    deadline_s = config.startup_deadline_s + POLL_DEADLINE_S
+    """Start `rollout.num_servers` servers without waiting for them; end them on leaving.
+
+    weight_version: the number of the checkpoint's weights, which they hold whenever they were started.
+    """
+    specs = [
+        ServerSpec(config, checkpoint, log_dir, i, seed + i, host, weight_version) for i in range(config.num_servers)
+    ]
+    servers = Servers(specs, stop_deadline_s)
     try:
-        yield Servers(actors, names, PendingCall(starting, names, "start of the SGLang servers", deadline_s, list))
+        yield servers
     finally:
-        # A start still under way keeps `stop` waiting until the deadline; the server then ends with its owner.
-        refs = [actor.stop.remote(stop_deadline_s) for actor in actors]
-        ray.wait(refs, num_returns=len(refs), timeout=stop_deadline_s)
+        servers.close()

@@ -37,6 +37,7 @@ RANGES: dict[str, Range] = {
     "rollout.request_deadline_s": _POSITIVE,
     "rollout.sync_deadline_s": _POSITIVE,
     "rollout.max_probe_logprob_gap": _POSITIVE,
+    "rollout.max_server_restarts": _NOT_NEGATIVE,
     "train.max_minutes": _POSITIVE,
     "train.stop_at_heldout_reward": Range(-inf),
     "critic.updates_per_policy_update": _ONE_OR_MORE,

@@ -38,6 +38,9 @@ class RolloutConfig:
     transport: Transport = Transport.colocated
     sync_bucket_mb: int = 64
     """Most bytes of one message of weights, in MiB; each rank holds two. Without effect with transport=disk"""
+    max_server_restarts: int = 3
+    """Servers that are lost in a rollout or a sync are started again and get the current weights, up to this often for
+    the same rollout or sync; then the run ends with the error. 0: at once"""
     max_probe_logprob_gap: float | None = None
     """Largest |log-prob difference| / max(1, |log-prob|) allowed on any token of the probe text after a sync; null:
     1e-4 in float32, 0.5 where the policy or the rollout is in bfloat16."""

@@ -5,8 +5,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
 from typing import TypeVar
+from weakref import WeakSet
+
+from megarl.seams import DeadlineError
 
 T = TypeVar("T")
+
+_left_over: WeakSet[threading.Thread] = WeakSet()
+"""Threads whose results nobody waits for any more; they may still be closing what they had opened on a server."""
 
 FIND_DEADLINE_S = 3.0
 """A connection breaks before the process behind it has been reaped and its exit status is known."""
@@ -55,8 +61,25 @@ def run_side_by_side(jobs: Sequence[Callable[[StopFlag], T]], abort: Callable[[]
         return [future.result() for future in futures]
     except BaseException:
         stop.set()
+        _left_over.update(threads)
         abort()
         raise
+
+
+def wait_left_over(deadline_s: float) -> None:
+    """Wait for the threads of calls that failed or were interrupted, until which they may still call a server.
+
+    Raises DeadlineError where one is still at work after `deadline_s`.
+    """
+    end = time.monotonic() + deadline_s
+    for thread in list(_left_over):
+        if thread.ident is not None:
+            thread.join(max(0.0, end - time.monotonic()))
+    num_left = sum(thread.is_alive() for thread in _left_over)
+    if num_left:
+        raise DeadlineError(
+            f"{num_left} calls to SGLang servers, given up before, have not ended within {deadline_s:g} s"
+        )
 
 
 def _run(job: Callable[[StopFlag], T], stop: StopFlag, future: Future[T]) -> None:

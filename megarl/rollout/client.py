@@ -122,6 +122,18 @@ class SGLangClient:
     def resume(self, *, deadline_s: float | None = None) -> None:
         self._post("/continue_generation", {}, deadline_s)
 
+    def bring_to_rest(self) -> None:
+        """Undo what a failed rollout or sync has left: requests, an open update session, a pause."""
+        # Paused first: SGLang lets a session end either in a pause or once no request is left.
+        self.pause()
+        try:
+            self.end_update()
+        except RequestError as error:
+            if "no weight-update session is open" not in str(error):
+                raise
+        self._post("/abort_request", {"abort_all": True}, None)
+        self.resume()
+
     def begin_update(self) -> None:
         self._post("/begin_weight_update", {}, None)
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import random
 import shutil
 import signal
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -24,6 +26,9 @@ STANDINS = Path(__file__).parent / "standins"
 MODELS = Path(__file__).parent / "models"
 GUARD = Path(__file__).parent / "guard.py"
 LOG_TAIL_LINES = 25
+LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+FIRST_PORT = 20000
+"""Ray's own ports are below."""
 
 
 class ServerError(RuntimeError):
@@ -36,16 +41,27 @@ def has_cuda() -> bool:
 
 
 def pick_free_port(host: str) -> int:
-    """A TCP port that nothing listens on now."""
-    with socket.socket() as listener:
-        listener.bind((host, 0))
-        return int(listener.getsockname()[1])
+    """A TCP port that nothing listens on now, where there is one not among those that the kernel gives away.
+
+    A server binds it tens of seconds later, and again when it is restarted; meanwhile every connection and every
+    listener of torch and Ray takes a port of the kernel's choice.
+    """
+    first, last = (int(word) for word in LOCAL_PORTS.read_text().split()) if LOCAL_PORTS.is_file() else (0, 0)
+    kept = [port for port in range(FIRST_PORT, 65536) if not first <= port <= last]
+    for port in [*random.SystemRandom().sample(kept, min(len(kept), 100)), 0]:
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind((host, port))
+            return int(listener.getsockname()[1])
+    raise ServerError(f"no free port on {host}")
 
 
 def build_command(
-    config: RolloutConfig, checkpoint: Path, *, host: str, port: int, seed: int, tp: int = 1
+    config: RolloutConfig, checkpoint: Path, *, host: str, port: int, seed: int, tp: int = 1, weight_version: int = 0
 ) -> list[str]:
-    """The command line of one server. Raises ConfigError for keys of `rollout.sglang` that SGLang lacks."""
+    """The command line of one server; `weight_version`: the number of the checkpoint's weights.
+
+    Raises ConfigError for keys of `rollout.sglang` that SGLang lacks.
+    """
     problems = check_options(config.sglang)
     if not has_cuda() and config.kv_cache_tokens is None:
         # Left to itself SGLang takes most of the machine's memory and zero-fills it for minutes.
@@ -61,7 +77,7 @@ def build_command(
         "max_running_requests": config.max_running_requests,
         "max_total_tokens": config.kv_cache_tokens,
         "skip_tokenizer_init": True,
-        "weight_version": "0",
+        "weight_version": str(weight_version),
         "tp_size": tp,
         "skip_server_warmup": True,
         # Follows the trainer's instructions inside each rank: see megarl.sync.receiver.
@@ -92,11 +108,18 @@ def build_environment(config: RolloutConfig, scratch: Path, tp: int = 1) -> dict
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(config.num_threads)}
         # Threads that spin while they wait make two processes on the same cores crawl.
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
+        # A split embedding is compiled, for which torch asks the stand-in of Triton what it cannot know.
+        environment["TORCHDYNAMO_DISABLE"] = "1"
         if tp > 1:
-            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cpu) for cpu in range(tp))
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = bind_ranks(sorted(os.sched_getaffinity(0)), tp)
     if "PYTHONPATH" in os.environ:
         path.append(os.environ["PYTHONPATH"])
     return environment | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+def bind_ranks(cpus: Sequence[int], tp: int) -> str:
+    """SGLANG_CPU_OMP_THREADS_BIND: one CPU per rank of a server, in turn where there are more ranks than CPUs."""
+    return "|".join(str(cpus[rank % len(cpus)]) for rank in range(tp))
 
 
 class SGLangServer:
@@ -116,8 +139,9 @@ class SGLangServer:
         host: str = "127.0.0.1",
         port: int | None = None,
         tp: int = 1,
+        weight_version: int = 0,
     ):
-        """`port` None: a free one is picked.
+        """`port` None: a free one is picked. `weight_version`: the number of the checkpoint's weights.
 
         Raises ConfigError for bad options or a checkpoint without config.json.
         """
@@ -128,7 +152,9 @@ class SGLangServer:
         self.port = pick_free_port(host) if port is None else port
         self.log_file = log_file
         self._tp = tp
-        self._command = build_command(config, Path(checkpoint), host=host, port=self.port, seed=seed, tp=tp)
+        self._command = build_command(
+            config, Path(checkpoint), host=host, port=self.port, seed=seed, tp=tp, weight_version=weight_version
+        )
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: Path | None = None
 
@@ -141,16 +167,11 @@ class SGLangServer:
         """Process id of the guard; the server's processes are below it."""
         return self._process.pid if self._process else None
 
-    def start(self) -> None:
-        """Start the processes. Raises ServerError where the port is taken."""
+    def start(self, port_deadline_s: float = 0.0) -> None:
+        """Start the processes. Raises ServerError where the port is still taken after `port_deadline_s`."""
         if self._process is not None:
             raise ServerError(f"SGLang server {self.url} was started before")
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((self.host, self.port))
-            except OSError as error:
-                raise ServerError(f"SGLang server {self.url}: port {self.port} is taken ({error.strerror})") from error
+        self._wait_for_port(port_deadline_s)
         self._scratch = Path(tempfile.mkdtemp(prefix="megarl-sglang-"))
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_file, "ab") as log:
@@ -164,6 +185,25 @@ class SGLangServer:
                 env=build_environment(self.config, self._scratch, self._tp),
                 start_new_session=True,
             )
+
+    def _wait_for_port(self, deadline_s: float) -> None:
+        end = time.monotonic() + deadline_s
+        while True:
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((self.host, self.port))
+                    return
+                except OSError as error:
+                    if time.monotonic() >= end:
+                        reason = f"port {self.port} is taken ({error.strerror})"
+                        raise ServerError(f"SGLang server {self.url}: {reason}") from error
+            time.sleep(0.2)
+
+    @property
+    def exit_status(self) -> int | None:
+        """128 + the signal's number where a signal ended it; None while it runs or where it was not started."""
+        return self._process.poll() if self._process else None
 
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None

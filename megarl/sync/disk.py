@@ -68,6 +68,9 @@ class DiskSync:
             "sync/seconds_proof": time.monotonic() - loaded,
         }
 
+    def reconnect(self) -> None:
+        """Nothing is kept of a server between two syncs."""
+
     def close(self) -> None:
         """Remove the exported checkpoints."""
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -17,7 +17,7 @@ LAYERS = (
     {"algo", "data", "reward", "hf", "report", "signals"},
     {"mcore", "rollout"},
     {"sync"},
-    {"cluster", "inputs", "command"},
+    {"cluster", "inputs", "command", "recovery"},
     {"trainer"},
     {"pretraining"},
     {"job", "evaluation"},

@@ -161,11 +161,16 @@ def test_carried_out_the_plan_gives_every_server_rank_what_sglang_would_load_and
             assert torch.equal(found[rank][name], x), (rank, name)
     # Padding rows are zero here, and no number of the checkpoint but the first is: the bytes that must move.
     first = sum(int((x == 0).sum()) for held in expected.values() for x in held.values())
-    padding = num_servers * sum(
-        max(0, min((r + 1) * find_vocab_rows(vocab_size, tp), find_vocab_rows(vocab_size, tp) * tp) - vocab_size)
-        - max(0, r * find_vocab_rows(vocab_size, tp) - vocab_size)
-        for r in range(tp)
-    ) * arch.hidden_size * (1 if tied else 2)
+    padding = (
+        num_servers
+        * sum(
+            max(0, min((r + 1) * find_vocab_rows(vocab_size, tp), find_vocab_rows(vocab_size, tp) * tp) - vocab_size)
+            - max(0, r * find_vocab_rows(vocab_size, tp) - vocab_size)
+            for r in range(tp)
+        )
+        * arch.hidden_size
+        * (1 if tied else 2)
+    )
     assert first >= padding
     least = 4 * (sum(x.numel() for held in expected.values() for x in held.values()) - padding)
     assert plan.num_bytes == least == compute_bound(targets, dtypes)
@@ -241,7 +246,9 @@ def test_a_server_of_another_model_is_refused_naming_the_tensor() -> None:
 def test_what_a_server_rank_says_it_holds_is_checked_against_the_policys_model() -> None:
     arch = build_architecture("qwen3")
     pieces = predict_server_rank(arch, 1, 0)
-    held = {name: (tuple(x.shape), "bfloat16") for name, x in build_server_tensors(arch, build_wholes(arch), 1, 0).items()}
+    held = {
+        name: (tuple(x.shape), "bfloat16") for name, x in build_server_tensors(arch, build_wholes(arch), 1, 0).items()
+    }
     assert check_server_rank(pieces, held, arch, 1) == []
     wrong = held | {"model.norm.weight": ((17,), "bfloat16"), "model.layers.0.mlp.down_proj.weight": ((16, 24), "int8")}
     del wrong["lm_head.weight"]

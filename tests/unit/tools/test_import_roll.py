@@ -123,3 +123,10 @@ def test_a_written_experiment_composes_to_the_same_configuration():
         assert run_import(FILES / "rlvr_reinforce.yaml", "--write", target.stem)[0] == 2
     finally:
         target.unlink(missing_ok=True)
+
+
+def test_devices_per_server_become_tp_and_the_number_of_servers_is_the_quotient(tmp_path):
+    text = "actor_infer:\n  device_mapping: list(range(0,8))\n"
+    text += "  strategy_args: {strategy_config: {tensor_parallel_size: 2}}\n"
+    _, overrides, _ = run_import(write(tmp_path / "roll.yaml", text))
+    assert {"rollout.num_servers=4", "rollout.tp=2"} <= set(overrides)

@@ -1,0 +1,158 @@
+"""Servers that are killed in the middle of a rollout and of a weight sync; the run goes on."""
+
+import contextlib
+import os
+import re
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from loop_parts import SIZES, open_trainer
+
+from megarl.cluster.servers import UNPUBLISHED
+from megarl.config.load import load_config
+from megarl.inputs import load_inputs
+from megarl.job import open_hosts
+from megarl.report.metrics import load_metrics
+from megarl.rollout.client import SGLangClient
+from megarl.rollout.collector import Collector
+from megarl.rollout.loss import find_loss
+from megarl.rollout.tensors import build_tensors
+
+pytestmark = pytest.mark.server
+KILL_AFTER_S = 2.0
+
+
+def find_schedulers(url: str) -> list[psutil.Process]:
+    """The processes that hold the model of the server at `url`, one per rank."""
+    port = url.rpartition(":")[2]
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if "sglang.launch_server" in words and words[words.index("--port") + 1] == port:
+                return [p for p in process.children(recursive=True) if "sglang::scheduler" in p.name()]
+    raise AssertionError(f"no server at {url}")
+
+
+def kill_soon(*urls: str) -> None:
+    """Stop these servers' models now and kill them shortly after: a call that starts in between is never answered."""
+    pids = [process.pid for url in urls for process in find_schedulers(url)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    threading.Timer(KILL_AFTER_S, lambda: [os.kill(pid, signal.SIGKILL) for pid in pids]).start()
+
+
+class KillingEngine:
+    """The real engine; the servers die in its second rollout."""
+
+    def __init__(self, engine):
+        self.engine, self.num_rollouts = engine, 0
+
+    def generate(self, prompts, *, num_responses, temperature):
+        if num_responses > 1:
+            self.num_rollouts += 1
+            if self.num_rollouts == 2:
+                kill_soon(*(client.url for client in self.engine.clients))
+        return self.engine.generate(prompts, num_responses=num_responses, temperature=temperature)
+
+    def check_health(self):
+        self.engine.check_health()
+
+
+class KillingSync:
+    """The real sync; the first server dies in the publish of version 1."""
+
+    def __init__(self, sync, url: str):
+        self.sync, self.url, self.published = sync, url, []
+
+    def publish(self, version):
+        if version == 1 and version not in self.published:
+            kill_soon(self.url)
+        self.published.append(version)
+        return self.sync.publish(version)
+
+    def reconnect(self):
+        self.sync.reconnect()
+
+
+def split_starts(log: Path) -> list[str]:
+    """The log of each start of a server."""
+    return re.split(r"^\S+ -m sglang\.launch_server ", log.read_text(), flags=re.MULTILINE)[1:]
+
+
+def compute_logprob_gap(trainer) -> float:
+    """Largest |rollout_logprobs - old_logprobs| over fresh responses of all servers."""
+    rollout = trainer.generate(trainer.parts.sampler.next_batch(8))
+    tensors = build_tensors(rollout)
+    old = trainer.parts.policy.logprobs(tensors.sequences, 1.0).result()
+    return float((old - tensors.rollout_logprobs)[tensors.mask].abs().max())
+
+
+def test_servers_killed_in_a_sync_and_in_a_rollout_come_back_with_the_current_weights(tiny_checkpoint, tmp_path, capfd):
+    overrides = [
+        f"model.path={tiny_checkpoint}",
+        "train.num_iterations=2",
+        "train.eval_every=2",
+        "train.prompts_per_iteration=8",
+        "train.samples_per_minibatch=32",
+        "algo.value_pretrain.steps=0",
+        "rollout.num_servers=2",
+        "rollout.request_deadline_s=120",
+        "logger.terminal=true",
+    ]
+    config = load_config([*SIZES, *overrides])
+    inputs = load_inputs(config)
+    with (
+        open_hosts(config, inputs, tmp_path / "logs") as hosts,
+        open_trainer(hosts, tmp_path, overrides) as trainer,
+    ):
+        parts = trainer.parts
+        urls = [client.url for client in parts.engine.clients]
+        assert [client.load_weight_version() for client in parts.engine.clients] == [UNPUBLISHED] * 2
+        engine, sync = KillingEngine(parts.engine), KillingSync(parts.sync, urls[0])
+        collector = Collector(engine, inputs.reward, temperature=config.rollout.temperature)
+        trainer.parts = replace(parts, sync=sync, collector=collector)
+        trainer.start()
+        summary = trainer.run()
+        assert engine.num_rollouts == 3
+        # The sync that failed, then, before the rollout is repeated, the weights that were current then.
+        assert sync.published == [0, 1, 1, 1, 2]
+        assert [client.load_weight_version() for client in parts.engine.clients] == [2, 2]
+        assert compute_logprob_gap(trainer) < 1e-4
+    assert summary.num_iterations == 2
+    lines = load_metrics(tmp_path / "metrics.jsonl")
+    assert [line["iteration"] for line in lines] == [0, 1, 2]
+    for name in ("reward/mean", "policy/clip_frac", "critic/explained_variance", "sync/bytes", "time/rollout"):
+        assert all(name in line for line in lines[1:]), name
+    printed = capfd.readouterr().out
+    first, second = re.findall(r"^.*was lost.*$", printed, flags=re.MULTILINE)
+    lost = r"SGLang server {}/2 was lost: it exited with status 137 \(its log: \S+/server-{}\.log\)"
+    assert re.fullmatch(lost.format(0, 0) + "; restart 1 of at most 3", first)
+    assert re.fullmatch("; ".join([lost.format(0, 0), lost.format(1, 1)]) + "; restart 1 of at most 3", second)
+    for number, num_starts in ((0, 3), (1, 2)):
+        starts = split_starts(tmp_path / "logs" / f"server-{number}.log")
+        assert len(starts) == num_starts
+        for text in starts:
+            assert "POST /end_weight_update" in text.partition("POST /generate")[0]
+
+
+def test_what_a_failed_sync_leaves_in_a_server_is_cleared_and_no_loss(server):
+    client = SGLangClient(server.url, vocab_size=55, deadline_s=60.0)
+    endless = {"max_new_tokens": 400, "ignore_eos": True}
+    hanging = threading.Thread(target=lambda: client.generate([[5]] * 4, endless), daemon=True)
+    hanging.start()
+    client.pause()
+    client.begin_update()
+    assert find_loss(server) is None
+    hanging.join(60)
+    assert not hanging.is_alive()
+    client.pause()
+    client.begin_update()
+    client.end_update()
+    client.resume()
+    (answer,) = client.generate([[5]], {"max_new_tokens": 3, "ignore_eos": True})
+    assert len(answer["output_ids"]) == 3
+    client.close()

@@ -1,0 +1,241 @@
+"""Weights from two tensor-parallel training ranks to a server of two: what arrives, by each transport, and what the proof
+catches.
+"""
+
+import base64
+import hashlib
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import write_tiny_checkpoint
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megarl.cluster.local import local_ray
+from megarl.cluster.workers import WorkerGroup
+from megarl.config.algo import AlgoConfig
+from megarl.config.cluster import ClusterConfig
+from megarl.config.roles import Dtype, ParallelConfig
+from megarl.config.rollout import RolloutConfig, Transport
+from megarl.mcore.architecture import read_architecture
+from megarl.mcore.spec import Role, WorkerSpec
+from megarl.rollout.client import SGLangClient
+from megarl.rollout.server import SGLangServer
+from megarl.seams import SyncError
+from megarl.sync.reshard import NO_VERSION, Session, ShardSync
+
+TP = 2
+
+
+class PlantingSync(ShardSync):
+    """Something else is written into the servers after the weights have arrived and before they are proved."""
+
+    plant: Callable[[SGLangClient], None] | None = None
+
+    def _move(self, session: Session) -> None:
+        super()._move(session)
+        if self.plant is not None:
+            self.plant(self._clients[0])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The policy's; the server is started with other weights."""
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("policy"), seed=2)
+
+
+@pytest.fixture(scope="module")
+def config(rollout_config: RolloutConfig) -> RolloutConfig:
+    return RolloutConfig(**{**vars(rollout_config), "tp": TP, "transport": Transport.colocated})
+
+
+@pytest.fixture(scope="module")
+def client(
+    tiny_checkpoint: Path, config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SGLangClient]:
+    log_file = tmp_path_factory.mktemp("sglang") / "server.log"
+    server = SGLangServer(config, tiny_checkpoint, log_file=log_file, seed=1, tp=TP)
+    server.start()
+    try:
+        server.wait_healthy(config.startup_deadline_s)
+        yield SGLangClient(server.url, vocab_size=55, deadline_s=60.0)
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def policy(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WorkerGroup, Path]]:
+    spec = WorkerSpec(
+        role=Role.reference,
+        checkpoint=str(checkpoint),
+        parallel=ParallelConfig(num_processes=2, tp=2, sp=True),
+        optimizer=None,
+        dtype=Dtype.float32,
+        algo=AlgoConfig(),
+        temperature=1.0,
+        response_length=8,
+        tokens_per_microbatch=128,
+        deadline_s=120.0,
+    )
+    with local_ray(ClusterConfig(), num_actors=2) as scratch:
+        group = WorkerGroup(spec, tmp_path_factory.mktemp("logs"), "127.0.0.1", scratch, 240.0)
+        group.start().result()
+        yield group, scratch
+        group.close()
+
+
+@pytest.fixture
+def sync(
+    policy: tuple[WorkerGroup, Path], client: SGLangClient, config: RolloutConfig, checkpoint: Path
+) -> Iterator[PlantingSync]:
+    made = make_sync(policy, client, config, checkpoint)
+    yield made
+    made.close()
+
+
+def make_sync(
+    policy: tuple[WorkerGroup, Path], client: SGLangClient, config: RolloutConfig, checkpoint: Path
+) -> PlantingSync:
+    group, scratch = policy
+    return PlantingSync(
+        group,
+        [client],
+        config,
+        read_architecture(checkpoint),
+        list(range(3, 40)),
+        scratch=scratch,
+        host="127.0.0.1",
+        policy_dtype=Dtype.float32,
+    )
+
+
+def read_shards(checkpoint: Path) -> list[dict[str, Tensor]]:
+    """What each server rank must hold, for some tensors of every kind, cut by hand."""
+    whole = load_file(checkpoint / "model.safetensors")
+    layer = "model.layers.1."
+    q, k, v = (whole[f"{layer}self_attn.{x}_proj.weight"].chunk(TP) for x in "qkv")
+    gate, up = (whole[f"{layer}mlp.{x}_proj.weight"].chunk(TP) for x in ("gate", "up"))
+    shards = []
+    for rank in range(TP):
+        shards.append(
+            {
+                "model.norm.weight": whole["model.norm.weight"],
+                f"{layer}self_attn.q_norm.weight": whole[f"{layer}self_attn.q_norm.weight"],
+                f"{layer}self_attn.qkv_proj.weight": torch.cat([q[rank], k[rank], v[rank]]),
+                f"{layer}self_attn.o_proj.weight": whole[f"{layer}self_attn.o_proj.weight"].chunk(TP, 1)[rank],
+                f"{layer}mlp.gate_up_proj.weight": torch.cat([gate[rank], up[rank]]),
+                f"{layer}mlp.down_proj.weight": whole[f"{layer}mlp.down_proj.weight"].chunk(TP, 1)[rank],
+            }
+        )
+    return shards
+
+
+def write_directly(client: SGLangClient, shards: list[dict[str, Tensor]]) -> None:
+    payloads = [
+        base64.b64encode(pickle.dumps([(name, x.clone()) for name, x in own.items()])).decode() for own in shards
+    ]
+    client.update_weights_from_tensor(payloads, "direct", flush_cache=False)
+
+
+def assert_holds(client: SGLangClient, shards: list[dict[str, Tensor]]) -> None:
+    """By SGLang's own checksums, SHA-256 over the bytes of each tensor."""
+    for found, own in zip(client.load_checksums(), shards, strict=True):
+        for name, x in own.items():
+            assert found[name] == hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest()[:16], name
+
+
+@pytest.mark.parametrize("transport", list(Transport)[:2])
+def test_every_server_rank_holds_its_shard_of_the_policy_and_no_byte_moved_twice(
+    transport: Transport,
+    policy: tuple[WorkerGroup, Path],
+    client: SGLangClient,
+    config: RolloutConfig,
+    checkpoint: Path,
+    tiny_checkpoint: Path,
+) -> None:
+    sync = make_sync(policy, client, RolloutConfig(**{**vars(config), "transport": transport}), checkpoint)
+    client.pause()
+    client.begin_update()
+    write_directly(client, read_shards(tiny_checkpoint))
+    client.end_update()
+    client.resume()
+    for version in (3, 4):
+        metrics = sync.publish(version)
+        assert_holds(client, read_shards(checkpoint))
+        assert client.load_weight_version() == version
+    assert metrics["sync/bytes_over_bound"] == 1.0
+    assert metrics["sync/probe_logprob_gap"] < 1e-4
+    assert 0 < metrics["sync/proof_share"] < 1
+    sync.close()
+
+
+def corrupt_one_element(shards: list[dict[str, Tensor]], stale: list[dict[str, Tensor]]) -> str:
+    name = "model.layers.1.mlp.down_proj.weight"
+    changed = shards[1][name].clone()
+    changed[17, 5] += 1e-6
+    shards[1] = {name: changed}
+    shards[0] = {}
+    return f"rank 1: the checksum of {name} "
+
+
+def swap_shards(shards: list[dict[str, Tensor]], stale: list[dict[str, Tensor]]) -> str:
+    name = "model.layers.1.self_attn.o_proj.weight"
+    shards[0], shards[1] = {name: shards[1][name]}, {name: shards[0][name]}
+    return f"rank 0: the checksum of {name} "
+
+
+def keep_a_stale_bucket(shards: list[dict[str, Tensor]], stale: list[dict[str, Tensor]]) -> str:
+    name = "model.layers.1.mlp.gate_up_proj.weight"
+    shards[0], shards[1] = {name: stale[0][name]}, {}
+    return f"rank 0: the checksum of {name} "
+
+
+@pytest.mark.parametrize("corrupt", [corrupt_one_element, swap_shards, keep_a_stale_bucket])
+def test_a_wrong_weight_fails_the_proof_and_is_served_under_no_version_and_the_next_sync_mends_it(
+    corrupt: Callable[..., str],
+    sync: PlantingSync,
+    client: SGLangClient,
+    checkpoint: Path,
+    tiny_checkpoint: Path,
+) -> None:
+    sync.publish(5)
+    planted = read_shards(checkpoint)
+    message = corrupt(planted, read_shards(tiny_checkpoint))
+    sync.plant = lambda client: write_directly(client, planted)
+    with pytest.raises(SyncError, match=message):
+        sync.publish(6)
+    assert client.load_weight_version() == NO_VERSION
+    sync.plant = None
+    sync.publish(6)
+    assert client.load_weight_version() == 6
+    assert_holds(client, read_shards(checkpoint))
+
+
+def test_a_server_of_another_model_is_refused_before_a_byte_moves(
+    policy: tuple[WorkerGroup, Path], client: SGLangClient, config: RolloutConfig, checkpoint: Path
+) -> None:
+    sync = make_sync(policy, client, config, checkpoint)
+    sync._arch = type(sync._arch)(**{**vars(sync._arch), "vocab_size": 200})
+    before = client.load_checksums()
+    with pytest.raises(
+        SyncError, match=r"rank 0: holds lm_head.weight as \d+ x 64; the policy's model makes it 128 x 64"
+    ):
+        sync.publish(9)
+    assert client.load_checksums() == before
+    sync.close()
+
+
+def test_a_receiver_that_fails_takes_no_server_down(sync: PlantingSync, client: SGLangClient) -> None:
+    sync.publish(10)
+    real = sync._describe_link
+    sync.reconnect()
+    sync._describe_link = lambda *args: real(*args) | {"directory": "/nowhere", "deadline_s": 2.0}
+    with pytest.raises((SyncError, RuntimeError), match="nowhere"):
+        sync.publish(11)
+    sync._describe_link = real
+    sync.publish(11)
+    assert client.is_healthy()
+    assert client.load_weight_version() == 11

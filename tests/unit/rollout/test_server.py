@@ -1,0 +1,59 @@
+"""Ports and CPUs of a server, and what a failed call leaves behind."""
+
+import socket
+import threading
+
+import pytest
+
+from megarl.config.rollout import RolloutConfig
+from megarl.rollout.calls import run_side_by_side, wait_left_over
+from megarl.rollout.server import LOCAL_PORTS, ServerError, SGLangServer, bind_ranks, pick_free_port
+from megarl.seams import DeadlineError
+
+
+def test_a_picked_port_is_free_and_none_that_the_kernel_gives_away():
+    first, last = map(int, LOCAL_PORTS.read_text().split())
+    for _ in range(20):
+        port = pick_free_port("127.0.0.1")
+        assert not first <= port <= last
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+
+
+def test_every_rank_has_a_cpu_and_ranks_share_where_there_are_fewer():
+    assert bind_ranks([4, 7, 9], 2) == "4|7"
+    assert bind_ranks([0, 1], 4) == "0|1|0|1"
+
+
+def test_a_port_taken_meanwhile_is_an_error_that_names_it(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        config = RolloutConfig(kv_cache_tokens=1)
+        server = SGLangServer(config, tmp_path, log_file=tmp_path / "log", seed=1, port=port)
+        with pytest.raises(ServerError, match=rf"127.0.0.1:{port}: port {port} is taken"):
+            server.start(port_deadline_s=0.5)
+    assert not server.is_alive()
+    assert server.exit_status is None
+
+
+def test_calls_that_were_given_up_are_waited_for():
+    released, ended = threading.Event(), threading.Event()
+
+    def close_slowly(_stop):
+        released.wait(20)
+        ended.set()
+
+    def fail(_stop):
+        raise RuntimeError("a server was lost")
+
+    with pytest.raises(RuntimeError, match="a server was lost"):
+        run_side_by_side([close_slowly, fail], lambda: None)
+    with pytest.raises(DeadlineError, match=r"1 calls to SGLang servers, given up before, have not ended within 0.1 s"):
+        wait_left_over(0.1)
+    threading.Timer(0.3, released.set).start()
+    wait_left_over(20)
+    assert ended.is_set()
+    wait_left_over(0.0)
