@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.algo.objective import format_objective
 from megarl.cluster.local import local_ray
-from megarl.cluster.servers import UNPUBLISHED, running_servers
+from megarl.cluster.servers import running_servers
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.check import describe_sizes
 from megarl.config.rollout import Transport
@@ -24,7 +24,7 @@ from megarl.rollout.client import SGLangClient
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter
-from megarl.seams import Pending, RolloutServers, wait_all
+from megarl.seams import UNPUBLISHED, Pending, RolloutServers, wait_all
 from megarl.sync.disk import DiskSync
 from megarl.sync.reshard import ShardSync
 from megarl.trainer import Parts, Summary, Trainer

@@ -115,5 +115,10 @@ class WeightSync(Protocol):
         ...
 
 
+UNPUBLISHED = -1
+"""Weight version of a server that holds none of the trainer's: it was just started, or is in the middle of a sync. What
+it generates is refused."""
+
+
 class SyncError(RuntimeError):
     """The servers do not hold the trainer's weights; the message says which server, what was compared, what differs."""

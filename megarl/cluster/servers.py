@@ -15,8 +15,6 @@ from megarl.config.rollout import RolloutConfig
 from megarl.rollout.loss import CALL_DEADLINE_S, NUM_CALLS, find_loss
 from megarl.rollout.server import SGLangServer
 
-UNPUBLISHED = -1
-"""Weight version of a server that holds its checkpoint's weights; the trainer's versions are numbered from 0."""
 POLL_DEADLINE_S = 10.0
 LOSS_DEADLINE_S = NUM_CALLS * CALL_DEADLINE_S + POLL_DEADLINE_S
 PORT_DEADLINE_S = 15.0

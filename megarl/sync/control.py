@@ -106,6 +106,6 @@ def instruct(
 
 
 def encode_instruction(instruction: Mapping[str, Any]) -> str:
-    """As SGLang takes tensors from another process: a pickle of tensors, base64; here one of the instruction's bytes."""
+    """As SGLang takes tensors from other processes: pickled tensors in base64; here of the instruction's bytes."""
     data = torch.frombuffer(bytearray(json.dumps(instruction).encode()), dtype=torch.uint8)
     return base64.b64encode(pickle.dumps([(INSTRUCTION, data)])).decode()

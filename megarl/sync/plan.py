@@ -87,7 +87,7 @@ class Plan:
 
 
 def build_plan(sources: Pieces, targets: Pieces, dtypes: Mapping[str, str]) -> Plan:
-    """sources: of the training ranks, replicas included; targets: of the server ranks; dtypes: of each of their tensors.
+    """sources: of the training ranks, replicas included; targets: of the server ranks; dtypes: of their tensors.
 
     Of replicas the one that has least to send so far is taken, the largest rectangles first.
     Raises LayoutError for a part of a server's tensor that no training rank holds.
@@ -209,6 +209,7 @@ def format_plan(plan: Plan, names: Mapping[int, str], bound: int, broadcast: int
     lines.append(f"| all | all | {sum(map(len, plan.copies.values()))} | {total / 1e6:.3f} |")
     lines.append("")
     lines.append(
-        f"bytes / least possible: {total / bound:.4f}; gather and broadcast would move {broadcast / total:.2f} times as many"
+        f"bytes / least possible: {total / bound:.4f}; gather and broadcast would move"
+        f" {broadcast / total:.2f} times as many"
     )
     return "\n".join(lines)

@@ -17,7 +17,7 @@ from megarl.config.rollout import RolloutConfig, Transport
 from megarl.mcore.architecture import Architecture
 from megarl.rollout.calls import run_side_by_side
 from megarl.rollout.client import SGLangClient
-from megarl.seams import SyncError, TrainBackend
+from megarl.seams import UNPUBLISHED, SyncError, TrainBackend
 from megarl.sync.checksum import MASK, find_words
 from megarl.sync.control import ANSWER_GRACE_S, Answers, instruct
 from megarl.sync.messages import encode_bucket
@@ -26,9 +26,6 @@ from megarl.sync.probe import compute_policy_logprobs, get_max_gap, verify_logpr
 from megarl.sync.serving_pieces import check_server_rank, predict_server_rank
 from megarl.sync.steps import bracket, explaining_losses, naming_step
 from megarl.types import Metrics
-
-NO_VERSION = -1
-"""Of a server in the middle of a sync; what it generates is refused"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Session:
 class ShardSync:
     """WeightSync over a link between training ranks and server ranks.
 
-    Server rank s * rollout.tp + r is rank r of server s. Servers are paused from the first byte to the end of the proof.
+    Server rank s * rollout.tp + r is rank r of server s. Servers are paused from the first byte to the proof's end.
     """
 
     def __init__(
@@ -140,7 +137,7 @@ class ShardSync:
         """Whatever goes wrong from here on, no server is taken for one that holds some version's weights."""
         for client in self._clients:
             with naming_step(client, "withdrawal of the weight version"):
-                client.set_weight_version(NO_VERSION)
+                client.set_weight_version(UNPUBLISHED)
 
     def _open(self) -> Session:
         tp, num_servers = self._config.tp, len(self._clients)
@@ -223,7 +220,7 @@ class ShardSync:
             try:
                 return verify_logprobs(client, self._probe_tokens, expected, self._max_gap)
             except SyncError:
-                client.set_weight_version(NO_VERSION)
+                client.set_weight_version(UNPUBLISHED)
                 raise
 
     def _raise_version(self, client: SGLangClient, version: int) -> None:

@@ -33,7 +33,7 @@ def describe_rank(
 def _cut(
     entry: Entry, arch: Architecture, shapes: Sequence[tuple[int, int]], tp: int, rank: int
 ) -> list[tuple[int, int, int, int, int]]:
-    """(which whole tensor, row here, row there, rows, column there), found by sending row numbers through the bridge."""
+    """(which whole tensor, row here, row there, rows, column there), from row numbers sent through `to_megatron`."""
     if entry.split == "columns":
         ((rows, cols),) = shapes
         return [(0, 0, 0, rows, rank * (cols // tp))]

@@ -1,6 +1,4 @@
-"""Weights from two tensor-parallel training ranks to a server of two: what arrives, by each transport, and what the proof
-catches.
-"""
+"""Weights from two tensor-parallel training ranks to a server of two: what arrives, and what the proof catches."""
 
 import base64
 import hashlib
@@ -24,8 +22,8 @@ from megarl.mcore.architecture import read_architecture
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.server import SGLangServer
-from megarl.seams import SyncError
-from megarl.sync.reshard import NO_VERSION, Session, ShardSync
+from megarl.seams import UNPUBLISHED, SyncError
+from megarl.sync.reshard import Session, ShardSync
 
 TP = 2
 
@@ -207,7 +205,7 @@ def test_a_wrong_weight_fails_the_proof_and_is_served_under_no_version_and_the_n
     sync.plant = lambda client: write_directly(client, planted)
     with pytest.raises(SyncError, match=message):
         sync.publish(6)
-    assert client.load_weight_version() == NO_VERSION
+    assert client.load_weight_version() == UNPUBLISHED
     sync.plant = None
     sync.publish(6)
     assert client.load_weight_version() == 6

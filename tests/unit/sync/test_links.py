@@ -1,4 +1,4 @@
-"""Buckets between processes: shared memory and a process group, with more buckets than slots, and ends that are missing."""
+"""Buckets between processes over shared memory and a process group: more than slots, and with ends that are missing."""
 
 import socket
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The plan of the weight sync: carried out on real tensors it gives what SGLang's loaders would make of the checkpoint."""
+"""The plan of the weight sync, carried out on real tensors, gives what SGLang would load of the checkpoint."""
 
 from collections import defaultdict
 
@@ -236,7 +236,7 @@ def test_a_server_of_another_model_is_refused_naming_the_tensor() -> None:
     dtypes = dict.fromkeys((piece.tensor for piece in targets[0]), "float32")
     with pytest.raises(LayoutError, match=r"qkv_proj.bias, made of model.layers.0.self_attn.q_proj.bias"):
         build_plan(predict_ranks(arch, ParallelConfig()), targets, dtypes)
-    half = [piece for piece in predict_ranks(arch, ParallelConfig(num_processes=2, tp=2, sp=True))[0]]
+    half = predict_ranks(arch, ParallelConfig(num_processes=2, tp=2, sp=True))[0]
     targets = {0: predict_server_rank(arch, 1, 0)}
     dtypes = dict.fromkeys((piece.tensor for piece in targets[0]), "float32")
     with pytest.raises(LayoutError, match=r"the training ranks hold \d+ of its \d+ elements"):
