@@ -1,4 +1,4 @@
-"""The end of the weight sync in each training rank: sends its part of the weights, and says what they must add up to."""
+"""The end of the weight sync in each training rank: sends its part of the weights, and what they must add up to."""
 
 import time
 from collections.abc import Mapping, Sequence

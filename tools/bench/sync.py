@@ -1,0 +1,371 @@
+"""Bytes and seconds of the weight sync beside full gather and broadcast and beside a checkpoint on disk, in one run.
+
+    python tools/bench/sync.py [--hidden 768] [--layers 12] [--repeats 5] [--transport colocated]
+    python tools/bench/sync.py --simulate
+
+Four training processes (TP2 x PP2, bfloat16) and an SGLang server of two ranks, real ones, on this machine; the three
+ways take turns, and the median is reported. Full gather and broadcast is the peers' way, written here as they write it:
+rank 0 gathers whole tensors and broadcasts them in buckets to every server rank (/update_weights_from_distributed), and
+nothing is proved. Disk: a checkpoint is written and every server rank reads it. Ours holds the whole proof.
+
+--simulate: bytes from the plan, and seconds by assumed link speeds, of layouts that do not fit here. A computation.
+"""
+
+import argparse
+import multiprocessing as mp
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.cluster.workers import _merge_rows
+from megarl.config.algo import AlgoConfig
+from megarl.config.roles import Dtype, ParallelConfig
+from megarl.config.rollout import RolloutConfig, Transport
+from megarl.mcore.architecture import Architecture, Experts, read_architecture
+from megarl.mcore.spec import Role, WorkerSpec
+from megarl.rollout.client import SGLangClient
+from megarl.rollout.server import SGLangServer, pick_free_port
+from megarl.seams import DeadlineError
+from megarl.sync.disk import DiskSync
+from megarl.sync.plan import build_plan, compute_bound, compute_broadcast
+from megarl.sync.reshard import ShardSync
+from megarl.sync.serving_pieces import predict_server_rank
+from megarl.sync.training_pieces import predict_ranks
+from megarl.types import Sequences
+
+GOAL = 0.6
+TP, NUM_RANKS = 2, 4
+BUCKET = 64 << 20
+GROUP = "gather-and-broadcast"
+DEADLINE_S = 300.0
+VOCAB = 32000
+CHARACTERS = 40
+
+
+def run_rank(rank: int, spec: WorkerSpec, init_method: str, connection: Connection) -> None:
+    """Follows (target, verb, arguments) until the connection ends."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    from megarl.mcore.worker import MegatronWorker
+    from megarl.sync.sender import WeightSender
+
+    worker = MegatronWorker(spec, rank, NUM_RANKS, init_method)
+    targets = {"worker": worker, "sender": WeightSender(worker), "broadcast": Broadcaster(worker)}
+    connection.send(None)
+    while True:
+        try:
+            target, verb, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send(getattr(targets[target], verb)(*arguments))
+        except Exception as error:
+            connection.send(RuntimeError(f"rank {rank}, {verb}: {error}"))
+
+
+class Broadcaster:
+    """Full gather and broadcast."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._group: dist.ProcessGroup | None = None
+
+    def join(self, port: int) -> None:
+        """Rank 0 and the server's ranks, as SGLang's init_custom_process_group makes the group."""
+        from torch.distributed import distributed_c10d as c10d
+
+        if dist.get_rank() != 0:
+            return
+        timeout = timedelta(seconds=DEADLINE_S)
+        store, rank, size = next(c10d.rendezvous(f"tcp://127.0.0.1:{port}", 0, 1 + TP, timeout=timeout))
+        self._group, _ = c10d._new_process_group_helper(
+            size, rank, [], c10d.Backend("gloo"), c10d.PrefixStore(GROUP, store), group_name=GROUP, timeout=timeout
+        )
+        c10d._world.pg_group_ranks[self._group] = {i: i for i in range(size)}
+
+    def send(self, url: str) -> int:
+        """Bytes that were broadcast."""
+        from megarl.mcore.bridge import export_hf
+
+        total, bucket, size = 0, [], 0
+        for name, tensor in export_hf(self._worker.chunks, self._worker.arch):
+            if bucket and size + tensor.nbytes > BUCKET:
+                self._broadcast(url, bucket)
+                bucket, size = [], 0
+            bucket.append((name, tensor))
+            size, total = size + tensor.nbytes, total + tensor.nbytes
+        if bucket:
+            self._broadcast(url, bucket)
+        dist.barrier()
+        return total
+
+    def _broadcast(self, url: str, bucket: list[tuple[str, Tensor]]) -> None:
+        body = {
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(x.dtype).removeprefix("torch.") for _, x in bucket],
+            "shapes": [list(x.shape) for _, x in bucket],
+            "group_name": GROUP,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        path = f"{url}/update_weights_from_distributed"
+        call = threading.Thread(target=lambda: httpx.post(path, json=body, timeout=DEADLINE_S, trust_env=False))
+        call.start()
+        dist.broadcast(torch.cat([x.flatten().view(torch.uint8) for _, x in bucket]), src=0, group=self._group)
+        call.join()
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What all ranks answer; a `Pending`."""
+
+    connections: Sequence[Connection]
+    merge: Callable[[list[Any]], Any]
+
+    def result(self) -> Any:
+        found = []
+        for connection in self.connections:
+            if not connection.poll(DEADLINE_S):
+                raise DeadlineError(f"a training rank gave no answer within {DEADLINE_S:g} s")
+            found.append(connection.recv())
+        for answer in found:
+            if isinstance(answer, Exception):
+                raise answer
+        return self.merge(found)
+
+
+class Policy:
+    """The verbs of a TrainBackend that a weight sync needs."""
+
+    def __init__(self, connections: Sequence[Connection]) -> None:
+        self._connections = connections
+
+    def call(self, target: str, verb: str, arguments: Sequence[tuple[Any, ...]] | None, merge: Any = list) -> Answers:
+        own = [()] * NUM_RANKS if arguments is None else arguments
+        for connection, args in zip(self._connections, own, strict=True):
+            connection.send((target, verb, args))
+        return Answers(self._connections, merge)
+
+    def call_senders(self, verb: str, arguments: Sequence[tuple[Any, ...]] | None, deadline_s: float) -> Answers:
+        return self.call("sender", verb, arguments)
+
+    def logprobs(self, sequences: Sequences, temperature: float) -> Answers:
+        return self.call("worker", "logprobs", [(sequences, temperature)] * NUM_RANKS, _merge_rows(sequences))
+
+    def export_weights(self, directory: Path) -> Answers:
+        return self.call("worker", "export_weights", [(directory,)] * NUM_RANKS)
+
+
+@contextmanager
+def open_policy(checkpoint: Path, scratch: Path) -> Iterator[Policy]:
+    spec = WorkerSpec(
+        role=Role.reference,
+        checkpoint=str(checkpoint),
+        parallel=ParallelConfig(num_processes=NUM_RANKS, tp=2, sp=True, pp=2),
+        optimizer=None,
+        dtype=Dtype.bfloat16,
+        algo=AlgoConfig(),
+        temperature=1.0,
+        response_length=CHARACTERS,
+        tokens_per_microbatch=128,
+        deadline_s=DEADLINE_S,
+    )
+    context = mp.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(NUM_RANKS)]
+    processes = [
+        context.Process(target=run_rank, args=(rank, spec, f"file://{scratch}/init", pipe[1]), daemon=True)
+        for rank, pipe in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    connections = [pipe[0] for pipe in pipes]
+    Answers(connections, list).result()
+    yield Policy(connections)
+    for process in processes:
+        process.kill()
+
+
+def write_checkpoint(directory: Path, args: argparse.Namespace) -> int:
+    """A Qwen3 with random weights in bfloat16; its number of parameters."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 8 // 3 // 64 * 64,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 64,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(directory)
+    return sum(param.numel() for param in model.parameters())
+
+
+def broadcast_once(policy: Policy, client: SGLangClient) -> int:
+    client.pause()
+    client.begin_update()
+    sent = policy.call("broadcast", "send", [(client.url,)] * NUM_RANKS).result()[0]
+    client.end_update()
+    client.resume()
+    return int(sent)
+
+
+def join_broadcast(policy: Policy, client: SGLangClient) -> None:
+    port = pick_free_port("127.0.0.1")
+    body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 1 + TP}
+    path = f"{client.url}/init_weights_update_group"
+    body |= {"group_name": GROUP, "backend": "gloo"}
+    call = threading.Thread(target=lambda: httpx.post(path, json=body, timeout=DEADLINE_S, trust_env=False))
+    call.start()
+    policy.call("broadcast", "join", [(port,)] * NUM_RANKS).result()
+    call.join()
+
+
+def measure(
+    policy: Policy, client: SGLangClient, config: RolloutConfig, checkpoint: Path, args: Any, scratch: Path
+) -> float:
+    """Prints the table; the share of the seconds of gather and broadcast that ours takes."""
+    probe = list(range(3, 3 + CHARACTERS))
+    common = {"policy_dtype": Dtype.bfloat16}
+    ours = ShardSync(
+        policy, [client], config, read_architecture(checkpoint), probe, scratch=scratch, host="127.0.0.1", **common
+    )
+    disk = DiskSync(policy, [client], config, scratch / "disk", probe, **common)
+    join_broadcast(policy, client)
+    versions = iter(range(1, 1000))
+    ways: dict[str, Callable[[], Any]] = {
+        f"ours ({args.transport})": lambda: ours.publish(next(versions)),
+        "gather and broadcast": lambda: broadcast_once(policy, client),
+        "disk": lambda: disk.publish(next(versions)),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    metrics: list[dict[str, float]] = []
+    for repeat in range(args.repeats + 1):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            found = way()
+            if repeat:  # the first is the warm-up
+                seconds[name].append(time.perf_counter() - start)
+                if name.startswith("ours"):
+                    metrics.append(found)
+    session = ours.session
+    whole = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    moved = dict(zip(ways, (session.plan.num_bytes, session.broadcast, whole + TP * whole), strict=True))
+    print("| | MB moved | over the least possible | seconds | least to most |\n| --- | --- | --- | --- | --- |")
+    for name, found in seconds.items():
+        middle = statistics.median(found)
+        print(f"| {name} | {moved[name] / 1e6:.1f} | {moved[name] / session.bound:.2f} | {middle:.3f} |", end="")
+        print(f" {min(found):.3f} to {max(found):.3f} |")
+    steps = ("move", "checksum", "probe", "open")
+    parts = ", ".join(f"{step} {statistics.median(m[f'sync/seconds_{step}'] for m in metrics):.3f}" for step in steps)
+    wire = sum(bucket.num_bytes for bucket in session.buckets) / session.bound
+    print(f"ours, seconds: {parts} (open: pause, begin and version); messages over the least possible: {wire:.4f}")
+    medians = [statistics.median(found) for found in seconds.values()]
+    ours.close()
+    disk.close()
+    return medians[0] / medians[1]
+
+
+QWEN32B = Architecture(
+    "qwen2", 64, 5120, 27648, 40, 8, 128, 152064, 131072, 1e-6, 1e6, None, qkv_bias=True, qk_norm=False, tied=False
+)
+QWEN235B = Architecture(
+    "qwen3_moe", 94, 4096, 12288, 64, 4, 128, 151936, 40960, 1e-6, 1e6, None,
+    qkv_bias=False, qk_norm=True, tied=False, experts=Experts(128, 8, 1536, normalized=True),
+)  # fmt: skip
+NIC, NVLINK = 50e9, 300e9
+"""Bytes per second and GPU that are assumed: one 400 Gb/s port, NVLink at two thirds of 450 GB/s."""
+
+
+def simulate(name: str, arch: Architecture, parallel: ParallelConfig, tp: int, num_servers: int, megatron: Any) -> None:
+    """One line: bytes of the plan, and seconds where every byte crosses nodes and the busiest GPU's port decides."""
+    start = time.perf_counter()
+    sources = predict_ranks(arch, parallel, megatron)
+    one = [predict_server_rank(arch, tp, rank) for rank in range(tp)]
+    targets = {server * tp + rank: one[rank] for server in range(num_servers) for rank in range(tp)}
+    dtypes = {piece.tensor: "bfloat16" for pieces in one for piece in pieces}
+    plan = build_plan(sources, targets, dtypes)
+    planning = time.perf_counter() - start
+    broadcast = compute_broadcast(sources, targets, dtypes)
+    busiest = max(*plan.sent.values(), *plan.received.values())
+    whole = sum(plan.received.values()) / num_servers
+    # A pipelined broadcast: every server rank takes the whole model through its port, after one rank gathered it.
+    peers = whole / NIC + whole / NVLINK
+    print(
+        f"| {name} | {plan.num_bytes / 1e9:.1f} | {plan.num_bytes / compute_bound(targets, dtypes):.2f} |"
+        f" {broadcast / 1e9:.1f} | {busiest / 1e9:.2f} | {busiest / NIC:.2f} | {peers:.2f} | {planning:.0f} |",
+        flush=True,
+    )
+
+
+def simulate_all() -> None:
+    print("A computation: links at 50 GB/s a GPU between nodes, 300 GB/s inside; no latency, no contention.")
+    print(
+        "| | plan GB | over the least | gather and broadcast GB | busiest GPU GB | seconds | peers' way | planning s |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    layout = ParallelConfig(num_processes=32, tp=8, sp=True, pp=4)
+    simulate("qwen32b, TP8 x PP4 to 8 servers of TP4", QWEN32B, layout, 4, 8, {})
+    layout = ParallelConfig(num_processes=96, tp=4, sp=True, pp=6, ep=16)
+    ends = {"num_layers_in_first_pipeline_stage": 15, "num_layers_in_last_pipeline_stage": 15}
+    simulate("qwen3_235b_a22b, 96 GPUs (TP4 PP6 EP16) to 8 servers of TP8", QWEN235B, layout, 8, 8, ends)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--transport", choices=["colocated", "split"], default="colocated")
+    parser.add_argument("--simulate", action="store_true")
+    args = parser.parse_args()
+    if args.simulate:
+        simulate_all()
+        return
+    config = RolloutConfig(
+        response_length=CHARACTERS,
+        dtype=Dtype.bfloat16,
+        tp=TP,
+        kv_cache_tokens=4096,
+        max_running_requests=8,
+        sync_deadline_s=120.0,
+        transport=Transport(args.transport),
+    )
+    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as directory:
+        scratch = Path(directory)
+        num_parameters = write_checkpoint(scratch / "model", args)
+        print(f"{num_parameters / 1e6:.0f}M parameters, bfloat16, TP2 x PP2 to a server of {TP} ranks", flush=True)
+        server = SGLangServer(config, scratch / "model", log_file=Path("/tmp/bench-sync-server.log"), seed=1, tp=TP)
+        server.start()
+        try:
+            with open_policy(scratch / "model", scratch) as policy:
+                server.wait_healthy(DEADLINE_S)
+                client = SGLangClient(server.url, vocab_size=VOCAB, deadline_s=DEADLINE_S)
+                ratio = measure(policy, client, config, scratch / "model", args, scratch)
+        finally:
+            server.stop()
+    print(f"ratio: {ratio:.2f} goal: {GOAL:g}")
+
+
+if __name__ == "__main__":
+    main()
