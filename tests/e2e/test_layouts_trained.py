@@ -29,10 +29,11 @@ def train(directory: Path, *overrides: str) -> list[Metrics]:
     for line in lines:
         # SGLang's log-probs are those of Megatron's policy, before and after an update.
         assert line["mismatch/logprob_gap_max"] < 1e-4
+        assert line["sync/bytes_over_bound"] == 1.0
     return lines
 
 
-def test_a_policy_of_two_stages_and_two_shards_trains_with_a_critic_of_two_shards(tmp_path: Path) -> None:
+def test_a_policy_of_two_stages_and_two_shards_trains_with_a_critic_and_a_server_of_two_shards(tmp_path: Path) -> None:
     lines = train(
         tmp_path,
         "algo=vapo",
@@ -40,17 +41,20 @@ def test_a_policy_of_two_stages_and_two_shards_trains_with_a_critic_of_two_shard
         "algo.value_pretrain.steps=1",
         "policy.parallel={num_processes: 4, tp: 2, sp: true, pp: 2}",
         "critic.parallel={num_processes: 2, tp: 2}",
+        "rollout.tp=2",
     )
     assert all(line[f"{role}/grad_norm"] > 0 for line in lines for role in ("policy", "critic"))
 
 
-def test_a_mixture_of_experts_trains_with_its_experts_on_two_processes(tmp_path: Path) -> None:
+def test_a_mixture_of_experts_trains_with_its_experts_on_two_processes_and_two_servers(tmp_path: Path) -> None:
     lines = train(
         tmp_path,
         "model=tiny_moe",
         "algo=grpo",
         "policy.parallel={num_processes: 2, ep: 2}",
         "model.megatron={moe_aux_loss_coeff: 0.01}",
+        "rollout.num_servers=2",
+        "rollout.transport=split",
     )
     for line in lines:
         assert 1.0 <= line["policy/moe_max_load"] <= 2.0
