@@ -1,14 +1,11 @@
 """Bytes and seconds of the weight sync beside full gather and broadcast and beside a checkpoint on disk, in one run.
 
     python tools/bench/sync.py [--hidden 768] [--layers 12] [--repeats 5] [--transport colocated]
-    python tools/bench/sync.py --simulate
 
 Four training processes (TP2 x PP2, bfloat16) and an SGLang server of two ranks, real ones, on this machine; the three
 ways take turns, and the median is reported. Full gather and broadcast is the peers' way, written here as they write it:
 rank 0 gathers whole tensors and broadcasts them in buckets to every server rank (/update_weights_from_distributed), and
 nothing is proved. Disk: a checkpoint is written and every server rank reads it. Ours holds the whole proof.
-
---simulate: bytes from the plan, and seconds by assumed link speeds, of layouts that do not fit here. A computation.
 """
 
 import argparse
@@ -35,16 +32,13 @@ from megarl.cluster.workers import _merge_rows
 from megarl.config.algo import AlgoConfig
 from megarl.config.roles import Dtype, ParallelConfig
 from megarl.config.rollout import RolloutConfig, Transport
-from megarl.mcore.architecture import Architecture, Experts, read_architecture
+from megarl.mcore.architecture import read_architecture
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.server import SGLangServer, pick_free_port
 from megarl.seams import DeadlineError
 from megarl.sync.disk import DiskSync
-from megarl.sync.plan import build_plan, compute_bound, compute_broadcast
 from megarl.sync.reshard import ShardSync
-from megarl.sync.serving_pieces import predict_server_rank
-from megarl.sync.training_pieces import predict_ranks
 from megarl.types import Sequences
 
 GOAL = 0.6
@@ -286,62 +280,13 @@ def measure(
     return medians[0] / medians[1]
 
 
-QWEN32B = Architecture(
-    "qwen2", 64, 5120, 27648, 40, 8, 128, 152064, 131072, 1e-6, 1e6, None, qkv_bias=True, qk_norm=False, tied=False
-)
-QWEN235B = Architecture(
-    "qwen3_moe", 94, 4096, 12288, 64, 4, 128, 151936, 40960, 1e-6, 1e6, None,
-    qkv_bias=False, qk_norm=True, tied=False, experts=Experts(128, 8, 1536, normalized=True),
-)  # fmt: skip
-NIC, NVLINK = 50e9, 300e9
-"""Bytes per second and GPU that are assumed: one 400 Gb/s port, NVLink at two thirds of 450 GB/s."""
-
-
-def simulate(name: str, arch: Architecture, parallel: ParallelConfig, tp: int, num_servers: int, megatron: Any) -> None:
-    """One line: bytes of the plan, and seconds where every byte crosses nodes and the busiest GPU's port decides."""
-    start = time.perf_counter()
-    sources = predict_ranks(arch, parallel, megatron)
-    one = [predict_server_rank(arch, tp, rank) for rank in range(tp)]
-    targets = {server * tp + rank: one[rank] for server in range(num_servers) for rank in range(tp)}
-    dtypes = {piece.tensor: "bfloat16" for pieces in one for piece in pieces}
-    plan = build_plan(sources, targets, dtypes)
-    planning = time.perf_counter() - start
-    broadcast = compute_broadcast(sources, targets, dtypes)
-    busiest = max(*plan.sent.values(), *plan.received.values())
-    whole = sum(plan.received.values()) / num_servers
-    # A pipelined broadcast: every server rank takes the whole model through its port, after one rank gathered it.
-    peers = whole / NIC + whole / NVLINK
-    print(
-        f"| {name} | {plan.num_bytes / 1e9:.1f} | {plan.num_bytes / compute_bound(targets, dtypes):.2f} |"
-        f" {broadcast / 1e9:.1f} | {busiest / 1e9:.2f} | {busiest / NIC:.2f} | {peers:.2f} | {planning:.0f} |",
-        flush=True,
-    )
-
-
-def simulate_all() -> None:
-    print("A computation: links at 50 GB/s a GPU between nodes, 300 GB/s inside; no latency, no contention.")
-    print(
-        "| | plan GB | over the least | gather and broadcast GB | busiest GPU GB | seconds | peers' way | planning s |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    layout = ParallelConfig(num_processes=32, tp=8, sp=True, pp=4)
-    simulate("qwen32b, TP8 x PP4 to 8 servers of TP4", QWEN32B, layout, 4, 8, {})
-    layout = ParallelConfig(num_processes=96, tp=4, sp=True, pp=6, ep=16)
-    ends = {"num_layers_in_first_pipeline_stage": 15, "num_layers_in_last_pipeline_stage": 15}
-    simulate("qwen3_235b_a22b, 96 GPUs (TP4 PP6 EP16) to 8 servers of TP8", QWEN235B, layout, 8, 8, ends)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--transport", choices=["colocated", "split"], default="colocated")
-    parser.add_argument("--simulate", action="store_true")
     args = parser.parse_args()
-    if args.simulate:
-        simulate_all()
-        return
     config = RolloutConfig(
         response_length=CHARACTERS,
         dtype=Dtype.bfloat16,

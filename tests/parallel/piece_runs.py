@@ -1,0 +1,34 @@
+"""What the processes of the tests of resharding run."""
+
+from typing import Any
+
+import torch
+
+from megarl.mcore.spec import WorkerSpec
+from megarl.sync.boxes import Box, Piece
+
+Held = list[tuple[Piece, torch.Tensor]]
+
+
+def describe_layouts(
+    rank: int, world_size: int, specs: dict[str, WorkerSpec], scratch: str
+) -> dict[str, dict[int, Held]]:
+    """Of each layout: rank -> the pieces that it says it holds, each with the numbers that lie there."""
+    from megarl.mcore.worker import MegatronWorker
+    from megarl.sync.sender import WeightSender
+
+    results = {}
+    for name, spec in specs.items():
+        worker = MegatronWorker(spec, rank, world_size, f"file://{scratch}/{name}.init")
+        try:
+            tensors = {entry.name: tensor for entry, tensor in worker.shards()}
+            held = []
+            for piece in WeightSender(worker).describe():
+                at = Box(piece.row, piece.col, piece.box.num_rows, piece.box.num_cols)
+                held.append((piece, at.of(tensors[piece.tensor]).clone()))
+            parts: list[Any] = [None] * world_size
+            torch.distributed.all_gather_object(parts, held)
+            results[name] = dict(enumerate(parts))
+        finally:
+            worker.close()
+    return results
