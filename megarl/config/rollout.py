@@ -23,6 +23,10 @@ class RolloutConfig:
     startup_deadline_s: float = 300.0
     request_deadline_s: float = 600.0
     sync_deadline_s: float = 300.0
+    max_staleness: int = 0
+    """Policy updates by which the weights that sampled a token may be behind those trained on it. 0: on-policy, servers
+    wait for each update. n: up to n iterations' responses are generated while the trainer works, and go on with the
+    new weights after each update."""
     max_probe_logprob_gap: float | None = None
     """Largest |log-prob difference| / max(1, |log-prob|) allowed on any token of the probe text after a sync; null:
     1e-4 in float32, 0.5 where the policy or the rollout is in bfloat16."""
