@@ -74,8 +74,17 @@ class TrainBackend(Protocol):
 class RolloutEngine(Protocol):
     """The generation servers."""
 
-    def generate(self, prompts: Sequence[Prompt], *, num_responses: int, temperature: float) -> list[list[Response]]:
-        """`num_responses` responses for each prompt, in order. temperature 0 is greedy."""
+    def generate(
+        self, prompts: Sequence[Prompt], *, num_responses: int, temperature: float, urgent: bool = False
+    ) -> list[list[Response]]:
+        """`num_responses` responses for each prompt, in order. temperature 0 is greedy. Thread-safe.
+
+        urgent: before what other threads have asked for without it.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """End the calls under way in other threads: each raises CancelledError (concurrent.futures)."""
         ...
 
     def check_health(self) -> None:

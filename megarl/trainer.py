@@ -21,9 +21,9 @@ from megarl.data.sampler import PromptSampler
 from megarl.recovery import Recovery
 from megarl.report.report import Report
 from megarl.rollout.collector import Collector
-from megarl.rollout.replay import ReplayBuffer
 from megarl.rollout.rollout_file import RolloutWriter
-from megarl.rollout.signal_groups import collect_signal_groups, join_groups, split_groups
+from megarl.rollout.signal_groups import join_groups
+from megarl.rollout.source import GroupSource
 from megarl.rollout.tensors import build_tensors
 from megarl.seams import Pending, RolloutEngine, RolloutServers, TrainBackend, WeightSync, wait_all
 from megarl.types import Experience, Metrics, Prompt, Rollout, Sample, TrainingSamples
@@ -70,7 +70,7 @@ class Trainer:
         )
         self.kl = KlController.start(config.algo.kl)
         self.reward_moments = RunningMoments()
-        self.replay = ReplayBuffer(config.algo.replay, config.seed)
+        self.source = GroupSource(config, parts.engine, parts.collector, parts.sampler, self.with_servers)
         self.version = 0
         self.iteration = 0
         self.num_samples = 0
@@ -85,13 +85,18 @@ class Trainer:
     def run(self) -> Summary:
         """Iterate until the last one, the held-out reward aimed at, or the limit of time or samples."""
         train, iteration = self.config.train, 0
-        while iteration < train.num_iterations and not self.reached_goal() and not self.reached_limit():
-            iteration += 1
-            metrics = self.iterate(iteration)
-            last = iteration == train.num_iterations or self.reached_limit()
-            if last or iteration % train.eval_every == 0:
-                metrics |= self.evaluate()
-            self.report.log(iteration, metrics)
+        try:
+            while iteration < train.num_iterations and not self.reached_goal() and not self.reached_limit():
+                iteration += 1
+                metrics = self.iterate(iteration)
+                last = iteration == train.num_iterations or self.reached_limit()
+                if last or iteration % train.eval_every == 0:
+                    metrics |= self.evaluate()
+                self.report.log(iteration, metrics)
+        finally:
+            num_dropped = self.source.close()
+        if num_dropped:
+            self.report.message(f"{num_dropped} responses that ran ahead of iteration {iteration} are dropped")
         return Summary(iteration, self.heldout_reward)
 
     def iterate(self, iteration: int) -> Metrics:
@@ -109,20 +114,13 @@ class Trainer:
     def collect(self, iteration: int) -> tuple[Rollout, Metrics]:
         """The groups of one iteration: fresh ones, with `algo.dynamic_sampling` only those of different rewards, and
         with `algo.replay` older ones beside them."""
-        num_groups, sampling = self.config.train.prompts_per_iteration, self.config.algo.dynamic_sampling
-        replayed = self.replay.draw(num_groups, iteration)
-        num_groups -= len(replayed)
-        draw = self.parts.sampler.next_batch
-        metrics: Metrics = {}
         with self.report.phase("rollout"):
-            self.check_servers()
-            if sampling.enabled:
-                fresh, metrics = collect_signal_groups(draw, self.generate, num_groups, sampling.max_rounds)
-            else:
-                fresh = split_groups(self.generate(draw(num_groups)))
-        self.replay.add(fresh)
-        metrics |= compute_score_metrics([sample for group in fresh for sample in group])
-        return join_groups(fresh + replayed, self.version), metrics | {"sampling/total_samples": self.num_samples}
+            gathered = self.source.take(iteration, self.version)
+        for samples in gathered.sampled:
+            self.keep(Rollout(samples, self.version))
+        metrics = gathered.metrics | compute_score_metrics([sample for group in gathered.fresh for sample in group])
+        rollout = join_groups(gathered.fresh + gathered.replayed, self.version)
+        return rollout, metrics | {"sampling/total_samples": self.num_samples}
 
     def generate(self, prompts: Sequence[Prompt]) -> Rollout:
         """Responses of the present policy with their rewards, grouped by prompt."""
@@ -130,10 +128,14 @@ class Trainer:
         rollout = self.with_servers(
             lambda: self.parts.collector.collect(prompts, num_responses, weight_version=self.version)
         )
+        self.keep(rollout)
+        return rollout
+
+    def keep(self, rollout: Rollout) -> None:
+        """Count the responses and, where a file is asked for, save them."""
         self.num_samples += len(rollout.samples)
         if self.parts.rollout_file:
             self.parts.rollout_file.write(rollout, self.iteration)
-        return rollout
 
     def check_servers(self) -> None:
         """Afterwards every server answers and holds the current weights, or RuntimeError says which does not."""

@@ -74,6 +74,8 @@ class Sample:
     score: Score
     group: int
     """Samples of one prompt in one iteration share it; numbered from 0 within the iteration."""
+    age: int = 0
+    """Iterations since the one that the response was sampled for; above 0 in replay only."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ class Rollout:
 
     samples: tuple[Sample, ...]
     weight_version: int
-    """Version of the trainer's weights when the rollout was asked for."""
+    """Version of the trainer's weights when it takes the rollout; tokens of it may be up to rollout.max_staleness
+    versions behind."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class Experience:
     groups: Tensor
     """int64 [B]"""
     ages: Tensor
-    """int64 [B]: updates of the policy since the response was sampled; 0: sampled by the present policy"""
+    """int64 [B]: iterations since the one that the response was sampled for; 0: this one, above: replayed"""
     rewards: Tensor
     """float32 [B], raw, as the verifier gave them"""
     truncated: Tensor

@@ -40,7 +40,12 @@ class RolloutConfig:
     """Most bytes of one message of weights, in MiB; each rank holds two. Without effect with transport=disk"""
     max_server_restarts: int = 3
     """Servers that are lost in a rollout or a sync are started again and get the current weights, up to this often for
-    the same rollout or sync; then the run ends with the error. 0: at once"""
+    the same rollout or sync; then the run ends with the error. 0: at once. What runs ahead (max_staleness) is not
+    repeated: a server that is lost then ends the run"""
+    max_staleness: int = 0
+    """Policy updates by which the weights that sampled a token may be behind those trained on it. 0: on-policy, servers
+    wait for each update. n: up to n iterations' responses are generated while the trainer works, and go on with the
+    new weights after each update."""
     max_probe_logprob_gap: float | None = None
     """Largest |log-prob difference| / max(1, |log-prob|) allowed on any token of the probe text after a sync; null:
     1e-4 in float32, 0.5 where the policy or the rollout is in bfloat16."""

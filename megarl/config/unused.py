@@ -232,7 +232,7 @@ COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
         Rule(
             (
                 *("policy.optimizer", "policy.recompute", "policy.recompute_method", "policy.recompute_num_layers"),
-                "train.num_iterations",
+                *("rollout.max_staleness", "train.num_iterations"),
                 "train.stop_at_heldout_reward",
                 *("train.eval_every", "train.num_eval_prompts", "logger.num_logged_samples"),
                 *(f"algo.{name}" for name in _POLICY_ONLY),
@@ -263,7 +263,7 @@ COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
                 "logger",
                 "model.megatron",
                 *("cluster.cpu_threads_per_worker", "cluster.worker_start_deadline_s", "cluster.call_deadline_s"),
-                *("rollout.sync_deadline_s", "rollout.max_probe_logprob_gap"),
+                *("rollout.sync_deadline_s", "rollout.max_probe_logprob_gap", "rollout.max_staleness"),
             ),
             lambda c: False,
             "in an evaluation, which has no training processes; it counts in python -m megarl.train",

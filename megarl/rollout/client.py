@@ -13,6 +13,8 @@ import httpx
 from megarl.seams import DeadlineError
 
 CONNECT_DEADLINE_S = 10.0
+URGENT = 100
+"""Priority of a request that goes before those without one, and takes their place; where the server has priorities."""
 
 
 class RequestError(RuntimeError):
@@ -69,14 +71,15 @@ class SGLangClient:
         return answers
 
     def score(self, token_ids: Sequence[int], *, deadline_s: float | None = None) -> list[float]:
-        """Log-probs (temperature 1) of token_ids[1:], each given the tokens before it.
+        """Log-probs (temperature 1) of token_ids[1:], each given the tokens before it; before what else waits.
 
         Raises ValueError for fewer than two tokens.
         """
         if len(token_ids) < 2:
             raise ValueError(f"score: {len(token_ids)} token(s); at least two are needed")
         params = {"max_new_tokens": 0, "temperature": 1.0}
-        answer = self.generate([token_ids], params, deadline_s=deadline_s, return_logprob=True, logprob_start_len=0)[0]
+        fields = {"return_logprob": True, "logprob_start_len": 0, "priority": URGENT}
+        answer = self.generate([token_ids], params, deadline_s=deadline_s, **fields)[0]
         entries = answer["meta_info"]["input_token_logprobs"]
         found = [entry[1] for entry in entries]
         # SGLang 0.5.23 scores the vocabulary's last id like any other but reports it as 0.
@@ -112,8 +115,9 @@ class SGLangClient:
         except ValueError:
             raise RequestError(f"{self.url} reports weight version {version!r}; a number was expected") from None
 
-    def set_weight_version(self, version: int) -> None:
-        self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, None)
+    def set_weight_version(self, version: int, *, deadline_s: float | None = None) -> None:
+        """Tokens generated from now on are of `version`; those of requests under way keep theirs."""
+        self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, deadline_s)
 
     def pause(self, mode: str = "retract") -> None:
         """Stop generating; retract: running requests wait and have their KV cache recomputed afterwards."""

@@ -1,51 +1,86 @@
 """Prompts -> responses -> rewards, as one Rollout."""
 
 import math
+import threading
 from collections.abc import Sequence
 
 from megarl.seams import RolloutEngine
-from megarl.types import Prompt, Response, RewardFunction, Rollout, Sample
+from megarl.types import Metrics, Prompt, Response, RewardFunction, Rollout, Sample, Score
 
 
 class Collector:
-    """Asks the engine for groups of responses and has each one scored."""
+    """Asks the engine for groups of responses and has each one scored. Thread-safe."""
 
     def __init__(self, engine: RolloutEngine, reward: RewardFunction, *, temperature: float):
         self._engine = engine
         self._reward = reward
         self._temperature = temperature
+        self._scoring = threading.Lock()
 
-    def collect(self, prompts: Sequence[Prompt], num_responses: int, *, weight_version: int) -> Rollout:
+    def sample(self, prompts: Sequence[Prompt], num_responses: int) -> tuple[Sample, ...]:
         """One group of `num_responses` samples per prompt, groups numbered from 0 in the order of `prompts`.
 
-        weight_version: of the trainer's weights now. Raises RuntimeError where a server generated a token with
-        other weights, ValueError where a reward is not finite.
+        Which weights generated them is not looked at. Raises ValueError where a reward is not finite.
         """
-        return self._collect(prompts, num_responses, self._temperature, weight_version)
+        groups = self._engine.generate(prompts, num_responses=num_responses, temperature=self._temperature)
+        return score_groups(prompts, groups, self._score)
+
+    def collect(self, prompts: Sequence[Prompt], num_responses: int, *, weight_version: int) -> Rollout:
+        """As `sample`, of the present weights.
+
+        weight_version: of the trainer's weights now. Raises RuntimeError where a server generated a token with
+        other weights.
+        """
+        samples = self.sample(prompts, num_responses)
+        check_versions(samples, weight_version)
+        return Rollout(samples, weight_version)
 
     def collect_greedy(self, prompts: Sequence[Prompt], *, weight_version: int) -> Rollout:
-        """The most likely response of each prompt, for evaluation; else as `collect`."""
-        return self._collect(prompts, 1, 0.0, weight_version)
+        """The most likely response of each prompt, for evaluation, before what runs ahead; else as `collect`."""
+        groups = self._engine.generate(prompts, num_responses=1, temperature=0.0, urgent=True)
+        samples = score_groups(prompts, groups, self._score)
+        check_versions(samples, weight_version)
+        return Rollout(samples, weight_version)
 
-    def _collect(
-        self, prompts: Sequence[Prompt], num_responses: int, temperature: float, weight_version: int
-    ) -> Rollout:
-        groups = self._engine.generate(prompts, num_responses=num_responses, temperature=temperature)
-        check_versions(prompts, groups, weight_version)
-        return Rollout(score_groups(prompts, groups, self._reward), weight_version)
+    def _score(self, prompt: Prompt, response: Response) -> Score:
+        with self._scoring:  # A user's function need not stand two threads.
+            return self._reward(prompt, response)
 
 
-def check_versions(prompts: Sequence[Prompt], groups: Sequence[Sequence[Response]], expected: int) -> None:
-    """Raise RuntimeError, naming prompt and versions, for a token generated with other weights than `expected`."""
-    for prompt, responses in zip(prompts, groups, strict=True):
-        for response in responses:
-            used = {v for v, own in zip(response.weight_versions, response.generated, strict=True) if own}
-            if used - {expected}:
-                versions = ", ".join(str(version) for version in sorted(used))
-                raise RuntimeError(
-                    f"a response to prompt {prompt.id!r} was generated with the servers' weight version {versions}; "
-                    f"the trainer's is {expected}: the servers missed a weight sync, or it came during the rollout"
-                )
+def list_versions(response: Response) -> list[int]:
+    """The version of the weights behind each token that the policy generated."""
+    return [v for v, own in zip(response.weight_versions, response.generated, strict=True) if own]
+
+
+def check_versions(samples: Sequence[Sample], weight_version: int, max_staleness: int = 0) -> None:
+    """Raise RuntimeError, naming prompt and versions, for a token that was generated with other weights than those of
+    the versions from `weight_version - max_staleness` to `weight_version`.
+    """
+    for sample in samples:
+        used = set(list_versions(sample.response))
+        if used and not weight_version - max_staleness <= min(used) <= max(used) <= weight_version:
+            versions = ", ".join(str(version) for version in sorted(used))
+            behind = f", and rollout.max_staleness is {max_staleness}" if max_staleness else ""
+            raise RuntimeError(
+                f"a response to prompt {sample.prompt.id!r} was generated with the servers' weight version {versions}; "
+                f"the trainer's is {weight_version}{behind}: the servers missed a weight sync, or it came during the"
+                " rollout"
+            )
+
+
+def compute_staleness(samples: Sequence[Sample], weight_version: int) -> Metrics:
+    """rollout/staleness_mean, _max: versions behind `weight_version`, over the generated tokens;
+    rollout/mixed_frac: share of the responses that are of more than one version. Empty where there is no token.
+    """
+    used = [versions for sample in samples if (versions := list_versions(sample.response))]
+    behind = [weight_version - version for versions in used for version in versions]
+    if not behind:
+        return {}
+    return {
+        "rollout/staleness_mean": sum(behind) / len(behind),
+        "rollout/staleness_max": float(max(behind)),
+        "rollout/mixed_frac": sum(len(set(versions)) > 1 for versions in used) / len(used),
+    }
 
 
 def score_groups(

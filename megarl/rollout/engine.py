@@ -1,6 +1,7 @@
 """Generation over one or several SGLang servers, behind the RolloutEngine seam."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.calls import StopFlag, find_cause, run_side_by_side
 from megarl.rollout.checkpoint import load_generation_spec
-from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient
+from megarl.rollout.client import URGENT, ConnectionLostError, RequestError, SGLangClient
 from megarl.seams import DeadlineError
 from megarl.types import FinishReason, Prompt, Response
 
@@ -59,21 +60,28 @@ class SGLangEngine:
         self._tokenizer = tokenizer
         self._check_processes = check_processes
         self._top_p, self._top_k = top_p, top_k
+        self._num_cancelled = 0
 
-    def generate(self, prompts: Sequence[Prompt], *, num_responses: int, temperature: float) -> list[list[Response]]:
-        """`num_responses` responses for each prompt, in the order of `prompts`. temperature 0 is greedy.
+    def generate(
+        self, prompts: Sequence[Prompt], *, num_responses: int, temperature: float, urgent: bool = False
+    ) -> list[list[Response]]:
+        """`num_responses` responses for each prompt, in the order of `prompts`. temperature 0 is greedy. Thread-safe.
+
+        urgent: before what other threads have asked for without it, where servers have priorities (max_staleness > 0).
 
         rollout_logprobs are of the temperature-scaled distribution (of temperature 1 where it is 0). The
         end-of-sequence token is a response token like any other.
 
         Raises ValueError for a prompt without tokens or with an id outside the vocabulary; what `check_processes`
         raises of a server that is down, else ConnectionLostError where no server answers, DeadlineError. A signal
-        that raises in this thread ends the wait and breaks the calls under way.
+        that raises in this thread ends the wait and breaks the calls under way; so does `cancel`, by CancelledError.
         """
         if num_responses < 1 or temperature < 0:
             raise ValueError(f"generate: num_responses {num_responses} (>= 1), temperature {temperature} (>= 0)")
         if not prompts:
             return []
+        fields: dict[str, Any] = {"return_logprob": True} | ({"priority": URGENT} if urgent else {})
+        num_cancelled = self._num_cancelled
         params = {
             "temperature": temperature,
             "top_p": self._top_p,
@@ -83,13 +91,15 @@ class SGLangEngine:
         }
         shares = [list(range(i, len(prompts), len(self.clients))) for i in range(len(self.clients))]
         jobs = [
-            partial(self._generate_share, prompts, home, share, num_responses, params)
+            partial(self._generate_share, prompts, home, share, num_responses, params, fields)
             for home, share in enumerate(shares)
             if share
         ]
         try:
             parts = run_side_by_side(jobs, self._abort)
         except (ConnectionLostError, DeadlineError) as error:
+            if self._num_cancelled > num_cancelled:
+                raise CancelledError from error
             self._raise_cause(error)
             raise
         found = {row: group for part in parts for row, group in part.items()}
@@ -104,6 +114,11 @@ class SGLangEngine:
                 error = ConnectionLostError(f"SGLang server {client.url} does not answer /health")
                 self._raise_cause(error)
                 raise error
+
+    def cancel(self) -> None:
+        """End the calls under way in other threads: each raises CancelledError. Later ones are as ever."""
+        self._num_cancelled += 1
+        self._abort()
 
     def close(self) -> None:
         for client in self.clients:
@@ -125,6 +140,7 @@ class SGLangEngine:
         rows: list[int],
         num_responses: int,
         params: Mapping[str, Any],
+        fields: Mapping[str, Any],
         stop: StopFlag,
     ) -> dict[int, list[Response]]:
         """The groups of these rows, by server `home` or, where it is lost, by the next."""
@@ -136,9 +152,9 @@ class SGLangEngine:
             ids = [prompts[row].token_ids for row in chunk]
             shared = [prompt for prompt in ids if len(prompt) >= MIN_SHARED_PREFIX]
             if num_responses > 1 and shared:
-                self._call(home, shared, {"max_new_tokens": 0, "temperature": 0.0}, stop)
+                self._call(home, shared, {"max_new_tokens": 0, "temperature": 0.0}, fields, stop)
             repeated = [prompt for prompt in ids for _ in range(num_responses)]
-            answers = self._call(home, repeated, params, stop)
+            answers = self._call(home, repeated, params, fields, stop)
             if len(answers) != len(repeated):
                 raise RequestError(f"asked a server for {len(repeated)} responses, got {len(answers)}")
             responses = self._build_responses(answers)
@@ -147,15 +163,21 @@ class SGLangEngine:
         return found
 
     def _call(
-        self, home: int, ids: Sequence[Sequence[int]], params: Mapping[str, Any], stop: StopFlag
+        self,
+        home: int,
+        ids: Sequence[Sequence[int]],
+        params: Mapping[str, Any],
+        fields: Mapping[str, Any],
+        stop: StopFlag,
     ) -> list[dict[str, Any]]:
+        num_cancelled = self._num_cancelled
         for attempt in range(MAX_ATTEMPTS):
             stop.sleep(ATTEMPT_PAUSE_S if attempt >= len(self.clients) else 0.0)
             client = self.clients[(home + attempt) % len(self.clients)]
             try:
-                return client.generate(ids, params, return_logprob=True)
+                return client.generate(ids, params, **fields)
             except ConnectionLostError:
-                if attempt == MAX_ATTEMPTS - 1:
+                if attempt == MAX_ATTEMPTS - 1 or self._num_cancelled > num_cancelled:
                     raise
         raise AssertionError("unreachable")
 

@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from dataclasses import replace
 
 from megarl.config.algo import ReplayConfig
 from megarl.rollout.signal_groups import Group
@@ -18,9 +19,13 @@ class ReplayBuffer:
     def draw(self, num_groups: int, iteration: int) -> list[Group]:
         """A random share `frac` of `num_groups`, at most what is there and without repeats.
 
-        The same for the same seed, iteration and contents.
+        Their samples' ages count the iterations since. The same for the same seed, iteration and contents.
         """
-        pool = [group for groups in self._iterations for group in groups]
+        pool = [
+            tuple(replace(sample, age=age) for sample in group)
+            for age, groups in zip(range(len(self._iterations), 0, -1), self._iterations, strict=True)
+            for group in groups
+        ]
         wanted = min(len(pool), num_groups - 1, round(self._config.frac * num_groups))
         return random.Random(f"replay/{self._seed}/{iteration}").sample(pool, wanted) if wanted > 0 else []
 

@@ -85,6 +85,9 @@ def build_command(
         # Without it an idle scheduler spins and takes a core from the trainer.
         "sleep_on_idle": True,
     }
+    if config.max_staleness > 0:
+        # The proof of a weight sync and evaluations do not wait for the responses that are generated ahead.
+        options |= {"enable_priority_scheduling": True}
     if not has_cuda():
         options |= {"device": "cpu", "attention_backend": "torch_native"}
     return [sys.executable, "-m", "sglang.launch_server", *render_options(options | config.sglang)]

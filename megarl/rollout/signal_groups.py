@@ -6,6 +6,7 @@ A group of equal rewards has no advantage. It is replaced by further prompts, up
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from megarl.types import Metrics, Prompt, Rollout, Sample
@@ -17,14 +18,14 @@ class NoSignalError(RuntimeError):
     """No group's rewards differ: the task is too easy or too hard for the policy; the message says which."""
 
 
-def split_groups(rollout: Rollout) -> list[Group]:
+def split_groups(samples: Sequence[Sample]) -> list[Group]:
     """The samples of each prompt, in order."""
-    return [tuple(group) for _, group in groupby(rollout.samples, key=lambda sample: sample.group)]
+    return [tuple(group) for _, group in groupby(samples, key=lambda sample: sample.group)]
 
 
 def join_groups(groups: Sequence[Group], weight_version: int) -> Rollout:
     """One rollout of these groups, numbered anew from 0."""
-    samples = (Sample(s.prompt, s.response, s.score, i) for i, group in enumerate(groups) for s in group)
+    samples = (replace(s, group=i) for i, group in enumerate(groups) for s in group)
     return Rollout(tuple(samples), weight_version)
 
 
@@ -35,11 +36,11 @@ def has_signal(group: Group) -> bool:
 
 def collect_signal_groups(
     draw: Callable[[int], Sequence[Prompt]],
-    collect: Callable[[Sequence[Prompt]], Rollout],
+    collect: Callable[[Sequence[Prompt]], Sequence[Sample]],
     num_groups: int,
     max_rounds: int,
 ) -> tuple[list[Group], Metrics]:
-    """`num_groups` groups with signal, and sampling/*; `draw(n)` gives n further prompts, `collect` their rollout.
+    """`num_groups` groups with signal, and sampling/*; `draw(n)` gives n further prompts, `collect` their samples.
 
     From the second round on as many prompts are asked for as the share of groups with signal so far makes likely to
     be enough, at most `num_groups` at once. What is missing after `max_rounds` is filled up with groups of equal

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.types import FinishReason, Response, Rollout, Sequences
+from megarl.types import FinishReason, Rollout, Sequences
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class RolloutTensors:
     groups: Tensor
     """int64 [B]"""
     ages: Tensor
-    """int64 [B]: the rollout's weight version less the one that generated the oldest token"""
+    """int64 [B]: iterations since the one that the response was sampled for; above 0 where it is replayed"""
     rewards: Tensor
     """float32 [B]"""
     truncated: Tensor
@@ -37,12 +37,6 @@ def build_sequences(rollout: Rollout) -> Sequences:
     )
 
 
-def compute_age(response: Response, weight_version: int) -> int:
-    """How many versions before this one the oldest weights are that generated a token of it."""
-    used = (v for v, own in zip(response.weight_versions, response.generated, strict=True) if own)
-    return weight_version - min(used, default=weight_version)
-
-
 def build_tensors(rollout: Rollout) -> RolloutTensors:
     """All tensors of a rollout, on the CPU."""
     samples = rollout.samples
@@ -56,7 +50,7 @@ def build_tensors(rollout: Rollout) -> RolloutTensors:
     return RolloutTensors(
         sequences=build_sequences(rollout),
         groups=torch.tensor([s.group for s in samples], dtype=torch.int64),
-        ages=torch.tensor([compute_age(s.response, rollout.weight_version) for s in samples], dtype=torch.int64),
+        ages=torch.tensor([s.age for s in samples], dtype=torch.int64),
         rewards=torch.tensor([s.score.reward for s in samples], dtype=torch.float32),
         truncated=torch.tensor([s.response.finish_reason is FinishReason.length for s in samples]),
         mask=mask,

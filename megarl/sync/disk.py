@@ -10,9 +10,10 @@ from megarl.config.roles import Dtype
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.calls import StopFlag, run_side_by_side
 from megarl.rollout.client import SGLangClient
-from megarl.seams import SyncError, TrainBackend
+from megarl.seams import TrainBackend
 from megarl.sync.probe import compute_policy_logprobs, get_max_gap, verify_logprobs
-from megarl.sync.steps import bracket, explaining_losses, naming_step
+from megarl.sync.steps import CLEAN_UP_DEADLINE_S, bracket, explaining_losses, naming_step
+from megarl.sync.versions import VersionRaise
 from megarl.types import Metrics
 
 
@@ -44,7 +45,10 @@ class DiskSync:
         self._check_processes = check_processes
 
     def publish(self, version: int) -> Metrics:
-        """Export, load into every server, prove, and only then raise the servers' version to `version`.
+        """Export, load into every server as `version`, and prove.
+
+        Responses under way wait for the load and go on with the new weights: the version of the servers is raised
+        while they are paused, and withdrawn where the proof fails.
 
         Raises SyncError where a server refuses the weights, is lost or is late, naming server and step, and where
         the proof fails; none then serves as `version`. A signal that raises in this thread ends the wait.
@@ -54,11 +58,11 @@ class DiskSync:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._policy.export_weights(target).result()
         exported = time.monotonic()
-        self._for_each_server(lambda client: self._load(client, target))
-        loaded = time.monotonic()
-        expected = compute_policy_logprobs(self._policy, self._probe_tokens)
-        gap = self._prove(expected)
-        self._for_each_server(lambda client: self._raise_version(client, version))
+        with VersionRaise(version, CLEAN_UP_DEADLINE_S) as raising:
+            self._for_each_server(lambda client: self._load(client, target, raising))
+            loaded = time.monotonic()
+            expected = compute_policy_logprobs(self._policy, self._probe_tokens)
+            gap = self._prove(expected)
         self._remove_others(target)
         return {
             "sync/bytes": float(sum(file.stat().st_size for file in target.iterdir() if file.is_file())),
@@ -86,13 +90,15 @@ class DiskSync:
         for client in self._clients:
             client.abort()
 
-    def _load(self, client: SGLangClient, directory: Path) -> None:
-        with (
-            bracket(client, "pause", client.pause, client.resume),
-            bracket(client, "begin of the weight update", client.begin_update, client.end_update),
-            naming_step(client, f"load of the weights in {directory}"),
-        ):
-            client.update_weights_from_disk(directory, deadline_s=self._config.sync_deadline_s)
+    def _load(self, client: SGLangClient, directory: Path, raising: VersionRaise) -> None:
+        with bracket(client, "pause", client.pause, client.resume):
+            with (
+                bracket(client, "begin of the weight update", client.begin_update, client.end_update),
+                naming_step(client, f"load of the weights in {directory}"),
+            ):
+                client.update_weights_from_disk(directory, deadline_s=self._config.sync_deadline_s)
+            with naming_step(client, f"raise of the weight version to {raising.version}"):
+                raising.apply(client)
 
     def _prove(self, expected: Sequence[float]) -> float:
         """The largest gap of any server."""
@@ -102,13 +108,6 @@ class DiskSync:
                 with naming_step(client, "proof of the weights"):
                     gaps.append(verify_logprobs(client, self._probe_tokens, expected, self._max_gap))
         return max(gaps)
-
-    def _raise_version(self, client: SGLangClient, version: int) -> None:
-        with naming_step(client, f"raise of the weight version to {version}"):
-            client.set_weight_version(version)
-            found = client.load_weight_version()
-        if found != version:
-            raise SyncError(f"SGLang server {client.url} reports weight version {found} after it was set to {version}")
 
     def _remove_others(self, keep: Path) -> None:
         for old in self._directory.iterdir():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megarl.rollout.client import RequestError
-from megarl.rollout.collector import check_versions, score_groups
+from megarl.rollout.collector import check_versions, compute_staleness, score_groups
 from megarl.rollout.engine import build_response
 from megarl.rollout.tensors import build_sequences, build_tensors
 from megarl.types import FinishReason, Prompt, Response, Rollout, Score
@@ -23,6 +23,10 @@ GROUPS = [
     [make_response(8, 2), make_response(9, 9, 9, finish=FinishReason.length)],
     [make_response(2), make_response(4, 3, 2, generated=(True, False, True))],
 ]
+
+
+def score(groups):
+    return score_groups(PROMPTS[: len(groups)], groups, lambda p, r: Score(0.0, False))
 
 
 def make_rollout() -> Rollout:
@@ -46,11 +50,28 @@ def test_a_token_of_other_weights_than_the_trainers_is_refused_unless_it_was_not
     first, second = GROUPS[1]
     stale = replace(second, weight_versions=(0, 0, 3))
     with pytest.raises(RuntimeError, match=r"prompt 'b' .* weight version 0, 3; the trainer's is 0"):
-        check_versions(PROMPTS, [GROUPS[0], [first, stale]], 0)
+        check_versions(score([GROUPS[0], [first, stale]]), 0)
     with pytest.raises(RuntimeError, match=r"prompt 'a' .* weight version 0; the trainer's is 1"):
-        check_versions(PROMPTS, GROUPS, 1)
+        check_versions(score(GROUPS), 1)
     # GROUPS' last response has a token in its middle that the policy did not generate.
-    check_versions(PROMPTS, [GROUPS[0], [first, replace(second, weight_versions=(0, 9, 0))]], 0)
+    check_versions(score([GROUPS[0], [first, replace(second, weight_versions=(0, 9, 0))]]), 0)
+
+
+def test_tokens_may_be_as_many_versions_behind_as_the_staleness_and_none_ahead():
+    first, _ = GROUPS[0]
+    check_versions(score([[replace(first, weight_versions=(2, 3))]]), 3, max_staleness=1)
+    with pytest.raises(RuntimeError, match=r"version 2, 3; the trainer's is 4, and rollout.max_staleness is 1"):
+        check_versions(score([[replace(first, weight_versions=(2, 3))]]), 4, max_staleness=1)
+    with pytest.raises(RuntimeError, match=r"version 3, 4; the trainer's is 3"):
+        check_versions(score([[replace(first, weight_versions=(3, 4))]]), 3, max_staleness=1)
+
+
+def test_staleness_counts_versions_behind_over_the_generated_tokens():
+    first, second = GROUPS[1][0], GROUPS[1][1]  # of 1 and 3 tokens; the middle one of the latter was not generated
+    samples = score([[replace(first, weight_versions=(4,)), replace(second, weight_versions=(2, 0, 3))]])
+    found = compute_staleness(samples, 4)
+    assert found == {"rollout/staleness_mean": 1.0, "rollout/staleness_max": 2.0, "rollout/mixed_frac": 0.5}
+    assert compute_staleness((), 4) == {}
 
 
 def test_sequences_concatenate_prompt_and_response():

@@ -16,7 +16,7 @@ from megarl.rollout.signal_groups import (
     split_groups,
 )
 from megarl.rollout.tensors import build_tensors
-from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
+from megarl.types import FinishReason, Prompt, Response, Sample, Score
 
 
 def make_group(name: str, rewards: list[float], version: int = 0) -> tuple[Sample, ...]:
@@ -39,8 +39,8 @@ class Task:
         self.next += num
         return prompts
 
-    def collect(self, prompts: list[Prompt]) -> Rollout:
-        return join_groups([make_group(p.id, self.rewards[int(p.id) % len(self.rewards)]) for p in prompts], 0)
+    def collect(self, prompts: list[Prompt]) -> tuple[Sample, ...]:
+        return join_groups([make_group(p.id, self.rewards[int(p.id) % len(self.rewards)]) for p in prompts], 0).samples
 
 
 EASY, HARD, MIXED = [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]
@@ -103,7 +103,7 @@ def test_joined_groups_are_numbered_anew_and_split_again_as_they_were():
     groups = [make_group("a", MIXED), make_group("b", EASY)]
     rollout = join_groups(groups, 5)
     assert [s.group for s in rollout.samples] == [0, 0, 1, 1]
-    assert [[s.prompt.id for s in group] for group in split_groups(rollout)] == [["a", "a"], ["b", "b"]]
+    assert [[s.prompt.id for s in group] for group in split_groups(rollout.samples)] == [["a", "a"], ["b", "b"]]
 
 
 def test_replay_draws_its_share_of_past_groups_without_repeats_and_forgets_the_oldest():
@@ -126,6 +126,11 @@ def test_replay_leaves_a_fresh_group_and_takes_no_more_than_there_is():
     assert len(buffer.draw(100, iteration=2)) == 2
 
 
-def test_the_age_of_a_replayed_sample_is_the_number_of_updates_since_it_was_sampled():
-    rollout = join_groups([make_group("a", MIXED, version=7), make_group("b", MIXED, version=4)], 7)
-    assert build_tensors(rollout).ages.tolist() == [0, 0, 3, 3]
+def test_the_age_of_a_replayed_sample_is_the_number_of_iterations_since_it_was_sampled_for_one():
+    buffer = ReplayBuffer(ReplayConfig(num_iterations=3, frac=0.9), seed=1)
+    for number in range(4):
+        # Generated ahead: the weights' version says nothing of the iteration.
+        buffer.add([make_group(str(number), EASY, version=max(0, number - 1))])
+    drawn = sorted(buffer.draw(100, iteration=5), key=lambda group: group[0].prompt.id)
+    rollout = join_groups([make_group("fresh", EASY, version=3), *drawn], 4)
+    assert build_tensors(rollout).ages.tolist() == [0, 0, 3, 3, 2, 2, 1, 1]

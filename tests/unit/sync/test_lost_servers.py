@@ -17,11 +17,12 @@ from megarl.config.rollout import RolloutConfig
 from megarl.rollout.calls import find_cause, run_side_by_side
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.engine import SGLangEngine
-from megarl.seams import DeadlineError, SyncError
+from megarl.seams import UNPUBLISHED, DeadlineError, SyncError
 from megarl.sync.disk import DiskSync
 from megarl.types import Prompt
 
 LOAD = ["/pause_generation", "/begin_weight_update", "/update_weights_from_disk"]
+RAISE = "/update_weight_version"
 CLEAN_UP = ["/end_weight_update", "/continue_generation"]
 
 # A rollout or a weight load that its owner's Ctrl-C ends while the server is at work.
@@ -67,8 +68,11 @@ except Stopped:
 
 
 class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self._answer(200, {"weight_version": self.server.version})
+
     def do_POST(self):
-        self.rfile.read(int(self.headers["content-length"]))
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.asked.append((self.path, time.monotonic()))
         behaviour = self.server.behaviour.get(self.path, 200)
         if behaviour == "hang":
@@ -76,8 +80,13 @@ class Handler(BaseHTTPRequestHandler):
         if behaviour in ("hang", "hang up"):
             self.close_connection = True
             return
-        content = json.dumps({"success": behaviour == 200, "message": "no such file"}).encode()
-        self.send_response(behaviour)
+        if self.path == RAISE:
+            self.server.version = body["new_version"]
+        self._answer(behaviour, {"success": behaviour == 200, "message": "no such file"})
+
+    def _answer(self, status, answer):
+        content = json.dumps(answer).encode()
+        self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(content)))
         self.end_headers()
@@ -92,6 +101,7 @@ def serving(behaviour):
     """A server that answers, hangs for 20 s, or hangs up, by path; `asked` has every (path, time)."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
+    server.version = "2"
     server.behaviour, server.asked, server.released = behaviour, [], threading.Event()
     server.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
@@ -186,7 +196,7 @@ def test_a_late_server_shows_its_exit_status(checkpoint):
         (LOAD[2], "load of the weights in .*v3"),
         (CLEAN_UP[0], "begin of the weight update, when it was to end"),
         (CLEAN_UP[1], "pause, when it was to end"),
-        ("/update_weight_version", "raise of the weight version to 3"),
+        (RAISE, "raise of the weight version to 3"),
     ],
 )
 def test_a_server_that_dies_during_a_sync_is_named_with_the_step_and_its_exit_status(
@@ -194,12 +204,25 @@ def test_a_server_that_dies_during_a_sync_is_named_with_the_step_and_its_exit_st
 ):
     monkeypatch.setattr("megarl.sync.disk.compute_policy_logprobs", lambda *_: [])
     monkeypatch.setattr("megarl.sync.disk.verify_logprobs", lambda *_: 0.0)
-    order = [*LOAD, *CLEAN_UP, "/update_weight_version"]
+    order = [*LOAD, CLEAN_UP[0], RAISE, CLEAN_UP[1]]
     with serving(dict.fromkeys(order[order.index(dies_at) :], "hang up")) as server:
         sync = build_sync([server], tmp_path, check_processes=build_check(0.3))
         message = rf"(?s){server.url} failed at the {step}: {server.url}{dies_at}: .*exited with status 137"
         with pytest.raises(SyncError, match=message):
             sync.publish(3)
+
+
+def test_a_server_whose_weights_are_proved_wrong_serves_as_no_version(tmp_path, monkeypatch):
+    def refute(*_):
+        raise SyncError("it does not hold the weights")
+
+    monkeypatch.setattr("megarl.sync.disk.compute_policy_logprobs", lambda *_: [])
+    monkeypatch.setattr("megarl.sync.disk.verify_logprobs", refute)
+    with serving({}) as server:
+        with pytest.raises(SyncError, match="does not hold"):
+            build_sync([server], tmp_path).publish(3)
+        assert [path for path, _ in server.asked] == [*LOAD, CLEAN_UP[0], RAISE, CLEAN_UP[1], RAISE]
+        assert server.version == str(UNPUBLISHED)
 
 
 def test_a_server_that_refuses_the_weights_is_named_and_resumed(tmp_path):

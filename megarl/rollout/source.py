@@ -1,0 +1,115 @@
+"""What each iteration learns from: fresh groups, sampled now or ahead of their use, and replayed ones."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config.schema import Config
+from megarl.data.sampler import PromptSampler
+from megarl.rollout.collector import Collector, check_versions, compute_staleness
+from megarl.rollout.replay import ReplayBuffer
+from megarl.rollout.run_ahead import RunAhead
+from megarl.rollout.signal_groups import Group, collect_signal_groups, split_groups
+from megarl.seams import RolloutEngine
+from megarl.types import Metrics, Prompt, Sample
+
+CLOSE_DEADLINE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The groups of one iteration."""
+
+    fresh: list[Group]
+    replayed: list[Group]
+    sampled: tuple[tuple[Sample, ...], ...]
+    """Every response that was sampled for it, one entry per round; dynamic sampling keeps a part of them"""
+    metrics: Metrics
+
+
+class GroupSource:
+    """Gathers the groups of one iteration after the other; with rollout.max_staleness = n up to n iterations ahead.
+
+    Prompts, their order and their number are those of the iterations' order, never of timing: one thread at a time
+    draws them.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: RolloutEngine,
+        collector: Collector,
+        sampler: PromptSampler,
+        with_servers: Callable[[Callable[[], Any]], Any] = lambda ask: ask(),
+    ):
+        """with_servers: repeats a call that failed because a server was lost, once it is back. Not used for what runs
+        ahead: the trainer may be in the middle of an update then, and a server that is lost ends the run.
+        """
+        self._train = config.train
+        self._sampling = config.algo.dynamic_sampling
+        self._max_staleness = config.rollout.max_staleness
+        self._engine = engine
+        self._guard = with_servers if self._max_staleness == 0 else lambda ask: ask()
+        self._collector = collector
+        self._sampler = sampler
+        self._replay = ReplayBuffer(config.algo.replay, config.seed)
+        self._ahead: RunAhead[Gathered] | None = None
+        self._num_asked = 0
+        self._num_taken = 0
+
+    def take(self, iteration: int, weight_version: int) -> Gathered:
+        """The groups of this iteration; with staleness, iterations are taken in order until `close`.
+
+        weight_version: of the trainer's weights now. Raises RuntimeError where a fresh token is of a version outside
+        [weight_version - max_staleness, weight_version], NoSignalError, and as the engine and the reward do.
+        """
+        if self._max_staleness == 0:
+            gathered = self._gather(iteration)
+        else:
+            gathered = self._open().take(iteration)
+        samples = [sample for group in gathered.sampled for sample in group]
+        self._num_taken += len(samples)
+        check_versions(samples, weight_version, self._max_staleness)
+        if self._max_staleness > 0:
+            gathered.metrics.update(compute_staleness([s for g in gathered.fresh for s in g], weight_version))
+        return gathered
+
+    def close(self) -> int:
+        """End what runs ahead; returns how many responses were asked for in vain, finished or not."""
+        if self._ahead is not None:
+            self._ahead.close(CLOSE_DEADLINE_S)
+        self._ahead = None
+        num_dropped, self._num_taken = self._num_asked - self._num_taken, self._num_asked
+        return num_dropped
+
+    def _open(self) -> RunAhead[Gathered]:
+        if self._ahead is None:
+            self._ahead = RunAhead(
+                self._gather,
+                num_ahead=self._max_staleness,
+                last=self._train.num_iterations,
+                cancel=self._engine.cancel,
+            )
+        return self._ahead
+
+    def _gather(self, iteration: int) -> Gathered:
+        num_groups = self._train.prompts_per_iteration
+        replayed = self._replay.draw(num_groups, iteration)
+        num_groups -= len(replayed)
+        sampled: list[tuple[Sample, ...]] = []
+        metrics: Metrics = {}
+
+        def sample(prompts: Sequence[Prompt]) -> Sequence[Sample]:
+            num_responses = self._train.responses_per_prompt
+            self._num_asked += len(prompts) * num_responses
+            sampled.append(self._guard(lambda: self._collector.sample(prompts, num_responses)))
+            return sampled[-1]
+
+        self._guard(self._engine.check_health)
+        if self._sampling.enabled:
+            draw, max_rounds = self._sampler.next_batch, self._sampling.max_rounds
+            fresh, metrics = collect_signal_groups(draw, sample, num_groups, max_rounds)
+        else:
+            fresh = split_groups(sample(self._sampler.next_batch(num_groups)))
+        self._replay.add(fresh)
+        return Gathered(fresh, replayed, tuple(sampled), metrics)

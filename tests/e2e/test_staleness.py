@@ -1,0 +1,159 @@
+"""Weights that change under responses in flight, and a training run with generation ahead, with real servers."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import torch
+from loop_parts import hosts_of, open_trainer
+from test_server import TransformersPolicy, build_sync
+from transformers import AutoTokenizer
+
+from megarl.data.sampler import PromptSampler
+from megarl.inputs import load_inputs
+from megarl.report.metrics import load_metrics
+from megarl.rollout.engine import SGLangEngine
+from megarl.rollout.rollout_file import load_rollouts
+from megarl.rollout.server import SGLangServer
+from megarl.sync.probe import build_probe_tokens
+from megarl.types import Prompt
+
+pytestmark = pytest.mark.server
+LENGTH = 300
+
+
+@pytest.fixture(scope="module")
+def stale_config(rollout_config):
+    """With fewer places than the test has responses, so that some wait in the queue when the weights change."""
+    return replace(rollout_config, max_staleness=1, response_length=LENGTH, max_running_requests=8)
+
+
+@pytest.fixture(scope="module")
+def stale_server(tiny_checkpoint, stale_config, server_seed, tmp_path_factory) -> Iterator[SGLangServer]:
+    log_file = tmp_path_factory.mktemp("stale") / "server.log"
+    running = SGLangServer(stale_config, tiny_checkpoint, log_file=log_file, seed=server_seed)
+    running.start()
+    try:
+        running.wait_healthy(stale_config.startup_deadline_s)
+        yield running
+    finally:
+        running.stop()
+
+
+def list_spans(versions) -> list[tuple[int, int, int]]:
+    """(version, first token, end)"""
+    spans, start = [], 0
+    for version, same in groupby(versions):
+        length = len(list(same))
+        spans.append((version, start, start + length))
+        start += length
+    return spans
+
+
+def test_responses_in_flight_go_on_with_the_new_weights_and_say_so_for_each_token(
+    stale_server, stale_config, tiny_checkpoint, tmp_path
+):
+    engine = SGLangEngine(
+        [stale_server.url], tiny_checkpoint, stale_config, AutoTokenizer.from_pretrained(tiny_checkpoint)
+    )
+    # Four prompts of 40 tokens, shared as prefixes: their cache must not survive the weights.
+    prompts = [Prompt(str(i), "", tuple(3 + (7 * i + j) % 45 for j in range(40)), "") for i in range(4)]
+    trained = TransformersPolicy(tiny_checkpoint)
+    sync = build_sync(trained, engine, stale_config, tmp_path, build_probe_tokens((), trained.model.config.vocab_size))
+    sync.publish(1)
+    policies = {1: TransformersPolicy(tiny_checkpoint)}
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(engine.generate(prompts, num_responses=24, temperature=1.0)))
+    thread.start()
+    version = 1
+    while thread.is_alive():
+        version += 1
+        thread.join(0.5)
+        trained.move_weights(version)
+        sync.publish(version)
+        policies[version] = TransformersPolicy(tiny_checkpoint)
+        policies[version].model.load_state_dict(trained.model.state_dict())
+        # An evaluation in between is of the present weights alone.
+        for (greedy,) in engine.generate(prompts, num_responses=1, temperature=0.0, urgent=True):
+            assert set(greedy.weight_versions) == {version}
+    mixed = 0
+    for prompt, group in zip(prompts, found, strict=True):
+        for response in group:
+            got = torch.tensor(response.rollout_logprobs)
+            spans = list_spans(response.weight_versions)
+            assert [version for version, _, _ in spans] == sorted({version for version, _, _ in spans})
+            mixed += len(spans) > 1
+            for version, start, end in spans:
+                own = policies[version].response_logprobs(prompt.token_ids, response.token_ids, 1.0)
+                torch.testing.assert_close(got[start:end], own[start:end], atol=1e-4, rtol=0)
+    assert mixed >= 4
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_own_logprobs(
+    stale_server, tiny_checkpoint, run_dir
+):
+    overrides = [
+        *("rollout.max_staleness=1", "algo.value_pretrain.steps=0", "logger.save_rollouts=true"),
+        *("train.num_iterations=4", "train.prompts_per_iteration=4", "train.responses_per_prompt=16"),
+        *("train.samples_per_minibatch=32", f"rollout.response_length={LENGTH}", "rollout.max_running_requests=8"),
+        f"model.path={tiny_checkpoint}",
+    ]
+    with hosts_of(stale_server, num_workers=2) as hosts, open_trainer(hosts, run_dir, overrides) as trainer:
+        trainer.start()
+        num_tokens: Counter[int] = Counter()
+        for iteration in range(1, 5):
+            rollout, metrics = trainer.collect(iteration)
+            experience, _ = trainer.build_experience(rollout)
+            versions = [v for sample in rollout.samples for v in sample.response.weight_versions]
+            behind = trainer.version - torch.tensor(versions)
+            assert metrics["rollout/staleness_max"] == behind.max() <= 1
+            assert metrics["rollout/staleness_mean"] == pytest.approx(float(behind.double().mean()))
+            gap = (experience.old_logprobs - experience.rollout_logprobs)[experience.mask].abs()
+            # The present policy is that of the tokens that are not behind, and of no others.
+            assert gap[behind == 0].numel() == 0 or gap[behind == 0].max() < 1e-4
+            assert gap[behind == 1].numel() == 0 or gap[behind == 1].max() > 1e-2
+            num_tokens.update(behind.tolist())
+            samples, _ = trainer.build_targets(experience, trainer.config.algo)
+            trainer.update(samples, iteration)
+            trainer.publish(trainer.version + 1)
+        assert min(num_tokens[0], num_tokens[1]) > 0
+        assert trainer.source.close() == 0
+    # One rollout an iteration, its prompts those of a run that waits.
+    saved = load_rollouts(run_dir / "rollouts.jsonl")
+    drawn = PromptSampler(load_inputs(trainer.config).data.train, trainer.config.seed)
+    assert [[s.prompt.id for s in rollout.samples[::16]] for rollout in saved] == [
+        [prompt.id for prompt in drawn.next_batch(4)] for _ in range(4)
+    ]
+    assert [rollout.weight_version for rollout in saved] == [0, 1, 2, 3]
+    assert any(len(set(s.response.weight_versions)) == 2 for rollout in saved for s in rollout.samples)
+
+
+def test_a_run_that_reaches_its_goal_says_what_it_drops_and_ends_its_thread(
+    stale_server, tiny_checkpoint, run_dir, capsys
+):
+    overrides = [
+        *("rollout.max_staleness=1", "algo.value_pretrain.steps=0", "logger.terminal=true"),
+        *("train.num_iterations=9", "train.prompts_per_iteration=2", "train.responses_per_prompt=4"),
+        *("train.samples_per_minibatch=8", f"rollout.response_length={LENGTH}", "rollout.max_running_requests=8"),
+        *("train.max_samples=16", f"model.path={tiny_checkpoint}"),
+    ]
+    with hosts_of(stale_server, num_workers=2) as hosts, open_trainer(hosts, run_dir / "b", overrides) as trainer:
+        trainer.start()
+        assert trainer.run().num_iterations == 2
+        assert trainer.num_samples == 16
+    # The third iteration's responses were being generated while the second was trained on.
+    assert "8 responses that ran ahead of iteration 2 are dropped" in capsys.readouterr().out
+    lines = load_metrics(run_dir / "b" / "metrics.jsonl")
+    assert [line["iteration"] for line in lines] == [0, 1, 2]
+    assert lines[2]["sampling/total_samples"] == 16
+    assert not any(thread.name == "megarl-ahead" for thread in threading.enumerate())
