@@ -12,7 +12,6 @@ import psutil
 import pytest
 from loop_parts import SIZES, open_trainer
 
-from megarl.cluster.servers import UNPUBLISHED
 from megarl.config.load import load_config
 from megarl.inputs import load_inputs
 from megarl.job import open_hosts
@@ -21,6 +20,8 @@ from megarl.rollout.client import SGLangClient
 from megarl.rollout.collector import Collector
 from megarl.rollout.loss import find_loss
 from megarl.rollout.tensors import build_tensors
+from megarl.seams import UNPUBLISHED
+from megarl.trainer import Trainer
 
 pytestmark = pytest.mark.server
 KILL_AFTER_S = 2.0
@@ -51,12 +52,12 @@ class KillingEngine:
     def __init__(self, engine):
         self.engine, self.num_rollouts = engine, 0
 
-    def generate(self, prompts, *, num_responses, temperature):
+    def generate(self, prompts, *, num_responses, temperature, urgent=False):
         if num_responses > 1:
             self.num_rollouts += 1
             if self.num_rollouts == 2:
                 kill_soon(*(client.url for client in self.engine.clients))
-        return self.engine.generate(prompts, num_responses=num_responses, temperature=temperature)
+        return self.engine.generate(prompts, num_responses=num_responses, temperature=temperature, urgent=urgent)
 
     def check_health(self):
         self.engine.check_health()
@@ -91,18 +92,20 @@ def compute_logprob_gap(trainer) -> float:
     return float((old - tensors.rollout_logprobs)[tensors.mask].abs().max())
 
 
+TWO_SERVERS = [
+    "train.num_iterations=2",
+    "train.eval_every=2",
+    "train.prompts_per_iteration=8",
+    "train.samples_per_minibatch=32",
+    "algo.value_pretrain.steps=0",
+    "rollout.num_servers=2",
+    "rollout.request_deadline_s=120",
+    "logger.terminal=true",
+]
+
+
 def test_servers_killed_in_a_sync_and_in_a_rollout_come_back_with_the_current_weights(tiny_checkpoint, tmp_path, capfd):
-    overrides = [
-        f"model.path={tiny_checkpoint}",
-        "train.num_iterations=2",
-        "train.eval_every=2",
-        "train.prompts_per_iteration=8",
-        "train.samples_per_minibatch=32",
-        "algo.value_pretrain.steps=0",
-        "rollout.num_servers=2",
-        "rollout.request_deadline_s=120",
-        "logger.terminal=true",
-    ]
+    overrides = [f"model.path={tiny_checkpoint}", *TWO_SERVERS]
     config = load_config([*SIZES, *overrides])
     inputs = load_inputs(config)
     with (
@@ -114,7 +117,7 @@ def test_servers_killed_in_a_sync_and_in_a_rollout_come_back_with_the_current_we
         assert [client.load_weight_version() for client in parts.engine.clients] == [UNPUBLISHED] * 2
         engine, sync = KillingEngine(parts.engine), KillingSync(parts.sync, urls[0])
         collector = Collector(engine, inputs.reward, temperature=config.rollout.temperature)
-        trainer.parts = replace(parts, sync=sync, collector=collector)
+        trainer = Trainer(config, replace(parts, sync=sync, collector=collector))
         trainer.start()
         summary = trainer.run()
         assert engine.num_rollouts == 3

@@ -1,5 +1,6 @@
 """What the processes of the tests of resharding run."""
 
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -7,13 +8,18 @@ import torch
 from megarl.mcore.spec import WorkerSpec
 from megarl.sync.boxes import Box, Piece
 
-Held = list[tuple[Piece, torch.Tensor]]
+Held = list[tuple[tuple[Any, ...], torch.Tensor]]
+"""(tensor, row, column, whole tensor, its rectangle) of each piece, and the numbers that lie there"""
+
+
+def flatten(piece: Piece) -> tuple[Any, ...]:
+    return piece.tensor, piece.row, piece.col, piece.whole, astuple(piece.box)
 
 
 def describe_layouts(
     rank: int, world_size: int, specs: dict[str, WorkerSpec], scratch: str
 ) -> dict[str, dict[int, Held]]:
-    """Of each layout: rank -> the pieces that it says it holds, each with the numbers that lie there."""
+    """Of each layout: rank -> the pieces that it says it holds."""
     from megarl.mcore.worker import MegatronWorker
     from megarl.sync.sender import WeightSender
 
@@ -25,7 +31,7 @@ def describe_layouts(
             held = []
             for piece in WeightSender(worker).describe():
                 at = Box(piece.row, piece.col, piece.box.num_rows, piece.box.num_cols)
-                held.append((piece, at.of(tensors[piece.tensor]).clone()))
+                held.append((flatten(piece), at.of(tensors[piece.tensor]).clone()))
             parts: list[Any] = [None] * world_size
             torch.distributed.all_gather_object(parts, held)
             results[name] = dict(enumerate(parts))
