@@ -58,8 +58,8 @@ def compute_quarters(mask: Tensor) -> Tensor:
 
 
 def compute_batch_metrics(experience: Experience) -> Metrics:
-    """reward/* and length/* (generated tokens) of one iteration's raw experience, over the samples of the present
-    policy (ages 0); empty where there are none. Raises NonFiniteError.
+    """reward/* and length/* (generated tokens) of one iteration's raw experience, over the samples of this
+    iteration (ages 0); empty where there are none. Raises NonFiniteError.
     """
     check_finite("rewards", experience.rewards)
     fresh = experience.ages == 0
@@ -84,15 +84,16 @@ def compute_batch_metrics(experience: Experience) -> Metrics:
 
 
 def compute_mismatch_metrics(experience: Experience, config: MismatchConfig) -> Metrics:
-    """mismatch/* over the samples of the present policy, where the ratio r = exp(old_logprobs - rollout_logprobs) is
-    that of two engines with the same weights; replay/* over older samples, where it is that of two policies.
+    """mismatch/* over the samples of this iteration, where the ratio r = exp(old_logprobs - rollout_logprobs) is that
+    of two engines with the same weights (with rollout.max_staleness, of weights up to that many updates apart);
+    replay/* over replayed samples, where it is that of two policies.
 
     mismatch/ratio_mean, ratio_max, outside_frac: r at the configured level (token, sequence, geometric).
     mismatch/kl: k3 estimate of KL(rollout engine, training engine) per token, mean of r - 1 - log r.
     mismatch/logprob_gap_mean, logprob_gap_max: |log r| per token.
     mismatch/kl_at_0_25 .. kl_at_75_100, logprob_gap_at_0_25 ..: the same over the tokens in that quarter of their
     response (`compute_quarters`); worst_quarter: 1 to 4, that of the largest mean gap.
-    replay/frac: share of the samples that are older; replay/age_mean: their mean age in policy updates;
+    replay/frac: share of the samples that are replayed; replay/age_mean: their mean age in iterations;
     replay/ratio_mean, ratio_max, kl as above. What has no token is left out. Raises NonFiniteError.
     """
     mask = experience.mask

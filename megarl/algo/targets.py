@@ -163,7 +163,7 @@ def _choose_lambda(mask_BT: Tensor, algo: AlgoConfig) -> tuple[float | Tensor, M
 
 
 def _compute_metrics(samples: TrainingSamples, rewards_B: Tensor, fresh_B: Tensor) -> Metrics:
-    """reward/* over the samples of the present policy, advantage/* and policy/* over all that are trained on."""
+    """reward/* over the samples of this iteration, advantage/* and policy/* over all that are trained on."""
     mask, metrics = samples.mask, Metrics()
     if bool(fresh_B.any()):
         metrics["reward/positive_frac"] = float(samples.positive[fresh_B].double().mean())

@@ -34,6 +34,7 @@ class RolloutConfig:
     """CPU threads of a server's model forward; without effect on a GPU."""
     startup_deadline_s: float = 300.0
     request_deadline_s: float = 600.0
+    """Of one request for responses; with max_staleness it also waits for weight syncs and evaluations in between."""
     sync_deadline_s: float = 300.0
     transport: Transport = Transport.colocated
     sync_bucket_mb: int = 64

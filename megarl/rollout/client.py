@@ -98,9 +98,11 @@ class SGLangClient:
                 bad = next(i for i in ids if not 0 <= i < self._vocab_size)
                 raise ValueError(f"generate: prompt {row} has token id {bad}; the largest is {self._vocab_size - 1}")
 
-    def is_healthy(self, deadline_s: float = 20.0) -> bool:
+    def is_healthy(self, deadline_s: float = 20.0, *, generating: bool = False) -> bool:
+        """Whether it answers; with `generating`, whether it generates a token, which takes SGLang a second or more."""
+        path = "/health_generate" if generating else "/health"
         try:
-            return self._http.get("/health", timeout=deadline_s).status_code == 200
+            return self._http.get(path, timeout=deadline_s).status_code == 200
         except httpx.HTTPError:
             return False
 

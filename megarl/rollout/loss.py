@@ -39,4 +39,8 @@ def _find_unanswered(client: SGLangClient, deadline_s: float) -> str | None:
     except (RequestError, ConnectionLostError, DeadlineError) as error:
         return str(error)
     # SGLang generates a token for it, so it tells of every rank.
-    return None if client.is_healthy(deadline_s) else f"{client.url}/health gave no healthy answer"
+    return (
+        None
+        if client.is_healthy(deadline_s, generating=True)
+        else f"{client.url}/health_generate gave no healthy answer"
+    )

@@ -103,6 +103,8 @@ def build_environment(config: RolloutConfig, scratch: Path, tp: int = 1) -> dict
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
         # Plain decoder models are found without importing all 200 of SGLang's model files.
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "megarl_sglang_models",
+        # /health answers at once; it would wait a second for a token, as /health_generate does.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
@@ -212,7 +214,7 @@ class SGLangServer:
         return self._process is not None and self._process.poll() is None
 
     def wait_healthy(self, deadline_s: float) -> None:
-        """Wait until the server answers /health.
+        """Wait until the server generates a token.
 
         Raises ServerError at once where it exits, DeadlineError where it is late; both show the log's end.
         """
@@ -221,7 +223,7 @@ class SGLangServer:
             while True:
                 self.check_alive()
                 with contextlib.suppress(httpx.HTTPError):
-                    if client.get(f"{self.url}/health").status_code == 200:
+                    if client.get(f"{self.url}/health_generate").status_code == 200:
                         return
                 if time.monotonic() > deadline:
                     waited = f"SGLang server {self.url} gave no healthy answer within {deadline_s:g} s"

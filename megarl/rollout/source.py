@@ -64,6 +64,7 @@ class GroupSource:
         [weight_version - max_staleness, weight_version], NoSignalError, and as the engine and the reward do.
         """
         if self._max_staleness == 0:
+            self._guard(self._engine.check_health)
             gathered = self._gather(iteration)
         else:
             gathered = self._open().take(iteration)
@@ -84,6 +85,8 @@ class GroupSource:
 
     def _open(self) -> RunAhead[Gathered]:
         if self._ahead is None:
+            # Only here: a server that loads weights does not answer, and what runs ahead would take it for lost.
+            self._guard(self._engine.check_health)
             self._ahead = RunAhead(
                 self._gather,
                 num_ahead=self._max_staleness,
@@ -105,7 +108,6 @@ class GroupSource:
             sampled.append(self._guard(lambda: self._collector.sample(prompts, num_responses)))
             return sampled[-1]
 
-        self._guard(self._engine.check_health)
         if self._sampling.enabled:
             draw, max_rounds = self._sampler.next_batch, self._sampling.max_rounds
             fresh, metrics = collect_signal_groups(draw, sample, num_groups, max_rounds)

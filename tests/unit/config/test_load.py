@@ -142,6 +142,7 @@ def test_the_numbers_that_a_preset_leaves_in_model_random_do_not_bar_another_sou
         "rollout.max_running_requests=0",
         "rollout.num_threads=0",
         "rollout.num_servers=0",
+        "rollout.max_staleness=-1",
         "rollout.temperature=nan",
         "rollout.max_probe_logprob_gap=0",
         "train.max_minutes=0",

@@ -72,6 +72,13 @@ def test_the_stand_ins_are_used_only_without_cuda(tmp_path, monkeypatch):
         assert ("--device" in words) == (not cuda)
 
 
+def test_a_server_has_priorities_only_where_generation_runs_ahead(tmp_path):
+    for staleness in (0, 1):
+        config = RolloutConfig(kv_cache_tokens=1, max_staleness=staleness)
+        words = build_command(config, tmp_path, host="127.0.0.1", port=5, seed=1)
+        assert ("--enable-priority-scheduling" in words) == (staleness > 0)
+
+
 def test_a_directory_without_config_is_no_checkpoint(tmp_path):
     with pytest.raises(ConfigError, match=r"no checkpoint directory: it has no config.json"):
         SGLangServer(RolloutConfig(kv_cache_tokens=1), tmp_path, log_file=tmp_path / "log", seed=1)

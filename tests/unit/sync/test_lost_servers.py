@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import CancelledError
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -186,6 +187,26 @@ def test_a_late_server_shows_its_exit_status(checkpoint):
         with pytest.raises(RuntimeError, match="exited with status 137") as caught:
             engine.generate([Prompt("p", "", (5,), "")], num_responses=1, temperature=1.0)
         assert isinstance(caught.value.__cause__, DeadlineError)
+
+
+def test_cancelling_ends_a_rollout_of_another_thread_without_asking_again(checkpoint):
+    caught = []
+
+    def generate():
+        with pytest.raises(CancelledError):
+            engine.generate([Prompt("p", "", (5,), "")], num_responses=1, temperature=1.0)
+        caught.append(True)
+
+    with serving({"/generate": "hang"}) as server:
+        engine = SGLangEngine([server.url], checkpoint, RolloutConfig(), None, check_processes=build_check(0.0))
+        thread = threading.Thread(target=generate)
+        thread.start()
+        while not server.asked:
+            time.sleep(0.01)
+        engine.cancel()
+        thread.join(10)
+        assert caught == [True]
+        assert len(server.asked) == 1
 
 
 @pytest.mark.parametrize(
