@@ -105,7 +105,7 @@ class Servers:
             except ray.exceptions.GetTimeoutError:
                 loss = f"the process that owns it gave no answer within {LOSS_DEADLINE_S:g} s"
             except ray.exceptions.RayActorError:
-                loss = f"the process that owns it has died"
+                loss = "the process that owns it has died"
             except ray.exceptions.RayError as error:
                 loss = f"the process that owns it failed: {' '.join(str(error).split())}"
             if loss is not None:

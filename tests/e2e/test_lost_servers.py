@@ -24,6 +24,16 @@ from megarl.rollout.tensors import build_tensors
 
 pytestmark = pytest.mark.server
 KILL_AFTER_S = 2.0
+OVERRIDES = [
+    "train.num_iterations=2",
+    "train.eval_every=2",
+    "train.prompts_per_iteration=8",
+    "train.samples_per_minibatch=32",
+    "algo.value_pretrain.steps=0",
+    "rollout.num_servers=2",
+    "rollout.request_deadline_s=120",
+    "logger.terminal=true",
+]
 
 
 def find_schedulers(url: str) -> list[psutil.Process]:
@@ -92,17 +102,7 @@ def compute_logprob_gap(trainer) -> float:
 
 
 def test_servers_killed_in_a_sync_and_in_a_rollout_come_back_with_the_current_weights(tiny_checkpoint, tmp_path, capfd):
-    overrides = [
-        f"model.path={tiny_checkpoint}",
-        "train.num_iterations=2",
-        "train.eval_every=2",
-        "train.prompts_per_iteration=8",
-        "train.samples_per_minibatch=32",
-        "algo.value_pretrain.steps=0",
-        "rollout.num_servers=2",
-        "rollout.request_deadline_s=120",
-        "logger.terminal=true",
-    ]
+    overrides = [*OVERRIDES, f"model.path={tiny_checkpoint}"]
     config = load_config([*SIZES, *overrides])
     inputs = load_inputs(config)
     with (
