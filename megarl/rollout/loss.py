@@ -38,9 +38,7 @@ def _find_unanswered(client: SGLangClient, deadline_s: float) -> str | None:
         client.bring_to_rest()
     except (RequestError, ConnectionLostError, DeadlineError) as error:
         return str(error)
-    # SGLang generates a token for it, so it tells of every rank.
-    return (
-        None
-        if client.is_healthy(deadline_s, generating=True)
-        else f"{client.url}/health_generate gave no healthy answer"
-    )
+    # It tells of every rank, where /health tells of the HTTP server alone.
+    if not client.is_healthy(deadline_s, generating=True):
+        return f"{client.url}/health_generate gave no healthy answer"
+    return None

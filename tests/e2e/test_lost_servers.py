@@ -25,6 +25,16 @@ from megarl.trainer import Trainer
 
 pytestmark = pytest.mark.server
 KILL_AFTER_S = 2.0
+OVERRIDES = [
+    "train.num_iterations=2",
+    "train.eval_every=2",
+    "train.prompts_per_iteration=8",
+    "train.samples_per_minibatch=32",
+    "algo.value_pretrain.steps=0",
+    "rollout.num_servers=2",
+    "rollout.request_deadline_s=120",
+    "logger.terminal=true",
+]
 
 
 def find_schedulers(url: str) -> list[psutil.Process]:
@@ -92,20 +102,8 @@ def compute_logprob_gap(trainer) -> float:
     return float((old - tensors.rollout_logprobs)[tensors.mask].abs().max())
 
 
-TWO_SERVERS = [
-    "train.num_iterations=2",
-    "train.eval_every=2",
-    "train.prompts_per_iteration=8",
-    "train.samples_per_minibatch=32",
-    "algo.value_pretrain.steps=0",
-    "rollout.num_servers=2",
-    "rollout.request_deadline_s=120",
-    "logger.terminal=true",
-]
-
-
 def test_servers_killed_in_a_sync_and_in_a_rollout_come_back_with_the_current_weights(tiny_checkpoint, tmp_path, capfd):
-    overrides = [f"model.path={tiny_checkpoint}", *TWO_SERVERS]
+    overrides = [*OVERRIDES, f"model.path={tiny_checkpoint}"]
     config = load_config([*SIZES, *overrides])
     inputs = load_inputs(config)
     with (
