@@ -254,6 +254,12 @@ def test_files_and_functions_are_short_enough_to_read() -> None:
     report_problems(problems)
 
 
+def test_every_test_file_has_a_name_of_its_own() -> None:
+    """pytest imports them by it."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    report_problems(name for name in sorted(set(names)) if names.count(name) > 1)
+
+
 def test_the_length_check_counts_a_function_from_def_to_its_last_line() -> None:
     body = "    x = 1\n"
     too_long = "@decorated\ndef f():\n" + body * (LONGEST_FUNCTION - 1)
