@@ -19,6 +19,7 @@ from megarl.reward.build import build_reward, check_reward
 from megarl.rollout.rollout_file import Limits, SavedRollouts, check_rollouts
 from megarl.rollout.server import build_command
 from megarl.sync.probe import build_probe_tokens
+from megarl.sync.serving_pieces import check_serving_layout
 from megarl.types import RewardFunction
 
 if TYPE_CHECKING:
@@ -177,6 +178,7 @@ def _check_model(config: Config, architecture: Architecture) -> Iterator[str]:
             f"rollout.response_length: found {config.rollout.response_length}; with data.prompt_length"
             f" {config.data.prompt_length} it is {longest} tokens; the model has {architecture.max_length} positions"
         )
+    yield from check_serving_layout(architecture, config.rollout.tp)
 
 
 def _check_megatron_options(specs: dict[Role, WorkerSpec], models: Models) -> Iterator[str]:

@@ -150,10 +150,8 @@ def build_sync(
     if config.rollout.transport is Transport.disk:
         return DiskSync(policy, clients, config.rollout, run_dir / "sync", inputs.probe_tokens, **common)
     architecture = read_architecture(inputs.checkpoint)
-    host = config.cluster.listen_host
-    return ShardSync(
-        policy, clients, config.rollout, architecture, inputs.probe_tokens, scratch=hosts.scratch, host=host, **common
-    )
+    common |= {"scratch": hosts.scratch, "host": config.cluster.listen_host, "plan_file": run_dir / "sync_plan.md"}
+    return ShardSync(policy, clients, config.rollout, architecture, inputs.probe_tokens, **common)
 
 
 def _open_rollout_file(stack: contextlib.ExitStack, run_dir: Path) -> RolloutWriter:

@@ -31,6 +31,7 @@ RANGES: dict[str, Range] = {
     "seed": _NOT_NEGATIVE,
     "rollout.num_servers": _ONE_OR_MORE,
     "rollout.tp": _ONE_OR_MORE,
+    "rollout.sync_bucket_mb": _ONE_OR_MORE,
     "rollout.max_staleness": _NOT_NEGATIVE,
     "rollout.max_running_requests": _ONE_OR_MORE,
     "rollout.num_threads": _ONE_OR_MORE,

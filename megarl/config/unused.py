@@ -9,6 +9,7 @@ from megarl.config.algo_choices import Advantage, AdvantageStd, NormScope, Surro
 from megarl.config.data import FileDataConfig
 from megarl.config.model import ModelSource
 from megarl.config.roles import LrDecay, OptimizerConfig, Recompute
+from megarl.config.rollout import Transport
 from megarl.config.schema import Config
 
 
@@ -215,6 +216,11 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.model.source is not ModelSource.random or c.model.random.family == "qwen3_moe",
         "under model.random.family={c.model.random.family}; it counts with qwen3_moe",
     ),
+    Rule(
+        ("rollout.sync_bucket_mb",),
+        lambda c: c.rollout.transport is not Transport.disk,
+        "with rollout.transport=disk; it counts with colocated or split",
+    ),
 )
 
 _POLICY_ONLY = (
@@ -264,6 +270,7 @@ COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
                 "model.megatron",
                 *("cluster.cpu_threads_per_worker", "cluster.worker_start_deadline_s", "cluster.call_deadline_s"),
                 *("rollout.sync_deadline_s", "rollout.max_probe_logprob_gap", "rollout.max_staleness"),
+                *("rollout.transport", "rollout.sync_bucket_mb"),
             ),
             lambda c: False,
             "in an evaluation, which has no training processes; it counts in python -m megarl.train",

@@ -21,7 +21,16 @@ from megarl.seams import UNPUBLISHED, SyncError, TrainBackend
 from megarl.sync.checksum import MASK, find_words
 from megarl.sync.control import ANSWER_GRACE_S, Answers, instruct
 from megarl.sync.messages import encode_bucket
-from megarl.sync.plan import Bucket, LayoutError, Plan, build_plan, compute_bound, compute_broadcast, cut_buckets
+from megarl.sync.plan import (
+    Bucket,
+    LayoutError,
+    Plan,
+    build_plan,
+    compute_bound,
+    compute_broadcast,
+    cut_buckets,
+    format_plan,
+)
 from megarl.sync.probe import compute_policy_logprobs, get_max_gap, verify_logprobs
 from megarl.sync.serving_pieces import check_server_rank, predict_server_rank
 from megarl.sync.steps import bracket, explaining_losses, naming_step
@@ -56,13 +65,15 @@ class ShardSync:
         host: str,
         policy_dtype: Dtype,
         check_processes: Callable[[], None] | None = None,
+        plan_file: Path | None = None,
     ) -> None:
         """scratch: a folder that all ranks see where `host`, on which this process listens, is a loopback address.
+        plan_file: where the plan goes as a table.
         check_processes: raises RuntimeError with exit status and log of a server that is down.
         """
         self._policy, self._clients, self._config = policy, list(clients), config
         self._arch, self._probe_tokens = architecture, tuple(probe_tokens)
-        self._scratch, self._host = scratch, host
+        self._scratch, self._host, self._plan_file = scratch, host, plan_file
         self._max_gap = get_max_gap(config, policy_dtype)
         self._check_processes = check_processes
         self._answers = Answers(host)
@@ -156,6 +167,9 @@ class ShardSync:
             raise SyncError(str(error)) from error
         buckets = cut_buckets(plan, self._config.sync_bucket_mb << 20)
         session = Session(plan, buckets, compute_bound(targets, dtypes), compute_broadcast(sources, targets, dtypes))
+        if self._plan_file is not None:
+            names = {rank: f"{self._clients[rank // tp].url} rank {rank % tp}" for rank in targets}
+            self._plan_file.write_text(format_plan(plan, names, session.bound, session.broadcast) + "\n")
         self._prepare(session, len(sources), len(targets), dtypes)
         self._session = session
         return session

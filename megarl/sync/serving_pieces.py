@@ -6,7 +6,7 @@ w13_weight [E, gate and up rows, h] and w2_weight [E, h, rows].
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megarl.mcore.architecture import Architecture
 from megarl.mcore.entries import compute_shape
@@ -24,18 +24,30 @@ def find_vocab_rows(vocab_size: int, tp: int) -> int:
     return padded // tp
 
 
+def check_serving_layout(arch: Architecture, tp: int) -> Iterator[str]:
+    """What of the model the ranks of a server do not divide."""
+    ffn_size = arch.experts.ffn_size if arch.experts else arch.ffn_size
+
+    def fits(tp: int) -> bool:
+        kv_heads = arch.num_kv_heads
+        return arch.num_heads % tp == ffn_size % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+    if not fits(tp):
+        nearest = min(filter(fits, range(1, arch.num_heads + 1)), key=lambda other: (abs(other - tp), other))
+        yield (
+            f"rollout.tp: found {tp}, which does not divide the model's {arch.num_heads} attention heads,"
+            f" {arch.num_kv_heads} key-value heads and {ffn_size} rows of an MLP; the nearest that does is {nearest}"
+        )
+
+
 def predict_server_rank(arch: Architecture, tp: int, rank: int) -> list[Piece]:
     """The pieces of rank `rank` of a server with `tp` of them.
 
     Raises ValueError for a number of ranks that the model's heads or rows do not divide into.
     """
-    ffn_size = arch.experts.ffn_size if arch.experts else arch.ffn_size
-    kv_heads = arch.num_kv_heads
-    if arch.num_heads % tp or ffn_size % tp or (kv_heads % tp and tp % kv_heads):
-        raise ValueError(
-            f"rollout.tp: found {tp}, which does not divide the model's {arch.num_heads} attention heads, {kv_heads}"
-            f" key-value heads and {ffn_size} rows of an MLP"
-        )
+    problems = list(check_serving_layout(arch, tp))
+    if problems:
+        raise ValueError("; ".join(problems))
     pieces = [_split_vocab("model.embed_tokens.weight", arch, tp, rank)]
     if not arch.tied:
         pieces.append(_split_vocab("lm_head.weight", arch, tp, rank))

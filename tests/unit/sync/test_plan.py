@@ -259,7 +259,7 @@ def test_what_a_server_rank_says_it_holds_is_checked_against_the_policys_model()
         "holds model.layers.0.mlp.down_proj.weight in int8; it must be in float32, bfloat16, float16",
         "holds model.norm.weight as 17; the policy's model makes it 16 x 1",
     ]
-    with pytest.raises(ValueError, match=r"rollout.tp: found 3, which does not divide the model's 8 attention heads"):
+    with pytest.raises(ValueError, match=r"rollout.tp: found 3, .* 8 attention heads.*; the nearest that does is 2"):
         predict_server_rank(arch, 3, 0)
 
 
