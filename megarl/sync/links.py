@@ -129,13 +129,15 @@ def _open_group(
 
 
 class MemoryLink(Link):
-    """Files in shared memory, one for each pair of ranks: a ring of slots with counts of filled and of read ones.
+    """Files in shared memory, one for each pair of ranks: a ring of slots with counts of filled and of read ones. Where
+    their directory is removed, the sync was given up.
 
     Only between processes of one machine. Each count is written by one side, after the bytes it speaks of; the order of
     the two is that of x86 and of the calls of Python between them.
     """
 
     POLL_S = 5e-5
+    LOOK_S = 0.1
 
     def __init__(self, directory: Path, slot_bytes: int, deadline_s: float) -> None:
         """directory: in shared memory, made by the owner of the sync."""
@@ -174,10 +176,15 @@ class MemoryLink(Link):
         return self._rings[pair]
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + self._deadline_s
+        start = looked = time.monotonic()
         while not condition():
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if now > start + self._deadline_s:
                 raise LinkError(f"{what} within {self._deadline_s:g} s")
+            if now > looked + self.LOOK_S:
+                looked = now
+                if not self._directory.exists():
+                    raise LinkError(f"{what} when the sync was given up")
             time.sleep(self.POLL_S)
 
 

@@ -48,9 +48,14 @@ class _Receiver:
     def receive(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
         assert self.link is not None, "receive came before open"
         started, num_bytes = time.perf_counter(), 0
-        for bucket, message in self.link.receive(self.buckets):
-            empty_bucket(bucket, message, tensors)
-            num_bytes += sum(copy.num_bytes for copy in bucket.copies)
+        try:
+            for bucket, message in self.link.receive(self.buckets):
+                empty_bucket(bucket, message, tensors)
+                num_bytes += sum(copy.num_bytes for copy in bucket.copies)
+        except BaseException:
+            # Ranks that wait for this one then learn of it at once.
+            self.close(tensors)
+            raise
         return {"bytes": num_bytes, "seconds": time.perf_counter() - started}
 
     def checksum(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -52,7 +52,12 @@ class WeightSender:
         started = time.perf_counter()
         with torch.no_grad(), self._worker.residence.during(training=False):
             tensors = self._tensors()
-            self._link.send(self._buckets, lambda bucket, message: fill_bucket(bucket, message, tensors, self._dtypes))
+            try:
+                self._link.send(self._buckets, lambda bucket, out: fill_bucket(bucket, out, tensors, self._dtypes))
+            except BaseException:
+                # Ranks that wait for this one then learn of it at once.
+                self.close()
+                raise
         return time.perf_counter() - started
 
     def checksum(self) -> dict[tuple[int, str], int]:

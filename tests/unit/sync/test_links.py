@@ -1,6 +1,8 @@
 """Buckets between processes over shared memory and a process group: more than slots, and with ends that are missing."""
 
+import shutil
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,15 @@ def test_an_end_in_shared_memory_that_is_missing_is_named_at_the_deadline(is_sou
     else:
         with pytest.raises(LinkError, match=r"training rank 0 has filled no bucket within 0.2 s"):
             list(link.receive([b for b in buckets if b.source == b.target == 0]))
+
+
+def test_a_wait_in_shared_memory_ends_when_the_sync_is_given_up(tmp_path: Path) -> None:
+    directory = tmp_path / "memory"
+    directory.mkdir()
+    link = open_link(make_spec("memory", directory, 30.0), 0, is_source=False, device=torch.device("cpu"))
+    threading.Timer(0.3, shutil.rmtree, (directory,)).start()
+    with pytest.raises(LinkError, match="training rank 0 has filled no bucket when the sync was given up"):
+        list(link.receive([b for b in make_buckets() if b.source == b.target == 0]))
 
 
 def test_a_group_that_does_not_meet_is_an_error_at_the_deadline(tmp_path: Path) -> None:
