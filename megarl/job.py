@@ -26,6 +26,7 @@ from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter
 from megarl.seams import UNPUBLISHED, Pending, RolloutServers, wait_all
 from megarl.sync.disk import DiskSync
+from megarl.sync.ranks import Ranks
 from megarl.sync.reshard import ShardSync
 from megarl.trainer import Parts, Summary, Trainer
 
@@ -146,12 +147,13 @@ def build_sync(
     config: Config, inputs: Inputs, policy: WorkerGroup, clients: Sequence[SGLangClient], hosts: Hosts, run_dir: Path
 ) -> DiskSync | ShardSync:
     """What brings the policy's weights to the servers, by rollout.transport."""
+    rollout, host = config.rollout, config.cluster.listen_host
+    ranks = Ranks(policy, clients, rollout, read_architecture(inputs.checkpoint), host, run_dir / "sync_plan.md")
     common: dict[str, Any] = {"policy_dtype": config.policy.dtype, "check_processes": hosts.check_servers}
-    if config.rollout.transport is Transport.disk:
-        return DiskSync(policy, clients, config.rollout, run_dir / "sync", inputs.probe_tokens, **common)
-    architecture = read_architecture(inputs.checkpoint)
-    common |= {"scratch": hosts.scratch, "host": config.cluster.listen_host, "plan_file": run_dir / "sync_plan.md"}
-    return ShardSync(policy, clients, config.rollout, architecture, inputs.probe_tokens, **common)
+    if rollout.transport is Transport.disk:
+        return DiskSync(policy, clients, rollout, run_dir / "sync", inputs.probe_tokens, ranks=ranks, **common)
+    common |= {"scratch": hosts.scratch, "host": host}
+    return ShardSync(policy, clients, rollout, ranks, inputs.probe_tokens, **common)
 
 
 def _open_rollout_file(stack: contextlib.ExitStack, run_dir: Path) -> RolloutWriter:

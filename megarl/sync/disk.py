@@ -12,7 +12,8 @@ from megarl.rollout.calls import StopFlag, run_side_by_side
 from megarl.rollout.client import SGLangClient
 from megarl.seams import TrainBackend
 from megarl.sync.probe import compute_policy_logprobs, get_max_gap, verify_logprobs
-from megarl.sync.steps import CLEAN_UP_DEADLINE_S, bracket, explaining_losses, naming_step
+from megarl.sync.ranks import Ranks
+from megarl.sync.steps import CLEAN_UP_DEADLINE_S, bracket, explaining_losses, naming_step, paused, updating
 from megarl.sync.versions import VersionRaise
 from megarl.types import Metrics
 
@@ -30,8 +31,10 @@ class DiskSync:
         *,
         policy_dtype: Dtype,
         check_processes: Callable[[], None] | None = None,
+        ranks: Ranks | None = None,
     ):
-        """directory: seen by policy and servers alike (a run's is in its run directory) and used by nothing else.
+        """ranks: compares checksums of what the servers hold; None: the probe text alone proves it.
+        directory: seen by policy and servers alike (a run's is in its run directory) and used by nothing else.
         check_processes: raises RuntimeError with exit status and log of a server that is down.
 
         Each version is a directory of its own in it; the last one stays until the next publish or `close`.
@@ -43,6 +46,7 @@ class DiskSync:
         self._probe_tokens = tuple(probe_tokens)
         self._max_gap = get_max_gap(config, policy_dtype)
         self._check_processes = check_processes
+        self._ranks = ranks
 
     def publish(self, version: int) -> Metrics:
         """Export, load into every server as `version`, and prove.
@@ -61,6 +65,7 @@ class DiskSync:
         with VersionRaise(version, CLEAN_UP_DEADLINE_S) as raising:
             self._for_each_server(lambda client: self._load(client, target, raising))
             loaded = time.monotonic()
+            self._compare_checksums()
             expected = compute_policy_logprobs(self._policy, self._probe_tokens)
             gap = self._prove(expected)
         self._remove_others(target)
@@ -73,10 +78,14 @@ class DiskSync:
         }
 
     def reconnect(self) -> None:
-        """Nothing is kept of a server between two syncs."""
+        """Forget what was agreed with the servers' ranks; the next sync agrees anew."""
+        if self._ranks is not None:
+            self._ranks.forget()
 
     def close(self) -> None:
         """Remove the exported checkpoints."""
+        if self._ranks is not None:
+            self._ranks.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _for_each_server(self, action: Callable[[SGLangClient], None]) -> None:
@@ -99,6 +108,12 @@ class DiskSync:
                 client.update_weights_from_disk(directory, deadline_s=self._config.sync_deadline_s)
             with naming_step(client, f"raise of the weight version to {raising.version}"):
                 raising.apply(client)
+
+    def _compare_checksums(self) -> None:
+        if self._ranks is None:
+            return
+        with explaining_losses(self._check_processes), paused(self._clients), updating(self._clients):
+            self._ranks.prove(self._ranks.session or self._ranks.agree())
 
     def _prove(self, expected: Sequence[float]) -> float:
         """The largest gap of any server."""

@@ -1,7 +1,7 @@
 """The steps of a weight sync at a server: each named in errors, and undone where a later one fails."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from megarl.rollout.calls import find_cause
 from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient
@@ -48,3 +48,21 @@ def bracket(
         raise
     with naming_step(client, f"{step}, when it was to end"):
         closing()
+
+
+@contextlib.contextmanager
+def paused(clients: Sequence[SGLangClient]) -> Iterator[None]:
+    """No server generates inside; requests under way wait."""
+    with contextlib.ExitStack() as stack:
+        for client in clients:
+            stack.enter_context(bracket(client, "pause", client.pause, client.resume))
+        yield
+
+
+@contextlib.contextmanager
+def updating(clients: Sequence[SGLangClient]) -> Iterator[None]:
+    """All servers are in a weight update inside."""
+    with contextlib.ExitStack() as stack:
+        for client in clients:
+            stack.enter_context(bracket(client, "begin of the weight update", client.begin_update, client.end_update))
+        yield

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,9 @@ from megarl.mcore.spec import Role, WorkerSpec
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.server import SGLangServer
 from megarl.seams import UNPUBLISHED, SyncError
-from megarl.sync.reshard import Session, ShardSync
+from megarl.sync.disk import DiskSync
+from megarl.sync.ranks import Ranks, Session
+from megarl.sync.reshard import ShardSync
 
 TP = 2
 
@@ -102,7 +105,7 @@ def make_sync(
         group,
         [client],
         config,
-        read_architecture(checkpoint),
+        Ranks(group, [client], config, read_architecture(checkpoint), "127.0.0.1"),
         list(range(3, 40)),
         scratch=scratch,
         host="127.0.0.1",
@@ -216,7 +219,8 @@ def test_a_server_of_another_model_is_refused_before_a_byte_moves(
     policy: tuple[WorkerGroup, Path], client: SGLangClient, config: RolloutConfig, checkpoint: Path
 ) -> None:
     sync = make_sync(policy, client, config, checkpoint)
-    sync._arch = type(sync._arch)(**{**vars(sync._arch), "vocab_size": 200})
+    ranks = sync._ranks
+    ranks._arch = replace(ranks._arch, vocab_size=200)
     before = client.load_checksums()
     with pytest.raises(
         SyncError, match=r"rank 0: holds lm_head.weight as \d+ x 64; the policy's model makes it 128 x 64"
@@ -237,3 +241,41 @@ def test_a_receiver_that_fails_takes_no_server_down(sync: PlantingSync, client: 
     sync.publish(11)
     assert client.is_healthy()
     assert client.load_weight_version() == 11
+
+
+class PlantingDisk(DiskSync):
+    """As `PlantingSync`."""
+
+    plant: Callable[[SGLangClient], None] | None = None
+
+    def _compare_checksums(self) -> None:
+        if self.plant is not None:
+            client = self._clients[0]
+            client.pause()
+            client.begin_update()
+            self.plant(client)
+            client.end_update()
+            client.resume()
+        super()._compare_checksums()
+
+
+def test_weights_that_came_over_disk_are_proved_by_their_checksums_too(
+    policy: tuple[WorkerGroup, Path], client: SGLangClient, config: RolloutConfig, checkpoint: Path, tmp_path: Path
+) -> None:
+    group, _ = policy
+    ranks = Ranks(group, [client], config, read_architecture(checkpoint), "127.0.0.1")
+    tokens = list(range(3, 40))
+    # In bfloat16 the probe text alone would let it pass.
+    sync = PlantingDisk(group, [client], config, tmp_path, tokens, policy_dtype=Dtype.bfloat16, ranks=ranks)
+    sync.publish(20)
+    assert_holds(client, read_shards(checkpoint))
+    planted = read_shards(checkpoint)
+    message = corrupt_one_element(planted, [])
+    sync.plant = lambda client: write_directly(client, planted)
+    with pytest.raises(SyncError, match=message):
+        sync.publish(21)
+    assert client.load_weight_version() == UNPUBLISHED
+    sync.plant = None
+    sync.publish(21)
+    assert client.load_weight_version() == 21
+    sync.close()

@@ -38,6 +38,7 @@ from megarl.rollout.client import SGLangClient
 from megarl.rollout.server import SGLangServer, pick_free_port
 from megarl.seams import DeadlineError
 from megarl.sync.disk import DiskSync
+from megarl.sync.ranks import Ranks
 from megarl.sync.reshard import ShardSync
 from megarl.types import Sequences
 
@@ -241,9 +242,9 @@ def measure(
     """Prints the table; the share of the seconds of gather and broadcast that ours takes."""
     probe = list(range(3, 3 + CHARACTERS))
     common = {"policy_dtype": Dtype.bfloat16}
-    ours = ShardSync(
-        policy, [client], config, read_architecture(checkpoint), probe, scratch=scratch, host="127.0.0.1", **common
-    )
+    host = "127.0.0.1"
+    ranks = Ranks(policy, [client], config, read_architecture(checkpoint), host)
+    ours = ShardSync(policy, [client], config, ranks, probe, scratch=scratch, host=host, **common)
     disk = DiskSync(policy, [client], config, scratch / "disk", probe, **common)
     join_broadcast(policy, client)
     versions = iter(range(1, 1000))
@@ -262,7 +263,7 @@ def measure(
                 seconds[name].append(time.perf_counter() - start)
                 if name.startswith("ours"):
                     metrics.append(found)
-    session = ours.session
+    session = ranks.session
     whole = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     moved = dict(zip(ways, (session.plan.num_bytes, session.broadcast, whole + TP * whole), strict=True))
     print("| | MB moved | over the least possible | seconds | least to most |\n| --- | --- | --- | --- | --- |")

@@ -1,0 +1,176 @@
+"""The ranks on both sides of a weight sync: what they hold, the plan between them, what they are told, the proof."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.config.rollout import RolloutConfig
+from megarl.mcore.architecture import Architecture
+from megarl.rollout.calls import run_side_by_side
+from megarl.rollout.client import SGLangClient
+from megarl.seams import SyncError, TrainBackend
+from megarl.sync.checksum import MASK, find_words
+from megarl.sync.control import ANSWER_GRACE_S, Answers, instruct
+from megarl.sync.messages import encode_bucket
+from megarl.sync.plan import (
+    Bucket,
+    LayoutError,
+    Plan,
+    build_plan,
+    compute_bound,
+    compute_broadcast,
+    cut_buckets,
+    format_plan,
+)
+from megarl.sync.serving_pieces import check_server_rank, predict_server_rank
+from megarl.sync.steps import naming_step
+
+
+@dataclass(frozen=True)
+class Session:
+    """What both sides have been told, once for all syncs."""
+
+    plan: Plan
+    buckets: Sequence[Bucket]
+    """the plan's, in the order in which all ranks send and receive"""
+    bound: int
+    """bytes, the least that must move"""
+    broadcast: int
+    """bytes that gather and broadcast would move"""
+    num_ranks: tuple[int, int]
+    """training ranks, server ranks"""
+
+
+class Ranks:
+    """The policy's training ranks and the servers' ranks; server rank s * rollout.tp + r is rank r of server s.
+
+    The servers must be in a weight update (begin_weight_update) whenever their ranks are told something.
+    """
+
+    def __init__(
+        self,
+        policy: TrainBackend,
+        clients: Sequence[SGLangClient],
+        config: RolloutConfig,
+        architecture: Architecture,
+        host: str,
+        plan_file: Path | None = None,
+    ) -> None:
+        """host: on which this process listens for answers. plan_file: where the plan goes as a table."""
+        self._policy, self._clients, self._config = policy, list(clients), config
+        self._arch, self._plan_file = architecture, plan_file
+        self._answers = Answers(host)
+        self.session: Session | None = None
+        """None before `agree` and after `forget`"""
+
+    def forget(self) -> None:
+        """What was agreed holds no more."""
+        self.session = None
+
+    def close(self) -> None:
+        self._answers.close()
+
+    def agree(self) -> Session:
+        """Ask all ranks what they hold, and tell each what it sends or receives. Raises SyncError naming both sides."""
+        tp, num_servers = self._config.tp, len(self._clients)
+        sources = dict(enumerate(self.senders("describe")))
+        targets = {s * tp + r: predict_server_rank(self._arch, tp, r) for s in range(num_servers) for r in range(tp)}
+        described = self.receivers("describe", [{}] * (num_servers * tp))
+        for rank, found in enumerate(described):
+            problems = check_server_rank(targets[rank], found, self._arch, tp)
+            if problems:
+                client = self._clients[rank // tp]
+                raise SyncError(f"SGLang server {client.url}, rank {rank % tp}: {'; '.join(problems)}")
+        dtypes = {name: dtype for found in described for name, (_, dtype) in found.items()}
+        try:
+            plan = build_plan(sources, targets, dtypes)
+        except LayoutError as error:
+            raise SyncError(str(error)) from error
+        buckets = cut_buckets(plan, self._config.sync_bucket_mb << 20)
+        bound, broadcast = compute_bound(targets, dtypes), compute_broadcast(sources, targets, dtypes)
+        session = Session(plan, buckets, bound, broadcast, (len(sources), len(targets)))
+        if self._plan_file is not None:
+            names = {rank: f"{self._clients[rank // tp].url} rank {rank % tp}" for rank in targets}
+            self._plan_file.write_text(format_plan(plan, names, session.bound, session.broadcast) + "\n")
+        self._prepare(session, dtypes)
+        self.session = session
+        return session
+
+    def _prepare(self, session: Session, dtypes: Mapping[str, str]) -> None:
+        """Tell each rank its buckets."""
+        to_send, to_receive = defaultdict(list), defaultdict(list)
+        for bucket in session.buckets:
+            to_send[bucket.source].append(bucket)
+            to_receive[bucket.target].append(bucket)
+        words = {
+            target: find_words(copy for bucket in own for copy in bucket.copies) for target, own in to_receive.items()
+        }
+        all_words = {(target, name): word for target, own in words.items() for name, word in own.items()}
+        self.senders("prepare", [(rank, to_send[rank], all_words, dtypes) for rank in range(session.num_ranks[0])])
+        receivers = [
+            {"rank": rank, "buckets": [encode_bucket(bucket) for bucket in to_receive[rank]], "words": words[rank]}
+            for rank in range(session.num_ranks[1])
+        ]
+        self.receivers("prepare", receivers)
+
+    def prove(self, session: Session) -> None:
+        """What each server rank holds adds up to what the training ranks make of their own parameters.
+
+        Raises SyncError naming server, rank and tensor where it does not.
+        """
+        parts, found = self.side_by_side("checksum", None, [{}] * session.num_ranks[1])
+        expected: dict[tuple[int, str], int] = defaultdict(int)
+        for part in parts:
+            for key, value in part.items():
+                expected[key] = (expected[key] + value) & MASK
+        held = {(rank, name): value for rank, own in enumerate(found) for name, value in own.items()}
+        wrong = sorted(key for key in expected if held.get(key) != expected[key])
+        if wrong:
+            rank, name = wrong[0]
+            client = self._clients[rank // self._config.tp]
+            raise SyncError(
+                f"SGLang server {client.url}, rank {rank % self._config.tp}: the checksum of {name} is not that of the"
+                f" policy's weights; of {len(expected)} tensors of all server ranks {len(wrong)} differ"
+            )
+
+    def senders(self, verb: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        return self._policy.call_senders(verb, arguments, self._deadline_s).result()
+
+    def receivers(self, verb: str, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
+        return self.side_by_side(None, None, arguments, receiving=verb)[1]
+
+    def side_by_side(
+        self,
+        sending: str | None,
+        to_senders: Sequence[tuple[Any, ...]] | None,
+        to_receivers: Sequence[Mapping[str, Any]],
+        receiving: str | None = None,
+        flush_cache: bool = False,
+    ) -> tuple[list[Any], list[Any]]:
+        """Results of all training ranks and of all server ranks; the first failure of any is raised."""
+        verb, tp = receiving or sending or "", self._config.tp
+
+        def call_server(number: int) -> list[Any]:
+            client, own = self._clients[number], to_receivers[number * tp : (number + 1) * tp]
+            with naming_step(client, f"{verb} of weights"):
+                return instruct(client, self._answers, verb, own, self._deadline_s, flush_cache)
+
+        jobs: list[Callable[[Any], list[Any]]] = [
+            lambda _stop, number=number: call_server(number) for number in range(len(self._clients))
+        ]
+        if sending:
+            jobs.append(lambda _stop: self.senders(sending, to_senders))
+        results = run_side_by_side(jobs, self._abort)
+        sent = results.pop() if sending else []
+        return sent, [found for server in results for found in server]
+
+    @property
+    def _deadline_s(self) -> float:
+        """Of a call; the link's own deadline passes before."""
+        return self._config.sync_deadline_s + ANSWER_GRACE_S
+
+    def _abort(self) -> None:
+        for client in self._clients:
+            client.abort()
