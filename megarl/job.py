@@ -126,7 +126,9 @@ def open_parts(config: Config, inputs: Inputs, hosts: Hosts, run_dir: Path, repo
         urls = hosts.urls.result()
         engine = SGLangEngine(urls, inputs.checkpoint, rollout, inputs.tokenizer, check_processes=hosts.check_servers)
         stack.callback(engine.close)
-        sync = build_sync(config, inputs, groups[Role.policy], engine.clients, hosts, run_dir)
+        # Of its own: when responses that run ahead are cancelled, a sync goes on.
+        clients = [stack.enter_context(contextlib.closing(client.copy())) for client in engine.clients]
+        sync = build_sync(config, inputs, groups[Role.policy], clients, hosts, run_dir)
         stack.callback(sync.close)
         yield Parts(
             policy=groups[Role.policy],

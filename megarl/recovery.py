@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from megarl.rollout.calls import wait_left_over
-from megarl.seams import RolloutServers
+from megarl.seams import DeadlineError, RolloutServers
 
 T = TypeVar("T")
 
@@ -51,7 +51,11 @@ class Recovery:
         """Whether `error` came of lost servers and they are up again."""
         if self._servers is None or self._max_restarts == 0:
             return False
-        wait_left_over(LEFT_OVER_DEADLINE_S)
+        try:
+            wait_left_over(LEFT_OVER_DEADLINE_S)
+        except DeadlineError as late:
+            error.add_note(str(late))
+            return False
         lost = self._servers.find_lost()
         if not lost:
             return False

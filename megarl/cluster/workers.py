@@ -5,7 +5,6 @@ import socket
 import sys
 import uuid
 from collections.abc import Callable, Sequence
-from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from megarl.cluster.stacks import Place, Ranks, Watch, dump_on_signal, identify
 from megarl.cluster.waiting import PendingCall, wait_for
+from megarl.rollout.server import is_loopback
 from megarl.types import Metrics, Sequences, TrainingSamples
 
 if TYPE_CHECKING:
@@ -70,10 +70,6 @@ class WorkerActor:
     @ray.method(concurrency_group="watch")
     def identify(self) -> tuple[str, int]:
         return identify()
-
-
-def is_loopback(host: str) -> bool:
-    return ip_address(socket.gethostbyname(host)).is_loopback
 
 
 def redirect_output(log_path: Path) -> None:

@@ -38,7 +38,8 @@ class RolloutConfig:
     sync_deadline_s: float = 300.0
     transport: Transport = Transport.colocated
     sync_bucket_mb: int = 64
-    """Most bytes of one message of weights, in MiB; each rank holds two. Without effect with transport=disk"""
+    """Most bytes of one message of weights, in MiB. Each rank holds two; with transport=colocated, shared memory does
+    for each pair of a training and a server rank that have something to exchange."""
     max_server_restarts: int = 3
     """Servers that are lost in a rollout or a sync are started again and get the current weights, up to this often for
     the same rollout or sync; then the run ends with the error. 0: at once. What runs ahead (max_staleness) is not

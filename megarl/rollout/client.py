@@ -40,6 +40,10 @@ class SGLangClient:
         self._http = httpx.Client(base_url=self.url, trust_env=False)
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
+    def copy(self) -> "SGLangClient":
+        """Of the same server, with connections of its own: `abort` of one does not touch the other's calls."""
+        return SGLangClient(self.url, vocab_size=self._vocab_size, deadline_s=self._deadline_s)
+
     def close(self) -> None:
         self._http.close()
 

@@ -58,7 +58,8 @@ def check_versions(samples: Sequence[Sample], weight_version: int, max_staleness
     """
     for sample in samples:
         used = set(list_versions(sample.response))
-        if used and not weight_version - max_staleness <= min(used) <= max(used) <= weight_version:
+        oldest = max(0, weight_version - max_staleness)  # Below 0 no weights of the trainer's are meant.
+        if used and not oldest <= min(used) <= max(used) <= weight_version:
             versions = ", ".join(str(version) for version in sorted(used))
             behind = f", and rollout.max_staleness is {max_staleness}" if max_staleness else ""
             raise RuntimeError(

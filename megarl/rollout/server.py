@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from ipaddress import ip_address
 from pathlib import Path
 
 import httpx
@@ -53,6 +54,10 @@ def pick_free_port(host: str) -> int:
             listener.bind((host, port))
             return int(listener.getsockname()[1])
     raise ServerError(f"no free port on {host}")
+
+
+def is_loopback(host: str) -> bool:
+    return ip_address(socket.gethostbyname(host)).is_loopback
 
 
 def build_command(

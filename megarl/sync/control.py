@@ -47,6 +47,13 @@ class Answers:
             self._asked.discard(token)
             return self._found.pop(token, None)
 
+    def drop(self, asked: Sequence[Mapping[str, Any]]) -> None:
+        """Nobody waits for these answers any more."""
+        with self._condition:
+            for reply in asked:
+                self._asked.discard(reply["token"])
+                self._found.pop(reply["token"], None)
+
     def close(self) -> None:
         # Only a shutdown wakes a thread that waits in accept.
         with contextlib.suppress(OSError):
@@ -94,7 +101,11 @@ def instruct(
         for own, reply in zip(arguments, asked, strict=True)
     ]
     end = time.monotonic() + deadline_s + ANSWER_GRACE_S
-    client.update_weights_from_tensor(payloads, LOADER, flush_cache=flush_cache, deadline_s=deadline_s)
+    try:
+        client.update_weights_from_tensor(payloads, LOADER, flush_cache=flush_cache, deadline_s=deadline_s)
+    except BaseException:
+        answers.drop(asked)
+        raise
     results = []
     for rank, reply in enumerate(asked):
         answer = answers.take(reply["token"], max(0.0, end - time.monotonic()))

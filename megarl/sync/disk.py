@@ -13,7 +13,14 @@ from megarl.rollout.client import SGLangClient
 from megarl.seams import TrainBackend
 from megarl.sync.probe import compute_policy_logprobs, get_max_gap, verify_logprobs
 from megarl.sync.ranks import Ranks
-from megarl.sync.steps import CLEAN_UP_DEADLINE_S, bracket, explaining_losses, naming_step, paused, updating
+from megarl.sync.steps import (
+    CLEAN_UP_DEADLINE_S,
+    explaining_losses,
+    naming_step,
+    paused,
+    updating,
+    withdraw_versions,
+)
 from megarl.sync.versions import VersionRaise
 from megarl.types import Metrics
 
@@ -62,12 +69,16 @@ class DiskSync:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._policy.export_weights(target).result()
         exported = time.monotonic()
-        with VersionRaise(version, CLEAN_UP_DEADLINE_S) as raising:
-            self._for_each_server(lambda client: self._load(client, target, raising))
-            loaded = time.monotonic()
-            self._compare_checksums()
-            expected = compute_policy_logprobs(self._policy, self._probe_tokens)
-            gap = self._prove(expected)
+        with VersionRaise(version, CLEAN_UP_DEADLINE_S) as raising, explaining_losses(self._check_processes):
+            with paused(self._clients):
+                withdraw_versions(self._clients)
+                with updating(self._clients):
+                    self._for_each_server(lambda client: self._load(client, target))
+                    loaded = time.monotonic()
+                    if self._ranks is not None:
+                        self._ranks.prove(self._ranks.session or self._ranks.agree())
+                raising.apply_all(self._clients)
+            gap = self._prove(compute_policy_logprobs(self._policy, self._probe_tokens))
         self._remove_others(target)
         return {
             "sync/bytes": float(sum(file.stat().st_size for file in target.iterdir() if file.is_file())),
@@ -92,36 +103,22 @@ class DiskSync:
         def build_job(client: SGLangClient) -> Callable[[StopFlag], None]:
             return lambda _stop: action(client)
 
-        with explaining_losses(self._check_processes):
-            run_side_by_side([build_job(client) for client in self._clients], self._abort)
+        run_side_by_side([build_job(client) for client in self._clients], self._abort)
 
     def _abort(self) -> None:
         for client in self._clients:
             client.abort()
 
-    def _load(self, client: SGLangClient, directory: Path, raising: VersionRaise) -> None:
-        with bracket(client, "pause", client.pause, client.resume):
-            with (
-                bracket(client, "begin of the weight update", client.begin_update, client.end_update),
-                naming_step(client, f"load of the weights in {directory}"),
-            ):
-                client.update_weights_from_disk(directory, deadline_s=self._config.sync_deadline_s)
-            with naming_step(client, f"raise of the weight version to {raising.version}"):
-                raising.apply(client)
-
-    def _compare_checksums(self) -> None:
-        if self._ranks is None:
-            return
-        with explaining_losses(self._check_processes), paused(self._clients), updating(self._clients):
-            self._ranks.prove(self._ranks.session or self._ranks.agree())
+    def _load(self, client: SGLangClient, directory: Path) -> None:
+        with naming_step(client, f"load of the weights in {directory}"):
+            client.update_weights_from_disk(directory, deadline_s=self._config.sync_deadline_s)
 
     def _prove(self, expected: Sequence[float]) -> float:
         """The largest gap of any server."""
         gaps = []
-        with explaining_losses(self._check_processes):
-            for client in self._clients:
-                with naming_step(client, "proof of the weights"):
-                    gaps.append(verify_logprobs(client, self._probe_tokens, expected, self._max_gap))
+        for client in self._clients:
+            with naming_step(client, "proof of the weights"):
+                gaps.append(verify_logprobs(client, self._probe_tokens, expected, self._max_gap))
         return max(gaps)
 
     def _remove_others(self, keep: Path) -> None:

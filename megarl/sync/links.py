@@ -20,7 +20,7 @@ from torch import Tensor
 from megarl.sync.plan import Bucket
 
 NUM_SLOTS = 2
-"""Buckets of one sender or receiver under way at a time"""
+"""Buckets under way at a time, of one sender or receiver; in shared memory, of a pair of them"""
 Fill = Callable[[Bucket, Tensor], None]
 """Writes a bucket into uint8 [num_bytes]."""
 
@@ -198,8 +198,15 @@ class _Ring:
         size = self.HEADER + NUM_SLOTS * slot_bytes
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(descriptor, size)
+            # Memory that is only promised would end the process that first writes to it.
+            os.posix_fallocate(descriptor, 0, size)
             self._map = mmap.mmap(descriptor, size)
+        except OSError as error:
+            free = os.statvfs(path.parent)
+            raise LinkError(
+                f"{path}: {size} bytes of shared memory are needed and {free.f_bavail * free.f_frsize} are free:"
+                f" {error}; a smaller rollout.sync_bucket_mb needs less"
+            ) from error
         finally:
             os.close(descriptor)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)

@@ -83,7 +83,7 @@ class Ranks:
             if problems:
                 client = self._clients[rank // tp]
                 raise SyncError(f"SGLang server {client.url}, rank {rank % tp}: {'; '.join(problems)}")
-        dtypes = {name: dtype for found in described for name, (_, dtype) in found.items()}
+        dtypes = self._join_dtypes(described)
         try:
             plan = build_plan(sources, targets, dtypes)
         except LayoutError as error:
@@ -97,6 +97,15 @@ class Ranks:
         self._prepare(session, dtypes)
         self.session = session
         return session
+
+    def _join_dtypes(self, described: Sequence[Mapping[str, tuple[Sequence[int], str]]]) -> dict[str, str]:
+        dtypes: dict[str, str] = {}
+        for rank, found in enumerate(described):
+            for name, (_, dtype) in found.items():
+                if dtypes.setdefault(name, dtype) != dtype:
+                    urls = self._clients[0].url, self._clients[rank // self._config.tp].url
+                    raise SyncError(f"SGLang servers {urls[0]} and {urls[1]} hold {name} in {dtypes[name]} and {dtype}")
+        return dtypes
 
     def _prepare(self, session: Session, dtypes: Mapping[str, str]) -> None:
         """Tell each rank its buckets."""
@@ -136,7 +145,10 @@ class Ranks:
             )
 
     def senders(self, verb: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
-        return self._policy.call_senders(verb, arguments, self._deadline_s).result()
+        try:
+            return self._policy.call_senders(verb, arguments, self._deadline_s).result()
+        except RuntimeError as error:
+            raise SyncError(f"the policy's ranks, asked to {verb} weights: {error}") from error
 
     def receivers(self, verb: str, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
         return self.side_by_side(None, None, arguments, receiving=verb)[1]

@@ -7,17 +7,25 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from megarl.config.roles import Dtype
 from megarl.config.rollout import RolloutConfig, Transport
 from megarl.rollout.client import SGLangClient
-from megarl.seams import UNPUBLISHED, SyncError, TrainBackend
+from megarl.rollout.server import is_loopback
+from megarl.seams import TrainBackend
 from megarl.sync.probe import compute_policy_logprobs, get_max_gap, verify_logprobs
 from megarl.sync.ranks import Ranks, Session
-from megarl.sync.steps import explaining_losses, naming_step, paused, updating
+from megarl.sync.steps import (
+    CLEAN_UP_DEADLINE_S,
+    explaining_losses,
+    naming_step,
+    paused,
+    updating,
+    withdraw_versions,
+)
+from megarl.sync.versions import VersionRaise
 from megarl.types import Metrics
 
 
@@ -59,34 +67,42 @@ class ShardSync:
         times = _Times()
         expected = compute_policy_logprobs(self._policy, self._probe_tokens)
         times.mark("probe")
-        with explaining_losses(self._check_processes):
-            try:
-                with paused(self._clients):
-                    with updating(self._clients):
-                        self._refuse_tokens()
-                        session = self._ranks.session or self._open()
-                        times.mark("open")
-                        self._move(session)
-                        times.mark("move")
-                        self._ranks.prove(session)
-                        times.mark("checksum")
-                    for client in self._clients:
-                        self._raise_version(client, version)
-                gap = max(self._probe(client, expected) for client in self._clients)
-                times.mark("probe")
-            except BaseException:
-                self.reconnect()
-                raise
+        with VersionRaise(version, CLEAN_UP_DEADLINE_S) as raising, explaining_losses(self._check_processes):
+            with paused(self._clients):
+                withdraw_versions(self._clients)
+                with updating(self._clients):
+                    times.mark("pause")
+                    session, num_bytes = self._transfer(times)
+                    self._ranks.prove(session)
+                    times.mark("checksum")
+                raising.apply_all(self._clients)
+            times.mark("resume")
+            gap = max(self._probe(client, expected) for client in self._clients)
+            times.mark("probe")
         return times.to_metrics() | {
-            "sync/bytes": float(session.plan.num_bytes),
-            "sync/bytes_over_bound": session.plan.num_bytes / session.bound,
+            "sync/bytes": num_bytes,
+            "sync/bytes_over_bound": num_bytes / session.bound,
             "sync/probe_logprob_gap": gap,
         }
+
+    def _transfer(self, times: "_Times") -> tuple[Session, float]:
+        """The session and the bytes that the server ranks received."""
+        try:
+            session = self._ranks.session or self._open()
+            times.mark("open")
+            num_bytes = self._move(session)
+            times.mark("move")
+        except BaseException:
+            # At once: ranks that still wait for others hold up whatever is asked of their servers.
+            self.reconnect()
+            raise
+        return session, num_bytes
 
     def reconnect(self) -> None:
         """Forget what was agreed with the servers' ranks; the next sync agrees anew."""
         self._ranks.forget()
         self._remove_memory()
+        self._store = None
 
     def close(self) -> None:
         self._ranks.close()
@@ -100,12 +116,6 @@ class ShardSync:
         self._ranks.side_by_side("open", [(link,)] * sources, [{"link": link}] * targets)
         return session
 
-    def _refuse_tokens(self) -> None:
-        """Whatever goes wrong from here on, no server is taken for one that holds some version's weights."""
-        for client in self._clients:
-            with naming_step(client, "withdrawal of the weight version"):
-                client.set_weight_version(UNPUBLISHED)
-
     def _describe_link(self, session: Session) -> dict[str, Any]:
         sources, targets = session.num_ranks
         common = {"num_sources": sources, "num_targets": targets, "deadline_s": self._config.sync_deadline_s}
@@ -114,30 +124,21 @@ class ShardSync:
             self._memory = Path(tempfile.mkdtemp(prefix="megarl-sync-", dir="/dev/shm"))
             largest = max(bucket.num_bytes for bucket in session.buckets)
             return common | {"kind": "memory", "directory": str(self._memory), "slot_bytes": -(-largest // 64) * 64}
-        if ip_address(self._host).is_loopback:
+        if is_loopback(self._host):
             return common | {"kind": "group", "file": f"{self._scratch}/sync-{uuid.uuid4().hex}", "host": self._host}
         from torch.distributed import TCPStore
 
         self._store = TCPStore(self._host, 0, None, True, wait_for_workers=False)
         return common | {"kind": "group", "file": None, "host": self._host, "port": self._store.port}
 
-    def _move(self, session: Session) -> None:
-        self._ranks.side_by_side("send", None, [{}] * session.num_ranks[1], receiving="receive", flush_cache=True)
+    def _move(self, session: Session) -> float:
+        to_receivers: list[dict[str, Any]] = [{}] * session.num_ranks[1]
+        _, found = self._ranks.side_by_side("send", None, to_receivers, receiving="receive", flush_cache=True)
+        return float(sum(received["bytes"] for received in found))
 
     def _probe(self, client: SGLangClient, expected: Sequence[float]) -> float:
         with naming_step(client, "proof of the weights"):
-            try:
-                return verify_logprobs(client, self._probe_tokens, expected, self._max_gap)
-            except SyncError:
-                client.set_weight_version(UNPUBLISHED)
-                raise
-
-    def _raise_version(self, client: SGLangClient, version: int) -> None:
-        with naming_step(client, f"raise of the weight version to {version}"):
-            client.set_weight_version(version)
-            found = client.load_weight_version()
-        if found != version:
-            raise SyncError(f"SGLang server {client.url} reports weight version {found} after it was set to {version}")
+            return verify_logprobs(client, self._probe_tokens, expected, self._max_gap)
 
     def _remove_memory(self) -> None:
         if self._memory is not None:

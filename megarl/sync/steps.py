@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from megarl.rollout.calls import find_cause
 from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient
-from megarl.seams import DeadlineError, SyncError
+from megarl.seams import UNPUBLISHED, DeadlineError, SyncError
 
 CLEAN_UP_DEADLINE_S = 10.0
 """Of each call that follows a failed one."""
@@ -57,6 +57,13 @@ def paused(clients: Sequence[SGLangClient]) -> Iterator[None]:
         for client in clients:
             stack.enter_context(bracket(client, "pause", client.pause, client.resume))
         yield
+
+
+def withdraw_versions(clients: Sequence[SGLangClient]) -> None:
+    """Whatever goes wrong from here on, no server is taken for one that holds some version's weights."""
+    for client in clients:
+        with naming_step(client, "withdrawal of the weight version"):
+            client.set_weight_version(UNPUBLISHED)
 
 
 @contextlib.contextmanager

@@ -1,10 +1,12 @@
 """The servers' weight version in a sync: raised while they are paused, withdrawn where the sync fails."""
 
 import contextlib
+from collections.abc import Sequence
 from types import TracebackType
 
 from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient
 from megarl.seams import UNPUBLISHED, DeadlineError, SyncError
+from megarl.sync.steps import naming_step
 
 
 class VersionRaise:
@@ -33,6 +35,12 @@ class VersionRaise:
             raise SyncError(
                 f"SGLang server {client.url} reports weight version {found} after it was set to {self.version}"
             )
+
+    def apply_all(self, clients: Sequence[SGLangClient]) -> None:
+        """`apply` to one after the other; raises SyncError naming server and step."""
+        for client in clients:
+            with naming_step(client, f"raise of the weight version to {self.version}"):
+                self.apply(client)
 
     def __enter__(self) -> "VersionRaise":
         return self

@@ -36,10 +36,11 @@ class PlantingSync(ShardSync):
 
     plant: Callable[[SGLangClient], None] | None = None
 
-    def _move(self, session: Session) -> None:
-        super()._move(session)
+    def _move(self, session: Session) -> float:
+        num_bytes = super()._move(session)
         if self.plant is not None:
             self.plant(self._clients[0])
+        return num_bytes
 
 
 @pytest.fixture(scope="module")
@@ -248,15 +249,10 @@ class PlantingDisk(DiskSync):
 
     plant: Callable[[SGLangClient], None] | None = None
 
-    def _compare_checksums(self) -> None:
+    def _load(self, client: SGLangClient, directory: Path) -> None:
+        super()._load(client, directory)
         if self.plant is not None:
-            client = self._clients[0]
-            client.pause()
-            client.begin_update()
             self.plant(client)
-            client.end_update()
-            client.resume()
-        super()._compare_checksums()
 
 
 def test_weights_that_came_over_disk_are_proved_by_their_checksums_too(

@@ -19,7 +19,7 @@ from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.guard import find_shared_memory
 from megarl.rollout.server import ServerError, SGLangServer, pick_free_port
 from megarl.rollout.tensors import build_tensors
-from megarl.seams import DeadlineError, SyncError
+from megarl.seams import UNPUBLISHED, DeadlineError, SyncError
 from megarl.sync.disk import DiskSync
 from megarl.sync.probe import build_probe_tokens
 from megarl.types import FinishReason, Prompt, Score, Sequences
@@ -207,7 +207,7 @@ def test_publishing_moves_new_weights_and_raises_the_version(
     assert not (tmp_path / "weights").exists()
 
 
-def test_the_probe_finds_one_changed_tensor_and_the_version_stays(
+def test_the_probe_finds_one_changed_tensor_and_the_server_serves_as_no_version(
     first_responses, engine, tiny_checkpoint, rollout_config, tmp_path
 ):
     client = engine.clients[0]
@@ -216,7 +216,7 @@ def test_the_probe_finds_one_changed_tensor_and_the_version_stays(
     tokens = build_probe_tokens((), corrupting.model.config.vocab_size)
     with pytest.raises(SyncError, match=r"does not hold the policy's weights.*gap .*allowed 0.0001"):
         build_sync(corrupting, engine, rollout_config, tmp_path / "bad", tokens).publish(version + 1)
-    assert client.load_weight_version() == version
+    assert client.load_weight_version() == UNPUBLISHED
     sound = TransformersPolicy(tiny_checkpoint)
     build_sync(sound, engine, rollout_config, tmp_path / "good", tokens).publish(version + 1)
     assert client.load_weight_version() == version + 1
@@ -233,8 +233,10 @@ def test_a_directory_without_weights_is_a_sync_error(first_responses, engine, ro
     sync = build_sync(Empty.__new__(Empty), engine, rollout_config, tmp_path, build_probe_tokens((), 50))
     with pytest.raises(SyncError, match=f"{client.url} failed at the load of the weights in {tmp_path}"):
         sync.publish(version + 1)
-    assert client.load_weight_version() == version
+    assert client.load_weight_version() == UNPUBLISHED
     assert engine.generate(build_prompts(1), num_responses=1, temperature=1.0)
+    # It still has the weights of before.
+    client.set_weight_version(version)
 
 
 @pytest.mark.parametrize(

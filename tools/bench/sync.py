@@ -271,10 +271,10 @@ def measure(
         middle = statistics.median(found)
         print(f"| {name} | {moved[name] / 1e6:.1f} | {moved[name] / session.bound:.2f} | {middle:.3f} |", end="")
         print(f" {min(found):.3f} to {max(found):.3f} |")
-    steps = ("move", "checksum", "probe", "open")
+    steps = ("move", "checksum", "probe", "pause", "resume")
     parts = ", ".join(f"{step} {statistics.median(m[f'sync/seconds_{step}'] for m in metrics):.3f}" for step in steps)
     wire = sum(bucket.num_bytes for bucket in session.buckets) / session.bound
-    print(f"ours, seconds: {parts} (open: pause, begin and version); messages over the least possible: {wire:.4f}")
+    print(f"ours, seconds: {parts}; messages over the least possible: {wire:.4f}")
     medians = [statistics.median(found) for found in seconds.values()]
     ours.close()
     disk.close()

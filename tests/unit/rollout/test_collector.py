@@ -10,6 +10,7 @@ from megarl.rollout.client import RequestError
 from megarl.rollout.collector import check_versions, compute_staleness, score_groups
 from megarl.rollout.engine import build_response
 from megarl.rollout.tensors import build_sequences, build_tensors
+from megarl.seams import UNPUBLISHED
 from megarl.types import FinishReason, Prompt, Response, Rollout, Score
 
 
@@ -64,6 +65,12 @@ def test_tokens_may_be_as_many_versions_behind_as_the_staleness_and_none_ahead()
         check_versions(score([[replace(first, weight_versions=(2, 3))]]), 4, max_staleness=1)
     with pytest.raises(RuntimeError, match=r"version 3, 4; the trainer's is 3"):
         check_versions(score([[replace(first, weight_versions=(3, 4))]]), 3, max_staleness=1)
+
+
+def test_tokens_of_a_server_without_a_version_are_refused_however_stale_tokens_may_be():
+    first, _ = GROUPS[0]
+    with pytest.raises(RuntimeError, match="version -1, 0; the trainer's is 0"):
+        check_versions(score([[replace(first, weight_versions=(UNPUBLISHED, 0))]]), 0, max_staleness=4)
 
 
 def test_staleness_counts_versions_behind_over_the_generated_tokens():

@@ -22,7 +22,7 @@ from megarl.seams import UNPUBLISHED, DeadlineError, SyncError
 from megarl.sync.disk import DiskSync
 from megarl.types import Prompt
 
-LOAD = ["/pause_generation", "/begin_weight_update", "/update_weights_from_disk"]
+LOAD = ["/pause_generation", "/update_weight_version", "/begin_weight_update", "/update_weights_from_disk"]
 RAISE = "/update_weight_version"
 CLEAN_UP = ["/end_weight_update", "/continue_generation"]
 
@@ -213,11 +213,11 @@ def test_cancelling_ends_a_rollout_of_another_thread_without_asking_again(checkp
     ("dies_at", "step"),
     [
         (LOAD[0], "pause"),
-        (LOAD[1], "begin of the weight update"),
-        (LOAD[2], "load of the weights in .*v3"),
+        (LOAD[2], "begin of the weight update"),
+        (LOAD[3], "load of the weights in .*v3"),
         (CLEAN_UP[0], "begin of the weight update, when it was to end"),
         (CLEAN_UP[1], "pause, when it was to end"),
-        (RAISE, "raise of the weight version to 3"),
+        (RAISE, "withdrawal of the weight version"),
     ],
 )
 def test_a_server_that_dies_during_a_sync_is_named_with_the_step_and_its_exit_status(
@@ -225,7 +225,7 @@ def test_a_server_that_dies_during_a_sync_is_named_with_the_step_and_its_exit_st
 ):
     monkeypatch.setattr("megarl.sync.disk.compute_policy_logprobs", lambda *_: [])
     monkeypatch.setattr("megarl.sync.disk.verify_logprobs", lambda *_: 0.0)
-    order = [*LOAD, CLEAN_UP[0], RAISE, CLEAN_UP[1]]
+    order = [*LOAD, *CLEAN_UP]
     with serving(dict.fromkeys(order[order.index(dies_at) :], "hang up")) as server:
         sync = build_sync([server], tmp_path, check_processes=build_check(0.3))
         message = rf"(?s){server.url} failed at the {step}: {server.url}{dies_at}: .*exited with status 137"
