@@ -13,7 +13,7 @@ from megarl.data.build import DataSplits, build_data
 from megarl.hf.checkpoint import default_cache_dir, find_checkpoint, load_tokenizer, resolve_checkpoint
 from megarl.mcore.architecture import Architecture, check_layout, read_architecture
 from megarl.mcore.critic_checkpoint import check_critic_checkpoint
-from megarl.mcore.role_fields import check_role_fields
+from megarl.mcore.role_fields import ROLE_KEYS, check_role_fields
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.reward.build import build_reward, check_reward
 from megarl.rollout.rollout_file import Limits, SavedRollouts, check_rollouts
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROBE_LENGTH = 64
-COMPUTE_KEYS = ("recompute", "recompute_method", "recompute_num_layers", "fp8", "fp8_recipe")
-"""Keys of a trained role that its workers are told under the same names."""
 
 
 @dataclass(frozen=True)
 class Inputs:
     checkpoint: Path
     """Hugging Face checkpoint directory that every role and server starts from"""
+    architecture: Architecture
+    """of that checkpoint"""
     tokenizer: "PreTrainedTokenizerBase"
     data: DataSplits
     reward: RewardFunction
@@ -70,7 +70,7 @@ def load_inputs(config: Config) -> Inputs:
     length = min(PROBE_LENGTH, architecture.max_length)
     probe = build_probe_tokens(data.heldout, architecture.vocab_size, length)
     saved = load_saved_rollouts(config, models)
-    return Inputs(models.checkpoint, tokenizer, data, reward, specs, probe, saved)
+    return Inputs(models.checkpoint, architecture, tokenizer, data, reward, specs, probe, saved)
 
 
 def load_models(config: Config) -> Models:
@@ -116,7 +116,7 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
 
     def build(role: Role, node: TrainedRoleConfig | ReferenceConfig, start: Path) -> WorkerSpec:
         trained = isinstance(node, TrainedRoleConfig)
-        compute = {name: getattr(node, name) for name in COMPUTE_KEYS} if trained else {}
+        compute = {name: getattr(node, name) for name in ROLE_KEYS.values()} if trained else {}
         return WorkerSpec(
             role=role,
             checkpoint=str(start),

@@ -16,7 +16,6 @@ from megarl.config.rollout import Transport
 from megarl.config.schema import Config
 from megarl.data.sampler import PromptSampler
 from megarl.inputs import Inputs, describe_start, load_inputs
-from megarl.mcore.architecture import read_architecture
 from megarl.mcore.spec import Role
 from megarl.pretraining import pretrain_critic
 from megarl.report.report import Report, build_report
@@ -150,7 +149,7 @@ def build_sync(
 ) -> DiskSync | ShardSync:
     """What brings the policy's weights to the servers, by rollout.transport."""
     rollout, host = config.rollout, config.cluster.listen_host
-    ranks = Ranks(policy, clients, rollout, read_architecture(inputs.checkpoint), host, run_dir / "sync_plan.md")
+    ranks = Ranks(policy, clients, rollout, inputs.architecture, host, run_dir / "sync_plan.md")
     common: dict[str, Any] = {"policy_dtype": config.policy.dtype, "check_processes": hosts.check_servers}
     if rollout.transport is Transport.disk:
         return DiskSync(policy, clients, rollout, run_dir / "sync", inputs.probe_tokens, ranks=ranks, **common)

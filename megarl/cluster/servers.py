@@ -47,7 +47,6 @@ class ServerActor:
             seed=spec.seed,
             host=spec.host,
             port=port,
-            tp=spec.config.tp,
             weight_version=spec.weight_version,
         )
 

@@ -117,13 +117,13 @@ class WorkerGroup:
         return wait_for([found], self._names[:1], f"start of the {self.role} process", self._start_deadline_s)[0]
 
     def logprobs(self, sequences: Sequences, temperature: float) -> PendingCall[Tensor]:
-        return self._call("logprobs", _merge_rows(sequences), sequences, temperature)
+        return self._call("logprobs", merge_rows(sequences), sequences, temperature)
 
     def values(self, sequences: Sequences) -> PendingCall[Tensor]:
-        return self._call("values", _merge_rows(sequences), sequences)
+        return self._call("values", merge_rows(sequences), sequences)
 
     def reference_kl(self, sequences: Sequences, temperature: float) -> PendingCall[Tensor]:
-        return self._call("reference_kl", _merge_rows(sequences), sequences, temperature)
+        return self._call("reference_kl", merge_rows(sequences), sequences, temperature)
 
     def update(self, samples: TrainingSamples, minibatches: Sequence[Tensor]) -> PendingCall[list[Metrics]]:
         return self._call("update", _take_first, samples, list(minibatches))
@@ -167,7 +167,7 @@ def _take_first(results: list[T]) -> T:
     return results[0]
 
 
-def _merge_rows(sequences: Sequences) -> Callable[[list[Any]], Tensor]:
+def merge_rows(sequences: Sequences) -> Callable[[list[Any]], Tensor]:
     """Put the rows that each data-parallel rank computed into one float32 [B, T]."""
 
     def merge(results: list[Any]) -> Tensor:

@@ -8,10 +8,8 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -106,22 +104,6 @@ def describe_layout(parallel: ParallelConfig) -> str:
     sizes = {name: getattr(parallel, name) for name in ("tp", "sp", "pp", "vpp", "cp", "dp", "ep", "etp")}
     parts = ["sp" if name == "sp" else f"{name}{size}" for name, size in sizes.items() if size is True or size > 1]
     return "-".join(parts) or "one"
-
-
-def compare_layouts(
-    specs: Mapping[str, WorkerSpec],
-    samples: TrainingSamples,
-    num_steps: int = 3,
-    scratch: Path | None = None,
-    deadline_s: float = 600.0,
-) -> dict[str, LayoutDifference]:
-    """Train under each spec and compare with the first of them; `run_layouts` says how and what it raises."""
-    with ExitStack() as stack:
-        if scratch is None:
-            scratch = Path(stack.enter_context(TemporaryDirectory(prefix="layouts-")))
-        runs = run_layouts(specs, samples, num_steps, scratch, deadline_s)
-        reference = runs[next(iter(specs))]
-        return {name: compare_runs(run, reference) for name, run in runs.items()}
 
 
 def run_layouts(

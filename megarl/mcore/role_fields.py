@@ -20,7 +20,7 @@ ROLE_KEYS = {
     "fp8": "fp8",
     "fp8_recipe": "fp8_recipe",
 }
-"""Fields of TransformerConfig that a key of the role decides."""
+"""Fields of TransformerConfig that a key of the role decides; its workers are told the keys under the same names."""
 
 COMPUTE_CAPABILITIES = {
     Fp8Recipe.delayed: (8, 9),

@@ -1,7 +1,5 @@
 """The transformer's layers: Transformer Engine's where it can run, the local ones elsewhere."""
 
-import importlib.util
-
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -18,11 +16,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megarl.mcore.layers import PackedAttention, RMSNorm
+from megarl.mcore.role_fields import has_transformer_engine
 from megarl.mcore.router import ExpertLayer, Router
 
 
 def uses_transformer_engine() -> bool:
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    return torch.cuda.is_available() and has_transformer_engine()
 
 
 def build_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:

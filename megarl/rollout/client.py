@@ -194,3 +194,9 @@ class SGLangClient:
     def _remember_socket(self, event: str, info: Mapping[str, Any]) -> None:
         if event == "connection.connect_tcp.complete":
             self._sockets.add(info["return_value"].get_extra_info("socket"))
+
+
+def abort_all(clients: Sequence[SGLangClient]) -> None:
+    """`abort` of each."""
+    for client in clients:
+        client.abort()

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.calls import StopFlag, find_cause, run_side_by_side
 from megarl.rollout.checkpoint import load_generation_spec
-from megarl.rollout.client import URGENT, ConnectionLostError, RequestError, SGLangClient
+from megarl.rollout.client import URGENT, ConnectionLostError, RequestError, SGLangClient, abort_all
 from megarl.seams import DeadlineError
 from megarl.types import FinishReason, Prompt, Response
 
@@ -96,7 +96,7 @@ class SGLangEngine:
             if share
         ]
         try:
-            parts = run_side_by_side(jobs, self._abort)
+            parts = run_side_by_side(jobs, partial(abort_all, self.clients))
         except (ConnectionLostError, DeadlineError) as error:
             if self._num_cancelled > num_cancelled:
                 raise CancelledError from error
@@ -118,15 +118,11 @@ class SGLangEngine:
     def cancel(self) -> None:
         """End the calls under way in other threads: each raises CancelledError. Later ones are as ever."""
         self._num_cancelled += 1
-        self._abort()
+        abort_all(self.clients)
 
     def close(self) -> None:
         for client in self.clients:
             client.close()
-
-    def _abort(self) -> None:
-        for client in self.clients:
-            client.abort()
 
     def _raise_cause(self, error: RuntimeError) -> None:
         cause = find_cause(self._check_processes)

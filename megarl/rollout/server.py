@@ -27,6 +27,8 @@ STANDINS = Path(__file__).parent / "standins"
 MODELS = Path(__file__).parent / "models"
 GUARD = Path(__file__).parent / "guard.py"
 LOG_TAIL_LINES = 25
+WEIGHT_LOADER = "megarl.sync.receiver.receive"
+"""What the servers call with the trainer's instructions about weights"""
 LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FIRST_PORT = 20000
 """Ray's own ports are below."""
@@ -61,7 +63,7 @@ def is_loopback(host: str) -> bool:
 
 
 def build_command(
-    config: RolloutConfig, checkpoint: Path, *, host: str, port: int, seed: int, tp: int = 1, weight_version: int = 0
+    config: RolloutConfig, checkpoint: Path, *, host: str, port: int, seed: int, weight_version: int = 0
 ) -> list[str]:
     """The command line of one server; `weight_version`: the number of the checkpoint's weights.
 
@@ -83,10 +85,10 @@ def build_command(
         "max_total_tokens": config.kv_cache_tokens,
         "skip_tokenizer_init": True,
         "weight_version": str(weight_version),
-        "tp_size": tp,
+        "tp_size": config.tp,
         "skip_server_warmup": True,
         # Follows the trainer's instructions inside each rank: see megarl.sync.receiver.
-        "custom_weight_loader": ["megarl.sync.receiver.receive"],
+        "custom_weight_loader": [WEIGHT_LOADER],
         # Without it an idle scheduler spins and takes a core from the trainer.
         "sleep_on_idle": True,
     }
@@ -98,7 +100,7 @@ def build_command(
     return [sys.executable, "-m", "sglang.launch_server", *render_options(options | config.sglang)]
 
 
-def build_environment(config: RolloutConfig, scratch: Path, tp: int = 1) -> dict[str, str]:
+def build_environment(config: RolloutConfig, scratch: Path) -> dict[str, str]:
     """The server's environment: private temporary files, loopback listeners, stand-ins without CUDA."""
     environment = dict(os.environ)
     path = [str(MODELS)]
@@ -120,8 +122,8 @@ def build_environment(config: RolloutConfig, scratch: Path, tp: int = 1) -> dict
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
         # A split embedding is compiled, for which torch asks the stand-in of Triton what it cannot know.
         environment["TORCHDYNAMO_DISABLE"] = "1"
-        if tp > 1:
-            environment["SGLANG_CPU_OMP_THREADS_BIND"] = bind_ranks(sorted(os.sched_getaffinity(0)), tp)
+        if config.tp > 1:
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = bind_ranks(sorted(os.sched_getaffinity(0)), config.tp)
     if "PYTHONPATH" in os.environ:
         path.append(os.environ["PYTHONPATH"])
     return environment | {"PYTHONPATH": os.pathsep.join(path)}
@@ -148,7 +150,6 @@ class SGLangServer:
         seed: int,
         host: str = "127.0.0.1",
         port: int | None = None,
-        tp: int = 1,
         weight_version: int = 0,
     ):
         """`port` None: a free one is picked. `weight_version`: the number of the checkpoint's weights.
@@ -161,9 +162,8 @@ class SGLangServer:
         self.host = host
         self.port = pick_free_port(host) if port is None else port
         self.log_file = log_file
-        self._tp = tp
         self._command = build_command(
-            config, Path(checkpoint), host=host, port=self.port, seed=seed, tp=tp, weight_version=weight_version
+            config, Path(checkpoint), host=host, port=self.port, seed=seed, weight_version=weight_version
         )
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: Path | None = None
@@ -192,7 +192,7 @@ class SGLangServer:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=build_environment(self.config, self._scratch, self._tp),
+                env=build_environment(self.config, self._scratch),
                 start_new_session=True,
             )
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from megarl.rollout.client import SGLangClient
+from megarl.rollout.server import WEIGHT_LOADER
 from megarl.seams import SyncError
-from megarl.sync.receiver import INSTRUCTION, LOADER
+from megarl.sync.receiver import INSTRUCTION
 
 ANSWER_GRACE_S = 10.0
 """An answer may come this much after the server's own."""
@@ -102,7 +103,7 @@ def instruct(
     ]
     end = time.monotonic() + deadline_s + ANSWER_GRACE_S
     try:
-        client.update_weights_from_tensor(payloads, LOADER, flush_cache=flush_cache, deadline_s=deadline_s)
+        client.update_weights_from_tensor(payloads, WEIGHT_LOADER, flush_cache=flush_cache, deadline_s=deadline_s)
     except BaseException:
         answers.drop(asked)
         raise

@@ -4,24 +4,18 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from megarl.config.roles import Dtype
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.calls import StopFlag, run_side_by_side
-from megarl.rollout.client import SGLangClient
+from megarl.rollout.client import SGLangClient, abort_all
 from megarl.seams import TrainBackend
-from megarl.sync.probe import compute_policy_logprobs, get_max_gap, verify_logprobs
+from megarl.sync.probe import compute_policy_logprobs, get_max_gap, verify_servers
 from megarl.sync.ranks import Ranks
-from megarl.sync.steps import (
-    CLEAN_UP_DEADLINE_S,
-    explaining_losses,
-    naming_step,
-    paused,
-    updating,
-    withdraw_versions,
-)
-from megarl.sync.versions import VersionRaise
+from megarl.sync.steps import explaining_losses, naming_step
+from megarl.sync.versions import VersionRaise, replacing_weights
 from megarl.types import Metrics
 
 
@@ -69,16 +63,14 @@ class DiskSync:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._policy.export_weights(target).result()
         exported = time.monotonic()
-        with VersionRaise(version, CLEAN_UP_DEADLINE_S) as raising, explaining_losses(self._check_processes):
-            with paused(self._clients):
-                withdraw_versions(self._clients)
-                with updating(self._clients):
-                    self._for_each_server(lambda client: self._load(client, target))
-                    loaded = time.monotonic()
-                    if self._ranks is not None:
-                        self._ranks.prove(self._ranks.session or self._ranks.agree())
-                raising.apply_all(self._clients)
-            gap = self._prove(compute_policy_logprobs(self._policy, self._probe_tokens))
+        with VersionRaise(version) as raising, explaining_losses(self._check_processes):
+            with replacing_weights(self._clients, raising):
+                self._load_all(target)
+                loaded = time.monotonic()
+                if self._ranks is not None:
+                    self._ranks.prove(self._ranks.session or self._ranks.agree())
+            expected = compute_policy_logprobs(self._policy, self._probe_tokens)
+            gap = verify_servers(self._clients, self._probe_tokens, expected, self._max_gap)
         self._remove_others(target)
         return {
             "sync/bytes": float(sum(file.stat().st_size for file in target.iterdir() if file.is_file())),
@@ -99,27 +91,16 @@ class DiskSync:
             self._ranks.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _for_each_server(self, action: Callable[[SGLangClient], None]) -> None:
-        def build_job(client: SGLangClient) -> Callable[[StopFlag], None]:
-            return lambda _stop: action(client)
-
-        run_side_by_side([build_job(client) for client in self._clients], self._abort)
-
-    def _abort(self) -> None:
-        for client in self._clients:
-            client.abort()
+    def _load_all(self, directory: Path) -> None:
+        jobs: list[Callable[[StopFlag], None]] = [
+            lambda _stop, client=client: self._load(client, directory)  # type: ignore[misc]
+            for client in self._clients
+        ]
+        run_side_by_side(jobs, partial(abort_all, self._clients))
 
     def _load(self, client: SGLangClient, directory: Path) -> None:
         with naming_step(client, f"load of the weights in {directory}"):
             client.update_weights_from_disk(directory, deadline_s=self._config.sync_deadline_s)
-
-    def _prove(self, expected: Sequence[float]) -> float:
-        """The largest gap of any server."""
-        gaps = []
-        for client in self._clients:
-            with naming_step(client, "proof of the weights"):
-                gaps.append(verify_logprobs(client, self._probe_tokens, expected, self._max_gap))
-        return max(gaps)
 
     def _remove_others(self, keep: Path) -> None:
         for old in self._directory.iterdir():

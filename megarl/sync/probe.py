@@ -8,6 +8,7 @@ from megarl.config.roles import Dtype
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.client import SGLangClient
 from megarl.seams import SyncError, TrainBackend
+from megarl.sync.steps import naming_step
 from megarl.types import Prompt, Sequences
 
 DEFAULT_GAP = {Dtype.float32: 1e-4, Dtype.bfloat16: 0.5}
@@ -64,3 +65,14 @@ def verify_logprobs(client: SGLangClient, token_ids: Sequence[int], expected: Se
             "(rollout.max_probe_logprob_gap)"
         )
     return gap
+
+
+def verify_servers(
+    clients: Sequence[SGLangClient], token_ids: Sequence[int], expected: Sequence[float], max_gap: float
+) -> float:
+    """The largest gap of any server. Raises SyncError as `verify_logprobs`, and for a server that is lost or late."""
+    gaps = []
+    for client in clients:
+        with naming_step(client, "proof of the weights"):
+            gaps.append(verify_logprobs(client, token_ids, expected, max_gap))
+    return max(gaps)

@@ -3,13 +3,14 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megarl.config.rollout import RolloutConfig
 from megarl.mcore.architecture import Architecture
 from megarl.rollout.calls import run_side_by_side
-from megarl.rollout.client import SGLangClient
+from megarl.rollout.client import SGLangClient, abort_all
 from megarl.seams import SyncError, TrainBackend
 from megarl.sync.checksum import MASK, find_words
 from megarl.sync.control import ANSWER_GRACE_S, Answers, instruct
@@ -77,7 +78,7 @@ class Ranks:
         tp, num_servers = self._config.tp, len(self._clients)
         sources = dict(enumerate(self.senders("describe")))
         targets = {s * tp + r: predict_server_rank(self._arch, tp, r) for s in range(num_servers) for r in range(tp)}
-        described = self.receivers("describe", [{}] * (num_servers * tp))
+        described = self.receivers("describe")
         for rank, found in enumerate(described):
             problems = check_server_rank(targets[rank], found, self._arch, tp)
             if problems:
@@ -129,7 +130,7 @@ class Ranks:
 
         Raises SyncError naming server, rank and tensor where it does not.
         """
-        parts, found = self.side_by_side("checksum", None, [{}] * session.num_ranks[1])
+        parts, found = self.side_by_side("checksum", "checksum")
         expected: dict[tuple[int, str], int] = defaultdict(int)
         for part in parts:
             for key, value in part.items():
@@ -145,44 +146,50 @@ class Ranks:
             )
 
     def senders(self, verb: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """Results of all training ranks, each with its own arguments (None: none)."""
         try:
             return self._policy.call_senders(verb, arguments, self._deadline_s).result()
         except RuntimeError as error:
             raise SyncError(f"the policy's ranks, asked to {verb} weights: {error}") from error
 
-    def receivers(self, verb: str, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
-        return self.side_by_side(None, None, arguments, receiving=verb)[1]
+    def receivers(self, verb: str, arguments: Sequence[Mapping[str, Any]] | None = None) -> list[Any]:
+        """Results of all server ranks, each with its own arguments (None: none)."""
+        return _join(run_side_by_side(self._build_calls(verb, arguments), partial(abort_all, self._clients)))
 
     def side_by_side(
         self,
-        sending: str | None,
-        to_senders: Sequence[tuple[Any, ...]] | None,
-        to_receivers: Sequence[Mapping[str, Any]],
-        receiving: str | None = None,
+        sending: str,
+        receiving: str,
+        to_senders: Sequence[tuple[Any, ...]] | None = None,
+        to_receivers: Sequence[Mapping[str, Any]] | None = None,
         flush_cache: bool = False,
     ) -> tuple[list[Any], list[Any]]:
-        """Results of all training ranks and of all server ranks; the first failure of any is raised."""
-        verb, tp = receiving or sending or "", self._config.tp
+        """Results of both, called at the same time; the first failure of any is raised."""
+        calls = self._build_calls(receiving, to_receivers, flush_cache)
+        calls.append(lambda _stop: self.senders(sending, to_senders))
+        *received, sent = run_side_by_side(calls, partial(abort_all, self._clients))
+        return sent, _join(received)
 
-        def call_server(number: int) -> list[Any]:
-            client, own = self._clients[number], to_receivers[number * tp : (number + 1) * tp]
+    def _build_calls(
+        self, verb: str, arguments: Sequence[Mapping[str, Any]] | None, flush_cache: bool = False
+    ) -> list[Callable[[Any], list[Any]]]:
+        """One for each server."""
+        tp = self._config.tp
+
+        def call(number: int) -> list[Any]:
+            client = self._clients[number]
+            own = [{}] * tp if arguments is None else arguments[number * tp : (number + 1) * tp]
             with naming_step(client, f"{verb} of weights"):
                 return instruct(client, self._answers, verb, own, self._deadline_s, flush_cache)
 
-        jobs: list[Callable[[Any], list[Any]]] = [
-            lambda _stop, number=number: call_server(number) for number in range(len(self._clients))
-        ]
-        if sending:
-            jobs.append(lambda _stop: self.senders(sending, to_senders))
-        results = run_side_by_side(jobs, self._abort)
-        sent = results.pop() if sending else []
-        return sent, [found for server in results for found in server]
+        return [lambda _stop, number=number: call(number) for number in range(len(self._clients))]
 
     @property
     def _deadline_s(self) -> float:
         """Of a call; the link's own deadline passes before."""
         return self._config.sync_deadline_s + ANSWER_GRACE_S
 
-    def _abort(self) -> None:
-        for client in self._clients:
-            client.abort()
+
+def _join(servers: Sequence[list[Any]]) -> list[Any]:
+    """Results of each server's ranks -> of all."""
+    return [found for server in servers for found in server]

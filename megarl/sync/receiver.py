@@ -7,7 +7,6 @@ an exception would end the server. Imports neither Megatron nor Ray nor SGLang.
 
 import json
 import socket
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -19,7 +18,6 @@ from megarl.sync.links import Link, open_link
 from megarl.sync.messages import decode_bucket, empty_bucket
 from megarl.sync.plan import Bucket
 
-LOADER = "megarl.sync.receiver.receive"
 INSTRUCTION = "megarl"
 REPLY_DEADLINE_S = 30.0
 
@@ -42,21 +40,22 @@ class _Receiver:
         self.buckets = [decode_bucket(bucket) for bucket in buckets]
 
     def open(self, tensors: Mapping[str, Tensor], link: dict[str, Any]) -> None:
-        self.close(tensors)
+        self._close()
         self.link = open_link(link, self.rank, is_source=False, device=next(iter(tensors.values())).device)
 
-    def receive(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    def receive(self, tensors: Mapping[str, Tensor]) -> int:
+        """Bytes that came."""
         assert self.link is not None, "receive came before open"
-        started, num_bytes = time.perf_counter(), 0
+        num_bytes = 0
         try:
             for bucket, message in self.link.receive(self.buckets):
                 empty_bucket(bucket, message, tensors)
                 num_bytes += sum(copy.num_bytes for copy in bucket.copies)
         except BaseException:
             # Ranks that wait for this one then learn of it at once.
-            self.close(tensors)
+            self._close()
             raise
-        return {"bytes": num_bytes, "seconds": time.perf_counter() - started}
+        return num_bytes
 
     def checksum(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """Of what is in the model now, whatever was received."""
@@ -64,7 +63,7 @@ class _Receiver:
         sums = sum_checksums(self.buckets, words, lambda copy: copy.target.of(tensors[copy.target_tensor]))
         return {name: value for (_, name), value in sums.items()}
 
-    def close(self, tensors: Mapping[str, Tensor]) -> None:
+    def _close(self) -> None:
         if self.link is not None:
             self.link.close()
             self.link = None
@@ -72,7 +71,7 @@ class _Receiver:
 
 _RECEIVER = _Receiver()
 VERBS: dict[str, Callable[..., Any]] = {
-    name: getattr(_RECEIVER, name) for name in ("describe", "prepare", "open", "receive", "checksum", "close")
+    name: getattr(_RECEIVER, name) for name in ("describe", "prepare", "open", "receive", "checksum")
 }
 
 

@@ -15,17 +15,10 @@ from megarl.config.rollout import RolloutConfig, Transport
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.server import is_loopback
 from megarl.seams import TrainBackend
-from megarl.sync.probe import compute_policy_logprobs, get_max_gap, verify_logprobs
+from megarl.sync.probe import compute_policy_logprobs, get_max_gap, verify_servers
 from megarl.sync.ranks import Ranks, Session
-from megarl.sync.steps import (
-    CLEAN_UP_DEADLINE_S,
-    explaining_losses,
-    naming_step,
-    paused,
-    updating,
-    withdraw_versions,
-)
-from megarl.sync.versions import VersionRaise
+from megarl.sync.steps import explaining_losses
+from megarl.sync.versions import VersionRaise, replacing_weights
 from megarl.types import Metrics
 
 
@@ -67,17 +60,14 @@ class ShardSync:
         times = _Times()
         expected = compute_policy_logprobs(self._policy, self._probe_tokens)
         times.mark("probe")
-        with VersionRaise(version, CLEAN_UP_DEADLINE_S) as raising, explaining_losses(self._check_processes):
-            with paused(self._clients):
-                withdraw_versions(self._clients)
-                with updating(self._clients):
-                    times.mark("pause")
-                    session, num_bytes = self._transfer(times)
-                    self._ranks.prove(session)
-                    times.mark("checksum")
-                raising.apply_all(self._clients)
+        with VersionRaise(version) as raising, explaining_losses(self._check_processes):
+            with replacing_weights(self._clients, raising):
+                times.mark("pause")
+                session, num_bytes = self._transfer(times)
+                self._ranks.prove(session)
+                times.mark("checksum")
             times.mark("resume")
-            gap = max(self._probe(client, expected) for client in self._clients)
+            gap = verify_servers(self._clients, self._probe_tokens, expected, self._max_gap)
             times.mark("probe")
         return times.to_metrics() | {
             "sync/bytes": num_bytes,
@@ -90,7 +80,7 @@ class ShardSync:
         try:
             session = self._ranks.session or self._open()
             times.mark("open")
-            num_bytes = self._move(session)
+            num_bytes = self._move()
             times.mark("move")
         except BaseException:
             # At once: ranks that still wait for others hold up whatever is asked of their servers.
@@ -113,7 +103,7 @@ class ShardSync:
         session = self._ranks.agree()
         link = self._describe_link(session)
         sources, targets = session.num_ranks
-        self._ranks.side_by_side("open", [(link,)] * sources, [{"link": link}] * targets)
+        self._ranks.side_by_side("open", "open", [(link,)] * sources, [{"link": link}] * targets)
         return session
 
     def _describe_link(self, session: Session) -> dict[str, Any]:
@@ -131,14 +121,10 @@ class ShardSync:
         self._store = TCPStore(self._host, 0, None, True, wait_for_workers=False)
         return common | {"kind": "group", "file": None, "host": self._host, "port": self._store.port}
 
-    def _move(self, session: Session) -> float:
-        to_receivers: list[dict[str, Any]] = [{}] * session.num_ranks[1]
-        _, found = self._ranks.side_by_side("send", None, to_receivers, receiving="receive", flush_cache=True)
-        return float(sum(received["bytes"] for received in found))
-
-    def _probe(self, client: SGLangClient, expected: Sequence[float]) -> float:
-        with naming_step(client, "proof of the weights"):
-            return verify_logprobs(client, self._probe_tokens, expected, self._max_gap)
+    def _move(self) -> float:
+        """Bytes that the server ranks received."""
+        _, received = self._ranks.side_by_side("send", "receive", flush_cache=True)
+        return float(sum(received))
 
     def _remove_memory(self) -> None:
         if self._memory is not None:

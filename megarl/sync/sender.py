@@ -1,6 +1,5 @@
 """The end of the weight sync in each training rank: sends its part of the weights, and what they must add up to."""
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,10 +45,9 @@ class WeightSender:
         self.close()
         self._link = open_link(link, self._rank, is_source=True, device=device())
 
-    def send(self) -> float:
-        """Seconds it took. Raises LinkError."""
+    def send(self) -> None:
+        """Raises LinkError."""
         assert self._link is not None, "send came before open"
-        started = time.perf_counter()
         with torch.no_grad(), self._worker.residence.during(training=False):
             tensors = self._tensors()
             try:
@@ -58,7 +56,6 @@ class WeightSender:
                 # Ranks that wait for this one then learn of it at once.
                 self.close()
                 raise
-        return time.perf_counter() - started
 
     def checksum(self) -> dict[tuple[int, str], int]:
         """(server rank, its tensor) -> what this rank's part adds to its checksum, from the parameters themselves."""

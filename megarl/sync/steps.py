@@ -2,10 +2,11 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from megarl.rollout.calls import find_cause
 from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient
-from megarl.seams import UNPUBLISHED, DeadlineError, SyncError
+from megarl.seams import DeadlineError, SyncError
 
 CLEAN_UP_DEADLINE_S = 10.0
 """Of each call that follows a failed one."""
@@ -50,26 +51,21 @@ def bracket(
         closing()
 
 
-@contextlib.contextmanager
-def paused(clients: Sequence[SGLangClient]) -> Iterator[None]:
+def paused(clients: Sequence[SGLangClient]) -> contextlib.AbstractContextManager[None]:
     """No server generates inside; requests under way wait."""
-    with contextlib.ExitStack() as stack:
-        for client in clients:
-            stack.enter_context(bracket(client, "pause", client.pause, client.resume))
-        yield
+    return _bracket_all(clients, "pause", SGLangClient.pause, SGLangClient.resume)
 
 
-def withdraw_versions(clients: Sequence[SGLangClient]) -> None:
-    """Whatever goes wrong from here on, no server is taken for one that holds some version's weights."""
-    for client in clients:
-        with naming_step(client, "withdrawal of the weight version"):
-            client.set_weight_version(UNPUBLISHED)
+def updating(clients: Sequence[SGLangClient]) -> contextlib.AbstractContextManager[None]:
+    """All servers are in a weight update inside."""
+    return _bracket_all(clients, "begin of the weight update", SGLangClient.begin_update, SGLangClient.end_update)
 
 
 @contextlib.contextmanager
-def updating(clients: Sequence[SGLangClient]) -> Iterator[None]:
-    """All servers are in a weight update inside."""
+def _bracket_all(
+    clients: Sequence[SGLangClient], step: str, opening: Callable[..., None], closing: Callable[..., None]
+) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for client in clients:
-            stack.enter_context(bracket(client, "begin of the weight update", client.begin_update, client.end_update))
+            stack.enter_context(bracket(client, step, partial(opening, client), partial(closing, client)))
         yield

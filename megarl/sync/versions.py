@@ -1,12 +1,12 @@
 """The servers' weight version in a sync: raised while they are paused, withdrawn where the sync fails."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient
 from megarl.seams import UNPUBLISHED, DeadlineError, SyncError
-from megarl.sync.steps import naming_step
+from megarl.sync.steps import CLEAN_UP_DEADLINE_S, naming_step, paused, updating
 
 
 class VersionRaise:
@@ -17,30 +17,21 @@ class VersionRaise:
     the token after which the weights changed; set later, tokens of the new weights would count as old ones.
     """
 
-    def __init__(self, version: int, clean_up_deadline_s: float):
-        """clean_up_deadline_s: of each call that withdraws a version."""
+    def __init__(self, version: int):
         self.version = version
-        self._clean_up_deadline_s = clean_up_deadline_s
         self._raised: list[SGLangClient] = []
 
-    def apply(self, client: SGLangClient) -> None:
-        """Call it while the server is paused with its new weights; from several threads for several servers.
-
-        Raises SyncError where the server reports another version afterwards, and as the client's calls.
-        """
-        self._raised.append(client)
-        client.set_weight_version(self.version)
-        found = client.load_weight_version()
-        if found != self.version:
-            raise SyncError(
-                f"SGLang server {client.url} reports weight version {found} after it was set to {self.version}"
-            )
-
-    def apply_all(self, clients: Sequence[SGLangClient]) -> None:
-        """`apply` to one after the other; raises SyncError naming server and step."""
+    def apply(self, clients: Sequence[SGLangClient]) -> None:
+        """Call it while the servers are paused with their new weights. Raises SyncError naming server and step."""
         for client in clients:
             with naming_step(client, f"raise of the weight version to {self.version}"):
-                self.apply(client)
+                self._raised.append(client)
+                client.set_weight_version(self.version)
+                found = client.load_weight_version()
+            if found != self.version:
+                raise SyncError(
+                    f"SGLang server {client.url} reports weight version {found} after it was set to {self.version}"
+                )
 
     def __enter__(self) -> "VersionRaise":
         return self
@@ -52,4 +43,16 @@ class VersionRaise:
             return
         for client in self._raised:
             with contextlib.suppress(RequestError, ConnectionLostError, DeadlineError):
-                client.set_weight_version(UNPUBLISHED, deadline_s=self._clean_up_deadline_s)
+                client.set_weight_version(UNPUBLISHED, deadline_s=CLEAN_UP_DEADLINE_S)
+
+
+@contextlib.contextmanager
+def replacing_weights(clients: Sequence[SGLangClient], raising: VersionRaise) -> Iterator[None]:
+    """Inside, the servers are paused in a weight update and serve as no version; then as that of `raising`."""
+    with paused(clients):
+        for client in clients:
+            with naming_step(client, "withdrawal of the weight version"):
+                client.set_weight_version(UNPUBLISHED)
+        with updating(clients):
+            yield
+        raising.apply(clients)

@@ -1,6 +1,8 @@
 """One SGLang server for the whole session, on a tiny random checkpoint with a character-level tokenizer."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,18 @@ def rollout_config() -> RolloutConfig:
     )
 
 
+@contextlib.contextmanager
+def running_server(config: RolloutConfig, checkpoint: Path, log_file: Path, seed: int) -> Iterator[SGLangServer]:
+    """A healthy server."""
+    running = SGLangServer(config, checkpoint, log_file=log_file, seed=seed)
+    running.start()
+    try:
+        running.wait_healthy(config.startup_deadline_s)
+        yield running
+    finally:
+        running.stop()
+
+
 @pytest.fixture(scope="session")
 def server(
     tiny_checkpoint: Path,
@@ -77,10 +91,5 @@ def server(
 ):
     """A healthy server on `tiny_checkpoint`; tests that change its weights put the checkpoint's back."""
     log_file = tmp_path_factory.mktemp("sglang") / "server.log"
-    running = SGLangServer(rollout_config, tiny_checkpoint, log_file=log_file, seed=server_seed)
-    running.start()
-    try:
-        running.wait_healthy(rollout_config.startup_deadline_s)
+    with running_server(rollout_config, tiny_checkpoint, log_file, server_seed) as running:
         yield running
-    finally:
-        running.stop()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import write_tiny_checkpoint
+from conftest import running_server, write_tiny_checkpoint
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -22,10 +22,9 @@ from megarl.config.rollout import RolloutConfig, Transport
 from megarl.mcore.architecture import read_architecture
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.rollout.client import SGLangClient
-from megarl.rollout.server import SGLangServer
 from megarl.seams import UNPUBLISHED, SyncError
 from megarl.sync.disk import DiskSync
-from megarl.sync.ranks import Ranks, Session
+from megarl.sync.ranks import Ranks
 from megarl.sync.reshard import ShardSync
 
 TP = 2
@@ -36,8 +35,8 @@ class PlantingSync(ShardSync):
 
     plant: Callable[[SGLangClient], None] | None = None
 
-    def _move(self, session: Session) -> float:
-        num_bytes = super()._move(session)
+    def _move(self) -> float:
+        num_bytes = super()._move()
         if self.plant is not None:
             self.plant(self._clients[0])
         return num_bytes
@@ -59,13 +58,8 @@ def client(
     tiny_checkpoint: Path, config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SGLangClient]:
     log_file = tmp_path_factory.mktemp("sglang") / "server.log"
-    server = SGLangServer(config, tiny_checkpoint, log_file=log_file, seed=1, tp=TP)
-    server.start()
-    try:
-        server.wait_healthy(config.startup_deadline_s)
+    with running_server(config, tiny_checkpoint, log_file, seed=1) as server:
         yield SGLangClient(server.url, vocab_size=55, deadline_s=60.0)
-    finally:
-        server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +189,19 @@ def keep_a_stale_bucket(shards: list[dict[str, Tensor]], stale: list[dict[str, T
     return f"rank 0: the checksum of {name} "
 
 
+def assert_refuted_and_mended(
+    sync: "PlantingSync | PlantingDisk", client: SGLangClient, planted: list[dict[str, Tensor]], message: str
+) -> None:
+    """A sync fails over what is planted in it, and the server serves under no version; the next one succeeds."""
+    sync.plant = lambda client: write_directly(client, planted)
+    with pytest.raises(SyncError, match=message):
+        sync.publish(6)
+    assert client.load_weight_version() == UNPUBLISHED
+    sync.plant = None
+    sync.publish(6)
+    assert client.load_weight_version() == 6
+
+
 @pytest.mark.parametrize("corrupt", [corrupt_one_element, swap_shards, keep_a_stale_bucket])
 def test_a_wrong_weight_fails_the_proof_and_is_served_under_no_version_and_the_next_sync_mends_it(
     corrupt: Callable[..., str],
@@ -206,13 +213,7 @@ def test_a_wrong_weight_fails_the_proof_and_is_served_under_no_version_and_the_n
     sync.publish(5)
     planted = read_shards(checkpoint)
     message = corrupt(planted, read_shards(tiny_checkpoint))
-    sync.plant = lambda client: write_directly(client, planted)
-    with pytest.raises(SyncError, match=message):
-        sync.publish(6)
-    assert client.load_weight_version() == UNPUBLISHED
-    sync.plant = None
-    sync.publish(6)
-    assert client.load_weight_version() == 6
+    assert_refuted_and_mended(sync, client, planted, message)
     assert_holds(client, read_shards(checkpoint))
 
 
@@ -266,12 +267,5 @@ def test_weights_that_came_over_disk_are_proved_by_their_checksums_too(
     sync.publish(20)
     assert_holds(client, read_shards(checkpoint))
     planted = read_shards(checkpoint)
-    message = corrupt_one_element(planted, [])
-    sync.plant = lambda client: write_directly(client, planted)
-    with pytest.raises(SyncError, match=message):
-        sync.publish(21)
-    assert client.load_weight_version() == UNPUBLISHED
-    sync.plant = None
-    sync.publish(21)
-    assert client.load_weight_version() == 21
+    assert_refuted_and_mended(sync, client, planted, corrupt_one_element(planted, []))
     sync.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import running_server
 from loop_parts import hosts_of, open_trainer
 from test_server import TransformersPolicy, build_sync
 from transformers import AutoTokenizer
@@ -36,13 +37,8 @@ def stale_config(rollout_config):
 @pytest.fixture(scope="module")
 def stale_server(tiny_checkpoint, stale_config, server_seed, tmp_path_factory) -> Iterator[SGLangServer]:
     log_file = tmp_path_factory.mktemp("stale") / "server.log"
-    running = SGLangServer(stale_config, tiny_checkpoint, log_file=log_file, seed=server_seed)
-    running.start()
-    try:
-        running.wait_healthy(stale_config.startup_deadline_s)
+    with running_server(stale_config, tiny_checkpoint, log_file, server_seed) as running:
         yield running
-    finally:
-        running.stop()
 
 
 def list_spans(versions) -> list[tuple[int, int, int]]:

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.cluster.workers import _merge_rows
+from megarl.cluster.workers import merge_rows
 from megarl.config.algo import AlgoConfig
 from megarl.config.roles import Dtype, ParallelConfig
 from megarl.config.rollout import RolloutConfig, Transport
@@ -158,7 +158,7 @@ class Policy:
         return self.call("sender", verb, arguments)
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Answers:
-        return self.call("worker", "logprobs", [(sequences, temperature)] * NUM_RANKS, _merge_rows(sequences))
+        return self.call("worker", "logprobs", [(sequences, temperature)] * NUM_RANKS, merge_rows(sequences))
 
     def export_weights(self, directory: Path) -> Answers:
         return self.call("worker", "export_weights", [(directory,)] * NUM_RANKS)
@@ -301,7 +301,7 @@ def main() -> None:
         scratch = Path(directory)
         num_parameters = write_checkpoint(scratch / "model", args)
         print(f"{num_parameters / 1e6:.0f}M parameters, bfloat16, TP2 x PP2 to a server of {TP} ranks", flush=True)
-        server = SGLangServer(config, scratch / "model", log_file=Path("/tmp/bench-sync-server.log"), seed=1, tp=TP)
+        server = SGLangServer(config, scratch / "model", log_file=Path("/tmp/bench-sync-server.log"), seed=1)
         server.start()
         try:
             with open_policy(scratch / "model", scratch) as policy:
