@@ -14,7 +14,7 @@ LAYERS = (
     {"config"},
     {"types"},
     {"seams"},
-    {"algo", "data", "reward", "hf", "report", "signals"},
+    {"algo", "data", "reward", "hf", "report", "signals", "checkpoint"},
     {"mcore", "rollout"},
     {"sync"},
     {"cluster", "inputs", "command", "recovery"},

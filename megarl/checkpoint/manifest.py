@@ -1,0 +1,136 @@
+"""manifest.json: what is in a checkpoint directory, with the size and SHA-256 of every file; written last.
+
+{"format": 1, "about": {...}, "files": {"policy/hf/config.json": {"bytes": 512, "sha256": "..."}, ...}}
+
+A directory below that has a manifest of its own answers for its files; the one above lists only that manifest. So the
+two together prove all files.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+NAME = "manifest.json"
+FORMAT = 1
+NUM_THREADS = 8
+"""That hash at the same time; hashing leaves Python's lock."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, incomplete or damaged; the message names the files."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    bytes: int
+    sha256: str
+    """64 hex digits"""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    about: Mapping[str, Any]
+    """what kind of checkpoint it is, of which model and layout"""
+    files: Mapping[str, FileRecord]
+    """path below the directory, with / -> what the file is"""
+
+
+def write_manifest(directory: Path, about: Mapping[str, Any]) -> None:
+    """Hash every file of `directory` and write its manifest; both are on disk, not only in memory, on return."""
+    paths = sorted(_list_files(directory))
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        records = list(pool.map(_record, [directory / path for path in paths]))
+    files = {path: asdict(record) for path, record in zip(paths, records, strict=True)}
+    write_atomically(directory / NAME, json.dumps({"format": FORMAT, "about": dict(about), "files": files}, indent=1))
+
+
+def load_manifest(directory: Path) -> Manifest:
+    """Raises CheckpointError where there is none, or where it is not one."""
+    path = directory / NAME
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise CheckpointError(f"{path}: format {content['format']!r}; this release reads format {FORMAT}")
+        files = {name: FileRecord(int(x["bytes"]), str(x["sha256"])) for name, x in content["files"].items()}
+        return Manifest(dict(content["about"]), files)
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory}: no {NAME}: it is no checkpoint, or was not written to its end") from None
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: is not a manifest: {error!r}") from None
+
+
+def verify_files(directory: Path) -> None:
+    """Every file is as its manifest says, down to the manifests of directories below, and there is no other file.
+
+    Raises CheckpointError naming those that are missing, changed or not listed, up to five of each.
+    """
+    manifest = load_manifest(directory)
+    found = set(_list_files(directory))
+    problems = _name("missing", manifest.files.keys() - found)
+    problems += _name("not in the manifest", found - manifest.files.keys())
+    present = sorted(manifest.files.keys() & found)
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        same = pool.map(lambda name: _matches(directory / name, manifest.files[name]), present)
+        problems += _name("damaged", {name for name, fine in zip(present, same, strict=True) if not fine})
+    if problems:
+        raise CheckpointError(f"{directory}: {'; '.join(problems)}")
+    for name in present:
+        if Path(name).name == NAME:
+            verify_files((directory / name).parent)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file has the whole text or is as it was; on disk on return."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """The names in it are on disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _list_files(directory: Path) -> Iterator[str]:
+    """Paths of the files that the manifest of `directory` lists."""
+    for entry in sorted(directory.iterdir()):
+        if entry.is_dir():
+            if (entry / NAME).is_file():
+                yield f"{entry.name}/{NAME}"
+            else:
+                yield from (f"{entry.name}/{name}" for name in _list_files(entry))
+        elif entry.name != NAME:
+            yield entry.name
+
+
+def _record(path: Path) -> FileRecord:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileRecord(os.fstat(file.fileno()).st_size, digest)
+
+
+def _matches(path: Path, record: FileRecord) -> bool:
+    # The size first: it tells a truncated file without reading it.
+    return path.stat().st_size == record.bytes and _record(path) == record
+
+
+def _name(problem: str, names: set[str]) -> list[str]:
+    if not names:
+        return []
+    shown = ", ".join(sorted(names)[:5])
+    return [f"{problem}: {shown}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"]

@@ -1,0 +1,76 @@
+"""The manifest of a checkpoint directory against files that are as written, missing, changed, added, cut off."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.checkpoint.manifest import NAME, CheckpointError, load_manifest, verify_files, write_manifest
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A directory with a file of its own and one below that has its own manifest."""
+    role = tmp_path / "policy"
+    (role / "hf").mkdir(parents=True)
+    (role / "__0_0.distcp").write_bytes(bytes(1000))
+    (role / "hf" / "config.json").write_text("{}")
+    (tmp_path / "state.json").write_text('{"iteration": 3}')
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "replay.jsonl").write_text("x")
+    write_manifest(role, {"kind": "megatron"})
+    write_manifest(tmp_path, {"kind": "training"})
+    return tmp_path
+
+
+def test_a_manifest_lists_size_and_sha256_of_every_file_and_of_manifests_below(checkpoint: Path):
+    manifest = load_manifest(checkpoint)
+    assert dict(manifest.about) == {"kind": "training"}
+    assert sorted(manifest.files) == ["more/replay.jsonl", f"policy/{NAME}", "state.json"]
+    record = manifest.files["state.json"]
+    assert (record.bytes, record.sha256) == (16, hashlib.sha256(b'{"iteration": 3}').hexdigest())
+    assert sorted(load_manifest(checkpoint / "policy").files) == ["__0_0.distcp", "hf/config.json"]
+    verify_files(checkpoint)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("policy/__0_0.distcp", flip, "policy: damaged: __0_0.distcp"),
+        ("policy/__0_0.distcp", lambda p: p.write_bytes(bytes(999)), "policy: damaged: __0_0.distcp"),
+        ("policy/hf/config.json", Path.unlink, "policy: missing: hf/config.json"),
+        (f"policy/{NAME}", flip, f"damaged: policy/{NAME}"),
+        (f"policy/{NAME}", Path.unlink, f"missing: policy/{NAME}"),
+        ("state.json", Path.unlink, "missing: state.json"),
+        ("policy/__9_9.distcp", lambda p: p.write_text("?"), "policy: not in the manifest: __9_9.distcp"),
+    ],
+)
+def test_a_file_that_is_not_as_written_is_named(checkpoint: Path, name: str, damage, message: str):
+    damage(checkpoint / name)
+    with pytest.raises(CheckpointError, match=message):
+        verify_files(checkpoint)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1, "about": {}, "files": {"a": 3}}', '{"format": 1'])
+def test_what_is_no_manifest_is_an_error_that_names_it(tmp_path: Path, content: str):
+    (tmp_path / NAME).write_text(content)
+    with pytest.raises(CheckpointError, match=f"{NAME}: is not a manifest"):
+        load_manifest(tmp_path)
+
+
+def test_a_directory_without_a_manifest_was_not_written_to_its_end(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="was not written to its end"):
+        verify_files(tmp_path)
+
+
+def test_a_manifest_of_another_format_is_refused_by_its_number(tmp_path: Path):
+    (tmp_path / NAME).write_text(json.dumps({"format": 2, "about": {}, "files": {}}))
+    with pytest.raises(CheckpointError, match="format 2; this release reads format 1"):
+        load_manifest(tmp_path)
