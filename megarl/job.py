@@ -1,4 +1,4 @@
-"""One training run from a checked configuration: find the inputs, start the processes, train, end everything."""
+"""The processes of a training run, and the parts of the loop that drive them."""
 
 import contextlib
 import warnings
@@ -7,58 +7,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.algo.objective import format_objective
 from megarl.cluster.local import local_ray
 from megarl.cluster.servers import running_servers
 from megarl.cluster.workers import WorkerGroup
-from megarl.config.check import describe_sizes
 from megarl.config.rollout import Transport
 from megarl.config.schema import Config
 from megarl.data.sampler import PromptSampler
-from megarl.inputs import Inputs, describe_start, load_inputs
+from megarl.inputs import Inputs
 from megarl.mcore.spec import Role
-from megarl.pretraining import pretrain_critic
-from megarl.report.report import Report, build_report
+from megarl.report.report import Report
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
+from megarl.rollout.journal import Journal
 from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter
 from megarl.seams import UNPUBLISHED, Pending, RolloutServers, wait_all
 from megarl.sync.disk import DiskSync
 from megarl.sync.ranks import Ranks
 from megarl.sync.reshard import ShardSync
-from megarl.trainer import Parts, Summary, Trainer
-
-
-def run_job(config: Config, run_dir: Path) -> Summary:
-    """Train as configured; everything the run writes is under `run_dir`, the trained policy in `policy/`,
-    the critic, where there is one, in `critic/`.
-
-    Raises ConfigError, before any process is started, for what only the inputs can tell.
-    """
-    inputs = load_inputs(config)
-    with contextlib.ExitStack() as stack:
-        report = stack.enter_context(
-            contextlib.closing(build_report(config.logger, run_dir, config.train.num_iterations))
-        )
-        stack.enter_context(show_warnings(report))
-        report.message(describe_sizes(config))
-        report.message(format_objective(config.algo, config.train.responses_per_prompt))
-        report.message(describe_data(inputs))
-        if Role.critic in inputs.specs:
-            report.message(describe_start(config, inputs.specs[Role.critic], inputs.saved_rollouts))
-        with report.phase("start"):
-            hosts = stack.enter_context(open_hosts(config, inputs, run_dir / "logs"))
-        parts = stack.enter_context(open_parts(config, inputs, hosts, run_dir, report))
-        trainer = Trainer(config, parts)
-        trainer.start()
-        pretrain_critic(trainer)
-        summary = trainer.run()
-        exported = [parts.policy.export_weights(run_dir / "policy")]
-        if parts.critic:
-            exported.append(parts.critic.export_weights(run_dir / "critic"))
-        wait_all(exported)
-        return summary
+from megarl.trainer import Parts
 
 
 @contextlib.contextmanager
@@ -106,8 +73,13 @@ def open_hosts(config: Config, inputs: Inputs, log_dir: Path) -> Iterator[Hosts]
 
 
 @contextlib.contextmanager
-def open_parts(config: Config, inputs: Inputs, hosts: Hosts, run_dir: Path, report: Report) -> Iterator[Parts]:
-    """The workers of the run, started side by side with the servers, and what drives both; they end on leaving."""
+def open_parts(
+    config: Config, inputs: Inputs, hosts: Hosts, run_dir: Path, report: Report, journal: Journal | None = None
+) -> Iterator[Parts]:
+    """The workers of the run, started side by side with the servers, and what drives both; they end on leaving.
+
+    journal: where what is sampled is kept, and found again; None: it is not.
+    """
     cluster, rollout = config.cluster, config.rollout
     with contextlib.ExitStack() as stack:
         with report.phase("start"):
@@ -134,7 +106,7 @@ def open_parts(config: Config, inputs: Inputs, hosts: Hosts, run_dir: Path, repo
             critic=groups.get(Role.critic),
             reference=groups.get(Role.reference),
             engine=engine,
-            collector=Collector(engine, inputs.reward, temperature=rollout.temperature),
+            collector=Collector(engine, inputs.reward, temperature=rollout.temperature, journal=journal),
             sync=sync,
             sampler=PromptSampler(inputs.data.train, config.seed),
             heldout=inputs.data.heldout[: config.train.num_eval_prompts],

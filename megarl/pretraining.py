@@ -145,11 +145,14 @@ def pretrain_critic(trainer: Trainer) -> PretrainingSummary:
         rollouts = repeat_rollouts(Path(settings.rollouts).expanduser(), trainer.report.message)
     summary = pretraining.run(take_until(trainer.reached_limit, rollouts))
     trainer.reward_moments = pretraining.reward_moments
+    trainer.state = trainer.capture(0, {})
+    trainer.save(wait=False)
     return summary
 
 
 def sample_rollouts(trainer: Trainer) -> Iterator[Rollout]:
     """Fresh responses of the policy, for ever."""
+    trainer.publish(0)
     while True:
         with trainer.report.phase("rollout"):
             trainer.check_servers()

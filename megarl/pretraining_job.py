@@ -62,7 +62,6 @@ def _run_online(config: Config, run_dir: Path) -> PretrainingSummary:
             hosts = stack.enter_context(open_hosts(config, inputs, run_dir / "logs"))
         parts = stack.enter_context(open_parts(config, inputs, hosts, run_dir, report))
         trainer = Trainer(config, parts)
-        trainer.publish(0)
         summary = pretrain_critic(trainer)
         assert parts.critic is not None
         parts.critic.export_weights(run_dir / "critic").result()

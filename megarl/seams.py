@@ -4,6 +4,7 @@ Every verb that runs elsewhere returns a `Pending`: the work has been started, `
 deadline that the implementation was given and raises `DeadlineError` (saying what it waited for) when it passes.
 """
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -27,11 +28,16 @@ class Pending(Protocol[T_co]):
     def result(self) -> T_co: ...
 
 
-def wait_all(pendings: Sequence[Pending[Any]], slice_s: float = 0.05) -> None:
-    """Wait until all have ended well; the first failure of any is raised at once, whoever is still working."""
+def wait_all(pendings: Sequence[Pending[Any]], slice_s: float = 0.05, end: float | None = None) -> None:
+    """Wait until all have ended well; the first failure of any is raised at once, whoever is still working.
+
+    Raises DeadlineError at `end` (time.monotonic), where it comes before their own deadlines.
+    """
     waiting = list(pendings)
     while waiting:
         waiting = [pending for pending in waiting if not pending.wait(slice_s)]
+        if waiting and end is not None and time.monotonic() > end:
+            raise DeadlineError(f"{len(waiting)} of {len(pendings)} calls have not ended in the time given for them")
 
 
 class TrainBackend(Protocol):
@@ -66,9 +72,17 @@ class TrainBackend(Protocol):
         """A verb of every rank's `megarl.sync.sender.WeightSender`, each with its own arguments (None: none)."""
         ...
 
-    def save(self, directory: Path) -> Pending[None]: ...
+    def begin_save(self, directory: Path) -> Pending[None]:
+        """Begin to write the whole training state; once it returns, updates no longer touch what is written."""
+        ...
 
-    def load(self, directory: Path) -> Pending[None]: ...
+    def finish_save(self) -> Pending[None]:
+        """Wait for the files of `begin_save`; raises what writing them raised."""
+        ...
+
+    def load(self, directory: Path) -> Pending[None]:
+        """Continue from a saved state, whose checksums have been verified."""
+        ...
 
 
 class RolloutEngine(Protocol):

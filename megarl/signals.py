@@ -1,12 +1,18 @@
-"""SIGINT, SIGTERM and SIGHUP as one exception, so that every `finally` runs and nothing is left behind."""
+"""Signals that ask a process to end, as one exception, so that every `finally` runs and nothing is left behind."""
 
+import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""SIGUSR1: what slurm/train.sh has Slurm send before the time limit."""
+
+_deferred: list[int] | None = None
+"""Signals that came while none may interrupt; None: they may"""
 
 
 class Stopped(BaseException):
@@ -32,6 +38,12 @@ def stopping_on_signals() -> Iterator[None]:
     def stop(number: int, _frame: FrameType | None) -> None:
         for each in STOPPING_SIGNALS:
             signal.signal(each, signal.SIG_IGN)
+        if _deferred is not None:
+            _deferred.append(number)
+            # Not print: the signal may have come in the middle of one.
+            with contextlib.suppress(OSError):
+                os.write(2, f"\n{signal.Signals(number).name}: the update under way ends first\n".encode())
+            return
         raise Stopped(number)
 
     previous = {number: signal.signal(number, stop) for number in STOPPING_SIGNALS}
@@ -40,3 +52,16 @@ def stopping_on_signals() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def deferring_stops() -> Iterator[None]:
+    """A signal that comes within the block raises Stopped at its end, in place of whatever the block raised."""
+    global _deferred
+    _deferred = came = []
+    try:
+        yield
+    finally:
+        _deferred = None
+        if came:
+            raise Stopped(came[0])

@@ -1,9 +1,10 @@
-"""THE loop: rollout, experience, targets, update, publish; the same for every algorithm and every layout."""
+"""THE loop: rollout, experience, targets, update, checkpoint, publish; the same for every algorithm and layout."""
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -25,7 +26,9 @@ from megarl.rollout.rollout_file import RolloutWriter
 from megarl.rollout.signal_groups import join_groups
 from megarl.rollout.source import GroupSource
 from megarl.rollout.tensors import build_tensors
+from megarl.saving import Saver, TrainerState, measure_files
 from megarl.seams import Pending, RolloutEngine, RolloutServers, TrainBackend, WeightSync, wait_all
+from megarl.signals import Stopped, deferring_stops
 from megarl.types import Experience, Metrics, Prompt, Rollout, Sample, TrainingSamples
 
 T = TypeVar("T")
@@ -48,6 +51,8 @@ class Parts:
     """Where every sampled response of training goes, where logger.save_rollouts asks for it"""
     servers: RolloutServers | None = None
     """None: they are not this run's own, and losing one ends it"""
+    saver: Saver | None = None
+    """None: no checkpoints"""
 
 
 @dataclass(frozen=True)
@@ -72,44 +77,110 @@ class Trainer:
         self.reward_moments = RunningMoments()
         self.source = GroupSource(config, parts.engine, parts.collector, parts.sampler, self.with_servers)
         self.version = 0
-        self.iteration = 0
         self.num_samples = 0
         self.heldout_reward = float("nan")
         self.started = time.monotonic()
+        self.state = self.capture(0, {})
 
-    def start(self) -> None:
-        """Bring the first weights to the servers and measure where the policy stands, as iteration 0."""
-        metrics = self.publish(0)
-        self.report.log(0, metrics | self.evaluate())
+    @property
+    def iteration(self) -> int:
+        """The last one whose update is done."""
+        return self.state.iteration
 
     def run(self) -> Summary:
-        """Iterate until the last one, the held-out reward aimed at, or the limit of time or samples."""
-        train, iteration = self.config.train, 0
+        """Iterate until the last one, the held-out reward aimed at, or the limit of time or samples.
+
+        A signal that raises Stopped has the state saved before it goes on.
+        """
         try:
-            while iteration < train.num_iterations and not self.reached_goal() and not self.reached_limit():
-                iteration += 1
-                metrics = self.iterate(iteration)
-                last = iteration == train.num_iterations or self.reached_limit()
-                if last or iteration % train.eval_every == 0:
-                    metrics |= self.evaluate()
-                self.report.log(iteration, metrics)
+            self.finish()
+            while not self.is_last() and not self.reached_goal():
+                self.train(self.iteration + 1)
+                self.save_if_due()
+                self.finish()
+            self.save()
+        except Stopped as stopped:
+            self.save_stopped(stopped)
+            raise
         finally:
             num_dropped = self.source.close()
         if num_dropped:
-            self.report.message(f"{num_dropped} responses that ran ahead of iteration {iteration} are dropped")
-        return Summary(iteration, self.heldout_reward)
+            self.report.message(f"{num_dropped} responses that ran ahead of iteration {self.iteration} are dropped")
+        return Summary(self.iteration, self.heldout_reward)
 
-    def iterate(self, iteration: int) -> Metrics:
-        """One iteration: returns its metrics; the servers then hold the updated policy."""
-        self.iteration = iteration
+    def train(self, iteration: int) -> None:
+        """One iteration up to its update; `finish` does what is left."""
         rollout, metrics = self.collect(iteration)
+        if self.parts.saver:
+            self.parts.saver.proceed()
         experience, experience_metrics = self.build_experience(rollout)
         samples, target_metrics = self.build_targets(experience, self.config.algo)
         metrics |= experience_metrics | target_metrics
-        metrics |= self.update(samples, iteration)
-        metrics |= self.publish(self.version + 1)
-        self.kl, kl_metrics = self.kl.update(experience)
-        return metrics | kl_metrics
+        # The weights and the loop's own state change together, also where a signal comes.
+        with deferring_stops():
+            metrics |= self.update(samples, iteration)
+            self.kl, kl_metrics = self.kl.update(experience)
+            self.state = self.capture(iteration, metrics | kl_metrics)
+
+    def finish(self) -> None:
+        """Bring the weights of the iteration to the servers, evaluate where it is time, and log it."""
+        metrics = self.state.metrics | self.publish(self.iteration)
+        if self.is_last() or self.iteration % self.config.train.eval_every == 0:
+            metrics |= self.evaluate()
+        self.report.log(self.iteration, metrics)
+        if self.parts.saver:
+            self.parts.saver.score(self.iteration, metrics.get(self.config.checkpoint.best_metric))
+
+    def capture(self, iteration: int, metrics: Metrics) -> TrainerState:
+        """What a checkpoint says of the loop itself."""
+        return TrainerState(
+            iteration=iteration,
+            metrics=metrics,
+            num_samples=self.num_samples,
+            heldout_reward=None if math.isnan(self.heldout_reward) else self.heldout_reward,
+            kl_coef=self.kl.coef,
+            reward_moments=self.reward_moments,
+            source=self.source.state(),
+            sizes=measure_files(self.parts.saver.run_dir) if self.parts.saver else {},
+        )
+
+    def restore(self, state: TrainerState) -> None:
+        """Go on where `state` was captured; the roles have been loaded."""
+        self.num_samples, self.reward_moments = state.num_samples, state.reward_moments
+        self.heldout_reward = float("nan") if state.heldout_reward is None else state.heldout_reward
+        self.kl = replace(self.kl, coef=state.kl_coef)
+        self.source.restore(state.source)
+        self.state = state
+
+    def save_if_due(self) -> None:
+        every = self.config.checkpoint.save_every
+        if every is not None and self.iteration % every == 0:
+            self.save(wait=False)
+
+    def save(self, wait: bool = True, end: float | None = None) -> None:
+        """A checkpoint of the present state, unless there is one; without `wait` it is written beside what follows.
+
+        Raises DeadlineError at `end` (time.monotonic).
+        """
+        saver = self.parts.saver
+        if saver is None:
+            return
+        with self.report.phase("checkpoint"):
+            if saver.last != self.iteration:
+                saver.begin(self.state, end)
+            if wait:
+                saver.settle(end)
+
+    def save_stopped(self, stopped: Stopped) -> None:
+        """The checkpoint of a run that was asked to end, within checkpoint.stop_deadline_s."""
+        if self.parts.saver is None:
+            return
+        deadline_s = self.config.checkpoint.stop_deadline_s
+        self.report.message(f"{stopped}: saving iteration {self.iteration}, within {deadline_s:g} s")
+        try:
+            self.save(end=time.monotonic() + deadline_s)
+        except Exception as error:
+            self.report.message(f"iteration {self.iteration} was not saved: {error}")
 
     def collect(self, iteration: int) -> tuple[Rollout, Metrics]:
         """The groups of one iteration: fresh ones, with `algo.dynamic_sampling` only those of different rewards, and
@@ -117,25 +188,29 @@ class Trainer:
         with self.report.phase("rollout"):
             gathered = self.source.take(iteration, self.version)
         for samples in gathered.sampled:
-            self.keep(Rollout(samples, self.version))
+            self.keep(Rollout(samples, self.version), iteration)
         metrics = gathered.metrics | compute_score_metrics([sample for group in gathered.fresh for sample in group])
         rollout = join_groups(gathered.fresh + gathered.replayed, self.version)
         return rollout, metrics | {"sampling/total_samples": self.num_samples}
 
+    def is_last(self) -> bool:
+        """Whether no iteration may follow, whatever the rewards."""
+        return self.iteration >= self.config.train.num_iterations or self.reached_limit()
+
     def generate(self, prompts: Sequence[Prompt]) -> Rollout:
-        """Responses of the present policy with their rewards, grouped by prompt."""
+        """Responses of the policy before its first update, with their rewards, grouped by prompt."""
         num_responses = self.config.train.responses_per_prompt
         rollout = self.with_servers(
             lambda: self.parts.collector.collect(prompts, num_responses, weight_version=self.version)
         )
-        self.keep(rollout)
+        self.keep(rollout, 0)
         return rollout
 
-    def keep(self, rollout: Rollout) -> None:
+    def keep(self, rollout: Rollout, iteration: int) -> None:
         """Count the responses and, where a file is asked for, save them."""
         self.num_samples += len(rollout.samples)
         if self.parts.rollout_file:
-            self.parts.rollout_file.write(rollout, self.iteration)
+            self.parts.rollout_file.write(rollout, iteration)
 
     def check_servers(self) -> None:
         """Afterwards every server answers and holds the current weights, or RuntimeError says which does not."""

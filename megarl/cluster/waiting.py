@@ -18,6 +18,11 @@ CAUSE_S = 3.0
 class WorkerError(RuntimeError):
     """A call failed in another process; the message names the process and the call."""
 
+    def __init__(self, message: str, lost: bool = False):
+        """lost: a process has died, so that the call may go well in a new one."""
+        super().__init__(message)
+        self.lost = lost
+
 
 @dataclass(frozen=True)
 class PendingCall(Generic[T]):
@@ -79,7 +84,8 @@ class PendingCall(Generic[T]):
                 lines.append(f"also failed: {', '.join(name for name, _ in others)}")
         if waiting and self.explain:
             lines.append(self.explain([self.refs.index(ref) for ref in waiting]))
-        raise WorkerError(f"{self.what}: " + "\n".join(lines)) from next(iter([*deaths.values(), *failures.values()]))
+        cause = next(iter([*deaths.values(), *failures.values()]))
+        raise WorkerError(f"{self.what}: " + "\n".join(lines), lost=bool(deaths)) from cause
 
     def _raise_late(self, waiting: Sequence[ray.ObjectRef]) -> NoReturn:
         text = f"{self.what}: no answer from {', '.join(map(self._name, waiting))} within {self.deadline_s:g} s"

@@ -139,8 +139,11 @@ class WorkerGroup:
         what = f"{self.role}: {verb} of weights"
         return PendingCall(refs, self._names, what, deadline_s, list, explain=self._ranks.explain)
 
-    def save(self, directory: Path) -> PendingCall[None]:
-        return self._call("save", _take_first, directory)
+    def begin_save(self, directory: Path) -> PendingCall[None]:
+        return self._call("begin_save", _take_first, directory)
+
+    def finish_save(self) -> PendingCall[None]:
+        return self._call("finish_save", _take_first)
 
     def load(self, directory: Path) -> PendingCall[None]:
         return self._call("load", _take_first, directory)

@@ -48,6 +48,11 @@ RANGES: dict[str, Range] = {
     "cluster.worker_start_deadline_s": _POSITIVE,
     "cluster.call_deadline_s": _POSITIVE,
     "cluster.shutdown_deadline_s": _POSITIVE,
+    "checkpoint.save_every": _ONE_OR_MORE,
+    "checkpoint.keep_last": _ONE_OR_MORE,
+    "checkpoint.keep_best": _NOT_NEGATIVE,
+    "checkpoint.stop_deadline_s": _POSITIVE,
+    "checkpoint.max_restarts": _NOT_NEGATIVE,
     "logger.num_logged_samples": _NOT_NEGATIVE,
 }
 """By the key; a value that is null is not looked at."""

@@ -8,6 +8,7 @@ from omegaconf import MISSING
 from megarl.config import data as data_config
 from megarl.config import reward as reward_config
 from megarl.config.algo import AlgoConfig
+from megarl.config.checkpoint import CheckpointConfig
 from megarl.config.cluster import ClusterConfig
 from megarl.config.data import DataConfig
 from megarl.config.evaluate import EvaluateConfig
@@ -35,6 +36,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
 

@@ -1,6 +1,7 @@
 """Reading the safetensors of a Hugging Face checkpoint directory."""
 
 import json
+import math
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -61,3 +62,9 @@ class CheckpointReader:
         if file not in self._open:
             self._open[file] = self._stack.enter_context(safe_open(self._directory / file, framework="pt"))
         return self._open[file]
+
+
+def count_parameters(directory: Path) -> int:
+    """Numbers in all tensors, read from the files' headers. Raises FileNotFoundError as CheckpointReader."""
+    with CheckpointReader(directory) as reader:
+        return sum(math.prod(reader.read_shape(name)) for name in reader.names)

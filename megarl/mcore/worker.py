@@ -22,7 +22,7 @@ from megarl.mcore import process_groups
 from megarl.mcore.architecture import read_architecture
 from megarl.mcore.batch import PackedBatch, build_batch
 from megarl.mcore.bridge import export_hf, list_own_entries, load_hf, named_entries
-from megarl.mcore.checkpoint import load_state, save_state
+from megarl.mcore.checkpoint import TrainingState, Writing, begin_save, load_state
 from megarl.mcore.checkpoint_files import write_hf_checkpoint
 from megarl.mcore.entries import Entry
 from megarl.mcore.full_kl import compute_full_kl
@@ -70,6 +70,7 @@ class MegatronWorker:
         sum_gradients(self.config, self.model)
         self.reference = self._build_reference()
         self.optimizer = self.scheduler = None
+        self._writing: Writing | None = None
         if spec.optimizer is not None:
             self.optimizer = build_optimizer(spec.optimizer, self.config, self.model)
             self.scheduler = build_scheduler(spec.optimizer, self.optimizer)
@@ -150,13 +151,31 @@ class MegatronWorker:
         dist.barrier()
 
     @uses_everything
+    def begin_save(self, directory: Path) -> None:
+        """Write parameters, optimizer, schedule and random states beside what comes next; `finish_save` ends it."""
+        if self._writing is not None:
+            raise RuntimeError("begin_save: the save before has not been finished")
+        self._writing = begin_save(Path(directory), self._training_state())
+
+    def finish_save(self) -> None:
+        """Wait for the files and complete the directory. Raises what writing them raised."""
+        if self._writing is None:
+            raise RuntimeError("finish_save: no save was begun")
+        writing, self._writing = self._writing, None
+        writing.finish()
+
     def save(self, directory: Path) -> None:
-        """Write parameters, optimizer and schedule; `load` continues from them under any layout."""
-        save_state(Path(directory), self.chunks, self.optimizer, self.scheduler)
+        """Both at once; `load` continues from it under any layout."""
+        self.begin_save(directory)
+        self.finish_save()
 
     @uses_everything
     def load(self, directory: Path) -> None:
-        load_state(Path(directory), self.chunks, self.optimizer, self.scheduler)
+        """Continue from a saved state. It contains pickles: its checksums must have been verified."""
+        load_state(Path(directory), self._training_state())
+
+    def _training_state(self) -> TrainingState:
+        return TrainingState(self.chunks, self.optimizer, self.scheduler, self.spec.parallel)
 
     @uses_weights
     def checksum(self) -> str:

@@ -97,6 +97,12 @@ class Report:
             seconds = format_number(sum(times.values()))
             self._progress.line(f"value pretraining {step}/{num_steps}  {shown} | {seconds} s")
 
+    def rewind(self, iteration: int) -> None:
+        """`iteration` is the next to be logged, for whatever reason it is not the one after the last."""
+        self._times = {}
+        if self._tensorboard:
+            self._tensorboard.rewind(iteration)
+
     def message(self, text: str) -> None:
         """A line, or a few, for the person who watches."""
         if self._progress:

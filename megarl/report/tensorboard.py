@@ -13,12 +13,18 @@ class TensorBoardWriter:
 
     def __init__(self, directory: Path):
         """Raises RuntimeError where the tensorboard package is missing."""
+        self._directory = directory
         self._writer = load_tensorboard().SummaryWriter(log_dir=str(directory))
 
     def write(self, iteration: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, global_step=iteration)
         self._writer.flush()
+
+    def rewind(self, iteration: int) -> None:
+        """What was written of this iteration and later ones is not shown any more."""
+        self._writer.close()
+        self._writer = load_tensorboard().SummaryWriter(log_dir=str(self._directory), purge_step=iteration)
 
     def close(self) -> None:
         self._writer.close()

@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megarl.config.algo import ReplayConfig
@@ -32,3 +33,10 @@ class ReplayBuffer:
     def add(self, groups: list[Group]) -> None:
         """Take in an iteration's fresh groups; those of the oldest iteration fall out."""
         self._iterations.append(groups)
+
+    def state(self) -> tuple[list[Group], ...]:
+        """What is in it, iteration by iteration."""
+        return tuple(self._iterations)
+
+    def restore(self, state: Sequence[list[Group]]) -> None:
+        self._iterations = deque(state, maxlen=self._config.num_iterations)

@@ -11,12 +11,13 @@ from 0. Numbers are written so that they are read back bit by bit.
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from megarl.checkpoint.manifest import write_atomically
 from megarl.report.metrics import drop_unfinished_line, refuse_constant, refuse_repeated_keys
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
@@ -34,15 +35,23 @@ class RolloutWriter:
 
     def write(self, rollout: Rollout, iteration: int) -> None:
         """All samples. Raises ValueError for NaN or infinity among the numbers, and then writes nothing."""
-        lines = [
-            json.dumps(_to_record(rollout, number, iteration), allow_nan=False)
-            for number in range(len(rollout.samples))
-        ]
-        self._file.writelines(f"{line}\n" for line in lines)
+        self._file.write(format_rollout(rollout, iteration))
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+
+def format_rollout(rollout: Rollout, iteration: int) -> str:
+    """Its lines. Raises ValueError for NaN or infinity among the numbers."""
+    numbers = range(len(rollout.samples))
+    return "".join(f"{json.dumps(_to_record(rollout, number, iteration), allow_nan=False)}\n" for number in numbers)
+
+
+def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
+    """A file of these rollouts, as iterations 0, 1, ...; complete on disk or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, "".join(format_rollout(rollout, number) for number, rollout in enumerate(rollouts)))
 
 
 @dataclass(frozen=True)

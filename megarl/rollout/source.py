@@ -1,6 +1,6 @@
 """What each iteration learns from: fresh groups, sampled now or ahead of their use, and replayed ones."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,16 @@ CLOSE_DEADLINE_S = 5.0
 
 
 @dataclass(frozen=True)
+class SourceState:
+    """Where a source stands after an iteration."""
+
+    sampler: Mapping[str, int | str]
+    """PromptSampler.state()"""
+    replay: tuple[list[Group], ...]
+    """ReplayBuffer.state()"""
+
+
+@dataclass(frozen=True)
 class Gathered:
     """The groups of one iteration."""
 
@@ -25,6 +35,8 @@ class Gathered:
     sampled: tuple[tuple[Sample, ...], ...]
     """Every response that was sampled for it, one entry per round; dynamic sampling keeps a part of them"""
     metrics: Metrics
+    state: SourceState
+    """after it"""
 
 
 class GroupSource:
@@ -56,6 +68,17 @@ class GroupSource:
         self._ahead: RunAhead[Gathered] | None = None
         self._num_asked = 0
         self._num_taken = 0
+        self._state = self._find_state()
+
+    def state(self) -> SourceState:
+        """Of the last iteration taken, however far ahead others are; before the first, where it stands now."""
+        return self._state if self._ahead is not None else self._find_state()
+
+    def restore(self, state: SourceState) -> None:
+        """Go on after the iteration that `state` is of. Raises ValueError where the prompts are others."""
+        self._sampler.restore(state.sampler)
+        self._replay.restore(state.replay)
+        self._state = state
 
     def take(self, iteration: int, weight_version: int) -> Gathered:
         """The groups of this iteration; with staleness, iterations are taken in order until `close`.
@@ -68,6 +91,7 @@ class GroupSource:
             gathered = self._gather(iteration)
         else:
             gathered = self._open().take(iteration)
+        self._state = gathered.state
         samples = [sample for group in gathered.sampled for sample in group]
         self._num_taken += len(samples)
         check_versions(samples, weight_version, self._max_staleness)
@@ -114,4 +138,7 @@ class GroupSource:
         else:
             fresh = split_groups(sample(self._sampler.next_batch(num_groups)))
         self._replay.add(fresh)
-        return Gathered(fresh, replayed, tuple(sampled), metrics)
+        return Gathered(fresh, replayed, tuple(sampled), metrics, self._find_state())
+
+    def _find_state(self) -> SourceState:
+        return SourceState(self._sampler.state(), self._replay.state())

@@ -146,7 +146,7 @@ def find_gradients(rank: int, world_size: int, specs: dict[str, WorkerSpec], scr
 
 
 def train_and_save(rank: int, world_size: int, spec: WorkerSpec, scratch: str) -> dict[str, Any]:
-    """Two steps, save, one more step."""
+    """Two steps, save, one more step while the files are being written."""
     from megarl.mcore.worker import MegatronWorker
 
     worker = MegatronWorker(spec, rank, world_size, f"file://{scratch}/save.init")
@@ -154,8 +154,9 @@ def train_and_save(rank: int, world_size: int, spec: WorkerSpec, scratch: str) -
         samples = build_samples()
         worker.update(samples, [torch.arange(12)] * 2)
         checksum = worker.checksum()
-        worker.save(Path(scratch) / "state")
+        worker.begin_save(Path(scratch) / "state")
         metrics = worker.update(samples, [torch.arange(12)])
+        worker.finish_save()
         return {"checksum": checksum, "metrics": metrics, "after": describe(worker, Path(scratch) / "saved")}
     finally:
         worker.close()

@@ -17,11 +17,11 @@ LAYERS = (
     {"algo", "data", "reward", "hf", "report", "signals", "checkpoint"},
     {"mcore", "rollout"},
     {"sync"},
-    {"cluster", "inputs", "command", "recovery"},
+    {"cluster", "inputs", "command", "recovery", "saving"},
     {"trainer"},
     {"pretraining"},
     {"job", "evaluation"},
-    {"pretraining_job"},
+    {"pretraining_job", "attempts"},
     {"train", "pretrain_value", "evaluate", "doctor"},
 )
 """Rooms from the bottom up. A room imports itself and rooms of lower layers, never one of its own layer."""

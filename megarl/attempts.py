@@ -1,0 +1,182 @@
+"""One training run from a checked configuration: attempts, each from the newest checkpoint, until one ends well."""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from megarl.algo.objective import format_objective
+from megarl.checkpoint import folder as checkpoints
+from megarl.checkpoint.folder import Folder
+from megarl.cluster.waiting import WorkerError
+from megarl.config.check import describe_sizes
+from megarl.config.errors import ConfigError
+from megarl.config.roles import Dtype
+from megarl.config.schema import Config
+from megarl.inputs import Inputs, describe_start, load_inputs
+from megarl.job import Hosts, describe_data, open_hosts, open_parts, show_warnings
+from megarl.mcore.checkpoint_reader import count_parameters
+from megarl.mcore.spec import Role, WorkerSpec
+from megarl.pretraining import pretrain_critic
+from megarl.report.report import Report, build_report
+from megarl.rollout import journal as rollout_journal
+from megarl.rollout.journal import Journal
+from megarl.saving import TRACKED, Saver, TrainerState, cut_files, load_trainer_state
+from megarl.seams import DeadlineError, wait_all
+from megarl.trainer import Parts, Summary, Trainer
+
+OPTIMIZER_BYTES = 12
+"""Of each parameter in a checkpoint: a float32 master weight and the two moments of Adam"""
+
+
+def run_job(config: Config, run_dir: Path, *, resume: bool = False) -> Summary:
+    """Train as configured; everything the run writes is under `run_dir`, the trained policy in `policy/`,
+    the critic, where there is one, in `critic/`.
+
+    resume: go on with the run that is in `run_dir`, from its newest checkpoint. Raises ConfigError, before any process
+    is started, for what only the inputs can tell, and for a `run_dir` that holds a run which is not to go on.
+    """
+    check_run_dir(run_dir, resume)
+    inputs = load_inputs(config)
+    with contextlib.ExitStack() as stack:
+        report = stack.enter_context(
+            contextlib.closing(build_report(config.logger, run_dir, config.train.num_iterations))
+        )
+        stack.enter_context(show_warnings(report))
+        report.message(describe_sizes(config))
+        report.message(format_objective(config.algo, config.train.responses_per_prompt))
+        report.message(describe_data(inputs))
+        with report.phase("start"):
+            hosts = stack.enter_context(open_hosts(config, inputs, run_dir / "logs"))
+        return _Attempts(config, inputs, hosts, run_dir, report).run()
+
+
+def check_run_dir(run_dir: Path, resume: bool) -> None:
+    """Raises ConfigError where a new run would write into another's files."""
+    held = [name for name in (*TRACKED, checkpoints.NAME, rollout_journal.NAME) if (run_dir / name).exists()]
+    if held and not resume:
+        raise ConfigError([f"{run_dir} holds a run ({', '.join(held)}); resume={run_dir} goes on with it"])
+
+
+class _Attempts:
+    def __init__(self, config: Config, inputs: Inputs, hosts: Hosts, run_dir: Path, report: Report):
+        self.config, self.inputs, self.hosts, self.run_dir, self.report = config, inputs, hosts, run_dir, report
+        keep = config.checkpoint
+        self.folder = Folder(run_dir / checkpoints.NAME, keep_last=keep.keep_last, keep_best=keep.keep_best)
+        self.journal = Journal(run_dir / rollout_journal.NAME)
+        self.is_saving = keep.save_every is not None
+
+    def run(self) -> Summary:
+        """Attempts until one ends well; a lost training process begins the next, at most max_restarts in a row."""
+        num_restarts, newest = 0, self.folder.list()[-1:]
+        while True:
+            try:
+                return self.attempt()
+            except RuntimeError as error:
+                before, newest = newest, self.folder.list()[-1:]
+                num_restarts = num_restarts + 1 if newest == before else 1
+                if not self.is_saving or not is_loss(error):
+                    raise
+                if num_restarts > self.config.checkpoint.max_restarts:
+                    error.add_note(
+                        f"checkpoint.max_restarts={num_restarts - 1} have been made without a new checkpoint"
+                    )
+                    raise
+                self.say_restart(error, num_restarts)
+            self.restart_servers()
+
+    def attempt(self) -> Summary:
+        """Train from the newest checkpoint, or from the start where there is none."""
+        found = self.find_state()
+        with open_parts(
+            self.config, self.inputs, self.hosts, self.run_dir, self.report, self.journal if self.is_saving else None
+        ) as parts:
+            saver = self.build_saver(parts)
+            with contextlib.closing(saver) if saver else contextlib.nullcontext():
+                trainer = Trainer(self.config, replace(parts, saver=saver))
+                if found is None:
+                    if Role.critic in self.inputs.specs:
+                        start = describe_start(self.config, self.inputs.specs[Role.critic], self.inputs.saved_rollouts)
+                        self.report.message(start)
+                    pretrain_critic(trainer)
+                else:
+                    state, directory = found
+                    with self.report.phase("load"):
+                        wait_all([role.load(directory / name) for name, role in list_roles(parts).items()])
+                    assert saver is not None
+                    saver.last = state.iteration
+                    trainer.restore(state)
+                summary = trainer.run()
+            wait_all([role.export_weights(self.run_dir / name) for name, role in list_roles(parts).items()])
+            return summary
+
+    def find_state(self) -> tuple[TrainerState, Path] | None:
+        """The newest checkpoint; the run's files are cut back to it."""
+        if not self.is_saving:
+            return None
+        self.folder.clean()
+        found = self.folder.find_newest(self.report.message)
+        state = load_trainer_state(found[1]) if found else None
+        cut_files(self.run_dir, state.sizes if state else {})
+        self.report.rewind(state.iteration if state else 0)
+        if found is None or state is None:
+            return None
+        self.report.message(f"going on from {found[1]}")
+        return state, found[1]
+
+    def build_saver(self, parts: Parts) -> Saver | None:
+        if not self.is_saving:
+            return None
+        specs = {role.value: spec for role, spec in self.inputs.specs.items() if role is not Role.reference}
+        return Saver(
+            self.run_dir,
+            self.folder,
+            list_roles(parts),
+            {name: describe_role(spec) for name, spec in specs.items()},
+            self.journal,
+            num_bytes=sum(map(estimate_bytes, specs.values())),
+            say=self.report.message,
+        )
+
+    def say_restart(self, error: RuntimeError, number: int) -> None:
+        maximum = self.config.checkpoint.max_restarts
+        self.report.message(f"{error}\nrestart {number} of at most {maximum} (checkpoint.max_restarts)")
+
+    def restart_servers(self) -> None:
+        """Those that an attempt has left unfit; the others are brought to rest."""
+        servers = self.hosts.servers
+        if servers is not None:
+            lost = servers.find_lost()
+            if lost:
+                servers.restart(lost)
+
+
+def is_loss(error: BaseException | None) -> bool:
+    """Whether a training process died, or something gave no answer, so that another attempt may go well."""
+    while error is not None:
+        if isinstance(error, DeadlineError) or (isinstance(error, WorkerError) and error.lost):
+            return True
+        error = error.__cause__
+    return False
+
+
+def list_roles(parts: Parts) -> Mapping[str, Any]:
+    """The trained ones."""
+    return {"policy": parts.policy} | ({"critic": parts.critic} if parts.critic else {})
+
+
+def describe_role(spec: WorkerSpec) -> dict[str, Any]:
+    """What the manifest of a role's checkpoint says besides the iteration."""
+    return {
+        "kind": "megatron",
+        "role": spec.role.value,
+        "dtype": spec.dtype.value,
+        "parallel": asdict(spec.parallel) | {"dp": spec.parallel.dp},
+    }
+
+
+def estimate_bytes(spec: WorkerSpec) -> int:
+    """About what a role takes in a checkpoint."""
+    itemsize = 2 if spec.dtype is Dtype.bfloat16 else 4
+    return count_parameters(Path(spec.checkpoint)) * (itemsize + OPTIMIZER_BYTES)

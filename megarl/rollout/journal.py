@@ -1,0 +1,54 @@
+"""RUN_DIR/journal: what was sampled, one file for each call, so that a run that goes on need not sample it again."""
+
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.rollout.rollout_file import load_rollouts, write_rollouts
+from megarl.types import Prompt, Rollout, Sample
+
+NAME = "journal"
+
+
+class Journal:
+    """Samples by the key of their call; a file is complete on disk or not there."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+
+    def load(self, key: str, prompts: Sequence[Prompt], num_responses: int) -> tuple[Sample, ...] | None:
+        """The samples that `save` was given under this key; None where there are none of these prompts.
+
+        What cannot be read, or is of other prompts, is warned of and not used.
+        """
+        path = self._find(key)
+        if not path.is_file():
+            return None
+        try:
+            (rollout,) = load_rollouts(path)
+        except ValueError as error:
+            warnings.warn(f"{error}; the responses are sampled anew", RuntimeWarning, stacklevel=2)
+            return None
+        asked = [prompt.id for prompt in prompts for _ in range(num_responses)]
+        if [sample.prompt.id for sample in rollout.samples] != asked:
+            warnings.warn(
+                f"{path}: holds responses to other prompts than this run asks; they are sampled anew",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
+        return rollout.samples
+
+    def save(self, key: str, samples: Sequence[Sample]) -> None:
+        write_rollouts(self._find(key), [Rollout(tuple(samples), 0)])
+
+    def forget(self, through: int) -> None:
+        """Remove what was sampled for iterations up to this one, and for value pretraining."""
+        for path in self._directory.glob("*.jsonl"):
+            match = re.match(r"iteration-(\d+)-", path.name)
+            if match is None or int(match[1]) <= through:
+                path.unlink()
+
+    def _find(self, key: str) -> Path:
+        return self._directory / f"{key.replace('/', '-')}.jsonl"

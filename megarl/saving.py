@@ -1,0 +1,174 @@
+"""A run's checkpoints: the loop's own state and that of its roles, written while training goes on, and found again."""
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.algo.statistics import RunningMoments
+from megarl.checkpoint.folder import Folder, check_space
+from megarl.checkpoint.manifest import CheckpointError, write_atomically, write_manifest
+from megarl.report import metrics as metrics_file
+from megarl.rollout import rollout_file
+from megarl.rollout.journal import Journal
+from megarl.rollout.signal_groups import join_groups, split_groups
+from megarl.rollout.source import SourceState
+from megarl.seams import DeadlineError, TrainBackend, wait_all
+from megarl.types import Metrics
+
+STATE = "state.json"
+REPLAY = "replay.jsonl"
+POLL_S = 0.05
+TRACKED = (metrics_file.FILE_NAME, metrics_file.PRETRAINING_FILE_NAME, rollout_file.FILE_NAME)
+"""Files of a run that grow with it; one that goes on cuts them back to what they were."""
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The loop after the update of an iteration, before the new weights are published and its metrics logged."""
+
+    iteration: int
+    metrics: Metrics
+    """of the iteration so far"""
+    num_samples: int
+    heldout_reward: float | None
+    """of the last evaluation; None: there was none"""
+    kl_coef: float
+    reward_moments: RunningMoments
+    source: SourceState
+    sizes: Mapping[str, int]
+    """bytes of each of TRACKED that is there"""
+
+
+def save_trainer_state(directory: Path, state: TrainerState) -> None:
+    """state.json, numbers as they are bit by bit, and replay.jsonl where past groups are kept for replay."""
+    content = dataclasses.asdict(dataclasses.replace(state, source=SourceState(state.source.sampler, ())))
+    content["source"] = dict(state.source.sampler)
+    write_atomically(directory / STATE, json.dumps(content, indent=1, allow_nan=False))
+    if any(state.source.replay):
+        rollouts = [join_groups(groups, state.iteration) for groups in state.source.replay]
+        rollout_file.write_rollouts(directory / REPLAY, rollouts)
+
+
+def load_trainer_state(directory: Path) -> TrainerState:
+    """Raises CheckpointError where state.json is not what `save_trainer_state` writes."""
+    try:
+        content = json.loads((directory / STATE).read_text(encoding="utf-8"))
+        replay: tuple[Any, ...] = ()
+        if (directory / REPLAY).is_file():
+            rollouts = rollout_file.load_rollouts(directory / REPLAY)
+            replay = tuple(split_groups(rollout.samples) for rollout in rollouts)
+        source = SourceState(content.pop("source"), replay)
+        moments = RunningMoments(**content.pop("reward_moments"))
+        return TrainerState(**content, reward_moments=moments, source=source)
+    except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
+        raise CheckpointError(f"{directory / STATE}: is not the state of a run: {error!r}") from error
+
+
+def measure_files(run_dir: Path) -> dict[str, int]:
+    return {name: (run_dir / name).stat().st_size for name in TRACKED if (run_dir / name).is_file()}
+
+
+def cut_files(run_dir: Path, sizes: Mapping[str, int]) -> None:
+    """Cut the files back to these sizes, to nothing where none is given.
+
+    Raises CheckpointError for one that is shorter: lines of it are lost.
+    """
+    for name in TRACKED:
+        path, size = run_dir / name, sizes.get(name, 0)
+        found = path.stat().st_size if path.is_file() else 0
+        if found < size:
+            raise CheckpointError(f"{path}: has {found} bytes; when the checkpoint was written it had {size}")
+        if path.is_file():
+            os.truncate(path, size)
+
+
+class Saver:
+    """Writes checkpoints beside training: the roles write their parts, a thread hashes and publishes."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        folder: Folder,
+        roles: Mapping[str, TrainBackend],
+        about: Mapping[str, Mapping[str, Any]],
+        journal: Journal,
+        *,
+        num_bytes: int,
+        say: Callable[[str], None],
+    ):
+        """about: what the manifest of each role says. num_bytes: about what a checkpoint takes."""
+        self.run_dir = run_dir
+        self.folder = folder
+        self.last: int | None = None
+        """Iteration of the newest checkpoint that is complete or under way"""
+        self._roles, self._about, self._journal = roles, about, journal
+        self._num_bytes, self._say = num_bytes, say
+        self._under_way: int | None = None
+        self._publishing: Future[Path] | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="megarl-publish")
+
+    def begin(self, state: TrainerState, end: float | None = None) -> None:
+        """Begin a checkpoint of `state` and of what the roles hold now; the one before is completed first.
+
+        Raises CheckpointError where there is no room for it, what the roles raise, and DeadlineError at `end`
+        (time.monotonic).
+        """
+        self.settle(end)
+        check_space(self.folder.path, self._num_bytes)
+        building = self.folder.begin(state.iteration)
+        self._under_way = self.last = state.iteration
+        save_trainer_state(building, state)
+        wait_all([role.begin_save(building / name) for name, role in self._roles.items()], end=end)
+
+    def proceed(self, end: float | None = None) -> None:
+        """Wait until the roles' files are written, and have them hashed and published beside what comes next."""
+        if self._publishing is not None:
+            if self._publishing.done():
+                self._complete()
+        elif self._under_way is not None:
+            wait_all([role.finish_save() for role in self._roles.values()], end=end)
+            self._publishing = self._pool.submit(self._publish, self._under_way)
+
+    def settle(self, end: float | None = None) -> None:
+        """Afterwards no checkpoint is under way. Raises what failed, DeadlineError at `end`."""
+        self.proceed(end)
+        while self._publishing is not None:
+            if self._publishing.done():
+                self._complete()
+            elif end is not None and time.monotonic() > end:
+                raise DeadlineError(f"checkpoint of iteration {self._under_way}: hashing it has not come to its end")
+            else:
+                time.sleep(POLL_S)
+
+    def score(self, iteration: int, value: float | None) -> None:
+        """The evaluation of the iteration, where a checkpoint of it is there or under way."""
+        if value is not None and iteration == self.last:
+            self.folder.score(iteration, value)
+
+    def close(self) -> None:
+        """Give up what is under way; what is complete stays."""
+        self._pool.shutdown(wait=True)
+        if self._under_way is not None and not (self._publishing and self._publishing.exception() is None):
+            self.folder.abandon(self._under_way)
+
+    def _complete(self) -> None:
+        assert self._publishing is not None
+        publishing, self._publishing, iteration = self._publishing, None, self._under_way
+        final = publishing.result()
+        self._under_way = None
+        self._say(f"checkpoint of iteration {iteration}: {final}")
+
+    def _publish(self, iteration: int) -> Path:
+        building = self.folder.find_building(iteration)
+        for name, about in self._about.items():
+            write_manifest(building / name, {**about, "iteration": iteration})
+        write_manifest(building, {"kind": "training", "iteration": iteration, "roles": sorted(self._about)})
+        final = self.folder.publish(iteration)
+        self._journal.forget(through=self.folder.list()[0])
+        return final
