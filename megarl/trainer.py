@@ -122,11 +122,11 @@ class Trainer:
         rollout = join_groups(gathered.fresh + gathered.replayed, self.version)
         return rollout, metrics | {"sampling/total_samples": self.num_samples}
 
-    def generate(self, prompts: Sequence[Prompt]) -> Rollout:
-        """Responses of the present policy with their rewards, grouped by prompt."""
+    def generate(self, prompts: Sequence[Prompt], key: str | None = None) -> Rollout:
+        """Responses of the present policy with their rewards, grouped by prompt; key: as in `RolloutEngine.generate`"""
         num_responses = self.config.train.responses_per_prompt
         rollout = self.with_servers(
-            lambda: self.parts.collector.collect(prompts, num_responses, weight_version=self.version)
+            lambda: self.parts.collector.collect(prompts, num_responses, weight_version=self.version, key=key)
         )
         self.keep(rollout)
         return rollout

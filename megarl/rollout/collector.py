@@ -17,21 +17,24 @@ class Collector:
         self._temperature = temperature
         self._scoring = threading.Lock()
 
-    def sample(self, prompts: Sequence[Prompt], num_responses: int) -> tuple[Sample, ...]:
+    def sample(self, prompts: Sequence[Prompt], num_responses: int, *, key: str | None = None) -> tuple[Sample, ...]:
         """One group of `num_responses` samples per prompt, groups numbered from 0 in the order of `prompts`.
 
-        Which weights generated them is not looked at. Raises ValueError where a reward is not finite.
+        key: as in `RolloutEngine.generate`. Which weights generated them is not looked at. Raises ValueError where a
+        reward is not finite.
         """
-        groups = self._engine.generate(prompts, num_responses=num_responses, temperature=self._temperature)
+        groups = self._engine.generate(prompts, num_responses=num_responses, temperature=self._temperature, key=key)
         return score_groups(prompts, groups, self._score)
 
-    def collect(self, prompts: Sequence[Prompt], num_responses: int, *, weight_version: int) -> Rollout:
+    def collect(
+        self, prompts: Sequence[Prompt], num_responses: int, *, weight_version: int, key: str | None = None
+    ) -> Rollout:
         """As `sample`, of the present weights.
 
         weight_version: of the trainer's weights now. Raises RuntimeError where a server generated a token with
         other weights.
         """
-        samples = self.sample(prompts, num_responses)
+        samples = self.sample(prompts, num_responses, key=key)
         check_versions(samples, weight_version)
         return Rollout(samples, weight_version)
 
