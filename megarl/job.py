@@ -95,7 +95,9 @@ def open_parts(
             for role, started in starting.items():
                 report.message(f"{role.value}: {started.result()}")
         urls = hosts.urls.result()
-        engine = SGLangEngine(urls, inputs.checkpoint, rollout, inputs.tokenizer, check_processes=hosts.check_servers)
+        engine = SGLangEngine(
+            urls, inputs.checkpoint, rollout, inputs.tokenizer, seed=config.seed, check_processes=hosts.check_servers
+        )
         stack.callback(engine.close)
         # Of its own: when responses that run ahead are cancelled, a sync goes on.
         clients = [stack.enter_context(contextlib.closing(client.copy())) for client in engine.clients]

@@ -153,10 +153,11 @@ def pretrain_critic(trainer: Trainer) -> PretrainingSummary:
 def sample_rollouts(trainer: Trainer) -> Iterator[Rollout]:
     """Fresh responses of the policy, for ever."""
     trainer.publish(0)
-    while True:
+    for step in itertools.count(1):
         with trainer.report.phase("rollout"):
             trainer.check_servers()
-            rollout = trainer.generate(trainer.parts.sampler.next_batch(trainer.config.train.prompts_per_iteration))
+            prompts = trainer.parts.sampler.next_batch(trainer.config.train.prompts_per_iteration)
+            rollout = trainer.generate(prompts, f"pretraining-{step}")
         yield rollout
 
 

@@ -89,11 +89,18 @@ class RolloutEngine(Protocol):
     """The generation servers."""
 
     def generate(
-        self, prompts: Sequence[Prompt], *, num_responses: int, temperature: float, urgent: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num_responses: int,
+        temperature: float,
+        urgent: bool = False,
+        key: str | None = None,
     ) -> list[list[Response]]:
         """`num_responses` responses for each prompt, in order. temperature 0 is greedy. Thread-safe.
 
-        urgent: before what other threads have asked for without it.
+        urgent: before what other threads have asked for without it. key: the random numbers follow the run's seed and
+        this name of the call, so that it can be repeated; None: they are fresh.
         """
         ...
 

@@ -197,11 +197,11 @@ class Trainer:
         """Whether no iteration may follow, whatever the rewards."""
         return self.iteration >= self.config.train.num_iterations or self.reached_limit()
 
-    def generate(self, prompts: Sequence[Prompt]) -> Rollout:
-        """Responses of the policy before its first update, with their rewards, grouped by prompt."""
+    def generate(self, prompts: Sequence[Prompt], key: str) -> Rollout:
+        """Responses of the policy before its first update, with their rewards; key: as in `RolloutEngine.generate`."""
         num_responses = self.config.train.responses_per_prompt
         rollout = self.with_servers(
-            lambda: self.parts.collector.collect(prompts, num_responses, weight_version=self.version)
+            lambda: self.parts.collector.collect(prompts, num_responses, weight_version=self.version, key=key)
         )
         self.keep(rollout, 0)
         return rollout

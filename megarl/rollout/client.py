@@ -74,6 +74,10 @@ class SGLangClient:
             raise RequestError(f"{self.url}/generate answered a {type(answers).__name__} in place of a list")
         return answers
 
+    def flush_cache(self, wait_s: float = 30.0) -> None:
+        """Forget all cached prefixes, once no request is left. Raises RequestError where some are left after wait_s."""
+        self._post(f"/flush_cache?timeout={wait_s:g}", None, None)
+
     def score(self, token_ids: Sequence[int], *, deadline_s: float | None = None) -> list[float]:
         """Log-probs (temperature 1) of token_ids[1:], each given the tokens before it; before what else waits.
 

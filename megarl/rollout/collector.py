@@ -4,6 +4,7 @@ import math
 import threading
 from collections.abc import Sequence
 
+from megarl.rollout.journal import Journal
 from megarl.seams import RolloutEngine
 from megarl.types import Metrics, Prompt, Response, RewardFunction, Rollout, Sample, Score
 
@@ -11,27 +12,41 @@ from megarl.types import Metrics, Prompt, Response, RewardFunction, Rollout, Sam
 class Collector:
     """Asks the engine for groups of responses and has each one scored. Thread-safe."""
 
-    def __init__(self, engine: RolloutEngine, reward: RewardFunction, *, temperature: float):
+    def __init__(
+        self, engine: RolloutEngine, reward: RewardFunction, *, temperature: float, journal: Journal | None = None
+    ):
+        """journal: keeps what is sampled under a key; what it holds already is not sampled again."""
         self._engine = engine
+        self._journal = journal
         self._reward = reward
         self._temperature = temperature
         self._scoring = threading.Lock()
 
-    def sample(self, prompts: Sequence[Prompt], num_responses: int) -> tuple[Sample, ...]:
+    def sample(self, prompts: Sequence[Prompt], num_responses: int, *, key: str | None = None) -> tuple[Sample, ...]:
         """One group of `num_responses` samples per prompt, groups numbered from 0 in the order of `prompts`.
 
-        Which weights generated them is not looked at. Raises ValueError where a reward is not finite.
+        key: as in `RolloutEngine.generate`. Which weights generated them is not looked at. Raises ValueError where a
+        reward is not finite.
         """
-        groups = self._engine.generate(prompts, num_responses=num_responses, temperature=self._temperature)
-        return score_groups(prompts, groups, self._score)
+        journal = self._journal
+        found = journal.load(key, prompts, num_responses) if journal and key else None
+        if found is not None:
+            return found
+        groups = self._engine.generate(prompts, num_responses=num_responses, temperature=self._temperature, key=key)
+        samples = score_groups(prompts, groups, self._score)
+        if journal and key:
+            journal.save(key, samples)
+        return samples
 
-    def collect(self, prompts: Sequence[Prompt], num_responses: int, *, weight_version: int) -> Rollout:
+    def collect(
+        self, prompts: Sequence[Prompt], num_responses: int, *, weight_version: int, key: str | None = None
+    ) -> Rollout:
         """As `sample`, of the present weights.
 
         weight_version: of the trainer's weights now. Raises RuntimeError where a server generated a token with
         other weights.
         """
-        samples = self.sample(prompts, num_responses)
+        samples = self.sample(prompts, num_responses, key=key)
         check_versions(samples, weight_version)
         return Rollout(samples, weight_version)
 

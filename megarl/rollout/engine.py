@@ -1,10 +1,12 @@
 """Generation over one or several SGLang servers, behind the RolloutEngine seam."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,6 +16,8 @@ from megarl.rollout.checkpoint import load_generation_spec
 from megarl.rollout.client import URGENT, ConnectionLostError, RequestError, SGLangClient, abort_all
 from megarl.seams import DeadlineError
 from megarl.types import FinishReason, Prompt, Response
+
+T = TypeVar("T")
 
 MAX_ATTEMPTS = 3
 """Sends of one request before a lost connection becomes an error."""
@@ -25,11 +29,48 @@ REQUEST_ROWS_PER_SLOT = 4
 """Responses asked for in one call, as a multiple of what a server runs at once."""
 
 
+Params = Mapping[str, Any]
+"""SGLang's sampling_params of one request"""
+Answers = list[dict[str, Any]]
+"""SGLang's, of one call"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of `generate`."""
+
+    prompts: Sequence[Prompt]
+    num_responses: int
+    params: Params
+    urgent: bool
+    key: str | None
+    """Of the run and the call"""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {"return_logprob": True} | ({"priority": URGENT} if self.urgent else {})
+
+    def build_params(self, row: int, k: int) -> Params:
+        """Of the k-th response to the row-th prompt."""
+        if self.key is None:
+            return self.params
+        return {**self.params, "sampling_seed": compute_sampling_seed(f"{self.key}/{row}/{k}")}
+
+
+def compute_sampling_seed(name: str) -> int:
+    """63 bits of the name's SHA-256."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1
+
+
 class SGLangEngine:
     """RolloutEngine over servers that hold the same weights.
 
     Each server gets whole groups, in one call where it can: SGLang then schedules them as one batch, which is
     fastest and makes a run repeat under the same seed.
+
+    Calls with a key repeat bit by bit on a CPU, whatever came before them and whichever process answers, where nothing
+    else runs on the servers (max_staleness 0) and their number is the same: the last bits of a logit depend on what is
+    computed beside it. On a GPU SGLang heeds the seeds only with rollout.sglang.enable_deterministic_inference=true.
     """
 
     def __init__(
@@ -39,11 +80,14 @@ class SGLangEngine:
         config: RolloutConfig,
         tokenizer: PreTrainedTokenizerBase,
         *,
+        seed: int = 0,
         check_processes: Callable[[], None] | None = None,
         top_p: float = 1.0,
         top_k: int = -1,
     ):
-        """check_processes: raises RuntimeError with exit status and log of a server that is down.
+        """seed: the run's, for calls with a key.
+
+        check_processes: raises RuntimeError with exit status and log of a server that is down.
 
         top_p, top_k: sample from a truncated distribution, which rollout_logprobs are then not of; for evaluation.
 
@@ -58,16 +102,27 @@ class SGLangEngine:
         self._config = config
         self._stop_token_ids = spec.stop_token_ids
         self._tokenizer = tokenizer
+        self._seed = seed
         self._check_processes = check_processes
         self._top_p, self._top_k = top_p, top_k
         self._num_cancelled = 0
 
     def generate(
-        self, prompts: Sequence[Prompt], *, num_responses: int, temperature: float, urgent: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        num_responses: int,
+        temperature: float,
+        urgent: bool = False,
+        key: str | None = None,
     ) -> list[list[Response]]:
         """`num_responses` responses for each prompt, in the order of `prompts`. temperature 0 is greedy. Thread-safe.
 
         urgent: before what other threads have asked for without it, where servers have priorities (max_staleness > 0).
+
+        key: each response has random numbers of its own, of the run's seed, the key, its prompt's place in `prompts`
+        and its place in the group. With max_staleness 0 servers also forget their cached prefixes first, and a server
+        that is lost is not replaced by another, which would have to compute both shares at once.
 
         rollout_logprobs are of the temperature-scaled distribution (of temperature 1 where it is 0). The
         end-of-sequence token is a response token like any other.
@@ -80,8 +135,6 @@ class SGLangEngine:
             raise ValueError(f"generate: num_responses {num_responses} (>= 1), temperature {temperature} (>= 0)")
         if not prompts:
             return []
-        fields: dict[str, Any] = {"return_logprob": True} | ({"priority": URGENT} if urgent else {})
-        num_cancelled = self._num_cancelled
         params = {
             "temperature": temperature,
             "top_p": self._top_p,
@@ -89,20 +142,10 @@ class SGLangEngine:
             "max_new_tokens": self._config.response_length,
             "stop_token_ids": list(self._stop_token_ids),
         }
+        request = Request(prompts, num_responses, params, urgent, None if key is None else f"{self._seed}/{key}")
         shares = [list(range(i, len(prompts), len(self.clients))) for i in range(len(self.clients))]
-        jobs = [
-            partial(self._generate_share, prompts, home, share, num_responses, params, fields)
-            for home, share in enumerate(shares)
-            if share
-        ]
-        try:
-            parts = run_side_by_side(jobs, partial(abort_all, self.clients))
-        except (ConnectionLostError, DeadlineError) as error:
-            if self._num_cancelled > num_cancelled:
-                raise CancelledError from error
-            self._raise_cause(error)
-            raise
-        found = {row: group for part in parts for row, group in part.items()}
+        jobs = [partial(self._generate_share, request, home, share) for home, share in enumerate(shares) if share]
+        found = {row: group for part in self._run(jobs) for row, group in part.items()}
         return [found[row] for row in range(len(prompts))]
 
     def check_health(self) -> None:
@@ -124,54 +167,74 @@ class SGLangEngine:
         for client in self.clients:
             client.close()
 
+    def _run(self, jobs: Sequence[Callable[[StopFlag], T]]) -> list[T]:
+        num_cancelled = self._num_cancelled
+        try:
+            return run_side_by_side(jobs, partial(abort_all, self.clients))
+        except (ConnectionLostError, DeadlineError) as error:
+            if self._num_cancelled > num_cancelled:
+                raise CancelledError from error
+            self._raise_cause(error)
+            raise
+
     def _raise_cause(self, error: RuntimeError) -> None:
         cause = find_cause(self._check_processes)
         if cause is not None:
             raise cause from error
 
     def _generate_share(
-        self,
-        prompts: Sequence[Prompt],
-        home: int,
-        rows: list[int],
-        num_responses: int,
-        params: Mapping[str, Any],
-        fields: Mapping[str, Any],
-        stop: StopFlag,
+        self, request: Request, home: int, rows: list[int], stop: StopFlag
     ) -> dict[int, list[Response]]:
-        """The groups of these rows, by server `home` or, where it is lost, by the next."""
+        """The groups of these rows, by server `home` or, where it is lost, by the next or not at all: see `key`."""
+        clients = self.clients[home:] + self.clients[:home]
+
+        def send_to_any(ids: Sequence[Sequence[int]], params: Sequence[Params]) -> Answers:
+            return self._attempt(clients, lambda client: client.generate(ids, params, **request.fields), stop)
+
+        def generate_anew(client: SGLangClient) -> dict[int, list[Response]]:
+            def send(ids: Sequence[Sequence[int]], params: Sequence[Params]) -> Answers:
+                stop.check()
+                return client.generate(ids, params, **request.fields)
+
+            # What a lost connection has left is waited for: nothing else runs, and nothing is cached.
+            client.flush_cache()
+            return self._generate_rows(request, rows, send)
+
+        if request.key is None or self._config.max_staleness > 0:
+            return self._generate_rows(request, rows, send_to_any)
+        return self._attempt(clients[:1], generate_anew, stop)
+
+    def _generate_rows(
+        self,
+        request: Request,
+        rows: list[int],
+        send: Callable[[Sequence[Sequence[int]], Sequence[Params]], Answers],
+    ) -> dict[int, list[Response]]:
         slots = REQUEST_ROWS_PER_SLOT * self._config.max_running_requests
-        step = max(1, slots // num_responses)
+        n = request.num_responses
+        step = max(1, slots // n)
         found: dict[int, list[Response]] = {}
         for start in range(0, len(rows), step):
             chunk = rows[start : start + step]
-            ids = [prompts[row].token_ids for row in chunk]
+            ids = [request.prompts[row].token_ids for row in chunk]
             shared = [prompt for prompt in ids if len(prompt) >= MIN_SHARED_PREFIX]
-            if num_responses > 1 and shared:
-                self._call(home, shared, {"max_new_tokens": 0, "temperature": 0.0}, fields, stop)
-            repeated = [prompt for prompt in ids for _ in range(num_responses)]
-            answers = self._call(home, repeated, params, fields, stop)
-            if len(answers) != len(repeated):
-                raise RequestError(f"asked a server for {len(repeated)} responses, got {len(answers)}")
+            if n > 1 and shared:
+                send(shared, [{"max_new_tokens": 0, "temperature": 0.0}] * len(shared))
+            params = [request.build_params(row, k) for row in chunk for k in range(n)]
+            answers = send([prompt for prompt in ids for _ in range(n)], params)
+            if len(answers) != len(params):
+                raise RequestError(f"asked a server for {len(params)} responses, got {len(answers)}")
             responses = self._build_responses(answers)
-            for k, row in enumerate(chunk):
-                found[row] = responses[k * num_responses : (k + 1) * num_responses]
+            found |= {row: responses[i * n : (i + 1) * n] for i, row in enumerate(chunk)}
         return found
 
-    def _call(
-        self,
-        home: int,
-        ids: Sequence[Sequence[int]],
-        params: Mapping[str, Any],
-        fields: Mapping[str, Any],
-        stop: StopFlag,
-    ) -> list[dict[str, Any]]:
+    def _attempt(self, clients: Sequence[SGLangClient], ask: Callable[[SGLangClient], T], stop: StopFlag) -> T:
+        """What `ask` gives of the first, and where its connection is lost, of the next."""
         num_cancelled = self._num_cancelled
         for attempt in range(MAX_ATTEMPTS):
-            stop.sleep(ATTEMPT_PAUSE_S if attempt >= len(self.clients) else 0.0)
-            client = self.clients[(home + attempt) % len(self.clients)]
+            stop.sleep(ATTEMPT_PAUSE_S if attempt >= len(clients) else 0.0)
             try:
-                return client.generate(ids, params, **fields)
+                return ask(clients[attempt % len(clients)])
             except ConnectionLostError:
                 if attempt == MAX_ATTEMPTS - 1 or self._num_cancelled > num_cancelled:
                     raise

@@ -129,7 +129,8 @@ class GroupSource:
         def sample(prompts: Sequence[Prompt]) -> Sequence[Sample]:
             num_responses = self._train.responses_per_prompt
             self._num_asked += len(prompts) * num_responses
-            sampled.append(self._guard(lambda: self._collector.sample(prompts, num_responses)))
+            key = f"iteration-{iteration}/round-{len(sampled) + 1}"
+            sampled.append(self._guard(lambda: self._collector.sample(prompts, num_responses, key=key)))
             return sampled[-1]
 
         if self._sampling.enabled:

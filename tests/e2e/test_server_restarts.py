@@ -62,12 +62,14 @@ class KillingEngine:
     def __init__(self, engine):
         self.engine, self.num_rollouts = engine, 0
 
-    def generate(self, prompts, *, num_responses, temperature, urgent=False):
+    def generate(self, prompts, *, num_responses, temperature, urgent=False, key=None):
         if num_responses > 1:
             self.num_rollouts += 1
             if self.num_rollouts == 2:
                 kill_soon(*(client.url for client in self.engine.clients))
-        return self.engine.generate(prompts, num_responses=num_responses, temperature=temperature, urgent=urgent)
+        return self.engine.generate(
+            prompts, num_responses=num_responses, temperature=temperature, urgent=urgent, key=key
+        )
 
     def check_health(self):
         self.engine.check_health()

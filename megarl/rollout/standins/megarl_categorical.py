@@ -1,16 +1,58 @@
-"""Sampling from a categorical distribution by its inverse: pure torch."""
+"""Sampling from a categorical distribution by its inverse, with random numbers that follow a key: pure torch."""
 
 import torch
 
+# splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014), as signed numbers.
+GAMMA = 0x9E3779B97F4A7C15 - 2**64
+FIRST = 0xBF58476D1CE4E5B9 - 2**64
+SECOND = 0x94D049BB133111EB - 2**64
 
-def sample(probs):
-    """One index per row. probs: float [B, V], rows sum to about 1; returns int32 [B].
 
-    Index i is drawn where the cumulative sum first exceeds u * total, u uniform in [0, 1): an index of
+def sample(probs, seeds, positions):
+    """One index per row. probs: float [B, V], rows need not sum to 1; seeds, positions: int64 [B]; returns int32 [B].
+
+    Index i is drawn where the cumulative sum first exceeds u * total, u of (seed, position) alone: an index of
     probability 0 is never drawn. One random number per row, where torch.multinomial takes one per entry.
     """
     cumulative = probs.float().cumsum(-1)
     total = cumulative[:, -1:]
+    uniforms = compute_uniforms(seeds, positions)[:, None]
     # The product can round up to the total itself; nothing would exceed that.
-    level = (torch.rand_like(total) * total).minimum(torch.nextafter(total, torch.zeros_like(total)))
+    level = (uniforms * total).minimum(torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, level, right=True).view(-1).to(torch.int32)
+
+
+def compute_uniforms(seeds, positions):
+    """float32 in [0, 1), multiples of 2**-24, of int64 seeds and positions of one shape.
+
+    The position-th number of the splitmix64 sequence that starts at the mixed seed: neighbouring seeds are as good
+    as any.
+    """
+    words = mix(mix(seeds) + (positions.long() + 1) * GAMMA)
+    return shift_right(words, 40).float() * 2.0**-24
+
+
+def mix(words):
+    """splitmix64's bijection of 64-bit words, here int64; torch's products wrap around."""
+    words = (words ^ shift_right(words, 30)) * FIRST
+    words = (words ^ shift_right(words, 27)) * SECOND
+    return words ^ shift_right(words, 31)
+
+
+def shift_right(words, num_bits):
+    """Zeros come in from the left, where int64's own shift repeats the sign."""
+    return (words >> num_bits) & (2 ** (64 - num_bits) - 1)
+
+
+def truncate(probs, top_ks, top_ps, min_ps):
+    """A copy with 0 in place of what each row's limits exclude; what is left keeps its place and is not rescaled.
+
+    probs: float [B, V]; top_ks: int [B]; top_ps, min_ps: float [B]. Kept are the top_k likeliest, of them those that
+    are needed to reach top_p (all of them from 1 on), and of them those of at least min_p times the likeliest.
+    """
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(probs.shape[-1], device=probs.device)
+    top_ps = top_ps[:, None]
+    keep = (ranks < top_ks[:, None]) & ((ordered.cumsum(-1) - ordered <= top_ps) | (top_ps >= 1))
+    keep &= ordered >= ordered[:, :1] * min_ps[:, None]
+    return torch.zeros_like(probs).scatter_(-1, order, ordered.where(keep, 0))

@@ -1,17 +1,19 @@
-"""A plugin of SGLang for a CPU: attention for many sequences in one call, and cheap sampling.
+"""A plugin of SGLang for a CPU: attention for many sequences in one call, and cheap sampling that follows a seed.
 
 SGLang loads it through its entry point group `sglang.srt.plugins`: see the .dist-info folder here.
 
 Attention: `torch_native` calls torch's attention once per sequence and layer, which is most of a decode step
 for 256 short sequences and a small model. A subclass takes that name in SGLang's own registry, so that every
 other branch on the name stays as it is. Sampling: torch.multinomial draws a random number for every entry of
-the vocabulary; with 49152 entries that is a third of a decode step of a model of 135M parameters.
+the vocabulary; with 49152 entries that is a third of a decode step of a model of 135M parameters. Here each token
+takes one number, of its request's `sampling_seed` and its place in the sequence; SGLang itself reads that seed only
+with --enable-deterministic-inference, which no CPU has the kernels for.
 """
 
 import logging
 
 import torch
-from megarl_categorical import sample
+from megarl_categorical import sample, truncate
 from megarl_grouped_attention import attend, build_group, plan_groups
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -74,15 +76,43 @@ class BatchedAttnBackend(TorchNativeAttnBackend):
         return forward(q, k, v, layer, forward_batch, save_kv_cache)
 
 
+def build_sampling_info(stock, cls, batch, vocab_size):
+    """SGLang's SamplingBatchInfo of a batch, with everyone's seed: filters and merges carry it along."""
+    info = stock(cls, batch, vocab_size)
+    info.sampling_seed = torch.tensor([pick_seed(r.sampling_params) for r in batch.reqs], dtype=torch.int64)
+    return info
+
+
+def pick_seed(params):
+    """The request's own; without one a fresh one, from the generator that all ranks of a server have in step."""
+    if params.sampling_seed is not None:
+        return params.sampling_seed
+    return 0 if params.top_k == 1 else torch.randint(2**63 - 1, ()).item()  # Greedy requests draw nothing.
+
+
 def sample_from_probs(stock, probs, sampling_seed=None, positions=None):
-    """SGLang's sampling_from_probs_torch; a request with a seed of its own goes to the stock one."""
-    if sampling_seed is not None:
-        return stock(probs, sampling_seed, positions)
-    return sample(probs)
+    """SGLang's sampling_from_probs_torch: int32 [B]."""
+    return stock(probs) if sampling_seed is None else sample(probs, sampling_seed, positions)
+
+
+def sample_truncated(stock, probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions, **options):
+    """SGLang's top_k_top_p_min_p_sampling_from_probs_torch: int32 [B].
+
+    A request that asks for no limit samples here, beside one that does, as it would without it.
+    """
+    if sampling_seed is None or options.get("return_filtered_probs"):
+        limits = (top_ks, top_ps, min_ps, need_min_p_sampling)
+        return stock(probs, *limits, None, positions, **options)
+    return sample(truncate(probs, top_ks, top_ps, min_ps), sampling_seed, positions)
 
 
 def register():
-    """Take the name `torch_native` in SGLang's registry of backends, and wrap its sampling function."""
+    """Take the name `torch_native` in SGLang's registry of backends, and wrap its sampling functions."""
     register_attention_backend("torch_native")(BatchedAttnBackend)
-    target = "sglang.srt.layers.sampler.sampling_from_probs_torch"
-    HookRegistry.register(target, sample_from_probs, HookType.AROUND)
+    sampler, batch_info = "sglang.srt.layers.sampler", "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+    for target, hook in {
+        f"{batch_info}.from_schedule_batch": build_sampling_info,
+        f"{sampler}.sampling_from_probs_torch": sample_from_probs,
+        f"{sampler}.top_k_top_p_min_p_sampling_from_probs_torch": sample_truncated,
+    }.items():
+        HookRegistry.register(target, hook, HookType.AROUND)

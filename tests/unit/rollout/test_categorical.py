@@ -2,45 +2,137 @@
 
 import sys
 
+import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from megarl.rollout.server import STANDINS
 
 
 @pytest.fixture(scope="module")
-def sample():
+def categorical():
     sys.path.insert(0, str(STANDINS))
     try:
         import megarl_categorical
 
-        yield megarl_categorical.sample
+        yield megarl_categorical
     finally:
         sys.path.remove(str(STANDINS))
 
 
-def test_samples_follow_the_distribution_of_their_row(sample):
-    torch.manual_seed(0)
-    probs = torch.tensor([[0.5, 0.0, 0.2, 0.3], [0.05, 0.9, 0.05, 0.0]])
-    num = 40000
-    drawn = sample(probs.repeat_interleave(num, 0)).view(2, num)
-    assert drawn.dtype == torch.int32
+def splitmix64(state: int):
+    """The reference generator (Vigna's splitmix64.c) in Python's own numbers."""
+    mask = 2**64 - 1
+    while True:
+        state = (state + 0x9E3779B97F4A7C15) & mask
+        word = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & mask
+        yield word ^ (word >> 31)
+
+
+def test_random_numbers_are_the_reference_generators(categorical):
+    # The first numbers of the state 1234567, as published with the generator.
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [next_word for next_word, _ in zip(splitmix64(1234567), published, strict=False)] == published
+    for seed in (0, 1, -1, 2**63 - 1, -(2**63), 123456789):
+        # A first state of which one step gives the mixed seed.
+        mixed = next(splitmix64((seed - 0x9E3779B97F4A7C15) % 2**64))
+        expected = [word >> 40 for word, _ in zip(splitmix64(mixed), range(5), strict=False)]
+        found = categorical.compute_uniforms(torch.full((5,), seed), torch.arange(5)) * 2**24
+        assert found.long().tolist() == expected
+
+
+@pytest.mark.parametrize("seeds", ["neighbouring", "spread"])
+def test_random_numbers_are_uniform_and_independent_over_seeds_and_positions(categorical, seeds):
+    num_seeds, num_positions = 400, 500
+    values = torch.arange(num_seeds)
+    if seeds == "spread":
+        values = torch.randint(2**63 - 1, (num_seeds,), generator=torch.Generator().manual_seed(0))
+    grid = torch.meshgrid(values, torch.arange(num_positions), indexing="ij")
+    uniforms = categorical.compute_uniforms(*grid).double().numpy()
+    assert uniforms.shape == (num_seeds, num_positions)
+    assert 0 <= uniforms.min() < uniforms.max() < 1
+    assert stats.kstest(uniforms.ravel(), "uniform").pvalue > 0.001
+    # p-values of rows and of columns are uniform themselves.
+    for lines in (uniforms, uniforms.T):
+        pvalues = [stats.kstest(line, "uniform").pvalue for line in lines]
+        assert stats.kstest(pvalues, "uniform").pvalue > 0.001
+    # Pairs of neighbours in either direction fill the unit square evenly.
+    pairs = [(uniforms[:, :-1], uniforms[:, 1:]), (uniforms[:-1], uniforms[1:]), (uniforms[:-1, :-1], uniforms[1:, 1:])]
+    for first, second in pairs:
+        counts, _, _ = np.histogram2d(first.ravel(), second.ravel(), bins=16, range=[[0, 1], [0, 1]])
+        assert stats.chisquare(counts.ravel()).pvalue > 0.001
+
+
+def test_samples_follow_the_distribution_of_their_row(categorical):
+    num, num_ids = 60000, 50
+    weights = torch.rand(2, num_ids, generator=torch.Generator().manual_seed(1)) ** 3
+    weights[:, ::7] = 0.0
+    probs = weights / weights.sum(-1, keepdim=True)
     for row in range(2):
-        shares = torch.bincount(drawn[row].long(), minlength=4) / num
-        # Four standard errors of a share are at most 4 * 0.5 / sqrt(40000) = 0.01.
-        torch.testing.assert_close(shares, probs[row], atol=0.01, rtol=0)
-        assert (shares[probs[row] == 0] == 0).all()
+        for seeds, positions in [
+            (torch.full((num,), 5 + row), torch.arange(num)),
+            (torch.arange(num), torch.full((num,), 17 + row)),
+        ]:
+            drawn = categorical.sample(probs[row].expand(num, -1), seeds, positions)
+            assert drawn.dtype == torch.int32
+            counts = torch.bincount(drawn.long(), minlength=num_ids)
+            possible = probs[row] > 0
+            assert (counts[~possible] == 0).all()
+            expected = probs[row][possible].double()
+            expected *= num / expected.sum()
+            assert stats.chisquare(counts[possible].numpy(), expected.numpy()).pvalue > 0.001
 
 
-def test_a_draw_at_the_very_top_of_the_unit_interval_stays_inside(sample, monkeypatch):
-    top = torch.nextafter(torch.ones(1, 1), torch.zeros(1, 1))
-    monkeypatch.setattr(torch, "rand_like", lambda total: top.expand_as(total).clone())
+def test_a_row_samples_the_same_wherever_it_stands_and_whoever_is_beside_it(categorical):
+    generator = torch.Generator().manual_seed(2)
+    probs = torch.rand(32, 300, generator=generator)
+    seeds, positions = torch.randint(2**62, (32,), generator=generator), torch.arange(32) * 3
+    together = categorical.sample(probs, seeds, positions)
+    order = torch.randperm(32, generator=generator)
+    assert torch.equal(categorical.sample(probs[order], seeds[order], positions[order]), together[order])
+    for i in range(32):
+        row = slice(i, i + 1)
+        assert categorical.sample(probs[row], seeds[row], positions[row]).item() == together[i]
+    assert not torch.equal(categorical.sample(probs, seeds + 1, positions), together)
+    assert not torch.equal(categorical.sample(probs, seeds, positions + 1), together)
+
+
+def test_a_draw_at_the_very_top_of_the_unit_interval_stays_inside(categorical, monkeypatch):
+    top = torch.nextafter(torch.ones(3), torch.zeros(3))
+    monkeypatch.setattr(categorical, "compute_uniforms", lambda seeds, positions: top)
     for size in (1, 7, 49152):
         probs = torch.full((3, size + 1), 1.0 / size)
         probs[:, -1] = 0.0
-        assert (sample(probs) < size).all()
+        assert (categorical.sample(probs, None, None) < size).all()
 
 
-def test_a_draw_of_zero_skips_leading_zeros(sample, monkeypatch):
-    monkeypatch.setattr(torch, "rand_like", torch.zeros_like)
-    assert sample(torch.tensor([[0.0, 0.0, 1.0]])).tolist() == [2]
+def test_a_draw_of_zero_skips_leading_zeros(categorical, monkeypatch):
+    monkeypatch.setattr(categorical, "compute_uniforms", lambda seeds, positions: torch.zeros(1))
+    assert categorical.sample(torch.tensor([[0.0, 0.0, 1.0]]), None, None).tolist() == [2]
+
+
+def test_truncation_keeps_what_each_rows_limits_say_in_its_place(categorical):
+    row = torch.tensor([0.1, 0.4, 0.0, 0.3, 0.2])
+    limits = [
+        (2**30, 1.0, 0.0, [0.1, 0.4, 0.0, 0.3, 0.2]),
+        (1, 1.0, 0.0, [0.0, 0.4, 0.0, 0.0, 0.0]),
+        (3, 1.0, 0.0, [0.0, 0.4, 0.0, 0.3, 0.2]),
+        (2**30, 0.5, 0.0, [0.0, 0.4, 0.0, 0.3, 0.0]),
+        (2**30, 0.39, 0.0, [0.0, 0.4, 0.0, 0.0, 0.0]),
+        (2**30, 1.0, 0.6, [0.0, 0.4, 0.0, 0.3, 0.0]),
+        (2, 0.8, 0.9, [0.0, 0.4, 0.0, 0.0, 0.0]),
+    ]
+    top_ks, top_ps, min_ps, expected = zip(*limits, strict=True)
+    probs = row.repeat(len(limits), 1)
+    found = categorical.truncate(probs, torch.tensor(top_ks), torch.tensor(top_ps), torch.tensor(min_ps))
+    assert torch.equal(found, torch.tensor(expected))
+    assert torch.equal(probs, row.repeat(len(limits), 1))
+
+
+def test_without_limits_nothing_is_cut_from_a_long_tail(categorical):
+    """A running sum in float32 passes 1 before the tail ends."""
+    probs = torch.softmax(3 * torch.randn(4, 49152, generator=torch.Generator().manual_seed(3)), -1)
+    found = categorical.truncate(probs, torch.full((4,), 2**30), torch.ones(4), torch.zeros(4))
+    assert torch.equal(found, probs)

@@ -12,7 +12,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.checkpoint import load_generation_spec
 from megarl.rollout.client import ConnectionLostError
-from megarl.rollout.engine import MAX_ATTEMPTS, SGLangEngine
+from megarl.rollout.engine import MAX_ATTEMPTS, Request, SGLangEngine, compute_sampling_seed
 from megarl.types import Prompt
 
 
@@ -42,6 +42,19 @@ def test_the_generation_config_decides_the_stop_tokens(tmp_path):
 def test_a_checkpoint_that_cannot_end_responses_is_refused(tmp_path, config, message):
     with pytest.raises(ConfigError, match=message):
         load_generation_spec(write(tmp_path, config))
+
+
+def test_every_response_of_every_call_has_a_seed_of_its_own():
+    # sha256sum of the text 7/iteration-1/round-1/0/3 begins with these 16 digits.
+    assert compute_sampling_seed("7/iteration-1/round-1/0/3") == 0x916255DABB0A9226 >> 1
+    requests = [Request([], 3, {"top_k": 5}, False, key) for key in ("7/a", "8/a", "7/b")]
+    params = [request.build_params(row, k) for request in requests for row in range(4) for k in range(3)]
+    assert params == [request.build_params(row, k) for request in requests for row in range(4) for k in range(3)]
+    assert all(each["top_k"] == 5 for each in params)
+    seeds = [each["sampling_seed"] for each in params]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert Request([], 3, {"top_k": 5}, False, None).build_params(0, 0) == {"top_k": 5}
 
 
 def test_an_unreachable_server_is_tried_a_bounded_number_of_times(tmp_path, monkeypatch):

@@ -22,8 +22,8 @@ class Engine:
         self.version = 0
         self.asked = []
 
-    def generate(self, prompts, *, num_responses, temperature, urgent=False):
-        self.asked.append([p.id for p in prompts])
+    def generate(self, prompts, *, num_responses, temperature, urgent=False, key=None):
+        self.asked.append((key, [p.id for p in prompts]))
         first = self.version
         return [
             [
@@ -73,6 +73,26 @@ def take_all(staleness, *overrides):
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_the_same_prompts_are_learned_from_in_the_same_iterations_at_any_staleness(staleness, overrides):
     assert take_all(staleness, *overrides) == take_all(0, *overrides)
+
+
+def test_every_call_has_a_key_of_its_iteration_and_round():
+    _, asked = take_all(0, "algo=dapo", "algo.dynamic_sampling.enabled=true")
+    keys = [key for key, _ in asked]
+    assert len(set(keys)) == len(keys)
+    rounds = [[key for key in keys if key.startswith(f"iteration-{i}/")] for i in range(1, 7)]
+    assert [key for names in rounds for key in names] == keys
+    assert any(len(names) > 1 for names in rounds)
+    for i, names in enumerate(rounds, start=1):
+        assert names == [f"iteration-{i}/round-{n}" for n in range(1, len(names) + 1)]
+
+
+def test_a_call_that_is_repeated_keeps_its_key():
+    engine = Engine()
+    source = build_source(engine)
+    source._guard = lambda ask: (ask(), ask())[1]
+    source.take(1, 0)
+    assert [key for key, _ in engine.asked] == ["iteration-1/round-1"] * 2
+    assert engine.asked[0] == engine.asked[1]
 
 
 def test_a_token_older_than_the_staleness_is_refused():

@@ -1,0 +1,193 @@
+"""Sampling that follows the run's seed and a call's key alone, with real servers. On a CPU.
+
+After test_server.py, whose first tests need the session's server as it was started.
+"""
+
+import random
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import running_server
+from test_server import build_prompts
+from transformers import AutoTokenizer
+
+from megarl.rollout.client import ConnectionLostError
+from megarl.rollout.engine import SGLangEngine, compute_sampling_seed
+from megarl.rollout.server import SGLangServer, pick_free_port
+from megarl.types import Response
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the sampling that is tested is for machines without CUDA"),
+]
+KEY = "iteration-1/round-1"
+
+
+@pytest.fixture(scope="module")
+def config(rollout_config):
+    """Fewer places than responses, and a cache that the running ones outgrow: responses wait, and are retracted."""
+    options = {"schedule_conservativeness": 0.1}
+    return replace(rollout_config, max_running_requests=16, kv_cache_tokens=640, sglang=options)
+
+
+@pytest.fixture(scope="module")
+def first_server(tiny_checkpoint, config, tmp_path_factory) -> Iterator[SGLangServer]:
+    log_file = tmp_path_factory.mktemp("seeds") / "first.log"
+    with running_server(config, tiny_checkpoint, log_file, seed=1) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def second_server(tiny_checkpoint, config, first_responses, tmp_path_factory) -> Iterator[SGLangServer]:
+    """Started later, and with another seed of its own."""
+    log_file = tmp_path_factory.mktemp("seeds") / "second.log"
+    with running_server(config, tiny_checkpoint, log_file, seed=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def build_engine(tiny_checkpoint, config):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
+    made = []
+
+    def build(*urls: str, seed: int = 7) -> SGLangEngine:
+        made.append(SGLangEngine(urls, tiny_checkpoint, config, tokenizer, seed=seed))
+        return made[-1]
+
+    yield build
+    for each in made:
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def engine(build_engine, first_server):
+    return build_engine(first_server.url)
+
+
+def generate(engine: SGLangEngine, key: str | None = KEY) -> list[list[Response]]:
+    return engine.generate(build_prompts(), num_responses=4, temperature=0.9, key=key)
+
+
+def list_tokens(groups) -> list[tuple[int, ...]]:
+    return [response.token_ids for group in groups for response in group]
+
+
+@pytest.fixture(scope="module")
+def first_responses(engine):
+    return generate(engine)
+
+
+@pytest.fixture(scope="module")
+def requests(first_responses):
+    """Prompt, sampling parameters and expected tokens of each response, as the engine sends them."""
+    common = {"temperature": 0.9, "top_p": 1.0, "top_k": -1, "max_new_tokens": 48, "stop_token_ids": [2]}
+    return [
+        (prompt.token_ids, common | {"sampling_seed": compute_sampling_seed(f"7/{KEY}/{row}/{k}")}, response)
+        for row, (prompt, group) in enumerate(zip(build_prompts(), first_responses, strict=True))
+        for k, response in enumerate(group)
+    ]
+
+
+def send(engine: SGLangEngine, requests) -> list[tuple[tuple[int, ...], list[float]]]:
+    ids, params, *_ = zip(*requests, strict=True)
+    answers = engine.clients[0].generate(ids, params, return_logprob=True)
+    logprobs = [[entry[0] for entry in each["meta_info"]["output_token_logprobs"]] for each in answers]
+    return [(tuple(each["output_ids"]), line) for each, line in zip(answers, logprobs, strict=True)]
+
+
+def check_same(found, requests) -> None:
+    """The same tokens; log-probs but for the last bits, which depend on what else is computed."""
+    for (tokens, logprobs), (_, _, response) in zip(found, requests, strict=True):
+        assert tokens == response.token_ids
+        torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(response.rollout_logprobs), atol=1e-4, rtol=0)
+
+
+def test_the_responses_waited_and_were_retracted(first_responses, first_server, config):
+    assert len(list_tokens(first_responses)) > 2 * config.max_running_requests
+    assert "Retract requests" in first_server.log_file.read_text()
+
+
+def test_responses_of_a_group_have_random_numbers_of_their_own(first_responses):
+    tokens = list_tokens(first_responses)
+    assert sum(len(each) > 8 for each in tokens) > 20
+    assert len({each[:8] for each in tokens if len(each) > 8}) == sum(len(each) > 8 for each in tokens)
+
+
+def test_a_key_repeats_bit_by_bit_whatever_came_in_between(first_responses, engine):
+    unkeyed = [generate(engine, None) for _ in range(2)]
+    assert list_tokens(unkeyed[0]) != list_tokens(unkeyed[1])
+    engine.generate(build_prompts(), num_responses=1, temperature=0.0)
+    other = generate(engine, "iteration-2/round-1")
+    # The cache has whole responses of these prompts by now, which would save the prompts' forward.
+    assert generate(engine) == first_responses
+    assert not {each for each in list_tokens(other) if len(each) > 8} & set(list_tokens(first_responses))
+
+
+def test_another_seed_of_the_run_samples_others(first_responses, build_engine, first_server):
+    other = generate(build_engine(first_server.url, seed=8))
+    assert not {each for each in list_tokens(other) if len(each) > 8} & set(list_tokens(first_responses))
+
+
+def test_a_key_repeats_bit_by_bit_on_a_server_started_anew(first_responses, second_server, build_engine):
+    assert generate(build_engine(second_server.url)) == first_responses
+
+
+def test_two_servers_sample_the_same_tokens_as_one(first_responses, first_server, second_server, build_engine):
+    assert list_tokens(generate(build_engine(first_server.url, second_server.url))) == list_tokens(first_responses)
+
+
+def test_a_call_whose_connection_broke_is_repeated_bit_by_bit(first_responses, engine, first_server):
+    def count_flushes() -> int:
+        return first_server.log_file.read_text().count("POST /flush_cache")
+
+    before = count_flushes()
+    found: list[list[list[Response]]] = []
+    thread = threading.Thread(target=lambda: found.append(generate(engine)))
+    thread.start()
+    while count_flushes() == before:
+        thread.join(0.01)
+    thread.join(0.2)
+    engine.clients[0].abort()
+    thread.join(60)
+    assert count_flushes() == before + 2
+    assert found == [first_responses]
+
+
+def test_a_lost_server_is_not_replaced_where_the_call_must_repeat(first_server, build_engine):
+    dead = f"http://127.0.0.1:{pick_free_port('127.0.0.1')}"
+    with pytest.raises(ConnectionLostError, match=f"{dead}/flush_cache"):
+        generate(build_engine(dead, first_server.url))
+
+
+def test_tokens_follow_the_seed_in_any_order_of_arrival_and_alone(requests, engine):
+    shuffled = random.Random(4).sample(requests, len(requests))
+    check_same(send(engine, shuffled), shuffled)
+    for request in requests[::11]:
+        check_same(send(engine, [request]), [request])
+
+
+def test_greedy_and_truncated_neighbours_leave_tokens_and_logprobs_as_they_are(requests, engine):
+    (greedy,) = engine.generate(build_prompts(1), num_responses=1, temperature=0.0)[0]
+    prompt, params, _ = requests[0]
+    neighbours = [
+        (prompt, params | {"temperature": 0.0, "max_new_tokens": 48}),
+        (prompt, params | {"top_p": 0.5}),
+        (prompt, params | {"top_k": 3}),
+        (prompt, params | {"min_p": 0.3}),
+        (prompt, params | {"min_p": 1.0}),
+    ]
+    found = send(engine, [*neighbours, *(request[:2] for request in requests)])
+    check_same(found[len(neighbours) :], requests)
+    assert found[0][0] == found[4][0] == greedy.token_ids
+    assert all(tokens for tokens, _ in found[1:4])
+
+
+def test_a_server_of_two_ranks_repeats_a_key_bit_by_bit(config, tiny_checkpoint, build_engine, tmp_path):
+    with running_server(replace(config, tp=2), tiny_checkpoint, tmp_path / "server.log", seed=3) as running:
+        engine = build_engine(running.url)
+        first = generate(engine)
+        generate(engine, None)
+        assert generate(engine) == first
