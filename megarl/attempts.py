@@ -11,7 +11,6 @@ from megarl.checkpoint import folder as checkpoints
 from megarl.checkpoint.folder import Folder
 from megarl.cluster.waiting import WorkerError
 from megarl.config.check import describe_sizes
-from megarl.config.errors import ConfigError
 from megarl.config.roles import Dtype
 from megarl.config.schema import Config
 from megarl.inputs import Inputs, describe_start, load_inputs
@@ -22,7 +21,7 @@ from megarl.pretraining import pretrain_critic
 from megarl.report.report import Report, build_report
 from megarl.rollout import journal as rollout_journal
 from megarl.rollout.journal import Journal
-from megarl.saving import TRACKED, Saver, TrainerState, cut_files, load_trainer_state
+from megarl.saving import Saver, TrainerState, cut_files, load_trainer_state
 from megarl.seams import DeadlineError, wait_all
 from megarl.trainer import Parts, Summary, Trainer
 
@@ -30,14 +29,12 @@ OPTIMIZER_BYTES = 12
 """Of each parameter in a checkpoint: a float32 master weight and the two moments of Adam"""
 
 
-def run_job(config: Config, run_dir: Path, *, resume: bool = False) -> Summary:
+def run_job(config: Config, run_dir: Path) -> Summary:
     """Train as configured; everything the run writes is under `run_dir`, the trained policy in `policy/`,
-    the critic, where there is one, in `critic/`.
+    the critic, where there is one, in `critic/`. It goes on from the newest checkpoint in `run_dir`, if there is one.
 
-    resume: go on with the run that is in `run_dir`, from its newest checkpoint. Raises ConfigError, before any process
-    is started, for what only the inputs can tell, and for a `run_dir` that holds a run which is not to go on.
+    Raises ConfigError, before any process is started, for what only the inputs can tell.
     """
-    check_run_dir(run_dir, resume)
     inputs = load_inputs(config)
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(
@@ -50,13 +47,6 @@ def run_job(config: Config, run_dir: Path, *, resume: bool = False) -> Summary:
         with report.phase("start"):
             hosts = stack.enter_context(open_hosts(config, inputs, run_dir / "logs"))
         return _Attempts(config, inputs, hosts, run_dir, report).run()
-
-
-def check_run_dir(run_dir: Path, resume: bool) -> None:
-    """Raises ConfigError where a new run would write into another's files."""
-    held = [name for name in (*TRACKED, checkpoints.NAME, rollout_journal.NAME) if (run_dir / name).exists()]
-    if held and not resume:
-        raise ConfigError([f"{run_dir} holds a run ({', '.join(held)}); resume={run_dir} goes on with it"])
 
 
 class _Attempts:

@@ -1,17 +1,32 @@
-"""`python -m megarl.train [group=option] [key=value] ...`: train with one composed configuration (-m: a sweep)."""
+"""`python -m megarl.train [group=option] [key=value] ...`: train with one composed configuration (-m: a sweep).
 
+`python -m megarl.train resume=RUN_DIR [key=value] ...` goes on with a run.
+"""
+
+import sys
 from pathlib import Path
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from megarl.command import check_command_line, run_composed
+from megarl.command import check_command_line, end_with_config_error, run_composed
+from megarl.config.errors import ConfigError
 from megarl.config.load import CONF_DIR
 from megarl.config.schema import Config, register
+from megarl.resume import check_changes, check_unused, load_run, save_run, take_resume
+
+_resumed: Path | None = None
+"""The run that goes on; set by `main`, since Hydra calls `_run_composed` with nothing but the configuration"""
 
 
 def main() -> None:
     """Check every run that the command line describes, then let Hydra start it."""
+    global _resumed
+    try:
+        sys.argv[1:], _resumed = take_resume(sys.argv[1:])
+    except ConfigError as error:
+        end_with_config_error(error)
     check_command_line()
     _run_composed()
 
@@ -23,8 +38,12 @@ def _run_composed(composed: DictConfig) -> None:
 
 def _train(config: Config, run_dir: Path) -> str:
     # Only now: importing torch and Ray takes seconds that `--help` need not wait.
-    from megarl.job import run_job
+    from megarl.attempts import run_job
 
+    problems = check_unused(run_dir) if _resumed is None else check_changes(load_run(_resumed)["config"], config)
+    if problems:
+        raise ConfigError(problems)
+    save_run(run_dir, config, HydraConfig.get().overrides.task)
     summary = run_job(config, run_dir)
     return f"iterations={summary.num_iterations} reward/heldout={summary.heldout_reward:.4f}"
 

@@ -1,4 +1,4 @@
-"""Training state (weights, optimizer, schedule, random states) in Megatron's dist_checkpointing, for any later layout."""
+"""Training state (weights, optimizer, schedule, random states) in Megatron's dist_checkpointing, for any layout."""
 
 import dataclasses
 import queue

@@ -11,6 +11,8 @@ from typing import TextIO
 from megarl.config.logger import LoggerConfig
 from megarl.report.metrics import FILE_NAME, PRETRAINING_FILE_NAME, MetricsWriter, check_metrics
 from megarl.report.progress import Progress
+from megarl.report.status import FILE_NAME as STATUS_NAME
+from megarl.report.status import StatusFile
 from megarl.report.tensorboard import DIRECTORY, TensorBoardWriter
 from megarl.report.text import TIME, format_iteration, format_number, format_samples
 from megarl.types import Metrics, Sample
@@ -34,8 +36,11 @@ class Report:
         progress: Progress | None,
         num_iterations: int,
         num_logged_samples: int,
+        status: StatusFile,
     ):
         self._metrics = metrics
+        self._status = status
+        self._iteration = 0
         self._pretraining: MetricsWriter | None = None
         self._tensorboard = tensorboard
         self._progress = progress
@@ -52,6 +57,7 @@ class Report:
         """
         phase = Phase(name)
         start = time.perf_counter()
+        self._status.write(self._iteration, name)
         if self._progress:
             self._progress.enter(name)
         try:
@@ -59,6 +65,7 @@ class Report:
         finally:
             if self._progress:
                 self._progress.leave()
+            self._status.write(self._iteration, None)
             phase.seconds = time.perf_counter() - start
             self._times[TIME + name] = self._times.get(TIME + name, 0.0) + phase.seconds
 
@@ -75,6 +82,7 @@ class Report:
         complete = {**metrics, **self._times}
         check_metrics(complete)
         self._times = {}
+        self._iteration = iteration + 1
         self._metrics.write(iteration, complete)
         if self._tensorboard:
             self._tensorboard.write(iteration, complete)
@@ -100,6 +108,7 @@ class Report:
     def rewind(self, iteration: int) -> None:
         """`iteration` is the next to be logged, for whatever reason it is not the one after the last."""
         self._times = {}
+        self._iteration = iteration
         if self._tensorboard:
             self._tensorboard.rewind(iteration)
 
@@ -136,7 +145,8 @@ def build_report(logger: LoggerConfig, run_dir: Path, num_iterations: int, strea
     tensorboard = TensorBoardWriter(run_dir / DIRECTORY) if logger.tensorboard else None
     metrics = MetricsWriter(run_dir / FILE_NAME)
     progress = Progress(stream or sys.stdout) if logger.terminal else None
-    report = Report(metrics, tensorboard, progress, num_iterations, logger.num_logged_samples)
+    status = StatusFile(run_dir / STATUS_NAME)
+    report = Report(metrics, tensorboard, progress, num_iterations, logger.num_logged_samples, status)
     if metrics.num_dropped_bytes:
         dropped = f"an unfinished last line of {metrics.num_dropped_bytes} bytes, left by a killed run"
         report.message(f"{metrics.path}: {dropped}, was cut off")

@@ -17,7 +17,7 @@ LAYERS = (
     {"algo", "data", "reward", "hf", "report", "signals", "checkpoint"},
     {"mcore", "rollout"},
     {"sync"},
-    {"cluster", "inputs", "command", "recovery", "saving"},
+    {"cluster", "inputs", "command", "recovery", "saving", "resume"},
     {"trainer"},
     {"pretraining"},
     {"job", "evaluation"},

@@ -1,0 +1,35 @@
+"""RUN_DIR/status.json: what a run does at this moment, for whoever watches it from outside.
+
+{"iteration": 3, "phase": "rollout", "since": 1790000000.0, "pid": 4711}
+
+`iteration` is the one under way; `phase` is null between phases; `since` in seconds of Unix time.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "status.json"
+
+
+class StatusFile:
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._partial = path.with_name(f".{path.name}.partial")
+
+    def write(self, iteration: int, phase: str | None) -> None:
+        """Readers see the file before or after, never half of it. It need not survive the machine: no fsync."""
+        content = {"iteration": iteration, "phase": phase, "since": time.time(), "pid": os.getpid()}
+        self._partial.write_text(json.dumps(content))
+        self._partial.replace(self._path)
+
+
+def load_status(path: Path) -> dict[str, Any] | None:
+    """None where there is none."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
