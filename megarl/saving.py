@@ -19,6 +19,7 @@ from megarl.rollout.journal import Journal
 from megarl.rollout.signal_groups import join_groups, split_groups
 from megarl.rollout.source import SourceState
 from megarl.seams import DeadlineError, TrainBackend, wait_all
+from megarl.signals import deferring_stops
 from megarl.types import Metrics
 
 STATE = "state.json"
@@ -119,6 +120,10 @@ class Saver:
         Raises CheckpointError where there is no room for it, what the roles raise, and DeadlineError at `end`
         (time.monotonic).
         """
+        with deferring_stops():
+            self._begin(state, end)
+
+    def _begin(self, state: TrainerState, end: float | None) -> None:
         self.settle(end)
         check_space(self.folder.path, self._num_bytes)
         building = self.folder.begin(state.iteration)
@@ -132,8 +137,9 @@ class Saver:
             if self._publishing.done():
                 self._complete()
         elif self._under_way is not None:
-            wait_all([role.finish_save() for role in self._roles.values()], end=end)
-            self._publishing = self._pool.submit(self._publish, self._under_way)
+            with deferring_stops():
+                wait_all([role.finish_save() for role in self._roles.values()], end=end)
+                self._publishing = self._pool.submit(self._publish, self._under_way)
 
     def settle(self, end: float | None = None) -> None:
         """Afterwards no checkpoint is under way. Raises what failed, DeadlineError at `end`."""

@@ -56,8 +56,14 @@ def stopping_on_signals() -> Iterator[None]:
 
 @contextmanager
 def deferring_stops() -> Iterator[None]:
-    """A signal that comes within the block raises Stopped at its end, in place of whatever the block raised."""
+    """A signal that comes within the block raises Stopped at its end, in place of whatever the block raised.
+
+    Within another such block it does nothing of its own.
+    """
     global _deferred
+    if _deferred is not None:
+        yield
+        return
     _deferred = came = []
     try:
         yield

@@ -1,0 +1,307 @@
+"""Kills (SIGKILL) processes of small runs at random points, and compares how each ends with a run that nobody touched.
+
+    python tools/faults.py --kills 20    # every process in every phase once
+    python tools/faults.py --kills 50    # then at random
+
+Each kill has a run of its own. What is left after the driver's death goes on with resume=RUN_DIR. The runs' folders and
+results.jsonl are in --out, and the command goes on where it was ended. Exit status 1 where a run ended otherwise.
+"""
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megarl.report.metrics import FILE_NAME as METRICS
+from megarl.report.metrics import load_metrics
+from megarl.report.status import FILE_NAME as STATUS
+from megarl.report.status import load_status
+
+LOGS = {
+    "policy worker": "policy-0.log",
+    "critic worker": "critic-0.log",
+    "SGLang server": "server-0.log",
+    "server's Ray worker": "server-0-owner.log",
+}
+"""The process -> its log in RUN_DIR/logs, which it has open"""
+PROCESSES = (*LOGS, "driver")
+PHASES = {"generation": "rollout", "sync": "sync", "update": "update", "checkpoint": "checkpoint"}
+"""As the table calls it -> as status.json does"""
+OVERRIDES = (
+    "algo=vapo",
+    "model=tiny",
+    "algo.value_pretrain.steps=1",
+    "train.num_iterations=4",
+    "train.eval_every=4",
+    "checkpoint.save_every=2",
+    "logger.save_rollouts=true",
+    "logger.tensorboard=false",
+)
+MEASURED = ("time/", "sync/seconds", "sync/proof_share")
+"""Beginnings of the metrics that clocks decide"""
+RUN_DEADLINE_S = 600.0
+PHASE_DEADLINE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    number: int
+    process: str
+    phase: str
+    iteration: int
+    delay: float
+    """share of the phase's usual duration that passes before the kill"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    plan: dict[str, Any]
+    hit: str
+    """phase and iteration in which the process was when it was killed"""
+    recovered_by: str
+    iterations_repeated: int
+    responses_kept: int
+    """of iterations that were repeated: found in the journal"""
+    seconds: float
+    problem: str | None
+    """None: weights, metrics and rollouts are those of the run that nobody touched"""
+
+
+def list_plans(num_kills: int, num_iterations: int, every: int, seed: int) -> list[Plan]:
+    """Every process in every phase first, then at random; the same for the same seed."""
+    chooser = random.Random(seed)
+    pairs = list(itertools.product(PROCESSES, PHASES))
+    pairs += [(chooser.choice(PROCESSES), chooser.choice(list(PHASES))) for _ in range(num_kills - len(pairs))]
+    plans = []
+    for number, (process, phase) in enumerate(pairs[:num_kills]):
+        saved = range(every, num_iterations + 1, every)
+        iteration = chooser.choice(list(saved) if phase == "checkpoint" else list(range(1, num_iterations + 1)))
+        plans.append(Plan(number, process, phase, iteration, chooser.random()))
+    return plans
+
+
+def start(run_dir: Path, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "megarl.train", *arguments], stdout=output, stderr=subprocess.STDOUT
+        )
+
+
+def find_process(run_dir: Path, process: str, driver: int) -> psutil.Process | None:
+    """The one to kill; None where it is not there."""
+    if process == "driver":
+        return psutil.Process(driver)
+    log = str(run_dir / "logs" / LOGS[process])
+    for each in psutil.Process(driver).children(recursive=True):
+        try:
+            writes = os.readlink(f"/proc/{each.pid}/fd/1") == log
+            # Of a server's processes the one that computes.
+            if writes and (process != "SGLang server" or "scheduler" in " ".join(each.cmdline())):
+                return each
+        except (OSError, psutil.Error):
+            continue
+    return None
+
+
+def wait_for_phase(run: subprocess.Popen[bytes], run_dir: Path, plan: Plan) -> str:
+    """Return once the run is in the planned phase of the planned iteration; what it is in then, as text."""
+    end = time.monotonic() + PHASE_DEADLINE_S
+    while time.monotonic() < end:
+        if run.poll() is not None:
+            raise RuntimeError(f"the run ended with {run.returncode} before {plan.phase} of iteration {plan.iteration}")
+        status = load_status(run_dir / STATUS)
+        if status and status["iteration"] == plan.iteration and status["phase"] == PHASES[plan.phase]:
+            return describe(status)
+        time.sleep(0.002)
+    raise RuntimeError(f"{plan.phase} of iteration {plan.iteration} was not seen within {PHASE_DEADLINE_S:g} s")
+
+
+def describe(status: dict[str, Any]) -> str:
+    names = {name: title for title, name in PHASES.items()}
+    phase = status["phase"]
+    return f"{names.get(phase, phase) or 'between phases'} of {status['iteration']}"
+
+
+def kill(run: subprocess.Popen[bytes], run_dir: Path, plan: Plan, usual_s: float) -> str:
+    """Kill as planned; where the run was then."""
+    wait_for_phase(run, run_dir, plan)
+    time.sleep(plan.delay * usual_s)
+    victim = find_process(run_dir, plan.process, run.pid)
+    if victim is None:
+        raise RuntimeError(f"no process of the {plan.process} was found")
+    status = load_status(run_dir / STATUS)
+    assert status is not None
+    victim.send_signal(signal.SIGKILL)
+    return describe(status)
+
+
+def wait_end(run: subprocess.Popen[bytes]) -> int:
+    try:
+        return run.wait(RUN_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        run.kill()
+        raise RuntimeError(f"the run did not end within {RUN_DEADLINE_S:g} s") from None
+
+
+def strike(plan: Plan, out: Path, reference: dict[str, Any], overrides: list[str]) -> Outcome:
+    """One run with one kill, to its end."""
+    run_dir = out / f"kill-{plan.number:02d}"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    log = out / f"kill-{plan.number:02d}.log"
+    log.unlink(missing_ok=True)
+    started = time.monotonic()
+    run = start(run_dir, log, *overrides, f"hydra.run.dir={run_dir}")
+    hit, problem, kept = "", None, 0
+    try:
+        hit = kill(run, run_dir, plan, reference["seconds"][plan.phase])
+        kept = len(list((run_dir / "journal").glob("iteration-*.jsonl")))
+        code = wait_end(run)
+        if plan.process == "driver":
+            end_left_over(run_dir)
+            code = wait_end(start(run_dir, log, f"resume={run_dir}"))
+        problem = f"exit status {code}" if code else compare(run_dir, reference)
+    except RuntimeError as error:
+        run.kill()
+        problem = str(error)
+    text = log.read_text(errors="replace")
+    if problem is None:
+        shutil.rmtree(run_dir)
+    begun = [int(n) for n in re.findall(r"going on from \S*iteration-(\d+)", text)]
+    reached = int(hit.split()[-1]) if hit else 0
+    return Outcome(
+        asdict(plan),
+        hit,
+        find_recovery(plan, text),
+        max(0, reached - begun[0]) if begun else 0,
+        kept if begun else 0,
+        time.monotonic() - started,
+        problem,
+    )
+
+
+def find_recovery(plan: Plan, text: str) -> str:
+    found = []
+    if "was lost:" in text:
+        found.append("server started again")
+    if re.search(r"restart \d+ of at most \d+ \(checkpoint", text):
+        found.append("attempt from checkpoint")
+    if plan.process == "driver":
+        found.append("resume=")
+    return ", ".join(found) or "nothing was needed"
+
+
+def end_left_over(run_dir: Path) -> None:
+    """Wait until every process of a dead driver is gone; raise RuntimeError where one stays."""
+    end = time.monotonic() + 60
+    while True:
+        left = [p.pid for p in psutil.process_iter() if _writes_to(p, run_dir)]
+        if not left:
+            return
+        if time.monotonic() > end:
+            raise RuntimeError(f"60 s after the driver was killed processes {left} of its run are still there")
+        time.sleep(0.2)
+
+
+def _writes_to(process: psutil.Process, run_dir: Path) -> bool:
+    try:
+        return os.readlink(f"/proc/{process.pid}/fd/1").startswith(f"{run_dir}/logs/")
+    except OSError:
+        return False
+
+
+def summarize(run_dir: Path) -> dict[str, Any]:
+    """What two equal runs have in common."""
+    lines = load_metrics(run_dir / METRICS)
+    return {
+        "weights": {role: hash_file(run_dir / role / "model.safetensors") for role in ("policy", "critic")},
+        "rollouts": hash_file(run_dir / "rollouts.jsonl"),
+        "metrics": [{k: v for k, v in line.items() if not k.startswith(MEASURED)} for line in lines],
+    }
+
+
+def hash_file(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def compare(run_dir: Path, reference: dict[str, Any]) -> str | None:
+    found = json.loads(json.dumps(summarize(run_dir)))
+    wrong = [name for name in ("weights", "rollouts", "metrics") if found[name] != reference[name]]
+    return f"other {', '.join(wrong)} than the run that nobody touched" if wrong else None
+
+
+def load_reference(out: Path, overrides: list[str]) -> dict[str, Any]:
+    """The run that nobody touched, made if need be."""
+    path, run_dir = out / "reference.json", out / "reference"
+    if not path.is_file():
+        shutil.rmtree(run_dir, ignore_errors=True)
+        code = wait_end(start(run_dir, out / "reference.log", *overrides, f"hydra.run.dir={run_dir}"))
+        if code:
+            sys.exit(f"the run that nobody touches ended with {code}: see {out}/reference.log")
+        lines = load_metrics(run_dir / METRICS)[1:]
+        usual = {
+            title: max((line.get(f"time/{name}", 0.0) for line in lines), default=0.0) for title, name in PHASES.items()
+        }
+        path.write_text(json.dumps(summarize(run_dir) | {"seconds": usual}))
+    return dict(json.loads(path.read_text()))
+
+
+def print_table(outcomes: list[dict[str, Any]]) -> None:
+    print("\n| killed | planned in | was in | went on by | iterations repeated | kept rollouts | s | same end |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for each in outcomes:
+        plan = each["plan"]
+        cells = [
+            plan["process"],
+            f"{plan['phase']} of {plan['iteration']}",
+            each["hit"],
+            each["recovered_by"],
+            each["iterations_repeated"],
+            each["responses_kept"],
+            f"{each['seconds']:.0f}",
+            each["problem"] or "yes",
+        ]
+        print(f"| {' | '.join(map(str, cells))} |")
+    print(f"\nsame end: {sum(each['problem'] is None for each in outcomes)} of {len(outcomes)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("runs/faults"))
+    parser.add_argument("overrides", nargs="*", help="of the runs, after those that make them small")
+    args = parser.parse_args()
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    overrides = [*OVERRIDES, *args.overrides]
+    reference = load_reference(out, overrides)
+    results = out / "results.jsonl"
+    done = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
+    for plan in list_plans(args.kills, num_iterations=4, every=2, seed=args.seed)[len(done) :]:
+        outcome = asdict(strike(plan, out, reference, overrides))
+        done.append(outcome)
+        with results.open("a") as file:
+            file.write(json.dumps(outcome) + "\n")
+        print(
+            f"{plan.number + 1}/{args.kills} {plan.process} in {plan.phase}: {outcome['problem'] or 'same end'}",
+            flush=True,
+        )
+    print_table(done)
+    sys.exit(any(each["problem"] for each in done))
+
+
+if __name__ == "__main__":
+    main()
