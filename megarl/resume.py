@@ -30,9 +30,11 @@ MAY_CHANGE = (
     "logger.num_logged_samples",
     *(
         f"{role}.{name}"
-        for role in ("policy", "critic", "reference")
+        for role in ("policy", "critic")
         for name in ("parallel.", "recompute", "offload", "optimizer.overlap_param_gather")
     ),
+    "reference.parallel.",
+    "reference.offload",
     "rollout.num_servers",
     "rollout.tp",
     "rollout.transport",

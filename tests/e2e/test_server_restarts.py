@@ -98,7 +98,7 @@ def split_starts(log: Path) -> list[str]:
 
 def compute_logprob_gap(trainer) -> float:
     """Largest |rollout_logprobs - old_logprobs| over fresh responses of all servers."""
-    rollout = trainer.generate(trainer.parts.sampler.next_batch(8))
+    rollout = trainer.generate(trainer.parts.sampler.next_batch(8), "gap")
     tensors = build_tensors(rollout)
     old = trainer.parts.policy.logprobs(tensors.sequences, 1.0).result()
     return float((old - tensors.rollout_logprobs)[tensors.mask].abs().max())
@@ -118,7 +118,6 @@ def test_servers_killed_in_a_sync_and_in_a_rollout_come_back_with_the_current_we
         engine, sync = KillingEngine(parts.engine), KillingSync(parts.sync, urls[0])
         collector = Collector(engine, inputs.reward, temperature=config.rollout.temperature)
         trainer = Trainer(config, replace(parts, sync=sync, collector=collector))
-        trainer.start()
         summary = trainer.run()
         assert engine.num_rollouts == 3
         # The sync that failed, then, before the rollout is repeated, the weights that were current then.

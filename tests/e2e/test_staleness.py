@@ -106,7 +106,7 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
         f"model.path={tiny_checkpoint}",
     ]
     with hosts_of(stale_server, num_workers=2) as hosts, open_trainer(hosts, run_dir, overrides) as trainer:
-        trainer.start()
+        trainer.publish(0)
         num_tokens: Counter[int] = Counter()
         for iteration in range(1, 5):
             rollout, metrics = trainer.collect(iteration)
@@ -147,7 +147,6 @@ def test_a_run_that_reaches_its_goal_says_what_it_drops_and_ends_its_thread(
         *("train.max_samples=16", f"model.path={tiny_checkpoint}"),
     ]
     with hosts_of(stale_server, num_workers=2) as hosts, open_trainer(hosts, run_dir / "b", overrides) as trainer:
-        trainer.start()
         assert trainer.run().num_iterations == 2
         assert trainer.num_samples == 16
     # The third iteration's responses were being generated while the second was trained on.

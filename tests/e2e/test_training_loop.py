@@ -39,7 +39,7 @@ def trainer(server, tiny_checkpoint: Path, run_dir: Path) -> Iterator[Trainer]:
     """A trainer whose servers hold its policy's weights; the tests below use it one after the other."""
     overrides = [*OVERRIDES, f"model.path={tiny_checkpoint}"]
     with hosts_of(server, num_workers=2) as hosts, open_trainer(hosts, run_dir, overrides) as trainer:
-        trainer.start()
+        trainer.publish(0)
         yield trainer
 
 

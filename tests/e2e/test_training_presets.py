@@ -50,7 +50,6 @@ def test_every_preset_trains_with_the_roles_it_needs_and_no_other(hosts, overrid
         with_kl = algo in ("reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo")
         assert (parts.reference is not None) == needs_reference(config) == with_kl
         before = parts.policy.checksum().result()
-        trainer.start()
         assert trainer.run().num_iterations == 2
         assert parts.policy.checksum().result() != before
     lines = load_metrics(tmp_path / "metrics.jsonl")
@@ -72,8 +71,9 @@ def test_the_critic_takes_its_own_number_of_passes_and_both_roles_every_epoch(ho
         "critic.updates_per_policy_update=2",
     ]
     with open_trainer(hosts, tmp_path, ["algo=ppo", *overrides, *given]) as trainer:
-        trainer.start()
-        metrics = trainer.iterate(1)
+        trainer.publish(0)
+        trainer.train(1)
+        metrics = trainer.state.metrics
     # 2 minibatches x 2 epochs: the mean of 0.09 ... 0.06; the critic's 8 steps: of 0.09 ... 0.02.
     assert metrics["policy/lr"] == pytest.approx(0.075)
     assert metrics["critic/lr"] == pytest.approx(0.055)
@@ -87,7 +87,7 @@ def test_dynamic_sampling_trains_on_groups_of_different_rewards_only(hosts, over
 
     given = ["algo=dapo", "algo.overlong.penalty=0", "algo.overlong.buffer=0"]
     with open_trainer(hosts, tmp_path, [*overrides, *given]) as trainer:
-        trainer.start()
+        trainer.publish(0)
         other = with_reward(trainer, score)
         other.version = trainer.version
         rollout, metrics = other.collect(1)
@@ -107,8 +107,10 @@ def test_topr_learns_from_replayed_samples_weighted_by_the_ratio_to_the_policy_t
 ):
     given = ["algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=0.5", "train.num_iterations=3"]
     with open_trainer(hosts, tmp_path, [*overrides, *given]) as trainer:
-        trainer.start()
-        first = trainer.iterate(1)
+        trainer.publish(0)
+        trainer.train(1)
+        first = trainer.state.metrics
+        trainer.publish(1)
         rollout, _ = trainer.collect(2)
         experience, metrics = trainer.build_experience(rollout)
         assert "replay/frac" not in first
@@ -136,7 +138,6 @@ def test_a_kl_over_the_whole_vocabulary_is_zero_at_first_and_grows_with_the_upda
     with open_trainer(hosts, tmp_path, [*overrides, *given]) as trainer:
         # The policy's own process holds the reference.
         assert trainer.parts.reference is None
-        trainer.start()
         trainer.run()
     first, second = load_metrics(tmp_path / "metrics.jsonl")[1:]
     assert first["kl/mean"] == pytest.approx(0, abs=1e-7)
@@ -147,7 +148,6 @@ def test_a_kl_over_the_whole_vocabulary_is_zero_at_first_and_grows_with_the_upda
 def test_a_run_ends_after_its_number_of_samples(hosts, overrides, tmp_path):
     given = ["algo=lite_ppo", "train.num_iterations=50", "train.max_samples=300"]
     with open_trainer(hosts, tmp_path, [*overrides, *given]) as trainer:
-        trainer.start()
         assert trainer.run().num_iterations == 2
         assert trainer.num_samples == 512
     assert "reward/heldout" in load_metrics(tmp_path / "metrics.jsonl")[-1]

@@ -5,10 +5,10 @@ import signal
 
 import pytest
 
-from megarl.signals import Stopped, stopping_on_signals
+from megarl.signals import Stopped, deferring_stops, stopping_on_signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_raises_stopped_and_the_handlers_come_back(number):
     before = signal.getsignal(number)
     with pytest.raises(Stopped) as caught, stopping_on_signals():
@@ -30,3 +30,29 @@ def test_a_second_signal_is_ignored_while_the_first_one_is_handled():
     with pytest.raises(Stopped), stopping_on_signals():
         stop_twice()
     assert steps == ["cleaned"]
+
+
+def test_within_a_deferral_a_signal_waits_for_its_end_and_then_raises(capfd):
+    steps = []
+
+    def work():
+        with deferring_stops():
+            os.kill(os.getpid(), signal.SIGTERM)
+            with deferring_stops():
+                steps.append("inner")
+            steps.append("outer")
+        steps.append("never")
+
+    with pytest.raises(Stopped) as caught, stopping_on_signals():
+        work()
+    assert caught.value.exit_code == 143
+    assert steps == ["inner", "outer"]
+    assert "SIGTERM: the update under way ends first" in capfd.readouterr().err
+
+
+def test_without_a_signal_a_deferral_changes_nothing_and_signals_are_raised_again_after_it():
+    with stopping_on_signals():
+        with deferring_stops():
+            pass
+        with pytest.raises(Stopped):
+            os.kill(os.getpid(), signal.SIGTERM)

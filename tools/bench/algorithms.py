@@ -96,7 +96,6 @@ def train_once(variant: str, seed: int, hosts: Hosts, run_dir: Path) -> Curve:
         report = stack.enter_context(contextlib.closing(build_report(config.logger, run_dir, NUM_ITERATIONS)))
         stack.enter_context(show_warnings(report))
         trainer = Trainer(config, stack.enter_context(open_parts(config, inputs, hosts, run_dir, report)))
-        trainer.start()
         pretrain_critic(trainer)
         trainer.run()
     lines = [line for line in load_metrics(run_dir / "metrics.jsonl") if "reward/heldout" in line]

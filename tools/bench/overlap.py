@@ -73,9 +73,16 @@ def note_calls(owner: Any, name: str, spans: list[Span]) -> None:
 class NotingTrainer(Trainer):
     clock: Clock
 
-    def iterate(self, iteration: int) -> Metrics:
+    def train(self, iteration: int) -> None:
         with noting(self.clock.iterations):
-            return super().iterate(iteration)
+            super().train(iteration)
+
+    def publish(self, version: int) -> Metrics:
+        metrics = super().publish(version)
+        if version:
+            # It is a part of the iteration.
+            self.clock.iterations[-1] = (self.clock.iterations[-1][0], time.perf_counter())
+        return metrics
 
     def collect(self, iteration: int) -> tuple[Rollout, Metrics]:
         rollout, metrics = super().collect(iteration)
@@ -136,7 +143,6 @@ def run_job(staleness: int, num_iterations: int, overrides: list[str], directory
     ):
         trainer = NotingTrainer(config, parts)
         trainer.clock = clock = Clock()
-        trainer.start()
         note_calls(trainer, "build_experience", clock.trainer)
         note_calls(trainer, "update", clock.trainer)
         note_calls(parts.engine, "generate", clock.generating)

@@ -16,6 +16,7 @@ from megarl.config.logger import LoggerConfig
 from megarl.report.metrics import MetricsWriter, load_metrics
 from megarl.report.progress import Progress
 from megarl.report.report import Report, build_report
+from megarl.report.status import StatusFile, load_status
 from megarl.report.text import LONGEST_TEXT, format_iteration, format_sample, format_samples, format_seconds
 from megarl.types import FinishReason, Prompt, Response, Sample, Score
 
@@ -132,9 +133,30 @@ def test_phases_are_timed_summed_over_the_iteration_and_then_forgotten(tmp_path:
     assert "time/rollout" not in lines[1]
 
 
+def test_the_status_file_says_which_iteration_and_phase_are_under_way(tmp_path: Path) -> None:
+    report = build_report(QUIET, tmp_path, 2)
+    path = tmp_path / "status.json"
+    assert load_status(path) is None
+    seen = []
+    for iteration in (0, 1):
+        with report.phase("rollout"):
+            seen.append(load_status(path))
+        seen.append(load_status(path))
+        report.log(iteration, {})
+    report.rewind(1)
+    with report.phase("sync"):
+        seen.append(load_status(path))
+    report.close()
+    found = [(status["iteration"], status["phase"]) for status in seen if status is not None]
+    assert found == [(0, "rollout"), (0, None), (1, "rollout"), (1, None), (1, "sync")]
+    assert all(status is not None and status["pid"] == os.getpid() for status in seen)
+
+
 def test_a_phase_that_fails_is_timed_and_no_longer_shown(tmp_path: Path) -> None:
     progress = Progress(io.StringIO())
-    report = Report(MetricsWriter(tmp_path / "metrics.jsonl"), None, progress, 2, 2)
+    report = Report(
+        MetricsWriter(tmp_path / "metrics.jsonl"), None, progress, 2, 2, StatusFile(tmp_path / "status.json")
+    )
     shown_inside = ""
 
     def fail_inside_a_phase() -> None:
@@ -211,7 +233,14 @@ def test_an_iteration_line_shows_the_key_metrics_in_order_and_only_those_there_a
 
 def test_a_long_phase_is_mentioned_in_a_log_file_while_it_runs(tmp_path: Path) -> None:
     stream = io.StringIO()
-    report = Report(MetricsWriter(tmp_path / "metrics.jsonl"), None, Progress(stream, reminder_s=0.1), 9, 2)
+    report = Report(
+        MetricsWriter(tmp_path / "metrics.jsonl"),
+        None,
+        Progress(stream, reminder_s=0.1),
+        9,
+        2,
+        StatusFile(tmp_path / "status.json"),
+    )
     report.log(1, {})
     with report.phase("rollout"):
         deadline = time.monotonic() + 10

@@ -1,0 +1,86 @@
+"""The folder of a run's checkpoints: what has a name is whole, what is damaged is passed over, what may go goes."""
+
+from pathlib import Path
+
+import pytest
+
+from megarl.checkpoint.folder import LATEST, Folder, check_space, name_checkpoint
+from megarl.checkpoint.manifest import CheckpointError, write_manifest
+
+
+def publish(folder: Folder, iteration: int, score: float | None = None) -> None:
+    building = folder.begin(iteration)
+    (building / "state.json").write_text(f"{iteration}")
+    write_manifest(building, {"kind": "training"})
+    folder.publish(iteration)
+    if score is not None:
+        folder.score(iteration, score)
+
+
+def refuse(text: str) -> None:
+    raise AssertionError(f"nothing was to be said, but: {text}")
+
+
+def test_the_newest_complete_checkpoint_is_found_and_latest_names_it(tmp_path: Path):
+    folder = Folder(tmp_path / "checkpoints", keep_last=2)
+    assert folder.find_newest(refuse) is None
+    publish(folder, 20)
+    publish(folder, 40)
+    assert folder.find_newest(refuse) == (40, folder.path / "iteration-000040")
+    assert (folder.path / LATEST).read_text() == "iteration-000040\n"
+
+
+def test_what_is_being_built_is_no_checkpoint_and_is_cleaned_away(tmp_path: Path):
+    folder = Folder(tmp_path, keep_last=2)
+    publish(folder, 20)
+    (folder.begin(40) / "state.json").write_text("half")
+    assert folder.list() == [20]
+    with pytest.raises(CheckpointError, match="was not written to its end"):
+        folder.publish(40)
+    folder.clean()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["iteration-000020", LATEST]
+
+
+def test_a_damaged_checkpoint_is_said_put_aside_and_the_one_before_is_taken(tmp_path: Path):
+    folder, said = Folder(tmp_path, keep_last=3), []
+    for iteration in (20, 40, 60):
+        publish(folder, iteration)
+    (tmp_path / "iteration-000060" / "state.json").write_text("other")
+    (tmp_path / "iteration-000040" / "state.json").unlink()
+    assert folder.find_newest(said.append) == (20, tmp_path / "iteration-000020")
+    assert "damaged: state.json" in said[0]
+    assert "missing: state.json" in said[1]
+    assert (tmp_path / LATEST).read_text() == "iteration-000020\n"
+    publish(folder, 40)
+    assert folder.list() == [20, 40]
+    assert (tmp_path / "iteration-000060.damaged" / "state.json").read_text() == "other"
+
+
+def test_the_newest_and_the_best_stay(tmp_path: Path):
+    folder = Folder(tmp_path, keep_last=2, keep_best=2)
+    for iteration, score in ((20, 0.9), (40, 0.1), (60, 0.7), (80, 0.2), (100, None), (120, 0.3)):
+        publish(folder, iteration, score)
+    assert folder.list() == [20, 60, 100, 120]
+
+
+def test_of_equal_scores_the_later_one_stays(tmp_path: Path):
+    folder = Folder(tmp_path, keep_last=1, keep_best=1)
+    for iteration in (20, 40, 60):
+        publish(folder, iteration, 0.5)
+    publish(folder, 80)
+    assert folder.list() == [60, 80]
+
+
+def test_a_checkpoint_that_has_no_room_is_refused_with_both_sizes(tmp_path: Path):
+    check_space(tmp_path / "not" / "yet", 1)
+    with pytest.raises(CheckpointError, match=r"takes about 1048576.00 GiB and its file system has .* free"):
+        check_space(tmp_path, 2**50)
+
+
+def test_names_sort_as_the_iterations_do():
+    assert [name_checkpoint(n) for n in (9, 10, 999999, 1000000)] == [
+        "iteration-000009",
+        "iteration-000010",
+        "iteration-999999",
+        "iteration-1000000",
+    ]

@@ -1,0 +1,51 @@
+"""The journal gives back bit by bit what was sampled, and nothing else."""
+
+import pytest
+
+from megarl.rollout.journal import Journal
+from megarl.types import FinishReason, Prompt, Response, Sample, Score
+
+PROMPTS = [Prompt("a", "1+1=", (3, 4), "2"), Prompt("b", "2+2=", (5,), "4", {"kind": "sum"})]
+
+
+def build_samples() -> tuple[Sample, ...]:
+    def build(group: int, number: int) -> Sample:
+        tokens = tuple(range(number + 1))
+        logprobs = tuple(-0.1 / (k + 3) for k in tokens)
+        response = Response(tokens, "x", logprobs, (True,) * len(tokens), (7,) * len(tokens), FinishReason.stop)
+        return Sample(PROMPTS[group], response, Score(1 / 3, True, {"format": 0.1}, "2"), group)
+
+    return tuple(build(group, number) for group in (0, 1) for number in (0, 1, 2))
+
+
+def test_what_was_saved_under_a_key_comes_back_bit_by_bit(tmp_path):
+    journal = Journal(tmp_path / "journal")
+    assert journal.load("iteration-3/round-1", PROMPTS, 3) is None
+    journal.save("iteration-3/round-1", build_samples())
+    assert Journal(tmp_path / "journal").load("iteration-3/round-1", PROMPTS, 3) == build_samples()
+    assert journal.load("iteration-3/round-2", PROMPTS, 3) is None
+
+
+@pytest.mark.parametrize(("prompts", "num_responses"), [(PROMPTS[::-1], 3), (PROMPTS[:1], 3), (PROMPTS, 2)])
+def test_samples_of_other_prompts_are_not_used_and_that_is_said(tmp_path, prompts, num_responses):
+    journal = Journal(tmp_path)
+    journal.save("iteration-3/round-1", build_samples())
+    with pytest.warns(RuntimeWarning, match="sampled anew"):
+        assert journal.load("iteration-3/round-1", prompts, num_responses) is None
+
+
+def test_a_file_that_cannot_be_read_is_not_used_and_that_is_said(tmp_path):
+    journal = Journal(tmp_path)
+    journal.save("iteration-3/round-1", build_samples())
+    (path,) = tmp_path.glob("*.jsonl")
+    path.write_text(path.read_text().replace("rollout_logprobs", "rollout_logprob"))
+    with pytest.warns(RuntimeWarning, match="sampled anew"):
+        assert journal.load("iteration-3/round-1", PROMPTS, 3) is None
+
+
+def test_what_a_checkpoint_has_made_superfluous_is_removed(tmp_path):
+    journal = Journal(tmp_path)
+    for key in ("pretraining-1", "iteration-2/round-1", "iteration-10/round-1", "iteration-11/round-2"):
+        journal.save(key, build_samples())
+    journal.forget(through=10)
+    assert [path.name for path in tmp_path.iterdir()] == ["iteration-11-round-2.jsonl"]
