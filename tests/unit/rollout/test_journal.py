@@ -2,6 +2,7 @@
 
 import pytest
 
+from megarl.rollout.collector import Collector
 from megarl.rollout.journal import Journal
 from megarl.types import FinishReason, Prompt, Response, Sample, Score
 
@@ -49,3 +50,28 @@ def test_what_a_checkpoint_has_made_superfluous_is_removed(tmp_path):
         journal.save(key, build_samples())
     journal.forget(through=10)
     assert [path.name for path in tmp_path.iterdir()] == ["iteration-11-round-2.jsonl"]
+
+
+class CountingEngine:
+    """Answers each prompt with its first token, and counts the calls."""
+
+    num_calls = 0
+
+    def generate(self, prompts, *, num_responses, temperature, urgent=False, key=None):
+        self.num_calls += 1
+        tokens = [(prompt.token_ids[0],) for prompt in prompts]
+        responses = [Response(t, "x", (-0.5,), (True,), (0,), FinishReason.stop) for t in tokens]
+        return [[response] * num_responses for response in responses]
+
+
+def test_a_collector_does_not_sample_or_score_again_what_the_journal_holds(tmp_path):
+    engine, verdicts = CountingEngine(), iter([0.25, 0.5, 0.75, 1.0])
+
+    def build() -> Collector:
+        reward = lambda _prompt, _response: Score(next(verdicts), True)  # noqa: E731
+        return Collector(engine, reward, temperature=1.0, journal=Journal(tmp_path))
+
+    first = build().sample(PROMPTS, 2, key="iteration-1/round-1")
+    assert [sample.score.reward for sample in first] == [0.25, 0.5, 0.75, 1.0]
+    assert build().sample(PROMPTS, 2, key="iteration-1/round-1") == first
+    assert engine.num_calls == 1

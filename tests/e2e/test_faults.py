@@ -1,0 +1,89 @@
+"""Runs whose processes are killed, or that are asked to stop, end as the one that nobody touched, bit for bit."""
+
+import importlib.util
+import json
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).resolve().parents[2] / "tools" / "faults.py"
+
+
+def load_tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("faults", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["faults"] = module  # Its dataclasses look themselves up.
+    spec.loader.exec_module(module)
+    return module
+
+
+faults = load_tool()
+
+KILLS = [
+    ("driver", "generation", 3),
+    ("critic worker", "update", 4),
+    ("SGLang server", "sync", 2),
+    ("policy worker", "checkpoint", 2),
+]
+"""Of tools/faults.py's twenty: each way of going on once"""
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def reference(out: Path) -> dict[str, Any]:
+    """The run that nobody touches."""
+    return faults.load_reference(out, list(faults.OVERRIDES))
+
+
+@pytest.mark.parametrize(("process", "phase", "iteration"), KILLS)
+def test_a_run_with_a_killed_process_ends_with_the_same_weights_metrics_and_rollouts(
+    process: str, phase: str, iteration: int, out: Path, reference: dict[str, Any]
+) -> None:
+    number = KILLS.index((process, phase, iteration))
+    plan = faults.Plan(number, process, phase, iteration, delay=0.3)
+    outcome = faults.strike(plan, out, reference, list(faults.OVERRIDES))
+    assert outcome.problem is None, (out / f"kill-{number:02d}.log").read_text()[-5000:]
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_in_another_layout_from_the_checkpoint_that_is_whole(
+    out: Path, reference: dict[str, Any]
+) -> None:
+    run_dir, log = out / "stopped", out / "stopped.log"
+    run = faults.start(run_dir, log, *faults.OVERRIDES, f"hydra.run.dir={run_dir}")
+    faults.wait_for_phase(run, run_dir, faults.Plan(0, "driver", "generation", 4, 0.0))
+    run.send_signal(signal.SIGTERM)
+    assert faults.wait_end(run) == 128 + signal.SIGTERM, log.read_text()
+    # 3 is no multiple of checkpoint.save_every=2.
+    assert (run_dir / "checkpoints" / "latest").read_text() == "iteration-000003\n"
+    assert json.loads((run_dir / "checkpoints" / "iteration-000003" / "state.json").read_text())["iteration"] == 3
+    damaged = next((run_dir / "checkpoints" / "iteration-000003" / "critic").glob("*.distcp"))
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(bytes(content))
+    two = ["policy.parallel.num_processes=2", "policy.parallel.tp=2", "critic.parallel.num_processes=2"]
+    assert faults.wait_end(faults.start(run_dir, log, f"resume={run_dir}", *two)) == 0, log.read_text()
+    text = log.read_text()
+    assert f"critic: damaged: {damaged.name}; put aside as iteration-000003.damaged" in text
+    assert "going on from" in text and "iteration-000002" in text
+    lines = faults.summarize(run_dir)["metrics"]
+    assert [line["iteration"] for line in lines] == [0, 1, 2, 3, 4]
+    # The third iteration's responses were in the journal; what the other layout computes of them is the same.
+    for name, expected in reference["metrics"][3].items():
+        if name.startswith(("reward/", "policy/", "critic/")):
+            assert lines[3][name] == pytest.approx(expected, rel=1e-3, abs=1e-5), name
+
+
+def test_a_run_does_not_go_on_under_a_key_that_decides_what_is_learned(out: Path, reference: dict[str, Any]) -> None:
+    log = out / "refused.log"
+    assert faults.wait_end(faults.start(out, log, f"resume={out / 'reference'}", "algo.clip_high=0.1")) == 2
+    assert "algo.clip_high: the run has 0.28, now 0.1; it decides what is learned" in log.read_text()
