@@ -217,6 +217,19 @@ RULES: tuple[Rule, ...] = (
         "under model.random.family={c.model.random.family}; it counts with qwen3_moe",
     ),
     Rule(
+        tuple(
+            f"checkpoint.{name}"
+            for name in ("keep_last", "keep_best", "best_metric", "stop_deadline_s", "max_restarts")
+        ),
+        lambda c: c.checkpoint.save_every is not None,
+        "with checkpoint.save_every=null; it counts with a number of iterations",
+    ),
+    Rule(
+        ("checkpoint.best_metric",),
+        lambda c: c.checkpoint.keep_best > 0,
+        "with checkpoint.keep_best=0; it counts with 1 or more",
+    ),
+    Rule(
         ("rollout.sync_bucket_mb",),
         lambda c: c.rollout.transport is not Transport.disk,
         "with rollout.transport=disk; it counts with colocated or split",
@@ -240,7 +253,7 @@ COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
                 *("policy.optimizer", "policy.recompute", "policy.recompute_method", "policy.recompute_num_layers"),
                 *("rollout.max_staleness", "train.num_iterations"),
                 "train.stop_at_heldout_reward",
-                *("train.eval_every", "train.num_eval_prompts", "logger.num_logged_samples"),
+                *("train.eval_every", "train.num_eval_prompts", "logger.num_logged_samples", "checkpoint"),
                 *(f"algo.{name}" for name in _POLICY_ONLY),
             ),
             lambda c: False,
@@ -255,7 +268,7 @@ COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
     ),
     "evaluate": (
         Rule(
-            ("algo", "policy", "critic", "reference", "train"),
+            ("algo", "policy", "critic", "reference", "train", "checkpoint"),
             lambda c: False,
             "in an evaluation, which trains nothing; it counts in python -m megarl.train",
         ),
