@@ -10,6 +10,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megarl.checkpoint.manifest import CheckpointError
+from megarl.mcore.dist_reader import holds_optimizer, load_metadata
 from megarl.mcore.model import PackedGPT
 
 # The only format whose optimizer state can change its tensor- and pipeline-parallel layout.
@@ -56,13 +58,38 @@ def load_state(
 ) -> None:
     """Read what `save_state` wrote, under any layout. Every rank must call it.
 
-    Raises FileNotFoundError where `directory` holds no checkpoint.
+    Raises FileNotFoundError where `directory` holds no checkpoint, CheckpointError where it has no optimizer's state.
     """
     if not (directory / "metadata.json").is_file():
         raise FileNotFoundError(f"{directory}: no training state (metadata.json is missing)")
+    if optimizer is not None and not holds_optimizer(directory):
+        raise CheckpointError(
+            f"{directory}: holds weights without an optimizer's state, so no training can continue from it;"
+            " load_weights takes the weights alone"
+        )
     state = dist_checkpointing.load(_sharded(chunks, optimizer, scheduler, is_loading=True), str(directory))
     for number, chunk in enumerate(chunks):
         chunk.load_state_dict(state["model"][str(number)])
     if optimizer is not None and scheduler is not None:
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
+
+
+def load_weights(directory: Path, chunks: Sequence[PackedGPT]) -> None:
+    """Read the weights alone, under any layout, in the model's own dtype. Every rank must call it.
+
+    Raises CheckpointError where `directory` holds no checkpoint, Megatron's CheckpointingException or KeyError for one
+    of another model.
+    """
+    load_metadata(directory)
+    # The extra state of a module is about FP8 scales, which weights do not come with.
+    wanted = {
+        str(number): {key: x for key, x in chunk.sharded_state_dict().items() if not key.endswith("_extra_state")}
+        for number, chunk in enumerate(chunks)
+    }
+    state = dist_checkpointing.load({"model": wanted}, str(directory))
+    for number, chunk in enumerate(chunks):
+        missing, unexpected = chunk.load_state_dict(state["model"][str(number)], strict=False)
+        problems = [key for key in missing if not key.endswith("_extra_state")] + unexpected
+        if problems:
+            raise CheckpointError(f"{directory}: does not hold what the model has: {', '.join(problems[:5])}")

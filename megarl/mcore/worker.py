@@ -22,8 +22,9 @@ from megarl.mcore import process_groups
 from megarl.mcore.architecture import read_architecture
 from megarl.mcore.batch import PackedBatch, build_batch
 from megarl.mcore.bridge import export_hf, list_own_entries, load_hf, named_entries
-from megarl.mcore.checkpoint import load_state, save_state
-from megarl.mcore.checkpoint_files import write_hf_checkpoint
+from megarl.mcore.checkpoint import load_state, load_weights, save_state
+from megarl.mcore.checkpoint_files import copy_description, write_hf_checkpoint
+from megarl.mcore.dist_format import DESCRIPTION
 from megarl.mcore.entries import Entry
 from megarl.mcore.full_kl import compute_full_kl
 from megarl.mcore.logprobs import VocabShard, build_vocab_shard, compute_logprobs
@@ -151,12 +152,26 @@ class MegatronWorker:
 
     @uses_everything
     def save(self, directory: Path) -> None:
-        """Write parameters, optimizer and schedule; `load` continues from them under any layout."""
+        """Write parameters, optimizer and schedule; `load` continues from them under any layout.
+
+        Beside them in hf/ everything of the Hugging Face checkpoint that is not weights.
+        """
         save_state(Path(directory), self.chunks, self.optimizer, self.scheduler)
+        if dist.get_rank() == 0:
+            value_head = self.config.params_dtype if self.spec.role is Role.critic else None
+            copy_description(Path(self.spec.checkpoint), Path(directory) / DESCRIPTION, value_head)
+        dist.barrier()
 
     @uses_everything
     def load(self, directory: Path) -> None:
         load_state(Path(directory), self.chunks, self.optimizer, self.scheduler)
+
+    @uses_everything
+    def load_weights(self, directory: Path) -> None:
+        """Take the weights that `save` or tools/convert_checkpoint.py wrote; the optimizer starts anew."""
+        load_weights(Path(directory), self.chunks)
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
 
     @uses_weights
     def checksum(self) -> str:
