@@ -100,6 +100,7 @@ def compute_outputs(source: WeightSource, tokens: Tensor) -> Tensor:
 def _run_hf(source: WeightSource, tokens: Tensor) -> Tensor:
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     critic = source.role is Role.critic
     kind = transformers.AutoModelForSequenceClassification if critic else transformers.AutoModelForCausalLM
     model = kind.from_pretrained(source.directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False)

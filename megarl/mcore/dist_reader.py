@@ -91,24 +91,32 @@ class DistReader:
         return self._tensors[key].properties.dtype
 
     def find_problems(self) -> list[str]:
-        """What of the tensors the files do not hold, by the metadata and the files' sizes; one message each."""
-        problems = []
+        """What the files do not hold, by the metadata and the files' sizes; each with up to five of its tensors."""
         sizes = {entry.name: entry.stat().st_size for entry in os.scandir(self._directory) if entry.is_file()}
+        problems: dict[str, list[str]] = {}
         for key, tensor in self._tensors.items():
-            shape = tuple(tensor.size)
+            found = {self._find_problem(key, tensor, chunk, sizes) for chunk in tensor.chunks}
             if sum(torch.Size(chunk.sizes).numel() for chunk in tensor.chunks) != tensor.size.numel():
-                problems.append(f"{key}: its pieces in {METADATA} do not make up its shape {list(shape)}")
-            for chunk in tensor.chunks:
-                info = self._storage.get(MetadataIndex(key, chunk.offsets))
-                at = f"{key} from {list(chunk.offsets)}"
-                ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=False)]
-                if len(chunk.sizes) != len(shape) or any(end > size for end, size in zip(ends, shape, strict=False)):
-                    problems.append(f"{at}: lies outside the tensor's shape {list(shape)}")
-                elif info is None or info.relative_path not in sizes:
-                    problems.append(f"{at}: its file {info.relative_path if info else ''} is missing")
-                elif info.offset + info.length > sizes[info.relative_path]:
-                    problems.append(f"{at}: {info.relative_path} ends before it")
-        return problems
+                found.add(f"pieces in {METADATA} that do not make up the tensor")
+            for problem in found - {None}:
+                problems.setdefault(str(problem), []).append(key)
+        return [
+            f"{problem}: {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}"
+            for problem, keys in problems.items()
+        ]
+
+    def _find_problem(
+        self, key: str, tensor: TensorStorageMetadata, chunk: ChunkStorageMetadata, sizes: dict[str, int]
+    ) -> str | None:
+        info = self._storage.get(MetadataIndex(key, chunk.offsets))
+        spans = zip(chunk.offsets, chunk.sizes, tensor.size, strict=False)
+        if len(chunk.sizes) != len(tensor.size) or any(offset + part > size for offset, part, size in spans):
+            return f"pieces in {METADATA} outside their tensor"
+        if info is None:
+            return f"pieces in {METADATA} without a file"
+        if info.relative_path not in sizes:
+            return f"{info.relative_path} is missing"
+        return f"{info.relative_path} is truncated" if info.offset + info.length > sizes[info.relative_path] else None
 
     def read(self, key: str, index: tuple[int, ...]) -> Tensor:
         """The part of a tensor at `index` of its leading axes, put together from its pieces.

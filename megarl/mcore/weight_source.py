@@ -169,7 +169,7 @@ class MegatronSource(WeightSource):
         super().__init__(directory, directory / DESCRIPTION, role)
         self._reader = DistReader(directory)
         expected = compute_global_shapes(self.entries, self.arch, tp)
-        self._refuse([*compare_shapes(self._reader.shapes, expected), *self._reader.find_problems()[:5]])
+        self._refuse([*compare_shapes(self._reader.shapes, expected), *self._reader.find_problems()])
 
     @property
     def holds_optimizer(self) -> bool:
