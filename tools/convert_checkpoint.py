@@ -118,7 +118,7 @@ def run_verify(args: argparse.Namespace) -> int:
     return 0 if equal else 1
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -142,21 +142,23 @@ def parse_arguments() -> argparse.Namespace:
         command.add_argument("--overwrite", action="store_true", help="replace DST where it exists")
     for command in (to_hf, verify, info):
         command.add_argument("--no-verify", dest="verify", action="store_false", help="do not check the checksums")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if any(getattr(args, size, 1) < 1 for size in ("tp", "pp", "ep")):
         parser.error("--tp, --pp and --ep must be 1 or more")
     return args
 
 
-def main() -> None:
-    args = parse_arguments()
-    warnings.simplefilter("ignore")
+def run(argv: list[str]) -> int:
+    """The exit code."""
+    args = parse_arguments(argv)
     try:
-        sys.exit(args.run(args))
+        code: int = args.run(args)
+        return code
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
 
 
 if __name__ == "__main__":
-    main()
+    warnings.simplefilter("ignore")
+    sys.exit(run(sys.argv[1:]))

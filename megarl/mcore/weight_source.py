@@ -12,7 +12,7 @@ from torch import Tensor
 from megarl.checkpoint.manifest import NAME as MANIFEST
 from megarl.checkpoint.manifest import CheckpointError, load_manifest, verify_files
 from megarl.mcore.architecture import Architecture, read_architecture
-from megarl.mcore.checkpoint_reader import CheckpointReader
+from megarl.mcore.checkpoint_reader import INDEX, CheckpointReader
 from megarl.mcore.critic_checkpoint import VALUE_HEAD
 from megarl.mcore.dist_format import BACKENDS, DESCRIPTION, KIND, METADATA, compute_global_shapes, locate
 from megarl.mcore.dist_reader import DistReader, holds_optimizer
@@ -107,6 +107,8 @@ class HfSource(WeightSource):
             self._reader = CheckpointReader(directory)
         except (SafetensorError, FileNotFoundError) as error:
             raise CheckpointError(str(error)) from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{directory / INDEX}: is not an index of tensors: {error!r}") from None
         found = Role.critic if VALUE_HEAD in self._reader else Role.policy
         super().__init__(directory, directory, role or found)
         self.makes_head = self.role is Role.critic and found is not Role.critic
@@ -187,9 +189,9 @@ def open_source(directory: Path, *, role: Role | None = None, verify: bool = Tru
 
     Raises CheckpointError, or ValueError and FileNotFoundError for a config.json of no supported model.
     """
+    if roles := list_roles(directory):
+        raise CheckpointError(f"{directory}: holds the roles {', '.join(x.name for x in roles)}; give one of them")
     if any((directory / name).is_file() for name in (MANIFEST, BACKENDS, METADATA)):
-        if roles := list_roles(directory):
-            raise CheckpointError(f"{directory}: holds the roles {', '.join(x.name for x in roles)}; give one of them")
         if verify:
             verify_files(directory)
         return MegatronSource(directory)

@@ -13,6 +13,8 @@ from tiny_checkpoints import write_checkpoint
 
 from megarl.checkpoint.manifest import CheckpointError, load_manifest, write_manifest
 from megarl.config.roles import Dtype
+from megarl.hf import smollm2
+from megarl.hf.cache import default_cache_dir
 from megarl.mcore.checkpoint_files import copy_description
 from megarl.mcore.compare_checkpoints import compare_tensors
 from megarl.mcore.convert import hf_to_megatron, megatron_to_hf
@@ -199,7 +201,9 @@ def test_without_checksums_a_truncated_file_is_named_with_its_tensors(megatron: 
     with pytest.raises(CheckpointError, match=r"__3_0\.distcp is truncated: output_layer\.weight"):
         convert_back(megatron, tmp_path / "back", verify=False)
     path.unlink()
-    with pytest.raises(CheckpointError, match=r"__3_0\.distcp is missing: .*linear_qkv\.weight, .*output_layer\.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"__3_0\.distcp is missing: .*linear_qkv\.weight, .*output_layer\.weight"
+    ):
         convert_back(megatron, tmp_path / "back", verify=False)
     assert not (tmp_path / "back").exists()
 
@@ -319,3 +323,17 @@ def test_the_comparison_refuses_models_of_other_shapes(hf: Path, megatron: Path,
         pytest.raises(CheckpointError, match=message),
     ):
         compare_tensors(a, b)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_smollm2_comes_back_bit_equal(pp: int, tmp_path: Path) -> None:
+    for module in smollm2.NEEDED:
+        pytest.importorskip(module, reason="make install EXTRAS=smollm2 installs it")
+    directory = smollm2.build_smollm2_checkpoint(default_cache_dir())
+    convert(directory, tmp_path / "megatron", pp=pp)
+    convert_back(tmp_path / "megatron", tmp_path / "back")
+    found, expected = (load_file(x / "model.safetensors") for x in (tmp_path / "back", directory))
+    assert found.keys() == expected.keys()
+    assert all(found[name].dtype == tensor.dtype and found[name].equal(tensor) for name, tensor in expected.items())
+    others = sorted(path.name for path in directory.iterdir() if path.suffix != ".safetensors")
+    assert all((tmp_path / "back" / name).read_bytes() == (directory / name).read_bytes() for name in others)

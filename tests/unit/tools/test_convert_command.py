@@ -5,11 +5,14 @@ the command makes; not the pages of the source's file, which the kernel maps and
 of seven layers less that on a model of a few kilobytes is what the model's size costs.
 """
 
+import importlib.util
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -20,13 +23,27 @@ from megarl.mcore.architecture import read_architecture
 from megarl.mcore.entries import compute_hf_shape, list_entries
 from megarl.mcore.safetensors_writer import TensorSpec, write_safetensors
 
-COMMAND = [sys.executable, str(Path(__file__).resolve().parents[3] / "tools" / "convert_checkpoint.py")]
+FILE = Path(__file__).resolve().parents[3] / "tools" / "convert_checkpoint.py"
+COMMAND = [sys.executable, str(FILE)]
 NUM_LAYERS = 7
+Run = Callable[..., tuple[int, str, str]]
+"""Arguments -> exit code, stdout, stderr"""
 
 
-def run(*args: object) -> tuple[int, str, str]:
-    done = subprocess.run([*COMMAND, *map(str, args)], capture_output=True, text=True, timeout=180)
-    return done.returncode, done.stdout, done.stderr
+def load_tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("convert_checkpoint", FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*args: object) -> tuple[int, str, str]:
+        code = load_tool().run([str(arg) for arg in args])
+        return code, *capsys.readouterr()
+
+    return call
 
 
 @pytest.fixture(scope="module")
@@ -34,26 +51,46 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_random_checkpoint(RandomModelConfig(), tmp_path_factory.mktemp("cache"))
 
 
-def test_there_and_back_with_logits_by_megatron_and_by_transformers(checkpoint: Path, tmp_path: Path) -> None:
-    megatron, back, critic = tmp_path / "megatron", tmp_path / "back", tmp_path / "critic"
-    code, _, shown = run("hf-to-megatron", checkpoint, megatron, "--pp", 2)
-    assert (code, "100%" in shown) == (0, True), shown
-    code, out, error = run("verify", checkpoint, megatron, "--text", "12+34=46")
-    assert (code, out.splitlines()[-1]) == (0, "equal"), error
-    assert "equal bit by bit" in out
-    assert "logits of 8 tokens" in out
-    code, _, error = run("megatron-to-hf", megatron, back)
-    assert code == 0, error
+def test_there_and_back_in_the_shell_with_logits_by_megatron_and_transformers(checkpoint: Path, tmp_path: Path) -> None:
+    def call(*args: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*COMMAND, *map(str, args)], capture_output=True, text=True, timeout=180)
+
+    done = call("hf-to-megatron", checkpoint, tmp_path / "megatron", "--pp", 2)
+    assert (done.returncode, "100%" in done.stderr) == (0, True), done.stderr
+    done = call("verify", checkpoint, tmp_path / "megatron", "--text", "12+34=46")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "equal"), done.stderr
+    assert "equal bit by bit" in done.stdout
+    assert "logits of 8 tokens" in done.stdout
+
+
+def test_the_tokenizer_comes_along_and_info_says_what_is_there(checkpoint: Path, tmp_path: Path, run: Run) -> None:
+    megatron, back = tmp_path / "megatron", tmp_path / "back"
+    assert run("hf-to-megatron", checkpoint, megatron, "--tp", 2)[0] == 0
+    assert run("megatron-to-hf", megatron, back)[0] == 0
     assert (back / "tokenizer.json").read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
     code, out, _ = run("info", megatron)
-    assert (code, "tp1 pp2 dp1 cp1 ep1" in out, "weights alone" in out) == (0, True, True)
-    code, _, error = run("hf-to-megatron", checkpoint, critic, "--role", "critic")
-    assert (code, "one of zeros" in error) == (0, True)
-    code, _, error = run("verify", checkpoint, critic)
-    assert (code, "policy" in error, "critic" in error) == (2, True, True)
+    found = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert (code, found["layout"], found["role"], found["optimizer"]) == (
+        *(0, "tp2 pp1 dp1 cp1 ep1", "policy", "none, weights alone"),
+    )
+    num_bytes = (back / "model.safetensors").stat().st_size
+    assert int(found["parameters"].replace(",", "")) * 4 == pytest.approx(num_bytes, rel=0.01)
 
 
-def test_verify_says_which_tensors_differ_and_fails(checkpoint: Path, tmp_path: Path) -> None:
+def test_info_lists_the_roles_of_an_iteration(checkpoint: Path, tmp_path: Path, run: Run) -> None:
+    for role in ("policy", "critic"):
+        code, _, error = run("hf-to-megatron", checkpoint, tmp_path / "iteration" / role, "--role", role)
+        assert (code, "one of zeros" in error) == (0, role == "critic")
+    code, out, _ = run("info", tmp_path / "iteration")
+    assert code == 0
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("role")] == ["policy", "critic"]
+    code, _, error = run("megatron-to-hf", tmp_path / "iteration", tmp_path / "back")
+    assert (code, "give one of them" in error) == (2, True)
+    code, _, error = run("verify", tmp_path / "iteration" / "policy", tmp_path / "iteration" / "critic")
+    assert (code, "is a policy" in error, "a critic" in error) == (2, True, True)
+
+
+def test_verify_says_which_tensors_differ_and_fails(checkpoint: Path, tmp_path: Path, run: Run) -> None:
     for dtype in ("float32", "bfloat16"):
         assert run("hf-to-megatron", checkpoint, tmp_path / dtype, "--dtype", dtype)[0] == 0
     code, out, _ = run("verify", tmp_path / "float32", tmp_path / "bfloat16")
@@ -61,7 +98,7 @@ def test_verify_says_which_tensors_differ_and_fails(checkpoint: Path, tmp_path: 
     assert "float32 against bfloat16" in out
 
 
-def test_what_is_no_checkpoint_is_refused_with_its_path(checkpoint: Path, tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_is_refused_with_its_path(checkpoint: Path, tmp_path: Path, run: Run) -> None:
     code, _, error = run("info", tmp_path / "absent")
     assert (code, error.startswith(f"error: {tmp_path / 'absent'}: ")) == (2, True)
     code, _, error = run("hf-to-megatron", checkpoint, tmp_path)
