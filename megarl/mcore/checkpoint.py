@@ -17,7 +17,9 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.roles import ParallelConfig
+from megarl.mcore.dist_reader import holds_optimizer, load_metadata
 from megarl.mcore.model import PackedGPT
 
 # The only format whose optimizer state can change its tensor- and pipeline-parallel layout.
@@ -37,7 +39,8 @@ class TrainingState:
 class Writing:
     """A state on its way to disk: copied to host memory, written by a thread of this rank."""
 
-    def __init__(self, request: AsyncRequest) -> None:
+    def __init__(self, directory: Path, request: AsyncRequest) -> None:
+        self.directory = directory
         self._request = request
         self._thread: threading.Thread | None = None
         if request.async_fn is not None:
@@ -69,17 +72,23 @@ def begin_save(directory: Path, state: TrainingState) -> Writing:
     request = dist_checkpointing.save(
         sharded, str(directory), async_sharded_save=True, content_metadata=dict(_METADATA)
     )
-    return Writing(request)
+    return Writing(directory, request)
 
 
 def load_state(directory: Path, state: TrainingState) -> None:
     """Read what `begin_save` wrote, under any layout. Every rank must call it.
 
     Random states are restored under the layout that they are of. The files contain pickles: only directories whose
-    checksums have been verified may be given. Raises FileNotFoundError where `directory` holds no checkpoint.
+    checksums have been verified may be given. Raises FileNotFoundError where `directory` holds no checkpoint,
+    CheckpointError where it has no optimizer's state.
     """
     if not (directory / "metadata.json").is_file():
         raise FileNotFoundError(f"{directory}: no training state (metadata.json is missing)")
+    if state.optimizer is not None and not holds_optimizer(directory):
+        raise CheckpointError(
+            f"{directory}: holds weights without an optimizer's state, so no training can continue from it;"
+            " load_weights takes the weights alone"
+        )
     template = _shard(state, is_loading=True)
     common = dist_checkpointing.load_common_state_dict(str(directory))
     if common.get("layout") == _describe(state.parallel):
@@ -92,6 +101,26 @@ def load_state(directory: Path, state: TrainingState) -> None:
         state.scheduler.load_state_dict(loaded["scheduler"])
     if "random" in template:
         _put_random_state(loaded["random"])
+
+
+def load_weights(directory: Path, chunks: Sequence[PackedGPT]) -> None:
+    """Read the weights alone, under any layout, in the model's own dtype. Every rank must call it.
+
+    Raises CheckpointError where `directory` holds no checkpoint, Megatron's CheckpointingException or KeyError for one
+    of another model.
+    """
+    load_metadata(directory)
+    # The extra state of a module is about FP8 scales, which weights do not come with.
+    wanted = {
+        str(number): {key: x for key, x in chunk.sharded_state_dict().items() if not key.endswith("_extra_state")}
+        for number, chunk in enumerate(chunks)
+    }
+    state = dist_checkpointing.load({"model": wanted}, str(directory))
+    for number, chunk in enumerate(chunks):
+        missing, unexpected = chunk.load_state_dict(state["model"][str(number)], strict=False)
+        problems = [key for key in missing if not key.endswith("_extra_state")] + unexpected
+        if problems:
+            raise CheckpointError(f"{directory}: does not hold what the model has: {', '.join(problems[:5])}")
 
 
 def _shard(state: TrainingState, *, is_loading: bool) -> ShardedStateDict:

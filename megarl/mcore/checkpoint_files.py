@@ -4,9 +4,11 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,15 +26,20 @@ def write_hf_checkpoint(directory: Path, source: Path, tensors: Iterable[tuple[s
 
     With a value head among the tensors it is a ...ForSequenceClassification. An existing directory is replaced.
     """
+    with replace_directory(directory) as building:
+        _write_tensors(building, tensors)
+        with CheckpointReader(building) as reader:
+            dtype = reader.read(VALUE_HEAD).dtype if VALUE_HEAD in reader else None
+        copy_description(source, building, dtype)
+
+
+@contextmanager
+def replace_directory(directory: Path) -> Iterator[Path]:
+    """An empty directory beside `directory` to be filled; it takes its place at the end, or is gone after an error."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
-        _write_tensors(building, tensors)
-        for pattern in _COPIED:
-            for file in source.glob(pattern):
-                if file.name != INDEX:
-                    shutil.copyfile(file, building / file.name)
-        _fit_config(building)
+        yield building
         building.chmod(0o755)
         _publish(building, directory)
     except BaseException:
@@ -40,14 +47,19 @@ def write_hf_checkpoint(directory: Path, source: Path, tensors: Iterable[tuple[s
         raise
 
 
-def _fit_config(directory: Path) -> None:
-    """Say in config.json that there is a value head, if there is one."""
-    with CheckpointReader(directory) as reader:
-        if VALUE_HEAD not in reader:
-            return
-        dtype = reader.read(VALUE_HEAD).dtype
-    path = directory / "config.json"
-    path.write_text(json.dumps(to_classifier_config(json.loads(path.read_text()), dtype), indent=2) + "\n")
+def copy_description(source: Path, target: Path, value_head: torch.dtype | None) -> None:
+    """Copy everything of a Hugging Face checkpoint directory that is not weights.
+
+    value_head: dtype of the value head of a critic, of which config.json then says ...ForSequenceClassification.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for pattern in _COPIED:
+        for file in source.glob(pattern):
+            if file.name != INDEX:
+                shutil.copyfile(file, target / file.name)
+    if value_head is not None:
+        path = target / "config.json"
+        path.write_text(json.dumps(to_classifier_config(json.loads(path.read_text()), value_head), indent=2) + "\n")
 
 
 def _write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:

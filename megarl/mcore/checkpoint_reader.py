@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
@@ -17,7 +17,8 @@ SINGLE = "model.safetensors"
 class CheckpointReader:
     """The tensors of DIRECTORY/model.safetensors, or of the files that its index names.
 
-    Raises FileNotFoundError where there is neither, KeyError that names a tensor that is not there.
+    Raises FileNotFoundError where there is neither, KeyError that names a tensor that is not there, SafetensorError
+    that names a file which is damaged.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -26,7 +27,7 @@ class CheckpointReader:
         if (directory / INDEX).is_file():
             self._files: dict[str, str] = json.loads((directory / INDEX).read_text())["weight_map"]
         elif (directory / SINGLE).is_file():
-            with safe_open(directory / SINGLE, framework="pt") as handle:
+            with _open(directory / SINGLE) as handle:
                 self._files = dict.fromkeys(handle.keys(), SINGLE)
         else:
             raise FileNotFoundError(f"{directory}: found neither {SINGLE} nor {INDEX}")
@@ -55,13 +56,25 @@ class CheckpointReader:
         """Without reading the tensor."""
         return tuple(self._open_file(name).get_slice(name).get_shape())
 
+    def read_dtype(self, name: str) -> str:
+        """As safetensors writes it: F32, BF16 ... Without reading the tensor."""
+        dtype: str = self._open_file(name).get_slice(name).get_dtype()
+        return dtype
+
     def _open_file(self, name: str) -> Any:
         if name not in self._files:
             raise KeyError(f"{self._directory}: has no tensor {name}")
         file = self._files[name]
         if file not in self._open:
-            self._open[file] = self._stack.enter_context(safe_open(self._directory / file, framework="pt"))
+            self._open[file] = self._stack.enter_context(_open(self._directory / file))
         return self._open[file]
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise SafetensorError(f"{path}: {error}") from None
 
 
 def count_parameters(directory: Path) -> int:

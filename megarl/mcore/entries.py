@@ -79,6 +79,25 @@ def describe(name: str, with_value_head: bool) -> Entry:
     return Entry(name, hf_names, splits.get(suffix.split(".", 1)[1] if "." in suffix else suffix, "none"))
 
 
+def list_entries(arch: Architecture, with_value_head: bool) -> list[Entry]:
+    """Every parameter of the whole model once, layer by layer, with the names that Megatron's checkpoints have.
+
+    A layer's input norm belongs to linear_qkv there, the norm before a dense MLP to linear_fc1.
+    """
+    names = [f"linear_qkv.{kind}" for kind in ("layer_norm_weight", "weight", *(["bias"] if arch.qkv_bias else []))]
+    names += ["linear_proj.weight", *(["q_layernorm.weight", "k_layernorm.weight"] if arch.qk_norm else [])]
+    names = [f"self_attention.{name}" for name in names]
+    if arch.experts is None:
+        names += ["mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]
+    else:
+        names += ["pre_mlp_layernorm.weight", "mlp.router.weight"]
+        names += [f"mlp.experts.{e}.linear_fc{i}.weight" for e in range(arch.experts.num_experts) for i in (1, 2)]
+    layers = [f"decoder.layers.{layer}.{name}" for layer in range(arch.num_layers) for name in names]
+    head = [] if arch.tied and not with_value_head else ["output_layer.weight"]
+    ends = ["embedding.word_embeddings.weight", *layers, "decoder.final_layernorm.weight", *head]
+    return [describe(name, with_value_head) for name in ends]
+
+
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
     multiple = math.lcm(VOCAB_MULTIPLE, tp)
     return math.ceil(vocab_size / multiple) * multiple
@@ -99,6 +118,8 @@ def to_megatron(entry: Entry, tensors: list[Tensor], arch: Architecture, tp: int
     if entry.split == "vocab":
         size = padded_vocab_size(arch.vocab_size, tp) // tp
         shard = whole[tp_rank * size : (tp_rank + 1) * size]
+        if len(shard) == size:
+            return shard
         return torch.cat([shard, shard.new_zeros(size - len(shard), *whole.shape[1:])])
     return whole
 
@@ -140,6 +161,20 @@ def compute_shape(hf_name: str, arch: Architecture) -> tuple[int, int]:
         "up_proj": (ffn_size, h),
         "down_proj": (h, ffn_size),
         "gate": (arch.experts.num_experts if arch.experts else 0, h),
+        "score": (1, h),
     }
     rows, cols = shapes[path[-1]]
     return (rows, 1) if kind == "bias" else (rows, cols)
+
+
+def compute_hf_shape(hf_name: str, arch: Architecture) -> tuple[int, ...]:
+    """The shape of a whole Hugging Face tensor. Raises KeyError for an unknown one."""
+    rows, cols = compute_shape(hf_name, arch)
+    return (rows,) if "norm." in hf_name or hf_name.endswith(".bias") else (rows, cols)
+
+
+def compute_megatron_shape(entry: Entry, arch: Architecture, tp: int) -> tuple[int, ...]:
+    """The shape of the whole parameter in Megatron, before tensor parallelism splits it over `tp` ranks."""
+    shapes = [compute_hf_shape(name, arch) for name in entry.hf_names]
+    rows = padded_vocab_size(arch.vocab_size, tp) if entry.split == "vocab" else sum(shape[0] for shape in shapes)
+    return (rows, *shapes[0][1:])

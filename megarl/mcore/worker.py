@@ -22,8 +22,9 @@ from megarl.mcore import process_groups
 from megarl.mcore.architecture import read_architecture
 from megarl.mcore.batch import PackedBatch, build_batch
 from megarl.mcore.bridge import export_hf, list_own_entries, load_hf, named_entries
-from megarl.mcore.checkpoint import TrainingState, Writing, begin_save, load_state
-from megarl.mcore.checkpoint_files import write_hf_checkpoint
+from megarl.mcore.checkpoint import TrainingState, Writing, begin_save, load_state, load_weights
+from megarl.mcore.checkpoint_files import copy_description, write_hf_checkpoint
+from megarl.mcore.dist_format import DESCRIPTION
 from megarl.mcore.entries import Entry
 from megarl.mcore.full_kl import compute_full_kl
 from megarl.mcore.logprobs import VocabShard, build_vocab_shard, compute_logprobs
@@ -158,11 +159,18 @@ class MegatronWorker:
         self._writing = begin_save(Path(directory), self._training_state())
 
     def finish_save(self) -> None:
-        """Wait for the files and complete the directory. Raises what writing them raised."""
+        """Wait for the files and complete the directory. Raises what writing them raised.
+
+        Beside them in hf/ is everything of the Hugging Face checkpoint that is not weights.
+        """
         if self._writing is None:
             raise RuntimeError("finish_save: no save was begun")
         writing, self._writing = self._writing, None
         writing.finish()
+        if dist.get_rank() == 0:
+            value_head = self.config.params_dtype if self.spec.role is Role.critic else None
+            copy_description(Path(self.spec.checkpoint), writing.directory / DESCRIPTION, value_head)
+        dist.barrier()
 
     def save(self, directory: Path) -> None:
         """Both at once; `load` continues from it under any layout."""
@@ -176,6 +184,13 @@ class MegatronWorker:
 
     def _training_state(self) -> TrainingState:
         return TrainingState(self.chunks, self.optimizer, self.scheduler, self.spec.parallel)
+
+    @uses_everything
+    def load_weights(self, directory: Path) -> None:
+        """Take the weights that `save` or tools/convert_checkpoint.py wrote; the optimizer starts anew."""
+        load_weights(Path(directory), self.chunks)
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
 
     @uses_weights
     def checksum(self) -> str:

