@@ -149,7 +149,7 @@ def test_a_call_whose_connection_broke_is_repeated_bit_by_bit(first_responses, e
     thread.start()
     while count_flushes() == before:
         thread.join(0.01)
-    thread.join(0.2)
+    thread.join(0.05)
     engine.clients[0].abort()
     thread.join(60)
     assert count_flushes() == before + 2

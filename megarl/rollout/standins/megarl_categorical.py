@@ -44,15 +44,35 @@ def shift_right(words, num_bits):
     return (words >> num_bits) & (2 ** (64 - num_bits) - 1)
 
 
-def truncate(probs, top_ks, top_ps, min_ps):
-    """A copy with 0 in place of what each row's limits exclude; what is left keeps its place and is not rescaled.
+def sample_limited(probs, top_ks, top_ps, min_ps, seeds, positions):
+    """As `sample`, each row within its limits; a row without any is sampled as `sample` would.
 
-    probs: float [B, V]; top_ks: int [B]; top_ps, min_ps: float [B]. Kept are the top_k likeliest, of them those that
-    are needed to reach top_p (all of them from 1 on), and of them those of at least min_p times the likeliest.
+    top_ks: int [B]; top_ps, min_ps: float [B]; 2**30 or the like, 1 and 0 where there is no limit.
     """
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(probs.shape[-1], device=probs.device)
-    top_ps = top_ps[:, None]
-    keep = (ranks < top_ks[:, None]) & ((ordered.cumsum(-1) - ordered <= top_ps) | (top_ps >= 1))
-    keep &= ordered >= ordered[:, :1] * min_ps[:, None]
-    return torch.zeros_like(probs).scatter_(-1, order, ordered.where(keep, 0))
+    is_limited = (top_ks < probs.shape[-1]) | (top_ps < 1) | (min_ps > 0)
+    drawn = torch.empty_like(seeds, dtype=torch.int32)
+    for limited in (False, True):
+        # Sorting is dear, so only where there is a limit.
+        rows = (is_limited == limited).nonzero()[:, 0]
+        if len(rows) == 0:
+            continue
+        keys = (seeds[rows], positions[rows])
+        if limited:
+            weights, ids = truncate(probs[rows], top_ks[rows], top_ps[rows], min_ps[rows])
+            drawn[rows] = ids.gather(1, sample(weights, *keys)[:, None].long())[:, 0].int()
+        else:
+            drawn[rows] = sample(probs[rows], *keys)
+    return drawn
+
+
+def truncate(probs, top_ks, top_ps, min_ps):
+    """Weights [B, K] from the likeliest on, 0 where a row's limits exclude one, not rescaled; their ids, int64 [B, K].
+
+    Kept are the top_k likeliest, of them those that are needed to reach top_p (all from 1 on), and of them those of at
+    least min_p times the likeliest.
+    """
+    weights, ids = probs.topk(min(probs.shape[-1], int(top_ks.max())))
+    keep = torch.arange(weights.shape[-1], device=probs.device) < top_ks[:, None]
+    keep &= (weights.cumsum(-1) - weights <= top_ps[:, None]) | (top_ps[:, None] >= 1)
+    keep &= weights >= weights[:, :1] * min_ps[:, None]
+    return weights.where(keep, 0), ids

@@ -13,7 +13,7 @@ with --enable-deterministic-inference, which no CPU has the kernels for.
 import logging
 
 import torch
-from megarl_categorical import sample, truncate
+from megarl_categorical import sample, sample_limited
 from megarl_grouped_attention import attend, build_group, plan_groups
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -95,7 +95,9 @@ def sample_from_probs(stock, probs, sampling_seed=None, positions=None):
     return stock(probs) if sampling_seed is None else sample(probs, sampling_seed, positions)
 
 
-def sample_truncated(stock, probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions, **options):
+def sample_from_top_probs(
+    stock, probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions, **options
+):
     """SGLang's top_k_top_p_min_p_sampling_from_probs_torch: int32 [B].
 
     A request that asks for no limit samples here, beside one that does, as it would without it.
@@ -103,7 +105,7 @@ def sample_truncated(stock, probs, top_ks, top_ps, min_ps, need_min_p_sampling, 
     if sampling_seed is None or options.get("return_filtered_probs"):
         limits = (top_ks, top_ps, min_ps, need_min_p_sampling)
         return stock(probs, *limits, None, positions, **options)
-    return sample(truncate(probs, top_ks, top_ps, min_ps), sampling_seed, positions)
+    return sample_limited(probs, top_ks, top_ps, min_ps, sampling_seed, positions)
 
 
 def register():
@@ -113,6 +115,6 @@ def register():
     for target, hook in {
         f"{batch_info}.from_schedule_batch": build_sampling_info,
         f"{sampler}.sampling_from_probs_torch": sample_from_probs,
-        f"{sampler}.top_k_top_p_min_p_sampling_from_probs_torch": sample_truncated,
+        f"{sampler}.top_k_top_p_min_p_sampling_from_probs_torch": sample_from_top_probs,
     }.items():
         HookRegistry.register(target, hook, HookType.AROUND)

@@ -54,9 +54,9 @@ def test_random_numbers_are_uniform_and_independent_over_seeds_and_positions(cat
     assert uniforms.shape == (num_seeds, num_positions)
     assert 0 <= uniforms.min() < uniforms.max() < 1
     assert stats.kstest(uniforms.ravel(), "uniform").pvalue > 0.001
-    # p-values of rows and of columns are uniform themselves.
+    # The p-values of the rows, and of the columns, are uniform themselves.
     for lines in (uniforms, uniforms.T):
-        pvalues = [stats.kstest(line, "uniform").pvalue for line in lines]
+        pvalues = stats.kstest(lines, "uniform", axis=1, method="asymp").pvalue
         assert stats.kstest(pvalues, "uniform").pvalue > 0.001
     # Pairs of neighbours in either direction fill the unit square evenly.
     pairs = [(uniforms[:, :-1], uniforms[:, 1:]), (uniforms[:-1], uniforms[1:]), (uniforms[:-1, :-1], uniforms[1:, 1:])]
@@ -113,26 +113,61 @@ def test_a_draw_of_zero_skips_leading_zeros(categorical, monkeypatch):
     assert categorical.sample(torch.tensor([[0.0, 0.0, 1.0]]), None, None).tolist() == [2]
 
 
-def test_truncation_keeps_what_each_rows_limits_say_in_its_place(categorical):
-    row = torch.tensor([0.1, 0.4, 0.0, 0.3, 0.2])
-    limits = [
-        (2**30, 1.0, 0.0, [0.1, 0.4, 0.0, 0.3, 0.2]),
-        (1, 1.0, 0.0, [0.0, 0.4, 0.0, 0.0, 0.0]),
-        (3, 1.0, 0.0, [0.0, 0.4, 0.0, 0.3, 0.2]),
-        (2**30, 0.5, 0.0, [0.0, 0.4, 0.0, 0.3, 0.0]),
-        (2**30, 0.39, 0.0, [0.0, 0.4, 0.0, 0.0, 0.0]),
-        (2**30, 1.0, 0.6, [0.0, 0.4, 0.0, 0.3, 0.0]),
-        (2, 0.8, 0.9, [0.0, 0.4, 0.0, 0.0, 0.0]),
-    ]
-    top_ks, top_ps, min_ps, expected = zip(*limits, strict=True)
-    probs = row.repeat(len(limits), 1)
-    found = categorical.truncate(probs, torch.tensor(top_ks), torch.tensor(top_ps), torch.tensor(min_ps))
-    assert torch.equal(found, torch.tensor(expected))
-    assert torch.equal(probs, row.repeat(len(limits), 1))
+LIMITS = [
+    # top_k, top_p, min_p -> what is left of ROW
+    (2**30, 1.0, 0.0, [0.1, 0.4, 0.0, 0.3, 0.2]),
+    (1, 1.0, 0.0, [0.0, 0.4, 0.0, 0.0, 0.0]),
+    (3, 1.0, 0.0, [0.0, 0.4, 0.0, 0.3, 0.2]),
+    (2**30, 0.5, 0.0, [0.0, 0.4, 0.0, 0.3, 0.0]),
+    (2**30, 0.39, 0.0, [0.0, 0.4, 0.0, 0.0, 0.0]),
+    (2**30, 1.0, 0.6, [0.0, 0.4, 0.0, 0.3, 0.0]),
+    (2, 0.8, 0.9, [0.0, 0.4, 0.0, 0.0, 0.0]),
+]
+ROW = torch.tensor([0.1, 0.4, 0.0, 0.3, 0.2])
 
 
-def test_without_limits_nothing_is_cut_from_a_long_tail(categorical):
-    """A running sum in float32 passes 1 before the tail ends."""
-    probs = torch.softmax(3 * torch.randn(4, 49152, generator=torch.Generator().manual_seed(3)), -1)
-    found = categorical.truncate(probs, torch.full((4,), 2**30), torch.ones(4), torch.zeros(4))
-    assert torch.equal(found, probs)
+def test_each_row_is_sampled_within_its_limits(categorical):
+    num = 20000
+    top_ks, top_ps, min_ps, kept = zip(*LIMITS, strict=True)
+    limits = [torch.tensor(each).repeat_interleave(num) for each in (top_ks, top_ps, min_ps)]
+    seeds = torch.arange(num * len(LIMITS))
+    drawn = categorical.sample_limited(ROW.repeat(len(seeds), 1), *limits, seeds, seeds % 7)
+    assert drawn.dtype == torch.int32
+    for line, weights in zip(drawn.view(-1, num).long(), torch.tensor(kept), strict=True):
+        shares = torch.bincount(line, minlength=5) / num
+        # Four standard errors of a share are at most 4 * 0.5 / sqrt(20000) = 0.0142.
+        torch.testing.assert_close(shares, weights / weights.sum(), atol=0.0142, rtol=0)
+        assert (shares[weights == 0] == 0).all()
+
+
+def test_a_row_without_limits_is_sampled_alike_beside_limited_ones(categorical):
+    """A running sum in float32 passes 1 before such a tail ends, and must cut nothing."""
+    probs = torch.softmax(3 * torch.randn(64, 49152, generator=torch.Generator().manual_seed(3)), -1)
+    seeds, positions = torch.arange(64), torch.arange(64)
+    alone = categorical.sample(probs, seeds, positions)
+    top_ks, free = torch.tensor([1, 2**30, 50, 2**30] * 16), slice(1, None, 2)
+    found = categorical.sample_limited(probs, top_ks, torch.ones(64), torch.zeros(64), seeds, positions)
+    assert torch.equal(found[free], alone[free])
+    unlimited = categorical.sample_limited(
+        probs, torch.full((64,), 2**30), torch.ones(64), torch.zeros(64), seeds, positions
+    )
+    assert torch.equal(unlimited, alone)
+
+
+def test_a_limited_row_is_sampled_alike_beside_wider_ones(categorical):
+    probs = torch.softmax(torch.randn(40, 500, generator=torch.Generator().manual_seed(5)), -1)
+    keys = (torch.arange(40), torch.full((40,), 9))
+    narrow = categorical.sample_limited(probs, torch.full((40,), 6), torch.ones(40), torch.zeros(40), *keys)
+    top_ks, top_ps = torch.tensor([6, 2**30] * 20), torch.tensor([1.0, 0.9] * 20)
+    mixed = categorical.sample_limited(probs, top_ks, top_ps, torch.zeros(40), *keys)
+    assert torch.equal(mixed[::2], narrow[::2])
+
+
+def test_greedy_is_argmax_where_several_are_the_likeliest(categorical):
+    """Logits in bfloat16 are often equal."""
+    logits = torch.randn(64, 1000, generator=torch.Generator().manual_seed(4)).mul(4).round()
+    probs = logits.softmax(-1)
+    top_ks = torch.tensor([1, 2**30] * 32)
+    keys = (torch.arange(64), torch.arange(64))
+    found = categorical.sample_limited(probs, top_ks, torch.ones(64), torch.zeros(64), *keys)
+    assert torch.equal(found[::2].long(), probs[::2].argmax(-1))
