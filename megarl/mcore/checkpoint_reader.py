@@ -61,6 +61,11 @@ class CheckpointReader:
         dtype: str = self._open_file(name).get_slice(name).get_dtype()
         return dtype
 
+    def release(self) -> None:
+        """Unmap the files, as soon as no tensor of theirs is left; what is read next maps them again."""
+        self._stack.close()
+        self._open.clear()
+
     def _open_file(self, name: str) -> Any:
         if name not in self._files:
             raise KeyError(f"{self._directory}: has no tensor {name}")

@@ -137,7 +137,8 @@ def to_hf(entry: Entry, shards: list[Tensor], arch: Architecture) -> list[tuple[
     elif entry.split == "columns":
         parts = [torch.cat(shards, dim=1)]
     elif entry.split == "vocab":
-        parts = [torch.cat(shards)[: arch.vocab_size]]
+        # The largest of all parameters: not copied where it is whole already.
+        parts = [(shards[0] if len(shards) == 1 else torch.cat(shards))[: arch.vocab_size]]
     else:
         parts = [shards[0]]
     return [(name, part.contiguous()) for name, part in zip(entry.hf_names, parts, strict=True)]

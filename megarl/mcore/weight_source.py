@@ -148,6 +148,8 @@ class HfSource(WeightSource):
     def read(self, entry: Entry) -> list[tuple[str, Tensor]]:
         if self.makes_head and entry.hf_names == (VALUE_HEAD,):
             return [(VALUE_HEAD, torch.zeros(1, self.arch.hidden_size, dtype=self.find_dtype(entry)))]
+        # The pages of a mapped file that were read count as memory of the process.
+        self._reader.release()
         try:
             return [(name, self._reader.read(name)) for name in entry.hf_names]
         except (SafetensorError, OSError) as error:
