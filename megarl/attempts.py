@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megarl.config.schema import Config
 from megarl.inputs import Inputs, describe_start, load_inputs
 from megarl.job import Hosts, describe_data, open_hosts, open_parts, show_warnings
 from megarl.mcore.checkpoint_reader import count_parameters
+from megarl.mcore.dist_format import describe_role
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.pretraining import pretrain_critic
 from megarl.report.report import Report, build_report
@@ -119,11 +120,16 @@ class _Attempts:
         if not self.is_saving:
             return None
         specs = {role.value: spec for role, spec in self.inputs.specs.items() if role is not Role.reference}
+
+        def describe(name: str, iteration: int) -> dict[str, Any]:
+            spec = specs[name]
+            return describe_role(spec.role, spec.dtype, spec.parallel, iteration)
+
         return Saver(
             self.run_dir,
             self.folder,
             list_roles(parts),
-            {name: describe_role(spec) for name, spec in specs.items()},
+            describe,
             self.journal,
             num_bytes=sum(map(estimate_bytes, specs.values())),
             say=self.report.message,
@@ -154,16 +160,6 @@ def is_loss(error: BaseException | None) -> bool:
 def list_roles(parts: Parts) -> Mapping[str, Any]:
     """The trained ones."""
     return {"policy": parts.policy} | ({"critic": parts.critic} if parts.critic else {})
-
-
-def describe_role(spec: WorkerSpec) -> dict[str, Any]:
-    """What the manifest of a role's checkpoint says besides the iteration."""
-    return {
-        "kind": "megatron",
-        "role": spec.role.value,
-        "dtype": spec.dtype.value,
-        "parallel": asdict(spec.parallel) | {"dp": spec.parallel.dp},
-    }
 
 
 def estimate_bytes(spec: WorkerSpec) -> int:

@@ -97,18 +97,20 @@ class Saver:
         run_dir: Path,
         folder: Folder,
         roles: Mapping[str, TrainBackend],
-        about: Mapping[str, Mapping[str, Any]],
+        describe: Callable[[str, int], Mapping[str, Any]],
         journal: Journal,
         *,
         num_bytes: int,
         say: Callable[[str], None],
     ):
-        """about: what the manifest of each role says. num_bytes: about what a checkpoint takes."""
+        """describe: what the manifest of a role's part says, by role and iteration. num_bytes: about what a checkpoint
+        takes.
+        """
         self.run_dir = run_dir
         self.folder = folder
         self.last: int | None = None
         """Iteration of the newest checkpoint that is complete or under way"""
-        self._roles, self._about, self._journal = roles, about, journal
+        self._roles, self._describe, self._journal = roles, describe, journal
         self._num_bytes, self._say = num_bytes, say
         self._under_way: int | None = None
         self._publishing: Future[Path] | None = None
@@ -172,9 +174,9 @@ class Saver:
 
     def _publish(self, iteration: int) -> Path:
         building = self.folder.find_building(iteration)
-        for name, about in self._about.items():
-            write_manifest(building / name, {**about, "iteration": iteration})
-        write_manifest(building, {"kind": "training", "iteration": iteration, "roles": sorted(self._about)})
+        for name in self._roles:
+            write_manifest(building / name, self._describe(name, iteration))
+        write_manifest(building, {"kind": "training", "iteration": iteration, "roles": sorted(self._roles)})
         final = self.folder.publish(iteration)
         self._journal.forget(through=self.folder.list()[0])
         return final

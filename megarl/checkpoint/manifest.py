@@ -44,7 +44,7 @@ def write_manifest(directory: Path, about: Mapping[str, Any]) -> None:
     """Hash every file of `directory` and write its manifest; both are on disk, not only in memory, on return."""
     paths = sorted(_list_files(directory))
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        records = list(pool.map(_record, [directory / path for path in paths]))
+        records = list(pool.map(_record_on_disk, [directory / path for path in paths]))
     files = {path: asdict(record) for path, record in zip(paths, records, strict=True)}
     write_atomically(directory / NAME, json.dumps({"format": FORMAT, "about": dict(about), "files": files}, indent=1))
 
@@ -122,6 +122,12 @@ def _record(path: Path) -> FileRecord:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileRecord(os.fstat(file.fileno()).st_size, digest)
+
+
+def _record_on_disk(path: Path) -> FileRecord:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return _record(path)
 
 
 def _matches(path: Path, record: FileRecord) -> bool:

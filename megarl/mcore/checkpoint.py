@@ -19,11 +19,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.roles import ParallelConfig
+from megarl.mcore.dist_format import CONTENT
 from megarl.mcore.dist_reader import holds_optimizer, load_metadata
 from megarl.mcore.model import PackedGPT
-
-# The only format whose optimizer state can change its tensor- and pipeline-parallel layout.
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 @dataclass(frozen=True)
@@ -69,9 +67,7 @@ def begin_save(directory: Path, state: TrainingState) -> Writing:
     }
     # Megatron's own queue is a process that imports the main module anew; a thread needs none.
     filesystem_async._results_queue = queue.Queue()
-    request = dist_checkpointing.save(
-        sharded, str(directory), async_sharded_save=True, content_metadata=dict(_METADATA)
-    )
+    request = dist_checkpointing.save(sharded, str(directory), async_sharded_save=True, content_metadata=dict(CONTENT))
     return Writing(directory, request)
 
 
@@ -84,6 +80,8 @@ def load_state(directory: Path, state: TrainingState) -> None:
     """
     if not (directory / "metadata.json").is_file():
         raise FileNotFoundError(f"{directory}: no training state (metadata.json is missing)")
+    # Megatron reads the metadata as the pickle that it is; this reads it without running any of it.
+    load_metadata(directory)
     if state.optimizer is not None and not holds_optimizer(directory):
         raise CheckpointError(
             f"{directory}: holds weights without an optimizer's state, so no training can continue from it;"
@@ -125,7 +123,7 @@ def load_weights(directory: Path, chunks: Sequence[PackedGPT]) -> None:
 
 def _shard(state: TrainingState, *, is_loading: bool) -> ShardedStateDict:
     # A copy: Megatron adds process groups to it.
-    metadata = dict(_METADATA)
+    metadata = dict(CONTENT)
     sharded: dict[str, Any] = {
         "model": {str(number): chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(state.chunks)}
     }
