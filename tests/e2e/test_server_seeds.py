@@ -3,6 +3,7 @@
 After test_server.py, whose first tests need the session's server as it was started.
 """
 
+import contextlib
 import random
 import threading
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from transformers import AutoTokenizer
 from megarl.rollout.client import ConnectionLostError
 from megarl.rollout.engine import SGLangEngine, compute_sampling_seed
 from megarl.rollout.server import SGLangServer, pick_free_port
-from megarl.types import Response
+from megarl.types import Prompt, Response
 
 pytestmark = [
     pytest.mark.server,
@@ -121,9 +122,25 @@ def test_a_key_repeats_bit_by_bit_whatever_came_in_between(first_responses, engi
     assert list_tokens(unkeyed[0]) != list_tokens(unkeyed[1])
     engine.generate(build_prompts(), num_responses=1, temperature=0.0)
     other = generate(engine, "iteration-2/round-1")
-    # The cache has whole responses of these prompts by now, which would save the prompts' forward.
     assert generate(engine) == first_responses
     assert not {each for each in list_tokens(other) if len(each) > 8} & set(list_tokens(first_responses))
+
+
+def test_a_key_repeats_bit_by_bit_where_the_prompt_is_in_the_cache(server, tiny_checkpoint, rollout_config):
+    """The log-probs' last bits tell a prompt's forward in one piece from its last token's alone."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
+    prompt = Prompt("backwards", "", build_prompts()[5].token_ids[::-1], "")
+    with contextlib.closing(SGLangEngine([server.url], tiny_checkpoint, rollout_config, tokenizer)) as engine:
+
+        def ask(key: str | None) -> list[list[Response]]:
+            return engine.generate([prompt], num_responses=1, temperature=1.0, key=key)
+
+        keys = [f"iteration-{i}/round-1" for i in range(8)]
+        first = [ask(key) for key in keys]
+        ask(None)
+        (cached,) = engine.clients[0].generate([prompt.token_ids], {"max_new_tokens": 1})
+        assert cached["meta_info"]["cached_tokens"] == len(prompt.token_ids) - 1
+        assert [ask(key) for key in keys] == first
 
 
 def test_another_seed_of_the_run_samples_others(first_responses, build_engine, first_server):
