@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.algo.objective import format_objective
 from megarl.checkpoint import folder as checkpoints
-from megarl.checkpoint.folder import Folder
+from megarl.checkpoint.folder import Folder, check_space
 from megarl.cluster.waiting import WorkerError
 from megarl.config.check import describe_sizes
 from megarl.config.roles import Dtype
@@ -17,15 +17,16 @@ from megarl.inputs import Inputs, describe_start, load_inputs
 from megarl.job import Hosts, describe_data, open_hosts, open_parts, show_warnings
 from megarl.mcore.checkpoint_reader import count_parameters
 from megarl.mcore.dist_format import describe_role
-from megarl.mcore.spec import Role, WorkerSpec
+from megarl.mcore.spec import Role
 from megarl.pretraining import pretrain_critic
 from megarl.report.report import Report, build_report
 from megarl.rollout import journal as rollout_journal
 from megarl.rollout.journal import Journal
 from megarl.saving import Saver, TrainerState, cut_files, load_trainer_state
-from megarl.seams import DeadlineError, wait_all
+from megarl.seams import DeadlineError, TrainBackend, wait_all
 from megarl.trainer import Parts, Summary, Trainer
 
+WEIGHT_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 OPTIMIZER_BYTES = 12
 """Of each parameter in a checkpoint: a float32 master weight and the two moments of Adam"""
 
@@ -34,9 +35,12 @@ def run_job(config: Config, run_dir: Path) -> Summary:
     """Train as configured; everything the run writes is under `run_dir`, the trained policy in `policy/`,
     the critic, where there is one, in `critic/`. It goes on from the newest checkpoint in `run_dir`, if there is one.
 
-    Raises ConfigError, before any process is started, for what only the inputs can tell.
+    Raises ConfigError, before any process is started, for what only the inputs can tell; CheckpointError where there is
+    no room for a checkpoint, or what one says does not fit the run's files.
     """
     inputs = load_inputs(config)
+    if config.checkpoint.save_every is not None:
+        check_space(run_dir, estimate_bytes(inputs))
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(
             contextlib.closing(build_report(config.logger, run_dir, config.train.num_iterations))
@@ -83,24 +87,26 @@ class _Attempts:
         with open_parts(
             self.config, self.inputs, self.hosts, self.run_dir, self.report, self.journal if self.is_saving else None
         ) as parts:
-            saver = self.build_saver(parts)
+            roles = list_roles(parts)
+            saver = self.build_saver(roles)
             with contextlib.closing(saver) if saver else contextlib.nullcontext():
                 trainer = Trainer(self.config, replace(parts, saver=saver))
                 if found is None:
-                    if Role.critic in self.inputs.specs:
-                        start = describe_start(self.config, self.inputs.specs[Role.critic], self.inputs.saved_rollouts)
-                        self.report.message(start)
-                    pretrain_critic(trainer)
+                    self.start(trainer)
                 else:
                     state, directory = found
                     with self.report.phase("load"):
-                        wait_all([role.load(directory / name) for name, role in list_roles(parts).items()])
-                    assert saver is not None
-                    saver.last = state.iteration
+                        wait_all([role.load(directory / name) for name, role in roles.items()])
                     trainer.restore(state)
                 summary = trainer.run()
-            wait_all([role.export_weights(self.run_dir / name) for name, role in list_roles(parts).items()])
+            wait_all([role.export_weights(self.run_dir / name) for name, role in roles.items()])
             return summary
+
+    def start(self, trainer: Trainer) -> None:
+        specs = self.inputs.specs
+        if Role.critic in specs:
+            self.report.message(describe_start(self.config, specs[Role.critic], self.inputs.saved_rollouts))
+        pretrain_critic(trainer)
 
     def find_state(self) -> tuple[TrainerState, Path] | None:
         """The newest checkpoint; the run's files are cut back to it."""
@@ -116,24 +122,17 @@ class _Attempts:
         self.report.message(f"going on from {found[1]}")
         return state, found[1]
 
-    def build_saver(self, parts: Parts) -> Saver | None:
+    def build_saver(self, roles: Mapping[str, TrainBackend]) -> Saver | None:
         if not self.is_saving:
             return None
-        specs = {role.value: spec for role, spec in self.inputs.specs.items() if role is not Role.reference}
 
         def describe(name: str, iteration: int) -> dict[str, Any]:
-            spec = specs[name]
+            spec = self.inputs.specs[Role(name)]
             return describe_role(spec.role, spec.dtype, spec.parallel, iteration)
 
-        return Saver(
-            self.run_dir,
-            self.folder,
-            list_roles(parts),
-            describe,
-            self.journal,
-            num_bytes=sum(map(estimate_bytes, specs.values())),
-            say=self.report.message,
-        )
+        num_bytes = estimate_bytes(self.inputs)
+        say = self.report.message
+        return Saver(self.run_dir, self.folder, roles, describe, self.journal, num_bytes=num_bytes, say=say)
 
     def say_restart(self, error: RuntimeError, number: int) -> None:
         maximum = self.config.checkpoint.max_restarts
@@ -157,12 +156,14 @@ def is_loss(error: BaseException | None) -> bool:
     return False
 
 
-def list_roles(parts: Parts) -> Mapping[str, Any]:
+def list_roles(parts: Parts) -> Mapping[str, TrainBackend]:
     """The trained ones."""
-    return {"policy": parts.policy} | ({"critic": parts.critic} if parts.critic else {})
+    return {Role.policy.value: parts.policy} | ({Role.critic.value: parts.critic} if parts.critic else {})
 
 
-def estimate_bytes(spec: WorkerSpec) -> int:
-    """About what a role takes in a checkpoint."""
-    itemsize = 2 if spec.dtype is Dtype.bfloat16 else 4
-    return count_parameters(Path(spec.checkpoint)) * (itemsize + OPTIMIZER_BYTES)
+def estimate_bytes(inputs: Inputs) -> int:
+    """About what a checkpoint takes."""
+    trained = [spec for role, spec in inputs.specs.items() if role is not Role.reference]
+    return sum(
+        count_parameters(Path(spec.checkpoint)) * (WEIGHT_BYTES[spec.dtype] + OPTIMIZER_BYTES) for spec in trained
+    )

@@ -10,6 +10,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from megarl.checkpoint.manifest import CheckpointError
 from megarl.command import check_command_line, end_with_config_error, run_composed
 from megarl.config.errors import ConfigError
 from megarl.config.load import CONF_DIR
@@ -44,7 +45,10 @@ def _train(config: Config, run_dir: Path) -> str:
     if problems:
         raise ConfigError(problems)
     save_run(run_dir, config, HydraConfig.get().overrides.task)
-    summary = run_job(config, run_dir)
+    try:
+        summary = run_job(config, run_dir)
+    except CheckpointError as error:
+        raise ConfigError([str(error)]) from error
     return f"iterations={summary.num_iterations} reward/heldout={summary.heldout_reward:.4f}"
 
 

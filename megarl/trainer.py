@@ -151,6 +151,8 @@ class Trainer:
         self.kl = replace(self.kl, coef=state.kl_coef)
         self.source.restore(state.source)
         self.state = state
+        if self.parts.saver:
+            self.parts.saver.last = state.iteration
 
     def save_if_due(self) -> None:
         every = self.config.checkpoint.save_every
@@ -179,6 +181,7 @@ class Trainer:
         self.report.message(f"{stopped}: saving iteration {self.iteration}, within {deadline_s:g} s")
         try:
             self.save(end=time.monotonic() + deadline_s)
+            self.report.message(f"saved: resume={self.parts.saver.run_dir} goes on")
         except Exception as error:
             self.report.message(f"iteration {self.iteration} was not saved: {error}")
 
