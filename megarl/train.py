@@ -3,6 +3,8 @@
 `python -m megarl.train resume=RUN_DIR [key=value] ...` goes on with a run.
 """
 
+import errno
+import os
 import sys
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from megarl.config.load import CONF_DIR
 from megarl.config.schema import Config, register
 from megarl.resume import check_changes, check_unused, load_run, save_run, take_resume
 
+FULL = os.strerror(errno.ENOSPC)
+"""What the error of a full disk says, also one from a training process"""
 _resumed: Path | None = None
 """The run that goes on; set by `main`, since Hydra calls `_run_composed` with nothing but the configuration"""
 
@@ -49,6 +53,10 @@ def _train(config: Config, run_dir: Path) -> str:
         summary = run_job(config, run_dir)
     except CheckpointError as error:
         raise ConfigError([str(error)]) from error
+    except (OSError, RuntimeError) as error:
+        if FULL not in str(error):
+            raise
+        raise ConfigError([f"{run_dir}: {FULL}; once there is room, resume={run_dir} goes on"]) from error
     return f"iterations={summary.num_iterations} reward/heldout={summary.heldout_reward:.4f}"
 
 

@@ -5,6 +5,7 @@
 `iteration` is the one under way; `phase` is null between phases; `since` in seconds of Unix time.
 """
 
+import contextlib
 import json
 import os
 import time
@@ -21,10 +22,14 @@ class StatusFile:
         self._partial = path.with_name(f".{path.name}.partial")
 
     def write(self, iteration: int, phase: str | None) -> None:
-        """Readers see the file before or after, never half of it. It need not survive the machine: no fsync."""
+        """Readers see the file before or after, never half of it.
+
+        It is a courtesy: it need not survive the machine, and a full disk is told of by those that need the space.
+        """
         content = {"iteration": iteration, "phase": phase, "since": time.time(), "pid": os.getpid()}
-        self._partial.write_text(json.dumps(content))
-        self._partial.replace(self._path)
+        with contextlib.suppress(OSError):
+            self._partial.write_text(json.dumps(content))
+            self._partial.replace(self._path)
 
 
 def load_status(path: Path) -> dict[str, Any] | None:
