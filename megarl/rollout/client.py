@@ -5,6 +5,7 @@ import socket
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +120,11 @@ class SGLangClient:
 
     def load_weight_version(self) -> int:
         """The version the server reports. Raises RequestError where it is no number."""
-        version = self.load_model_info()["weight_version"]
+        reported = self.load_model_info()["weight_version"]
         try:
-            return int(version)
+            return int(reported)
         except ValueError:
-            raise RequestError(f"{self.url} reports weight version {version!r}; a number was expected") from None
+            raise RequestError(f"{self.url} reports weight version {reported!r}; a number was expected") from None
 
     def set_weight_version(self, version: int, *, deadline_s: float | None = None) -> None:
         """Tokens generated from now on are of `version`; those of requests under way keep theirs."""
@@ -187,6 +188,11 @@ class SGLangClient:
         except (httpx.TransportError, OSError) as error:
             lost_after = time.monotonic() - started
             raise ConnectionLostError(f"{self.url}{path}: {error} (after {lost_after:.1f} s)") from error
+        if answer.status_code == 404:
+            raise RequestError(
+                f"{self.url}{path} answered 404: the server, SGLang {self._find_version()}, does not know this call of"
+                f" megarl, which is made for SGLang {metadata.version('sglang')}"
+            )
         if answer.status_code != 200:
             raise RequestError(f"{self.url}{path} answered {answer.status_code}: {answer.text[:2000]}")
         is_json = answer.headers.get("content-type", "").startswith("application/json")
@@ -194,6 +200,12 @@ class SGLangClient:
         if isinstance(content, dict) and content.get("success") is False:
             raise RequestError(f"{self.url}{path} refused: {content.get('message')}")
         return content
+
+    def _find_version(self) -> str:
+        """What the server says of itself."""
+        with contextlib.suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
+            return str(self._http.get("/server_info", timeout=CONNECT_DEADLINE_S).json()["version"])
+        return "of a version that it does not tell"
 
     def _remember_socket(self, event: str, info: Mapping[str, Any]) -> None:
         if event == "connection.connect_tcp.complete":
