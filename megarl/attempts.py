@@ -1,18 +1,22 @@
 """One training run from a checked configuration: attempts, each from the newest checkpoint, until one ends well."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megarl.algo.objective import format_objective
 from megarl.checkpoint import folder as checkpoints
-from megarl.checkpoint.folder import Folder, check_space
+from megarl.checkpoint.folder import RUN_FILE, Folder, check_space
+from megarl.checkpoint.lock import locking
+from megarl.checkpoint.manifest import CheckpointError
 from megarl.cluster.waiting import WorkerError
 from megarl.config.check import describe_sizes
+from megarl.config.errors import ConfigError
 from megarl.config.roles import Dtype
 from megarl.config.schema import Config
+from megarl.data.sampler import PromptSampler
 from megarl.inputs import Inputs, describe_start, load_inputs
 from megarl.job import Hosts, describe_data, open_hosts, open_parts, show_warnings
 from megarl.mcore.checkpoint_reader import count_parameters
@@ -22,7 +26,7 @@ from megarl.pretraining import pretrain_critic
 from megarl.report.report import Report, build_report
 from megarl.rollout import journal as rollout_journal
 from megarl.rollout.journal import Journal
-from megarl.saving import Saver, TrainerState, cut_files, load_trainer_state
+from megarl.saving import TRACKED, Saver, TrainerState, cut_files, load_trainer_state
 from megarl.seams import DeadlineError, TrainBackend, wait_all
 from megarl.trainer import Parts, Summary, Trainer
 
@@ -31,17 +35,31 @@ OPTIMIZER_BYTES = 12
 """Of each parameter in a checkpoint: a float32 master weight and the two moments of Adam"""
 
 
-def run_job(config: Config, run_dir: Path) -> Summary:
+def run_job(
+    config: Config, run_dir: Path, *, is_new: bool = False, note_start: Callable[[], None] = lambda: None
+) -> Summary:
     """Train as configured; everything the run writes is under `run_dir`, the trained policy in `policy/`,
     the critic, where there is one, in `critic/`. It goes on from the newest checkpoint in `run_dir`, if there is one.
 
+    is_new: `run_dir` may not hold anything of another. note_start: called when nothing but the processes can fail.
+
     Raises ConfigError, before any process is started, for what only the inputs can tell; CheckpointError where there is
-    no room for a checkpoint, or what one says does not fit the run's files.
+    no room for a checkpoint, where another process is at work in `run_dir`, and for what is wrong with the checkpoints.
     """
     inputs = load_inputs(config)
     if config.checkpoint.save_every is not None:
         check_space(run_dir, estimate_bytes(inputs))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(locking(run_dir))
+        held = [name for name in (RUN_FILE, *TRACKED) if (run_dir / name).is_file()] if is_new else []
+        if held:
+            raise ConfigError(
+                [
+                    f"hydra.run.dir: {run_dir} holds {', '.join(held)} of another; a run's is its own"
+                    f" (resume={run_dir} goes on with it)"
+                ]
+            )
+        note_start()
         report = stack.enter_context(
             contextlib.closing(build_report(config.logger, run_dir, config.train.num_iterations))
         )
@@ -64,14 +82,14 @@ class _Attempts:
 
     def run(self) -> Summary:
         """Attempts until one ends well; a lost training process begins the next, at most max_restarts in a row."""
-        num_restarts, newest = 0, self.folder.list()[-1:]
+        num_restarts, newest = 0, self.folder.list_complete()[-1:]
         while True:
             try:
                 return self.attempt()
             except RuntimeError as error:
-                before, newest = newest, self.folder.list()[-1:]
-                num_restarts = num_restarts + 1 if newest == before else 1
-                if not self.is_saving or not is_loss(error):
+                before, newest = newest, self.folder.list_complete()[-1:]
+                num_restarts = 1 if newest > before else num_restarts + 1
+                if not self.is_saving or not (is_loss(error) or self.find_lost_servers()):
                     raise
                 if num_restarts > self.config.checkpoint.max_restarts:
                     error.add_note(
@@ -115,12 +133,20 @@ class _Attempts:
         self.folder.clean()
         found = self.folder.find_newest(self.report.message)
         state = load_trainer_state(found[1]) if found else None
+        if state is not None:
+            self.check_prompts(state)
         cut_files(self.run_dir, state.sizes if state else {})
         self.report.rewind(state.iteration if state else 0)
         if found is None or state is None:
             return None
         self.report.message(f"going on from {found[1]}")
         return state, found[1]
+
+    def check_prompts(self, state: TrainerState) -> None:
+        try:
+            PromptSampler(self.inputs.data.train, self.config.seed).restore(state.source.sampler)
+        except ValueError as error:
+            raise CheckpointError(f"{self.run_dir}: the data have changed: {error}") from error
 
     def build_saver(self, roles: Mapping[str, TrainBackend]) -> Saver | None:
         if not self.is_saving:
@@ -140,11 +166,13 @@ class _Attempts:
 
     def restart_servers(self) -> None:
         """Those that an attempt has left unfit; the others are brought to rest."""
-        servers = self.hosts.servers
-        if servers is not None:
-            lost = servers.find_lost()
-            if lost:
-                servers.restart(lost)
+        lost = self.find_lost_servers()
+        if lost and self.hosts.servers is not None:
+            self.hosts.servers.restart(lost)
+
+    def find_lost_servers(self) -> Mapping[str, str]:
+        """Those that were started by this run; the others are brought to rest."""
+        return self.hosts.servers.find_lost() if self.hosts.servers is not None else {}
 
 
 def is_loss(error: BaseException | None) -> bool:

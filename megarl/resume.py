@@ -7,12 +7,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from megarl.checkpoint.folder import RUN_FILE
 from megarl.checkpoint.manifest import write_atomically
 from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
 
-FILE_NAME = "run.json"
-"""In the run directory: {"overrides": [...], "config": {dotted key: value}}"""
 PREFIX = "resume="
 
 MAY_CHANGE = (
@@ -72,33 +71,28 @@ def take_resume(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
 
 
 def save_run(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
-    """What `resume=RUN_DIR` needs to know."""
+    """What `resume=RUN_DIR` needs to know: {"overrides": [...], "config": {dotted key: value}}."""
     run_dir.mkdir(parents=True, exist_ok=True)
     content = {"overrides": list(overrides), "config": dict(list_values(config))}
-    write_atomically(run_dir / FILE_NAME, json.dumps(content, indent=1))
+    write_atomically(run_dir / RUN_FILE, json.dumps(content, indent=1))
 
 
 def load_run(run_dir: Path) -> dict[str, Any]:
     """Raises ConfigError where there is no run."""
-    path = run_dir / FILE_NAME
+    path = run_dir / RUN_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return {"overrides": list(content["overrides"]), "config": dict(content["config"])}
     except FileNotFoundError:
-        raise ConfigError([f"resume: {run_dir} holds no run: it has no {FILE_NAME}"]) from None
+        raise ConfigError([f"resume: {run_dir} holds no run: it has no {RUN_FILE}"]) from None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError([f"resume: {path} is not what a run writes: {error!r}"]) from None
 
 
-def check_unused(run_dir: Path) -> list[str]:
-    """Why a new run may not write to `run_dir`."""
-    if not (run_dir / FILE_NAME).exists():
-        return []
-    return [f"hydra.run.dir: {run_dir} holds a run already; resume={run_dir} goes on with it"]
-
-
 def check_changes(before: Mapping[str, Any], config: Config) -> list[str]:
     """One message for each key that differs from the run's and may not."""
+    if None in (config.checkpoint.save_every, before.get("checkpoint.save_every")):
+        return ["checkpoint.save_every: null, now or in the run, which then has no checkpoint to go on from"]
     now = dict(list_values(config))
     # Through JSON, as the run's were.
     now = json.loads(json.dumps(now))
@@ -111,10 +105,12 @@ def check_changes(before: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def list_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, plain value) of every leaf; a dict or a list of the configuration is one."""
+    """(dotted key, plain value) of every leaf, a dict or a list being one, and the class of every group."""
     for field in fields(node):
         value = getattr(node, field.name)
         if is_dataclass(value):
+            # Which option of a group it is: two rewards may have the same keys.
+            yield f"{prefix}{field.name}", type(value).__name__
             yield from list_values(value, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}", _to_plain(value)

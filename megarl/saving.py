@@ -3,15 +3,16 @@
 import dataclasses
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.algo.statistics import RunningMoments
-from megarl.checkpoint.folder import Folder, check_space
+from megarl.checkpoint.folder import RUN_FILE, Folder, check_space
 from megarl.checkpoint.manifest import CheckpointError, write_atomically, write_manifest
 from megarl.report import metrics as metrics_file
 from megarl.rollout import rollout_file
@@ -25,6 +26,7 @@ from megarl.types import Metrics
 STATE = "state.json"
 REPLAY = "replay.jsonl"
 POLL_S = 0.05
+CLOSE_DEADLINE_S = 10.0
 TRACKED = (metrics_file.FILE_NAME, metrics_file.PRETRAINING_FILE_NAME, rollout_file.FILE_NAME)
 """Files of a run that grow with it; one that goes on cuts them back to what they were."""
 
@@ -75,6 +77,14 @@ def measure_files(run_dir: Path) -> dict[str, int]:
     return {name: (run_dir / name).stat().st_size for name in TRACKED if (run_dir / name).is_file()}
 
 
+def sync_files(run_dir: Path) -> None:
+    """What has been written to TRACKED is on disk, as the checkpoint will be that counts on it."""
+    for name in TRACKED:
+        if (run_dir / name).is_file():
+            with (run_dir / name).open("rb") as file:
+                os.fsync(file.fileno())
+
+
 def cut_files(run_dir: Path, sizes: Mapping[str, int]) -> None:
     """Cut the files back to these sizes, to nothing where none is given.
 
@@ -122,16 +132,16 @@ class Saver:
         Raises CheckpointError where there is no room for it, what the roles raise, and DeadlineError at `end`
         (time.monotonic).
         """
-        with deferring_stops():
-            self._begin(state, end)
-
-    def _begin(self, state: TrainerState, end: float | None) -> None:
         self.settle(end)
         check_space(self.folder.path, self._num_bytes)
-        building = self.folder.begin(state.iteration)
-        self._under_way = self.last = state.iteration
-        save_trainer_state(building, state)
-        wait_all([role.begin_save(building / name) for name, role in self._roles.items()], end=end)
+        with deferring_stops():
+            building = self.folder.begin(state.iteration)
+            self._under_way = self.last = state.iteration
+            sync_files(self.run_dir)
+            if (self.run_dir / RUN_FILE).is_file():
+                shutil.copyfile(self.run_dir / RUN_FILE, building / RUN_FILE)
+            save_trainer_state(building, state)
+            wait_all([role.begin_save(building / name) for name, role in self._roles.items()], end=end)
 
     def proceed(self, end: float | None = None) -> None:
         """Wait until the roles' files are written, and have them hashed and published beside what comes next."""
@@ -161,15 +171,21 @@ class Saver:
 
     def close(self) -> None:
         """Give up what is under way; what is complete stays."""
-        self._pool.shutdown(wait=True)
-        if self._under_way is not None and not (self._publishing and self._publishing.exception() is None):
-            self.folder.abandon(self._under_way)
+        if self._publishing is not None:
+            wait([self._publishing], CLOSE_DEADLINE_S)
+        if self._publishing is None or not self._publishing.done():
+            if self._under_way is not None:
+                self.folder.abandon(self._under_way)
+        elif error := self._publishing.exception():
+            self._say(f"the checkpoint of iteration {self._under_way} is not complete: {error}")
+        self._pool.shutdown(wait=False)
 
     def _complete(self) -> None:
         assert self._publishing is not None
-        publishing, self._publishing, iteration = self._publishing, None, self._under_way
+        with deferring_stops():
+            publishing, iteration = self._publishing, self._under_way
+            self._publishing = self._under_way = None
         final = publishing.result()
-        self._under_way = None
         self._say(f"checkpoint of iteration {iteration}: {final}")
 
     def _publish(self, iteration: int) -> Path:
@@ -178,5 +194,5 @@ class Saver:
             write_manifest(building / name, self._describe(name, iteration))
         write_manifest(building, {"kind": "training", "iteration": iteration, "roles": sorted(self._roles)})
         final = self.folder.publish(iteration)
-        self._journal.forget(through=self.folder.list()[0])
+        self._journal.forget(through=self.folder.list_newest()[0])
         return final

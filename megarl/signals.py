@@ -4,14 +4,15 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""SIGUSR1: what slurm/train.sh has Slurm send before the time limit."""
+"""SIGUSR1: what Slurm can be asked to send before the time limit (--signal)."""
 
-_deferred: list[int] | None = None
+_deferred: "list[Stopped] | None" = None
 """Signals that came while none may interrupt; None: they may"""
 
 
@@ -20,6 +21,8 @@ class Stopped(BaseException):
 
     def __init__(self, number: int):
         self.number = number
+        self.at = time.monotonic()
+        """When it came"""
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
     @property
@@ -39,7 +42,7 @@ def stopping_on_signals() -> Iterator[None]:
         for each in STOPPING_SIGNALS:
             signal.signal(each, signal.SIG_IGN)
         if _deferred is not None:
-            _deferred.append(number)
+            _deferred.append(Stopped(number))
             # Not print: the signal may have come in the middle of one.
             with contextlib.suppress(OSError):
                 os.write(2, f"\n{signal.Signals(number).name}: the update under way ends first\n".encode())
@@ -70,4 +73,4 @@ def deferring_stops() -> Iterator[None]:
     finally:
         _deferred = None
         if came:
-            raise Stopped(came[0])
+            raise came[0]

@@ -6,6 +6,7 @@
 import errno
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -17,7 +18,7 @@ from megarl.command import check_command_line, end_with_config_error, run_compos
 from megarl.config.errors import ConfigError
 from megarl.config.load import CONF_DIR
 from megarl.config.schema import Config, register
-from megarl.resume import check_changes, check_unused, load_run, save_run, take_resume
+from megarl.resume import check_changes, load_run, save_run, take_resume
 
 FULL = os.strerror(errno.ENOSPC)
 """What the error of a full disk says, also one from a training process"""
@@ -45,18 +46,19 @@ def _train(config: Config, run_dir: Path) -> str:
     # Only now: importing torch and Ray takes seconds that `--help` need not wait.
     from megarl.attempts import run_job
 
-    problems = check_unused(run_dir) if _resumed is None else check_changes(load_run(_resumed)["config"], config)
+    problems = check_changes(load_run(_resumed)["config"], config) if _resumed else []
     if problems:
         raise ConfigError(problems)
-    save_run(run_dir, config, HydraConfig.get().overrides.task)
+    note_start = partial(save_run, run_dir, config, HydraConfig.get().overrides.task)
     try:
-        summary = run_job(config, run_dir)
+        summary = run_job(config, run_dir, is_new=_resumed is None, note_start=note_start)
     except CheckpointError as error:
         raise ConfigError([str(error)]) from error
     except (OSError, RuntimeError) as error:
         if FULL not in str(error):
             raise
-        raise ConfigError([f"{run_dir}: {FULL}; once there is room, resume={run_dir} goes on"]) from error
+        first = next(line for line in str(error).splitlines() if FULL in line)
+        raise ConfigError([f"{first.strip()}; once there is room, resume={run_dir} goes on"]) from error
     return f"iterations={summary.num_iterations} reward/heldout={summary.heldout_reward:.4f}"
 
 

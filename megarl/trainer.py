@@ -81,6 +81,10 @@ class Trainer:
         self.heldout_reward = float("nan")
         self.started = time.monotonic()
         self.state = self.capture(0, {})
+        self.is_whole = True
+        """Whether the roles hold what `state` says; not in an update, nor after one that failed"""
+        self.score: float | None = None
+        """Of the present weights by checkpoint.best_metric, once they are evaluated"""
 
     @property
     def iteration(self) -> int:
@@ -118,9 +122,11 @@ class Trainer:
         metrics |= experience_metrics | target_metrics
         # The weights and the loop's own state change together, also where a signal comes.
         with deferring_stops():
+            self.is_whole, self.score = False, None
             metrics |= self.update(samples, iteration)
             self.kl, kl_metrics = self.kl.update(experience)
             self.state = self.capture(iteration, metrics | kl_metrics)
+            self.is_whole = True
 
     def finish(self) -> None:
         """Bring the weights of the iteration to the servers, evaluate where it is time, and log it."""
@@ -128,8 +134,9 @@ class Trainer:
         if self.is_last() or self.iteration % self.config.train.eval_every == 0:
             metrics |= self.evaluate()
         self.report.log(self.iteration, metrics)
+        self.score = metrics.get(self.config.checkpoint.best_metric)
         if self.parts.saver:
-            self.parts.saver.score(self.iteration, metrics.get(self.config.checkpoint.best_metric))
+            self.parts.saver.score(self.iteration, self.score)
 
     def capture(self, iteration: int, metrics: Metrics) -> TrainerState:
         """What a checkpoint says of the loop itself."""
@@ -162,14 +169,17 @@ class Trainer:
     def save(self, wait: bool = True, end: float | None = None) -> None:
         """A checkpoint of the present state, unless there is one; without `wait` it is written beside what follows.
 
-        Raises DeadlineError at `end` (time.monotonic).
+        Raises DeadlineError at `end` (time.monotonic), RuntimeError after an update that was broken off.
         """
         saver = self.parts.saver
         if saver is None:
             return
+        if not self.is_whole:
+            raise RuntimeError(f"the update of iteration {self.iteration + 1} was broken off: its weights are no state")
         with self.report.phase("checkpoint"):
             if saver.last != self.iteration:
                 saver.begin(self.state, end)
+                saver.score(self.iteration, self.score)
             if wait:
                 saver.settle(end)
 
@@ -180,10 +190,13 @@ class Trainer:
         deadline_s = self.config.checkpoint.stop_deadline_s
         self.report.message(f"{stopped}: saving iteration {self.iteration}, within {deadline_s:g} s")
         try:
-            self.save(end=time.monotonic() + deadline_s)
+            self.save(end=stopped.at + deadline_s)
             self.report.message(f"saved: resume={self.parts.saver.run_dir} goes on")
         except Exception as error:
-            self.report.message(f"iteration {self.iteration} was not saved: {error}")
+            causes = [f"iteration {self.iteration} was not saved: {error}"]
+            if isinstance(stopped.__context__, Exception):
+                causes.append(f"before that: {stopped.__context__}")
+            self.report.message("\n".join(causes))
 
     def collect(self, iteration: int) -> tuple[Rollout, Metrics]:
         """The groups of one iteration: fresh ones, with `algo.dynamic_sampling` only those of different rewards, and
@@ -286,7 +299,9 @@ class Trainer:
         """Mean greedy reward on the held-out prompts."""
         with self.report.phase("evaluate"):
             rollout = self.with_servers(
-                lambda: self.parts.collector.collect_greedy(self.parts.heldout, weight_version=self.version)
+                lambda: self.parts.collector.collect_greedy(
+                    self.parts.heldout, weight_version=self.version, key=f"evaluation-{self.iteration}"
+                )
             )
         self.report.samples(rollout.samples)
         metrics = {name.replace("reward/", "heldout/"): v for name, v in compute_score_metrics(rollout.samples).items()}

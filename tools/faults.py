@@ -73,8 +73,8 @@ class Outcome:
     """phase and iteration in which the process was when it was killed"""
     recovered_by: str
     iterations_repeated: int
-    responses_kept: int
-    """of iterations that were repeated: found in the journal"""
+    rollouts_kept: int
+    """of the iterations that were repeated: found in the journal"""
     seconds: float
     problem: str | None
     """None: weights, metrics and rollouts are those of the run that nobody touched"""
@@ -164,16 +164,16 @@ def strike(plan: Plan, out: Path, reference: dict[str, Any], overrides: list[str
     log.unlink(missing_ok=True)
     started = time.monotonic()
     run = start(run_dir, log, *overrides, f"hydra.run.dir={run_dir}")
-    hit, problem, kept = "", None, 0
+    hit, problem, kept = "", None, []
     try:
         hit = kill(run, run_dir, plan, reference["seconds"][plan.phase])
-        kept = len(list((run_dir / "journal").glob("iteration-*.jsonl")))
+        kept = [int(path.name.split("-")[1]) for path in (run_dir / "journal").glob("iteration-*.jsonl")]
         code = wait_end(run)
         if plan.process == "driver":
             end_left_over(run_dir)
             code = wait_end(start(run_dir, log, f"resume={run_dir}"))
         problem = f"exit status {code}" if code else compare(run_dir, reference)
-    except RuntimeError as error:
+    except (RuntimeError, psutil.Error) as error:
         run.kill()
         problem = str(error)
     text = log.read_text(errors="replace")
@@ -186,7 +186,7 @@ def strike(plan: Plan, out: Path, reference: dict[str, Any], overrides: list[str
         hit,
         find_recovery(plan, text),
         max(0, reached - begun[0]) if begun else 0,
-        kept if begun else 0,
+        sum(iteration > begun[0] for iteration in kept) if begun else 0,
         time.monotonic() - started,
         problem,
     )
@@ -254,8 +254,11 @@ def load_reference(out: Path, overrides: list[str]) -> dict[str, Any]:
         usual = {
             title: max((line.get(f"time/{name}", 0.0) for line in lines), default=0.0) for title, name in PHASES.items()
         }
-        path.write_text(json.dumps(summarize(run_dir) | {"seconds": usual}))
-    return dict(json.loads(path.read_text()))
+        path.write_text(json.dumps(summarize(run_dir) | {"seconds": usual, "overrides": overrides}))
+    found = dict(json.loads(path.read_text()))
+    if found["overrides"] != overrides:
+        sys.exit(f"{path} is of other overrides: {' '.join(found['overrides'])}; another --out is needed")
+    return found
 
 
 def print_table(outcomes: list[dict[str, Any]]) -> None:
@@ -269,7 +272,7 @@ def print_table(outcomes: list[dict[str, Any]]) -> None:
             each["hit"],
             each["recovered_by"],
             each["iterations_repeated"],
-            each["responses_kept"],
+            each["rollouts_kept"],
             f"{each['seconds']:.0f}",
             each["problem"] or "yes",
         ]

@@ -10,11 +10,20 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from megarl.checkpoint.manifest import CheckpointError, load_manifest, sync_directory, verify_files, write_atomically
+from megarl.checkpoint.manifest import (
+    CheckpointError,
+    FormatError,
+    load_manifest,
+    sync_directory,
+    verify_files,
+    write_atomically,
+)
 
 NAME = "checkpoints"
 LATEST = "latest"
 SCORE = "score.json"
+RUN_FILE = "run.json"
+"""In the run directory and in every checkpoint: how the run was started, and its configuration"""
 _PATTERN = re.compile(r"iteration-(\d{6,})")
 
 
@@ -46,7 +55,7 @@ class Folder:
     def abandon(self, iteration: int) -> None:
         shutil.rmtree(self.find_building(iteration), ignore_errors=True)
 
-    def list(self) -> list[int]:
+    def list_complete(self) -> list[int]:
         """Iterations of the complete checkpoints, in order."""
         if not self.path.is_dir():
             return []
@@ -54,28 +63,41 @@ class Folder:
         return sorted(int(match[1]) for match in found if match)
 
     def find_newest(self, say: Callable[[str], None]) -> tuple[int, Path] | None:
-        """The newest checkpoint whose checksums are right; None where there is none.
+        """The newest checkpoint whose checksums are right; None where there never was one.
 
-        A damaged one is told of and put aside as NAME.damaged, and the one before is looked at.
+        Damaged ones that are newer are told of and put aside as NAME.damaged. Raises CheckpointError where there are or
+        were checkpoints and none is whole, and for one of another release; everything is then left as it is.
         """
-        for iteration in reversed(self.list()):
+        problems: dict[Path, CheckpointError] = {}
+        for iteration in reversed(self.list_complete()):
             directory = self.path / name_checkpoint(iteration)
             try:
                 verify_files(directory)
+            except FormatError:
+                raise
             except CheckpointError as error:
-                say(f"{error}; put aside as {directory.name}.damaged, the checkpoint before is taken")
-                aside = directory.with_name(f"{directory.name}.damaged")
-                shutil.rmtree(aside, ignore_errors=True)
-                directory.rename(aside)
+                problems[directory] = error
                 continue
+            for damaged, problem in problems.items():
+                say(f"{problem}; put aside as {damaged.name}.damaged, a checkpoint before it is taken")
+                aside = damaged.with_name(f"{damaged.name}.damaged")
+                shutil.rmtree(aside, ignore_errors=True)
+                damaged.rename(aside)
             write_atomically(self.path / LATEST, f"{directory.name}\n")
             return iteration, directory
+        if problems or (self.path / LATEST).is_file():
+            causes = "; ".join(map(str, problems.values())) or f"{LATEST} names one that is not there"
+            raise CheckpointError(f"{self.path}: no checkpoint is whole: {causes}")
         return None
 
     def clean(self) -> None:
         """Remove what checkpoints that were never completed have left."""
         for left in self.path.glob(".iteration-*"):
             shutil.rmtree(left, ignore_errors=True)
+
+    def list_newest(self) -> list[int]:
+        """The newest `keep_last`, which do not stay for their score only."""
+        return self.list_complete()[-self._keep_last :]
 
     def score(self, iteration: int, value: float) -> None:
         """Note the checkpoint's evaluation, which decides whether it is among the best; nothing where it is gone.
@@ -89,16 +111,17 @@ class Folder:
 
     def prune(self) -> None:
         """Remove all but the newest `keep_last` and the best `keep_best`."""
-        complete = self.list()
+        complete = self.list_complete()
         scores = {number: value for number, value in self._load_scores().items() if number in complete}
         best = (
             sorted(scores, key=lambda number: (scores[number], number))[-self._keep_best :] if self._keep_best else []
         )
-        for number in set(complete[: -self._keep_last]) - set(best):
+        for number in set(complete) - set(self.list_newest()) - set(best):
             # Under another name first: half of a checkpoint must not look like a whole one.
             going = self.find_building(number)
             (self.path / name_checkpoint(number)).rename(going)
-            shutil.rmtree(going)
+            # What cannot be removed now, because somebody reads it, is by the next run that goes on.
+            shutil.rmtree(going, ignore_errors=True)
 
     def _load_scores(self) -> dict[int, float]:
         try:

@@ -25,6 +25,10 @@ class CheckpointError(ValueError):
     """A checkpoint is missing, incomplete or damaged; the message names the files."""
 
 
+class FormatError(CheckpointError):
+    """A checkpoint of another release."""
+
+
 @dataclass(frozen=True)
 class FileRecord:
     bytes: int
@@ -55,11 +59,13 @@ def load_manifest(directory: Path) -> Manifest:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
-            raise CheckpointError(f"{path}: format {content['format']!r}; this release reads format {FORMAT}")
+            raise FormatError(f"{path}: format {content['format']!r}; this release reads format {FORMAT}")
         files = {name: FileRecord(int(x["bytes"]), str(x["sha256"])) for name, x in content["files"].items()}
         return Manifest(dict(content["about"]), files)
     except FileNotFoundError:
         raise CheckpointError(f"{directory}: no {NAME}: it is no checkpoint, or was not written to its end") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -77,8 +83,9 @@ def verify_files(directory: Path) -> None:
     problems += _name("not in the manifest", found - manifest.files.keys())
     present = sorted(manifest.files.keys() & found)
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        same = pool.map(lambda name: _matches(directory / name, manifest.files[name]), present)
-        problems += _name("damaged", {name for name, fine in zip(present, same, strict=True) if not fine})
+        same = list(pool.map(lambda name: _matches(directory / name, manifest.files[name]), present))
+        problems += _name("damaged", {name for name, fine in zip(present, same, strict=True) if fine is False})
+        problems += _name("unreadable", {name for name, fine in zip(present, same, strict=True) if fine is None})
     if problems:
         raise CheckpointError(f"{directory}: {'; '.join(problems)}")
     for name in present:
@@ -130,9 +137,13 @@ def _record_on_disk(path: Path) -> FileRecord:
     return _record(path)
 
 
-def _matches(path: Path, record: FileRecord) -> bool:
-    # The size first: it tells a truncated file without reading it.
-    return path.stat().st_size == record.bytes and _record(path) == record
+def _matches(path: Path, record: FileRecord) -> bool | None:
+    """None: it cannot be read."""
+    try:
+        # The size first: it tells a truncated file without reading it.
+        return path.stat().st_size == record.bytes and _record(path) == record
+    except OSError:
+        return None
 
 
 def _name(problem: str, names: set[str]) -> list[str]:

@@ -49,10 +49,18 @@ def local_ray(config: ClusterConfig, num_actors: int) -> Iterator[Path]:
 
 @contextmanager
 def _keep_signal_handlers() -> Iterator[None]:
-    """ray.init puts handlers of its own in place of the process's; these put them back, native ones included."""
+    """ray.init puts handlers of its own in place of the process's; these put them back, native ones included.
+
+    Ray's processes are in this one's group, so that what is sent to the group reaches them too: they ignore what must
+    not end them before this process has saved its state. (SIGINT is blocked there by Ray, SIGTERM is how it ends them.)
+    """
     before = {number: signal.getsignal(number) for number in STOPPING_SIGNALS}
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main:
+        for number in (signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
     yield
-    if threading.current_thread() is threading.main_thread():
+    if is_main:
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -24,4 +24,5 @@ class TrainConfig:
     """End after the iteration in which this many responses have been generated in all, those of value pretraining and
     of groups that dynamic sampling dropped included."""
     max_minutes: float | None = None
-    """End cleanly after the iteration in which this much time has passed since the processes stood."""
+    """End cleanly after the iteration in which this much time has passed since the processes stood; counted anew by a
+    run that goes on."""

@@ -6,7 +6,6 @@ decoder.layers.mlp.experts.experts.linear_fc1.weight [layers, experts, rows, col
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from megarl.config.roles import Dtype, ParallelConfig
@@ -29,10 +28,6 @@ def describe_role(role: Role, dtype: Dtype, parallel: ParallelConfig, iteration:
     """What the manifest of a role's directory says about it."""
     layout = {name: getattr(parallel, name) for name in ("tp", "pp", "dp", "cp", "ep")}
     return {"kind": KIND, "role": role.value, "dtype": dtype.value, "parallel": layout, "iteration": iteration}
-
-
-def is_role_directory(directory: Path) -> bool:
-    return (directory / BACKENDS).is_file() and (directory / METADATA).is_file()
 
 
 def belongs_to_optimizer(key: str) -> bool:

@@ -1,8 +1,9 @@
 """Prompts -> responses -> rewards, as one Rollout."""
 
+import contextlib
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megarl.rollout.journal import Journal
 from megarl.seams import RolloutEngine
@@ -47,12 +48,23 @@ class Collector:
         other weights.
         """
         samples = self.sample(prompts, num_responses, key=key)
-        check_versions(samples, weight_version)
+        with self.forgetting_failures(key):
+            check_versions(samples, weight_version)
         return Rollout(samples, weight_version)
 
-    def collect_greedy(self, prompts: Sequence[Prompt], *, weight_version: int) -> Rollout:
+    @contextlib.contextmanager
+    def forgetting_failures(self, key: str | None) -> Iterator[None]:
+        """What is in the journal under keys that begin with `key` goes where the block fails: it would fail again."""
+        try:
+            yield
+        except Exception:
+            if self._journal and key:
+                self._journal.drop(key)
+            raise
+
+    def collect_greedy(self, prompts: Sequence[Prompt], *, weight_version: int, key: str | None = None) -> Rollout:
         """The most likely response of each prompt, for evaluation, before what runs ahead; else as `collect`."""
-        groups = self._engine.generate(prompts, num_responses=1, temperature=0.0, urgent=True)
+        groups = self._engine.generate(prompts, num_responses=1, temperature=0.0, urgent=True, key=key)
         samples = score_groups(prompts, groups, self._score)
         check_versions(samples, weight_version)
         return Rollout(samples, weight_version)

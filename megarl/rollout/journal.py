@@ -43,6 +43,12 @@ class Journal:
     def save(self, key: str, samples: Sequence[Sample]) -> None:
         write_rollouts(self._find(key), [Rollout(tuple(samples), 0)])
 
+    def drop(self, key: str) -> None:
+        """Remove what keys hold that are `key` or begin with `key`/."""
+        name = key.replace("/", "-")
+        for path in [self._find(key), *self._directory.glob(f"{name}-*.jsonl")]:
+            path.unlink(missing_ok=True)
+
     def forget(self, through: int) -> None:
         """Remove what was sampled for iterations up to this one, and for value pretraining."""
         for path in self._directory.glob("*.jsonl"):

@@ -94,7 +94,8 @@ class GroupSource:
         self._state = gathered.state
         samples = [sample for group in gathered.sampled for sample in group]
         self._num_taken += len(samples)
-        check_versions(samples, weight_version, self._max_staleness)
+        with self._collector.forgetting_failures(f"iteration-{iteration}"):
+            check_versions(samples, weight_version, self._max_staleness)
         if self._max_staleness > 0:
             gathered.metrics.update(compute_staleness([s for g in gathered.fresh for s in g], weight_version))
         return gathered

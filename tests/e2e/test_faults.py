@@ -2,8 +2,10 @@
 
 import importlib.util
 import json
+import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -60,10 +62,13 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_in_another_layout_from_th
     out: Path, reference: dict[str, Any]
 ) -> None:
     run_dir, log = out / "stopped", out / "stopped.log"
-    run = faults.start(run_dir, log, *faults.OVERRIDES, f"hydra.run.dir={run_dir}")
+    command = [sys.executable, "-m", "megarl.train", *faults.OVERRIDES, f"hydra.run.dir={run_dir}"]
+    with log.open("wb") as output:
+        run = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     faults.wait_for_phase(run, run_dir, faults.Plan(0, "driver", "generation", 4, 0.0))
-    run.send_signal(signal.SIGTERM)
-    assert faults.wait_end(run) == 128 + signal.SIGTERM, log.read_text()
+    # As Slurm does it: to all processes of the job step, Ray's among them.
+    os.killpg(run.pid, signal.SIGUSR1)
+    assert faults.wait_end(run) == 128 + signal.SIGUSR1, log.read_text()
     # 3 is no multiple of checkpoint.save_every=2.
     assert (run_dir / "checkpoints" / "latest").read_text() == "iteration-000003\n"
     assert json.loads((run_dir / "checkpoints" / "iteration-000003" / "state.json").read_text())["iteration"] == 3

@@ -4,7 +4,7 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.resume import MAY_CHANGE, check_changes, check_unused, list_values, load_run, save_run, take_resume
+from megarl.resume import MAY_CHANGE, check_changes, list_values, load_run, save_run, take_resume
 
 OVERRIDES = ["algo=vapo", "algo.clip_high=0.3", "+model.megatron.x=1"]
 
@@ -52,11 +52,6 @@ def test_a_run_json_that_is_none_is_an_error(run_dir):
         load_run(run_dir)
 
 
-def test_a_new_run_does_not_write_into_a_run(run_dir, tmp_path):
-    assert check_unused(tmp_path / "new") == []
-    assert "holds a run already; resume=" in check_unused(run_dir)[0]
-
-
 def test_a_key_that_decides_what_is_learned_may_not_change_and_is_named_with_both_values(run_dir):
     before = load_run(run_dir)["config"]
     assert check_changes(before, load_config(["algo.clip_high=0.3"])) == []
@@ -73,6 +68,18 @@ def test_how_long_where_and_over_how_many_processes_may_change(run_dir):
     changed = ["algo.clip_high=0.3", "train.num_iterations=500", "policy.parallel.tp=2", "checkpoint.save_every=1"]
     changed += ["policy.parallel.num_processes=2", "rollout.num_servers=2", "cluster.call_deadline_s=5"]
     assert check_changes(load_run(run_dir)["config"], load_config(changed)) == []
+
+
+def test_another_reward_is_found_though_it_has_the_same_keys(run_dir):
+    problems = check_changes(load_run(run_dir)["config"], load_config(["algo.clip_high=0.3", "reward=math"]))
+    assert [problem.split(":")[0] for problem in problems] == ["reward"]
+
+
+@pytest.mark.parametrize(("before", "now"), [("null", "20"), ("20", "null")])
+def test_a_run_without_checkpoints_does_not_go_on(tmp_path, before, now):
+    save_run(tmp_path, load_config([f"checkpoint.save_every={before}"]), [])
+    (problem,) = check_changes(load_run(tmp_path)["config"], load_config([f"checkpoint.save_every={now}"]))
+    assert problem.startswith("checkpoint.save_every: null")
 
 
 def test_every_beginning_of_a_key_that_may_change_is_one_of_a_key():

@@ -1,11 +1,16 @@
 """The folder of a run's checkpoints: what has a name is whole, what is damaged is passed over, what may go goes."""
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megarl.checkpoint.folder import LATEST, Folder, check_space, name_checkpoint
-from megarl.checkpoint.manifest import CheckpointError, write_manifest
+from megarl.checkpoint.lock import locking
+from megarl.checkpoint.manifest import NAME, CheckpointError, FormatError, write_manifest
 
 
 def publish(folder: Folder, iteration: int, score: float | None = None) -> None:
@@ -34,7 +39,7 @@ def test_what_is_being_built_is_no_checkpoint_and_is_cleaned_away(tmp_path: Path
     folder = Folder(tmp_path, keep_last=2)
     publish(folder, 20)
     (folder.begin(40) / "state.json").write_text("half")
-    assert folder.list() == [20]
+    assert folder.list_complete() == [20]
     with pytest.raises(CheckpointError, match="was not written to its end"):
         folder.publish(40)
     folder.clean()
@@ -52,15 +57,54 @@ def test_a_damaged_checkpoint_is_said_put_aside_and_the_one_before_is_taken(tmp_
     assert "missing: state.json" in said[1]
     assert (tmp_path / LATEST).read_text() == "iteration-000020\n"
     publish(folder, 40)
-    assert folder.list() == [20, 40]
+    assert folder.list_complete() == [20, 40]
     assert (tmp_path / "iteration-000060.damaged" / "state.json").read_text() == "other"
+
+
+def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_and_all_is_left_as_it_is(tmp_path: Path):
+    folder = Folder(tmp_path, keep_last=2)
+    publish(folder, 20)
+    publish(folder, 40)
+    for name in ("iteration-000020", "iteration-000040"):
+        (tmp_path / name / "state.json").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint is whole: .*000040: missing: state.json.*000020: missing"
+    ):
+        folder.find_newest(refuse)
+    assert folder.list_complete() == [20, 40]
+    shutil.rmtree(tmp_path / "iteration-000020")
+    shutil.rmtree(tmp_path / "iteration-000040")
+    with pytest.raises(CheckpointError, match="latest names one that is not there"):
+        folder.find_newest(refuse)
+
+
+def test_a_checkpoint_of_another_release_is_not_taken_for_a_damaged_one(tmp_path: Path):
+    folder = Folder(tmp_path, keep_last=2)
+    publish(folder, 20)
+    publish(folder, 40)
+    manifest = tmp_path / "iteration-000040" / NAME
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(FormatError, match="format 2; this release reads format 1"):
+        folder.find_newest(refuse)
+    assert folder.list_complete() == [20, 40]
+
+
+def test_only_one_process_at_a_time_may_write_to_a_directory(tmp_path: Path):
+    with locking(tmp_path):
+        code = "import pathlib, sys\nfrom megarl.checkpoint.lock import locking\nlocking(pathlib.Path(sys.argv[1])).__enter__()"
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        other = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert f"process {os.getpid()} on " in other.stderr
+        assert "is at work there" in other.stderr
+    with locking(tmp_path):
+        pass
 
 
 def test_the_newest_and_the_best_stay(tmp_path: Path):
     folder = Folder(tmp_path, keep_last=2, keep_best=2)
     for iteration, score in ((20, 0.9), (40, 0.1), (60, 0.7), (80, 0.2), (100, None), (120, 0.3)):
         publish(folder, iteration, score)
-    assert folder.list() == [20, 60, 100, 120]
+    assert folder.list_complete() == [20, 60, 100, 120]
 
 
 def test_of_equal_scores_the_later_one_stays(tmp_path: Path):
@@ -68,7 +112,7 @@ def test_of_equal_scores_the_later_one_stays(tmp_path: Path):
     for iteration in (20, 40, 60):
         publish(folder, iteration, 0.5)
     publish(folder, 80)
-    assert folder.list() == [60, 80]
+    assert folder.list_complete() == [60, 80]
 
 
 def test_a_checkpoint_that_has_no_room_is_refused_with_both_sizes(tmp_path: Path):

@@ -75,3 +75,20 @@ def test_a_collector_does_not_sample_or_score_again_what_the_journal_holds(tmp_p
     assert [sample.score.reward for sample in first] == [0.25, 0.5, 0.75, 1.0]
     assert build().sample(PROMPTS, 2, key="iteration-1/round-1") == first
     assert engine.num_calls == 1
+
+
+def test_samples_of_other_weights_than_the_trainers_do_not_stay_in_the_journal(tmp_path):
+    collector = Collector(
+        CountingEngine(), lambda _prompt, _response: Score(0.0, False), temperature=1.0, journal=Journal(tmp_path)
+    )
+    with pytest.raises(RuntimeError, match="weight version 0; the trainer's is 3"):
+        collector.collect(PROMPTS, 2, weight_version=3, key="pretraining-1")
+    assert list(tmp_path.glob("*.jsonl")) == []
+
+
+def test_dropping_a_key_takes_what_is_below_it_and_no_other(tmp_path):
+    journal = Journal(tmp_path)
+    for key in ("iteration-1/round-1", "iteration-1/round-2", "iteration-12/round-1"):
+        journal.save(key, build_samples())
+    journal.drop("iteration-1")
+    assert [path.name for path in tmp_path.iterdir()] == ["iteration-12-round-1.jsonl"]
