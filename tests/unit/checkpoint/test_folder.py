@@ -91,7 +91,8 @@ def test_a_checkpoint_of_another_release_is_not_taken_for_a_damaged_one(tmp_path
 
 def test_only_one_process_at_a_time_may_write_to_a_directory(tmp_path: Path):
     with locking(tmp_path):
-        code = "import pathlib, sys\nfrom megarl.checkpoint.lock import locking\nlocking(pathlib.Path(sys.argv[1])).__enter__()"
+        lines = ["import pathlib, sys", "from megarl.checkpoint.lock import locking"]
+        code = "\n".join([*lines, "locking(pathlib.Path(sys.argv[1])).__enter__()"])
         command = [sys.executable, "-c", code, str(tmp_path)]
         other = subprocess.run(command, capture_output=True, text=True, check=False)
         assert f"process {os.getpid()} on " in other.stderr
