@@ -54,6 +54,7 @@ MEASURED = ("time/", "sync/seconds", "sync/proof_share")
 """Beginnings of the metrics that clocks decide"""
 RUN_DEADLINE_S = 600.0
 PHASE_DEADLINE_S = 300.0
+FIND_DEADLINE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,17 @@ def start(run_dir: Path, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
         )
 
 
-def find_process(run_dir: Path, process: str, driver: int) -> psutil.Process | None:
-    """The one to kill; None where it is not there."""
-    if process == "driver":
-        return psutil.Process(driver)
+def find_process(run_dir: Path, process: str, driver: int) -> psutil.Process:
+    """The one to kill. Processes come and go while they are listed, so they are listed until it is among them."""
+    end = time.monotonic() + FIND_DEADLINE_S
+    while time.monotonic() < end:
+        found = psutil.Process(driver) if process == "driver" else _find_child(run_dir, process, driver)
+        if found is not None:
+            return found
+    raise RuntimeError(f"no process of the {process} was found")
+
+
+def _find_child(run_dir: Path, process: str, driver: int) -> psutil.Process | None:
     log = str(run_dir / "logs" / LOGS[process])
     for each in psutil.Process(driver).children(recursive=True):
         try:
@@ -140,8 +148,6 @@ def kill(run: subprocess.Popen[bytes], run_dir: Path, plan: Plan, usual_s: float
     wait_for_phase(run, run_dir, plan)
     time.sleep(plan.delay * usual_s)
     victim = find_process(run_dir, plan.process, run.pid)
-    if victim is None:
-        raise RuntimeError(f"no process of the {plan.process} was found")
     status = load_status(run_dir / STATUS)
     assert status is not None
     victim.send_signal(signal.SIGKILL)
