@@ -1,11 +1,12 @@
 """A local Ray cluster: started for one run, ended with it, leaving nothing behind."""
 
 import os
+import re
 import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def local_ray(config: ClusterConfig, num_actors: int) -> Iterator[Path]:
     `cluster.shutdown_deadline_s` and its files and shared memory are removed.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    remove_left_over()
     # A short path: Ray puts unix sockets under it, whose names may have 107 characters at most.
     temp_dir = tempfile.mkdtemp(prefix=f"megarl-{os.getpid()}-", dir="/tmp")
     before = set(psutil.Process().children(recursive=True))
@@ -45,6 +47,15 @@ def local_ray(config: ClusterConfig, num_actors: int) -> Iterator[Path]:
         ray.shutdown()
         _end_processes(started, config.shutdown_deadline_s / 3)
         shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def remove_left_over(places: Sequence[Path] = (Path("/tmp"), Path("/dev/shm"))) -> None:
+    """Remove scratch folders and weight links of processes that were killed, by the process id in their names."""
+    for path in (path for place in places for path in place.glob("megarl-*")):
+        match = re.fullmatch(r"megarl-(?:sync-|sglang-)?(\d+)-\w+", path.name)
+        # Another user's cannot be removed, and what has a living process is in use.
+        if match and not psutil.pid_exists(int(match[1])):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

@@ -182,7 +182,7 @@ class SGLangServer:
         if self._process is not None:
             raise ServerError(f"SGLang server {self.url} was started before")
         self._wait_for_port(port_deadline_s)
-        self._scratch = Path(tempfile.mkdtemp(prefix="megarl-sglang-"))
+        self._scratch = Path(tempfile.mkdtemp(prefix=f"megarl-sglang-{os.getpid()}-"))
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_file, "ab") as log:
             log.write((" ".join(self._command) + "\n").encode())

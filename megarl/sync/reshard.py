@@ -1,5 +1,6 @@
 """Weight sync from training shards to serving shards: each server rank gets exactly what it holds, and is proved."""
 
+import os
 import shutil
 import tempfile
 import time
@@ -111,7 +112,7 @@ class ShardSync:
         common = {"num_sources": sources, "num_targets": targets, "deadline_s": self._config.sync_deadline_s}
         if self._config.transport is Transport.colocated:
             self._remove_memory()
-            self._memory = Path(tempfile.mkdtemp(prefix="megarl-sync-", dir="/dev/shm"))
+            self._memory = Path(tempfile.mkdtemp(prefix=f"megarl-sync-{os.getpid()}-", dir="/dev/shm"))
             largest = max(bucket.num_bytes for bucket in session.buckets)
             return common | {"kind": "memory", "directory": str(self._memory), "slot_bytes": -(-largest // 64) * 64}
         if is_loopback(self._host):
