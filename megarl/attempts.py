@@ -89,7 +89,11 @@ class _Attempts:
             except RuntimeError as error:
                 before, newest = newest, self.folder.list_complete()[-1:]
                 num_restarts = 1 if newest > before else num_restarts + 1
-                if not self.is_saving or not (is_loss(error) or self.find_lost_servers()):
+                if not self.is_saving:
+                    raise
+                # Those that are not lost are brought to rest by it.
+                lost = self.hosts.servers.find_lost() if self.hosts.servers is not None else {}
+                if not (lost or is_loss(error)):
                     raise
                 if num_restarts > self.config.checkpoint.max_restarts:
                     error.add_note(
@@ -97,7 +101,8 @@ class _Attempts:
                     )
                     raise
                 self.say_restart(error, num_restarts)
-            self.restart_servers()
+            if lost and self.hosts.servers is not None:
+                self.hosts.servers.restart(lost)
 
     def attempt(self) -> Summary:
         """Train from the newest checkpoint, or from the start where there is none."""
@@ -132,13 +137,14 @@ class _Attempts:
             return None
         self.folder.clean()
         found = self.folder.find_newest(self.report.message)
-        state = load_trainer_state(found[1]) if found else None
-        if state is not None:
-            self.check_prompts(state)
-        cut_files(self.run_dir, state.sizes if state else {})
-        self.report.rewind(state.iteration if state else 0)
-        if found is None or state is None:
+        if found is None:
+            cut_files(self.run_dir, {})
+            self.report.rewind(0)
             return None
+        state = load_trainer_state(found[1])
+        self.check_prompts(state)
+        cut_files(self.run_dir, state.sizes)
+        self.report.rewind(state.iteration)
         self.report.message(f"going on from {found[1]}")
         return state, found[1]
 
@@ -163,16 +169,6 @@ class _Attempts:
     def say_restart(self, error: RuntimeError, number: int) -> None:
         maximum = self.config.checkpoint.max_restarts
         self.report.message(f"{error}\nrestart {number} of at most {maximum} (checkpoint.max_restarts)")
-
-    def restart_servers(self) -> None:
-        """Those that an attempt has left unfit; the others are brought to rest."""
-        lost = self.find_lost_servers()
-        if lost and self.hosts.servers is not None:
-            self.hosts.servers.restart(lost)
-
-    def find_lost_servers(self) -> Mapping[str, str]:
-        """Those that were started by this run; the others are brought to rest."""
-        return self.hosts.servers.find_lost() if self.hosts.servers is not None else {}
 
 
 def is_loss(error: BaseException | None) -> bool:

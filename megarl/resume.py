@@ -93,13 +93,10 @@ def check_changes(before: Mapping[str, Any], config: Config) -> list[str]:
     """One message for each key that differs from the run's and may not."""
     if None in (config.checkpoint.save_every, before.get("checkpoint.save_every")):
         return ["checkpoint.save_every: null, now or in the run, which then has no checkpoint to go on from"]
-    now = dict(list_values(config))
-    # Through JSON, as the run's were.
-    now = json.loads(json.dumps(now))
     return [
         f"{key}: the run has {before[key]!r}, now {value!r}; it decides what is learned and may not change."
         f" What may: {', '.join(name + '*' if name.endswith('.') else name for name in MAY_CHANGE)}"
-        for key, value in now.items()
+        for key, value in list_values(config)
         if key in before and before[key] != value and not key.startswith(MAY_CHANGE)
     ]
 
@@ -123,7 +120,7 @@ def _to_plain(value: Any) -> Any:
         return {str(key): _to_plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_to_plain(each) for each in value]
-    return value if is_dataclass(value) is False else dict(list_values(value))
+    return dict(list_values(value)) if is_dataclass(value) else value
 
 
 def _name_key(override: str) -> str:

@@ -124,15 +124,15 @@ def _find_child(run_dir: Path, process: str, driver: int) -> psutil.Process | No
     return None
 
 
-def wait_for_phase(run: subprocess.Popen[bytes], run_dir: Path, plan: Plan) -> str:
-    """Return once the run is in the planned phase of the planned iteration; what it is in then, as text."""
+def wait_for_phase(run: subprocess.Popen[bytes], run_dir: Path, plan: Plan) -> None:
+    """Return once the run is in the planned phase of the planned iteration."""
     end = time.monotonic() + PHASE_DEADLINE_S
     while time.monotonic() < end:
         if run.poll() is not None:
             raise RuntimeError(f"the run ended with {run.returncode} before {plan.phase} of iteration {plan.iteration}")
         status = load_status(run_dir / STATUS)
         if status and status["iteration"] == plan.iteration and status["phase"] == PHASES[plan.phase]:
-            return describe(status)
+            return
         time.sleep(0.002)
     raise RuntimeError(f"{plan.phase} of iteration {plan.iteration} was not seen within {PHASE_DEADLINE_S:g} s")
 

@@ -140,13 +140,18 @@ def name_checkpoint(iteration: int) -> str:
 
 def check_space(directory: Path, num_bytes: int) -> None:
     """Raises CheckpointError where the file system of `directory` has no room for `num_bytes`."""
-    existing = next(path for path in (directory, *directory.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    _, free = find_free(directory)
     if num_bytes > free:
         raise CheckpointError(
             f"{directory}: a checkpoint takes about {_format(num_bytes)} and its file system has {_format(free)} free;"
             " make room, or lower checkpoint.keep_last, or set checkpoint.save_every=null to train without any"
         )
+
+
+def find_free(directory: Path) -> tuple[Path, int]:
+    """The directory, or the nearest above it that exists, and the free bytes of its file system."""
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    return existing, shutil.disk_usage(existing).free
 
 
 def _format(num_bytes: int) -> str:

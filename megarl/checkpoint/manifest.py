@@ -9,7 +9,7 @@ two together prove all files.
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -93,6 +93,11 @@ def verify_files(directory: Path) -> None:
             verify_files((directory / name).parent)
 
 
+def name_some(names: Sequence[str]) -> str:
+    """The first five, and how many more there are."""
+    return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+
+
 def write_atomically(path: Path, text: str) -> None:
     """The file has the whole text or is as it was; on disk on return."""
     partial = path.with_name(f".{path.name}.partial")
@@ -147,7 +152,4 @@ def _matches(path: Path, record: FileRecord) -> bool | None:
 
 
 def _name(problem: str, names: set[str]) -> list[str]:
-    if not names:
-        return []
-    shown = ", ".join(sorted(names)[:5])
-    return [f"{problem}: {shown}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"]
+    return [f"{problem}: {name_some(sorted(names))}"] if names else []

@@ -1,10 +1,9 @@
 """Training state (weights, optimizer, schedule, random states) in Megatron's dist_checkpointing, for any layout."""
 
-import dataclasses
 import queue
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def begin_save(directory: Path, state: TrainingState) -> Writing:
         directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     sharded = _shard(state, is_loading=False) | {
-        "layout": _describe(state.parallel),
+        "layout": asdict(state.parallel),
         "random": _shard_random_state(_take_random_state()),
     }
     # Megatron's own queue is a process that imports the main module anew; a thread needs none.
@@ -80,16 +79,16 @@ def load_state(directory: Path, state: TrainingState) -> None:
     """
     if not (directory / "metadata.json").is_file():
         raise FileNotFoundError(f"{directory}: no training state (metadata.json is missing)")
-    # Megatron reads the metadata as the pickle that it is; this reads it without running any of it.
-    load_metadata(directory)
-    if state.optimizer is not None and not holds_optimizer(directory):
+    # Megatron reads the metadata as the pickle that it is; this reads it without running any of it, so it comes first.
+    has_optimizer = holds_optimizer(directory)
+    if state.optimizer is not None and not has_optimizer:
         raise CheckpointError(
             f"{directory}: holds weights without an optimizer's state, so no training can continue from it;"
             " load_weights takes the weights alone"
         )
     template = _shard(state, is_loading=True)
     common = dist_checkpointing.load_common_state_dict(str(directory))
-    if common.get("layout") == _describe(state.parallel):
+    if common.get("layout") == asdict(state.parallel):
         template["random"] = _shard_random_state(None)
     loaded = dist_checkpointing.load(template, str(directory))
     for number, chunk in enumerate(state.chunks):
@@ -133,10 +132,6 @@ def _shard(state: TrainingState, *, is_loading: bool) -> ShardedStateDict:
         )
         sharded["scheduler"] = state.scheduler.state_dict()
     return sharded
-
-
-def _describe(parallel: ParallelConfig) -> dict[str, Any]:
-    return dataclasses.asdict(parallel)
 
 
 def _take_random_state() -> dict[str, Any]:

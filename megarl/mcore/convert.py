@@ -1,13 +1,13 @@
 """Checkpoints from Hugging Face's form into Megatron's and back, tensor by tensor, in one process without Megatron."""
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megarl.checkpoint.folder import find_free
 from megarl.checkpoint.manifest import CheckpointError, write_manifest
 from megarl.config.roles import Dtype
 from megarl.mcore.architecture import check_layout
@@ -96,8 +96,7 @@ def _check_target(target: Path, overwrite: bool, num_bytes: int) -> None:
     """Raises FileExistsError, or OSError where the file system is too full."""
     if target.exists() and not overwrite:
         raise FileExistsError(f"{target}: is there already; --overwrite replaces it")
-    parent = next(path for path in target.absolute().parents if path.exists())
-    free = shutil.disk_usage(parent).free
+    parent, free = find_free(target.absolute().parent)
     if free < num_bytes:
         raise OSError(f"{parent}: {free / 1e9:.2f} GB free, {num_bytes / 1e9:.2f} GB needed for {target.name}")
 

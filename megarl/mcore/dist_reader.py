@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megarl.checkpoint.manifest import CheckpointError
+from megarl.checkpoint.manifest import CheckpointError, name_some
 from megarl.mcore.dist_format import METADATA, belongs_to_optimizer
 
 _CHECKPOINT = "torch.distributed.checkpoint"
@@ -100,10 +100,7 @@ class DistReader:
                 found.add(f"pieces in {METADATA} that do not make up the tensor")
             for problem in found - {None}:
                 problems.setdefault(str(problem), []).append(key)
-        return [
-            f"{problem}: {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}"
-            for problem, keys in problems.items()
-        ]
+        return [f"{problem}: {name_some(keys)}" for problem, keys in problems.items()]
 
     def _find_problem(
         self, key: str, tensor: TensorStorageMetadata, chunk: ChunkStorageMetadata, sizes: dict[str, int]

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megarl.checkpoint.manifest import NAME as MANIFEST
-from megarl.checkpoint.manifest import CheckpointError, load_manifest, verify_files
+from megarl.checkpoint.manifest import CheckpointError, load_manifest, name_some, verify_files
 from megarl.mcore.architecture import Architecture, read_architecture
 from megarl.mcore.checkpoint_reader import INDEX, CheckpointReader
 from megarl.mcore.critic_checkpoint import VALUE_HEAD
@@ -224,11 +224,7 @@ def compare_shapes(
         "of another model": sorted(found.keys() - expected.keys()),
         "misshaped": misshaped,
     }
-    return [
-        f"{problem}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
-        for problem, names in problems.items()
-        if names
-    ]
+    return [f"{problem}: {name_some(names)}" for problem, names in problems.items() if names]
 
 
 def is_finite(tensor: Tensor) -> bool:
