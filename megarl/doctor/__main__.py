@@ -31,8 +31,7 @@ def main() -> None:
     need = find_need(config, arguments)
     facts = gather(config, Probe())
     findings = judge(facts, need)
-    title = " ".join(arguments) or f"algo={config.algo.name} model={config.model.name} cluster={need.cluster}"
-    print("\n".join(render(title, facts, need, findings)))
+    print("\n".join(render(" ".join(arguments) or "the default configuration", facts, need, findings)))
     sys.exit(EXIT_MISSING if count_stopping(findings) else 0)
 
 

@@ -85,8 +85,8 @@ class Facts:
 class Need:
     """What the chosen configuration asks of one node."""
 
-    cluster: str
-    """the option of the cluster group"""
+    cluster: str | None
+    """the option of the cluster group, where the command line chooses one"""
     cuda: tuple[str, ...] = ()
     """settings that need a GPU, as key=value; none: a CPU will do"""
     num_gpus: int = 0
@@ -95,6 +95,10 @@ class Need:
     fp8: tuple[tuple[str, str, str], ...] = ()
     """(role, format, recipe) of each role with FP8 products"""
     object_store_gb: float = 0.0
+    gpu: str | None = None
+    """the kind of GPU that the job is planned for (cluster.hardware); None: not known"""
+    gpu_memory_gb: float = 0.0
+    """of it"""
 
 
 class Level(Enum):

@@ -13,10 +13,10 @@ CLUSTERS_OF_ANY_NODES = ("laptop", "slurm")
 
 def find_need(config: Config, overrides: Sequence[str]) -> Need:
     """Of `config`, which these overrides compose."""
-    cluster = find_choice(overrides, "cluster", "laptop")
+    cluster = find_choice(overrides, "cluster")
     roles = {"policy": config.policy, **({"critic": config.critic} if needs_critic(config.algo) else {})}
     fp8 = tuple((name, role.fp8.value, role.fp8_recipe.value) for name, role in roles.items() if role.fp8)
-    cuda = [] if cluster in CLUSTERS_OF_ANY_NODES else [f"cluster={cluster}"]
+    cuda = [f"cluster={cluster}"] if cluster and cluster not in CLUSTERS_OF_ANY_NODES else []
     cuda += [f"{name}.fp8={kind}" for name, kind, _ in fp8]
     if config.rollout.kv_cache_tokens is None:
         cuda.append("rollout.kv_cache_tokens=null")
@@ -26,6 +26,8 @@ def find_need(config: Config, overrides: Sequence[str]) -> Need:
         num_gpus=count_gpus(config) if cuda else 0,
         num_nodes=config.cluster.num_nodes,
         fp8=fp8,
+        gpu=config.cluster.hardware.gpu,
+        gpu_memory_gb=config.cluster.hardware.memory_gib * 2**30 / 1e9,
         object_store_gb=config.cluster.object_store_mb * 2**20 / 1e9,
     )
 
@@ -40,7 +42,7 @@ def count_gpus(config: Config) -> int:
     return max((nodes.count(node) for node in set(nodes)), default=0)
 
 
-def find_choice(overrides: Sequence[str], group: str, default: str) -> str:
-    """The option of a group that was chosen last."""
+def find_choice(overrides: Sequence[str], group: str) -> str | None:
+    """The option of a group that was chosen last; None: none was."""
     chosen = [value for name, _, value in (text.partition("=") for text in overrides) if name == group]
-    return chosen[-1] if chosen else default
+    return chosen[-1] if chosen else None

@@ -14,7 +14,7 @@ from megarl.doctor.text import WIDTH, count_stopping, render
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 85.0)
 A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 85.0)
 LAPTOP = Need("laptop", object_store_gb=0.3)
-EIGHT = Need("h100x8", ("cluster=h100x8",), num_gpus=8, object_store_gb=34.4)
+EIGHT = Need("h100x8", ("cluster=h100x8",), num_gpus=8, object_store_gb=34.4, gpu="H100 SXM5 80 GB", gpu_memory_gb=84.9)
 FP8 = replace(EIGHT, fp8=(("policy", "hybrid", "blockwise"),))
 MACHINE = Machine(
     system="Debian GNU/Linux 12, x86_64",
@@ -143,6 +143,7 @@ def test_what_is_missing_is_named_with_how_to_get_it(facts: Facts, need: Need, t
         (without(NODE, "transformer-engine"), "without Transformer Engine"),
         (replace(NODE, apex=ApexKind.python_only), "no kernels"),
         (on(NODE, open_files=(1024, 1048576)), "1024 open files"),
+        (importing(NODE, gpus=(replace(A100, memory_gb=42.3),) * 8), "planned for H100 SXM5 80 GB, 85 GB"),
     ],
 )
 def test_what_a_run_can_do_without_is_a_note_and_stops_nothing(facts: Facts, text: str) -> None:
@@ -162,6 +163,7 @@ def test_a_run_on_a_cpu_needs_no_cuda_package_compiler_or_slurm() -> None:
         (["model=tiny", "policy.dtype=bfloat16", "critic.fp8=e4m3", "critic.dtype=bfloat16"], ("critic.fp8=e4m3",)),
         (["algo=grpo", "model=tiny", "rollout.kv_cache_tokens=null"], ("rollout.kv_cache_tokens=null",)),
         (["model=tiny", "cluster=gpu"], ("cluster=gpu",)),
+        (["model=tiny", "cluster=laptop"], ()),
     ],
 )
 def test_the_settings_that_need_a_gpu_are_found(overrides: list[str], cuda: tuple[str, ...]) -> None:
