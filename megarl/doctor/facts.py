@@ -10,7 +10,7 @@ class ApexKind(Enum):
 
     nvidia = "NVIDIA's, with its kernels"
     python_only = "NVIDIA's, without its kernels"
-    other = "PyPI's, which is another project"
+    other = "not NVIDIA's"
 
 
 @dataclass(frozen=True)

@@ -78,12 +78,12 @@ def check_cuda(facts: Facts, need: Need) -> Iterator[Finding]:
             "make install PLATFORM=cuda, or the image of slurm/Dockerfile",
         )
     if not found.gpus:
-        seen = f"driver {facts.machine.driver}, which torch cannot use" if facts.machine.driver else "no NVIDIA driver"
-        yield Finding(
-            Level.missing,
-            f"{need.num_gpus} GPUs on one node ({why}): found none, {seen}",
-            "run it on a node with GPUs (sbatch slurm/train.sh); on a CPU cluster=laptop and a small model",
-        )
+        driver = facts.machine.driver
+        seen = f"driver {driver}, which torch cannot use" if driver else "no NVIDIA driver"
+        remedy = "run it on a node with GPUs (sbatch slurm/train.sh); on a CPU cluster=laptop and a small model"
+        if driver and found.torch_cuda:
+            remedy = f"a driver for CUDA {found.torch_cuda} (of CUDA 13: 580 or newer), or GPUs that are visible"
+        yield Finding(Level.missing, f"{need.num_gpus} GPUs on one node ({why}): found none, {seen}", remedy)
     elif len(found.gpus) < need.num_gpus:
         yield Finding(
             Level.missing,
@@ -144,7 +144,9 @@ def check_fp8(facts: Facts, need: Need) -> Iterator[Finding]:
 def check_apex(facts: Facts, need: Need) -> Iterator[Finding]:
     if facts.apex is ApexKind.other:
         yield Finding(
-            Level.wrong, "apex is PyPI's, another project, and Megatron takes it for NVIDIA's", "pip uninstall apex"
+            Level.wrong,
+            "apex is not NVIDIA's (PyPI's is another project), and Megatron takes it for that",
+            "pip uninstall apex",
         )
     if choose_platform(facts, need) == "cuda" and facts.apex is ApexKind.python_only:
         yield Finding(

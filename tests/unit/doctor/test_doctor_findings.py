@@ -79,7 +79,7 @@ CASES = {
         on(importing(NODE, gpus=()), driver="470.1"),
         EIGHT,
         "driver 470.1, which torch cannot use",
-        "sbatch",
+        "a driver for CUDA 13.0",
     ),
     "fewer GPUs": (importing(NODE, gpus=(H100,) * 4), EIGHT, "8 GPUs on one node: found 4", "placement=colocated"),
     "mixed GPUs": (importing(NODE, gpus=(H100,) * 7 + (A100,)), EIGHT, "GPUs of several kinds", "CUDA_VISIBLE_DEVICES"),
@@ -97,7 +97,7 @@ CASES = {
         "policy.fp8_recipe: found blockwise; it needs a GPU of compute capability 9.0 or more",
         None,
     ),
-    "another apex": (replace(NODE, apex=ApexKind.other), EIGHT, "apex is PyPI's", "pip uninstall apex"),
+    "another apex": (replace(NODE, apex=ApexKind.other), EIGHT, "apex is not NVIDIA's", "pip uninstall apex"),
     "a broken package": (
         importing(NODE, problems={"sgl_kernel": "ImportError: libnuma.so.1: cannot open"}),
         EIGHT,
