@@ -16,7 +16,10 @@ def find_need(config: Config, overrides: Sequence[str]) -> Need:
     cluster = find_choice(overrides, "cluster")
     roles = {"policy": config.policy, **({"critic": config.critic} if needs_critic(config.algo) else {})}
     fp8 = tuple((name, role.fp8.value, role.fp8_recipe.value) for name, role in roles.items() if role.fp8)
-    cuda = [f"cluster={cluster}"] if cluster and cluster not in CLUSTERS_OF_ANY_NODES else []
+    hardware = config.cluster.hardware
+    cuda = [f"cluster.hardware.gpu={hardware.gpu}"] if hardware.gpu is not None else []
+    if cluster is not None and cluster not in CLUSTERS_OF_ANY_NODES:
+        cuda = [f"cluster={cluster}"]
     cuda += [f"{name}.fp8={kind}" for name, kind, _ in fp8]
     if config.rollout.kv_cache_tokens is None:
         cuda.append("rollout.kv_cache_tokens=null")
@@ -26,8 +29,8 @@ def find_need(config: Config, overrides: Sequence[str]) -> Need:
         num_gpus=count_gpus(config) if cuda else 0,
         num_nodes=config.cluster.num_nodes,
         fp8=fp8,
-        gpu=config.cluster.hardware.gpu,
-        gpu_memory_gb=config.cluster.hardware.memory_gib * 2**30 / 1e9,
+        gpu=hardware.gpu,
+        gpu_memory_gb=hardware.memory_gib * 2**30 / 1e9,
         object_store_gb=config.cluster.object_store_mb * 2**20 / 1e9,
     )
 

@@ -164,6 +164,7 @@ def test_a_run_on_a_cpu_needs_no_cuda_package_compiler_or_slurm() -> None:
         (["algo=grpo", "model=tiny", "rollout.kv_cache_tokens=null"], ("rollout.kv_cache_tokens=null",)),
         (["model=tiny", "cluster=gpu"], ("cluster=gpu",)),
         (["model=tiny", "cluster=laptop"], ()),
+        (["model=qwen32b", "rollout.kv_cache_tokens=20000"], ("cluster.hardware.gpu=H100 SXM5 80 GB",)),
     ],
 )
 def test_the_settings_that_need_a_gpu_are_found(overrides: list[str], cuda: tuple[str, ...]) -> None:
