@@ -186,10 +186,16 @@ def find_machine() -> Machine:
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
         slurm=ask("sbatch", "--version"),
         slurm_job=os.environ.get("SLURM_JOB_ID"),
-        containers=tuple(tool for tool in CONTAINER_TOOLS if shutil.which(tool)),
+        containers=tuple(find_container_tools()),
         hub_cache=cache,
         num_cached_models=len(list(cache.glob("models--*"))),
     )
+
+
+def find_container_tools() -> Iterator[str]:
+    for tool in filter(shutil.which, CONTAINER_TOOLS):
+        answers = tool != "docker" or ask("docker", "version", "--format", "{{.Server.Version}}")
+        yield tool if answers else f"{tool} (no daemon answers)"
 
 
 def find_system() -> str:
