@@ -1,0 +1,117 @@
+"""The parameters of each rank of a layout, counted in Megatron's own model without its memory or its processes.
+
+The model is built on torch's meta device, whose tensors have shapes and no bytes, by one process that plays a rank of
+each pipeline stage in turn: torch.distributed's backend `fake` makes a group of any size of it, which says at once
+that every collective is done (torch.testing._internal.distributed.fake_pg).
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megarl.config.roles import Dtype, ParallelConfig
+from megarl.mcore.architecture import Architecture
+from megarl.mcore.model import build_chunks, build_config
+
+
+@dataclass(frozen=True)
+class StageParameters:
+    """What each rank of one pipeline stage holds; the ranks of a stage hold equally much."""
+
+    num_layers: int
+    """Of all its pieces of the model"""
+    dense: int
+    """Parameters of which every data- and context-parallel rank has a copy"""
+    experts: int
+    """Parameters of experts"""
+    embedding: int
+    """Of `dense`: the input embedding, or a tied output layer's copy of it"""
+    head: int
+    """Of `dense`: the output layer or value head"""
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+class _Meta(TorchFunctionMode):
+    """Puts on the meta device also what asks for another one, such as the current GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def count_stages(
+    arch: Architecture, parallel: ParallelConfig, dtype: Dtype, megatron: dict[str, Any], with_value_head: bool
+) -> tuple[StageParameters, ...]:
+    """The parameters of a rank of each pipeline stage.
+
+    megatron: model.megatron. Raises ValueError for a layout that does not fit the model, RuntimeError in a process
+    that has joined a process group.
+    """
+    per_stage = parallel.num_processes // parallel.pp
+    return tuple(
+        _count_rank(arch, parallel, dtype, megatron, with_value_head, stage * per_stage) for stage in range(parallel.pp)
+    )
+
+
+def _count_rank(
+    arch: Architecture,
+    parallel: ParallelConfig,
+    dtype: Dtype,
+    megatron: dict[str, Any],
+    with_value_head: bool,
+    rank: int,
+) -> StageParameters:
+    with _playing(rank, parallel):
+        config = build_config(arch, parallel, dtype, megatron, {"init_model_with_meta_device": True})
+        with torch.device("meta"), _Meta():
+            chunks = build_chunks(arch, config, with_value_head)
+        named = [item for chunk in chunks for item in chunk.named_parameters()]
+
+    def count(*marks: str) -> int:
+        return sum(param.numel() for name, param in named if any(mark in name for mark in marks))
+
+    experts = count(".mlp.experts.")
+    return StageParameters(
+        num_layers=sum(len(chunk.decoder.layers) for chunk in chunks),
+        dense=sum(param.numel() for _, param in named) - experts,
+        experts=experts,
+        embedding=count("embedding.word_embeddings."),
+        head=count("output_layer."),
+    )
+
+
+@contextmanager
+def _playing(rank: int, parallel: ParallelConfig) -> Iterator[None]:
+    """As rank `rank` of `parallel.num_processes`."""
+    if dist.is_initialized():
+        raise RuntimeError("the parameters of a layout are counted in a process that has joined no process group")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.num_processes)
+        try:
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=parallel.tp,
+                pipeline_model_parallel_size=parallel.pp,
+                virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+                context_parallel_size=parallel.cp,
+                expert_model_parallel_size=parallel.ep,
+                expert_tensor_parallel_size=parallel.etp,
+                create_gloo_process_groups=False,
+            )
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
