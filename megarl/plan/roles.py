@@ -40,6 +40,7 @@ class RoleJob:
     num_microbatches: int
     """Of a minibatch, on each data-parallel rank"""
     on_gpu: bool
+    fp8: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,101 @@
+"""Which processes share a GPU, and what each GPU holds in each phase of an iteration."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megarl.config.cluster import Placement
+from megarl.plan.assumptions import ALLOCATOR_SHARE, GIB, PROCESS_GIB
+from megarl.plan.roles import RoleJob, StageMemory
+from megarl.plan.serving import ServerMemory
+
+SERVERS = "servers"
+PHASES = ("generation", "sync", "log-probs, values", "update")
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """A training process on a GPU."""
+
+    role: str
+    stage: int
+
+
+@dataclass(frozen=True)
+class GpuKind:
+    """GPUs that hold the same."""
+
+    gpus: tuple[int, ...]
+    """Their numbers, from 0 on the first node on"""
+    tenants: tuple[Tenant, ...]
+    has_server: bool
+
+
+def place(placement: Placement, sizes: Mapping[str, int], num_server_gpus: int) -> dict[str, range]:
+    """The GPUs of each role, in the order policy, critic, reference, and of the servers, by cluster.placement.
+
+    sizes: processes of each role.
+    """
+    places: dict[str, range] = {}
+    first = 0
+    for role, size in sizes.items():
+        begin = first if placement is Placement.apart else 0
+        places[role] = range(begin, begin + size)
+        first = max(first, begin + size)
+    begin = 0 if placement is Placement.colocated else first
+    return places | {SERVERS: range(begin, begin + num_server_gpus)}
+
+
+def list_kinds(places: Mapping[str, range], jobs: Mapping[str, RoleJob]) -> tuple[GpuKind, ...]:
+    """The GPUs that are used, those with the same tenants together."""
+    kinds: dict[tuple[tuple[Tenant, ...], bool], list[int]] = {}
+    for gpu in range(max(gpus.stop for gpus in places.values())):
+        tenants = tuple(
+            Tenant(role, (gpu - places[role].start) // (job.parallel.num_processes // job.parallel.pp))
+            for role, job in jobs.items()
+            if gpu in places[role]
+        )
+        if tenants or gpu in places[SERVERS]:
+            kinds.setdefault((tenants, gpu in places[SERVERS]), []).append(gpu)
+    return tuple(GpuKind(tuple(gpus), *key) for key, gpus in kinds.items())
+
+
+def compute_phases(
+    kind: GpuKind,
+    jobs: Mapping[str, RoleJob],
+    stages: Mapping[str, Sequence[StageMemory]],
+    server: ServerMemory | None,
+    bucket_bytes: int,
+) -> dict[str, int]:
+    """Bytes of one GPU in each phase, by PHASES. Those who share it compute side by side.
+
+    bucket_bytes: rollout.sync_bucket_mb; every rank of a sync holds two messages.
+    """
+    served = server.total if server and kind.has_server else 0
+    phases = dict.fromkeys(PHASES, served)
+    phases["sync"] += 2 * bucket_bytes if served else 0
+    for tenant in kind.tenants:
+        memory, job = stages[tenant.role][tenant.stage], jobs[tenant.role]
+        held = hold(memory, job)
+        is_sender = tenant.role == "policy"
+        phases["generation"] += add_overhead(held)
+        phases["sync"] += add_overhead(max(held, memory.weights) + 2 * bucket_bytes if is_sender else held)
+        phases["log-probs, values"] += add_overhead(max(held, memory.forward))
+        phases["update"] += add_overhead(max(held, memory.update))
+    return phases
+
+
+def hold(memory: StageMemory, job: RoleJob) -> int:
+    """Bytes of a training process between its calls. torch's allocator keeps what the calls had at most; where
+    something is offloaded it gives that back (megarl/mcore/offload.py).
+    """
+    return memory.resident if job.offload is not None else memory.peak
+
+
+def add_overhead(tensors: int) -> int:
+    return int(tensors * (1 + ALLOCATOR_SHARE) + PROCESS_GIB * GIB)
+
+
+def compute_free(kind: GpuKind, stages: Mapping[str, Sequence[StageMemory]], gpu_bytes: int) -> int:
+    """Bytes of a GPU that are free when its server starts: the training processes hold their models then."""
+    taken = sum(add_overhead(stages[tenant.role][tenant.stage].resident) for tenant in kind.tenants)
+    return max(0, gpu_bytes - taken)
