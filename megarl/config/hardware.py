@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields
 from math import isfinite
 
 
-
 @dataclass
 class HardwareConfig:
     """One kind of GPU, the same on every node. Peaks are those of the data sheet, without sparsity."""

@@ -73,22 +73,24 @@ def compute_phases(
     served = server.total if server and kind.has_server else 0
     phases = dict.fromkeys(PHASES, served)
     phases["sync"] += 2 * bucket_bytes if served else 0
+    is_shared = kind.has_server or len(kind.tenants) > 1
     for tenant in kind.tenants:
         memory, job = stages[tenant.role][tenant.stage], jobs[tenant.role]
-        held = hold(memory, job)
+        held = hold(memory, job, is_shared)
         is_sender = tenant.role == "policy"
         phases["generation"] += add_overhead(held)
         phases["sync"] += add_overhead(max(held, memory.weights) + 2 * bucket_bytes if is_sender else held)
         phases["log-probs, values"] += add_overhead(max(held, memory.forward))
-        phases["update"] += add_overhead(max(held, memory.update))
+        # The first one: the optimizer's state is made in it, the model before it.
+        phases["update"] += add_overhead(max(held, memory.update, memory.building))
     return phases
 
 
-def hold(memory: StageMemory, job: RoleJob) -> int:
-    """Bytes of a training process between its calls. torch's allocator keeps what the calls had at most; where
-    something is offloaded it gives that back (megarl/mcore/offload.py).
+def hold(memory: StageMemory, job: RoleJob, is_shared: bool) -> int:
+    """Bytes of a training process between its calls. torch's allocator keeps what the calls had at most, from those who
+    share the GPU; where something is offloaded it gives that back (megarl/mcore/offload.py).
     """
-    return memory.resident if job.offload is not None else memory.peak
+    return memory.peak if is_shared and job.offload is None else memory.resident
 
 
 def add_overhead(tensors: int) -> int:

@@ -70,7 +70,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-05,
         "rope_theta": 500000.0,
-        "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+        "rope_scaling": {
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
         "tie_word_embeddings": False,
     },
     "Qwen/Qwen3-235B-A22B": {
