@@ -12,7 +12,7 @@ HOST_PROCESS_GIB = 6.0
 """Of a node's memory for each process: Python, CUDA's and torch's libraries, buffers"""
 
 UPDATE_MFU = 0.40
-"""Model FLOPs utilization of an update, against the peak without sparsity; Megatron-LM's README has up to 0.47 on H100s"""
+"""Model FLOPs utilization of an update, against the peak; Megatron-LM's README has up to 0.47 on H100s"""
 FORWARD_MFU = 0.45
 """Of log-probs and values"""
 PREFILL_MFU = 0.40

@@ -13,7 +13,7 @@ from megarl.plan.jobs import PlannedModels, build_jobs, check_batches
 
 
 def check_plan(config: Config, inputs: Inputs) -> list[str]:
-    """Why the job does not fit, as the messages of a ConfigError, the last with what would make it fit; [] where it does.
+    """Why the job does not fit, as the messages of a ConfigError, the last with what would make it fit; [] if it does.
 
     Memory is planned on clusters whose hardware is known (cluster.hardware); elsewhere only batches are looked at.
     Imports Megatron and counts its parameters, which takes seconds; this process must be in no process group.

@@ -57,8 +57,8 @@ def find_architecture(name: str, key: str) -> Architecture:
         return parse_architecture(PUBLISHED[name], Path(name))
     raise ConfigError(
         [
-            f"{key}: {name!r} found; no config.json is in {directory.absolute()} or, under that name, in the local Hugging"
-            f" Face cache, and its sizes are not among those known here: {', '.join(PUBLISHED)}"
+            f"{key}: {name!r} found; no config.json is in {directory.absolute()} or, under that name, in the local"
+            f" Hugging Face cache, and its sizes are not among those known here: {', '.join(PUBLISHED)}"
         ]
     )
 

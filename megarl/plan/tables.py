@@ -183,9 +183,9 @@ def _describe_host(config: Config, plan: JobPlan) -> str:
 def _describe_assumptions() -> str:
     a = assumptions
     return (
-        f"Assumed: MFU {a.UPDATE_MFU:g} in updates, {a.FORWARD_MFU:g} in log-probs and values; {a.DECODE_BANDWIDTH:g} of"
-        f" the memory bandwidth and {a.DECODE_STEP_S * 1000:g} ms a step in generation; {a.LINK_SHARE:g} of the links in a sync;"
-        f" responses of {a.MEAN_RESPONSE:g} of their limit (seconds alone: memory is that of the limit). Beside tensors:"
-        f" {a.PROCESS_GIB:g} GiB and {a.ALLOCATOR_SHARE:.0%} a training process, {a.SERVER_GIB:g} GiB a server's GPU,"
-        f" {a.HOST_PROCESS_GIB:g} GiB of host memory a process."
+        f"Assumed: MFU {a.UPDATE_MFU:g} in updates, {a.FORWARD_MFU:g} in log-probs and values; {a.DECODE_BANDWIDTH:g}"
+        f" of the memory bandwidth and {a.DECODE_STEP_S * 1000:g} ms a step in generation; {a.LINK_SHARE:g} of the"
+        f" links in a sync; responses of {a.MEAN_RESPONSE:g} of their limit (seconds alone: memory is that of the"
+        f" limit). Beside tensors: {a.PROCESS_GIB:g} GiB and {a.ALLOCATOR_SHARE:.0%} a training process,"
+        f" {a.SERVER_GIB:g} GiB a server's GPU, {a.HOST_PROCESS_GIB:g} GiB of host memory a process."
     )
