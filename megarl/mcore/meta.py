@@ -43,9 +43,13 @@ class StageParameters:
 
 
 class _Meta(TorchFunctionMode):
-    """Puts on the meta device also what asks for another one, such as the current GPU."""
+    """Puts on the meta device also what asks for another one, such as the current GPU, and leaves there what is to
+    move.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.cuda, torch.Tensor.cpu):
+            return args[0]
         kwargs = dict(kwargs or {})
         if kwargs.get("device") is not None:
             kwargs["device"] = "meta"
