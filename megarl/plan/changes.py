@@ -24,7 +24,7 @@ MAX_ROUNDS = 4
 """Problems that are mended one after the other"""
 LEAST_TOKENS = 1024
 """A micro-batch is not cut below this many tokens"""
-FRACTIONS = (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.82, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94)
+FRACTIONS = (0.2, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.82, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94)
 
 Values = Mapping[str, Any]
 """Dotted key -> value"""

@@ -158,8 +158,8 @@ def test_the_kv_cache_takes_what_the_weights_leave_of_the_static_share() -> None
     memory = estimate_server(QWEN32B, rollout, weights, 80 * GIB, 17408)
     # 64 layers, keys and values, 2 of the 8 heads, 128 elements of 2 bytes
     assert memory.bytes_per_token == 64 * 2 * 2 * 128 * 2 == 65536
-    assert memory.kv_tokens == (int(0.88 * 80 * GIB) - weights) // 65536 == 903_450
-    assert memory.num_longest == 903_450 // 17408 == 51
+    assert memory.kv_tokens == (int(0.88 * 80 * GIB) - weights) // 65536 == 903_449
+    assert memory.num_longest == 903_449 // 17408 == 51
     fixed = estimate_server(QWEN32B, replace(rollout, kv_cache_tokens=40_000), weights, 80 * GIB, 17408)
     assert (fixed.kv_tokens, fixed.num_longest) == (40_000, 2)
     # With more ranks than heads each has one.
