@@ -8,7 +8,6 @@ that every collective is done (torch.testing._internal.distributed.fake_pg).
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,26 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megarl.config.roles import Dtype, ParallelConfig
 from megarl.mcore.architecture import Architecture
 from megarl.mcore.model import build_chunks, build_config
-
-
-@dataclass(frozen=True)
-class StageParameters:
-    """What each rank of one pipeline stage holds; the ranks of a stage hold equally much."""
-
-    num_layers: int
-    """Of all its pieces of the model"""
-    dense: int
-    """Parameters of which every data- and context-parallel rank has a copy"""
-    experts: int
-    """Parameters of experts"""
-    embedding: int
-    """Of `dense`: the input embedding, or a tied output layer's copy of it"""
-    head: int
-    """Of `dense`: the output layer or value head"""
-
-    @property
-    def total(self) -> int:
-        return self.dense + self.experts
+from megarl.mcore.spec import StageParameters
 
 
 class _Meta(TorchFunctionMode):

@@ -7,8 +7,6 @@ from megarl.config.schema import Config
 from megarl.inputs import Inputs
 from megarl.mcore.architecture import read_architecture
 from megarl.mcore.spec import Role
-from megarl.plan.changes import find_change
-from megarl.plan.estimate import JobPlan, build_plan
 from megarl.plan.jobs import PlannedModels, build_jobs, check_batches
 
 
@@ -16,7 +14,8 @@ def check_plan(config: Config, inputs: Inputs) -> list[str]:
     """Why the job does not fit, as the messages of a ConfigError, the last with what would make it fit; [] if it does.
 
     Memory is planned on clusters whose hardware is known (cluster.hardware); elsewhere only batches are looked at.
-    Imports Megatron and counts its parameters, which takes seconds; this process must be in no process group.
+    There Megatron is imported and its parameters are counted, which takes seconds, in a process that is in no process
+    group.
     """
     critic = inputs.specs.get(Role.critic)
     own = read_architecture(Path(critic.checkpoint)) if critic else inputs.architecture
@@ -24,13 +23,16 @@ def check_plan(config: Config, inputs: Inputs) -> list[str]:
     if config.cluster.hardware.gpu is None:
         return check_batches(config, build_jobs(config, models, on_gpu=False))
     try:
-        plan = build_plan(config, models)
+        return _describe_problems(config, models)
     except ConfigError as error:
         return list(error.problems)
-    return describe_problems(config, models, plan)
 
 
-def describe_problems(config: Config, models: PlannedModels, plan: JobPlan) -> list[str]:
+def _describe_problems(config: Config, models: PlannedModels) -> list[str]:
+    from megarl.plan.changes import find_change
+    from megarl.plan.estimate import build_plan
+
+    plan = build_plan(config, models)
     if not plan.problems:
         return []
     change = find_change(config, models, plan)

@@ -12,7 +12,8 @@ from megarl.config.roles import Dtype, ParallelConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.config.schema import Config
 from megarl.mcore.architecture import Architecture
-from megarl.mcore.meta import StageParameters, count_stages
+from megarl.mcore.meta import count_stages
+from megarl.mcore.spec import StageParameters
 from megarl.plan.assumptions import GIB, HOST_PROCESS_GIB, SERVER_GIB
 from megarl.plan.gpus import SERVERS, GpuKind, compute_free, compute_phases, list_kinds, place
 from megarl.plan.jobs import PlannedModels, build_jobs, check_batches, find_longest

@@ -5,7 +5,7 @@ from math import ceil
 
 from megarl.config.roles import Dtype, Offload, ParallelConfig
 from megarl.mcore.architecture import Architecture
-from megarl.mcore.meta import StageParameters
+from megarl.mcore.spec import StageParameters
 from megarl.plan.activations import (
     ELEMENT_BYTES,
     MicroBatch,

@@ -9,7 +9,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.config.roles import Dtype, ParallelConfig
 from megarl.mcore.architecture import Architecture, parse_architecture, read_architecture
-from megarl.mcore.meta import StageParameters, count_stages
+from megarl.mcore.meta import count_stages
+from megarl.mcore.spec import StageParameters
 from megarl.plan.published import PUBLISHED
 
 CHECKPOINTS = Path(__file__).parents[1] / "config" / "checkpoints"

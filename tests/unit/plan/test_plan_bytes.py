@@ -8,7 +8,7 @@ import pytest
 from megarl.config.roles import Dtype, Offload, ParallelConfig, Recompute, RecomputeMethod
 from megarl.config.rollout import RolloutConfig
 from megarl.mcore.architecture import Architecture, Experts, parse_architecture
-from megarl.mcore.meta import StageParameters
+from megarl.mcore.spec import StageParameters
 from megarl.plan.activations import Attention, MicroBatch, Saving, choose_attention, compute_layer, sum_layers
 from megarl.plan.published import PUBLISHED
 from megarl.plan.roles import RoleJob, count_in_flight, estimate_stages
