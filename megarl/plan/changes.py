@@ -97,18 +97,15 @@ def list_candidates(config: Config, plan: JobPlan, problem: Problem) -> Iterator
 
 
 def _list_gpu_changes(config: Config, plan: JobPlan) -> Iterator[Values]:
-    cluster, rollout = config.cluster, config.rollout
-    room = cluster.num_nodes * cluster.gpus_per_node
-    for number in range(rollout.num_servers - 1, 0, -1):
-        if plan.num_gpus - (rollout.num_servers - number) * rollout.tp <= room:
-            yield {"rollout.num_servers": number}
+    cluster = config.cluster
+    yield from ({"rollout.num_servers": number} for number in range(config.rollout.num_servers - 1, 0, -1))
     if cluster.placement is Placement.apart:
         offloads = {f"{name}.offload": Offload.all for name in plan.jobs}
         for placement in (Placement.split, Placement.colocated):
             yield {"cluster.placement": placement}
             yield {"cluster.placement": placement, **offloads}
         yield {"cluster.placement": Placement.colocated, **offloads, "rollout.sglang.mem_fraction_static": 0.5}
-    yield _list_nodes(config, ceil(plan.num_gpus / cluster.gpus_per_node))
+    yield _list_nodes(config, 1 + plan.last_gpu // cluster.gpus_per_node)
 
 
 def _list_nodes(config: Config, number: int) -> dict[str, Any]:

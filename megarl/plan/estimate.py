@@ -3,11 +3,12 @@
 import functools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from math import ceil
 
 from megarl.config.errors import ConfigError
+from megarl.config.placement import SERVERS
 from megarl.config.roles import Dtype, ParallelConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.config.schema import Config
@@ -15,7 +16,7 @@ from megarl.mcore.architecture import Architecture
 from megarl.mcore.meta import count_stages
 from megarl.mcore.spec import StageParameters
 from megarl.plan.assumptions import GIB, HOST_PROCESS_GIB, SERVER_GIB
-from megarl.plan.gpus import SERVERS, GpuKind, compute_free, compute_phases, list_kinds, place
+from megarl.plan.gpus import GpuKind, compute_free, compute_phases, count_gpus, list_kinds, place_job
 from megarl.plan.jobs import PlannedModels, build_jobs, check_batches, find_longest
 from megarl.plan.roles import RoleJob, StageMemory, estimate_stages
 from megarl.plan.seconds import Seconds, estimate_seconds
@@ -44,8 +45,8 @@ class GpuPlan:
 class JobPlan:
     jobs: Mapping[str, RoleJob]
     stages: Mapping[str, tuple[StageMemory, ...]]
-    places: Mapping[str, range]
-    """GPUs of each role and of the servers"""
+    places: Mapping[str, tuple[int, ...]]
+    """The GPU of every rank of each role and of the servers"""
     gpus: tuple[GpuPlan, ...]
     server: ServerMemory
     """Of the rank that has least room"""
@@ -57,18 +58,24 @@ class JobPlan:
 
     @property
     def num_gpus(self) -> int:
-        return max(gpus.stop for gpus in self.places.values())
+        """That are used."""
+        return count_gpus(self.places)
+
+    @property
+    def last_gpu(self) -> int:
+        return max(gpu for gpus in self.places.values() for gpu in gpus)
 
 
 def build_plan(config: Config, models: PlannedModels) -> JobPlan:
     """The plan of a job on a cluster whose hardware is known.
 
-    Raises ConfigError for a layout that does not divide its model.
+    Raises ConfigError for a layout that does not divide its model, and where the GPUs of a node are not counted.
     """
+    if config.cluster.gpus_per_node == 0:
+        raise ConfigError(["cluster.gpus_per_node: found 0; a plan needs the number of GPUs of a node"])
     jobs = build_jobs(config, models, on_gpu=True)
     stages = {name: estimate_stages(job, count_job(config, job)) for name, job in jobs.items()}
-    rollout, sizes = config.rollout, {name: job.parallel.num_processes for name, job in jobs.items()}
-    places = place(config.cluster.placement, sizes, rollout.num_servers * rollout.tp)
+    rollout, places = config.rollout, place_job(config)
     kinds = list_kinds(places, jobs)
     gpu_bytes, longest = int(config.cluster.hardware.memory_gib * GIB), find_longest(config)
     weights = _compute_server_weights(models.policy, rollout.tp, rollout.dtype)
@@ -84,7 +91,7 @@ def build_plan(config: Config, models: PlannedModels) -> JobPlan:
     host = compute_host(config, jobs, stages, places)
     problems = (
         *(Problem("batches", message) for message in check_batches(config, jobs)),
-        *check_gpus(config, jobs, places),
+        *_check_gpus(config, jobs, places),
         *_check_server(config, server, longest),
         *_check_memory(gpus, gpu_bytes),
         *_check_host(config, host),
@@ -118,12 +125,12 @@ def compute_host(
     config: Config,
     jobs: Mapping[str, RoleJob],
     stages: Mapping[str, tuple[StageMemory, ...]],
-    places: Mapping[str, range],
+    places: Mapping[str, Sequence[int]],
 ) -> int:
     """Memory of the fullest node: processes, Ray's object store, what is offloaded, what a checkpoint copies before it
     is written (weights and optimizer of each rank), and on the first node an iteration's samples.
     """
-    per_node = config.cluster.gpus_per_node or max(gpus.stop for gpus in places.values())
+    per_node = config.cluster.gpus_per_node
     process = int(HOST_PROCESS_GIB * GIB)
     nodes: Counter[int] = Counter()
     for gpu in places[SERVERS]:
@@ -140,26 +147,22 @@ def compute_host(
     return max(nodes.values()) + (config.cluster.object_store_mb << 20)
 
 
-def check_gpus(config: Config, jobs: Mapping[str, RoleJob], places: Mapping[str, range]) -> Iterator[Problem]:
-    """Whether there are as many GPUs as the job asks for; nothing where they are not counted."""
+def _check_gpus(config: Config, jobs: Mapping[str, RoleJob], places: Mapping[str, Sequence[int]]) -> Iterator[Problem]:
     cluster, rollout = config.cluster, config.rollout
-    if cluster.gpus_per_node == 0:
-        return
-    has, needs = cluster.num_nodes * cluster.gpus_per_node, max(gpus.stop for gpus in places.values())
-    if needs > has:
+    if rollout.tp > cluster.gpus_per_node:
+        yield Problem(
+            "servers",
+            f"rollout.tp: found {rollout.tp}; a server is on one node, which has {cluster.gpus_per_node} GPUs",
+        )
+    nodes = 1 + max(gpu for gpus in places.values() for gpu in gpus) // cluster.gpus_per_node
+    if nodes > cluster.num_nodes:
         parts = [f"{name} {job.parallel.num_processes}" for name, job in jobs.items()]
         parts.append(f"servers {rollout.num_servers} x {rollout.tp}")
         yield Problem(
             "gpus",
-            f"cluster.num_nodes: the job asks for {needs} GPUs ({', '.join(parts)}; cluster.placement="
-            f"{cluster.placement.value}); the cluster has {cluster.num_nodes} x {cluster.gpus_per_node} = {has}",
-        )
-    starts = range(places[SERVERS].start, places[SERVERS].stop, rollout.tp)
-    if any(gpu // cluster.gpus_per_node != (gpu + rollout.tp - 1) // cluster.gpus_per_node for gpu in starts):
-        yield Problem(
-            "servers",
-            f"rollout.tp: found {rollout.tp}; a server that begins at GPU {places[SERVERS].start} or a multiple of tp"
-            f" after it would reach over two nodes of {cluster.gpus_per_node} GPUs",
+            f"cluster.num_nodes: the job asks for {count_gpus(places)} GPUs ({', '.join(parts)}; cluster.placement="
+            f"{cluster.placement.value}), so {nodes} nodes of {cluster.gpus_per_node}; the cluster has"
+            f" {cluster.num_nodes} x {cluster.gpus_per_node} = {cluster.num_nodes * cluster.gpus_per_node} GPUs",
         )
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.config.cluster import Placement
+from megarl.config.placement import SERVERS, list_groups, place
+from megarl.config.schema import Config
 from megarl.plan.assumptions import ALLOCATOR_SHARE, GIB, PROCESS_GIB
 from megarl.plan.roles import RoleJob, StageMemory
 from megarl.plan.serving import ServerMemory
 
-SERVERS = "servers"
 PHASES = ("generation", "sync", "log-probs, values", "update")
 
 
@@ -30,32 +30,34 @@ class GpuKind:
     has_server: bool
 
 
-def place(placement: Placement, sizes: Mapping[str, int], num_server_gpus: int) -> dict[str, range]:
-    """The GPUs of each role, in the order policy, critic, reference, and of the servers, by cluster.placement.
+def place_job(config: Config) -> dict[str, tuple[int, ...]]:
+    """The GPU of every rank of each role and of the servers, in the order policy, critic, reference, servers.
 
-    sizes: processes of each role.
+    Numbers beyond the cluster's: the job asks for more than it has. cluster.gpus_per_node must be known.
     """
-    places: dict[str, range] = {}
-    first = 0
-    for role, size in sizes.items():
-        begin = first if placement is Placement.apart else 0
-        places[role] = range(begin, begin + size)
-        first = max(first, begin + size)
-    begin = 0 if placement is Placement.colocated else first
-    return places | {SERVERS: range(begin, begin + num_server_gpus)}
+    per_node = config.cluster.gpus_per_node
+    return {
+        name: tuple(seat.node * per_node + gpu for seat in seats for gpu in seat.gpus)
+        for name, seats in place(config.cluster, list_groups(config)).items()
+    }
 
 
-def list_kinds(places: Mapping[str, range], jobs: Mapping[str, RoleJob]) -> tuple[GpuKind, ...]:
+def count_gpus(places: Mapping[str, Sequence[int]]) -> int:
+    """Those that are used."""
+    return len({gpu for gpus in places.values() for gpu in gpus})
+
+
+def list_kinds(places: Mapping[str, Sequence[int]], jobs: Mapping[str, RoleJob]) -> tuple[GpuKind, ...]:
     """The GPUs that are used, those with the same tenants together."""
+    tenants: dict[int, list[Tenant]] = {}
+    for role, job in jobs.items():
+        per_stage = job.parallel.num_processes // job.parallel.pp
+        for rank, gpu in enumerate(places[role]):
+            tenants.setdefault(gpu, []).append(Tenant(role, rank // per_stage))
+    served = set(places[SERVERS])
     kinds: dict[tuple[tuple[Tenant, ...], bool], list[int]] = {}
-    for gpu in range(max(gpus.stop for gpus in places.values())):
-        tenants = tuple(
-            Tenant(role, (gpu - places[role].start) // (job.parallel.num_processes // job.parallel.pp))
-            for role, job in jobs.items()
-            if gpu in places[role]
-        )
-        if tenants or gpu in places[SERVERS]:
-            kinds.setdefault((tenants, gpu in places[SERVERS]), []).append(gpu)
+    for gpu in sorted(tenants.keys() | served):
+        kinds.setdefault((tuple(tenants.get(gpu, ())), gpu in served), []).append(gpu)
     return tuple(GpuKind(tuple(gpus), *key) for key, gpus in kinds.items())
 
 

@@ -6,11 +6,12 @@ from rich import box
 from rich.table import Table
 
 from megarl.config.check import describe_sizes
+from megarl.config.placement import SERVERS
 from megarl.config.schema import Config
 from megarl.plan import assumptions
 from megarl.plan.assumptions import GIB
 from megarl.plan.estimate import JobPlan
-from megarl.plan.gpus import PHASES, SERVERS, Tenant
+from megarl.plan.gpus import PHASES, Tenant
 from megarl.plan.jobs import find_longest
 from megarl.plan.roles import RoleJob
 

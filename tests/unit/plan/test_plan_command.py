@@ -60,7 +60,8 @@ def test_one_that_does_not_fit_ends_with_1_and_the_nearest_change() -> None:
     ("arguments", "message"),
     [
         (("algo=vapo", "model=qwen32b", "cluster=h100x65"), "cluster: found 'h100x65'; the choices are"),
-        (("algo=vapo", "model=qwen32b"), "cluster.hardware.gpu: found null"),
+        (("algo=vapo", "model=qwen32b", "cluster=laptop"), "cluster.hardware.gpu: found null"),
+        ((*QWEN32B, "cluster.gpus_per_node=0"), "cluster.gpus_per_node: found 0"),
         ((*QWEN32B, "policy.paralel.tp=3"), "policy.paralel.tp: no such key; did you mean policy.parallel.tp?"),
         ((*QWEN32B, "rollout.tp=3"), "rollout.tp: found 3"),
         ((*QWEN32B, "model.path=nobody/nothing"), "model.path: 'nobody/nothing' found"),

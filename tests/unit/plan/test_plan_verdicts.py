@@ -4,12 +4,11 @@ import math
 
 import pytest
 
-from megarl.config.cluster import Placement
 from megarl.config.load import load_config
 from megarl.plan.assumptions import GIB
 from megarl.plan.changes import Change, find_change
 from megarl.plan.estimate import JobPlan, build_plan
-from megarl.plan.gpus import PHASES, SERVERS, place
+from megarl.plan.gpus import PHASES
 from megarl.plan.jobs import find_models
 
 QWEN32B = ("algo=vapo", "model=qwen32b", "cluster=h100x64")
@@ -59,10 +58,10 @@ def test_the_plan_of_qwen32b_in_numbers() -> None:
     assert policy.activations == 64 * 2 * 16384 // 8 * 5120
     assert found.transfer.received == found.transfer.total // 32
     assert found.server.num_longest == 51
-    assert {name: (gpus.start, gpus.stop) for name, gpus in found.places.items()} == {
-        "policy": (0, 16),
-        "critic": (16, 32),
-        SERVERS: (32, 64),
+    assert found.places == {
+        "policy": tuple(range(16)),
+        "critic": tuple(range(16, 32)),
+        "servers": tuple(range(32, 64)),
     }
     policy_gpu, _, server_gpu = found.gpus
     assert policy_gpu.phases["update"] == pytest.approx(1.05 * policy.update + 2.5 * GIB)
@@ -93,9 +92,9 @@ def test_optimizer_states_that_do_not_fit_need_more_gpus_or_a_finer_cut() -> Non
 def test_a_job_that_asks_for_more_than_the_cluster_has_is_refused_with_numbers() -> None:
     problem = plan("algo=vapo", "model=qwen32b", "cluster=h100x8").problems[0]
     assert problem.where == "gpus"
-    expected = "asks for 64 GPUs (policy 16, critic 16, servers 8 x 4; cluster.placement=apart)"
+    expected = "asks for 64 GPUs (policy 16, critic 16, servers 8 x 4; cluster.placement=apart), so 8 nodes of 8"
     assert expected in problem.message
-    assert "has 1 x 8 = 8" in problem.message
+    assert problem.message.endswith("has 1 x 8 = 8 GPUs")
     change = find("algo=vapo", "model=qwen32b", "cluster=h100x8")
     assert change.overrides == ("cluster.num_nodes=8", "cluster.listen_host=auto")
     two_less = (*QWEN32B, "rollout.num_servers=10")
@@ -116,9 +115,9 @@ def test_a_fraction_that_leaves_nothing_else_is_lowered() -> None:
     assert find(*overrides).overrides == ("rollout.sglang.mem_fraction_static=0.94",)
 
 
-def test_a_server_does_not_reach_over_two_nodes() -> None:
-    overrides = (*QWEN32B, "cluster.gpus_per_node=6", "cluster.num_nodes=16")
-    assert "reach over two nodes of 6 GPUs" in plan(*overrides).problems[0].message
+def test_a_server_is_on_one_node() -> None:
+    overrides = (*QWEN32B, "cluster.gpus_per_node=2", "cluster.num_nodes=64")
+    assert plan(*overrides).problems[0].message == "rollout.tp: found 4; a server is on one node, which has 2 GPUs"
 
 
 def test_host_memory_is_counted() -> None:
@@ -142,17 +141,18 @@ def test_a_model_of_unknown_sizes_is_named() -> None:
         find_models(config)
 
 
-@pytest.mark.parametrize(
-    ("placement", "expected"),
-    [
-        (Placement.apart, {"policy": (0, 4), "critic": (4, 6), "reference": (6, 7), SERVERS: (7, 10)}),
-        (Placement.split, {"policy": (0, 4), "critic": (0, 2), "reference": (0, 1), SERVERS: (4, 7)}),
-        (Placement.colocated, {"policy": (0, 4), "critic": (0, 2), "reference": (0, 1), SERVERS: (0, 3)}),
-    ],
-)
-def test_the_placement_says_who_shares_a_gpu(placement: Placement, expected: dict[str, tuple[int, int]]) -> None:
-    places = place(placement, {"policy": 4, "critic": 2, "reference": 1}, 3)
-    assert {name: (gpus.start, gpus.stop) for name, gpus in places.items()} == expected
+def test_a_gpu_has_the_processes_that_the_placement_gives_it() -> None:
+    sizes = ("policy.parallel={num_processes: 4, tp: 4, cp: 1}", "critic.parallel={num_processes: 2, tp: 2, cp: 1}")
+    job = ("algo=vapo", "model=qwen3_8b", "cluster=h100x8", *sizes, "rollout.num_servers=2")
+    apart = plan(*job, "cluster.placement=apart")
+    assert [gpus.kind.gpus for gpus in apart.gpus] == [(0, 1, 2, 3), (4, 5), (6, 7)]
+    shared = plan(*job, "cluster.placement=split")
+    found = {gpus.kind.gpus: [tenant.role for tenant in gpus.kind.tenants] for gpus in shared.gpus}
+    assert found == {(0, 1): ["policy", "critic"], (2, 3): ["policy"], (4, 5): []}
+    assert [gpus.kind.has_server for gpus in shared.gpus] == [False, False, True]
+    stages = ("policy.parallel={num_processes: 4, tp: 2, pp: 2}", "cluster.placement=colocated")
+    (first, *_) = plan(*job, *stages).gpus
+    assert (first.kind.gpus, first.kind.has_server) == ((0, 1), True)
 
 
 COLOCATED = (
