@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -82,7 +83,8 @@ def _playing(rank: int, parallel: ParallelConfig) -> Iterator[None]:
     """As rank `rank` of `parallel.num_processes`."""
     if dist.is_initialized():
         raise RuntimeError("the parameters of a layout are counted in a process that has joined no process group")
-    with warnings.catch_warnings():
+    # Megatron asks for the current GPU in order to put tensors on it; torch would set one up for that.
+    with warnings.catch_warnings(), patch.object(torch.cuda, "current_device", lambda: 0):
         warnings.simplefilter("ignore")
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.num_processes)
         try:
