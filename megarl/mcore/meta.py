@@ -24,15 +24,16 @@ from megarl.mcore.spec import StageParameters
 
 
 class _Meta(TorchFunctionMode):
-    """Puts on the meta device also what asks for another one, such as the current GPU, and leaves there what is to
-    move.
+    """Puts on the meta device also what asks for a GPU, and leaves there what is to move. What asks for the CPU may
+    have it: a few rotary frequencies.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.cuda, torch.Tensor.cpu):
             return args[0]
         kwargs = dict(kwargs or {})
-        if kwargs.get("device") is not None:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type != "cpu":
             kwargs["device"] = "meta"
         return func(*args, **kwargs)
 

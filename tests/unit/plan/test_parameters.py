@@ -92,3 +92,12 @@ def test_a_process_in_a_group_counts_nothing() -> None:
         dist.destroy_process_group()
     assert count(replace(describe("Qwen/Qwen3-8B"), num_layers=1))
     assert not dist.is_initialized()
+
+
+def test_nothing_of_the_model_takes_memory() -> None:
+    """Qwen2.5-32B would take 65 GB."""
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert count(describe("Qwen/Qwen2.5-32B"))[0].total == 32_763_876_352
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
