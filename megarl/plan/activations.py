@@ -117,7 +117,9 @@ def compute_layer(
         core_attention=core,
         mlp=mlp,
         rest=norms + held + turned + angles + queries,
-        gradient=work + 2 * split * h * b,
+        # Under sequence parallelism a matrix's whole input is gathered again, in a buffer that stays, and the gradient
+        # of it is whole before it is cut (megatron/core/tensor_parallel/layers.py).
+        gradient=work + 2 * split * h * b + (2 * tokens * h * b if parallel.sp else 0),
     )
 
 
