@@ -42,7 +42,7 @@ class Peak:
 
 @contextmanager
 def measuring_peak() -> Iterator[Peak]:
-    """Of this process's GPU, or of torch's allocator on a CPU, each allocation of which the profiler records."""
+    """Of this process's GPU, or of torch's allocator on a CPU, whose allocations the profiler records."""
     found = Peak()
     gc.collect()
     if torch.cuda.is_available():
@@ -53,11 +53,29 @@ def measuring_peak() -> Iterator[Peak]:
         return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         yield found
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    total = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        total += event.nbytes()
-        found.num_bytes = max(found.num_bytes, total)
+    found.num_bytes = find_peak(profile)
+
+
+def find_peak(profile: torch.profiler.profile) -> int:
+    """Most bytes that were held at once. What gloo's threads free is not recorded: such a tensor counts until its
+    place in memory is taken again.
+    """
+    pending, allocations = list(profile.profiler.kineto_results.experimental_event_tree()), []
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.name == "[memory]":
+            fields = event.extra_fields
+            allocations.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    held: dict[int, int] = {}
+    total = peak = 0
+    for _, place, size in sorted(allocations, key=lambda allocation: allocation[0]):
+        total -= held.pop(place, 0)
+        if size > 0:
+            held[place] = size
+            total += size
+            peak = max(peak, total)
+    return peak
 
 
 def measure_role(rank: int, world_size: int, spec: WorkerSpec, samples: TrainingSamples, init_method: str) -> int:

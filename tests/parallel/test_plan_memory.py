@@ -43,7 +43,6 @@ SIZES: dict[str, tuple[Role, int, int, list[str]]] = {
     "tensor_parallel_critic": (
         *(Role.critic, 2, 900),
         [
-            # Many layers: gloo's threads let go of a few of the tensors that they sent only a moment later.
             "model.random={family: qwen2, num_layers: 9, hidden_size: 144, ffn_size: 640, num_heads: 6}",
             *("critic.parallel={num_processes: 2, tp: 2, sp: true}", "critic.dtype=float32"),
             *("rollout.response_length=96", "train.tokens_per_microbatch=800"),
