@@ -147,7 +147,11 @@ def read_architecture(directory: Path) -> Architecture:
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not found; a Hugging Face checkpoint directory is expected")
-    config = json.loads(path.read_text())
+    return parse_architecture(json.loads(path.read_text()), path)
+
+
+def parse_architecture(config: dict[str, Any], path: Path) -> Architecture:
+    """Of the content of a config.json; `path` is what the messages name. Raises ValueError as `read_architecture`."""
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"{path}: model_type is {family!r}; supported: {', '.join(FAMILIES)}")

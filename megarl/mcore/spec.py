@@ -65,3 +65,23 @@ class RowsResult:
     """int64 [b]: which rows of the sequences"""
     values: Tensor
     """float32 [b, T], 0 past the response; T is the longest response of all sequences"""
+
+
+@dataclass(frozen=True)
+class StageParameters:
+    """What each rank of one pipeline stage holds; the ranks of a stage hold equally much."""
+
+    num_layers: int
+    """Of all its pieces of the model"""
+    dense: int
+    """Parameters of which every data- and context-parallel rank has a copy"""
+    experts: int
+    """Parameters of experts"""
+    embedding: int
+    """Of `dense`: the input embedding, or a tied output layer's copy of it"""
+    head: int
+    """Of `dense`: the output layer or value head"""
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts

@@ -18,7 +18,7 @@ LAYERS = (
     {"mcore", "rollout"},
     {"sync"},
     {"cluster", "inputs", "command", "recovery", "saving", "resume"},
-    {"trainer"},
+    {"trainer", "plan"},
     {"pretraining"},
     {"job", "evaluation"},
     {"pretraining_job", "attempts"},

@@ -1,0 +1,186 @@
+"""What one rank keeps of one micro-batch between its forward and its backward pass, in bytes.
+
+In the manner of Korthikanti et al. (2205.05198, section 4: what each operation saves, and who of the tensor- and
+sequence-parallel ranks holds it), for the layers built here: RMSNorm, rotary positions, grouped queries, SwiGLU, no
+biases and no dropout, and for Megatron's own operations where they are not fused (megatron/core/transformer/mlp.py,
+attention.py, moe/experts.py; megarl/mcore/layers.py, logprobs.py).
+
+Symbols: S tokens on this rank (of a context-parallel group its part), s = S / tp of them under sequence parallelism
+(else S), h hidden size, d size of a head, H and K query and key heads of this rank, f rows of the MLP on this rank,
+V columns of the vocabulary on this rank, R response tokens that it predicts, b bytes of an element, L longest sequence.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from megarl.config.roles import Dtype, ParallelConfig, Recompute, RecomputeMethod
+from megarl.mcore.architecture import Architecture
+from megarl.mcore.entries import padded_vocab_size
+
+ELEMENT_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
+LOSS_BYTES = 48
+"""Of each response token: its target, log-prob, and what the loss keeps (int64 and float32 vectors)"""
+DENSE_WIDTH = 256
+"""On a CPU sequences up to this long have their scores held in bfloat16 (megarl/mcore/segments.py)"""
+
+
+class Attention(Enum):
+    flash = "flash"
+    """2205.14135: inputs, output, and a float32 logsumexp for each token and head"""
+    scores = "scores"
+    """The probabilities themselves"""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Tokens of the largest micro-batch, on one rank."""
+
+    num_tokens: int
+    num_response_tokens: int
+    longest: int
+    """Tokens of the longest sequence, on all context-parallel ranks together"""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """policy.recompute and its companions."""
+
+    recompute: Recompute = Recompute.none
+    method: RecomputeMethod = RecomputeMethod.uniform
+    num_layers: int = 1
+    modules: tuple[str, ...] = ("core_attn",)
+    """What recompute=selective computes again; those that are not known here count as kept"""
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Of one layer and one micro-batch."""
+
+    input: int
+    """s h b"""
+    core_attention: int
+    """What recompute_modules=[core_attn] does not keep"""
+    mlp: int
+    """What recompute_modules=[mlp] does not keep"""
+    rest: int
+    """Everything else, the input left out"""
+    gradient: int
+    """Most that the layer's backward pass holds besides, less what it has freed by then"""
+
+    @property
+    def total(self) -> int:
+        return self.input + self.core_attention + self.mlp + self.rest
+
+
+@dataclass(frozen=True)
+class HeadBytes:
+    """Of the last stage and one micro-batch."""
+
+    saved: int
+    gradient: int
+    """Most that its backward pass holds besides, less what it has freed by then"""
+    forward: int
+    """Held at once where nothing is kept for a backward pass"""
+
+
+def choose_attention(dtype: Dtype, longest: int, on_gpu: bool) -> Attention:
+    dense = not on_gpu and dtype is Dtype.bfloat16 and longest <= DENSE_WIDTH
+    return Attention.scores if dense else Attention.flash
+
+
+def compute_layer(
+    arch: Architecture, parallel: ParallelConfig, dtype: Dtype, batch: MicroBatch, attention: Attention
+) -> LayerBytes:
+    """norm: s h b + 4 s of scales, once before attention and once before the MLP; their outputs as much; queries, keys
+    and values once as made and, turned by their positions, once more; the output of attention; 5 f of the MLP: the
+    two halves of linear_fc1, silu of one, the other plus its offset, their product.
+    """
+    b, h, tokens = ELEMENT_BYTES[dtype], arch.hidden_size, batch.num_tokens
+    split = tokens // parallel.tp if parallel.sp else tokens
+    heads, kv_heads = arch.num_heads // parallel.tp, max(1, arch.num_kv_heads // parallel.tp)
+    queries, keys = tokens * heads * arch.head_size * b, tokens * kv_heads * arch.head_size * b
+    norms = split * h * b + 2 * 4 * split + 2 * split * h * b
+    held = queries + 2 * keys
+    turned = queries + keys
+    angles = 4 * tokens * arch.head_size * b
+    if arch.qk_norm:
+        held += queries + 4 * tokens * (heads + kv_heads)
+    if attention is Attention.flash:
+        core = 4 * tokens * heads
+    else:
+        core = tokens * heads * batch.longest * b
+        # Values are copied for the product, so that nothing keeps what linear_qkv made.
+        held = held + keys if arch.qk_norm else keys
+    mlp, work = _compute_mlp(arch, parallel, b, split, tokens)
+    return LayerBytes(
+        input=split * h * b,
+        core_attention=core,
+        mlp=mlp,
+        rest=norms + held + turned + angles + queries,
+        # Under sequence parallelism a matrix's whole input is gathered again, in a buffer that stays, and the gradient
+        # of it is whole before it is cut (megatron/core/tensor_parallel/layers.py).
+        gradient=work + 2 * split * h * b + (2 * tokens * h * b if parallel.sp else 0),
+    )
+
+
+def _compute_mlp(arch: Architecture, parallel: ParallelConfig, b: int, split: int, tokens: int) -> tuple[int, int]:
+    """Kept by the MLP or the experts; most that their backward pass holds besides."""
+    h = arch.hidden_size
+    if arch.experts is None:
+        rows = arch.ffn_size // parallel.tp
+        return 5 * tokens * rows * b, tokens * rows * b + 2 * rows * h * b
+    experts = arch.experts
+    # Each rank sends its s tokens top_k times; where the routes are balanced it receives as many. The ranks that share
+    # an expert gather their tokens.
+    routed, rows = split * experts.top_k * parallel.etp, experts.ffn_size // parallel.etp
+    routes = split * (experts.num_experts * 5 + experts.top_k * 24)
+    # One half more than a dense MLP keeps: its output before it is weighed.
+    kept = routed * h * b + 6 * routed * rows * b + routes
+    return kept, routed * (h + rows) * b + 2 * rows * h * b
+
+
+def compute_head(
+    arch: Architecture,
+    parallel: ParallelConfig,
+    dtype: Dtype,
+    batch: MicroBatch,
+    with_value_head: bool,
+    chunk_bytes: int,
+) -> HeadBytes:
+    """The last norm, the hidden states that predict, and logits [R, V] or values [R].
+
+    The backward pass holds the logits' gradient beside them, then, the logits freed, the gradients of the hidden states
+    and of the output weights. chunk_bytes: of the float32 buffers of log-probs.
+    """
+    b, h, response = ELEMENT_BYTES[dtype], arch.hidden_size, batch.num_response_tokens
+    split = batch.num_tokens // parallel.tp if parallel.sp else batch.num_tokens
+    norm = split * h * b + 4 * split
+    if with_value_head:
+        hidden = response * h * 4
+        saved = norm + hidden + response * LOSS_BYTES
+        return HeadBytes(saved, gradient=hidden + response * h * b, forward=hidden + response * h * b)
+    columns = padded_vocab_size(arch.vocab_size, parallel.tp) // parallel.tp
+    hidden, logits = response * h * b, response * columns * b
+    saved = norm + hidden + logits + response * LOSS_BYTES
+    gradient = max(logits + chunk_bytes, hidden + columns * h * b)
+    return HeadBytes(saved, gradient, forward=hidden + logits + chunk_bytes)
+
+
+def sum_layers(layer: LayerBytes, num_layers: int, saving: Saving) -> tuple[int, int]:
+    """Kept of one micro-batch by so many layers of a stage; what is computed again at once, for one block of them.
+
+    Under recompute=full only the input of each block is kept (2205.05198, section 5).
+    """
+    if saving.recompute is Recompute.full:
+        if saving.method is RecomputeMethod.block:
+            again = min(saving.num_layers, num_layers)
+            kept = again * layer.input + (num_layers - again) * layer.total
+            # The layers that keep theirs come last, and are done with when the others are computed again.
+            return kept, max(0, (again - 1) * layer.input + layer.total - kept)
+        blocks = -(-num_layers // saving.num_layers)
+        return blocks * layer.input, saving.num_layers * layer.total - layer.input
+    dropped = 0
+    if saving.recompute is Recompute.selective:
+        dropped += layer.core_attention if "core_attn" in saving.modules else 0
+        dropped += layer.mlp if "mlp" in saving.modules else 0
+    return num_layers * (layer.total - dropped), dropped

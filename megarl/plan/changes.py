@@ -1,0 +1,199 @@
+"""The nearest change that makes a job fit: one key at a time, the least intrusive first."""
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import reduce
+from math import ceil
+from typing import Any
+
+from megarl.config.check import check_config
+from megarl.config.check_parallel import find_nearest_divisor
+from megarl.config.cluster import AUTO, Placement
+from megarl.config.errors import ConfigError
+from megarl.config.roles import Offload, Recompute, TrainedRoleConfig
+from megarl.config.rollout import Transport
+from megarl.config.schema import Config
+from megarl.plan.assumptions import GIB
+from megarl.plan.estimate import JobPlan, Problem, build_plan
+from megarl.plan.jobs import PlannedModels
+
+MAX_ROUNDS = 4
+"""Problems that are mended one after the other"""
+LEAST_TOKENS = 1024
+"""A micro-batch is not cut below this many tokens"""
+FRACTIONS = (0.2, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.82, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94)
+
+Values = Mapping[str, Any]
+"""Dotted key -> value"""
+
+
+@dataclass(frozen=True)
+class Change:
+    overrides: tuple[str, ...]
+    """As on the command line"""
+    plan: JobPlan
+    """Of the changed job, which fits"""
+
+
+def find_change(config: Config, models: PlannedModels, plan: JobPlan) -> Change | None:
+    """What to add to the command line so that the job fits; None where nothing that is tried here does."""
+    values: dict[str, Any] = {}
+    for _ in range(MAX_ROUNDS):
+        if not plan.problems:
+            return Change(tuple(f"{key}={_write(value)}" for key, value in values.items()), plan)
+        found = _mend(config, models, plan, plan.problems[0])
+        if found is None:
+            return None
+        added, config, plan = found
+        values |= added
+    return None if plan.problems else Change(tuple(f"{key}={_write(value)}" for key, value in values.items()), plan)
+
+
+def _mend(
+    config: Config, models: PlannedModels, plan: JobPlan, problem: Problem
+) -> tuple[Values, Config, JobPlan] | None:
+    """The first candidate that rids the job of this problem and gives it no new one."""
+    before = {other.where for other in plan.problems}
+    for values in list_candidates(config, plan, problem):
+        changed = apply(config, values)
+        if check_config(changed):
+            continue
+        try:
+            after = build_plan(changed, models)
+        except ConfigError:
+            continue
+        left = {other.where for other in after.problems}
+        if len(after.problems) < len(plan.problems) and left <= before:
+            return values, changed, after
+    return None
+
+
+def apply(config: Config, values: Values) -> Config:
+    """A copy with these values."""
+    changed = copy.deepcopy(config)
+    for key, value in values.items():
+        *path, name = key.split(".")
+        node = reduce(lambda at, part: at[part] if isinstance(at, dict) else getattr(at, part), path, changed)
+        if isinstance(node, dict):
+            node[name] = value
+        else:
+            setattr(node, name, value)
+    return changed
+
+
+def list_candidates(config: Config, plan: JobPlan, problem: Problem) -> Iterator[Values]:
+    """For one problem, nearest first. Some contradict other keys: those are passed over."""
+    if problem.where == "gpus":
+        yield from _list_gpu_changes(config, plan)
+    elif problem.where == "host":
+        yield from _list_host_changes(config, plan)
+    elif problem.where == "servers":
+        yield from _list_server_changes(config)
+    elif problem.where in plan.jobs:
+        yield from _list_role_changes(config, plan, problem.where)
+
+
+def _list_gpu_changes(config: Config, plan: JobPlan) -> Iterator[Values]:
+    cluster = config.cluster
+    yield from ({"rollout.num_servers": number} for number in range(config.rollout.num_servers - 1, 0, -1))
+    if cluster.placement is Placement.apart:
+        offloads = {f"{name}.offload": Offload.all for name in plan.jobs}
+        for placement in (Placement.split, Placement.colocated):
+            yield {"cluster.placement": placement}
+            yield {"cluster.placement": placement, **offloads}
+        yield {"cluster.placement": Placement.colocated, **offloads, "rollout.sglang.mem_fraction_static": 0.5}
+    yield _list_nodes(config, 1 + plan.last_gpu // cluster.gpus_per_node)
+
+
+def _list_nodes(config: Config, number: int) -> dict[str, Any]:
+    """So many nodes, and what the first one more than one needs."""
+    values: dict[str, Any] = {"cluster.num_nodes": number}
+    if config.cluster.num_nodes == 1 and config.cluster.listen_host != AUTO:
+        values["cluster.listen_host"] = AUTO
+    if config.rollout.transport is Transport.colocated:
+        values["rollout.transport"] = Transport.split
+    return values
+
+
+def _list_host_changes(config: Config, plan: JobPlan) -> Iterator[Values]:
+    store = config.cluster.object_store_mb
+    excess = plan.host_bytes / GIB - config.cluster.hardware.host_memory_gib
+    if store - excess * 1024 >= 1024:
+        yield {"cluster.object_store_mb": int(store - ceil(excess) * 1024)}
+    for name in plan.jobs:
+        yield {f"{name}.offload": None}
+
+
+def _list_server_changes(config: Config) -> Iterator[Values]:
+    rollout = config.rollout
+    now = float(rollout.sglang.get("mem_fraction_static") or 0.87)
+    for fraction in sorted(FRACTIONS, key=lambda other: abs(other - now)):
+        yield {"rollout.sglang.mem_fraction_static": fraction}
+    for factor in (2, 4, 8):
+        if rollout.num_servers % factor == 0:
+            yield {"rollout.tp": rollout.tp * factor, "rollout.num_servers": rollout.num_servers // factor}
+        yield {"rollout.tp": rollout.tp * factor}
+    per_node = config.cluster.gpus_per_node
+    if per_node and per_node % rollout.tp:
+        yield {"rollout.tp": find_nearest_divisor(per_node, rollout.tp)}
+
+
+def _list_role_changes(config: Config, plan: JobPlan, name: str) -> Iterator[Values]:
+    """Of the role, then of those that share its GPUs; then two of them at once."""
+    is_shared = config.cluster.placement is not Placement.apart
+    names = [name, *(other for other in plan.jobs if is_shared and other != name)]
+    single = [values for other in names for values in _list_own_changes(config, other, is_shared)]
+    yield from single
+    for first, second in itertools.combinations(single, 2):
+        if not first.keys() & second.keys():
+            yield {**first, **second}
+    for other in names:
+        yield from _list_larger(config, other)
+
+
+def _list_own_changes(config: Config, name: str, is_shared: bool) -> Iterator[Values]:
+    """With the same GPUs."""
+    node, parallel = getattr(config, name), getattr(config, name).parallel
+    if isinstance(node, TrainedRoleConfig) and node.recompute is not Recompute.full:
+        yield {f"{name}.recompute": Recompute.full}
+    tokens = config.train.tokens_per_microbatch // 2
+    while tokens >= LEAST_TOKENS:
+        yield {"train.tokens_per_microbatch": tokens}
+        tokens //= 2
+    if is_shared and node.offload is not Offload.all:
+        yield {f"{name}.offload": Offload.all}
+    if is_shared and "mem_fraction_static" in config.rollout.sglang:
+        now = float(config.rollout.sglang["mem_fraction_static"])
+        for fraction in reversed([other for other in FRACTIONS if other < now]):
+            yield {"rollout.sglang.mem_fraction_static": fraction}
+    for axis in ("cp", "tp", "pp"):
+        wider: dict[str, Any] = {f"{name}.parallel.{axis}": getattr(parallel, axis) * 2}
+        if axis == "tp" and not parallel.sp:
+            wider[f"{name}.parallel.sp"] = True
+        yield wider
+
+
+def _list_larger(config: Config, name: str) -> Iterator[Values]:
+    """With more GPUs for the role: spread over more replicas, then the model cut further; more nodes where the cluster
+    has too few.
+    """
+    parallel = getattr(config, name).parallel
+    for factor in (2, 4, 8):
+        number = {f"{name}.parallel.num_processes": parallel.num_processes * factor}
+        cuts = [{}, {f"{name}.parallel.tp": parallel.tp * factor, f"{name}.parallel.sp": True}]
+        yield from ({**number, **cut} for cut in cuts)
+        cluster = config.cluster
+        if cluster.gpus_per_node:
+            more = ceil(parallel.num_processes * (factor - 1) / cluster.gpus_per_node)
+            yield from ({**number, **cut, **_list_nodes(config, cluster.num_nodes + more)} for cut in cuts)
+
+
+def _write(value: Any) -> str:
+    if isinstance(value, Enum):
+        return str(value.value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,43 @@
+"""The check at the start of every job: what its plan says does not fit."""
+
+from pathlib import Path
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema import Config
+from megarl.inputs import Inputs
+from megarl.mcore.architecture import read_architecture
+from megarl.mcore.spec import Role
+from megarl.plan.jobs import PlannedModels, build_jobs, check_batches
+
+
+def check_plan(config: Config, inputs: Inputs) -> list[str]:
+    """Why the job does not fit, as the messages of a ConfigError, the last with what would make it fit; [] if it does.
+
+    Memory is planned on clusters whose hardware is known (cluster.hardware); elsewhere only batches are looked at.
+    There Megatron is imported and its parameters are counted, which takes seconds, in a process that is in no process
+    group.
+    """
+    critic = inputs.specs.get(Role.critic)
+    own = read_architecture(Path(critic.checkpoint)) if critic else inputs.architecture
+    models = PlannedModels(inputs.architecture, own)
+    if config.cluster.hardware.gpu is None:
+        return check_batches(config, build_jobs(config, models, on_gpu=False))
+    try:
+        return _describe_problems(config, models)
+    except ConfigError as error:
+        return list(error.problems)
+
+
+def _describe_problems(config: Config, models: PlannedModels) -> list[str]:
+    from megarl.plan.changes import find_change
+    from megarl.plan.estimate import build_plan
+
+    plan = build_plan(config, models)
+    if not plan.problems:
+        return []
+    change = find_change(config, models, plan)
+    advice = "no single change of those that were tried makes it fit"
+    if change is not None:
+        advice = f"it fits with {' '.join(change.overrides)}"
+    messages = [problem.message for problem in plan.problems]
+    return [*messages, f"cluster.hardware: the job does not fit {config.cluster.hardware.gpu}; {advice}"]

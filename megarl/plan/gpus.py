@@ -1,0 +1,105 @@
+"""Which processes share a GPU, and what each GPU holds in each phase of an iteration."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megarl.config.placement import SERVERS, list_groups, place
+from megarl.config.schema import Config
+from megarl.plan.assumptions import ALLOCATOR_SHARE, GIB, PROCESS_GIB
+from megarl.plan.roles import RoleJob, StageMemory
+from megarl.plan.serving import ServerMemory
+
+PHASES = ("generation", "sync", "log-probs, values", "update")
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """A training process on a GPU."""
+
+    role: str
+    stage: int
+
+
+@dataclass(frozen=True)
+class GpuKind:
+    """GPUs that hold the same."""
+
+    gpus: tuple[int, ...]
+    """Their numbers, from 0 on the first node on"""
+    tenants: tuple[Tenant, ...]
+    has_server: bool
+
+
+def place_job(config: Config) -> dict[str, tuple[int, ...]]:
+    """The GPU of every rank of each role and of the servers, in the order policy, critic, reference, servers.
+
+    Numbers beyond the cluster's: the job asks for more than it has. cluster.gpus_per_node must be known.
+    """
+    per_node = config.cluster.gpus_per_node
+    return {
+        name: tuple(seat.node * per_node + gpu for seat in seats for gpu in seat.gpus)
+        for name, seats in place(config.cluster, list_groups(config)).items()
+    }
+
+
+def count_gpus(places: Mapping[str, Sequence[int]]) -> int:
+    """Those that are used."""
+    return len({gpu for gpus in places.values() for gpu in gpus})
+
+
+def list_kinds(places: Mapping[str, Sequence[int]], jobs: Mapping[str, RoleJob]) -> tuple[GpuKind, ...]:
+    """The GPUs that are used, those with the same tenants together."""
+    tenants: dict[int, list[Tenant]] = {}
+    for role, job in jobs.items():
+        per_stage = job.parallel.num_processes // job.parallel.pp
+        for rank, gpu in enumerate(places[role]):
+            tenants.setdefault(gpu, []).append(Tenant(role, rank // per_stage))
+    served = set(places[SERVERS])
+    kinds: dict[tuple[tuple[Tenant, ...], bool], list[int]] = {}
+    for gpu in sorted(tenants.keys() | served):
+        kinds.setdefault((tuple(tenants.get(gpu, ())), gpu in served), []).append(gpu)
+    return tuple(GpuKind(tuple(gpus), *key) for key, gpus in kinds.items())
+
+
+def compute_phases(
+    kind: GpuKind,
+    jobs: Mapping[str, RoleJob],
+    stages: Mapping[str, Sequence[StageMemory]],
+    server: ServerMemory | None,
+    bucket_bytes: int,
+) -> dict[str, int]:
+    """Bytes of one GPU in each phase, by PHASES. Those who share it compute side by side.
+
+    bucket_bytes: rollout.sync_bucket_mb; every rank of a sync holds two messages.
+    """
+    served = server.total if server and kind.has_server else 0
+    phases = dict.fromkeys(PHASES, served)
+    phases["sync"] += 2 * bucket_bytes if served else 0
+    is_shared = kind.has_server or len(kind.tenants) > 1
+    for tenant in kind.tenants:
+        memory, job = stages[tenant.role][tenant.stage], jobs[tenant.role]
+        held = hold(memory, job, is_shared)
+        is_sender = tenant.role == "policy"
+        phases["generation"] += add_overhead(held)
+        phases["sync"] += add_overhead(max(held, memory.weights) + 2 * bucket_bytes if is_sender else held)
+        phases["log-probs, values"] += add_overhead(max(held, memory.forward))
+        # The first one: the optimizer's state is made in it, the model before it.
+        phases["update"] += add_overhead(max(held, memory.update, memory.building))
+    return phases
+
+
+def hold(memory: StageMemory, job: RoleJob, is_shared: bool) -> int:
+    """Bytes of a training process between its calls. torch's allocator keeps what the calls had at most, from those who
+    share the GPU; where something is offloaded it gives that back (megarl/mcore/offload.py).
+    """
+    return memory.peak if is_shared and job.offload is None else memory.resident
+
+
+def add_overhead(tensors: int) -> int:
+    return int(tensors * (1 + ALLOCATOR_SHARE) + PROCESS_GIB * GIB)
+
+
+def compute_free(kind: GpuKind, stages: Mapping[str, Sequence[StageMemory]], gpu_bytes: int) -> int:
+    """Bytes of a GPU that are free when its server starts: the training processes hold their models then."""
+    taken = sum(add_overhead(stages[tenant.role][tenant.stage].resident) for tenant in kind.tenants)
+    return max(0, gpu_bytes - taken)

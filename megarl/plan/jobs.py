@@ -1,0 +1,176 @@
+"""From a checked configuration to what is planned: the models, and each role as far as its memory is concerned."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from megarl.config.algo import needs_critic, needs_full_kl, needs_reference
+from megarl.config.errors import ConfigError
+from megarl.config.model import ModelSource, RandomModelConfig
+from megarl.config.roles import ParallelConfig, ReferenceConfig, TrainedRoleConfig
+from megarl.config.schema import Config
+from megarl.hf.checkpoint import default_cache_dir, resolve_checkpoint
+from megarl.hf.random_model import SPECIAL_TOKENS
+from megarl.mcore.architecture import Architecture, check_layout, parse_architecture, read_architecture
+from megarl.plan.activations import MicroBatch, Saving
+from megarl.plan.published import PUBLISHED
+from megarl.plan.roles import RoleJob
+from megarl.sync.serving_pieces import check_serving_layout
+
+DEFAULT_MODULES = ("core_attn",)
+"""What Megatron computes again under recompute=selective (transformer_config.py, recompute_modules)"""
+
+
+@dataclass(frozen=True)
+class PlannedModels:
+    policy: Architecture
+    """Of the reference too"""
+    critic: Architecture
+
+
+def find_models(config: Config) -> PlannedModels:
+    """The sizes of the models, from their files where they are here, else as published; nothing is downloaded.
+
+    Raises ConfigError that names model.path or critic.init.
+    """
+    if config.model.source is ModelSource.random:
+        policy = describe_random(config.model.random)
+    elif config.model.source is ModelSource.path:
+        policy = find_architecture(str(config.model.path), "model.path")
+    else:
+        policy = _read(resolve_checkpoint(config.model, default_cache_dir()), "model.source")
+    has_own = needs_critic(config.algo) and config.critic.init is not None
+    return PlannedModels(policy, find_architecture(str(config.critic.init), "critic.init") if has_own else policy)
+
+
+def find_architecture(name: str, key: str) -> Architecture:
+    """Of a checkpoint directory, of a model in the Hugging Face cache, or of one whose sizes are known here."""
+    directory = Path(name).expanduser()
+    if (directory / "config.json").is_file():
+        return _read(directory, key)
+    cached = _find_in_cache(name)
+    if cached is not None:
+        return _read(cached, key)
+    if name in PUBLISHED:
+        return parse_architecture(PUBLISHED[name], Path(name))
+    raise ConfigError(
+        [
+            f"{key}: {name!r} found; no config.json is in {directory.absolute()} or, under that name, in the local"
+            f" Hugging Face cache, and its sizes are not among those known here: {', '.join(PUBLISHED)}"
+        ]
+    )
+
+
+def _find_in_cache(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _read(directory: Path, key: str) -> Architecture:
+    try:
+        return read_architecture(directory)
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError([f"{key}: {error}"]) from error
+
+
+def describe_random(random: RandomModelConfig) -> Architecture:
+    """Of model.source=random, whose files need not have been made."""
+    fields: dict[str, Any] = {
+        "model_type": random.family,
+        "vocab_size": len(random.alphabet) + len(SPECIAL_TOKENS),
+        "hidden_size": random.hidden_size,
+        "intermediate_size": random.ffn_size,
+        "num_hidden_layers": random.num_layers,
+        "num_attention_heads": random.num_heads,
+        "num_key_value_heads": random.num_kv_heads,
+        "head_dim": random.hidden_size // random.num_heads,
+        "max_position_embeddings": random.max_length,
+        "tie_word_embeddings": random.tie_embeddings,
+        "num_experts": random.num_experts,
+        "num_experts_per_tok": random.experts_per_token,
+        "moe_intermediate_size": random.ffn_size,
+        "norm_topk_prob": True,
+    }
+    return parse_architecture(fields, Path("model.random"))
+
+
+def build_jobs(config: Config, models: PlannedModels, on_gpu: bool) -> dict[str, RoleJob]:
+    """The roles that the algorithm needs, in the order policy, critic, reference.
+
+    Raises ConfigError for a layout that does not divide its model.
+    """
+    jobs = {"policy": _build_job(config, "policy", config.policy, models.policy, on_gpu)}
+    if needs_critic(config.algo):
+        jobs["critic"] = _build_job(config, "critic", config.critic, models.critic, on_gpu)
+    if needs_reference(config.algo):
+        jobs["reference"] = _build_job(config, "reference", config.reference, models.policy, on_gpu)
+    problems = list(check_serving_layout(models.policy, config.rollout.tp))
+    for name, job in jobs.items():
+        problems += check_layout(job.arch, job.parallel, f"{name}.parallel", config.model.megatron)
+    if problems:
+        raise ConfigError(problems)
+    return jobs
+
+
+def _build_job(
+    config: Config, name: str, node: TrainedRoleConfig | ReferenceConfig, arch: Architecture, on_gpu: bool
+) -> RoleJob:
+    batch, num_microbatches = find_microbatch(config, node.parallel)
+    saving = Saving()
+    if isinstance(node, TrainedRoleConfig):
+        modules = tuple(config.model.megatron.get("recompute_modules") or DEFAULT_MODULES)
+        saving = Saving(node.recompute, node.recompute_method, node.recompute_num_layers, modules)
+    return RoleJob(
+        name=name,
+        arch=arch,
+        parallel=node.parallel,
+        dtype=node.dtype,
+        is_trained=isinstance(node, TrainedRoleConfig),
+        has_value_head=name == "critic",
+        holds_reference=name == "policy" and needs_full_kl(config.algo),
+        offload=node.offload,
+        saving=saving,
+        batch=batch,
+        num_microbatches=num_microbatches,
+        on_gpu=on_gpu,
+        fp8=isinstance(node, TrainedRoleConfig) and node.fp8 is not None,
+    )
+
+
+def find_longest(config: Config) -> int:
+    """Most tokens of a sequence."""
+    return config.data.prompt_length + config.rollout.response_length
+
+
+def find_microbatch(config: Config, parallel: ParallelConfig) -> tuple[MicroBatch, int]:
+    """The largest micro-batch that packing makes (megarl/data/packing.py), nearly all of it response tokens, and how
+    many a data-parallel rank has of each minibatch where every sequence is as long as it may be.
+    """
+    train, longest = config.train, find_longest(config)
+    budget = train.tokens_per_microbatch * parallel.cp
+    samples = train.prompts_per_iteration * train.responses_per_prompt
+    tokens = min(max(budget, longest), ceil(samples / parallel.dp) * longest)
+    share = ceil(train.samples_per_minibatch / parallel.dp)
+    number = ceil(share / max(1, budget // longest))
+    own = ceil(tokens / parallel.cp)
+    return MicroBatch(own, own, longest), number
+
+
+def check_batches(config: Config, jobs: Mapping[str, RoleJob]) -> list[str]:
+    """What of an iteration does not divide over the ranks of a role; one message each."""
+    samples, problems = config.train.samples_per_minibatch, []
+    for name, job in jobs.items():
+        if job.is_trained and samples < job.parallel.dp:
+            problems.append(
+                f"{name}.parallel: {job.parallel.dp} data-parallel ranks share {samples} samples"
+                " (train.samples_per_minibatch); each needs at least one"
+            )
+    return problems

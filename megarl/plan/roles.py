@@ -1,0 +1,162 @@
+"""Memory of the training processes: weights, gradients, optimizer and activations of each pipeline stage, in bytes."""
+
+from dataclasses import dataclass
+from math import ceil
+
+from megarl.config.roles import Dtype, Offload, ParallelConfig
+from megarl.mcore.architecture import Architecture
+from megarl.mcore.spec import StageParameters
+from megarl.plan.activations import (
+    ELEMENT_BYTES,
+    MicroBatch,
+    Saving,
+    choose_attention,
+    compute_head,
+    compute_layer,
+    sum_layers,
+)
+
+GRADIENT_BYTES = 4
+"""Of a parameter: Megatron sums gradients in float32 (grad_reduce_in_fp32)"""
+CHUNK_BYTES = {True: 3 * 4 * (1 << 23), False: 4 * (1 << 18)}
+"""On a GPU or not: the float32 buffers of log-probs (megarl/mcore/logprobs.py)"""
+
+
+@dataclass(frozen=True)
+class RoleJob:
+    """One role, as far as its memory is concerned."""
+
+    name: str
+    arch: Architecture
+    parallel: ParallelConfig
+    dtype: Dtype
+    is_trained: bool
+    has_value_head: bool
+    holds_reference: bool
+    """A KL of estimator full: the policy's processes hold the reference too"""
+    offload: Offload | None
+    saving: Saving
+    batch: MicroBatch
+    num_microbatches: int
+    """Of a minibatch, on each data-parallel rank"""
+    on_gpu: bool
+    fp8: bool = False
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one rank of a pipeline stage."""
+
+    parameters: StageParameters
+    in_flight: int
+    """Micro-batches whose activations are held at once"""
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Kept for the backward passes under way, logits left out"""
+    head: int
+    """Logits or values, and what goes with them"""
+    work: int
+    """Held besides in the moment of the peak: recomputed layers, gradients of activations"""
+    forward_work: int
+    """The same where nothing is kept: log-probs and values"""
+    resident: int
+    """Between the calls"""
+    offloaded: int
+    """Bytes that wait in host memory between the calls"""
+    building: int
+    """While the model is built: gradients, and the weights twice or the optimizer's float32 copy of them"""
+
+    @property
+    def update(self) -> int:
+        """The peak of an update; of a role that is not trained, that of a forward pass."""
+        if self.gradients == 0:
+            return self.forward
+        return self.weights + self.gradients + self.optimizer + self.activations + self.head + self.work
+
+    @property
+    def forward(self) -> int:
+        """The peak of log-probs or values."""
+        return max(self.resident, self.weights) + self.forward_work
+
+    @property
+    def peak(self) -> int:
+        return max(self.update, self.forward, self.building)
+
+
+def estimate_stages(job: RoleJob, stages: tuple[StageParameters, ...]) -> tuple[StageMemory, ...]:
+    return tuple(_estimate_stage(job, parameters, number) for number, parameters in enumerate(stages))
+
+
+def count_in_flight(parallel: ParallelConfig, stage: int, num_microbatches: int) -> float:
+    """Micro-batches of which a stage holds the activations of all its layers, at most.
+
+    1F1B: pp - stage (Narayanan et al. 2104.04473, section 2.2.1). Interleaved: a stage warms up with
+    2 (pp - stage - 1) + (vpp - 1) pp pieces and has one more under way, each 1 / vpp of its layers
+    (megatron/core/pipeline_parallel/schedules.py, get_pp_rank_microbatches).
+    """
+    if parallel.pp == 1:
+        return 1
+    if parallel.vpp == 1:
+        return min(parallel.pp - stage, num_microbatches)
+    pieces = 2 * (parallel.pp - stage - 1) + (parallel.vpp - 1) * parallel.pp + 1
+    return min(pieces, num_microbatches * parallel.vpp) / parallel.vpp
+
+
+def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> StageMemory:
+    parallel, b = job.parallel, ELEMENT_BYTES[job.dtype]
+    weights = parameters.total * b * (2 if job.holds_reference else 1)
+    gradients = parameters.total * GRADIENT_BYTES if job.is_trained else 0
+    optimizer = compute_optimizer(job, parameters) if job.is_trained else 0
+    attention = choose_attention(job.dtype, job.batch.longest, job.on_gpu)
+    layer = compute_layer(job.arch, parallel, job.dtype, job.batch, attention)
+    in_flight = count_in_flight(parallel, stage, job.num_microbatches)
+    kept, again = sum_layers(layer, parameters.num_layers, job.saving)
+    is_last = stage == parallel.pp - 1
+    # Stages but the last keep what they sent until its gradient comes back.
+    activations = ceil(in_flight * (kept + (0 if is_last else layer.input)))
+    head = None
+    if is_last:
+        chunk = CHUNK_BYTES[job.on_gpu]
+        head = compute_head(job.arch, parallel, job.dtype, job.batch, job.has_value_head, chunk)
+    in_layers = again + layer.gradient
+    in_head = head.saved + head.gradient if head else 0
+    # Either the head's backward pass or, the head done with, that of a layer.
+    work = max(in_layers - (head.saved if head else 0), in_head - (head.saved if head else 0), 0)
+    copies = max(parameters.total * b, optimizer // 3 if job.dtype is Dtype.bfloat16 else 0)
+    moved = _list_offloaded(job.offload, weights, gradients, optimizer)
+    return StageMemory(
+        parameters=parameters,
+        in_flight=ceil(in_flight),
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations if job.is_trained else 0,
+        head=head.saved if head and job.is_trained else 0,
+        work=work if job.is_trained else 0,
+        forward_work=max(layer.mlp + 3 * layer.input, head.forward if head else 0)
+        + (head.forward if head and job.holds_reference else 0),
+        resident=weights + gradients + optimizer - sum(moved),
+        # Gradients are dropped, not moved.
+        offloaded=moved[0] + moved[2],
+        building=weights + gradients + (copies if job.is_trained else 0),
+    )
+
+
+def compute_optimizer(job: RoleJob, parameters: StageParameters) -> int:
+    """Adam's two float32 moments and, of bfloat16 weights, a float32 copy, cut over the data-parallel ranks: over
+    dp x cp of them (Rajbhandari et al. 1910.02054, section 5.1, P_os; megatron/core/optimizer/distrib_optimizer.py),
+    of experts over those that hold the same ones.
+    """
+    parallel = job.parallel
+    each = 8 if job.dtype is Dtype.float32 else 12
+    replicas = parallel.dp * parallel.cp
+    expert_replicas = max(1, parallel.num_processes // (parallel.pp * parallel.ep * parallel.etp))
+    return ceil(each * parameters.dense / replicas) + ceil(each * parameters.experts / expert_replicas)
+
+
+def _list_offloaded(offload: Offload | None, weights: int, gradients: int, optimizer: int) -> tuple[int, int, int]:
+    if offload is None:
+        return 0, 0, 0
+    return (weights if offload is Offload.all else 0), gradients, optimizer

@@ -1,0 +1,103 @@
+"""Seconds of an iteration by phase: floating-point operations and bytes over the assumed shares of the peaks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+
+from megarl.config.cluster import Placement
+from megarl.config.hardware import HardwareConfig
+from megarl.config.roles import Recompute
+from megarl.config.schema import Config
+from megarl.mcore.row_costs import compute_row_costs
+from megarl.plan.assumptions import (
+    DECODE_BANDWIDTH,
+    DECODE_STEP_S,
+    FORWARD_MFU,
+    LINK_SHARE,
+    MEAN_RESPONSE,
+    PREFILL_MFU,
+    UPDATE_MFU,
+)
+from megarl.plan.roles import RoleJob
+from megarl.plan.serving import ServerMemory
+from megarl.plan.transfer import Transfer
+from megarl.types import Sequences
+
+
+@dataclass(frozen=True)
+class Seconds:
+    generation: float
+    scoring: float
+    """Log-probs and values of policy, reference and critic"""
+    update: float
+    sync: float
+
+    @property
+    def iteration(self) -> float:
+        return self.generation + self.scoring + self.update + self.sync
+
+
+def estimate_seconds(config: Config, jobs: Mapping[str, RoleJob], server: ServerMemory, transfer: Transfer) -> Seconds:
+    hardware = config.cluster.hardware
+    num_samples = config.train.prompts_per_iteration * config.train.responses_per_prompt
+    forward = {name: _compute_forward(config, job, num_samples, hardware) for name, job in jobs.items()}
+    updates = {}
+    for name, job in jobs.items():
+        if job.is_trained:
+            repeats = config.critic.updates_per_policy_update if job.has_value_head else 1
+            # Backward: twice the forward pass; whatever is computed again: once more (2205.05198, section 5).
+            passes = 4 if job.saving.recompute is Recompute.full else 3
+            share = forward[name] * FORWARD_MFU / UPDATE_MFU
+            updates[name] = share * passes * config.train.epochs_per_iteration * repeats
+    # Those who share GPUs take turns on them.
+    join = max if config.cluster.placement is Placement.apart else sum
+    return Seconds(
+        generation=_compute_generation(config, jobs["policy"], num_samples, server),
+        scoring=join(forward.values()),
+        update=join(updates.values()),
+        sync=compute_sync_seconds(transfer, config),
+    )
+
+
+def _compute_forward(config: Config, job: RoleJob, num_samples: int, hardware: HardwareConfig) -> float:
+    """One forward pass over an iteration's samples; a pipeline idles (pp - 1) / (m vpp) of it (2104.04473, 2.2)."""
+    peak = (hardware.fp8_tflops if job.fp8 else hardware.bf16_tflops) * 1e12
+    flops = 2 * compute_mean_cost(config, job) * num_samples
+    bubble = (job.parallel.pp - 1) / (job.num_microbatches * job.parallel.vpp)
+    return flops / (job.parallel.num_processes * peak * FORWARD_MFU) * (1 + bubble)
+
+
+def compute_mean_cost(config: Config, job: RoleJob) -> float:
+    """Multiply-adds of a forward pass over one sample of mean length (megarl/mcore/row_costs.py)."""
+    prompt = config.data.prompt_length
+    length = prompt + ceil(MEAN_RESPONSE * config.rollout.response_length)
+    sample = Sequences(torch.zeros(length, dtype=torch.int64), torch.tensor([length]), torch.tensor([prompt]))
+    return compute_row_costs(job.arch, sample, with_value_head=job.has_value_head)[0]
+
+
+def _compute_generation(config: Config, job: RoleJob, num_samples: int, server: ServerMemory) -> float:
+    """Prompts once, then a step for each token of as many sequences as run at once; a step reads the weights and the
+    KV cache of each sequence. No shorter than one response of full length.
+    """
+    rollout, hardware = config.rollout, config.cluster.hardware
+    response = MEAN_RESPONSE * rollout.response_length
+    context = config.data.prompt_length + response / 2
+    waiting = num_samples / rollout.num_servers
+    running = max(1.0, min(waiting, rollout.max_running_requests, server.kv_tokens / (context + response / 2)))
+    bandwidth = hardware.hbm_gb_s * 1e9 * DECODE_BANDWIDTH
+
+    def step(sequences: float) -> float:
+        return (server.weights + sequences * context * server.bytes_per_token) / bandwidth + DECODE_STEP_S
+
+    prefill = 2 * compute_mean_cost(config, job) * config.data.prompt_length / (config.data.prompt_length + response)
+    prefill *= waiting / (rollout.tp * hardware.bf16_tflops * 1e12 * PREFILL_MFU)
+    return prefill + max(waiting * response / running * step(running), rollout.response_length * step(1))
+
+
+def compute_sync_seconds(transfer: Transfer, config: Config) -> float:
+    """The busiest port decides; between nodes, or inside the one there is."""
+    hardware = config.cluster.hardware
+    link = hardware.network_gb_s if config.cluster.num_nodes > 1 else hardware.nvlink_gb_s
+    return transfer.busiest / (link * 1e9 * LINK_SHARE)

@@ -1,0 +1,61 @@
+"""Memory of one rank of an SGLang server, in bytes."""
+
+from dataclasses import dataclass
+
+from megarl.config.rollout import RolloutConfig
+from megarl.mcore.architecture import Architecture
+from megarl.plan.activations import ELEMENT_BYTES
+from megarl.plan.assumptions import GIB, SERVER_GIB
+from megarl.sync.boxes import Piece
+from megarl.sync.serving_pieces import predict_server_rank
+
+DEFAULT_FRACTION = 0.87
+"""What SGLang chooses on a GPU of 80 GB, about, where rollout.sglang.mem_fraction_static is not set"""
+
+
+@dataclass(frozen=True)
+class ServerMemory:
+    weights: int
+    kv_cache: int
+    """Bytes; 0 or less: there is no room for any"""
+    kv_tokens: int
+    """Of one server: each rank has its heads of all of them"""
+    bytes_per_token: int
+    """Of KV cache, on each rank"""
+    num_longest: int
+    """Sequences of full length that fit at once"""
+    fraction: float
+    """mem_fraction_static"""
+    reserve: int
+    """What the fraction leaves free for everything else"""
+
+    @property
+    def total(self) -> int:
+        return self.weights + max(0, self.kv_cache) + int(SERVER_GIB * GIB)
+
+
+def compute_server_weights(arch: Architecture, rollout: RolloutConfig) -> int:
+    """Of a rank; padding rows of the vocabulary left out."""
+    return sum(piece.box.size for piece in list_pieces(arch, rollout)) * ELEMENT_BYTES[rollout.dtype]
+
+
+def list_pieces(arch: Architecture, rollout: RolloutConfig) -> list[Piece]:
+    """Of rank 0; the others hold as much."""
+    return predict_server_rank(arch, rollout.tp, 0)
+
+
+def estimate_server(arch: Architecture, rollout: RolloutConfig, weights: int, free: int, longest: int) -> ServerMemory:
+    """free: bytes of the GPU before the server starts. longest: tokens of the longest sequence.
+
+    SGLang's pool takes what the weights leave free, less (1 - mem_fraction_static) of what was free before them
+    (mem_cache/kv_cache_configurator.py, _profile_available_bytes): mem_fraction_static * free - weights. A token
+    takes 2 * layers * key-value heads of this rank * size of a head elements, at least one head a rank.
+    """
+    heads = max(1, arch.num_kv_heads // rollout.tp)
+    per_token = 2 * arch.num_layers * heads * arch.head_size * ELEMENT_BYTES[rollout.dtype]
+    fraction = float(rollout.sglang.get("mem_fraction_static") or DEFAULT_FRACTION)
+    room = int(fraction * free) - weights
+    if rollout.kv_cache_tokens is not None:
+        room = min(room, rollout.kv_cache_tokens * per_token)
+    tokens = max(0, room) // per_token
+    return ServerMemory(weights, room, tokens, per_token, tokens // longest, fraction, int((1 - fraction) * free))

@@ -1,0 +1,192 @@
+"""A plan as tables to read."""
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.table import Table
+
+from megarl.config.check import describe_sizes
+from megarl.config.placement import SERVERS
+from megarl.config.schema import Config
+from megarl.plan import assumptions
+from megarl.plan.assumptions import GIB
+from megarl.plan.estimate import JobPlan
+from megarl.plan.gpus import PHASES, Tenant
+from megarl.plan.jobs import find_longest
+from megarl.plan.roles import RoleJob
+
+
+def list_tables(config: Config, plan: JobPlan) -> Iterator[Table | str]:
+    """What is printed, in order; the verdict is not among it."""
+    cluster = config.cluster
+    hardware = cluster.hardware
+    yield (
+        f"{config.algo.name} on {config.model.name}: {cluster.num_nodes} x {cluster.gpus_per_node} {hardware.gpu}, of"
+        f" {hardware.memory_gib:g} GiB each; cluster.placement={cluster.placement.value}"
+    )
+    yield describe_sizes(config)
+    yield _tabulate_layouts(config, plan)
+    yield _tabulate_ranks(plan)
+    yield _tabulate_servers(config, plan)
+    yield _tabulate_phases(config, plan)
+    yield _tabulate_seconds(config, plan)
+    yield _describe_host(config, plan)
+    yield _describe_assumptions()
+
+
+def _build_table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    return table
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f}"
+
+
+def _tabulate_layouts(config: Config, plan: JobPlan) -> Table:
+    table = _build_table(
+        "Processes, and the samples and tokens of each",
+        *("", "GPUs", "layout", "dp", "samples/rank", "micro-batches", "tokens/rank", "in flight"),
+    )
+    for name, job in plan.jobs.items():
+        share = config.train.samples_per_minibatch / job.parallel.dp
+        in_flight = max(stage.in_flight for stage in plan.stages[name])
+        table.add_row(
+            name,
+            _name_gpus(plan.places[name]),
+            _describe_layout(job),
+            str(job.parallel.dp),
+            f"{share:g}",
+            str(job.num_microbatches),
+            f"{job.batch.num_tokens:,}",
+            str(in_flight) if job.is_trained else "-",
+        )
+    rollout = config.rollout
+    layout = f"{rollout.num_servers} of tp {rollout.tp}"
+    table.add_row(SERVERS, _name_gpus(plan.places[SERVERS]), layout, *("-",) * 5)
+    return table
+
+
+def _describe_layout(job: RoleJob) -> str:
+    sizes = {axis: getattr(job.parallel, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "etp")}
+    words = [f"{axis} {size}" for axis, size in sizes.items() if size > 1] + ["sp"] * job.parallel.sp
+    return " ".join(words) or "one"
+
+
+def _name_gpus(gpus: Sequence[int]) -> str:
+    """0-15, 32-63"""
+    runs: list[list[int]] = []
+    for gpu in gpus:
+        if runs and gpu == runs[-1][1] + 1:
+            runs[-1][1] = gpu
+        else:
+            runs.append([gpu, gpu])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _tabulate_ranks(plan: JobPlan) -> Table:
+    table = _build_table(
+        "A training process, GiB of tensors",
+        *(
+            "",
+            "parameters",
+            "weights",
+            "gradients",
+            "optimizer",
+            "activations",
+            "logits",
+            "work",
+            "update",
+            "log-probs",
+        ),
+    )
+    for name, stages in plan.stages.items():
+        for number, stage in enumerate(stages):
+            label = name if len(stages) == 1 else f"{name} stage {number}"
+            trained = [stage.gradients, stage.optimizer, stage.activations, stage.head, stage.work, stage.update]
+            table.add_row(
+                label,
+                f"{stage.parameters.total:,}",
+                _gib(stage.weights),
+                *(_gib(part) if plan.jobs[name].is_trained else "-" for part in trained),
+                _gib(stage.forward),
+            )
+    return table
+
+
+def _tabulate_servers(config: Config, plan: JobPlan) -> Table:
+    server, rollout = plan.server, config.rollout
+    table = _build_table(
+        "A GPU of a server: KV cache in tokens, and in sequences of full length",
+        *("weights GiB", "KV cache GiB", "bytes/token", "tokens/server", f"of {find_longest(config):,}"),
+        *("max requests", "mem_fraction", "left GiB"),
+    )
+    table.add_row(
+        _gib(server.weights),
+        _gib(max(0, server.kv_cache)),
+        f"{server.bytes_per_token:,}",
+        f"{server.kv_tokens:,}",
+        f"{server.num_longest:,}",
+        str(rollout.max_running_requests),
+        f"{server.fraction:g}",
+        _gib(server.reserve),
+    )
+    return table
+
+
+def _tabulate_phases(config: Config, plan: JobPlan) -> Table:
+    limit = config.cluster.hardware.memory_gib
+    table = _build_table(f"A GPU by phase, GiB of {limit:g}", "GPUs", "processes", *PHASES, "left")
+    table.columns[1].justify = "left"
+    for gpus in plan.gpus:
+        who = [_name_tenant(plan, tenant) for tenant in gpus.kind.tenants]
+        who += [SERVERS] if gpus.kind.has_server else []
+        left = limit - max(gpus.phases.values()) / GIB
+        numbers = [_gib(gpus.phases[phase]) for phase in PHASES]
+        mark = "" if left >= 0 else "[red]"
+        table.add_row(_name_gpus(gpus.kind.gpus), ", ".join(who), *numbers, f"{mark}{left:.1f}")
+    return table
+
+
+def _name_tenant(plan: JobPlan, tenant: Tenant) -> str:
+    return tenant.role if len(plan.stages[tenant.role]) == 1 else f"{tenant.role} stage {tenant.stage}"
+
+
+def _tabulate_seconds(config: Config, plan: JobPlan) -> Table:
+    seconds, transfer = plan.seconds, plan.transfer
+    table = _build_table("An iteration", "phase", "seconds", "of it")
+    table.columns[2].justify = "left"
+    samples = config.train.prompts_per_iteration * config.train.responses_per_prompt
+    mean = assumptions.MEAN_RESPONSE * config.rollout.response_length
+    remarks = {
+        "generation": f"{samples:,} responses of {mean:,.0f} tokens on average",
+        "log-probs, values": f"MFU {assumptions.FORWARD_MFU:g}",
+        "update": f"MFU {assumptions.UPDATE_MFU:g}",
+        "sync": f"{transfer.total / 1e9:.1f} GB in all; {transfer.busiest / 1e9:.1f} GB through the busiest port",
+    }
+    parts = dict(zip(remarks, (seconds.generation, seconds.scoring, seconds.update, seconds.sync), strict=True))
+    for name, remark in remarks.items():
+        table.add_row(name, f"{parts[name]:,.1f}", remark)
+    table.add_row("all", f"{seconds.iteration:,.1f}")
+    return table
+
+
+def _describe_host(config: Config, plan: JobPlan) -> str:
+    has = config.cluster.hardware.host_memory_gib
+    return (
+        f"Host memory of the fullest node: {plan.host_bytes / GIB:,.0f} GiB of {has:,g}: processes, object store, a"
+        " checkpoint's copy before it is written, what is offloaded"
+    )
+
+
+def _describe_assumptions() -> str:
+    a = assumptions
+    return (
+        f"Assumed: MFU {a.UPDATE_MFU:g} in updates, {a.FORWARD_MFU:g} in log-probs and values; {a.DECODE_BANDWIDTH:g}"
+        f" of the memory bandwidth and {a.DECODE_STEP_S * 1000:g} ms a step in generation; {a.LINK_SHARE:g} of the"
+        f" links in a sync; responses of {a.MEAN_RESPONSE:g} of their limit (seconds alone: memory is that of the"
+        f" limit). Beside tensors: {a.PROCESS_GIB:g} GiB and {a.ALLOCATOR_SHARE:.0%} a training process,"
+        f" {a.SERVER_GIB:g} GiB a server's GPU, {a.HOST_PROCESS_GIB:g} GiB of host memory a process."
+    )

@@ -1,0 +1,112 @@
+"""What a plan says of a role's memory, against the peak of tensor memory in a run of it.
+
+Nothing in megarl/plan was fitted to a measurement: its formulas count what Megatron's operations keep.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layout_runs import launch
+from plan_runs import measure_roles
+
+from megarl.config.load import load_config
+from megarl.config.schema import Config
+from megarl.hf.checkpoint import resolve_checkpoint
+from megarl.inputs import build_specs
+from megarl.mcore.spec import Role
+from megarl.plan.estimate import count_job
+from megarl.plan.jobs import build_jobs, find_models
+from megarl.plan.roles import StageMemory, estimate_stages
+
+WITHIN = 0.10
+PROMPT = 4
+
+SIZES: dict[str, tuple[Role, int, int, list[str]]] = {
+    "one": (
+        *(Role.policy, 1, 2400),
+        [
+            "model.random={num_layers: 5, hidden_size: 160, ffn_size: 560, num_heads: 5, num_kv_heads: 5}",
+            *("policy.dtype=float32", "rollout.response_length=156", "train.tokens_per_microbatch=640"),
+        ],
+    ),
+    "recomputed": (
+        *(Role.policy, 1, 700),
+        [
+            "model.random={family: llama, num_layers: 6, hidden_size: 224, ffn_size: 700, num_heads: 7}",
+            "model.random.num_kv_heads=1",
+            *("policy.dtype=bfloat16", "policy.recompute=full", "policy.recompute_num_layers=2"),
+            *("rollout.response_length=332", "train.tokens_per_microbatch=1344"),
+        ],
+    ),
+    "tensor_parallel_critic": (
+        *(Role.critic, 2, 900),
+        [
+            "model.random={family: qwen2, num_layers: 9, hidden_size: 144, ffn_size: 640, num_heads: 6}",
+            *("critic.parallel={num_processes: 2, tp: 2, sp: true}", "critic.dtype=float32"),
+            *("rollout.response_length=96", "train.tokens_per_microbatch=800"),
+        ],
+    ),
+    "pipeline": (
+        *(Role.policy, 2, 1600),
+        [
+            "model.random={num_layers: 6, hidden_size: 128, ffn_size: 448, num_heads: 4, num_kv_heads: 2}",
+            *("policy.parallel={num_processes: 2, pp: 2}", "policy.dtype=float32"),
+            *("rollout.response_length=124", "train.tokens_per_microbatch=512"),
+        ],
+    ),
+}
+"""Role, processes, words of the vocabulary, and the rest of the job. Rows of full length fill micro-batches exactly:
+planned is the fullest that packing may make.
+"""
+
+
+def build_config(name: str) -> Config:
+    _, _, vocabulary, overrides = SIZES[name]
+    config = load_config(
+        [
+            *("algo=ppo", "model=tiny", "train.samples_per_minibatch=16", "train.prompts_per_iteration=16"),
+            *(
+                "model.random.max_length=512",
+                "rollout.kv_cache_tokens=4096",
+                f"data.prompt_length={PROMPT}",
+                *overrides,
+            ),
+        ]
+    )
+    config.model.random.alphabet = "".join(chr(0x4E00 + number) for number in range(vocabulary))
+    return config
+
+
+def predict(name: str) -> tuple[StageMemory, ...]:
+    role, config = SIZES[name][0].value, build_config(name)
+    job = build_jobs(config, find_models(config), on_gpu=torch.cuda.is_available())[role]
+    return estimate_stages(job, count_job(config, job))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    """Bytes of the peak of each rank."""
+    cache = tmp_path_factory.mktemp("plan")
+    runs: dict[int, dict[str, Any]] = {1: {}, 2: {}}
+    for name, (role, world_size, _, _) in SIZES.items():
+        config = build_config(name)
+        spec = build_specs(config, Path(resolve_checkpoint(config.model, cache)))[role]
+        train = config.train
+        sizes = (train.prompts_per_iteration * train.responses_per_prompt, PROMPT, config.rollout.response_length)
+        runs[world_size][name] = (spec, *sizes)
+    return {name: peaks for size, some in runs.items() for name, peaks in launch(size, measure_roles, some).items()}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_planned_peak_is_within_a_tenth_of_the_measured_one(name: str, measured: dict[str, list[int]]) -> None:
+    stages = predict(name)
+    ranks_per_stage = len(measured[name]) // len(stages)
+    planned = [stage.peak for stage in stages for _ in range(ranks_per_stage)]
+    ratios = [round(plan / found, 3) for plan, found in zip(planned, measured[name], strict=True)]
+    print(f"{name}: planned / measured {ratios}, measured MB {[found // 10**6 for found in measured[name]]}")
+    assert all(abs(ratio - 1) <= WITHIN for ratio in ratios), ratios
+    parts = stages[0]
+    # Neither the parameters alone nor the activations alone make the peak.
+    assert 0.1 * parts.peak < parts.activations + parts.head + parts.work < 0.9 * parts.peak

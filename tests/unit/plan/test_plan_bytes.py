@@ -1,0 +1,189 @@
+"""Bytes of activations, optimizer, KV cache and weight sync, computed by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.config.roles import Dtype, Offload, ParallelConfig, Recompute, RecomputeMethod
+from megarl.config.rollout import RolloutConfig
+from megarl.mcore.architecture import Architecture, Experts, parse_architecture
+from megarl.mcore.spec import StageParameters
+from megarl.plan.activations import Attention, MicroBatch, Saving, choose_attention, compute_layer, sum_layers
+from megarl.plan.published import PUBLISHED
+from megarl.plan.roles import RoleJob, count_in_flight, estimate_stages
+from megarl.plan.serving import compute_server_weights, estimate_server
+from megarl.plan.transfer import estimate_transfer
+from megarl.sync.plan import build_plan
+from megarl.sync.serving_pieces import predict_server_rank
+from megarl.sync.training_pieces import predict_ranks
+
+GIB = 1 << 30
+QWEN32B = parse_architecture(PUBLISHED["Qwen/Qwen2.5-32B"], Path("qwen32b"))
+SMALL = Architecture("qwen2", 4, 64, 96, 4, 2, 16, 128, 512, 1e-6, 1e4, None, qkv_bias=True, qk_norm=False, tied=False)
+MOE = replace(SMALL, family="qwen3_moe", qkv_bias=False, experts=Experts(4, 2, 48, normalized=True))
+
+
+def build_job(arch: Architecture, parallel: ParallelConfig, **changes: object) -> RoleJob:
+    fields: dict[str, object] = {
+        "name": "policy",
+        "arch": arch,
+        "parallel": parallel,
+        "dtype": Dtype.bfloat16,
+        "is_trained": True,
+        "has_value_head": False,
+        "holds_reference": False,
+        "offload": None,
+        "saving": Saving(),
+        "batch": MicroBatch(1024, 1000, 512),
+        "num_microbatches": 8,
+        "on_gpu": True,
+        **changes,
+    }
+    return RoleJob(**fields)  # type: ignore[arg-type]
+
+
+def test_a_layer_of_qwen32b_keeps_what_its_operations_need() -> None:
+    """Of each token: what each operation saves, in bfloat16 but for the norms' scales and the logsumexp."""
+    layer = compute_layer(QWEN32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1, 1, 1), Attention.flash)
+    h, queries, keys, f = 5120, 40 * 128, 8 * 128, 27648
+    norms = 2 * (2 * h + 4 + 2 * h)  # input, scale and output, twice
+    attention = 2 * (queries + 2 * keys) + 2 * (queries + keys) + 4 * 2 * 128 + 2 * queries + 4 * 40
+    mlp = 2 * 5 * f
+    assert layer.total == norms + attention + mlp
+    assert (layer.input, layer.core_attention, layer.mlp) == (2 * h, 4 * 40, mlp)
+
+
+def test_tensor_and_sequence_parallel_ranks_divide_it() -> None:
+    """2205.05198, table 2: tensor parallelism divides the matrices' part by t, sequence parallelism the rest too."""
+    batch = MicroBatch(4096, 4096, 4096)
+
+    def total(parallel: ParallelConfig) -> int:
+        # Rotary angles are on every rank, whole.
+        return compute_layer(QWEN32B, parallel, Dtype.bfloat16, batch, Attention.flash).total - 4 * 4096 * 128 * 2
+
+    one, four = total(ParallelConfig()), total(ParallelConfig(num_processes=4, tp=4))
+    norms = 2 * 4096 * (2 * 5120 + 4 + 2 * 5120)
+    assert four == norms + (one - norms) // 4
+    assert total(ParallelConfig(num_processes=4, tp=4, sp=True)) == one // 4
+
+
+def test_recomputed_layers_keep_their_inputs_alone() -> None:
+    """2205.05198, section 5: 2 s b h a layer."""
+    layer = compute_layer(QWEN32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1024, 1, 1024), Attention.flash)
+    one = 2 * 1024 * 5120
+    assert sum_layers(layer, 64, Saving(Recompute.full))[0] == 64 * one
+    pairs = sum_layers(layer, 64, Saving(Recompute.full, num_layers=2))
+    assert pairs == (32 * one, 2 * layer.total - one)
+    block = Saving(Recompute.full, RecomputeMethod.block, num_layers=10)
+    assert sum_layers(layer, 64, block)[0] == 10 * one + 54 * layer.total
+    assert sum_layers(layer, 64, Saving(Recompute.selective))[0] == 64 * (layer.total - 4 * 1024 * 40)
+    mlp = Saving(Recompute.selective, modules=("core_attn", "mlp"))
+    assert sum_layers(layer, 64, mlp)[0] == 64 * (layer.total - layer.mlp - layer.core_attention)
+
+
+def test_on_a_cpu_short_sequences_in_bfloat16_keep_their_scores() -> None:
+    assert choose_attention(Dtype.bfloat16, 256, on_gpu=False) is Attention.scores
+    assert choose_attention(Dtype.bfloat16, 257, on_gpu=False) is Attention.flash
+    assert choose_attention(Dtype.float32, 8, on_gpu=False) is Attention.flash
+    assert choose_attention(Dtype.bfloat16, 8, on_gpu=True) is Attention.flash
+    layer = compute_layer(SMALL, ParallelConfig(), Dtype.bfloat16, MicroBatch(100, 1, 50), Attention.scores)
+    assert layer.core_attention == 100 * 4 * 50 * 2
+
+
+def test_experts_keep_the_tokens_that_are_routed_to_them() -> None:
+    batch = MicroBatch(100, 1, 50)
+    layer = compute_layer(MOE, ParallelConfig(), Dtype.bfloat16, batch, Attention.flash)
+    routed = 100 * 2
+    assert layer.mlp == 2 * routed * (64 + 6 * 48) + 100 * (4 * 5 + 2 * 24)
+    split = compute_layer(MOE, ParallelConfig(num_processes=2, etp=2), Dtype.bfloat16, batch, Attention.flash)
+    assert split.mlp == 2 * 2 * routed * (64 + 6 * 24) + 100 * (4 * 5 + 2 * 24)
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(4, 1), (4, 2), (8, 3)])
+def test_the_first_stage_of_a_pipeline_holds_as_much_as_the_paper_says(pp: int, vpp: int) -> None:
+    """2205.05198, section 4.2.3: L layers' worth; interleaved, L (1 + (p - 1) / (p m))."""
+    parallel = ParallelConfig(num_processes=pp, pp=pp, vpp=vpp)
+    factor = 1 + (pp - 1) / (pp * vpp) if vpp > 1 else 1
+    assert count_in_flight(parallel, 0, 1000) / pp == pytest.approx(factor)
+
+
+def test_no_stage_holds_more_micro_batches_than_there_are() -> None:
+    parallel = ParallelConfig(num_processes=8, pp=8)
+    assert [count_in_flight(parallel, stage, 1000) for stage in range(8)] == [8, 7, 6, 5, 4, 3, 2, 1]
+    assert [count_in_flight(parallel, stage, 2) for stage in range(8)] == [2] * 7 + [1]
+    assert count_in_flight(ParallelConfig(num_processes=2, pp=2, vpp=2), 0, 1) == 1
+
+
+def test_the_optimizer_is_cut_over_data_and_context_parallel_ranks_and_experts_over_their_own() -> None:
+    """1910.02054, P_os: 12 bytes a parameter over the replicas; of float32 weights, 8."""
+    parameters = StageParameters(num_layers=4, dense=1000, experts=400, embedding=0, head=0)
+    parallel = ParallelConfig(num_processes=16, tp=2, cp=2, ep=4)
+    (memory,) = estimate_stages(build_job(MOE, parallel), (parameters,))
+    assert (memory.weights, memory.gradients) == (2 * 1400, 4 * 1400)
+    assert memory.optimizer == 12 * 1000 // 8 + 12 * 400 // 4
+    (memory,) = estimate_stages(build_job(MOE, parallel, dtype=Dtype.float32), (parameters,))
+    assert memory.optimizer == 8 * 1000 // 8 + 8 * 400 // 4
+
+
+def test_what_is_offloaded_is_not_resident() -> None:
+    parameters, parallel = (StageParameters(4, 10**9, 0, 0, 0),), ParallelConfig()
+    none, optimizer, everything = (
+        estimate_stages(build_job(SMALL, parallel, offload=offload), parameters)[0]
+        for offload in (None, Offload.optimizer, Offload.all)
+    )
+    assert (none.resident, optimizer.resident, everything.resident) == (18 * 10**9, 2 * 10**9, 0)
+    assert (none.offloaded, optimizer.offloaded, everything.offloaded) == (0, 12 * 10**9, 14 * 10**9)
+    assert none.update == optimizer.update == everything.update
+    assert everything.forward < none.forward
+
+
+def test_the_logits_and_their_gradient_are_at_the_last_stage() -> None:
+    parallel = ParallelConfig(num_processes=2, pp=2)
+    parameters = (StageParameters(2, 1, 0, 0, 0),) * 2
+    first, last = estimate_stages(build_job(QWEN32B, parallel, batch=MicroBatch(16384, 16000, 4096)), parameters)
+    logits = 2 * 16000 * 152064
+    assert first.head == 0
+    assert logits < last.head < 1.1 * logits
+    assert last.work == logits + 3 * 4 * (1 << 23)
+    # Of few tokens, the gradients of the hidden states and of the output weights are more.
+    _, last = estimate_stages(build_job(QWEN32B, parallel, batch=MicroBatch(4096, 4000, 4096)), parameters)
+    assert last.work == 2 * (4000 + 152064) * 5120
+
+
+def test_the_kv_cache_takes_what_the_weights_leave_of_the_static_share() -> None:
+    rollout = RolloutConfig(tp=4, sglang={"mem_fraction_static": 0.88})
+    weights = compute_server_weights(QWEN32B, rollout)
+    assert weights == pytest.approx(2 * 32_763_876_352 / 4, rel=1e-3)
+    memory = estimate_server(QWEN32B, rollout, weights, 80 * GIB, 17408)
+    # 64 layers, keys and values, 2 of the 8 heads, 128 elements of 2 bytes
+    assert memory.bytes_per_token == 64 * 2 * 2 * 128 * 2 == 65536
+    assert memory.kv_tokens == (int(0.88 * 80 * GIB) - weights) // 65536 == 903_449
+    assert memory.num_longest == 903_449 // 17408 == 51
+    fixed = estimate_server(QWEN32B, replace(rollout, kv_cache_tokens=40_000), weights, 80 * GIB, 17408)
+    assert (fixed.kv_tokens, fixed.num_longest) == (40_000, 2)
+    # With more ranks than heads each has one.
+    assert estimate_server(QWEN32B, replace(rollout, tp=16), weights, 80 * GIB, 1).bytes_per_token == 65536 // 2
+
+
+@pytest.mark.parametrize(
+    ("arch", "parallel", "tp"),
+    [
+        (SMALL, ParallelConfig(num_processes=4, tp=2, pp=2), 1),
+        (SMALL, ParallelConfig(num_processes=4, tp=2, cp=2), 4),
+        (MOE, ParallelConfig(num_processes=8, tp=2, sp=True, pp=2, ep=4), 2),
+    ],
+)
+def test_the_bytes_of_a_sync_are_those_of_its_plan(arch: Architecture, parallel: ParallelConfig, tp: int) -> None:
+    from megarl.mcore.meta import count_stages
+
+    rollout = RolloutConfig(num_servers=3, tp=tp)
+    job = build_job(arch, parallel)
+    stages = estimate_stages(job, count_stages(arch, parallel, Dtype.bfloat16, {}, False))
+    found = estimate_transfer(job, stages, rollout, compute_server_weights(arch, rollout))
+    targets = {server * tp + rank: predict_server_rank(arch, tp, rank) for server in range(3) for rank in range(tp)}
+    dtypes = {piece.tensor: "bfloat16" for pieces in targets.values() for piece in pieces}
+    plan = build_plan(predict_ranks(arch, parallel), targets, dtypes)
+    assert found.total == plan.num_bytes
+    assert found.received == max(plan.received.values())
+    assert found.sent == pytest.approx(max(plan.sent.values()), rel=0.2)

@@ -1,0 +1,98 @@
+"""tools/plan.py from the command line, and the check at the start of every job."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megarl.config.load import load_config
+from megarl.inputs import Inputs, load_inputs
+from megarl.plan.check import check_plan
+
+ROOT = Path(__file__).resolve().parents[3]
+TOOL = ROOT / "tools" / "plan.py"
+QWEN32B = ("algo=vapo", "model=qwen32b", "cluster=h100x64")
+TINY = ("algo=vapo", "model=tiny", "rollout.kv_cache_tokens=32768")
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("megarl_tool_plan", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def inputs() -> Inputs:
+    return load_inputs(load_config(TINY))
+
+
+def test_a_job_that_fits_ends_with_0_and_says_everything(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main(QWEN32B) == 0
+    out = capsys.readouterr().out
+    assert out.rstrip().endswith("fits: 64 GPUs")
+    for text in ("4,096,062,464", "524.3 GB in all", "Host memory", "MFU 0.4", "890,473", "tp 8 cp 2 sp", "update"):
+        assert text in out
+
+
+def test_one_that_does_not_fit_ends_with_1_and_the_nearest_change() -> None:
+    done = subprocess.run(
+        [sys.executable, str(TOOL), *QWEN32B, "policy.recompute=none"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "does not fit:\n  GPU 0 (policy stage 0): update takes" in done.stdout
+    assert "nearest change: policy.recompute=full" in done.stdout.splitlines()[-1]
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("algo=vapo", "model=qwen32b", "cluster=h100x65"), "cluster: found 'h100x65'; the choices are"),
+        (("algo=vapo", "model=qwen32b", "cluster=laptop"), "cluster.hardware.gpu: found null"),
+        ((*QWEN32B, "cluster.gpus_per_node=0"), "cluster.gpus_per_node: found 0"),
+        ((*QWEN32B, "policy.paralel.tp=3"), "policy.paralel.tp: no such key; did you mean policy.parallel.tp?"),
+        ((*QWEN32B, "rollout.tp=3"), "rollout.tp: found 3"),
+        ((*QWEN32B, "model.path=nobody/nothing"), "model.path: 'nobody/nothing' found"),
+        ((*QWEN32B, "cluster.hardware.hbm_gb_s=0"), "cluster.hardware.hbm_gb_s: found 0.0; it must be above 0"),
+        (("qwen32b",), "usage:"),
+    ],
+)
+def test_a_wrong_configuration_ends_with_2_and_names_the_key(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert tool.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_rolls_names_are_taken(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main([*QWEN32B, "rollout_batch_size=256"]) == 0
+    out = capsys.readouterr().out
+    assert "rollout_batch_size=256 -> train.prompts_per_iteration=256" in out
+    assert "256 prompts x 16 responses" in out
+
+
+def test_the_start_of_a_job_on_unknown_hardware_has_nothing_against_it(inputs: Inputs) -> None:
+    assert check_plan(load_config(TINY), inputs) == []
+
+
+def test_the_start_of_a_job_on_a_cluster_says_what_does_not_fit(inputs: Inputs) -> None:
+    fits = [*TINY, "cluster=h100x8"]
+    assert check_plan(load_config(fits), inputs) == []
+    *problems, advice = check_plan(load_config([*fits, "cluster.hardware.memory_gib=2.4"]), inputs)
+    assert any("GPU 0 (policy stage 0)" in problem for problem in problems)
+    assert advice.startswith("cluster.hardware: the job does not fit H100 SXM5 80 GB")
+    many = check_plan(load_config([*fits, "rollout.num_servers=7"]), inputs)
+    assert "the job asks for 9 GPUs (policy 1, critic 1, servers 7 x 1" in many[0]
+    assert many[-1].endswith("it fits with rollout.num_servers=6")

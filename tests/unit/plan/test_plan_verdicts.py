@@ -1,0 +1,180 @@
+"""What fits and what does not, which change is the nearest, who shares a GPU."""
+
+import math
+
+import pytest
+
+from megarl.config.load import load_config
+from megarl.plan.assumptions import GIB
+from megarl.plan.changes import Change, find_change
+from megarl.plan.estimate import JobPlan, build_plan
+from megarl.plan.gpus import PHASES
+from megarl.plan.jobs import find_models
+
+QWEN32B = ("algo=vapo", "model=qwen32b", "cluster=h100x64")
+
+
+def plan(*overrides: str) -> JobPlan:
+    config = load_config(overrides)
+    return build_plan(config, find_models(config))
+
+
+def find(*overrides: str) -> Change:
+    """The nearest change, which is one that the command line takes and that makes the job fit."""
+    config = load_config(overrides)
+    models = find_models(config)
+    before = build_plan(config, models)
+    assert before.problems
+    change = find_change(config, models, before)
+    assert change is not None
+    assert not plan(*overrides, *change.overrides).problems
+    return change
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        QWEN32B,
+        ("algo=dapo", "model=qwen32b", "cluster=h100x64"),
+        ("algo=vapo", "model=qwen3_235b_a22b", "cluster=h100x256"),
+        ("algo=vapo", "model=llama3_8b", "cluster=h100x64"),
+    ],
+)
+def test_the_presets_fit_their_clusters(overrides: tuple[str, ...]) -> None:
+    found = plan(*overrides)
+    assert not found.problems
+    seconds = found.seconds
+    assert all(part > 0 for part in (seconds.generation, seconds.scoring, seconds.update, seconds.sync))
+    assert all(set(gpus.phases) == set(PHASES) for gpus in found.gpus)
+
+
+def test_the_plan_of_qwen32b_in_numbers() -> None:
+    found = plan(*QWEN32B)
+    (policy,) = found.stages["policy"]
+    parameters = 4_096_062_464
+    assert (policy.weights, policy.gradients) == (2 * parameters, 4 * parameters)
+    assert policy.optimizer == 12 * parameters // 2
+    # Inputs of 64 layers, 16,384 tokens over 8 ranks.
+    assert policy.activations == 64 * 2 * 16384 // 8 * 5120
+    assert found.transfer.received == found.transfer.total // 32
+    assert found.server.num_longest == 51
+    assert found.places == {
+        "policy": tuple(range(16)),
+        "critic": tuple(range(16, 32)),
+        "servers": tuple(range(32, 64)),
+    }
+    policy_gpu, _, server_gpu = found.gpus
+    assert policy_gpu.phases["update"] == pytest.approx(1.05 * policy.update + 2.5 * GIB)
+    assert server_gpu.phases["generation"] == pytest.approx(0.88 * 79.1 * GIB + 4 * GIB)
+
+
+def test_kept_activations_do_not_fit_and_recomputing_them_is_the_nearest_change() -> None:
+    found = plan(*QWEN32B, "policy.recompute=none")
+    (problem,) = found.problems
+    assert problem.where == "policy"
+    assert "GPU 0 (policy stage 0): update takes" in problem.message
+    assert problem.message.endswith("of 79.1")
+    assert find(*QWEN32B, "policy.recompute=none").overrides == ("policy.recompute=full",)
+
+
+def test_smaller_micro_batches_are_nearer_than_another_layout() -> None:
+    overrides = (*QWEN32B, "train.tokens_per_microbatch=262144")
+    assert find(*overrides).overrides == ("train.tokens_per_microbatch=131072",)
+
+
+def test_optimizer_states_that_do_not_fit_need_more_gpus_or_a_finer_cut() -> None:
+    layout = "policy.parallel={num_processes: 8, tp: 8, sp: true, cp: 1}"
+    change = find(*QWEN32B, layout, "cluster.hardware.memory_gib=70")
+    assert any(override.startswith("policy.parallel.num_processes=16") for override in change.overrides)
+    assert change.plan.num_gpus <= 64
+
+
+def test_a_job_that_asks_for_more_than_the_cluster_has_is_refused_with_numbers() -> None:
+    problem = plan("algo=vapo", "model=qwen32b", "cluster=h100x8").problems[0]
+    assert problem.where == "gpus"
+    expected = "asks for 64 GPUs (policy 16, critic 16, servers 8 x 4; cluster.placement=apart), so 8 nodes of 8"
+    assert expected in problem.message
+    assert problem.message.endswith("has 1 x 8 = 8 GPUs")
+    change = find("algo=vapo", "model=qwen32b", "cluster=h100x8")
+    assert change.overrides == ("cluster.num_nodes=8", "cluster.listen_host=auto")
+    two_less = (*QWEN32B, "rollout.num_servers=10")
+    assert find(*two_less).overrides == ("rollout.num_servers=8",)
+
+
+def test_a_fraction_without_room_for_a_sequence_is_raised() -> None:
+    overrides = (*QWEN32B, "rollout.sglang.mem_fraction_static=0.1")
+    (problem,) = plan(*overrides).problems
+    assert problem.where == "servers"
+    assert "mem_fraction_static: found 0.1" in problem.message
+    assert "one sequence may have 17408" in problem.message
+    assert find(*overrides).overrides == ("rollout.sglang.mem_fraction_static=0.3",)
+
+
+def test_a_fraction_that_leaves_nothing_else_is_lowered() -> None:
+    overrides = (*QWEN32B, "rollout.sglang.mem_fraction_static=0.97")
+    assert find(*overrides).overrides == ("rollout.sglang.mem_fraction_static=0.94",)
+
+
+def test_a_server_is_on_one_node() -> None:
+    overrides = (*QWEN32B, "cluster.gpus_per_node=2", "cluster.num_nodes=64")
+    assert plan(*overrides).problems[0].message == "rollout.tp: found 4; a server is on one node, which has 2 GPUs"
+
+
+def test_host_memory_is_counted() -> None:
+    overrides = (*QWEN32B, "cluster.hardware.host_memory_gib=300")
+    (problem,) = plan(*overrides).problems
+    assert problem.where == "host"
+    assert "GiB of host memory of 300" in problem.message
+    # Eight ranks of the policy on the first node: processes, and a checkpoint's copy of weights and optimizer.
+    found = plan(*QWEN32B)
+    (policy,) = found.stages["policy"]
+    samples = 8192 * 17408 * 64
+    expected = 8 * (6 * GIB + policy.weights + policy.optimizer) + 32768 * 2**20 + samples
+    assert found.host_bytes == expected
+
+
+def test_a_model_of_unknown_sizes_is_named() -> None:
+    from megarl.config.errors import ConfigError
+
+    config = load_config([*QWEN32B, "model.path=nobody/nothing"])
+    with pytest.raises(ConfigError, match=r"model.path: 'nobody/nothing' found; no config.json"):
+        find_models(config)
+
+
+def test_a_gpu_has_the_processes_that_the_placement_gives_it() -> None:
+    sizes = ("policy.parallel={num_processes: 4, tp: 4, cp: 1}", "critic.parallel={num_processes: 2, tp: 2, cp: 1}")
+    job = ("algo=vapo", "model=qwen3_8b", "cluster=h100x8", *sizes, "rollout.num_servers=2")
+    apart = plan(*job, "cluster.placement=apart")
+    assert [gpus.kind.gpus for gpus in apart.gpus] == [(0, 1, 2, 3), (4, 5), (6, 7)]
+    shared = plan(*job, "cluster.placement=split")
+    found = {gpus.kind.gpus: [tenant.role for tenant in gpus.kind.tenants] for gpus in shared.gpus}
+    assert found == {(0, 1): ["policy", "critic"], (2, 3): ["policy"], (4, 5): []}
+    assert [gpus.kind.has_server for gpus in shared.gpus] == [False, False, True]
+    stages = ("policy.parallel={num_processes: 4, tp: 2, pp: 2}", "cluster.placement=colocated")
+    (first, *_) = plan(*job, *stages).gpus
+    assert (first.kind.gpus, first.kind.has_server) == ((0, 1), True)
+
+
+COLOCATED = (
+    *("algo=vapo", "model=qwen3_8b", "cluster=h200x8", "cluster.placement=colocated"),
+    *("policy.parallel={num_processes: 8, tp: 2, sp: true}", "critic.parallel={num_processes: 8, tp: 2, sp: true}"),
+)
+
+
+def test_those_who_share_a_gpu_add_up_in_every_phase() -> None:
+    found = plan(*COLOCATED, "rollout.sglang.mem_fraction_static=0.5")
+    (gpus,) = found.gpus
+    assert [tenant.role for tenant in gpus.kind.tenants] == ["policy", "critic"]
+    assert gpus.kind.has_server
+    (policy,), (critic,) = found.stages["policy"], found.stages["critic"]
+    # Nothing is offloaded: torch's allocator keeps what the largest call took.
+    held = 1.05 * (policy.peak + critic.peak) + 2 * 2.5 * GIB
+    assert gpus.phases["generation"] == pytest.approx(held + found.server.total)
+    offloaded = plan(*COLOCATED, "rollout.sglang.mem_fraction_static=0.5", "policy.offload=all", "critic.offload=all")
+    assert offloaded.gpus[0].phases["generation"] == pytest.approx(2 * 2.5 * GIB + offloaded.server.total, rel=1e-6)
+    assert math.isclose(offloaded.gpus[0].phases["update"] - offloaded.server.total, held, rel_tol=1e-6)
+
+
+def test_a_shared_gpu_that_is_too_full_gets_a_smaller_cache() -> None:
+    overrides = (*COLOCATED, "policy.offload=all", "critic.offload=all")
+    assert any("mem_fraction_static" in override for override in find(*overrides).overrides)

@@ -1,0 +1,79 @@
+"""Whether a job fits its cluster, and what it takes there, before it waits in a queue; needs no GPU and no model files.
+
+    python tools/plan.py algo=vapo model=qwen32b cluster=h100x64 [key=value] ...
+
+takes what python -m megarl.train takes. The exit code is 0 where the job fits, 1 where it does not, 2 for a
+configuration that is wrong.
+"""
+
+import sys
+import warnings
+from collections.abc import Sequence
+
+from megarl.command import EXIT_BAD_CONFIG
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.rewrite import rewrite_overrides
+from megarl.config.schema import Config
+
+DOES_NOT_FIT = 1
+WIDTH = 128
+USAGE = "usage: python tools/plan.py [group=option] [key=value] ..., as python -m megarl.train takes them"
+
+
+def main(arguments: Sequence[str]) -> int:
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print(__doc__)
+        return 0
+    if any("=" not in argument for argument in arguments):
+        print(f"{USAGE}; found {' '.join(arguments)}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    warnings.simplefilter("ignore")
+    try:
+        for line in rewrite_overrides(arguments).lines:
+            print(line)
+        return show(load_config(arguments))
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
+
+
+def show(config: Config) -> int:
+    """Print the plan and the verdict; the exit code."""
+    if config.cluster.hardware.gpu is None:
+        raise ConfigError(
+            [
+                "cluster.hardware.gpu: found null; a plan needs a cluster whose GPU is known: cluster=h100x8, h100x64,"
+                " h100x256 or h200x8, or the numbers under cluster.hardware"
+            ]
+        )
+    # Only now: importing torch and Megatron takes seconds that a wrong key need not wait for.
+    from rich.console import Console
+
+    from megarl.plan.changes import find_change
+    from megarl.plan.estimate import build_plan
+    from megarl.plan.jobs import find_models
+    from megarl.plan.tables import list_tables
+
+    models = find_models(config)
+    plan = build_plan(config, models)
+    console = Console(width=WIDTH, highlight=False)
+    for part in list_tables(config, plan):
+        console.print(part)
+    if not plan.problems:
+        print(f"\nfits: {plan.num_gpus} GPUs")
+        return 0
+    print("\ndoes not fit:")
+    for problem in plan.problems:
+        print(f"  {problem.message}")
+    change = find_change(config, models, plan)
+    if change is None:
+        print("nearest change: none of those that were tried makes it fit")
+    else:
+        print(f"nearest change: {' '.join(change.overrides)}  (then it fits, with {change.plan.num_gpus} GPUs)")
+    return DOES_NOT_FIT
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
