@@ -21,6 +21,7 @@ MAY_CHANGE = (
     "train.stop_at_heldout_reward",
     "train.eval_every",
     "train.tokens_per_microbatch",
+    "algo.value_pretrain.taken_from",
     "checkpoint.",
     "cluster.",
     "evaluate.",
@@ -67,7 +68,7 @@ def take_resume(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
     run_dir = Path(directories[0]).expanduser().resolve()
     given = {_name_key(text) for text in own}
     before = [text for text in load_run(run_dir)["overrides"] if _name_key(text) not in given]
-    return [*before, *own, f"hydra.run.dir={_quote(run_dir)}"], run_dir
+    return [*before, *own, f"hydra.run.dir={quote(run_dir)}"], run_dir
 
 
 def save_run(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
@@ -127,7 +128,7 @@ def _name_key(override: str) -> str:
     return override.lstrip("+~").split("=", 1)[0]
 
 
-def _quote(path: Path) -> str:
+def quote(path: Path) -> str:
     """As Hydra's grammar reads it back."""
     escaped = str(path).replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
