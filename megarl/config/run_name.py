@@ -1,7 +1,7 @@
 """The folder of one run of a sweep: its swept values, to be read, and a digest of what it computes, to be found again.
 
-`algo.clip_high=0.24,seed=2_1f9c0b`. The digest follows from the configuration alone: the sweep that is started again, with
-more values or in another order, finds the folders of the runs that it already has.
+`algo.clip_high=0.24,seed=2_1f9c0b`. The digest follows from the configuration alone: a sweep that is started again,
+with more values or in another order, finds the folders of the runs that it already has.
 """
 
 import hashlib

@@ -41,8 +41,8 @@ class Effect:
 def find_parameters(runs: Sequence[RunRecord]) -> list[str]:
     """The keys that tell the runs apart, those of the command line first, the seed last.
 
-    A key that only goes along with another one (such as those that a preset sets beside algo.name) is left out, unless it
-    stood on the command line itself.
+    A key that only goes along with another one (such as those that a preset sets beside algo.name) is left out, unless
+    it stood on the command line itself.
     """
     known = [run for run in runs if run.config]
     if not known:

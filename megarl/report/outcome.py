@@ -2,8 +2,8 @@
 
 {"state": "done", "why": "", "results": {"iterations": 80, "reward/heldout": 0.98}}
 
-`state` is done, failed or stopped (by a signal, its checkpoint written); `why` says why not done. A run that is at work,
-or whose process was killed, has no such file.
+`state` is done, failed or stopped (by a signal, its checkpoint written); `why` says why not done. A run that is at
+work, or whose process was killed, has no such file.
 """
 
 import contextlib

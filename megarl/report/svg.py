@@ -1,7 +1,7 @@
 """Charts as inline SVG: lines over iterations, and the runs behind each value of a parameter.
 
-Colours are CSS variables of the page (`--c0` ... `--c7`, by the class `g0` ... `g7` of a line), so that a chart follows the
-reader's light or dark theme. Every text is escaped.
+Colours are CSS variables of the page (`--c0` ... `--c7`, by the class `g0` ... `g7` of a line), so that a chart follows
+the reader's light or dark theme. Every text is escaped.
 """
 
 import math
@@ -19,10 +19,12 @@ NUM_TICKS = 4
 
 @dataclass(frozen=True)
 class Curve:
+    run: str
+    """its name, by which the page finds all that is of one run"""
     label: str
     """what the pointer shows"""
-    classes: str
-    """CSS classes, the run's own among them"""
+    group: int
+    """number of its colour"""
     points: Sequence[tuple[float, float]]
     """(iteration, value), finite"""
 
@@ -69,7 +71,7 @@ def draw_lines(curves: Sequence[Curve]) -> str:
     for curve in drawn:
         path = " ".join(f"{x.place(i):.1f},{y.place(v):.1f}" for i, v in curve.points)
         title = f"<title>{escape(curve.label)}</title>"
-        parts.append(f'<g class="curve {escape(curve.classes)}">{title}')
+        parts.append(f'<g class="curve g{curve.group}" data-run="{escape(curve.run)}">{title}')
         if len(curve.points) > 1:
             parts.append(f'<polyline class="hit" points="{path}"/><polyline class="line" points="{path}"/>')
         last = curve.points[-1]
@@ -107,17 +109,14 @@ def draw_effect(effect: Effect, low: float, high: float) -> str:
         parts.append(f'<text class="tick" x="{at:.1f}" y="{height - 10}" text-anchor="middle">{text}</text>')
     for row, level in enumerate(effect.levels):
         middle, mean = ROW * row + ROW / 2, x.place(level.mean)
-        parts.append(
-            f'<text class="level" x="{LABEL - 10}" y="{middle + 4}" text-anchor="end">{escape(_cut(level.value))}</text>'
-        )
+        label = escape(_cut(level.value))
+        parts.append(f'<text class="level" x="{LABEL - 10}" y="{middle + 4}" text-anchor="end">{label}</text>')
         if level.seed_std is not None:
             start, end = x.place(level.mean - level.seed_std), x.place(level.mean + level.seed_std)
             parts.append(
                 f'<rect class="band" x="{start:.1f}" y="{middle - 9}" width="{end - start:.1f}" height="18" rx="3"/>'
             )
-        dots = "".join(
-            f'<circle class="dot" cx="{x.place(point):.1f}" cy="{middle}" r="4"/>' for point in level.points
-        )
+        dots = "".join(f'<circle class="dot" cx="{x.place(point):.1f}" cy="{middle}" r="4"/>' for point in level.points)
         parts.append(dots)
         parts.append(f'<line class="mean" x1="{mean:.1f}" x2="{mean:.1f}" y1="{middle - 11}" y2="{middle + 11}"/>')
     return _wrap(WIDTH, height, parts)

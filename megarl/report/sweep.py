@@ -127,7 +127,8 @@ def _load_lines(path: Path, problems: list[str], needed: bool = False) -> list[L
     except (OSError, ValueError) as error:
         problems.append(f"{path}: cannot be read: {error}")
         return []
-    lines, bad = [], []
+    lines: list[Line] = []
+    bad: list[str] = []
     for number, text in enumerate(texts, start=1):
         try:
             lines.append(parse_line(text, f"{path}:{number}"))

@@ -14,6 +14,15 @@ from megarl.signals import Stopped, stopping_on_signals
 
 SWEEP_DIR = "hydra.sweep.dir="
 EXIT_FAILED = 1
+OPTUNA = {
+    "hydra.sweeper.direction": "maximize",
+    "hydra.sweeper.n_jobs": "1",
+    "hydra.sweeper.max_failure_rate": "1.0",
+    "hydra.sweeper.sampler.seed": "1",
+}
+"""Of hydra/sweeper=optuna, unless the command line says otherwise. The objective is the held-out reward. A sampler with
+a seed asks a sweep that is started again for the same runs, which finds those that are done and goes on after them."""
+NO_SEED = "hydra/sweeper/sampler=grid"
 
 
 def is_sweep(arguments: Sequence[str]) -> bool:
@@ -31,7 +40,7 @@ def run_sweep(start: Callable[[], object]) -> int:
         with stopping_on_signals():
             start()
     except Stopped as stopped:
-        print(f"{stopped}; the same command with {SWEEP_DIR}{sweep_dir} goes on", file=sys.stderr)
+        print(f"{stopped}; every process was ended", file=sys.stderr)
         code = stopped.exit_code
     except SystemExit as end:
         # Hydra has said why.
@@ -39,30 +48,35 @@ def run_sweep(start: Callable[[], object]) -> int:
     runs = load_sweep(sweep_dir).runs
     if not runs:
         return code
+    missing = [run for run in runs if run.state != State.done.value]
     print(format_outcomes(runs))
-    failed = [run for run in runs if run.state != State.done.value]
-    print(f"{len(runs) - len(failed)} of {len(runs)} runs done; sweep_dir={sweep_dir}")
-    if failed:
-        print(f"the same command with {SWEEP_DIR}{sweep_dir} does what is missing")
-    return code or (EXIT_FAILED if failed else 0)
+    print(f"{len(runs) - len(missing)} of {len(runs)} runs done; sweep_dir={sweep_dir}")
+    if missing or code:
+        print(f"the same command with {SWEEP_DIR}{quote(sweep_dir)} does what is missing")
+    return code or (EXIT_FAILED if missing else 0)
 
 
 def complete_arguments(arguments: Sequence[str]) -> tuple[list[str], Path]:
-    """The command line with the folder of the sweep in it, and with what names the runs' folders: the swept keys."""
-    given = [text.removeprefix(SWEEP_DIR) for text in arguments if text.startswith(SWEEP_DIR)]
-    name = given[-1].strip("'\"") if given else f"runs/sweep_{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    """The command line with the folder of the sweep, what names the runs' folders (the swept keys), and OPTUNA."""
+    parser = OverridesParser.create()
+    parsed = [parser.parse_override(text) for text in arguments if "=" in text and not text.startswith("-")]
+    values = {override.get_key_element().lstrip("+"): override for override in parsed}
+    given = values.get("hydra.sweep.dir")
+    name = f"runs/sweep_{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    if given is not None:
+        name = str(getattr(given.value(), "text", given.value()))
     sweep_dir = Path(name).expanduser().resolve()
-    fixed = []
-    for text in arguments:
-        if text.startswith(("-", "hydra")) or "=" not in text:
-            continue
-        override = OverridesParser.create().parse_override(text)
-        if not override.is_sweep_override():
-            fixed.append(override.key_or_group)
-    rest = [text for text in arguments if not text.startswith(SWEEP_DIR)]
-    names = ",".join(dict.fromkeys(fixed))
-    return [
-        *rest,
-        f"{SWEEP_DIR}{quote(sweep_dir)}",
-        *([f"hydra.job.config.override_dirname.exclude_keys=[{names}]"] if names else []),
-    ], sweep_dir
+    fixed = [
+        key for key, override in values.items() if not key.startswith("hydra") and not override.is_sweep_override()
+    ]
+    completed = [text for text in arguments if not text.lstrip("+").startswith(SWEEP_DIR)]
+    completed.append(f"{SWEEP_DIR}{quote(sweep_dir)}")
+    if fixed:
+        completed.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]")
+    if "hydra/sweeper=optuna" in arguments:
+        completed += [
+            f"{key}={value}"
+            for key, value in OPTUNA.items()
+            if key not in values and not (key.endswith(".seed") and NO_SEED in arguments)
+        ]
+    return completed, sweep_dir
