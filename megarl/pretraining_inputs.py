@@ -1,5 +1,6 @@
 """What value pretraining depends on, read off the configuration: runs that agree in it can share one."""
 
+from dataclasses import replace
 from typing import Any
 
 from megarl.config.schema import Config
@@ -19,7 +20,9 @@ def list_pretraining_inputs(config: Config) -> dict[str, Any]:
     logger.save_rollouts is kept: a run that saves its responses needs those of value pretraining too.
     """
     values = dict(list_values(config))
-    unused = {key for key, _ in find_unused(config, values, "pretrain_value")}
+    # A reference model that only the policy's loss asks for has no effect either.
+    without_loss = replace(config, algo=replace(config.algo, kl=replace(config.algo.kl, in_loss=False)))
+    unused = {key for key, _ in find_unused(without_loss, values, "pretrain_value")}
     return {
         key: value
         for key, value in values.items()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from megarl.signals import Stopped, stopping_on_signals
@@ -74,6 +75,6 @@ def explain_exit(code: int, log: Path) -> str:
     except OSError as error:
         return f"{ended}; {error}"
     said = [line for line in lines if line and not line.startswith("Set the environment variable HYDRA_FULL_ERROR")]
-    errors = [line for line in said if line.startswith("error: ")]
-    last = errors[-1].removeprefix("error: ") if errors else said[-1] if said else "it printed nothing"
-    return f"{ended}: {last}"
+    errors = list(takewhile(lambda line: line.startswith("error: "), reversed(said)))
+    words = [line.removeprefix("error: ") for line in reversed(errors)] or said[-1:] or ["it printed nothing"]
+    return f"{ended}: {'; '.join(words)}"
