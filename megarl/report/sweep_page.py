@@ -28,12 +28,12 @@ CHARTS = (
     ("critic/explained_variance", "Explained variance", "of the critic"),
     ("policy/clip_frac", "Clipped", "share of tokens"),
     ("policy/entropy", "Entropy", "of the policy"),
-    ("policy/kl", "Step of the policy", "KL to the policy that sampled"),
+    ("policy/approx_kl", "Step of the policy", "KL to the policy that sampled"),
     ("policy/grad_norm", "Gradient norm", "of the policy"),
-    ("mismatch/kl", "Mismatch", "KL of training against rollout engine"),
+    ("mismatch/kl", "Mismatch", "KL, training against rollout engine"),
+    ("pretrain/explained_variance", "Value pretraining", "explained variance, by rollout"),
 )
 """(metric, title, unit); those that some run has are drawn"""
-PRETRAINING_CHART = ("pretrain/explained_variance", "Value pretraining", "explained variance")
 NUM_COLOURS = 8
 OTHERS = "others"
 
@@ -143,12 +143,13 @@ def _format_chart(
 ) -> Iterator[str]:
     curves = []
     for run in runs:
-        points = [(line["iteration"], line[metric]) for line in run.lines if metric in line]
+        lines = [line for line in (*run.lines, *run.pretraining) if metric in line]
+        points = [(line["iteration"], line[metric]) for line in lines]
         if points:
             label = f"{name_setting(run, parameters)}: {format_number(points[-1][1])} at iteration {points[-1][0]}"
             curves.append(Curve(run.name, label, coloring.group_of[run.name], points))
     if curves:
-        yield f'<div class="card"><h3>{escape(title)} <span>{escape(unit)} · <code>{escape(metric)}</code></span></h3>'
+        yield f'<div class="card"><h3>{escape(title)} <span>{escape(unit)}</span><small>{escape(metric)}</small></h3>'
         yield draw_lines(curves)
         yield "</div>"
 
