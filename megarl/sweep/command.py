@@ -11,6 +11,7 @@ from megarl.report.outcome import State
 from megarl.report.sweep import format_outcomes, load_sweep
 from megarl.resume import quote
 from megarl.signals import Stopped, stopping_on_signals
+from megarl.sweep.slurm import submit_pretrainings
 
 SWEEP_DIR = "hydra.sweep.dir="
 EXIT_FAILED = 1
@@ -29,6 +30,11 @@ def is_sweep(arguments: Sequence[str]) -> bool:
     return any(text in ("-m", "--multirun") for text in arguments)
 
 
+def is_on_slurm(arguments: Sequence[str]) -> bool:
+    """Whether each run is a Slurm job, that is hydra/launcher=slurm (ours) or submitit_slurm (the plugin's)."""
+    return any(text.startswith("hydra/launcher=") and text.endswith("slurm") for text in arguments)
+
+
 def run_sweep(start: Callable[[], object]) -> int:
     """Have Hydra start every run of sys.argv; then print how each ended. Returns the exit code.
 
@@ -38,6 +44,8 @@ def run_sweep(start: Callable[[], object]) -> int:
     code = 0
     try:
         with stopping_on_signals():
+            if is_on_slurm(sys.argv[1:]):
+                sys.argv[1:] += submit_pretrainings(sys.argv[1:], sweep_dir)
             start()
     except Stopped as stopped:
         print(f"{stopped}; every process was ended", file=sys.stderr)

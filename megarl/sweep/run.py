@@ -29,6 +29,8 @@ END_MARGIN_S = 60.0
 TRAIN, PRETRAIN = "megarl.train", "megarl.pretrain_value"
 MODULE_VARIABLE = "MEGARL_MODULE"
 """Tells slurm/train.sh what to run, if not megarl.train"""
+HOME_VARIABLE = "MEGARL_HOME"
+"""Tells it where it is"""
 
 
 def run_one(composed: DictConfig) -> Results | None:
@@ -80,7 +82,8 @@ class Runner:
         """The exit code."""
         command = [sys.executable, "-m", module, *arguments]
         if self.on_slurm:
-            command = ["env", f"{MODULE_VARIABLE}={module}", "bash", str(SLURM_SCRIPT), *arguments]
+            settings = [f"{MODULE_VARIABLE}={module}", f"{HOME_VARIABLE}={ROOT}"]
+            command = ["env", *settings, "bash", str(SLURM_SCRIPT), *arguments]
         return run_process(command, folder / LOG, self.stop_deadline_s, self.find_end())
 
     def find_end(self) -> float | None:
