@@ -5,6 +5,7 @@ the reader's light or dark theme. Every text is escaped.
 """
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -12,9 +13,10 @@ from html import escape
 from megarl.report.compare import Effect
 from megarl.report.text import format_number
 
-WIDTH, HEIGHT = 420, 230
+WIDTH, HEIGHT = 340, 210
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 28
 NUM_TICKS = 4
+OUTLIER = 20.0
 
 
 @dataclass(frozen=True)
@@ -62,45 +64,56 @@ def choose_ticks(axis: Axis, number: int = NUM_TICKS) -> list[float]:
     return [0.0 if i == 0 else i * step for i in range(first, last + 1)]
 
 
+def needs_log(values: Sequence[float]) -> bool:
+    """Whether few values, all above 0, are so large that the others would lie on the axis."""
+    return min(values) > 0 and max(values) > OUTLIER * statistics.median(values)
+
+
 def draw_lines(curves: Sequence[Curve]) -> str:
-    """One chart of all curves over the iteration; a curve of one point is a dot."""
+    """One chart of all curves over the iteration, where `needs_log` in logarithms; a curve of one point is a dot."""
     drawn = [curve for curve in curves if curve.points]
+    values = [point[1] for curve in drawn for point in curve.points]
+    is_log = needs_log(values)
+    scale = math.log10 if is_log else float
     x = build_axis([point[0] for curve in drawn for point in curve.points], LEFT, WIDTH - RIGHT)
-    y = build_axis([point[1] for curve in drawn for point in curve.points], HEIGHT - BOTTOM, TOP, margin=0.04)
-    parts = [*_draw_grid(x, y)]
+    y = build_axis([scale(value) for value in values], HEIGHT - BOTTOM, TOP, margin=0.04)
+    parts = [*_draw_grid(x, y, is_log)]
     for curve in drawn:
-        path = " ".join(f"{x.place(i):.1f},{y.place(v):.1f}" for i, v in curve.points)
+        path = " ".join(f"{x.place(i):.1f},{y.place(scale(v)):.1f}" for i, v in curve.points)
         title = f"<title>{escape(curve.label)}</title>"
         parts.append(f'<g class="curve g{curve.group}" data-run="{escape(curve.run)}">{title}')
         if len(curve.points) > 1:
             parts.append(f'<polyline class="hit" points="{path}"/><polyline class="line" points="{path}"/>')
         last = curve.points[-1]
-        parts.append(f'<circle class="end" cx="{x.place(last[0]):.1f}" cy="{y.place(last[1]):.1f}" r="3"/></g>')
+        parts.append(f'<circle class="end" cx="{x.place(last[0]):.1f}" cy="{y.place(scale(last[1])):.1f}" r="3"/></g>')
     return _wrap(WIDTH, HEIGHT, parts)
 
 
-def _draw_grid(x: Axis, y: Axis) -> Iterable[str]:
-    for value in choose_ticks(y):
-        at = y.place(value)
+def _draw_grid(x: Axis, y: Axis, is_log: bool) -> Iterable[str]:
+    for tick in choose_ticks(y):
+        at, value = y.place(tick), 10.0**tick if is_log else tick
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
         yield f'<text class="tick" x="{LEFT - 6}" y="{at + 3.5:.1f}" text-anchor="end">{format_number(value)}</text>'
-    for value in choose_ticks(x, 6):
+    for value in choose_ticks(x, 5):
         if value == int(value):
             at = x.place(value)
             yield f'<text class="tick" x="{at:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{value:.0f}</text>'
     yield f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>'
 
 
-ROW, LABEL = 30, 130
+ROW, LABEL = 30, 110
 
 
-def draw_effect(effect: Effect, low: float, high: float) -> str:
-    """A row per value: each run a dot, the mean a bar, the spread over seeds a band around it.
+def build_effect_axis(effects: Sequence[Effect]) -> Axis:
+    """One for all, so that the charts can be compared."""
+    levels = [level for effect in effects for level in effect.levels]
+    ends = [level.mean + sign * (level.seed_std or 0.0) for level in levels for sign in (-1, 1)]
+    return build_axis([*ends, *(point for level in levels for point in level.points)], LABEL, WIDTH - RIGHT, 0.04)
 
-    low, high: of the metric over all parameters, so that the charts can be compared.
-    """
+
+def draw_effect(effect: Effect, x: Axis) -> str:
+    """A row per value: each run a dot, the mean a bar, the spread over seeds a band around it."""
     height = ROW * len(effect.levels) + BOTTOM
-    x = build_axis([low, high], LABEL, WIDTH - RIGHT, margin=0.06)
     parts = []
     for value in choose_ticks(x, 5):
         at = x.place(value)

@@ -15,7 +15,7 @@ from megarl.report.compare import (
     is_complete_grid,
     sort_values,
 )
-from megarl.report.svg import Curve, draw_effect, draw_lines
+from megarl.report.svg import Curve, build_effect_axis, draw_effect, draw_lines, needs_log
 from megarl.report.sweep import HELDOUT, RunRecord, Sweep
 from megarl.report.text import format_number, format_seconds
 
@@ -28,14 +28,15 @@ CHARTS = (
     ("critic/explained_variance", "Explained variance", "of the critic"),
     ("policy/clip_frac", "Clipped", "share of tokens"),
     ("policy/entropy", "Entropy", "of the policy"),
-    ("policy/approx_kl", "Step of the policy", "KL to the policy that sampled"),
-    ("policy/grad_norm", "Gradient norm", "of the policy"),
-    ("mismatch/kl", "Mismatch", "KL, training against rollout engine"),
-    ("pretrain/explained_variance", "Value pretraining", "explained variance, by rollout"),
+    ("policy/approx_kl", "Step of the policy", "KL, before to after"),
+    ("policy/grad_norm", "Gradient norm", "policy"),
+    ("mismatch/kl", "Mismatch", "KL to the rollout engine"),
+    ("pretrain/explained_variance", "Value pretraining", "explained variance"),
 )
 """(metric, title, unit); those that some run has are drawn"""
 NUM_COLOURS = 8
 OTHERS = "others"
+LONGEST_NAME = 24
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,15 @@ def format_page(sweep: Sweep) -> str:
     scores = {run.name: score for run in sweep.runs if (score := run.last(HELDOUT)) is not None and run.state == "done"}
     effects = compute_effects(sweep.runs, parameters, scores)
     order = [effect.key for effect in effects] + [key for key in parameters if key == SEED]
+    columns = [*order, *(key for key in parameters if key not in order and key != SEED)]
+    columns.sort(key=lambda key: key == SEED)
     colorings = [color_runs(sweep.runs, key) for key in order or parameters[:1]] or [color_runs(sweep.runs, "")]
     ranked = sorted(sweep.runs, key=lambda run: (run.name not in scores, -scores.get(run.name, 0.0), run.name))
     body = [
         *_format_head(sweep, scores),
+        *_format_runs(ranked, columns, scores, colorings[0]),
         *_format_curves(ranked, colorings, parameters),
         *_format_effects(effects, sweep.runs, parameters, scores),
-        *_format_runs(ranked, parameters, scores, colorings[0]),
         *_format_failures(sweep),
         *_format_problems(sweep),
     ]
@@ -149,6 +152,8 @@ def _format_chart(
             label = f"{name_setting(run, parameters)}: {format_number(points[-1][1])} at iteration {points[-1][0]}"
             curves.append(Curve(run.name, label, coloring.group_of[run.name], points))
     if curves:
+        if needs_log([value for curve in curves for _, value in curve.points]):
+            unit = f"{unit} (log scale)".strip()
         yield f'<div class="card"><h3>{escape(title)} <span>{escape(unit)}</span><small>{escape(metric)}</small></h3>'
         yield draw_lines(curves)
         yield "</div>"
@@ -172,10 +177,10 @@ def _format_effects(
     )
     if not is_complete_grid([run for run in runs if run.name in scores], parameters):
         yield "<p>Not every combination is done: a mean may carry the effect of another parameter.</p>"
-    low, high = min(scores.values()), max(scores.values())
-    yield '<div class="grid-of-charts">'
+    axis = build_effect_axis(effects)
+    yield '<div class="grid-of-charts effects">'
     for effect in effects:
-        yield f'<div class="card"><h3><code>{escape(effect.key)}</code></h3>{draw_effect(effect, low, high)}'
+        yield f'<div class="card"><h3><code>{escape(effect.key)}</code></h3>{draw_effect(effect, axis)}'
         yield '<table><thead><tr><th>value</th><th class="number">runs</th><th class="number">mean</th>'
         yield '<th class="number">± seeds</th><th class="number">lowest … highest</th></tr></thead><tbody>'
         for level in effect.levels:
@@ -193,7 +198,7 @@ def _format_runs(
     runs: Sequence[RunRecord], parameters: Sequence[str], scores: Mapping[str, float], coloring: Coloring
 ) -> Iterator[str]:
     yield "<h2>Runs</h2><p>Only what differs; the best at the end first.</p>"
-    yield '<div class="scroll"><table><thead><tr>'
+    yield '<div class="scroll"><table><thead><tr><th></th>'
     yield from (f"<th>{escape(key.rsplit('.', 1)[-1])}<br><small>{escape(key)}</small></th>" for key in parameters)
     numbers = ("held-out, end", "held-out, best", "training reward", "length", "iterations", "time")
     yield "<th>state</th>" + "".join(f'<th class="number">{name}</th>' for name in numbers) + "<th>folder</th>"
@@ -201,17 +206,16 @@ def _format_runs(
     top = max([abs(score) for score in scores.values()], default=0.0)
     for run in runs:
         yield f'<tr data-run="{escape(run.name)}" class="g{coloring.group_of[run.name]}">'
-        swatch = '<i class="swatch"></i>'
-        for number, key in enumerate(parameters):
-            yield f"<td>{'' if number else swatch}{escape(get_value(run, key))}</td>"
+        yield '<td><i class="swatch"></i></td>'
+        yield from (f"<td>{escape(get_value(run, key))}</td>" for key in parameters)
         yield f'<td class="{escape(run.state)}">{escape(run.state)}</td>'
         end = run.last(HELDOUT)
-        bar = f'<i class="bar" style="width:{60 * max(0.0, end) / top:.0f}px"></i>' if end is not None and top else ""
-        yield f'<td class="number">{_show(end)}{bar}</td>'
+        share = 100 * max(0.0, end) / top if end is not None and top else 0
+        yield f'<td class="number">{_show(end)}<i class="bar"><i style="width:{min(share, 100):.0f}%"></i></i></td>'
         for value in (run.best(HELDOUT), run.last("reward/mean"), run.last("length/mean")):
             yield f'<td class="number">{_show(value)}</td>'
         yield f'<td class="number">{run.num_iterations}</td><td class="number">{format_seconds(run.seconds)}</td>'
-        yield f"<td><code>{escape(run.name)}</code></td></tr>"
+        yield f'<td title="{escape(run.name)}"><code>{escape(_shorten_name(run.name))}</code></td></tr>'
     yield "</tbody></table></div>"
 
 
@@ -234,6 +238,11 @@ def _format_problems(sweep: Sweep) -> Iterator[str]:
         yield "<h2>Files that are missing or damaged</h2><ul>"
         yield from (f"<li><code>{escape(problem)}</code></li>" for problem in problems)
         yield "</ul>"
+
+
+def _shorten_name(name: str) -> str:
+    """The values in it stand beside it in the table; its last digits find it."""
+    return name if len(name) <= LONGEST_NAME else f"…{name[-8:]}"
 
 
 def _show(value: float | None) -> str:

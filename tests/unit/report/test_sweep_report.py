@@ -10,7 +10,7 @@ import pytest
 
 from megarl.report.compare import compute_effects, find_parameters, is_complete_grid, sort_values
 from megarl.report.outcome import Outcome, State, load_outcome, write_outcome
-from megarl.report.svg import Curve, build_axis, choose_ticks, draw_lines
+from megarl.report.svg import Curve, build_axis, choose_ticks, draw_lines, needs_log
 from megarl.report.sweep import UNFINISHED, RunRecord, format_outcomes, load_sweep
 from megarl.report.sweep_page import format_page
 
@@ -115,8 +115,16 @@ def test_a_curve_is_drawn_where_its_points_are():
     text = draw_lines([Curve("r", "a <b>", 2, [(0, 0.0), (10, 1.0)])])
     assert 'class="curve g2" data-run="r"' in text
     assert "<title>a &lt;b&gt;</title>" in text
-    # 192 pixels high, of which 0.04 / 1.08 stay free at each end.
-    assert 'points="46.0,194.9 408.0,17.1"' in text
+    # 172 pixels high, of which 0.04 / 1.08 stay free at each end.
+    assert 'points="46.0,175.6 328.0,16.4"' in text
+
+
+def test_a_few_values_far_above_the_others_make_a_chart_logarithmic():
+    assert needs_log([150.0, 0.5, 0.4, 0.6])
+    assert not needs_log([150.0, 0.5, 0.4, -0.6])
+    assert not needs_log([1.0, 0.5])
+    text = draw_lines([Curve("r", "", 0, [(0, 1000.0), (1, 1.0), (2, 1.0)])])
+    assert all(f">{label}</text>" in text for label in ("1", "10", "100", "1000"))
 
 
 def test_an_outcome_comes_back_and_a_damaged_one_is_named(tmp_path):
