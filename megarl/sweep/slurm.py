@@ -24,7 +24,7 @@ OF_ALL_EXECUTORS = ("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_
 
 def submit_pretrainings(arguments: Sequence[str], sweep_dir: Path) -> list[str]:
     """Submit what the runs of this command line can share and is not there; the override that has them wait for it."""
-    overrides = [text for text in arguments if "=" in text and not text.startswith("-")]
+    overrides = [text for text in arguments if not text.startswith("-")]
     missing: dict[Path, list[str]] = {}
     for run in expand_sweep(overrides):
         folder = find_folder(load_config(run), sweep_dir)
@@ -52,7 +52,7 @@ def build_executor(overrides: Sequence[str], sweep_dir: Path) -> Any:
     import submitit
 
     register()
-    given = [text for text in overrides if text.lstrip("+").startswith(("hydra/launcher=", "hydra.launcher."))]
+    given = [text for text in overrides if text.lstrip("+~").startswith(("hydra/launcher=", "hydra.launcher."))]
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         launcher = compose("config", overrides=given, return_hydra_config=True).hydra.launcher
     OmegaConf.set_readonly(launcher, False)
