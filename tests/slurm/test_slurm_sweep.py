@@ -1,4 +1,4 @@
-"""`python -m megarl.train -m hydra/launcher=slurm` on a real Slurm: each run a job, after that of its value pretraining."""
+"""`python -m megarl.train -m hydra/launcher=slurm` on a real Slurm: each run is a job, value pretraining one before."""
 
 import os
 import subprocess
