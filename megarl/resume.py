@@ -64,7 +64,9 @@ def take_resume(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
     if len(directories) > 1 or not directories[0]:
         raise ConfigError([f"resume: found {', '.join(directories) or 'nothing'}; one run directory is needed"])
     if any(text in ("-m", "--multirun") for text in own):
-        raise ConfigError(["resume: a sweep's runs go on one by one, with resume=SWEEP_DIR/NUMBER and without -m"])
+        raise ConfigError(
+            ["resume: a sweep goes on by its own command and hydra.sweep.dir=SWEEP_DIR; resume=SWEEP_DIR/RUN is a run"]
+        )
     run_dir = Path(directories[0]).expanduser().resolve()
     given = {_name_key(text) for text in own}
     before = [text for text in load_run(run_dir)["overrides"] if _name_key(text) not in given]
