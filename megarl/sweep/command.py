@@ -23,6 +23,8 @@ OPTUNA = {
 }
 """Of hydra/sweeper=optuna, unless the command line says otherwise. The objective is the held-out reward. A sampler with
 a seed asks a sweep that is started again for the same runs, which finds those that are done and goes on after them."""
+LOCAL = {"hydra.launcher.timeout_min": "14400"}
+"""Of hydra/launcher=submitit_local, which else ends every run after an hour"""
 NO_SEED = "hydra/sweeper/sampler=grid"
 
 
@@ -81,10 +83,11 @@ def complete_arguments(arguments: Sequence[str]) -> tuple[list[str], Path]:
     completed.append(f"{SWEEP_DIR}{quote(sweep_dir)}")
     if fixed:
         completed.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]")
-    if "hydra/sweeper=optuna" in arguments:
-        completed += [
-            f"{key}={value}"
-            for key, value in OPTUNA.items()
-            if key not in values and not (key.endswith(".seed") and NO_SEED in arguments)
-        ]
+    defaults = OPTUNA if "hydra/sweeper=optuna" in arguments else {}
+    defaults = defaults | (LOCAL if "hydra/launcher=submitit_local" in arguments else {})
+    completed += [
+        f"{key}={value}"
+        for key, value in defaults.items()
+        if key not in values and not (key.endswith(".seed") and NO_SEED in arguments)
+    ]
     return completed, sweep_dir
