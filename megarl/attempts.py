@@ -22,7 +22,8 @@ from megarl.job import Hosts, describe_data, open_hosts, open_parts, show_warnin
 from megarl.mcore.checkpoint_reader import count_parameters
 from megarl.mcore.dist_format import describe_role
 from megarl.mcore.spec import Role
-from megarl.pretraining import pretrain_critic
+from megarl.pretrained import PretrainedState, load_pretrained
+from megarl.pretraining import pretrain_critic, start_pretrained
 from megarl.report.report import Report, build_report
 from megarl.rollout import journal as rollout_journal
 from megarl.rollout.journal import Journal
@@ -47,6 +48,7 @@ def run_job(
     no room for a checkpoint, where another process is at work in `run_dir`, and for what is wrong with the checkpoints.
     """
     inputs = load_inputs(config)
+    pretrained = load_pretrained(config)
     if config.checkpoint.save_every is not None:
         check_space(run_dir, estimate_bytes(inputs))
     with contextlib.ExitStack() as stack:
@@ -69,12 +71,21 @@ def run_job(
         report.message(describe_data(inputs))
         with report.phase("start"):
             hosts = stack.enter_context(open_hosts(config, inputs, run_dir / "logs"))
-        return _Attempts(config, inputs, hosts, run_dir, report).run()
+        return _Attempts(config, inputs, hosts, run_dir, report, pretrained).run()
 
 
 class _Attempts:
-    def __init__(self, config: Config, inputs: Inputs, hosts: Hosts, run_dir: Path, report: Report):
+    def __init__(
+        self,
+        config: Config,
+        inputs: Inputs,
+        hosts: Hosts,
+        run_dir: Path,
+        report: Report,
+        pretrained: tuple[PretrainedState, Path] | None,
+    ):
         self.config, self.inputs, self.hosts, self.run_dir, self.report = config, inputs, hosts, run_dir, report
+        self.pretrained = pretrained
         keep = config.checkpoint
         self.folder = Folder(run_dir / checkpoints.NAME, keep_last=keep.keep_last, keep_best=keep.keep_best)
         self.journal = Journal(run_dir / rollout_journal.NAME)
@@ -127,6 +138,11 @@ class _Attempts:
 
     def start(self, trainer: Trainer) -> None:
         specs = self.inputs.specs
+        if self.pretrained is not None:
+            state, directory = self.pretrained
+            self.report.message(f"critic: goes on from the value pretraining in {directory}")
+            start_pretrained(trainer, state, directory, self.run_dir)
+            return
         if Role.critic in specs:
             self.report.message(describe_start(self.config, specs[Role.critic], self.inputs.saved_rollouts))
         pretrain_critic(trainer)

@@ -1,8 +1,9 @@
 """What the commands share: the command line is checked before anything starts; a run ends with a line and a code."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -16,6 +17,8 @@ from megarl.config.schema import Config
 from megarl.signals import Stopped, stopping_on_signals
 
 EXIT_BAD_CONFIG = 2
+Results = Mapping[str, float]
+"""What a run came to, in the order of the line `done: ...`"""
 
 
 def check_command_line(command: str = "train") -> None:
@@ -36,7 +39,7 @@ def check_command_line(command: str = "train") -> None:
     sys.argv[1:] = [*(text for text in arguments if text not in overrides), *open_overrides(rewritten.overrides)]
 
 
-def run_composed(composed: DictConfig, run: Callable[[Config, Path], str], command: str = "train") -> None:
+def run_composed(composed: DictConfig, run: Callable[[Config, Path], Results], command: str = "train") -> Results:
     """Run one composed configuration in its run directory and print `done: ... run_dir=DIR`.
 
     `run` gives what stands between. A ConfigError ends the process with code 2, a signal with that signal's code.
@@ -48,16 +51,21 @@ def run_composed(composed: DictConfig, run: Callable[[Config, Path], str], comma
             problems = list(check_cluster(config, command))
             if problems:
                 raise ConfigError(problems)
-            result = run(config, run_dir)
+            results = run(config, run_dir)
     except ConfigError as error:
         end_with_config_error(error)
     except Stopped as stopped:
         print(f"{stopped}; every process was ended. run_dir={run_dir}", file=sys.stderr)
         sys.exit(stopped.exit_code)
-    print(f"done: {result} run_dir={run_dir}", flush=True)
+    print(f"done: {format_results(results)} run_dir={run_dir}", flush=True)
+    return results
 
 
-def end_with_config_error(error: ConfigError) -> None:
+def format_results(results: Results) -> str:
+    return " ".join(f"{name}={v}" if isinstance(v, int) else f"{name}={v:.4f}" for name, v in results.items())
+
+
+def end_with_config_error(error: ConfigError) -> NoReturn:
     for problem in error.problems:
         print(f"error: {problem}", file=sys.stderr)
     sys.exit(EXIT_BAD_CONFIG)

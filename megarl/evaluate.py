@@ -10,7 +10,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from megarl.command import end_with_config_error, run_composed
+from megarl.command import Results, end_with_config_error, run_composed
 from megarl.config.errors import ConfigError
 from megarl.config.evaluate import check_evaluate
 from megarl.config.load import CONF_DIR, list_options, load_config
@@ -120,13 +120,13 @@ def choose_run_dir(overrides: Sequence[str], configs: dict[str, Config]) -> list
     return [f"hydra.run.dir=runs/${{now:%Y-%m-%d_%H-%M-%S}}_evaluate_{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}"]
 
 
-def evaluate(configs: dict[str, Config], run_dir: Path) -> str:
+def evaluate(configs: dict[str, Config], run_dir: Path) -> Results:
     # Only now: importing torch and Ray takes seconds that `--help` need not wait.
     from megarl.evaluation import run_evaluation
 
     results = run_evaluation(configs, run_dir)
     found = [(result.name, *next(iter(result.estimates.items()))) for result in results]
-    return " ".join(f"{name}/{key}={estimate.value:.4f}" for name, key, estimate in found)
+    return {f"{name}/{key}": float(estimate.value) for name, key, estimate in found}
 
 
 def _join(choices: Sequence[str]) -> str:

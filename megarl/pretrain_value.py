@@ -1,6 +1,7 @@
 """`python -m megarl.pretrain_value [group=option] [key=value] ...`: train the critic alone, the policy frozen.
 
-The same configuration as `python -m megarl.train`, and the same first steps; the critic is left in RUN_DIR/critic.
+The same configuration as `python -m megarl.train`, and the same first steps; the critic is left in RUN_DIR/critic, and
+in RUN_DIR/pretrained what algo.value_pretrain.taken_from=RUN_DIR needs to go on from there.
 """
 
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from megarl.command import check_command_line, run_composed
+from megarl.command import Results, check_command_line, run_composed
 from megarl.config.load import CONF_DIR
 from megarl.config.schema import Config, register
 
@@ -24,12 +25,12 @@ def _run_composed(composed: DictConfig) -> None:
     run_composed(composed, _pretrain, "pretrain_value")
 
 
-def _pretrain(config: Config, run_dir: Path) -> str:
+def _pretrain(config: Config, run_dir: Path) -> Results:
     # Only now: importing torch and Ray takes seconds that `--help` need not wait.
     from megarl.pretraining_job import run_value_pretraining
 
     summary = run_value_pretraining(config, run_dir)
-    return f"iterations={summary.num_rollouts} explained_variance={summary.explained_variance:.4f}"
+    return {"iterations": summary.num_rollouts, "explained_variance": summary.explained_variance}
 
 
 if __name__ == "__main__":

@@ -2,15 +2,17 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megarl.algo.diagnostics import compute_explained_variance
 from megarl.algo.rewards import update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets, monte_carlo
+from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.algo import AlgoConfig, needs_reward_moments
 from megarl.config.schema import Config
+from megarl.pretrained import CRITIC, PretrainedState, copy_rollouts, split_times
 from megarl.report.report import Report
 from megarl.rollout.rollout_file import read_rollouts
 from megarl.rollout.tensors import build_tensors
@@ -26,6 +28,8 @@ class PretrainingSummary:
     num_rollouts: int
     explained_variance: float
     """Of the last rollout, before the critic learned from it; NaN where there was none"""
+    reward_moments: RunningMoments = field(default_factory=RunningMoments)
+    """Under which training has to go on"""
 
 
 class ValuePretraining:
@@ -62,7 +66,7 @@ class ValuePretraining:
             if reason:
                 self.report.message(f"value pretraining ends after {step} rollouts: {reason}")
                 break
-        return PretrainingSummary(step, explained)
+        return PretrainingSummary(step, explained, self.reward_moments)
 
     def find_end(self, explained: float, best: float, num_without_rise: int) -> str | None:
         """Why it ends here, if it does."""
@@ -144,10 +148,33 @@ def pretrain_critic(trainer: Trainer) -> PretrainingSummary:
     else:
         rollouts = repeat_rollouts(Path(settings.rollouts).expanduser(), trainer.report.message)
     summary = pretraining.run(take_until(trainer.reached_limit, rollouts))
-    trainer.reward_moments = pretraining.reward_moments
+    trainer.reward_moments = summary.reward_moments
     trainer.state = trainer.capture(0, {})
     trainer.save(wait=False)
     return summary
+
+
+def start_pretrained(trainer: Trainer, state: PretrainedState, directory: Path, run_dir: Path) -> None:
+    """In place of `pretrain_critic`: the parts, the trainer and the files of `run_dir` as it would leave them.
+
+    Raises CheckpointError where the data are not those that value pretraining drew from.
+    """
+    critic, report = trainer.parts.critic, trainer.report
+    assert critic is not None
+    with report.phase("load"):
+        critic.load(directory / CRITIC).result()
+    for step, metrics in split_times(state.curve):
+        report.log_pretraining(step, trainer.config.algo.value_pretrain.steps, metrics)
+    if trainer.parts.rollout_file:
+        copy_rollouts(directory, run_dir)
+    try:
+        if state.sampler is not None:
+            trainer.parts.sampler.restore(state.sampler)
+    except ValueError as error:
+        raise CheckpointError(f"{directory}: value pretraining had other data: {error}") from error
+    trainer.num_samples, trainer.reward_moments = state.num_samples, state.reward_moments
+    trainer.state = trainer.capture(0, {})
+    trainer.save(wait=False)
 
 
 def sample_rollouts(trainer: Trainer) -> Iterator[Rollout]:

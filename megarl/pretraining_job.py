@@ -16,6 +16,7 @@ from megarl.config.schema import Config
 from megarl.inputs import describe_start, load_inputs, load_models, load_saved_rollouts, load_specs
 from megarl.job import describe_data, open_hosts, open_parts, show_warnings
 from megarl.mcore.spec import Role
+from megarl.pretrained import PretrainedState, load_curve, save_pretrained
 from megarl.pretraining import (
     PretrainingSummary,
     ValuePretraining,
@@ -23,13 +24,15 @@ from megarl.pretraining import (
     repeat_rollouts,
     take_until,
 )
+from megarl.pretraining_inputs import list_pretraining_inputs
 from megarl.report.report import Report, build_report
 from megarl.rollout.rollout_file import SavedRollouts
 from megarl.trainer import Trainer
 
 
 def run_value_pretraining(config: Config, run_dir: Path) -> PretrainingSummary:
-    """Train the critic alone; it is left in `run_dir`/critic, its curves in value_pretrain.jsonl.
+    """Train the critic alone; it is left in `run_dir`/critic, its curves in value_pretrain.jsonl, and what a training
+    run needs to go on from there in `run_dir`/pretrained.
 
     Raises ConfigError, before any process is started, for what does not fit.
     """
@@ -66,6 +69,14 @@ def _run_online(config: Config, run_dir: Path) -> PretrainingSummary:
         summary = pretrain_critic(trainer)
         assert parts.critic is not None
         parts.critic.export_weights(run_dir / "critic").result()
+        state = PretrainedState(
+            trainer.num_samples,
+            summary.reward_moments,
+            parts.sampler.state(),
+            load_curve(run_dir),
+            list_pretraining_inputs(config),
+        )
+        save_pretrained(run_dir, parts.critic, inputs.specs[Role.critic], state)
         return summary
 
 
@@ -86,6 +97,9 @@ def _run_offline(config: Config, run_dir: Path) -> PretrainingSummary:
             critic.start().result()
         summary = pretrain_offline(config, critic, report, saved)
         critic.export_weights(run_dir / "critic").result()
+        inputs = list_pretraining_inputs(config)
+        state = PretrainedState(0, summary.reward_moments, None, load_curve(run_dir), inputs)
+        save_pretrained(run_dir, critic, spec, state)
         return summary
 
 

@@ -21,6 +21,7 @@ MAY_CHANGE = (
     "train.stop_at_heldout_reward",
     "train.eval_every",
     "train.tokens_per_microbatch",
+    "algo.value_pretrain.taken_from",
     "checkpoint.",
     "cluster.",
     "evaluate.",
@@ -63,11 +64,13 @@ def take_resume(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
     if len(directories) > 1 or not directories[0]:
         raise ConfigError([f"resume: found {', '.join(directories) or 'nothing'}; one run directory is needed"])
     if any(text in ("-m", "--multirun") for text in own):
-        raise ConfigError(["resume: a sweep's runs go on one by one, with resume=SWEEP_DIR/NUMBER and without -m"])
+        raise ConfigError(
+            ["resume: a sweep goes on by its own command and hydra.sweep.dir=SWEEP_DIR; resume=SWEEP_DIR/RUN is a run"]
+        )
     run_dir = Path(directories[0]).expanduser().resolve()
     given = {_name_key(text) for text in own}
     before = [text for text in load_run(run_dir)["overrides"] if _name_key(text) not in given]
-    return [*before, *own, f"hydra.run.dir={_quote(run_dir)}"], run_dir
+    return [*before, *own, f"hydra.run.dir={quote(run_dir)}"], run_dir
 
 
 def save_run(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
@@ -127,7 +130,7 @@ def _name_key(override: str) -> str:
     return override.lstrip("+~").split("=", 1)[0]
 
 
-def _quote(path: Path) -> str:
+def quote(path: Path) -> str:
     """As Hydra's grammar reads it back."""
     escaped = str(path).replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"

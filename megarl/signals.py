@@ -51,10 +51,22 @@ def stopping_on_signals() -> Iterator[None]:
 
     previous = {number: signal.signal(number, stop) for number in STOPPING_SIGNALS}
     try:
-        yield
+        with surfacing_stops():
+            yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def surfacing_stops() -> Iterator[None]:
+    """Stopped, where C code that a signal has interrupted (Ray's, in a wait) made a SystemError of it."""
+    try:
+        yield
+    except SystemError as error:
+        if isinstance(error.__cause__, Stopped):
+            raise error.__cause__ from None
+        raise
 
 
 @contextmanager

@@ -6,20 +6,25 @@
 import errno
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from megarl.checkpoint.manifest import CheckpointError
-from megarl.command import check_command_line, end_with_config_error, run_composed
+from megarl.command import Results, check_command_line, end_with_config_error, run_composed
 from megarl.config.errors import ConfigError
 from megarl.config.load import CONF_DIR
 from megarl.config.schema import Config, register
+from megarl.report.outcome import Outcome, State, clear_outcome, write_outcome
 from megarl.resume import check_changes, load_run, save_run, take_resume
+from megarl.signals import Stopped
+from megarl.sweep.command import is_sweep, run_sweep
+from megarl.sweep.run import run_one
 
+HELDOUT = "reward/heldout"
 FULL = os.strerror(errno.ENOSPC)
 """What the error of a full disk says, also one from a training process"""
 _resumed: Path | None = None
@@ -34,32 +39,57 @@ def main() -> None:
     except ConfigError as error:
         end_with_config_error(error)
     check_command_line()
+    if is_sweep(sys.argv[1:]):
+        sys.exit(run_sweep(_run_composed))
     _run_composed()
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
-def _run_composed(composed: DictConfig) -> None:
-    run_composed(composed, _train)
+def _run_composed(composed: DictConfig) -> float | None:
+    """The held-out reward, which a sweeper maximises; None for a run of a sweep that failed."""
+    if HydraConfig.get().mode is RunMode.MULTIRUN:
+        results = run_one(composed)
+        return results.get(HELDOUT) if results is not None else None
+    return run_composed(composed, _train).get(HELDOUT)
 
 
-def _train(config: Config, run_dir: Path) -> str:
+def _train(config: Config, run_dir: Path) -> Results:
     # Only now: importing torch and Ray takes seconds that `--help` need not wait.
     from megarl.attempts import run_job
 
     problems = check_changes(load_run(_resumed)["config"], config) if _resumed else []
     if problems:
         raise ConfigError(problems)
-    note_start = partial(save_run, run_dir, config, HydraConfig.get().overrides.task)
+    is_begun = False
+
+    def note_start() -> None:
+        nonlocal is_begun
+        save_run(run_dir, config, HydraConfig.get().overrides.task)
+        clear_outcome(run_dir)
+        is_begun = True
+
     try:
         summary = run_job(config, run_dir, is_new=_resumed is None, note_start=note_start)
-    except CheckpointError as error:
+    except BaseException as error:
+        # Before its start the folder may be another run's.
+        if is_begun:
+            plain = isinstance(error, Stopped | ConfigError | CheckpointError)
+            why = str(error) if plain else f"{type(error).__name__}: {error}"
+            write_outcome(run_dir, Outcome(State.stopped if isinstance(error, Stopped) else State.failed, why))
+        _explain(error, run_dir)
+        raise
+    results = {"iterations": summary.num_iterations, HELDOUT: summary.heldout_reward}
+    write_outcome(run_dir, Outcome(State.done, results=results))
+    return results
+
+
+def _explain(error: BaseException, run_dir: Path) -> None:
+    """Raises ConfigError, which ends the run with its lines alone, for what a person can mend."""
+    if isinstance(error, CheckpointError):
         raise ConfigError([str(error)]) from error
-    except (OSError, RuntimeError) as error:
-        if FULL not in str(error):
-            raise
+    if isinstance(error, OSError | RuntimeError) and FULL in str(error):
         first = next(line for line in str(error).splitlines() if FULL in line)
         raise ConfigError([f"{first.strip()}; once there is room, resume={run_dir} goes on"]) from error
-    return f"iterations={summary.num_iterations} reward/heldout={summary.heldout_reward:.4f}"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import ray
 
 from megarl.seams import DeadlineError
+from megarl.signals import surfacing_stops
 
 T = TypeVar("T")
 
@@ -39,6 +40,7 @@ class PendingCall(Generic[T]):
     """Says where those that have not answered are, by their numbers"""
     started: float = field(default_factory=time.monotonic)
 
+    @surfacing_stops()
     def wait(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` for all; whether they have ended well.
 
@@ -57,6 +59,7 @@ class PendingCall(Generic[T]):
                 return False
         return True
 
+    @surfacing_stops()
     def result(self) -> T:
         """Raises as `wait`."""
         self.wait(self.deadline_s)

@@ -113,6 +113,9 @@ class ValuePretrainConfig:
     min_improvement: float = 0.01
     stop_at_explained_variance: float | None = None
     """End once a rollout not yet learned from is explained this well; null: never for this reason."""
+    taken_from: str | None = None
+    """RUN_DIR of a `python -m megarl.pretrain_value` whose value pretraining is the one configured here: training goes
+    on from it as if it had done it itself. A sweep sets it."""
 
 
 @dataclass

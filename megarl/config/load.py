@@ -10,6 +10,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -79,9 +80,10 @@ def _to_dataclasses(composed: DictConfig) -> Config:
 def check_overrides(overrides: Sequence[str], command: str = "train") -> None:
     """Compose and check every run that these overrides describe, sweeps (`key=a,b`) included, before any starts.
 
-    Raises ConfigError. Of a sweep with more than 256 runs each value is checked once beside the first of the others.
+    Raises ConfigError. Of a sweep with more than 256 runs each value is checked once beside the first of the others; of
+    an interval that Optuna searches, its ends.
     """
-    for run in _expand_sweep(overrides):
+    for run in expand_sweep(overrides):
         load_config(run, command)
 
 
@@ -180,18 +182,24 @@ def _find_unknown_keys(node: Any, prefix: str = "") -> Iterator[str]:
             yield from _find_unknown_keys(node._get_node(name), f"{prefix}{name}.")
 
 
-def _expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise ConfigError([str(error).strip()]) from error
+def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
+    """The overrides of each run, as `check_overrides` takes them; those of Hydra itself are left out."""
+    given = [*overrides, *_list_sweeper_params(overrides)]
+    searches = any(text.lstrip("+").startswith("hydra/sweeper=") for text in overrides)
     choices: list[list[str]] = []
-    for text, override in zip(overrides, parsed, strict=True):
-        if override.is_sweep_override():
-            key = text.split("=", 1)[0]
-            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
-        elif not text.startswith("hydra"):
+    for text, override in zip(given, _parse(given), strict=True):
+        if text.lstrip("+~").startswith("hydra"):
+            continue
+        key = text.split("=", 1)[0]
+        if not override.is_sweep_override():
             choices.append([text])
+        elif override.is_discrete_sweep():
+            choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        elif searches and isinstance(interval := override.value(), IntervalSweep):
+            choices.append([f"{key}={value}" for value in (interval.start, interval.end)])
+        else:
+            found = text.partition("=")[2]
+            raise ConfigError([f"{key}: found {found}, which hydra/sweeper=optuna can search; else list the values"])
     num_runs = 1
     for options in choices:
         num_runs *= len(options)
@@ -199,3 +207,22 @@ def _expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
         return [list(run) for run in itertools.product(*choices)]
     firsts = [options[0] for options in choices]
     return [[*firsts[:i], value, *firsts[i + 1 :]] for i, options in enumerate(choices) for value in options]
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise ConfigError([str(error).strip()]) from error
+
+
+def _list_sweeper_params(overrides: Sequence[str]) -> list[str]:
+    """What `hydra.sweeper.params={key: "sweep"}` sweeps, as overrides."""
+    found: list[str] = []
+    for text in overrides:
+        key, _, value = text.lstrip("+").partition("=")
+        if key == "hydra.sweeper.params" and value.lstrip().startswith("{"):
+            params = _parse([text])[0].value()
+            assert isinstance(params, dict)
+            found += [f"{name}={getattr(sweep, 'text', sweep)}" for name, sweep in params.items()]
+    return found

@@ -7,6 +7,7 @@ from omegaconf import MISSING
 
 from megarl.config import data as data_config
 from megarl.config import reward as reward_config
+from megarl.config import run_name
 from megarl.config.algo import AlgoConfig
 from megarl.config.checkpoint import CheckpointConfig
 from megarl.config.cluster import ClusterConfig
@@ -44,5 +45,6 @@ def register() -> None:
     """Put the schema into Hydra's ConfigStore; calling it again changes nothing."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
+    run_name.register()
     data_config.register(store)
     reward_config.register(store)

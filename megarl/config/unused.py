@@ -58,7 +58,10 @@ RULES: tuple[Rule, ...] = (
         switch=True,
     ),
     Rule(
-        tuple(f"algo.value_pretrain.{name}" for name in ("patience", "rollouts", "stop_at_explained_variance")),
+        tuple(
+            f"algo.value_pretrain.{name}"
+            for name in ("patience", "rollouts", "stop_at_explained_variance", "taken_from")
+        ),
         lambda c: not needs_critic(c.algo) or c.algo.value_pretrain.steps > 0,
         _NO_PRETRAINING,
         switch=True,
@@ -264,6 +267,12 @@ COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
             ),
             lambda c: False,
             "in value pretraining, which leaves the policy as it is; it counts in python -m megarl.train",
+        ),
+        Rule(
+            ("algo.value_pretrain.taken_from",),
+            lambda c: False,
+            "in value pretraining, whose result it names; it counts in python -m megarl.train",
+            switch=True,
         ),
         Rule(
             ("reward", "policy", "reference", "logger.save_rollouts", "train.max_samples"),

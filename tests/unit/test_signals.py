@@ -56,3 +56,18 @@ def test_without_a_signal_a_deferral_changes_nothing_and_signals_are_raised_agai
             pass
         with pytest.raises(Stopped):
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_that_c_code_has_turned_into_its_own_error_is_still_the_signal():
+    """As CPython does where a C function returns a result although a handler has raised."""
+
+    def wait():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except Stopped as stopped:
+            raise SystemError("<cyfunction CoreWorker.wait> returned a result with an exception set") from stopped
+
+    with pytest.raises(Stopped), stopping_on_signals():
+        wait()
+    with pytest.raises(SystemError, match="another"), stopping_on_signals():
+        raise SystemError("another")

@@ -28,7 +28,7 @@ ALWAYS = {
 LIVE = {
     **dict.fromkeys(("lambda_policy", "lambda_critic", "value_clip", "value_loss_agg_mode"), CRITIC),
     "value_pretrain.steps": CRITIC,
-    **{f"value_pretrain.{name}": PRETRAINED for name in ("patience", "min_improvement", "rollouts")},
+    **{f"value_pretrain.{name}": PRETRAINED for name in ("patience", "min_improvement", "rollouts", "taken_from")},
     "value_pretrain.stop_at_explained_variance": PRETRAINED,
     "length_alpha": {"vapo"},
     "lambda_min": {"vapo"},
@@ -68,6 +68,7 @@ VALUES = {
     **{"kl.in_reward": "true", "kl.in_loss": "true", "mismatch.level": "sequence", "loss_agg_mode": "token-mean"},
     **{"dynamic_sampling.enabled": "true", "replay.num_iterations": "2", "value_loss_agg_mode": "token-mean"},
     **{"value_pretrain.rollouts": "x.jsonl", "value_pretrain.patience": "3", "value_pretrain.steps": "3"},
+    "value_pretrain.taken_from": "x",
     **{"advantage_std": "batch", "std_of": "centered", "overlong.buffer": "8", "overlong.filter_critic": "true"},
     **{"kl.reward_estimator": "k1", "kl.target": "0.1", "kl.horizon": "1000", "kl.loss_estimator": "k2"},
     **{"surrogate": "clip", "mismatch.correction": "clip", "dual_clip": "3", "topr.ratio_level": "token"},

@@ -1,0 +1,63 @@
+"""RUN_DIR/outcome.json: how a run has ended.
+
+{"state": "done", "why": "", "results": {"iterations": 80, "reward/heldout": 0.98}}
+
+`state` is done, failed or stopped (by a signal, its checkpoint written); `why` says why not done. A run that is at
+work, or whose process was killed, has no such file.
+"""
+
+import contextlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+FILE_NAME = "outcome.json"
+LONGEST_WHY = 2000
+
+
+class State(Enum):
+    done = "done"
+    failed = "failed"
+    stopped = "stopped"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    state: State
+    why: str = ""
+    results: Mapping[str, float] = field(default_factory=dict)
+    """the numbers of the line `done: ...`; one that is not finite is left out"""
+
+
+def write_outcome(run_dir: Path, outcome: Outcome) -> None:
+    """Readers see the file before or after, never half of it. A full disk leaves none."""
+    results = {name: value for name, value in outcome.results.items() if math.isfinite(value)}
+    content = {"state": outcome.state.value, "why": outcome.why[:LONGEST_WHY], "results": results}
+    partial = run_dir / f".{FILE_NAME}.partial"
+    with contextlib.suppress(OSError):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        partial.replace(run_dir / FILE_NAME)
+
+
+def clear_outcome(run_dir: Path) -> None:
+    """What is told of the run is again that it has not ended."""
+    (run_dir / FILE_NAME).unlink(missing_ok=True)
+
+
+def load_outcome(run_dir: Path) -> Outcome | None:
+    """None where there is none. Raises ValueError that names the file for one that is not what a run writes."""
+    path = run_dir / FILE_NAME
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        results = {str(name): value for name, value in content["results"].items()}
+        if not all(isinstance(value, int | float) and math.isfinite(value) for value in results.values()):
+            raise ValueError("a result is not a finite number")
+        return Outcome(State(content["state"]), str(content["why"]), results)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: is not what a run writes: {error!r}") from None

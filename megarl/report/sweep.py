@@ -1,0 +1,188 @@
+"""What the runs of a sweep wrote, read from SWEEP_DIR; what is missing or damaged is named, and nothing raises."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from megarl.report.metrics import FILE_NAME, PRETRAINING_FILE_NAME, parse_line
+from megarl.report.outcome import load_outcome
+from megarl.report.status import FILE_NAME as STATUS_NAME
+
+RUN_FILE = "run.json"
+HYDRA_FOLDER = ".hydra"
+PRETRAINING_PREFIX = "value_pretrain_"
+UNFINISHED = "unfinished"
+"""The state of a run that is at work, or was killed: it has no outcome.json"""
+HELDOUT = "reward/heldout"
+Line = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run of a sweep, as its folder tells."""
+
+    name: str
+    """of its folder"""
+    state: str
+    """done, failed, stopped or unfinished"""
+    why: str
+    """not done; empty where it is"""
+    config: Mapping[str, Any]
+    """dotted key -> plain value"""
+    overrides: Sequence[str]
+    lines: Sequence[Line]
+    """of metrics.jsonl"""
+    pretraining: Sequence[Line]
+    """of value_pretrain.jsonl"""
+    problems: Sequence[str]
+    """files that are missing or damaged"""
+
+    def last(self, metric: str) -> float | None:
+        """The newest value; None where there is none."""
+        return next((line[metric] for line in reversed(self.lines) if metric in line), None)
+
+    def best(self, metric: str) -> float | None:
+        return max((line[metric] for line in self.lines if metric in line), default=None)
+
+    @property
+    def num_iterations(self) -> int:
+        return int(self.lines[-1]["iteration"]) if self.lines else 0
+
+    @property
+    def seconds(self) -> float:
+        """Spent in the timed phases of its iterations."""
+        return sum(value for line in self.lines for key, value in line.items() if key.startswith("time/"))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    directory: Path
+    runs: Sequence[RunRecord]
+    """in the order of their names"""
+    pretrainings: Sequence[RunRecord]
+    """the value pretrainings that runs have shared"""
+
+
+def load_sweep(directory: Path) -> Sweep:
+    """Every folder below `directory` that a run has begun in. A folder that is missing has no runs."""
+    folders = sorted(path for path in directory.iterdir() if path.is_dir()) if directory.is_dir() else []
+    records = [
+        load_run_record(path)
+        for path in folders
+        if ((path / HYDRA_FOLDER).is_dir() or (path / RUN_FILE).is_file()) and ".aside-" not in path.name
+    ]
+    shared = [record for record in records if record.name.startswith(PRETRAINING_PREFIX)]
+    return Sweep(directory, [record for record in records if record not in shared], shared)
+
+
+def load_run_record(folder: Path) -> RunRecord:
+    problems: list[str] = []
+    state, why = _load_state(folder, problems)
+    lines = _load_lines(folder / FILE_NAME, problems, needed=state == "done")
+    return RunRecord(
+        name=folder.name,
+        state=state,
+        why=why,
+        config=_load_config(folder, problems),
+        overrides=_load_overrides(folder, problems),
+        lines=lines,
+        pretraining=_load_lines(folder / PRETRAINING_FILE_NAME, problems),
+        problems=problems,
+    )
+
+
+def _load_state(folder: Path, problems: list[str]) -> tuple[str, str]:
+    try:
+        outcome = load_outcome(folder)
+    except ValueError as error:
+        problems.append(str(error))
+        outcome = None
+    if outcome is not None:
+        return outcome.state.value, outcome.why
+    try:
+        status = json.loads((folder / STATUS_NAME).read_text(encoding="utf-8"))
+        at = f"at iteration {int(status['iteration'])}, in {status['phase'] or 'no phase'}"
+    except FileNotFoundError:
+        at = "before its processes stood"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problems.append(f"{folder / STATUS_NAME}: is not what a run writes: {error!r}")
+        at = "nobody knows where"
+    return UNFINISHED, f"at work, or killed, {at}"
+
+
+def _load_lines(path: Path, problems: list[str], needed: bool = False) -> list[Line]:
+    """The readable ones; the first that is not is told of, with the number of all."""
+    try:
+        texts = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except FileNotFoundError:
+        if needed:
+            problems.append(f"{path}: is missing")
+        return []
+    except (OSError, ValueError) as error:
+        problems.append(f"{path}: cannot be read: {error}")
+        return []
+    lines: list[Line] = []
+    bad: list[str] = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            lines.append(parse_line(text, f"{path}:{number}"))
+        except ValueError as error:
+            bad.append(str(error))
+    if bad:
+        problems.append(bad[0] if len(bad) == 1 else f"{bad[0]} (and {len(bad) - 1} lines more)")
+    return lines
+
+
+def _load_config(folder: Path, problems: list[str]) -> dict[str, Any]:
+    """From run.json; of a run that ended before it wrote it, from what Hydra composed."""
+    try:
+        return dict(json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["config"])
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problems.append(f"{folder / RUN_FILE}: is not what a run writes: {error!r}")
+    path = folder / HYDRA_FOLDER / "config.yaml"
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        problems.append(f"{path}: cannot be read: {error}")
+        return {}
+    return _flatten(tree) if isinstance(tree, dict) else {}
+
+
+def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _load_overrides(folder: Path, problems: list[str]) -> list[str]:
+    path = folder / HYDRA_FOLDER / "overrides.yaml"
+    try:
+        return [str(text) for text in OmegaConf.to_container(OmegaConf.load(path)) or []]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        problems.append(f"{path}: cannot be read: {error}")
+        return []
+
+
+def format_outcomes(runs: Sequence[RunRecord]) -> str:
+    """A table for the terminal: how each run ended, and why not well."""
+    rows = [["run", "state", "iterations", "held-out reward", "why"]]
+    for run in runs:
+        heldout = run.last(HELDOUT)
+        shown = "" if heldout is None else f"{heldout:.4f}"
+        why = run.why.splitlines()[0] if run.why else ""
+        rows.append([run.name, run.state, str(run.num_iterations), shown, why])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -1,0 +1,93 @@
+"""A sweep from its command line to its exit code."""
+
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from megarl.report.outcome import State
+from megarl.report.sweep import format_outcomes, load_sweep
+from megarl.resume import quote
+from megarl.signals import Stopped, stopping_on_signals
+from megarl.sweep.slurm import submit_pretrainings
+
+SWEEP_DIR = "hydra.sweep.dir="
+EXIT_FAILED = 1
+OPTUNA = {
+    "hydra.sweeper.direction": "maximize",
+    "hydra.sweeper.n_jobs": "1",
+    "hydra.sweeper.max_failure_rate": "1.0",
+    "hydra.sweeper.sampler.seed": "1",
+}
+"""Of hydra/sweeper=optuna, unless the command line says otherwise. The objective is the held-out reward. A sampler with
+a seed asks a sweep that is started again for the same runs, which finds those that are done and goes on after them."""
+LOCAL = {"hydra.launcher.timeout_min": "14400"}
+"""Of hydra/launcher=submitit_local, which else ends every run after an hour"""
+NO_SEED = "hydra/sweeper/sampler=grid"
+
+
+def is_sweep(arguments: Sequence[str]) -> bool:
+    return any(text in ("-m", "--multirun") for text in arguments)
+
+
+def is_on_slurm(arguments: Sequence[str]) -> bool:
+    """Whether each run is a Slurm job, that is hydra/launcher=slurm (ours) or submitit_slurm (the plugin's)."""
+    return any(text.startswith("hydra/launcher=") and text.endswith("slurm") for text in arguments)
+
+
+def run_sweep(start: Callable[[], object]) -> int:
+    """Have Hydra start every run of sys.argv; then print how each ended. Returns the exit code.
+
+    start: Hydra's entry. The code is 0 where every run in SWEEP_DIR is done, else 1; 128 + its number for a signal.
+    """
+    sys.argv[1:], sweep_dir = complete_arguments(sys.argv[1:])
+    code = 0
+    try:
+        with stopping_on_signals():
+            if is_on_slurm(sys.argv[1:]):
+                sys.argv[1:] += submit_pretrainings(sys.argv[1:], sweep_dir)
+            start()
+    except Stopped as stopped:
+        print(f"{stopped}; every process was ended", file=sys.stderr)
+        code = stopped.exit_code
+    except SystemExit as end:
+        # Hydra has said why.
+        code = end.code if isinstance(end.code, int) else EXIT_FAILED
+    runs = load_sweep(sweep_dir).runs
+    if not runs:
+        return code
+    missing = [run for run in runs if run.state != State.done.value]
+    print(format_outcomes(runs))
+    print(f"{len(runs) - len(missing)} of {len(runs)} runs done; sweep_dir={sweep_dir}")
+    if missing or code:
+        print(f"the same command with {SWEEP_DIR}{quote(sweep_dir)} does what is missing")
+    return code or (EXIT_FAILED if missing else 0)
+
+
+def complete_arguments(arguments: Sequence[str]) -> tuple[list[str], Path]:
+    """The command line with the folder of the sweep, what names the runs' folders (the swept keys), and OPTUNA."""
+    parser = OverridesParser.create()
+    parsed = [parser.parse_override(text) for text in arguments if "=" in text and not text.startswith("-")]
+    values = {override.get_key_element().lstrip("+"): override for override in parsed}
+    given = values.get("hydra.sweep.dir")
+    name = f"runs/sweep_{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    if given is not None:
+        name = str(getattr(given.value(), "text", given.value()))
+    sweep_dir = Path(name).expanduser().resolve()
+    fixed = [
+        key for key, override in values.items() if not key.startswith("hydra") and not override.is_sweep_override()
+    ]
+    completed = [text for text in arguments if not text.lstrip("+").startswith(SWEEP_DIR)]
+    completed.append(f"{SWEEP_DIR}{quote(sweep_dir)}")
+    if fixed:
+        completed.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]")
+    defaults = OPTUNA if "hydra/sweeper=optuna" in arguments else {}
+    defaults = defaults | (LOCAL if "hydra/launcher=submitit_local" in arguments else {})
+    completed += [
+        f"{key}={value}"
+        for key, value in defaults.items()
+        if key not in values and not (key.endswith(".seed") and NO_SEED in arguments)
+    ]
+    return completed, sweep_dir

@@ -1,0 +1,80 @@
+"""A run of a sweep as a process of its own: nothing that it leaves in memory, and no way it ends, hurts the next."""
+
+import contextlib
+import ctypes
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+
+from megarl.signals import Stopped, stopping_on_signals
+
+LOG = "output.log"
+LONGEST_TAIL = 20_000
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def run_process(command: Sequence[str], log: Path, stop_deadline_s: float, end_at: float | None = None) -> int:
+    """Run it to its end, what it prints appended to `log`. Returns its exit code, minus the signal that killed it.
+
+    A signal that asks this process to end is passed on; Stopped is raised once the command has ended, which it is made
+    to after `stop_deadline_s`. If this process dies itself, the command gets SIGTERM. end_at (Unix time): when the
+    command is told (SIGUSR1) to save and end, because the machine will be gone.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output, stopping_on_signals():
+        child = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=_end_with_parent,
+        )
+        try:
+            return _wait(child, stop_deadline_s, end_at)
+        except BaseException as error:
+            number = error.number if isinstance(error, Stopped) else signal.SIGTERM
+            # A terminal's Ctrl-C has reached it already; it heeds the first signal only.
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(number)
+            _end(child, stop_deadline_s)
+            raise
+
+
+def _wait(child: "subprocess.Popen[bytes]", stop_deadline_s: float, end_at: float | None) -> int:
+    if end_at is None:
+        return child.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return child.wait(max(0.0, end_at - time.time()))
+    child.send_signal(signal.SIGUSR1)
+    return _end(child, stop_deadline_s)
+
+
+def _end(child: "subprocess.Popen[bytes]", deadline_s: float) -> int:
+    try:
+        return child.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.wait()
+
+
+def _end_with_parent() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def explain_exit(code: int, log: Path) -> str:
+    """Why a command failed, in one line: how it ended and its last words."""
+    ended = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LONGEST_TAIL))
+            lines = [line.strip() for line in file.read().decode("utf-8", "replace").splitlines()]
+    except OSError as error:
+        return f"{ended}; {error}"
+    said = [line for line in lines if line and not line.startswith("Set the environment variable HYDRA_FULL_ERROR")]
+    errors = list(takewhile(lambda line: line.startswith("error: "), reversed(said)))
+    words = [line.removeprefix("error: ") for line in reversed(errors)] or said[-1:] or ["it printed nothing"]
+    return f"{ended}: {'; '.join(words)}"

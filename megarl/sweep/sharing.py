@@ -1,0 +1,127 @@
+"""One value pretraining for all runs of a sweep that would do the same: SWEEP_DIR/value_pretrain_DIGEST.
+
+It is a run of `python -m megarl.pretrain_value` of its own, made by the first run that needs it. The runs start from it
+with algo.value_pretrain.taken_from: megarl/pretrained.py says what then differs from a run alone, which is times. Which
+runs agree is read off the configuration (megarl/pretraining_inputs.py): a sweep over clip_high or the policy's learning
+rate has one value pretraining, one over seeds or models one for each.
+"""
+
+import contextlib
+import fcntl
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+
+from megarl.checkpoint.manifest import NAME as MANIFEST
+from megarl.config.algo import needs_critic
+from megarl.config.rewrite import list_set_keys
+from megarl.config.run_name import digest
+from megarl.config.schema import Config
+from megarl.config.unused import find_unused
+from megarl.pretraining_inputs import list_pretraining_inputs
+from megarl.report.outcome import Outcome, State, clear_outcome, write_outcome
+
+PREFIX = "value_pretrain_"
+STATE_FOLDER = "pretrained"
+OTHERS_DEADLINE_S = 4 * 3600.0
+"""How long a run waits for the value pretraining that another run of the sweep is making."""
+POLL_S = 1.0
+_failed: set[Path] = set()
+"""Those that this process has tried in vain"""
+
+
+def find_folder(config: Config, sweep_dir: Path) -> Path | None:
+    """Where the value pretraining of this configuration is, or belongs; None where the run needs none made."""
+    settings = config.algo.value_pretrain
+    if not needs_critic(config.algo) or settings.steps == 0 or settings.taken_from is not None:
+        return None
+    return sweep_dir / f"{PREFIX}{digest(list_pretraining_inputs(config))}"
+
+
+def is_complete(folder: Path) -> bool:
+    return (folder / STATE_FOLDER / MANIFEST).is_file()
+
+
+def share_pretraining(
+    config: Config,
+    overrides: Sequence[str],
+    sweep_dir: Path,
+    run: Callable[[Sequence[str], Path], str | None],
+    say: Callable[[str], None],
+    wait_s: float = OTHERS_DEADLINE_S,
+) -> Path | None:
+    """The folder of a complete value pretraining for this run, made where there is none.
+
+    run: runs `megarl.pretrain_value` with these overrides in a folder, and gives why it failed, or None. Returns None
+    where the run has to do its own: it needs none, making one has failed, or another process is still at it after
+    `wait_s`.
+    """
+    folder = find_folder(config, sweep_dir)
+    if folder is None or folder in _failed or is_complete(folder):
+        return None if folder in _failed else folder
+    with _locking(sweep_dir / f".{folder.name}.lock", wait_s) as is_mine:
+        if is_complete(folder):
+            return folder
+        if not is_mine:
+            say(f"{folder.name}: still at work in another process after {wait_s:g} s; this run does its own")
+            return None
+        shutil.rmtree(folder, ignore_errors=True)
+        clear_outcome(folder)
+        say(f"{folder.name}: value pretraining, shared by all runs of the sweep that would do the same")
+        why = run(list_pretraining_overrides(config, overrides), folder)
+        write_outcome(folder, Outcome(State.failed, why) if why else Outcome(State.done))
+    if is_complete(folder):
+        return folder
+    say(f"{folder.name}: failed: {why}; each run does its own")
+    _failed.add(folder)
+    return None
+
+
+def list_pretraining_overrides(config: Config, overrides: Sequence[str]) -> list[str]:
+    """Those that `megarl.pretrain_value` takes: without the keys that have no effect there."""
+    kept: list[str] = []
+    for text in overrides:
+        keys = list_set_keys(text)
+        unused = {key for key, _ in find_unused(config, keys, "pretrain_value")}
+        if not unused:
+            kept.append(text)
+        elif unused != set(keys):
+            kept += [f"++{key}={value}" for key, value in _flatten(text) if key not in unused]
+    return kept
+
+
+def _flatten(override: str) -> Iterator[tuple[str, str]]:
+    """(dotted key, value as Hydra reads it) of each leaf of `key={...}`."""
+    parsed = OverridesParser.create().parse_override(override)
+
+    def walk(key: str, value: object) -> Iterator[tuple[str, str]]:
+        if isinstance(value, dict) and value:
+            for name, child in value.items():
+                yield from walk(f"{key}.{getattr(name, 'text', name)}", child)
+        else:
+            yield key, str(Override._get_value_element_as_str(value))  # type: ignore[arg-type]
+
+    yield from walk(parsed.get_key_element().lstrip("+"), parsed.value())
+
+
+@contextlib.contextmanager
+def _locking(path: Path, wait_s: float) -> Iterator[bool]:
+    """Whether this process holds the lock, after at most `wait_s`; it goes with the process, however that ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + wait_s
+    with path.open("a+") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    yield False
+                    return
+                time.sleep(POLL_S)
+            else:
+                yield True
+                return

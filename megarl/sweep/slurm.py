@@ -1,0 +1,72 @@
+"""Value pretraining of a sweep on Slurm: jobs of their own, which the runs wait for in the queue.
+
+They are submitted as the runs are, with the parameters of hydra-submitit-launcher. A run whose
+value pretraining has failed does its own.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from megarl.config.load import CONF_DIR, expand_sweep, load_config
+from megarl.config.schema import register
+from megarl.sweep.run import Runner
+from megarl.sweep.sharing import find_folder, is_complete, share_pretraining
+
+DEPENDENCY = "++hydra.launcher.additional_parameters.dependency="
+OF_THE_PLUGIN = ("_target_", "submitit_folder", "max_num_timeout")
+OF_ALL_EXECUTORS = ("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes", "name")
+"""Parameters that submitit takes without the executor's name before them"""
+
+
+def submit_pretrainings(arguments: Sequence[str], sweep_dir: Path) -> list[str]:
+    """Submit what the runs of this command line can share and is not there; the override that has them wait for it."""
+    overrides = [text for text in arguments if not text.startswith("-")]
+    missing: dict[Path, list[str]] = {}
+    for run in expand_sweep(overrides):
+        folder = find_folder(load_config(run), sweep_dir)
+        if folder is not None and not is_complete(folder):
+            missing.setdefault(folder, run)
+    if not missing:
+        return []
+    executor = build_executor(overrides, sweep_dir)
+    jobs = {folder: executor.submit(pretrain_in_job, run, sweep_dir) for folder, run in missing.items()}
+    for folder, job in jobs.items():
+        print(f"{folder.name}: value pretraining, job {job.job_id}; the runs that share it come after it", flush=True)
+    # afterany: a dependency that failed would leave the runs in the queue for ever.
+    return [f"{DEPENDENCY}'afterany:{':'.join(job.job_id for job in jobs.values())}'"]
+
+
+def pretrain_in_job(overrides: Sequence[str], sweep_dir: Path) -> None:
+    """What the job does."""
+    config = load_config(overrides)
+    runner = Runner(config, on_slurm=True)
+    share_pretraining(config, overrides, sweep_dir, runner.pretrain, lambda text: print(text, flush=True))
+
+
+def build_executor(overrides: Sequence[str], sweep_dir: Path) -> Any:
+    """submitit's, with the parameters that the launcher will use."""
+    import submitit
+
+    register()
+    given = [text for text in overrides if text.lstrip("+~").startswith(("hydra/launcher=", "hydra.launcher."))]
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        launcher = compose("config", overrides=given, return_hydra_config=True).hydra.launcher
+    OmegaConf.set_readonly(launcher, False)
+    launcher.submitit_folder = str(sweep_dir / ".submitit" / "%j")
+    values = OmegaConf.to_container(launcher, resolve=True)
+    assert isinstance(values, dict)
+    executor = submitit.AutoExecutor(
+        folder=values["submitit_folder"], cluster="slurm", slurm_max_num_timeout=values.get("max_num_timeout", 0)
+    )
+    executor.update_parameters(
+        **{
+            key if key in OF_ALL_EXECUTORS or key == "stderr_to_stdout" else f"slurm_{key}": value
+            for key, value in values.items()
+            if key not in OF_THE_PLUGIN and value is not None
+        }
+    )
+    return executor

@@ -1,0 +1,60 @@
+"""A sweep with its real parts: one value pretraining, runs equal to runs alone, and the page of them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from torch import equal
+
+from megarl.report.metrics import load_metrics
+from megarl.report.sweep import load_sweep
+from megarl.report.sweep_page import format_page
+
+COMMON = (
+    *("algo=vapo", "algo.value_pretrain.steps=1", "train.num_iterations=2", "train.eval_every=2"),
+    *("train.prompts_per_iteration=4", "train.num_eval_prompts=8", "logger.save_rollouts=true"),
+)
+
+
+def train(*arguments: str) -> str:
+    command = [sys.executable, "-m", "megarl.train", *arguments, *COMMON]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def read_numbers(run_dir: Path) -> list[dict[str, float]]:
+    """metrics.jsonl without what is, or follows from, the time taken."""
+    timed = ("time/", "sync/seconds", "sync/proof_share")
+    return [
+        {k: v for k, v in line.items() if not k.startswith(timed)} for line in load_metrics(run_dir / "metrics.jsonl")
+    ]
+
+
+@pytest.mark.timeout(900)
+def test_runs_that_share_a_value_pretraining_equal_a_run_alone_and_make_a_page(tmp_path):
+    output = train("-m", "algo.clip_high=0.2,0.28", f"hydra.sweep.dir={tmp_path}/sweep")
+    assert "2 of 2 runs done" in output
+    sweep = load_sweep(tmp_path / "sweep")
+    assert [run.state for run in sweep.runs] == ["done", "done"]
+    assert len(sweep.pretrainings) == 1
+    train("algo.clip_high=0.28", f"hydra.run.dir={tmp_path}/alone")
+    alone, shared = tmp_path / "alone", tmp_path / "sweep" / next(r.name for r in sweep.runs if "0.28" in r.name)
+    assert read_numbers(shared) == read_numbers(alone)
+    assert (shared / "rollouts.jsonl").read_bytes() == (alone / "rollouts.jsonl").read_bytes()
+    assert [line["pretrain/loss"] for line in load_metrics(shared / "value_pretrain.jsonl")] == [
+        line["pretrain/loss"] for line in load_metrics(alone / "value_pretrain.jsonl")
+    ]
+    for role in ("policy", "critic"):
+        theirs, ours = (load_file(folder / role / "model.safetensors") for folder in (alone, shared))
+        assert theirs.keys() == ours.keys()
+        assert all(equal(theirs[name], ours[name]) for name in theirs), role
+    page = format_page(sweep)
+    for text in ("Held-out reward", "Value loss", "Response length", "Effect of each parameter", "algo.clip_high"):
+        assert text in page
+    assert not json.loads((shared / "outcome.json").read_text())["why"]
+    again = train("-m", "algo.clip_high=0.2,0.28", f"hydra.sweep.dir={tmp_path}/sweep")
+    assert again.count("done before") == 2

@@ -1,0 +1,38 @@
+"""`python -m megarl.train -m hydra/launcher=slurm` on a real Slurm: each run is a job, value pretraining one before."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mini_slurm import MiniSlurm
+
+from megarl.report.sweep import load_sweep
+
+TINY = (
+    *("rollout.transport=split", "rollout.response_length=16", "cluster.object_store_mb=100"),
+    *("train.prompts_per_iteration=4", "train.responses_per_prompt=4", "train.samples_per_minibatch=16"),
+    *("train.num_iterations=1", "train.num_eval_prompts=8", "algo.value_pretrain.steps=1"),
+)
+JOB = ("hydra/launcher=slurm", "hydra.launcher.nodes=2", "hydra.launcher.gpus_per_node=2")
+
+
+@pytest.mark.timeout(900)
+def test_each_run_of_a_sweep_is_a_job_that_comes_after_its_value_pretraining(slurm: MiniSlurm, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megarl.train", "-m", *JOB, *TINY, "algo=vapo", "algo.clip_high=0.2,0.28"]
+    done = subprocess.run(
+        [*command, f"hydra.sweep.dir={tmp_path}/sweep"],
+        env=os.environ | slurm.environment | {"MEGARL_PYTHON": sys.executable},
+        capture_output=True, text=True, timeout=800,
+    )  # fmt: skip
+    sweep = load_sweep(tmp_path / "sweep")
+    logs = [path.read_text()[-3000:] for path in (tmp_path / "sweep").glob("*/output.log")]
+    assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
+    assert [run.state for run in sweep.runs] == ["done", "done"]
+    assert [run.state for run in sweep.pretrainings] == ["done"]
+    taken = f"algo.value_pretrain.taken_from={tmp_path}/sweep/{sweep.pretrainings[0].name}"
+    for run in sweep.runs:
+        assert taken in [text.lstrip("+").replace("'", "") for text in run.overrides]
+        assert (tmp_path / "sweep" / run.name / "logs" / "slurm").is_dir()
+        assert run.config["cluster.num_nodes"] == 2

@@ -1,0 +1,223 @@
+"""The report of a sweep: what it reads, what it computes, and that its page is whole and safe."""
+
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megarl.report.compare import compute_effects, find_parameters, is_complete_grid, sort_values
+from megarl.report.outcome import Outcome, State, load_outcome, write_outcome
+from megarl.report.svg import Curve, build_axis, choose_ticks, draw_lines, needs_log
+from megarl.report.sweep import UNFINISHED, RunRecord, format_outcomes, load_sweep
+from megarl.report.sweep_page import format_page
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def build_run(name: str, **values: object) -> RunRecord:
+    config = {key.replace("__", "."): value for key, value in values.items()}
+    overrides = [f"{key}={value}" for key, value in config.items()]
+    return RunRecord(name, "done", "", config, overrides, [], [], [])
+
+
+def write_run(folder: Path, config: dict[str, object], heldout: list[float], outcome: Outcome | None) -> None:
+    (folder / ".hydra").mkdir(parents=True)
+    overrides = [f"{key}={value}" for key, value in config.items()]
+    (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {json.dumps(text)}\n" for text in overrides))
+    (folder / "run.json").write_text(json.dumps({"overrides": overrides, "config": config}))
+    lines = [{"iteration": i, "reward/heldout": v, "time/rollout": 1.5} for i, v in enumerate(heldout)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if outcome is not None:
+        write_outcome(folder, outcome)
+
+
+def test_only_the_keys_that_differ_are_parameters_and_the_seed_is_last():
+    runs = [
+        build_run(f"{clip}{seed}", seed=seed, algo__clip_high=clip, algo__name="vapo")
+        for clip in (0.2, 0.3)
+        for seed in (1, 2)
+    ]
+    assert find_parameters(runs) == ["algo.clip_high", "seed"]
+    assert find_parameters(runs[:1]) == []
+    assert find_parameters([]) == []
+
+
+def test_what_a_preset_sets_beside_its_name_is_left_out_and_bookkeeping_too():
+    def build(name: str, config: dict[str, object]) -> RunRecord:
+        return RunRecord(name, "done", "", config, [f"algo={config['algo.name']}", "cluster.x=1"], [], [], [])
+
+    runs = [
+        build("a", {"algo.name": "ppo", "algo.clip_high": 0.2, "train.responses": 1, "cluster.x": 1}),
+        build("b", {"algo.name": "vapo", "algo.clip_high": 0.28, "train.responses": 16, "cluster.x": 2}),
+        build("c", {"algo.name": "dapo", "algo.clip_high": 0.28, "train.responses": 16, "cluster.x": 3}),
+    ]
+    assert find_parameters(runs) == ["algo.name"]
+
+
+def test_an_effect_is_the_mean_over_settings_with_the_pooled_spread_of_their_seeds():
+    scores = {}
+    runs = []
+    for clip, lam, rewards in (
+        (0.2, 0.95, (0.1, 0.3)),
+        (0.2, "adaptive", (0.5, 0.5, 0.8)),
+        (0.3, 0.95, (0.6,)),
+        (0.3, "adaptive", (0.9, 0.7)),
+    ):
+        for seed, reward in enumerate(rewards):
+            run = build_run(f"{clip}-{lam}-{seed}", algo__clip_high=clip, algo__lambda_policy=lam, seed=seed)
+            runs.append(run)
+            scores[run.name] = reward
+    runs.append(build_run("failed", algo__clip_high=0.2, algo__lambda_policy=0.95, seed=9))
+    effects = compute_effects(runs, find_parameters(runs), scores)
+    assert [effect.key for effect in effects] == ["algo.clip_high", "algo.lambda_policy"]
+    low, high = effects[0].levels
+    assert (low.value, high.value) == ("0.2", "0.3")
+    # (0.2 + 0.6) / 2: each setting weighs the same.
+    assert low.mean == pytest.approx(0.4)
+    assert low.points == pytest.approx((0.1, 0.3, 0.5, 0.5, 0.8))
+    # Squares about the setting's mean: 2 * 0.1^2 and 0.1^2 + 0.1^2 + 0.2^2; 1 + 2 degrees of freedom.
+    assert low.seed_std == pytest.approx(((0.02 + 0.06) / 3) ** 0.5)
+    assert high.mean == pytest.approx((0.6 + 0.8) / 2)
+    # The setting of one seed tells nothing of the spread.
+    assert high.seed_std == pytest.approx(0.02**0.5)
+    assert effects[0].range == pytest.approx(0.3)
+
+
+def test_one_seed_has_no_spread_and_a_parameter_of_one_value_no_effect():
+    runs = [build_run(str(clip), algo__clip_high=clip) for clip in (0.2, 0.3)]
+    effects = compute_effects(runs, ["algo.clip_high"], {"0.2": 0.5, "0.3": 0.4})
+    assert [level.seed_std for level in effects[0].levels] == [None, None]
+    assert compute_effects(runs, ["algo.clip_high"], {"0.2": 0.5}) == []
+
+
+def test_a_grid_with_a_hole_is_told_from_a_whole_one():
+    runs = [build_run(f"{a}{b}", a=a, b=b) for a in (1, 2) for b in (1, 2)]
+    assert is_complete_grid(runs, ["a", "b"])
+    assert not is_complete_grid(runs[:3], ["a", "b"])
+
+
+def test_values_are_in_the_order_of_numbers_with_words_after_them():
+    assert sort_values({"adaptive", "1", "0.95", "10", "9e-1"}) == ["9e-1", "0.95", "1", "10", "adaptive"]
+
+
+def test_an_axis_has_round_ticks_within_it_also_where_all_values_are_equal():
+    assert choose_ticks(build_axis([0.13, 0.92], 0, 100)) == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert build_axis([0.0, 1.0], 200, 100).place(0.25) == 175
+    flat = build_axis([3.0, 3.0], 0, 100)
+    assert flat.low < 3 < flat.high
+    assert choose_ticks(flat)
+
+
+def test_a_curve_is_drawn_where_its_points_are():
+    text = draw_lines([Curve("r", "a <b>", 2, [(0, 0.0), (10, 1.0)])])
+    assert 'class="curve g2" data-run="r"' in text
+    assert "<title>a &lt;b&gt;</title>" in text
+    # 172 pixels high, of which 0.04 / 1.08 stay free at each end.
+    assert 'points="46.0,175.6 328.0,16.4"' in text
+
+
+def test_a_few_values_far_above_the_others_make_a_chart_logarithmic():
+    assert needs_log([150.0, 0.5, 0.4, 0.6])
+    assert not needs_log([150.0, 0.5, 0.4, -0.6])
+    assert not needs_log([1.0, 0.5])
+    text = draw_lines([Curve("r", "", 0, [(0, 1000.0), (1, 1.0), (2, 1.0)])])
+    assert all(f">{label}</text>" in text for label in ("1", "10", "100", "1000"))
+
+
+def test_an_outcome_comes_back_and_a_damaged_one_is_named(tmp_path):
+    assert load_outcome(tmp_path) is None
+    write_outcome(tmp_path, Outcome(State.done, results={"iterations": 3, "reward/heldout": 0.5, "x": float("nan")}))
+    assert load_outcome(tmp_path) == Outcome(State.done, results={"iterations": 3, "reward/heldout": 0.5})
+    for damaged in ("{", "[]", '{"state": "odd", "why": "", "results": {}}', '{"state": "done"}'):
+        (tmp_path / "outcome.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"outcome\.json: is not what a run writes"):
+            load_outcome(tmp_path)
+
+
+class Structure(HTMLParser):
+    """Which elements a page has; fails for tags that do not match, and collects what would load something."""
+
+    VOID = ("meta", "br")
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [str(value) for name, value in attrs if name in ("src", "href", "srcset", "data")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_a_page_shows_every_run_escapes_all_text_and_names_what_is_missing_or_damaged(tmp_path):
+    evil = "<script>alert(1)</script>&\"'"
+    done = Outcome(State.done, results={"reward/heldout": 0.5})
+    write_run(tmp_path / "a", {"algo.clip_high": 0.2, "seed": 1}, [0.1, 0.5], done)
+    write_run(tmp_path / "b", {"algo.clip_high": evil, "seed": 1}, [0.1, 0.7], done)
+    write_run(tmp_path / "c", {"algo.clip_high": 0.3, "seed": 1}, [0.1], Outcome(State.failed, f"OSError: {evil}"))
+    write_run(tmp_path / "d", {"algo.clip_high": 0.4, "seed": 1}, [], None)
+    (tmp_path / "d" / "metrics.jsonl").write_text('{"iteration": 0, "reward/heldout": 0.3}\nnonsense\n{"iteration": 2}')
+    write_run(tmp_path / "e", {"algo.clip_high": 0.4, "seed": 1}, [], done)
+    for name in ("metrics.jsonl", "run.json"):
+        (tmp_path / "e" / name).unlink()
+    (tmp_path / "f" / ".hydra").mkdir(parents=True)
+    (tmp_path / "f" / ".hydra" / "config.yaml").write_text("algo: {clip_high: [\n")
+    (tmp_path / "f" / "outcome.json").write_text("{")
+    (tmp_path / "logs").mkdir()
+    sweep = load_sweep(tmp_path)
+    assert [run.name for run in sweep.runs] == ["a", "b", "c", "d", "e", "f"]
+    assert [run.state for run in sweep.runs] == ["done", "done", "failed", UNFINISHED, "done", UNFINISHED]
+    page = format_page(sweep)
+    found = Structure(page)
+    assert found.loads == []
+    assert found.tags.count("script") == 2
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert page.count('<tr data-run="') == 6
+    for named in (
+        "d/metrics.jsonl:2",
+        "(and 1 lines more)",
+        "e/metrics.jsonl: is missing",
+        "f/.hydra/config.yaml",
+        "f/outcome.json",
+    ):
+        assert named in page, named
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_a_value_pretraining_is_no_run_of_its_own_but_its_failure_is_told(tmp_path):
+    write_run(tmp_path / "value_pretrain_ab", {"seed": 1}, [], Outcome(State.failed, "no memory"))
+    write_run(tmp_path / "a", {"seed": 1}, [0.1, 0.5], Outcome(State.done))
+    write_run(tmp_path / "a.aside-1", {"seed": 1}, [0.1], Outcome(State.failed))
+    sweep = load_sweep(tmp_path)
+    assert [run.name for run in sweep.runs] == ["a"]
+    assert "no memory" in format_page(sweep)
+
+
+def test_the_table_of_the_terminal_has_a_line_per_run_with_the_reason():
+    runs = [RunRecord("a", "failed", "one\ntwo", {}, [], [{"iteration": 3, "reward/heldout": 0.25}], [], [])]
+    header, line = format_outcomes(runs).splitlines()
+    assert header.split() == ["run", "state", "iterations", "held-out", "reward", "why"]
+    assert line.split() == ["a", "failed", "3", "0.2500", "one"]
+
+
+def test_the_command_writes_the_page_and_refuses_a_folder_without_runs(tmp_path):
+    write_run(tmp_path / "a", {"seed": 1}, [0.1, 0.5], Outcome(State.done))
+    command = [sys.executable, str(ROOT / "tools" / "report.py")]
+    made = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert made.returncode == 0, made.stderr
+    assert "<h1>Sweep" in (tmp_path / "report.html").read_text()
+    refused = subprocess.run([*command, str(tmp_path / "a")], capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2
+    assert "holds no run" in refused.stderr

@@ -1,0 +1,75 @@
+"""A run's own process: its exit, its last words, and the signals that end it."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from megarl.signals import Stopped
+from megarl.sweep.process import explain_exit, run_process
+
+SAVING = """
+import signal, sys, time
+def save(number, frame):
+    print("saved", signal.Signals(number).name, flush=True)
+    sys.exit(128 + number)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, save)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_run_prints_is_in_its_log_and_its_code_comes_back(tmp_path):
+    log = tmp_path / "run" / "output.log"
+    assert run_process(["sh", "-c", "echo one; echo two >&2; exit 3"], log, 5) == 3
+    assert run_process(["sh", "-c", "echo three; kill -9 $$"], log, 5) == -9
+    assert log.read_text() == "one\ntwo\nthree\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "expected"),
+    [
+        (2, "start\nerror: model.path: a\nerror: b\n", "exit code 2: model.path: a; b"),
+        (
+            1,
+            "RuntimeError: out of memory\n\nSet the environment variable HYDRA_FULL_ERROR=1 for ...\n",
+            "exit code 1: RuntimeError: out of memory",
+        ),
+        (-9, "", "killed by SIGKILL: it printed nothing"),
+    ],
+)
+def test_why_a_run_failed_is_told_by_its_end_and_last_words(tmp_path, code, text, expected):
+    (tmp_path / "log").write_text(text)
+    assert explain_exit(code, tmp_path / "log") == expected
+
+
+def test_a_signal_ends_the_run_first_which_saves(tmp_path):
+    log = tmp_path / "output.log"
+    threading.Thread(target=signal_when_ready, args=(log,)).start()
+    with pytest.raises(Stopped, match="SIGTERM"):
+        run_process([sys.executable, "-c", SAVING], log, 30)
+    assert log.read_text() == "ready\nsaved SIGTERM\n"
+
+
+def test_a_run_is_asked_to_save_before_its_machine_is_gone(tmp_path):
+    log = tmp_path / "output.log"
+    assert run_process([sys.executable, "-c", SAVING], log, 30, end_at=time.time() + 2) == 128 + signal.SIGUSR1
+    assert log.read_text() == "ready\nsaved SIGUSR1\n"
+
+
+def test_a_run_that_heeds_no_signal_is_killed_after_its_deadline(tmp_path):
+    log = tmp_path / "output.log"
+    threading.Thread(target=signal_when_ready, args=(log,)).start()
+    with pytest.raises(Stopped):
+        run_process(["sh", "-c", "trap '' TERM; echo ready; sleep 60 & wait; sleep 60"], log, 0.2)
+
+
+def signal_when_ready(log):
+    end = time.monotonic() + 30
+    while time.monotonic() < end and not (log.exists() and "ready" in log.read_text()):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
