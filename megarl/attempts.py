@@ -22,6 +22,7 @@ from megarl.job import Hosts, describe_data, open_hosts, open_parts, show_warnin
 from megarl.mcore.checkpoint_reader import count_parameters
 from megarl.mcore.dist_format import describe_role
 from megarl.mcore.spec import Role
+from megarl.plan.check import check_plan
 from megarl.pretrained import PretrainedState, load_pretrained
 from megarl.pretraining import pretrain_critic, start_pretrained
 from megarl.report.report import Report, build_report
@@ -49,6 +50,9 @@ def run_job(
     """
     inputs = load_inputs(config)
     pretrained = load_pretrained(config)
+    problems = check_plan(config, inputs)
+    if problems:
+        raise ConfigError(problems)
     if config.checkpoint.save_every is not None:
         check_space(run_dir, estimate_bytes(inputs))
     with contextlib.ExitStack() as stack:

@@ -150,7 +150,9 @@ def check_apex(facts: Facts, need: Need) -> Iterator[Finding]:
         )
     if choose_platform(facts, need) == "cuda" and facts.apex is ApexKind.python_only:
         yield Finding(
-            Level.note, "NVIDIA's apex has no kernels, so that Megatron cannot use it", "build it where nvcc is (slurm/Dockerfile)"
+            Level.note,
+            "NVIDIA's apex has no kernels, so that Megatron cannot use it",
+            "build it where nvcc is (slurm/Dockerfile)",
         )
 
 

@@ -1,9 +1,13 @@
 """When an attempt is worth another one."""
 
+from pathlib import Path
+
 import pytest
 
-from megarl.attempts import is_loss
+from megarl.attempts import is_loss, run_job
 from megarl.cluster.waiting import WorkerError
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
 from megarl.seams import DeadlineError, SyncError
 
 
@@ -34,3 +38,13 @@ def test_a_dead_process_or_one_that_gives_no_answer_is_a_loss(error: Exception):
 )
 def test_what_would_fail_again_is_none(error: Exception):
     assert not is_loss(error)
+
+
+def test_a_job_that_does_not_fit_its_gpus_is_refused_before_it_takes_its_folder(tmp_path: Path) -> None:
+    gpu = ["cluster=h100x8", "cluster.hardware.memory_gib=1"]
+    config = load_config(["algo=grpo", "model=tiny", "data=addition", "reward=addition", *gpu])
+    with pytest.raises(ConfigError) as caught:
+        run_job(config, tmp_path / "run")
+    assert any("GiB of 1.0" in problem for problem in caught.value.problems)
+    assert caught.value.problems[-1].startswith("cluster.hardware: the job does not fit H100 SXM5 80 GB; ")
+    assert not (tmp_path / "run").exists()
