@@ -42,7 +42,7 @@ def test_what_would_fail_again_is_none(error: Exception):
 
 def test_a_job_that_does_not_fit_its_gpus_is_refused_before_it_takes_its_folder(tmp_path: Path) -> None:
     gpu = ["cluster=h100x8", "cluster.hardware.memory_gib=1"]
-    config = load_config(["algo=grpo", "model=tiny", "data=addition", "reward=addition", *gpu])
+    config = load_config(["algo=grpo", "model=tiny", *gpu])
     with pytest.raises(ConfigError) as caught:
         run_job(config, tmp_path / "run")
     assert any("GiB of 1.0" in problem for problem in caught.value.problems)
