@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from megarl.config.errors import ConfigError
 from megarl.config.load import check_overrides, to_config
 from megarl.config.open_keys import open_overrides
+from megarl.config.placement import check_cluster
 from megarl.config.rewrite import rewrite_overrides
 from megarl.config.schema import Config
 from megarl.signals import Stopped, stopping_on_signals
@@ -35,7 +36,7 @@ def check_command_line(command: str = "train") -> None:
     sys.argv[1:] = [*(text for text in arguments if text not in overrides), *open_overrides(rewritten.overrides)]
 
 
-def run_composed(composed: DictConfig, run: Callable[[Config, Path], str]) -> None:
+def run_composed(composed: DictConfig, run: Callable[[Config, Path], str], command: str = "train") -> None:
     """Run one composed configuration in its run directory and print `done: ... run_dir=DIR`.
 
     `run` gives what stands between. A ConfigError ends the process with code 2, a signal with that signal's code.
@@ -43,7 +44,11 @@ def run_composed(composed: DictConfig, run: Callable[[Config, Path], str]) -> No
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
         with stopping_on_signals():
-            result = run(to_config(composed), run_dir)
+            config = to_config(composed)
+            problems = list(check_cluster(config, command))
+            if problems:
+                raise ConfigError(problems)
+            result = run(config, run_dir)
     except ConfigError as error:
         end_with_config_error(error)
     except Stopped as stopped:

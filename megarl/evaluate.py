@@ -40,7 +40,7 @@ def main() -> None:
 
     @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
     def run(composed: DictConfig) -> None:
-        run_composed(composed, lambda _first, run_dir: evaluate(configs, run_dir))
+        run_composed(composed, lambda _first, run_dir: evaluate(configs, run_dir), "evaluate")
 
     run()
 

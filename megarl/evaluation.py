@@ -11,10 +11,11 @@ from typing import IO, TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from megarl.cluster.local import local_ray
+from megarl.cluster.opened import open_ray
 from megarl.cluster.servers import running_servers
 from megarl.config.errors import ConfigError
 from megarl.config.evaluate import EvaluateConfig, get_temperature, list_ks
+from megarl.config.placement import SERVERS, list_groups, place
 from megarl.config.schema import Config
 from megarl.data.evaluation_set import build_evaluation_set
 from megarl.hf.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
@@ -64,17 +65,18 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
     ConfigError, before any process is started, for what only the inputs can tell.
     """
     config = next(iter(configs.values()))
-    cluster, rollout, evaluate = config.cluster, config.rollout, config.evaluate
+    rollout, evaluate = config.rollout, config.evaluate
     inputs = load_evaluation_inputs(configs)
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(contextlib.closing(Progress(sys.stdout)))
         progress.line(describe_evaluation(inputs, evaluate, rollout.response_length))
         started = time.monotonic()
         progress.enter("start")
-        stack.enter_context(local_ray(cluster, rollout.num_servers))
-        stop_s = cluster.shutdown_deadline_s / 3
+        seats = place(config.cluster, list_groups(config, "evaluate"))[SERVERS]
+        cluster = stack.enter_context(open_ray(config.cluster, len(seats)))
+        stop_s = config.cluster.shutdown_deadline_s / 3
         servers = stack.enter_context(
-            running_servers(rollout, inputs.checkpoint, run_dir / "logs", config.seed, cluster.listen_host, stop_s)
+            running_servers(rollout, inputs.checkpoint, run_dir / "logs", config.seed, cluster, seats, stop_s)
         )
         urls = servers.urls.result()
         progress.leave()

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.local import local_ray
+from megarl.cluster.nodes import Cluster
+from megarl.cluster.opened import open_ray
 from megarl.cluster.servers import running_servers
 from megarl.cluster.workers import WorkerGroup
+from megarl.config.placement import SERVERS, list_groups, place
 from megarl.config.rollout import Transport
 from megarl.config.schema import Config
 from megarl.data.sampler import PromptSampler
@@ -51,8 +53,7 @@ class Hosts:
     """of the servers, once they are healthy"""
     check_servers: Callable[[], None]
     """raises RuntimeError where a server is down"""
-    scratch: Path
-    """a folder of this Ray cluster's own"""
+    cluster: Cluster
     servers: RolloutServers | None = None
     """what starts a lost server again; None: nothing does"""
 
@@ -60,16 +61,16 @@ class Hosts:
 @contextlib.contextmanager
 def open_hosts(config: Config, inputs: Inputs, log_dir: Path) -> Iterator[Hosts]:
     """Ray, and the servers, started without waiting for them; all of it ends on leaving."""
-    rollout, cluster = config.rollout, config.cluster
-    num_actors = rollout.num_servers + sum(spec.parallel.num_processes for spec in inputs.specs.values())
-    stop_s = cluster.shutdown_deadline_s / 3
+    stop_s = config.cluster.shutdown_deadline_s / 3
+    groups = list_groups(config)
+    seats = place(config.cluster, groups)[SERVERS]
     with (
-        local_ray(cluster, num_actors) as scratch,
+        open_ray(config.cluster, sum(group.num_processes for group in groups)) as cluster,
         running_servers(
-            rollout, inputs.checkpoint, log_dir, config.seed, cluster.listen_host, stop_s, weight_version=UNPUBLISHED
+            config.rollout, inputs.checkpoint, log_dir, config.seed, cluster, seats, stop_s, weight_version=UNPUBLISHED
         ) as servers,
     ):
-        yield Hosts(servers.urls, servers.check_alive, scratch, servers)
+        yield Hosts(servers.urls, servers.check_alive, cluster, servers)
 
 
 @contextlib.contextmanager
@@ -80,20 +81,9 @@ def open_parts(
 
     journal: where what is sampled is kept, and found again; None: it is not.
     """
-    cluster, rollout = config.cluster, config.rollout
+    rollout = config.rollout
     with contextlib.ExitStack() as stack:
-        with report.phase("start"):
-            groups = {}
-            for role, spec in inputs.specs.items():
-                group = WorkerGroup(
-                    spec, run_dir / "logs", cluster.listen_host, hosts.scratch, cluster.worker_start_deadline_s
-                )
-                stack.callback(group.close)
-                groups[role] = group
-            starting = {role: group.start() for role, group in groups.items()}
-            wait_all([hosts.urls, *starting.values()])
-            for role, started in starting.items():
-                report.message(f"{role.value}: {started.result()}")
+        groups = _start_groups(stack, config, inputs, hosts, run_dir / "logs", report)
         urls = hosts.urls.result()
         engine = SGLangEngine(
             urls, inputs.checkpoint, rollout, inputs.tokenizer, seed=config.seed, check_processes=hosts.check_servers
@@ -118,16 +108,37 @@ def open_parts(
         )
 
 
+def _start_groups(
+    stack: contextlib.ExitStack, config: Config, inputs: Inputs, hosts: Hosts, log_dir: Path, report: Report
+) -> dict[Role, WorkerGroup]:
+    """The workers of every role; waits for them and for the servers."""
+    seats = place(config.cluster, list_groups(config))
+    groups: dict[Role, WorkerGroup] = {}
+    with report.phase("start"):
+        for role, spec in inputs.specs.items():
+            start_s = config.cluster.worker_start_deadline_s
+            groups[role] = WorkerGroup(spec, log_dir, hosts.cluster, seats[role.value], start_s)
+            stack.callback(groups[role].close)
+        starting = {role: group.start() for role, group in groups.items()}
+        wait_all([hosts.urls, *starting.values()])
+        for role, started in starting.items():
+            report.message(f"{role.value}: {started.result()}")
+    for name, taken in seats.items():
+        if where := hosts.cluster.describe(taken):
+            report.message(f"{name}: on {where}")
+    return groups
+
+
 def build_sync(
     config: Config, inputs: Inputs, policy: WorkerGroup, clients: Sequence[SGLangClient], hosts: Hosts, run_dir: Path
 ) -> DiskSync | ShardSync:
     """What brings the policy's weights to the servers, by rollout.transport."""
-    rollout, host = config.rollout, config.cluster.listen_host
+    rollout, host = config.rollout, hosts.cluster.host
     ranks = Ranks(policy, clients, rollout, inputs.architecture, host, run_dir / "sync_plan.md")
     common: dict[str, Any] = {"policy_dtype": config.policy.dtype, "check_processes": hosts.check_servers}
     if rollout.transport is Transport.disk:
         return DiskSync(policy, clients, rollout, run_dir / "sync", inputs.probe_tokens, ranks=ranks, **common)
-    common |= {"scratch": hosts.scratch, "host": host}
+    common |= {"scratch": hosts.cluster.scratch, "host": host}
     return ShardSync(policy, clients, rollout, ranks, inputs.probe_tokens, **common)
 
 

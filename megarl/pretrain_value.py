@@ -21,7 +21,7 @@ def main() -> None:
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
 def _run_composed(composed: DictConfig) -> None:
-    run_composed(composed, _pretrain)
+    run_composed(composed, _pretrain, "pretrain_value")
 
 
 def _pretrain(config: Config, run_dir: Path) -> str:

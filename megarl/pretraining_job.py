@@ -6,11 +6,12 @@ import contextlib
 import time
 from pathlib import Path
 
-from megarl.cluster.local import local_ray
+from megarl.cluster.opened import open_ray
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.algo import needs_critic
 from megarl.config.check import describe_sizes
 from megarl.config.errors import ConfigError
+from megarl.config.placement import list_groups, place
 from megarl.config.schema import Config
 from megarl.inputs import describe_start, load_inputs, load_models, load_saved_rollouts, load_specs
 from megarl.job import describe_data, open_hosts, open_parts, show_warnings
@@ -74,13 +75,13 @@ def _run_offline(config: Config, run_dir: Path) -> PretrainingSummary:
     spec = load_specs(config, models)[Role.critic]
     saved = load_saved_rollouts(config, models)
     assert saved is not None  # check_pretraining has seen to it
-    cluster = config.cluster
     with contextlib.ExitStack() as stack:
         report = _start_report(stack, config, run_dir)
         report.message(describe_start(config, spec, saved))
         with report.phase("start"):
-            scratch = stack.enter_context(local_ray(cluster, spec.parallel.num_processes))
-            critic = WorkerGroup(spec, run_dir / "logs", cluster.listen_host, scratch, cluster.worker_start_deadline_s)
+            seats = place(config.cluster, list_groups(config, "pretrain_value"))[Role.critic.value]
+            cluster = stack.enter_context(open_ray(config.cluster, len(seats)))
+            critic = WorkerGroup(spec, run_dir / "logs", cluster, seats, config.cluster.worker_start_deadline_s)
             stack.callback(critic.close)
             critic.start().result()
         summary = pretrain_offline(config, critic, report, saved)

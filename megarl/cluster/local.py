@@ -30,7 +30,7 @@ def local_ray(config: ClusterConfig, num_actors: int) -> Iterator[Path]:
     temp_dir = tempfile.mkdtemp(prefix=f"megarl-{os.getpid()}-", dir="/tmp")
     before = set(psutil.Process().children(recursive=True))
     try:
-        with _keep_signal_handlers():
+        with keep_signal_handlers():
             ray.init(
                 address="local",
                 num_cpus=num_actors,
@@ -59,7 +59,7 @@ def remove_left_over(places: Sequence[Path] = (Path("/tmp"), Path("/dev/shm"))) 
 
 
 @contextmanager
-def _keep_signal_handlers() -> Iterator[None]:
+def keep_signal_handlers() -> Iterator[None]:
     """ray.init puts handlers of its own in place of the process's; these put them back, native ones included.
 
     Ray's processes are in this one's group, so that what is sent to the group reaches them too: they ignore what must

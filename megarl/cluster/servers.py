@@ -1,6 +1,6 @@
 """The SGLang servers of a run, each started and watched by a Ray actor on the machine where it serves."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +9,11 @@ from urllib.parse import urlsplit
 
 import ray
 
+from megarl.cluster.address import resolve_host, use_gpus, use_interface
+from megarl.cluster.nodes import Cluster
 from megarl.cluster.waiting import PendingCall, wait_for
 from megarl.cluster.workers import redirect_output
+from megarl.config.placement import Seat
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.loss import CALL_DEADLINE_S, NUM_CALLS, find_loss
 from megarl.rollout.server import SGLangServer
@@ -30,22 +33,26 @@ class ServerSpec:
     log_dir: Path
     index: int
     seed: int
-    host: str
+    seat: Seat
     weight_version: int
 
 
-@ray.remote(num_cpus=1, max_restarts=0)
+@ray.remote(num_cpus=0, max_restarts=0)
 class ServerActor:
     """Owns one server process, which ends when this actor does."""
 
-    def __init__(self, spec: ServerSpec, port: int | None):
+    def __init__(self, spec: ServerSpec, listen_host: str, port: int | None):
         redirect_output(spec.log_dir / f"server-{spec.index}-owner.log")
+        host = resolve_host(listen_host)
+        # What the server's processes get with the environment.
+        use_interface(host)
+        use_gpus(spec.seat.gpus)
         self._server = SGLangServer(
             spec.config,
             spec.checkpoint,
             log_file=spec.log_dir / f"server-{spec.index}.log",
             seed=spec.seed,
-            host=spec.host,
+            host=host,
             port=port,
             weight_version=spec.weight_version,
         )
@@ -72,12 +79,17 @@ class Servers:
     Implements `megarl.seams.RolloutServers`.
     """
 
-    def __init__(self, specs: Collection[ServerSpec], stop_deadline_s: float):
+    def __init__(self, specs: Collection[ServerSpec], cluster: Cluster, stop_deadline_s: float):
         self._specs = tuple(specs)
+        self._cluster = cluster
         self._stop_deadline_s = stop_deadline_s
         self._names = tuple(f"SGLang server {spec.index}/{len(specs)}" for spec in specs)
-        self._actors: list[Any] = [ServerActor.remote(spec, None) for spec in specs]
+        self._actors: list[Any] = [self._own(spec, None) for spec in specs]
         self.urls = self._start(range(len(specs)), 0.0, "start")
+
+    def _own(self, spec: ServerSpec, port: int | None) -> Any:
+        options = self._cluster.options(spec.seat)
+        return ServerActor.options(**options).remote(spec, self._cluster.listen_host, port)
 
     def _start(self, numbers: Collection[int], port_deadline_s: float, what: str) -> PendingCall[list[str]]:
         start_s = self._specs[0].config.startup_deadline_s
@@ -117,7 +129,7 @@ class Servers:
         for number in numbers:
             # Its server, should it still run, goes with it.
             ray.kill(self._actors[number])
-            self._actors[number] = ServerActor.remote(self._specs[number], urlsplit(urls[number]).port)
+            self._actors[number] = self._own(self._specs[number], urlsplit(urls[number]).port)
         self._start(numbers, PORT_DEADLINE_S, "restart").result()
 
     def close(self) -> None:
@@ -135,19 +147,18 @@ def running_servers(
     checkpoint: Path,
     log_dir: Path,
     seed: int,
-    host: str,
+    cluster: Cluster,
+    seats: Sequence[Seat],
     stop_deadline_s: float,
     *,
     weight_version: int = 0,
 ) -> Iterator[Servers]:
-    """Start `rollout.num_servers` servers without waiting for them; end them on leaving.
+    """Start servers, one at each of `seats`, without waiting for them; end them on leaving.
 
     weight_version: the number of the checkpoint's weights, which they hold whenever they were started.
     """
-    specs = [
-        ServerSpec(config, checkpoint, log_dir, i, seed + i, host, weight_version) for i in range(config.num_servers)
-    ]
-    servers = Servers(specs, stop_deadline_s)
+    specs = [ServerSpec(config, checkpoint, log_dir, i, seed + i, seat, weight_version) for i, seat in enumerate(seats)]
+    servers = Servers(specs, cluster, stop_deadline_s)
     try:
         yield servers
     finally:

@@ -12,8 +12,11 @@ import ray
 import torch
 from torch import Tensor
 
+from megarl.cluster.address import resolve_host, use_gpus, use_interface
+from megarl.cluster.nodes import Cluster
 from megarl.cluster.stacks import Place, Ranks, Watch, dump_on_signal, identify
 from megarl.cluster.waiting import PendingCall, wait_for
+from megarl.config.placement import Seat
 from megarl.rollout.server import is_loopback
 from megarl.types import Metrics, Sequences, TrainingSamples
 
@@ -24,24 +27,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@ray.remote(num_cpus=1, max_restarts=0, concurrency_groups={"watch": 1})
+@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"watch": 1})
 class WorkerActor:
     """The process of one rank. Its output goes to its own log file. A thread of its own says where a call is."""
 
-    def __init__(self, log_path: str, host: str):
+    def __init__(self, log_path: str, listen_host: str, gpus: Sequence[int]):
         redirect_output(Path(log_path))
         dump_on_signal()
         self._watch = Watch()
-        if is_loopback(host):
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        self._host = resolve_host(listen_host)
+        use_interface(self._host)
+        use_gpus(gpus)
         self._worker: MegatronWorker | None = None
         self._sender: WeightSender | None = None
 
-    def find_address(self, host: str) -> str:
+    def find_address(self) -> str:
         """A free port of this process's machine, for the process group's rendezvous."""
         with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+            probe.bind((self._host, 0))
+            return f"tcp://{self._host}:{probe.getsockname()[1]}"
 
     def build(self, spec: "WorkerSpec", rank: int, world_size: int, init_method: str) -> str:
         """Make the model; says what computes it."""
@@ -85,17 +89,21 @@ def redirect_output(log_path: Path) -> None:
 class WorkerGroup:
     """All ranks of one role. Implements `megarl.seams.TrainBackend`."""
 
-    def __init__(self, spec: "WorkerSpec", log_dir: Path, host: str, scratch: Path, start_deadline_s: float):
-        """Starts the actors; `start()` builds their models. `scratch`: a folder of this run on this machine."""
+    def __init__(
+        self, spec: "WorkerSpec", log_dir: Path, cluster: Cluster, seats: Sequence[Seat], start_deadline_s: float
+    ):
+        """Starts the actors, one at each of `seats`; `start()` builds their models."""
         self.role = spec.role.value
         self.num_ranks = spec.parallel.num_processes
         self._spec = spec
-        self._host = host
-        self._scratch = scratch
+        self._cluster = cluster
         self._start_deadline_s = start_deadline_s
         self._names = tuple(f"{self.role} rank {r}/{self.num_ranks}" for r in range(self.num_ranks))
         logs = [log_dir / f"{self.role}-{rank}.log" for rank in range(self.num_ranks)]
-        self._actors = [WorkerActor.remote(str(log), host) for log in logs]
+        self._actors = [
+            WorkerActor.options(**cluster.options(seat)).remote(str(log), cluster.listen_host, seat.gpus)
+            for log, seat in zip(logs, seats, strict=True)
+        ]
         self._ranks = Ranks(self._actors, self._names, [actor.identify.remote() for actor in self._actors], logs)
 
     def start(self) -> PendingCall[str]:
@@ -111,9 +119,9 @@ class WorkerGroup:
 
     def _find_rendezvous(self) -> str:
         """Where the ranks meet: a file on one machine, because torch's TCP store listens on every interface."""
-        if is_loopback(self._host):
-            return f"file://{self._scratch}/{self.role}-rendezvous-{uuid.uuid4().hex}"
-        found = self._actors[0].find_address.remote(self._host)
+        if is_loopback(self._cluster.host):
+            return f"file://{self._cluster.scratch}/{self.role}-rendezvous-{uuid.uuid4().hex}"
+        found = self._actors[0].find_address.remote()
         return wait_for([found], self._names[:1], f"start of the {self.role} process", self._start_deadline_s)[0]
 
     def logprobs(self, sequences: Sequences, temperature: float) -> PendingCall[Tensor]:

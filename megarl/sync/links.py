@@ -124,8 +124,16 @@ def _open_group(
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
     made = dist.ProcessGroupGloo
-    options._devices = [made.create_device(hostname=spec["host"]) if spec["file"] else made.create_default_device()]
+    options._devices = [_make_device(made, spec)]
     return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _make_device(gloo: Any, spec: Mapping[str, Any]) -> Any:
+    """gloo's listener: on the address that all share, or on this machine's interface to the other nodes."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if spec["file"]:
+        return gloo.create_device(hostname=spec["host"])
+    return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
 
 
 class MemoryLink(Link):

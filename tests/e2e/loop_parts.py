@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.cluster.local import local_ray
+from megarl.cluster.opened import open_ray
 from megarl.config.cluster import ClusterConfig
 from megarl.config.load import load_config
 from megarl.inputs import load_inputs
@@ -41,8 +41,8 @@ class Known:
 @contextlib.contextmanager
 def hosts_of(server: SGLangServer, num_workers: int) -> Iterator[Hosts]:
     """The running server, and a Ray cluster for the workers."""
-    with local_ray(ClusterConfig(), num_workers) as scratch:
-        yield Hosts(Known([server.url]), server.check_alive, scratch)
+    with open_ray(ClusterConfig(), num_workers) as cluster:
+        yield Hosts(Known([server.url]), server.check_alive, cluster)
 
 
 @contextlib.contextmanager

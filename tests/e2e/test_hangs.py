@@ -13,12 +13,14 @@ import pytest
 import ray
 import torch
 
-from megarl.cluster.local import local_ray
+from megarl.cluster.nodes import Cluster
+from megarl.cluster.opened import open_ray
 from megarl.cluster.stacks import Place, Ranks, Watch, dump_on_signal, identify
 from megarl.cluster.waiting import PendingCall, WorkerError
 from megarl.cluster.workers import WorkerGroup, redirect_output
 from megarl.config.algo import AlgoConfig
 from megarl.config.cluster import ClusterConfig
+from megarl.config.placement import Seat
 from megarl.config.roles import Dtype, ParallelConfig
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.seams import DeadlineError
@@ -29,15 +31,15 @@ START_DEADLINE_S = 240.0
 
 
 @pytest.fixture(scope="module")
-def scratch() -> Iterator[Path]:
+def cluster() -> Iterator[Cluster]:
     before = set(psutil.Process().children(recursive=True))
-    with local_ray(ClusterConfig(), num_actors=5) as directory:
-        yield directory
+    with open_ray(ClusterConfig(), num_actors=5) as opened:
+        yield opened
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
 @pytest.fixture
-def group(scratch: Path, tiny_checkpoint: Path, tmp_path: Path) -> Iterator[WorkerGroup]:
+def group(cluster: Cluster, tiny_checkpoint: Path, tmp_path: Path) -> Iterator[WorkerGroup]:
     """Two tensor-parallel ranks: every forward pass has collectives."""
     spec = WorkerSpec(
         role=Role.reference,
@@ -51,7 +53,7 @@ def group(scratch: Path, tiny_checkpoint: Path, tmp_path: Path) -> Iterator[Work
         tokens_per_microbatch=64,
         deadline_s=DEADLINE_S,
     )
-    running = WorkerGroup(spec, tmp_path, "127.0.0.1", scratch, START_DEADLINE_S)
+    running = WorkerGroup(spec, tmp_path, cluster, (Seat(), Seat()), START_DEADLINE_S)
     assert "in float32" in running.start().result()
     yield running
     running.close()
@@ -126,7 +128,7 @@ class Rank:
         return identify()
 
 
-def test_a_rank_that_cannot_answer_leaves_its_stack_in_its_log(scratch: Path, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_answer_leaves_its_stack_in_its_log(cluster: Cluster, tmp_path: Path) -> None:
     log = tmp_path / "rank.log"
     actor = Rank.remote(log)
     ranks = Ranks([actor], ["rank 0/1"], [actor.identify.remote()], [log])

@@ -10,9 +10,10 @@ import pytest
 import torch
 from test_command import find_marked, find_scratch
 
-from megarl.cluster.local import local_ray
+from megarl.cluster.opened import open_ray
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.load import load_config
+from megarl.config.placement import Seat
 from megarl.inputs import load_models, load_saved_rollouts, load_specs
 from megarl.mcore.spec import Role
 from megarl.pretraining_job import pretrain_offline
@@ -53,8 +54,8 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextlib.contextmanager
 def open_critic(config, log_dir: Path):
     spec = load_specs(config, load_models(config))[Role.critic]
-    with local_ray(config.cluster, 1) as scratch:
-        group = WorkerGroup(spec, log_dir, "127.0.0.1", scratch, config.cluster.worker_start_deadline_s)
+    with open_ray(config.cluster, 1) as cluster:
+        group = WorkerGroup(spec, log_dir, cluster, (Seat(),), config.cluster.worker_start_deadline_s)
         group.start().result()
         yield group
 

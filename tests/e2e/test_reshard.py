@@ -13,10 +13,11 @@ from conftest import running_server, write_tiny_checkpoint
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megarl.cluster.local import local_ray
+from megarl.cluster.opened import open_ray
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.algo import AlgoConfig
 from megarl.config.cluster import ClusterConfig
+from megarl.config.placement import Seat
 from megarl.config.roles import Dtype, ParallelConfig
 from megarl.config.rollout import RolloutConfig, Transport
 from megarl.mcore.architecture import read_architecture
@@ -76,10 +77,10 @@ def policy(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         tokens_per_microbatch=128,
         deadline_s=120.0,
     )
-    with local_ray(ClusterConfig(), num_actors=2) as scratch:
-        group = WorkerGroup(spec, tmp_path_factory.mktemp("logs"), "127.0.0.1", scratch, 240.0)
+    with open_ray(ClusterConfig(), num_actors=2) as cluster:
+        group = WorkerGroup(spec, tmp_path_factory.mktemp("logs"), cluster, (Seat(), Seat()), 240.0)
         group.start().result()
-        yield group, scratch
+        yield group, cluster.scratch
         group.close()
 
 

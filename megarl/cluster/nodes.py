@@ -1,0 +1,86 @@
+"""The nodes of a Ray that runs already, and where on them the processes of a run go."""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megarl.config.placement import Seat
+from megarl.seams import DeadlineError
+
+ORDER_VARIABLE = "MEGARL_NODES"
+"""Names of the nodes, with commas between, in the order in which they are filled"""
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Node:
+    name: str
+    node_id: str
+    """Ray's"""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ray, opened for a run."""
+
+    nodes: tuple[Node, ...]
+    scratch: Path
+    """a folder of this run on the driver's machine"""
+    host: str
+    """on which the driver listens"""
+    listen_host: str
+    """cluster.listen_host: `auto` is resolved by each process for itself"""
+
+    def options(self, seat: Seat) -> dict[str, Any]:
+        """Of an actor that sits there."""
+        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(self.nodes[seat.node].node_id, soft=False)}
+
+    def describe(self, seats: Sequence[Seat]) -> str:
+        """Their nodes and GPUs: `n1 GPU 0-3, n2 GPU 0`; empty where GPUs are not counted."""
+        parts: dict[str, list[int]] = {}
+        for seat in seats:
+            parts.setdefault(self.nodes[seat.node].name, []).extend(seat.gpus)
+        return ", ".join(f"{node} GPU {_format_numbers(gpus)}" for node, gpus in parts.items() if gpus)
+
+
+def wait_for_nodes(number: int, deadline_s: float) -> tuple[Node, ...]:
+    """The nodes of Ray in the order of MEGARL_NODES, else this machine's first and the others by name.
+
+    Raises DeadlineError naming those that have come, where there are fewer than `number` in time.
+    """
+    end = time.monotonic() + deadline_s
+    while True:
+        alive = {each["NodeID"]: each["NodeName"] for each in ray.nodes() if each["Alive"]}
+        if len(alive) >= number:
+            break
+        if time.monotonic() > end:
+            raise DeadlineError(
+                f"{len(alive)} of {number} nodes (cluster.num_nodes) have joined Ray within {deadline_s:g} s"
+                f" (cluster.nodes_deadline_s): {', '.join(sorted(alive.values())) or 'none'}"
+            )
+        time.sleep(POLL_S)
+    order = os.environ.get(ORDER_VARIABLE, "").split(",")
+    own = ray.get_runtime_context().get_node_id()
+
+    def rank(item: tuple[str, str]) -> tuple[int, bool, str]:
+        node_id, name = item
+        return (order.index(name) if name in order else len(order), node_id != own, name)
+
+    return tuple(Node(name, node_id) for node_id, name in sorted(alive.items(), key=rank))
+
+
+def _format_numbers(numbers: Sequence[int]) -> str:
+    """0-3,6"""
+    parts: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)

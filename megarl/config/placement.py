@@ -1,0 +1,156 @@
+"""Which GPU of which node each process has, by the `cluster` group."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megarl.config.algo import needs_critic, needs_reference
+from megarl.config.cluster import ClusterConfig, Placement
+from megarl.config.rollout import Transport
+from megarl.config.schema import Config
+
+SERVERS = "servers"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one process runs."""
+
+    node: int = 0
+    gpus: tuple[int, ...] = ()
+    """their numbers on that node; none: GPUs are not counted"""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Processes that get their GPUs together."""
+
+    name: str
+    """a role's, or `servers`"""
+    num_processes: int
+    gpus_per_process: int
+    unit: int
+    """so many GPUs in a row are kept within a node, where a node has so many"""
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_processes * self.gpus_per_process
+
+
+def list_groups(config: Config, command: str = "train") -> list[Group]:
+    """What `python -m megarl.COMMAND` starts: the roles that the algorithm needs, then the servers."""
+    roles = {"policy": config.policy.parallel}
+    if needs_critic(config.algo):
+        roles["critic"] = config.critic.parallel
+    if needs_reference(config.algo):
+        roles["reference"] = config.reference.parallel
+    tp = config.rollout.tp
+    servers = Group(SERVERS, config.rollout.num_servers, tp, tp)
+    if command == "evaluate":
+        return [servers]
+    if command == "pretrain_value" and config.algo.value_pretrain.rollouts is not None:
+        # The critic alone learns, from a file.
+        roles, servers = {"critic": config.critic.parallel}, Group(SERVERS, 0, tp, tp)
+    return [*(Group(name, each.num_processes, 1, each.tp) for name, each in roles.items()), servers]
+
+
+def place(cluster: ClusterConfig, groups: Sequence[Group]) -> dict[str, tuple[Seat, ...]]:
+    """The seats of each group's processes, in the order of their ranks.
+
+    Node numbers may reach beyond cluster.num_nodes: `check_cluster` says so before anything starts.
+    """
+    if cluster.gpus_per_node == 0:
+        return {group.name: (Seat(),) * group.num_processes for group in groups}
+    seats: dict[str, tuple[Seat, ...]] = {}
+    first = end = 0
+    for group in groups:
+        if cluster.placement is Placement.apart or (
+            cluster.placement is Placement.split and group.name == SERVERS and len(groups) > 1
+        ):
+            first = end
+        numbers = _take(group, first, cluster.gpus_per_node)
+        seats[group.name] = _cut(numbers, group.gpus_per_process, cluster.gpus_per_node)
+        end = max([end, *(number + 1 for number in numbers)])
+    return seats
+
+
+def _take(group: Group, first: int, per_node: int) -> list[int]:
+    """Numbers of GPUs, counted over the nodes, from `first` on; what would cross into the next node begins there."""
+    numbers: list[int] = []
+    position = first
+    for start in range(0, group.num_gpus, group.unit):
+        size = min(group.unit, group.num_gpus - start)
+        left = per_node - position % per_node
+        if left < size <= per_node:
+            position += left
+        numbers.extend(range(position, position + size))
+        position += size
+    return numbers
+
+
+def _cut(numbers: Sequence[int], size: int, per_node: int) -> tuple[Seat, ...]:
+    parts = [numbers[start : start + size] for start in range(0, len(numbers), size)]
+    return tuple(Seat(part[0] // per_node, tuple(number % per_node for number in part)) for part in parts)
+
+
+def count_nodes(seats: Mapping[str, Sequence[Seat]]) -> int:
+    """Nodes that are used, or lie before one that is."""
+    return 1 + max((each.node for group in seats.values() for each in group), default=0)
+
+
+def check_cluster(config: Config, command: str = "train") -> Iterator[str]:
+    """Why the job cannot run on the cluster of its configuration, one message each."""
+    cluster, groups = config.cluster, list_groups(config, command)
+    counts = (("num_nodes", cluster.num_nodes, 1), ("gpus_per_node", cluster.gpus_per_node, 0))
+    bad = [f"cluster.{key}: found {found}; it must be {least} or more" for key, found, least in counts if found < least]
+    yield from bad
+    if bad:
+        return
+    if cluster.num_nodes > 1:
+        yield from _check_several_nodes(config, groups)
+    if cluster.gpus_per_node:
+        yield from _check_size(cluster, groups)
+
+
+def _check_several_nodes(config: Config, groups: Sequence[Group]) -> Iterator[str]:
+    cluster = config.cluster
+    nodes = f"with cluster.num_nodes {cluster.num_nodes}"
+    if cluster.ray_address is None:
+        yield (
+            f"cluster.ray_address: found null {nodes}; without a Ray that spans the nodes a job has this machine alone:"
+            " sbatch slurm/train.sh starts one (cluster=slurm), or cluster.num_nodes=1"
+        )
+    if cluster.listen_host in ("127.0.0.1", "localhost", "::1"):
+        yield f"cluster.listen_host: found {cluster.listen_host} {nodes}, whose processes do not reach it; auto does"
+    if cluster.gpus_per_node == 0:
+        yield (
+            f"cluster.gpus_per_node: found 0 {nodes}; processes are placed by counting them: the GPUs of a node, or on"
+            " nodes without GPUs the processes that each may have"
+        )
+    if config.rollout.transport is Transport.colocated and {SERVERS, "policy"} <= {group.name for group in groups}:
+        yield f"rollout.transport: found colocated {nodes}; memory is shared within one machine only: split, or disk"
+
+
+def _check_size(cluster: ClusterConfig, groups: Sequence[Group]) -> Iterator[str]:
+    per_node = cluster.gpus_per_node
+    for group in groups:
+        if group.gpus_per_process > per_node:
+            yield f"rollout.tp: found {group.gpus_per_process}; a server is on one node, which has {per_node} GPUs"
+            return
+    needed = count_nodes(place(cluster, groups))
+    if needed <= cluster.num_nodes:
+        return
+    asked = " + ".join(f"{group.name} {group.num_gpus}" for group in groups)
+    yield (
+        f"cluster: {asked} GPUs, placed {cluster.placement.name}, need {needed} nodes of {per_node} GPUs"
+        f" (cluster.gpus_per_node); there are {cluster.num_nodes} (cluster.num_nodes) with"
+        f" {cluster.num_nodes * per_node} in all{_suggest(cluster, groups)}"
+    )
+
+
+def _suggest(cluster: ClusterConfig, groups: Sequence[Group]) -> str:
+    """Another placement that has room, the one that shares least first."""
+    for other in (Placement.split, Placement.colocated):
+        tried = ClusterConfig(num_nodes=cluster.num_nodes, gpus_per_node=cluster.gpus_per_node, placement=other)
+        if count_nodes(place(tried, groups)) <= cluster.num_nodes:
+            return f"; cluster.placement={other.name} has room, where the memory suffices (tools/plan.py tells)"
+    return "; more nodes, or smaller parallel.num_processes and rollout.num_servers"

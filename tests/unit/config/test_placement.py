@@ -1,0 +1,142 @@
+"""Which GPU each process has, and what does not fit."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.config.cluster import ClusterConfig, Placement
+from megarl.config.load import load_config
+from megarl.config.placement import SERVERS, Group, Seat, check_cluster, count_nodes, list_groups, place
+
+POLICY, CRITIC, TWO_SERVERS = Group("policy", 2, 1, 1), Group("critic", 2, 1, 1), Group(SERVERS, 2, 2, 2)
+GROUPS = [POLICY, CRITIC, TWO_SERVERS]
+
+
+def seats_of(placement: Placement) -> dict[str, tuple[Seat, ...]]:
+    return place(ClusterConfig(gpus_per_node=4, num_nodes=2, placement=placement), GROUPS)
+
+
+def test_apart_gives_every_process_gpus_of_its_own() -> None:
+    assert seats_of(Placement.apart) == {
+        "policy": (Seat(0, (0,)), Seat(0, (1,))),
+        "critic": (Seat(0, (2,)), Seat(0, (3,))),
+        SERVERS: (Seat(1, (0, 1)), Seat(1, (2, 3))),
+    }
+
+
+def test_split_lets_the_roles_share_and_puts_the_servers_after_them() -> None:
+    assert seats_of(Placement.split) == {
+        "policy": (Seat(0, (0,)), Seat(0, (1,))),
+        "critic": (Seat(0, (0,)), Seat(0, (1,))),
+        SERVERS: (Seat(0, (2, 3)), Seat(1, (0, 1))),
+    }
+
+
+def test_colocated_begins_everything_at_the_first_gpu() -> None:
+    assert seats_of(Placement.colocated) == {
+        "policy": (Seat(0, (0,)), Seat(0, (1,))),
+        "critic": (Seat(0, (0,)), Seat(0, (1,))),
+        SERVERS: (Seat(0, (0, 1)), Seat(0, (2, 3))),
+    }
+
+
+def test_gpus_that_are_not_counted_are_not_given() -> None:
+    seats = place(ClusterConfig(), GROUPS)
+    assert seats[SERVERS] == (Seat(0, ()), Seat(0, ()))
+
+
+def test_a_tensor_parallel_group_that_fits_a_node_does_not_cross_into_the_next() -> None:
+    seats = place(ClusterConfig(gpus_per_node=4, num_nodes=3), [Group("policy", 3, 1, 1), Group("critic", 4, 1, 2)])
+    assert seats["critic"] == (Seat(1, (0,)), Seat(1, (1,)), Seat(1, (2,)), Seat(1, (3,)))
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> list[Group]:
+    roles = draw(st.lists(st.sampled_from(["policy", "critic", "reference"]), unique=True))
+    made = [
+        Group(name, unit * draw(st.integers(1, 4)), 1, unit) for name in roles for unit in [draw(st.integers(1, 6))]
+    ]
+    tp = draw(st.integers(1, 4))
+    return [*made, Group(SERVERS, draw(st.integers(1, 5)), tp, tp)]
+
+
+@given(groups(), st.sampled_from(Placement), st.integers(4, 8))
+def test_no_two_processes_of_a_group_share_a_gpu_and_apart_no_two_at_all(
+    made: list[Group], placement: Placement, per_node: int
+) -> None:
+    seats = place(ClusterConfig(gpus_per_node=per_node, placement=placement), made)
+    taken = {name: [(seat.node, gpu) for seat in each for gpu in seat.gpus] for name, each in seats.items()}
+    for group in made:
+        assert len(set(taken[group.name])) == len(taken[group.name]) == group.num_gpus
+        assert all(0 <= gpu < per_node for _, gpu in taken[group.name])
+    together = [gpu for each in taken.values() for gpu in each]
+    if placement is Placement.apart:
+        assert len(set(together)) == len(together)
+    if placement is Placement.split:
+        trained = {gpu for name, each in taken.items() if name != SERVERS for gpu in each}
+        assert not trained & set(taken[SERVERS])
+
+
+def test_vapo_with_qwen32b_is_64_gpus_apart() -> None:
+    groups = list_groups(load_config(["algo=vapo", "model=qwen32b"]))
+    assert sum(group.num_gpus for group in groups) == 64
+    assert count_nodes(place(ClusterConfig(gpus_per_node=8), groups)) == 8
+
+
+def check(*overrides: str) -> list[str]:
+    return list(check_cluster(load_config(overrides)))
+
+
+def test_the_laptop_has_room_for_everything() -> None:
+    assert check("algo=vapo", "model=tiny") == []
+
+
+def test_more_than_the_cluster_has_is_refused_with_both_numbers_and_a_placement_that_has_room() -> None:
+    [problem] = check("algo=vapo", "model=tiny", "cluster.gpus_per_node=2")
+    assert problem == (
+        "cluster: policy 1 + critic 1 + servers 1 GPUs, placed apart, need 2 nodes of 2 GPUs (cluster.gpus_per_node);"
+        " there are 1 (cluster.num_nodes) with 2 in all; cluster.placement=split has room, where the memory suffices"
+        " (tools/plan.py tells)"
+    )
+    assert check("algo=vapo", "model=tiny", "cluster.gpus_per_node=2", "cluster.placement=split") == []
+
+
+def test_a_server_larger_than_a_node_is_refused() -> None:
+    [problem] = check("algo=vapo", "model=tiny", "cluster.gpus_per_node=2", "rollout.tp=4")
+    assert problem == "rollout.tp: found 4; a server is on one node, which has 2 GPUs"
+
+
+def test_several_nodes_need_a_ray_that_spans_them_an_address_and_a_transport_between_them() -> None:
+    found = check("algo=vapo", "model=tiny", "cluster.num_nodes=2", "rollout.transport=colocated")
+    assert [problem.split(":")[0] for problem in found] == [
+        "cluster.ray_address",
+        "cluster.listen_host",
+        "cluster.gpus_per_node",
+        "rollout.transport",
+    ]
+    right = (
+        "cluster.ray_address=h:1",
+        "cluster.listen_host=auto",
+        "cluster.gpus_per_node=2",
+        "rollout.transport=split",
+    )
+    assert check("algo=vapo", "model=tiny", "cluster.num_nodes=2", *right) == []
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_nodes", 0), ("gpus_per_node", -1)])
+def test_a_cluster_of_nothing_is_refused(key: str, value: int) -> None:
+    config = load_config(["algo=vapo", "model=tiny"])
+    config = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, **{key: value}))
+    [problem] = check_cluster(config)
+    assert problem.startswith(f"cluster.{key}: found {value}; it must be ")
+
+
+def test_offline_value_pretraining_places_the_critic_alone_and_an_evaluation_the_servers() -> None:
+    config = load_config(["algo=vapo", "model=tiny", "algo.value_pretrain.rollouts=x.jsonl"], "pretrain_value")
+    assert [(each.name, each.num_processes) for each in list_groups(config, "pretrain_value")] == [
+        ("critic", 1),
+        (SERVERS, 0),
+    ]
+    assert [each.name for each in list_groups(config, "evaluate")] == [SERVERS]
