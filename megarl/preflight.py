@@ -48,8 +48,12 @@ class NodeReport:
 def main() -> None:
     commands = {"job": print_job, "node": print_node, "compare": compare}
     if len(sys.argv) < 2 or sys.argv[1] not in commands:
-        end_with_config_error(ConfigError([f"found {' '.join(sys.argv[1:2]) or 'nothing'}; one of {', '.join(commands)}"]))
+        end_with_config_error(
+            ConfigError([f"found {' '.join(sys.argv[1:2]) or 'nothing'}; one of {', '.join(commands)}"])
+        )
     try:
+        if sys.argv[1] == "job":
+            read_allocation(os.environ)  # cluster=slurm could not be composed without
         arguments, _ = take_resume(sys.argv[2:])
         commands[sys.argv[1]](load_config([*arguments, ADDRESS_LATER]))
     except ConfigError as error:
@@ -72,7 +76,10 @@ def print_job(config: Config) -> None:
         print(line, file=sys.stderr)
     used = count_nodes(seats)
     if used < allocation.num_nodes:
-        print(f"warning: {allocation.num_nodes - used} of {allocation.num_nodes} nodes have nothing to do", file=sys.stderr)
+        print(
+            f"warning: {allocation.num_nodes - used} of {allocation.num_nodes} nodes have nothing to do",
+            file=sys.stderr,
+        )
     print(f"MEGARL_OBJECT_STORE_MB={cluster.object_store_mb}")
 
 
@@ -83,7 +90,8 @@ def describe_seats(seats: Mapping[str, Sequence[Seat]], gpus_per_node: int) -> I
             first, last = 1 + min(seat.node for seat in group), 1 + max(seat.node for seat in group)
             nodes = f"node {first}" if first == last else f"nodes {first} to {last}"
             gpus = len({(seat.node, gpu) for seat in group for gpu in seat.gpus})
-            yield f"{name}: {len(group)} processes on {nodes}" + (f", {gpus} GPUs" if gpus_per_node else "")
+            counted = f", {gpus} GPU{'s' if gpus > 1 else ''}" if gpus_per_node else ""
+            yield f"{name}: {len(group)} process{'es' if len(group) > 1 else ''} on {nodes}{counted}"
 
 
 def print_node(config: Config) -> None:
@@ -134,7 +142,9 @@ def find_stale_ray(cluster_name: str | None) -> Iterator[str]:
         if job is not None and environment.get("SLURM_CLUSTER_NAME") != cluster_name:
             continue
         # One that was started by hand is in use as long as whoever started it is there.
-        if (job is None and process.info["ppid"] == 1) or (job is not None and living is not None and job not in living):
+        if (job is None and process.info["ppid"] == 1) or (
+            job is not None and living is not None and job not in living
+        ):
             owner = f"of job {job}, which has ended" if job else "of no job"
             yield f"a Ray {owner} is left: {process.info['name']}, process {process.pid}; `kill {process.pid}` ends it"
 
@@ -181,7 +191,9 @@ def find_problems(reports: Sequence[NodeReport], names: Sequence[str], gpus_per_
         for problem in report.problems:
             where[problem].append(report.node)
         if report.gpus and len(report.gpus) < gpus_per_node:
-            where[f"cluster.gpus_per_node: found {gpus_per_node}; nvidia-smi shows {len(report.gpus)}"].append(report.node)
+            where[f"cluster.gpus_per_node: found {gpus_per_node}; nvidia-smi shows {len(report.gpus)}"].append(
+                report.node
+            )
     for problem, nodes in where.items():
         yield f"{', '.join(nodes)}: {problem}"
     kinds = defaultdict(list)

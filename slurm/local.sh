@@ -1,4 +1,4 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2154 # the variables are train.sh's
 # Sourced by train.sh for --local: what a job would do, as text.
 
 show_local() {

@@ -2,11 +2,14 @@
 # Ray on one node: what train.sh has srun start on each. It stays until it is told to end, and leaves nothing there.
 #
 # From train.sh: MEGARL_HOME, MEGARL_PYTHON, MEGARL_NODES, MEGARL_JOB_DIR (a folder of the job that nodes share),
-# MEGARL_OBJECT_STORE_MB, MEGARL_INTERFACE; MEGARL_RAY_ADDRESS, except on the first node, which writes it to
+# MEGARL_LOG_DIR, MEGARL_OBJECT_STORE_MB, MEGARL_INTERFACE; MEGARL_RAY_ADDRESS, except on the first node, which writes it to
 # MEGARL_JOB_DIR/address.
+# shellcheck disable=SC2329 # trap calls the function by its name
 set -euo pipefail
 # shellcheck source=slurm/clean.sh
 source "$MEGARL_HOME/slurm/clean.sh"
+
+exec >>"$MEGARL_LOG_DIR/node-$SLURMD_NODENAME.log" 2>&1
 
 END_S=8 # of Ray's own end; Slurm kills KillWait (30) seconds after scancel
 
@@ -51,7 +54,9 @@ if [[ -n ${MEGARL_INTERFACE:-} ]]; then
   options+=(--node-ip-address="$address")
 fi
 if ((number == 0)); then
-  options+=(--head --port=0 --ray-client-server-port=0 --include-dashboard=false --no-monitor)
+  # The one port that Ray does not leave to the kernel.
+  port=$("$MEGARL_PYTHON" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+  options+=(--head --port=0 --ray-client-server-port="$port" --include-dashboard=false --no-monitor)
 else
   options+=(--address="$MEGARL_RAY_ADDRESS")
 fi

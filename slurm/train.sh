@@ -18,6 +18,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.out
+# shellcheck disable=SC2329 # wait_until calls functions by their names
 set -euo pipefail
 
 say() { echo "$(date '+%F %T') $*"; }
@@ -56,7 +57,7 @@ read_arguments() {
   done
   run_dir=${run_dir#[\'\"]}
   run_dir=${run_dir%[\'\"]}
-  [[ $run_dir != *'${'* ]] || fail "hydra.run.dir: found $run_dir; in a job it is a directory, without \${...}"
+  [[ $run_dir != *\$\{* ]] || fail "hydra.run.dir: found $run_dir; in a job it is a directory, without \${...}"
   run_dir=$(realpath -m "${run_dir:-runs/slurm_$SLURM_JOB_ID}")
   [[ " ${arguments[*]-} " == *" resume="* ]] || arguments+=("hydra.run.dir='$run_dir'")
   [[ " ${arguments[*]-} " =~ " "(cluster|resume)= ]] || arguments=(cluster=slurm "${arguments[@]}")
@@ -68,7 +69,7 @@ read_arguments() {
 # What the steps have in common, and how a command gets into the container.
 build_commands() {
   local mounts="$MEGARL_HOME,$run_dir,$PWD,/tmp,/dev/shm${MEGARL_MOUNTS:+,$MEGARL_MOUNTS}"
-  step=(srun --overlap --cpu-bind=none --kill-on-bad-exit=1 --export=ALL)
+  step=(srun --overlap --cpu-bind=none --export=ALL)
   inside=()
   case $MEGARL_CONTAINER in
     none) ;;
@@ -77,17 +78,17 @@ build_commands() {
     *) fail "MEGARL_CONTAINER: found $MEGARL_CONTAINER; none, pyxis or apptainer ($site)" ;;
   esac
   [[ $MEGARL_CONTAINER == none || -n $MEGARL_IMAGE ]] || fail "MEGARL_IMAGE: empty, with MEGARL_CONTAINER=$MEGARL_CONTAINER ($site)"
-  local logs=$run_dir/logs/slurm
   on_head=("${step[@]}" --nodes=1 --ntasks=1 --nodelist="${nodes[0]}")
   on_all=("${step[@]}" --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}")
   on_others=("${step[@]}" --nodes=$((${#nodes[@]} - 1)) --ntasks=$((${#nodes[@]} - 1))
     --nodelist="$(IFS=,; echo "${nodes[*]:1}")")
-  into_log=(--output="$logs/node-%N.log" --open-mode=append)
+  # One node's Ray that ends ends all.
+  ray=(--job-name=ray --kill-on-bad-exit=1)
   check_job=("${on_head[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.preflight job "${arguments[@]}")
   check_nodes=("${on_all[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.preflight node "${arguments[@]}")
   compare_nodes=("${on_head[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.preflight compare "${arguments[@]}")
-  start_head=("${on_head[@]}" --job-name=ray "${into_log[@]}" "${inside[@]}" bash "$MEGARL_HOME/slurm/node.sh")
-  start_others=("${on_others[@]}" --job-name=ray "${into_log[@]}" "${inside[@]}" bash "$MEGARL_HOME/slurm/node.sh")
+  start_head=("${on_head[@]}" "${ray[@]}" "${inside[@]}" bash "$MEGARL_HOME/slurm/node.sh")
+  start_others=("${on_others[@]}" "${ray[@]}" "${inside[@]}" bash "$MEGARL_HOME/slurm/node.sh")
   start_driver=("${on_head[@]}" --job-name=driver "${inside[@]}" "$MEGARL_PYTHON" -m megarl.train "${arguments[@]}")
 }
 
@@ -233,7 +234,7 @@ make_job_dir() {
 }
 
 set_environment() {
-  export MEGARL_HOME MEGARL_PYTHON MEGARL_INTERFACE MEGARL_JOB_DIR=$run_dir/.slurm
+  export MEGARL_HOME MEGARL_PYTHON MEGARL_INTERFACE MEGARL_JOB_DIR=$run_dir/.slurm MEGARL_LOG_DIR=$run_dir/logs/slurm
   MEGARL_NODES=$(IFS=,; echo "${nodes[*]}")
   export MEGARL_NODES RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$MEGARL_JOB_DIR/token
   export PYTHONPATH=$MEGARL_HOME${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1

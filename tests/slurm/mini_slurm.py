@@ -20,7 +20,8 @@ GPUS_PER_NODE = 2
 START_S = 30.0
 
 CONFIG = """
-ClusterName=mini
+ClusterName={cluster}
+FirstJobId={first_job}
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
 SlurmUser={user}
@@ -101,7 +102,14 @@ class MiniSlurm:
             for name, port in zip(NODES, ports[1:], strict=True)
         ]
         config = CONFIG.format(
-            host=host, controller_port=ports[0], user=getpass.getuser(), root=self.root, nodes="\n".join(lines)
+            host=host,
+            # Of its own, as are the job ids: what a job leaves on this machine must not be taken for another Slurm's.
+            cluster=f"mini{os.getpid()}",
+            first_job=1000 + os.getpid() % 900_000,
+            controller_port=ports[0],
+            user=getpass.getuser(),
+            root=self.root,
+            nodes="\n".join(lines),
         )
         (self.root / "slurm.conf").write_text(config)
         gres = [GRES.format(name=name, root=self.root, last=GPUS_PER_NODE - 1) for name in NODES]
