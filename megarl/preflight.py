@@ -1,4 +1,4 @@
-"""`python -m megarl.preflight job|node|compare [overrides of megarl.train]`: what slurm/train.sh asks before it starts Ray.
+"""`python -m megarl.preflight job|node|compare [overrides of megarl.train]`: what a Slurm job checks before Ray starts.
 
 job      the configuration against the allocation; prints settings for train.sh as NAME=VALUE
 node     what this node has, as one line of JSON
@@ -202,7 +202,7 @@ def find_problems(reports: Sequence[NodeReport], names: Sequence[str], gpus_per_
             kinds[kind].append(report.node)
     if len(kinds) > 1:
         parts = "; ".join(f"{kind} on {', '.join(nodes)}" for kind, nodes in kinds.items())
-        yield f"the allocation has different GPUs, and the slowest would decide: {parts}; sbatch --constraint=... chooses"
+        yield f"the job has different GPUs, and the slowest would decide: {parts}; sbatch --constraint=... chooses nodes"
 
 
 if __name__ == "__main__":

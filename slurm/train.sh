@@ -156,7 +156,7 @@ run_driver() {
     fi
     if [[ -n $lost ]] && ((SECONDS - lost > patience)) || { [[ $stop == USR1 ]] && (($(date +%s) > limit)); }; then
       say "the driver has not ended in time; killed"
-      scancel --signal=KILL "$(squeue --steps --noheader --jobs="$SLURM_JOB_ID" --format='%i %j' | awk '$2 == "driver" { print $1 }')" || true
+      signal_steps driver KILL || true
       nap
       kill -KILL "$driver" 2>/dev/null || true
     fi
@@ -174,10 +174,17 @@ find_time_limit() {
   echo $((end - MARGIN_S))
 }
 
+# Send signal $2 to the job's steps of the name $1; false where there is none. Not to srun: that ends a step by force.
+signal_steps() {
+  local steps
+  mapfile -t steps < <(squeue --steps --noheader --jobs="$SLURM_JOB_ID" --format='%i %j' | awk -v name="$1" '$2 == name { print $1 }')
+  ((${#steps[@]})) && scancel --signal="$2" "${steps[@]}"
+}
+
+# What the job was asked to do, to the driver, once there is one.
 forward() {
-  if [[ -n $stop && -z $forwarded ]]; then
+  if [[ -n $stop && $forwarded != "$stop" ]] && signal_steps driver "$stop"; then
     forwarded=$stop
-    kill -s "$stop" "$driver" 2>/dev/null || true
   fi
 }
 
@@ -210,14 +217,13 @@ requeue() {
 is_ended_by_slurm() { [[ $stop == TERM ]]; }
 
 tear_down() {
-  local pid
-  for pid in "${head:-}" "${others:-}"; do
-    ! is_running "$pid" || kill -TERM "$pid" 2>/dev/null || true
-  done
-  wait_until "$TEARDOWN_S" have_ended "${head:-}" "${others:-}" || {
-    say "Ray's steps did not end within $TEARDOWN_S s; killed"
-    kill -KILL "${head:-}" "${others:-}" 2>/dev/null || true
-  }
+  if ! have_ended "$head" "$others"; then
+    signal_steps ray TERM || true
+    wait_until "$TEARDOWN_S" have_ended "$head" "$others" || {
+      say "Ray's steps did not end within $TEARDOWN_S s; killed"
+      signal_steps ray KILL || true
+    }
+  fi
   rm -rf "$job_dir"
   remove_left_over
 }
@@ -259,7 +265,7 @@ fi
 [[ -n ${SLURM_JOB_ID:-} ]] || fail "SLURM_JOB_ID: not set; sbatch slurm/train.sh ... starts a job, slurm/train.sh --local ... prints what it would do"
 stop='' forwarded='' head='' others='' driver=''
 trap 'stop=${stop:-USR1}' USR1
-trap 'stop=TERM forwarded=""' TERM
+trap 'stop=TERM' TERM
 load_site
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 read_arguments "$@"

@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,9 @@ NODES = ("n1", "n2")
 GPUS_PER_NODE = 2
 """Plain files play the GPUs: Slurm hands them out and counts them, nothing opens them"""
 START_S = 30.0
+HIDDEN_ON = "n2"
+"""This node sees nothing in the folder `hidden` that the other sees"""
+HIDE = 'mount -t tmpfs none "$0" && exec "$@"'
 
 CONFIG = """
 ClusterName={cluster}
@@ -55,7 +58,7 @@ SlurmdParameters=config_overrides
 {nodes}
 PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
-NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 RealMemory=8000 Gres=gpu:{gpus} State=UNKNOWN"
+NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 RealMemory=8000 Gres=gpu:{gpus}"
 GRES = "NodeName={name} Name=gpu File={root}/gpu[0-{last}]"
 
 
@@ -75,6 +78,11 @@ class MiniSlurm:
     """by name: munged, slurmctld, and the nodes"""
 
     @property
+    def cluster(self) -> str:
+        """Of its own, as are the job ids: what a job leaves on this machine must not be taken for another Slurm's."""
+        return f"mini{os.getpid()}"
+
+    @property
     def environment(self) -> dict[str, str]:
         """For commands that speak to this Slurm."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
@@ -92,7 +100,7 @@ class MiniSlurm:
     def start(self) -> None:
         host = socket.gethostname().split(".")[0]
         self.root.chmod(0o700)
-        for name in ("state", *(f"spool-{node}" for node in NODES)):
+        for name in ("state", "hidden", *(f"spool-{node}" for node in NODES)):
             (self.root / name).mkdir()
         for index in range(GPUS_PER_NODE):
             (self.root / f"gpu{index}").touch()
@@ -103,8 +111,7 @@ class MiniSlurm:
         ]
         config = CONFIG.format(
             host=host,
-            # Of its own, as are the job ids: what a job leaves on this machine must not be taken for another Slurm's.
-            cluster=f"mini{os.getpid()}",
+            cluster=self.cluster,
             first_job=1000 + os.getpid() % 900_000,
             controller_port=ports[0],
             user=getpass.getuser(),
@@ -133,7 +140,24 @@ class MiniSlurm:
         wait_until(lambda: (self.root / "munge.socket").exists(), START_S, "munged's socket")
 
     def start_node(self, name: str) -> None:
-        self._launch(name, "slurmd", "-D", "-N", name)
+        before = ("unshare", "--mount", "sh", "-c", HIDE, str(self.root / "hidden")) if name == HIDDEN_ON else ()
+        self._launch(name, *before, find_program("slurmd") or "slurmd", "-D", "-N", name)
+
+    def lose_node(self, name: str) -> None:
+        """What runs on the node ends at once, as when its machine does, and Slurm is told."""
+        log = str(self.root / f"slurmd-{name}.log")
+        for process in [self.daemons.pop(name), *find_step_daemons(log), *self.find_tasks(name)]:
+            process.kill()
+        self.call("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
+
+    def find_tasks(self, node: str) -> list[psutil.Process]:
+        mine = {"SLURM_CLUSTER_NAME": self.cluster, "SLURMD_NODENAME": node}
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if mine.items() <= process.environ().items():
+                    found.append(process)
+        return found
 
     def _launch(self, key: str, program: str, *arguments: str) -> None:
         with (self.root / f"{key}.out").open("ab") as log:
@@ -154,10 +178,9 @@ class MiniSlurm:
         wait_until(are_idle, deadline_s, "idle nodes", self.read_logs)
 
     def stop(self) -> None:
-        """End every daemon and whatever jobs are left."""
-        if "slurmctld" in self.daemons:
-            with contextlib.suppress(subprocess.TimeoutExpired, AssertionError):
-                self.call("scancel", "--full", "--signal=KILL", f"--user={getpass.getuser()}", check=False)
+        """End every daemon; what is left of the jobs is killed."""
+        for process in [each for name in NODES for each in self.find_tasks(name)]:
+            process.kill()
         for key in reversed(list(self.daemons)):
             end_process(self.daemons.pop(key))
 
@@ -166,6 +189,16 @@ class MiniSlurm:
         return "\n".join(
             f"--- {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:]) for log in logs
         )
+
+
+def find_step_daemons(log: str) -> list[psutil.Process]:
+    """The slurmstepd that write to this node's log."""
+    found = []
+    for process in psutil.process_iter(["name"]):
+        with contextlib.suppress(psutil.Error):
+            if process.info["name"] == "slurmstepd" and any(file.path == log for file in process.open_files()):
+                found.append(process)
+    return found
 
 
 def end_process(daemon: subprocess.Popen) -> None:
@@ -196,7 +229,9 @@ def find_free_ports(num: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def wait_until(holds, deadline_s: float, what: str, explain=lambda: "") -> None:
+def wait_until(
+    holds: Callable[[], bool], deadline_s: float, what: str, explain: Callable[[], str] = lambda: ""
+) -> None:
     """Raises AssertionError that says what was waited for."""
     deadline = time.monotonic() + deadline_s
     while not holds():
