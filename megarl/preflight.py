@@ -183,6 +183,7 @@ def find_problems(reports: Sequence[NodeReport], names: Sequence[str], gpus_per_
 
     names: the nodes of the job. gpus_per_node: how many the job uses.
     """
+    reports = sorted(reports, key=lambda report: (*names, report.node).index(report.node))
     missing = sorted(set(names) - {report.node for report in reports})
     if missing:
         yield f"{', '.join(missing)}: gave no answer"
@@ -202,7 +203,7 @@ def find_problems(reports: Sequence[NodeReport], names: Sequence[str], gpus_per_
             kinds[kind].append(report.node)
     if len(kinds) > 1:
         parts = "; ".join(f"{kind} on {', '.join(nodes)}" for kind, nodes in kinds.items())
-        yield f"the job has different GPUs, and the slowest would decide: {parts}; sbatch --constraint=... chooses nodes"
+        yield f"the job has different GPUs, and the slowest would decide: {parts}; sbatch --constraint= chooses nodes"
 
 
 if __name__ == "__main__":

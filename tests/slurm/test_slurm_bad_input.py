@@ -38,7 +38,7 @@ def test_each_kind_of_bad_input_ends_its_job_before_ray_starts_and_is_named(
         "n1, n2: model.path: 'Qwen/Qwen2.5-32B' found": submit(
             split, "model.source=path", "model.path=Qwen/Qwen2.5-32B", options=TWO_NODES
         ),
-        "policy 16 + critic 16 + servers 32 GPUs, placed apart, need": submit("model=qwen32b", options=TWO_NODES),
+        "rollout.tp: found 4; a server is on one node, which has 2 GPUs": submit("model=qwen32b", options=TWO_NODES),
     }
     smi = "[ $SLURMD_NODENAME = n1 ] && name=H100 || name=A100; echo 0, $name, 1 MiB; echo 1, $name, 1 MiB"
     write_program(tmp_path / "bin" / "nvidia-smi", smi)
@@ -64,9 +64,8 @@ def test_a_ray_that_a_job_has_left_is_named_with_its_node_and_process(slurm: Min
     try:
         job = submit("rollout.transport=split", options=TWO_NODES)
         job.wait_state("FAILED")
-        assert (
-            f"n1, n2: a Ray of job {ended.number}, which has ended, is left: raylet, process {left.pid}" in job.output
-        )
+        owner = f"job {ended.number}, which has ended"
+        assert f"n1, n2: a Ray of {owner} is left: raylet, process {left.pid}" in job.output
         assert job.show("ExitCode") == "2:0"
     finally:
         left.kill()

@@ -1,4 +1,4 @@
-"""`sbatch slurm/train.sh` on a real Slurm: over two nodes, asked to stop, cancelled, two at once, a node that is lost."""
+"""`sbatch slurm/train.sh` on a real Slurm: over two nodes, asked to stop, cancelled, two at once, a node is lost."""
 
 import os
 

@@ -45,7 +45,7 @@ def raylet(tmp_path: Path) -> Iterator[subprocess.Popen]:
 
 
 def test_problems_are_told_once_with_the_nodes_that_have_them() -> None:
-    reports = [NodeReport("a", [H100] * 2, ["model.path: gone"]), NodeReport("b", [H100], ["model.path: gone"])]
+    reports = [NodeReport("b", [H100], ["model.path: gone"]), NodeReport("a", [H100] * 2, ["model.path: gone"])]
     assert list(find_problems(reports, ["a", "b", "c"], 2)) == [
         "c: gave no answer",
         "a, b: model.path: gone",
