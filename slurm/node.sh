@@ -33,7 +33,7 @@ trap 'exit 143' TERM INT HUP
 # An earlier start of this job, on a node that was lost, may have left some.
 remove_scratch "$scratch"
 mkdir -m 700 "$scratch"
-ulimit -n "$(ulimit -Hn)"
+ulimit -n "$(ulimit -Hn)" 2>/dev/null || true
 ulimit -l unlimited 2>/dev/null || true
 
 ids=${CUDA_VISIBLE_DEVICES:-}

@@ -73,7 +73,7 @@ build_commands() {
   inside=()
   case $MEGARL_CONTAINER in
     none) ;;
-    pyxis) step+=(--container-image="$MEGARL_IMAGE" --container-mounts="$(pair_mounts "$mounts")" --container-workdir="$PWD" --no-container-mount-home) ;;
+    pyxis) step+=(--container-image="$MEGARL_IMAGE" --container-mounts="$(pair_mounts "$mounts")" --container-workdir="$PWD") ;;
     apptainer) inside=(apptainer exec --nv --pwd "$PWD" --bind "$mounts" "$MEGARL_IMAGE") ;;
     *) fail "MEGARL_CONTAINER: found $MEGARL_CONTAINER; none, pyxis or apptainer ($site)" ;;
   esac
