@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,15 +13,16 @@ import ray
 
 from megarl.cluster.address import resolve_host
 from megarl.cluster.local import keep_signal_handlers, local_ray, remove_left_over
-from megarl.cluster.nodes import Cluster, wait_for_nodes
+from megarl.cluster.nodes import POLL_S, Cluster, wait_for_nodes
 from megarl.config.cluster import ClusterConfig
+from megarl.seams import DeadlineError
 
 
 @contextmanager
 def open_ray(config: ClusterConfig, num_actors: int) -> Iterator[Cluster]:
     """Ray for `num_actors` actors; on leaving, what was started for this run has ended.
 
-    Raises ConnectionError where nothing answers at cluster.ray_address, DeadlineError where nodes are missing.
+    Raises DeadlineError where nothing answers at cluster.ray_address or nodes are missing, naming them.
     """
     opened = local_ray(config, num_actors) if config.ray_address is None else _joined_ray(config)
     with opened as scratch:
@@ -30,6 +33,7 @@ def open_ray(config: ClusterConfig, num_actors: int) -> Iterator[Cluster]:
 @contextmanager
 def _joined_ray(config: ClusterConfig) -> Iterator[Path]:
     """This process as the driver of a Ray that others started, and end; gives a folder of this run."""
+    _wait_for_ray(config)
     remove_left_over()
     scratch = tempfile.mkdtemp(prefix=f"megarl-{os.getpid()}-", dir="/tmp")
     try:
@@ -40,3 +44,20 @@ def _joined_ray(config: ClusterConfig) -> Iterator[Path]:
         # Ray ends this driver's actors.
         ray.shutdown()
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _wait_for_ray(config: ClusterConfig) -> None:
+    """Until something listens at cluster.ray_address: Ray itself would try for minutes without a word."""
+    host, _, port = str(config.ray_address).rpartition(":")
+    end = time.monotonic() + config.nodes_deadline_s
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=POLL_S).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                raise DeadlineError(
+                    f"nothing listens at {config.ray_address} (cluster.ray_address) within"
+                    f" {config.nodes_deadline_s:g} s (cluster.nodes_deadline_s): {error}"
+                ) from error
+        time.sleep(POLL_S)

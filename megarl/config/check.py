@@ -7,6 +7,7 @@ from megarl.config.algo import needs_critic, needs_full_kl, needs_reference
 from megarl.config.check_algo import check_algo
 from megarl.config.check_compute import check_compute
 from megarl.config.check_parallel import check_overlap, check_parallel
+from megarl.config.hardware import check_hardware
 from megarl.config.model import ModelSource
 from megarl.config.ranges import check_ranges
 from megarl.config.schema import Config
@@ -21,6 +22,7 @@ def check_config(config: Config) -> list[str]:
         *_check_roles(config),
         *check_compute(config),
         *_check_rollout(config),
+        *check_hardware(config.cluster.hardware),
         *check_algo(config.algo, config.train.responses_per_prompt, num_optimizer_steps(config)),
     ]
 

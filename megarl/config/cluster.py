@@ -1,7 +1,9 @@
 """The `cluster` group: where the processes run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+
+from megarl.config.hardware import HardwareConfig
 
 AUTO = "auto"
 """As listen_host: the address by which a process's node is known to the others"""
@@ -37,3 +39,5 @@ class ClusterConfig:
     """HOST:PORT of a Ray that runs already, on num_nodes nodes; null: one of this machine alone, for this run"""
     nodes_deadline_s: float = 300.0
     """How long the nodes of ray_address may take to join"""
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    """What a job's memory and seconds are planned from, before its processes start"""

@@ -1,5 +1,6 @@
 """Which GPU of which node each process has, by the `cluster` group."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -105,6 +106,8 @@ def check_cluster(config: Config, command: str = "train") -> Iterator[str]:
     yield from bad
     if bad:
         return
+    if cluster.ray_address is not None and not re.fullmatch(r".+:\d+", cluster.ray_address):
+        yield f"cluster.ray_address: found {cluster.ray_address!r}; it must be HOST:PORT, or null for a Ray of this run"
     if cluster.num_nodes > 1:
         yield from _check_several_nodes(config, groups)
     if cluster.gpus_per_node:

@@ -234,6 +234,12 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.rollout.transport is not Transport.disk,
         "with rollout.transport=disk; it counts with colocated or split",
     ),
+    Rule(
+        ("cluster.hardware",),
+        lambda c: c.cluster.hardware.gpu is not None,
+        "with cluster.hardware.gpu=null; it counts with a cluster whose GPU is known, such as cluster=h100x8",
+        switch=True,
+    ),
 )
 
 _POLICY_ONLY = (
@@ -283,7 +289,7 @@ COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
                 "model.megatron",
                 *("cluster.cpu_threads_per_worker", "cluster.worker_start_deadline_s", "cluster.call_deadline_s"),
                 *("rollout.sync_deadline_s", "rollout.max_probe_logprob_gap", "rollout.max_staleness"),
-                *("rollout.transport", "rollout.sync_bucket_mb"),
+                *("rollout.transport", "rollout.sync_bucket_mb", "cluster.hardware"),
             ),
             lambda c: False,
             "in an evaluation, which has no training processes; it counts in python -m megarl.train",

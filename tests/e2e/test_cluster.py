@@ -10,8 +10,11 @@ import pytest
 import ray
 
 from megarl.cluster.local import local_ray
+from megarl.cluster.nodes import wait_for_nodes
+from megarl.cluster.opened import open_ray
 from megarl.cluster.waiting import PendingCall, WorkerError
 from megarl.config.cluster import ClusterConfig
+from megarl.rollout.server import pick_free_port
 from megarl.seams import DeadlineError, wait_all
 
 
@@ -92,3 +95,17 @@ def test_output_of_a_worker_stays_out_of_the_terminal(tmp_path: Path, capfd):
     os.waitpid(child, 0)
     assert (tmp_path / "logs" / "policy-0.log").read_text() == "to the log\n"
     assert "to the log" not in capfd.readouterr().out
+
+
+def test_nodes_that_do_not_join_are_counted_and_those_that_did_are_named(workers: list) -> None:
+    with pytest.raises(DeadlineError, match=r"1 of 2 nodes \(cluster.num_nodes\) have joined Ray within 0.1 s .*: \S+"):
+        wait_for_nodes(2, 0.1)
+    [node] = wait_for_nodes(1, 0.1)
+    assert node.node_id == ray.get_runtime_context().get_node_id()
+
+
+def test_a_ray_that_does_not_answer_is_named() -> None:
+    address = f"127.0.0.1:{pick_free_port('127.0.0.1')}"
+    config = ClusterConfig(ray_address=address, nodes_deadline_s=0.1)
+    with pytest.raises(DeadlineError, match=f"nothing listens at {address}"), open_ray(config, num_actors=1):
+        pass

@@ -125,6 +125,11 @@ def test_several_nodes_need_a_ray_that_spans_them_an_address_and_a_transport_bet
     assert check("algo=vapo", "model=tiny", "cluster.num_nodes=2", *right) == []
 
 
+def test_an_address_without_a_port_is_refused() -> None:
+    [problem] = check("algo=vapo", "model=tiny", "cluster.ray_address=auto")
+    assert problem.startswith("cluster.ray_address: found 'auto'; it must be HOST:PORT")
+
+
 @pytest.mark.parametrize(("key", "value"), [("num_nodes", 0), ("gpus_per_node", -1)])
 def test_a_cluster_of_nothing_is_refused(key: str, value: int) -> None:
     config = load_config(["algo=vapo", "model=tiny"])

@@ -1,0 +1,33 @@
+"""`cluster.hardware`: what one GPU and one node of the cluster can do, from which a job is planned."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from math import isfinite
+
+
+@dataclass
+class HardwareConfig:
+    """One kind of GPU, the same on every node. Peaks are those of the data sheet, without sparsity."""
+
+    gpu: str | None = None
+    """Its name; null: the hardware is not known, and nothing is planned"""
+    memory_gib: float = 0.0
+    """Of a GPU, as torch.cuda.get_device_properties tells it, in GiB"""
+    bf16_tflops: float = 0.0
+    fp8_tflops: float = 0.0
+    hbm_gb_s: float = 0.0
+    """Between a GPU and its memory, in 1e9 bytes a second"""
+    nvlink_gb_s: float = 0.0
+    """Out of a GPU to others of its node, one direction, in 1e9 bytes a second"""
+    network_gb_s: float = 0.0
+    """Out of a GPU to other nodes, one direction, in 1e9 bytes a second"""
+    host_memory_gib: float = 0.0
+    """Of a node"""
+
+
+def check_hardware(hardware: HardwareConfig) -> Iterator[str]:
+    """One message per number of a known GPU that is not above 0."""
+    for field in fields(hardware) if hardware.gpu is not None else ():
+        value = getattr(hardware, field.name)
+        if field.name != "gpu" and not (isfinite(value) and value > 0):
+            yield f"cluster.hardware.{field.name}: found {value}; it must be above 0"
