@@ -54,8 +54,15 @@ if [[ -n ${MEGARL_INTERFACE:-} ]]; then
   options+=(--node-ip-address="$address")
 fi
 if ((number == 0)); then
-  # The one port that Ray does not leave to the kernel.
-  port=$("$MEGARL_PYTHON" -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+  # The one port that Ray does not leave to the kernel; below those that the kernel gives away meanwhile.
+  port=$("$MEGARL_PYTHON" -c '
+import contextlib, random, socket
+for port in random.sample(range(20000, 32768), 100):
+    with socket.socket() as listener, contextlib.suppress(OSError):
+        listener.bind(("", port))
+        print(port)
+        break
+')
   options+=(--head --port=0 --ray-client-server-port="$port" --include-dashboard=false --no-monitor)
 else
   options+=(--address="$MEGARL_RAY_ADDRESS")

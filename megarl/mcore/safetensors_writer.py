@@ -6,16 +6,16 @@ header, JSON; the tensors' bytes one after the other.
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megarl.mcore.checkpoint_files import MAX_FILE_BYTES
 from megarl.mcore.checkpoint_reader import INDEX, SINGLE
 
+MAX_FILE_BYTES = 4 << 30
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -41,28 +41,70 @@ def write_safetensors(
     Raises ValueError where `tensors` are not those of `specs`, in their order.
     """
     parts = _divide(specs, max_file_bytes)
-    names = [SINGLE]
-    if len(parts) > 1:
-        names = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
-        weight_map = {spec.name: file for file, part in zip(names, parts, strict=True) for spec in part}
-        index = {"metadata": {"total_size": sum(spec.num_bytes for spec in specs)}, "weight_map": weight_map}
-        (directory / INDEX).write_text(json.dumps(index, indent=2))
     stream = iter(tensors)
-    for file_name, part in zip(names, parts, strict=True):
-        with (directory / file_name).open("wb") as file:
-            header = _encode_header(part)
-            file.write(len(header).to_bytes(8, "little") + header)
-            for spec in part:
-                name, tensor = next(stream, ("nothing", torch.empty(0)))
-                if (name, tuple(tensor.shape), tensor.dtype) != (spec.name, spec.shape, spec.dtype):
-                    raise ValueError(f"{directory}: {name} {list(tensor.shape)} {tensor.dtype} came for {spec}")
-                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-                # Not one tensor is kept while the next is read.
-                del tensor
-            file.flush()
-            os.fsync(file.fileno())
+    for name, part in zip(_name_files(directory, parts), parts, strict=True):
+        _write_file(directory / name, part, stream)
     if (rest := next(stream, None)) is not None:
         raise ValueError(f"{directory}: {rest[0]} came after the last of the tensors")
+
+
+def write_unknown_safetensors(
+    directory: Path, tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int = MAX_FILE_BYTES
+) -> None:
+    """The same for tensors whose shapes are not known before: those of a file are held until it is full."""
+    parts: list[list[TensorSpec]] = []
+    for held in _hold(tensors, max_file_bytes):
+        parts.append([_describe(name, tensor) for name, tensor in held])
+        _write_file(directory / f"part-{len(parts)}", parts[-1], iter(held))
+    for number, name in enumerate(_name_files(directory, parts), start=1):
+        (directory / f"part-{number}").rename(directory / name)
+
+
+def _write_file(path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> None:
+    with path.open("wb") as file:
+        header = _encode_header(specs)
+        file.write(len(header).to_bytes(8, "little") + header)
+        for spec in specs:
+            name, tensor = next(tensors, ("nothing", torch.empty(0)))
+            if _describe(name, tensor) != spec:
+                raise ValueError(f"{path.parent}: {name} {list(tensor.shape)} {tensor.dtype} came for {spec}")
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+            # Not one tensor is kept while the next is read.
+            del tensor
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _name_files(directory: Path, parts: Sequence[Sequence[TensorSpec]]) -> list[str]:
+    """The names of the files of `parts`; where they are several, the index is written."""
+    if len(parts) == 1:
+        return [SINGLE]
+    names = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+    weight_map = {spec.name: file for file, part in zip(names, parts, strict=True) for spec in part}
+    index = {
+        "metadata": {"total_size": sum(spec.num_bytes for part in parts for spec in part)},
+        "weight_map": weight_map,
+    }
+    (directory / INDEX).write_text(json.dumps(index, indent=2))
+    return names
+
+
+def _hold(tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """The tensors of one file after another; at least of one, which may have none."""
+    held: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if held and size + tensor.nbytes > max_file_bytes:
+            yield held
+            held.clear()  # also for the caller, who has the list until the next one comes
+            size = 0
+        held.append((name, tensor))
+        size += tensor.nbytes
+    yield held
+
+
+def _describe(name: str, tensor: Tensor) -> TensorSpec:
+    return TensorSpec(name, tuple(tensor.shape), tensor.dtype)
 
 
 def _divide(specs: Sequence[TensorSpec], max_file_bytes: int) -> list[list[TensorSpec]]:

@@ -1,6 +1,5 @@
 """Runs whose processes are killed, or that are asked to stop, end as the one that nobody touched, bit for bit."""
 
-import importlib.util
 import json
 import os
 import re
@@ -8,25 +7,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from tool_loading import load_tool
 
-FILE = Path(__file__).resolve().parents[2] / "tools" / "faults.py"
-
-
-def load_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("faults", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["faults"] = module  # Its dataclasses look themselves up.
-    spec.loader.exec_module(module)
-    return module
-
-
-faults = load_tool()
+faults = load_tool("faults.py")
 
 KILLS = [
     ("driver", "generation", 3),

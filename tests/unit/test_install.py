@@ -1,7 +1,6 @@
 """The installer and its locks: complete, exact, free of CUDA on a CPU, quick when there is nothing to do."""
 
 import importlib.metadata
-import importlib.util
 import os
 import re
 import subprocess
@@ -12,32 +11,24 @@ from types import ModuleType
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from tool_loading import load_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALL = ROOT / "tools" / "install"
 EXTRAS_OF = {"cpu": ("sglang", "dev"), "cuda": ("cuda", "dev")}
 
 
-def load_tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"megarl_tool_{name}", INSTALL / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def installer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The real installer, with its stamps in a temporary folder."""
-    module = load_tool("install")
+    module = load_tool("install/install.py")
     monkeypatch.setattr(module, "STAMPS", tmp_path)
     return module
 
 
 def read_lock(name: str) -> dict[str, str]:
     """Canonical package name -> pinned version."""
-    pins = load_tool("install").read_pins(INSTALL / name)
+    pins = load_tool("install/install.py").read_pins(INSTALL / name)
     return {canonicalize_name(package): line.split("==")[1] for package, line in pins.items()}
 
 

@@ -1,4 +1,6 @@
 import json
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from megarl.mcore.checkpoint_files import write_hf_checkpoint
 from megarl.mcore.checkpoint_reader import CheckpointReader
 from megarl.mcore.entries import padded_vocab_size
 from megarl.mcore.model import build_config, check_options
+from megarl.mcore.safetensors_writer import write_unknown_safetensors
 from megarl.mcore.spec import Role, WorkerSpec
 
 CONFIG: dict[str, Any] = {
@@ -194,3 +197,21 @@ def test_large_checkpoints_are_cut_into_files_with_an_index(tmp_path: Path, monk
     assert len(list((tmp_path / "cut").glob("*.safetensors"))) == 3
     with CheckpointReader(tmp_path / "cut") as reader:
         assert all(torch.equal(reader.read(name), tensor) for name, tensor in tensors.items())
+
+
+def test_tensors_of_a_file_that_is_written_are_not_held_while_the_next_are_made(tmp_path: Path) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def make() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(5):
+            alive.append(sum(each() is not None for each in made))
+            tensor = torch.full((20,), float(number))
+            made.append(weakref.ref(tensor))
+            yield f"t{number}", tensor
+            del tensor
+
+    write_unknown_safetensors(tmp_path, make(), max_file_bytes=160)
+    assert max(alive) == 2
+    with CheckpointReader(tmp_path) as reader:
+        assert [reader.read(f"t{number}")[0].item() for number in range(5)] == [0, 1, 2, 3, 4]

@@ -1,15 +1,12 @@
 """tools/check_layouts.py: which layouts it proposes, on what data, and its verdict."""
 
-import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tool_loading import load_tool
 
 from megarl.config.load import load_config
 from megarl.config.roles import ParallelConfig
@@ -17,18 +14,7 @@ from megarl.inputs import load_models, load_specs
 from megarl.mcore.compare_layouts import LayoutDifference, describe_layout
 from megarl.mcore.spec import Role
 
-FILE = Path(__file__).resolve().parents[3] / "tools" / "check_layouts.py"
-
-
-def load_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_layouts", FILE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["check_layouts"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
+tool = load_tool("check_layouts.py")
 EQUAL = LayoutDifference(1.0, 2.0, 0.0, 0.0, 0.0, "model.norm.weight", 0.0, 0.0)
 
 

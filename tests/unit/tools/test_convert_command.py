@@ -5,7 +5,6 @@ it ends. It counts every tensor and every mapped page of the source's files. Tha
 that of a model of a few kilobytes is what the model's size costs.
 """
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -13,10 +12,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from tool_loading import TOOLS, load_tool
 
 from megarl.config.model import RandomModelConfig
 from megarl.hf.random_model import build_random_checkpoint
@@ -24,24 +23,17 @@ from megarl.mcore.architecture import read_architecture
 from megarl.mcore.entries import compute_hf_shape, list_entries
 from megarl.mcore.safetensors_writer import TensorSpec, write_safetensors
 
-FILE = Path(__file__).resolve().parents[3] / "tools" / "convert_checkpoint.py"
-COMMAND = [sys.executable, str(FILE)]
+FILE = "convert_checkpoint.py"
+COMMAND = [sys.executable, str(TOOLS / FILE)]
 NUM_LAYERS = 7
 Run = Callable[..., tuple[int, str, str]]
 """Arguments -> exit code, stdout, stderr"""
 
 
-def load_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("convert_checkpoint", FILE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     def call(*args: object) -> tuple[int, str, str]:
-        code = load_tool().run([str(arg) for arg in args])
+        code = load_tool(FILE).run([str(arg) for arg in args])
         return code, *capsys.readouterr()
 
     return call

