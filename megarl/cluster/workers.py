@@ -1,7 +1,6 @@
 """One role (policy, critic or reference) as a group of Ray actors, one per rank: the `TrainBackend` of the loop."""
 
 import os
-import socket
 import sys
 import uuid
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from megarl.cluster.nodes import Cluster
 from megarl.cluster.stacks import Place, Ranks, Watch, dump_on_signal, identify
 from megarl.cluster.waiting import PendingCall, wait_for
 from megarl.config.placement import Seat
-from megarl.rollout.server import is_loopback
+from megarl.rollout.server import is_loopback, pick_free_port
 from megarl.types import Metrics, Sequences, TrainingSamples
 
 if TYPE_CHECKING:
@@ -43,9 +42,7 @@ class WorkerActor:
 
     def find_address(self) -> str:
         """A free port of this process's machine, for the process group's rendezvous."""
-        with socket.socket() as probe:
-            probe.bind((self._host, 0))
-            return f"tcp://{self._host}:{probe.getsockname()[1]}"
+        return f"tcp://{self._host}:{pick_free_port(self._host)}"
 
     def build(self, spec: "WorkerSpec", rank: int, world_size: int, init_method: str) -> str:
         """Make the model; says what computes it."""

@@ -23,7 +23,7 @@ LAYERS = (
     {"pretraining"},
     {"job", "evaluation"},
     {"pretraining_job", "attempts"},
-    {"train", "pretrain_value", "evaluate", "doctor"},
+    {"train", "pretrain_value", "evaluate", "doctor", "preflight"},
 )
 """Rooms from the bottom up. A room imports itself and rooms of lower layers, never one of its own layer."""
 LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}

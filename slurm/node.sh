@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Ray on one node: what train.sh has srun start on each. It stays until it is told to end, and leaves nothing there.
+#
+# From train.sh: MEGARL_HOME, MEGARL_PYTHON, MEGARL_NODES, MEGARL_JOB_DIR (a folder of the job that nodes share),
+# MEGARL_LOG_DIR, MEGARL_OBJECT_STORE_MB, MEGARL_INTERFACE; MEGARL_RAY_ADDRESS, except on the first node, which writes it to
+# MEGARL_JOB_DIR/address.
+# shellcheck disable=SC2329 # trap calls the function by its name
+set -euo pipefail
+# shellcheck source=slurm/clean.sh
+source "$MEGARL_HOME/slurm/clean.sh"
+
+exec >>"$MEGARL_LOG_DIR/node-$SLURMD_NODENAME.log" 2>&1
+
+END_S=8 # of Ray's own end; Slurm kills KillWait (30) seconds after scancel
+
+IFS=, read -ra nodes <<<"$MEGARL_NODES"
+number=0
+while [[ ${nodes[number]} != "$SLURMD_NODENAME" ]]; do number=$((number + 1)); done
+# Short, since unix sockets are made under it; the number, since nodes may share a machine.
+scratch=/tmp/megarl-ray-$SLURM_JOB_ID-$number
+
+end() {
+  trap '' TERM INT HUP USR1
+  if [[ -n ${ray:-} ]] && kill -TERM "$ray" 2>/dev/null; then
+    wait_until "$END_S" has_no_members "$scratch" || echo "$SLURMD_NODENAME: Ray did not end within $END_S s; killed"
+  fi
+  remove_scratch "$scratch"
+  remove_left_over
+}
+trap end EXIT
+trap 'exit 143' TERM INT HUP
+
+# An earlier start of this job, on a node that was lost, may have left some.
+remove_scratch "$scratch"
+mkdir -m 700 "$scratch"
+ulimit -n "$(ulimit -Hn)" 2>/dev/null || true
+ulimit -l unlimited 2>/dev/null || true
+
+ids=${CUDA_VISIBLE_DEVICES:-}
+if [[ -z $ids && ${SLURM_GPUS_ON_NODE:-0} -gt 0 ]]; then
+  ids=$(seq -s, 0 $((SLURM_GPUS_ON_NODE - 1)))
+fi
+export MEGARL_GPUS=$ids MEGARL_SCRATCH=$scratch
+
+# megarl counts the GPUs itself. Every port is the kernel's choice: a neighbour's job may be on the node.
+options=(
+  --block --disable-usage-stats --node-name="$SLURMD_NODENAME" --temp-dir="$scratch" --num-cpus=1 --num-gpus=0
+  --object-store-memory=$((MEGARL_OBJECT_STORE_MB * 1024 * 1024)) --include-log-monitor=false
+  --dashboard-agent-listen-port=0
+)
+if [[ -n ${MEGARL_INTERFACE:-} ]]; then
+  address=$(ip -4 -o addr show dev "$MEGARL_INTERFACE" | awk '{ sub("/.*", "", $4); print $4; exit }')
+  [[ -n $address ]] || { echo "error: MEGARL_INTERFACE: $SLURMD_NODENAME has no address on $MEGARL_INTERFACE" >&2; exit 2; }
+  options+=(--node-ip-address="$address")
+fi
+if ((number == 0)); then
+  # The one port that Ray does not leave to the kernel; below those that the kernel gives away meanwhile.
+  port=$("$MEGARL_PYTHON" -c '
+import contextlib, random, socket
+for port in random.sample(range(20000, 32768), 100):
+    with socket.socket() as listener, contextlib.suppress(OSError):
+        listener.bind(("", port))
+        print(port)
+        break
+')
+  options+=(--head --port=0 --ray-client-server-port="$port" --include-dashboard=false --no-monitor)
+else
+  options+=(--address="$MEGARL_RAY_ADDRESS")
+fi
+
+echo "$(date '+%F %T') $SLURMD_NODENAME: Ray in $scratch, GPUs ${ids:-none}"
+"$MEGARL_PYTHON" -m ray.scripts.scripts start "${options[@]}" &
+ray=$!
+if ((number == 0)); then
+  # Ray writes it once the head runs; renamed, so that nobody reads half of it.
+  until [[ -s $scratch/ray_current_cluster ]]; do
+    kill -0 "$ray" 2>/dev/null || break
+    sleep 0.2
+  done
+  cp "$scratch/ray_current_cluster" "$MEGARL_JOB_DIR/.address" && mv "$MEGARL_JOB_DIR/.address" "$MEGARL_JOB_DIR/address"
+fi
+code=0
+wait "$ray" || code=$?
+echo "$(date '+%F %T') $SLURMD_NODENAME: Ray has ended with code $code"
+exit $((code ? code : 1))

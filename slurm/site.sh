@@ -1,0 +1,37 @@
+# shellcheck shell=bash
+# What differs from site to site, sourced by train.sh on the first node. Copy it, or name another file in MEGARL_SITE.
+# A value that the environment of sbatch already has stays.
+
+# --- where Python is: one of three ---------------------------------------------------------------------------------
+# A virtual environment that every node sees (tools/install/install.sh cuda makes .venv):
+MEGARL_PYTHON=${MEGARL_PYTHON:-$MEGARL_HOME/.venv/bin/python}
+# A container: `pyxis` starts IMAGE through srun --container-image (pyxis and enroot), `apptainer` through apptainer exec.
+# MEGARL_PYTHON is then the path inside it.
+MEGARL_CONTAINER=${MEGARL_CONTAINER:-none} # none, pyxis or apptainer
+MEGARL_IMAGE=${MEGARL_IMAGE:-}             # registry#name:tag or FILE.sqsh; FILE.sif
+# Further directories to be seen inside, SRC:DST with commas between, such as those of models and data. The code, the
+# folder of the job, /tmp and /dev/shm always are: driver and workers share files there.
+MEGARL_MOUNTS=${MEGARL_MOUNTS:-}
+
+# --- modules ---------------------------------------------------------------------------------------------------------
+# module purge; module load cuda/12.8
+
+# --- network ---------------------------------------------------------------------------------------------------------
+# The interface over which Ray, gloo and NCCL's bootstrap talk; empty: the one of the default route.
+MEGARL_INTERFACE=${MEGARL_INTERFACE:-}
+if [[ -n $MEGARL_INTERFACE ]]; then
+  export NCCL_SOCKET_IFNAME=$MEGARL_INTERFACE
+fi
+# InfiniBand:  export NCCL_IB_HCA=mlx5 NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=7
+# RoCE:        export NCCL_IB_GID_INDEX=3 NCCL_IB_TC=106
+# EFA:         export FI_PROVIDER=efa FI_EFA_USE_DEVICE_RDMA=1
+# NVLink SHARP: export NCCL_NVLS_ENABLE=1
+# Says at the start which of them NCCL uses:
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+# Megatron's order of kernels and communication under tensor parallelism.
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+
+# --- models ----------------------------------------------------------------------------------------------------------
+# A cache of the Hugging Face hub that every node sees; model.path names a model in it, or a directory.
+# export HF_HOME=/shared/huggingface
+export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1} # nodes without a way out do not wait for one

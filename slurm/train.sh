@@ -1,0 +1,281 @@
+#!/usr/bin/env bash
+# sbatch slurm/train.sh algo=vapo model=qwen32b [overrides]     train over the nodes of one job
+# sbatch --nodes=2 slurm/train.sh resume=RUN_DIR                go on with a run
+# slurm/train.sh --local [--nodes=N --gpus-per-node=N] [...]    print what that would do, and do nothing
+#
+# The run's folder is runs/slurm_JOBID under the directory of sbatch, or hydra.run.dir=DIR. Before the time limit
+# (--signal) a checkpoint is written and the job is queued again, as it is when a node is lost; it goes on from there.
+# `scancel --signal=USR1 --batch JOBID` asks for that at any time, `scancel JOBID` ends the job. What differs from site
+# to site is in slurm/site.sh (or MEGARL_SITE=FILE).
+#
+#SBATCH --job-name=megarl
+#SBATCH --nodes=8
+#SBATCH --gpus-per-node=8
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --signal=B:USR1@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%j.out
+# shellcheck disable=SC2329 # wait_until calls functions by their names
+set -euo pipefail
+
+say() { echo "$(date '+%F %T') $*"; }
+fail() { echo "error: $*" >&2; exit 2; }
+
+PREFLIGHT_S=120   # of a step that looks at every node
+HEAD_S=120        # until the first node's Ray answers
+WITHOUT_NODES_S=60 # the driver may take to end, after a node's Ray has
+TEARDOWN_S=15     # of the steps that hold Ray
+MARGIN_S=60       # before the time limit the job is queued again, whatever the checkpoint does
+EXIT_USR1=138
+
+find_home() {
+  # sbatch runs a copy of this file, from its spool folder.
+  local command
+  if [[ -n ${SLURM_JOB_ID:-} && -z ${MEGARL_HOME:-} ]]; then
+    command=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
+    MEGARL_HOME=$(dirname "$(dirname "$command")")
+    [[ -f $MEGARL_HOME/slurm/node.sh ]] || MEGARL_HOME=${SLURM_SUBMIT_DIR:-}
+  fi
+  MEGARL_HOME=${MEGARL_HOME:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}
+  [[ -f $MEGARL_HOME/slurm/node.sh ]] || fail "MEGARL_HOME: found '$MEGARL_HOME', which has no slurm/node.sh; name megarl's directory"
+}
+
+read_arguments() {
+  local text
+  run_dir='' arguments=()
+  for text in "$@"; do
+    case $text in
+      -m | --multirun) fail "$text: a job is one run; a sweep on Slurm is python -m megarl.train -m hydra/launcher=..., from the login node" ;;
+      cluster.ray_address=*) fail "cluster.ray_address: train.sh starts Ray and sets it" ;;
+      hydra.run.dir=* | resume=*) run_dir=${text#*=} ;;&
+      hydra.run.dir=*) ;;
+      *) arguments+=("$text") ;;
+    esac
+  done
+  run_dir=${run_dir#[\'\"]}
+  run_dir=${run_dir%[\'\"]}
+  [[ $run_dir != *\$\{* ]] || fail "hydra.run.dir: found $run_dir; in a job it is a directory, without \${...}"
+  run_dir=$(realpath -m "${run_dir:-runs/slurm_$SLURM_JOB_ID}")
+  [[ " ${arguments[*]-} " == *" resume="* ]] || arguments+=("hydra.run.dir='$run_dir'")
+  [[ " ${arguments[*]-} " =~ " "(cluster|resume)= ]] || arguments=(cluster=slurm "${arguments[@]}")
+  if ((${SLURM_RESTART_COUNT:-0} > 0)) && [[ -f $run_dir/run.json ]]; then
+    arguments=("resume=$run_dir")
+  fi
+}
+
+# What the steps have in common, and how a command gets into the container.
+build_commands() {
+  local mounts="$MEGARL_HOME,$run_dir,$PWD,/tmp,/dev/shm${MEGARL_MOUNTS:+,$MEGARL_MOUNTS}"
+  step=(srun --overlap --cpu-bind=none --export=ALL)
+  inside=()
+  case $MEGARL_CONTAINER in
+    none) ;;
+    pyxis) step+=(--container-image="$MEGARL_IMAGE" --container-mounts="$(pair_mounts "$mounts")" --container-workdir="$PWD") ;;
+    apptainer) inside=(apptainer exec --nv --pwd "$PWD" --bind "$mounts" "$MEGARL_IMAGE") ;;
+    *) fail "MEGARL_CONTAINER: found $MEGARL_CONTAINER; none, pyxis or apptainer ($site)" ;;
+  esac
+  [[ $MEGARL_CONTAINER == none || -n $MEGARL_IMAGE ]] || fail "MEGARL_IMAGE: empty, with MEGARL_CONTAINER=$MEGARL_CONTAINER ($site)"
+  on_head=("${step[@]}" --nodes=1 --ntasks=1 --nodelist="${nodes[0]}")
+  on_all=("${step[@]}" --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}")
+  on_others=("${step[@]}" --nodes=$((${#nodes[@]} - 1)) --ntasks=$((${#nodes[@]} - 1))
+    --nodelist="$(IFS=,; echo "${nodes[*]:1}")")
+  # One node's Ray that ends ends all.
+  ray=(--job-name=ray --kill-on-bad-exit=1)
+  check_job=("${on_head[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.preflight job "${arguments[@]}")
+  check_nodes=("${on_all[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.preflight node "${arguments[@]}")
+  compare_nodes=("${on_head[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.preflight compare "${arguments[@]}")
+  start_head=("${on_head[@]}" "${ray[@]}" "${inside[@]}" bash "$MEGARL_HOME/slurm/node.sh")
+  start_others=("${on_others[@]}" "${ray[@]}" "${inside[@]}" bash "$MEGARL_HOME/slurm/node.sh")
+  start_driver=("${on_head[@]}" --job-name=driver "${inside[@]}" "$MEGARL_PYTHON" -m megarl.train "${arguments[@]}")
+}
+
+# A,B:C -> A:A,B:C, as pyxis wants them.
+pair_mounts() {
+  local each result=()
+  IFS=, read -ra each <<<"$1"
+  for path in "${each[@]}"; do
+    [[ $path == *:* ]] && result+=("$path") || result+=("$path:$path")
+  done
+  (IFS=,; echo "${result[*]}")
+}
+
+is_running() { [[ -n ${1:-} ]] && kill -0 "$1" 2>/dev/null; }
+
+# A second, or less where a signal comes.
+nap() {
+  sleep 1 &
+  wait $! || true
+}
+
+check() {
+  local settings
+  settings=$(timeout "$PREFLIGHT_S" "${check_job[@]}") || end $?
+  # shellcheck disable=SC2086 # words of the form NAME=NUMBER
+  export ${settings//$'\n'/ }
+  timeout "$PREFLIGHT_S" "${check_nodes[@]}" >"$job_dir/nodes" || end $?
+  "${compare_nodes[@]}" <"$job_dir/nodes" || end $?
+}
+
+start_ray() {
+  local deadline=$((SECONDS + HEAD_S))
+  "${start_head[@]}" &
+  head=$!
+  until [[ -s $job_dir/address || -n $stop ]]; do
+    is_running "$head" || { say "Ray ended on ${nodes[0]}: $run_dir/logs/slurm/node-${nodes[0]}.log"; end 1; }
+    ((SECONDS < deadline)) || { say "Ray on ${nodes[0]} gave no address within $HEAD_S s: $run_dir/logs/slurm"; end 1; }
+    nap
+  done
+  [[ -z $stop ]] || end
+  MEGARL_RAY_ADDRESS=$(<"$job_dir/address")
+  export MEGARL_RAY_ADDRESS
+  if ((${#nodes[@]} > 1)); then
+    "${start_others[@]}" &
+    others=$!
+  fi
+  say "Ray at $MEGARL_RAY_ADDRESS on ${nodes[*]}"
+}
+
+# Whether every node's Ray is there.
+has_nodes() { is_running "$head" && { ((${#nodes[@]} == 1)) || is_running "$others"; }; }
+
+run_driver() {
+  local lost='' patience=$WITHOUT_NODES_S limit
+  limit=$(find_time_limit)
+  "${start_driver[@]}" "cluster.ray_address=$MEGARL_RAY_ADDRESS" &
+  driver=$!
+  while is_running "$driver"; do
+    nap
+    forward
+    [[ $stop != TERM ]] || patience=5
+    if [[ -z $lost ]] && ! has_nodes; then
+      lost=$SECONDS
+      say "Ray has ended on a node, see $run_dir/logs/slurm; the driver has $patience s to end"
+    fi
+    if [[ -n $lost ]] && ((SECONDS - lost > patience)) || { [[ $stop == USR1 ]] && (($(date +%s) > limit)); }; then
+      say "the driver has not ended in time; killed"
+      signal_steps driver KILL || true
+      nap
+      kill -KILL "$driver" 2>/dev/null || true
+    fi
+  done
+  code=0
+  wait "$driver" || code=$?
+  say "the driver has ended with code $code"
+}
+
+# Seconds since 1970 at which a job that was asked to stop must be queued again.
+find_time_limit() {
+  local end
+  end=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.* EndTime=\([^ ]*\).*/\1/p')
+  end=$(date -d "$end" +%s 2>/dev/null) || end=$(($(date +%s) + 10 * 365 * 86400))
+  echo $((end - MARGIN_S))
+}
+
+# Send signal $2 to the job's steps of the name $1; false where there is none. Not to srun: that ends a step by force.
+signal_steps() {
+  local steps
+  mapfile -t steps < <(squeue --steps --noheader --jobs="$SLURM_JOB_ID" --format='%i %j' | awk -v name="$1" '$2 == name { print $1 }')
+  ((${#steps[@]})) && scancel --signal="$2" "${steps[@]}"
+}
+
+# What the job was asked to do, to the driver, once there is one.
+forward() {
+  if [[ -n $stop && $forwarded != "$stop" ]] && signal_steps driver "$stop"; then
+    forwarded=$stop
+  fi
+}
+
+# What the job ends with: it is queued again after USR1, or where a node is lost; else the driver's code counts.
+end() {
+  local code=${1:-$EXIT_USR1}
+  tear_down
+  if [[ $stop == TERM ]]; then
+    say "ended by Slurm: scancel, the time limit, or a node that was lost"
+    exit 143
+  elif [[ $stop == USR1 && ($code == "$EXIT_USR1" || $code == 137) ]]; then
+    requeue "SIGUSR1"
+  elif ((code != 0 && code != 2)) && ! timeout 60 "${on_all[@]}" true 2>/dev/null; then
+    requeue "a node does not answer"
+  fi
+  exit "$code"
+}
+
+requeue() {
+  say "$1: queued again; it goes on from the newest checkpoint in $run_dir"
+  if scontrol requeue "$SLURM_JOB_ID"; then
+    # Slurm ends this start of the job.
+    stop=''
+    wait_until 60 is_ended_by_slurm && exit "$EXIT_USR1"
+  fi
+  say "Slurm does not queue the job again; by hand: sbatch slurm/train.sh resume=$run_dir"
+  exit "$EXIT_USR1"
+}
+
+is_ended_by_slurm() { [[ $stop == TERM ]]; }
+
+tear_down() {
+  if ! have_ended "$head" "$others"; then
+    signal_steps ray TERM || true
+    wait_until "$TEARDOWN_S" have_ended "$head" "$others" || {
+      say "Ray's steps did not end within $TEARDOWN_S s; killed"
+      signal_steps ray KILL || true
+    }
+  fi
+  rm -rf "$job_dir"
+  remove_left_over
+}
+
+have_ended() { ! is_running "$1" && ! is_running "$2"; }
+
+make_job_dir() {
+  job_dir=$run_dir/.slurm
+  mkdir -p "$run_dir/logs/slurm"
+  rm -rf "$job_dir"
+  mkdir -m 700 "$job_dir"
+  # Whoever has the token can run code in this Ray, which listens on the network.
+  (umask 077; od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$job_dir/token")
+}
+
+set_environment() {
+  export MEGARL_HOME MEGARL_PYTHON MEGARL_INTERFACE MEGARL_JOB_DIR=$run_dir/.slurm MEGARL_LOG_DIR=$run_dir/logs/slurm
+  MEGARL_NODES=$(IFS=,; echo "${nodes[*]}")
+  export MEGARL_NODES RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$MEGARL_JOB_DIR/token
+  export PYTHONPATH=$MEGARL_HOME${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+}
+
+load_site() {
+  site=${MEGARL_SITE:-$MEGARL_HOME/slurm/site.sh}
+  [[ -f $site ]] || fail "MEGARL_SITE: no such file: $site"
+  # shellcheck source=slurm/site.sh
+  source "$site"
+  # shellcheck source=slurm/clean.sh
+  source "$MEGARL_HOME/slurm/clean.sh"
+}
+
+find_home
+if [[ ${1:-} == --local ]]; then
+  # shellcheck source=slurm/local.sh
+  source "$MEGARL_HOME/slurm/local.sh"
+  show_local "${@:2}"
+  exit
+fi
+[[ -n ${SLURM_JOB_ID:-} ]] || fail "SLURM_JOB_ID: not set; sbatch slurm/train.sh ... starts a job, slurm/train.sh --local ... prints what it would do"
+stop='' forwarded='' head='' others='' driver=''
+trap 'stop=${stop:-USR1}' USR1
+trap 'stop=TERM' TERM
+load_site
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+read_arguments "$@"
+set_environment
+build_commands
+make_job_dir
+say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on ${nodes[*]}: megarl.train ${arguments[*]}"
+check
+[[ -z $stop ]] || end
+start_ray
+[[ -z $stop ]] || end
+run_driver
+end "$code"

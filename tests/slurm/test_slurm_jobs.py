@@ -1,0 +1,105 @@
+"""`sbatch slurm/train.sh` on a real Slurm: over two nodes, asked to stop, cancelled, two at once, a node is lost."""
+
+import os
+
+import psutil
+from conftest import Job
+from mini_slurm import MiniSlurm, wait_until
+
+TINY = (
+    "rollout.transport=split",
+    "rollout.response_length=16",
+    "cluster.object_store_mb=100",
+    "cluster.cpu_threads_per_worker=1",
+    "train.prompts_per_iteration=4",
+    "train.responses_per_prompt=4",
+    "train.samples_per_minibatch=16",
+    "train.eval_every=100",
+)
+TWO_NODES = ("--nodes=2", "--gpus-per-node=2")
+HALF_OF_TWO = ("--nodes=2", "--gpus-per-node=1")
+
+
+def find_node(job: Job, log: str) -> tuple[str, str]:
+    """The node and the name of the job's step of the process that writes to RUN_DIR/logs/`log`."""
+    for pid, environment in job.find_processes().items():
+        try:
+            files = [os.readlink(f"/proc/{pid}/fd/{number}") for number in (1, 2)]
+        except OSError:
+            continue
+        if str(job.run_dir / "logs" / log) in files:
+            return environment["SLURMD_NODENAME"], name_steps(job)[environment["SLURM_STEP_ID"]]
+    raise AssertionError(f"no process writes {log}:\n{job.explain()}")
+
+
+def name_steps(job: Job) -> dict[str, str]:
+    """What Slurm calls the job's steps, by their numbers."""
+    done = job.slurm.call("squeue", "--steps", "--noheader", f"--jobs={job.number}", "--format=%i %j")
+    pairs = [line.split() for line in done.stdout.splitlines()]
+    return {step.split(".")[1]: name for step, name in pairs}
+
+
+def test_a_job_over_two_nodes_stops_for_the_time_limit_goes_on_and_ends(slurm: MiniSlurm, submit) -> None:
+    """The policy on one node, the server on the other; the only checkpoint before the end is the signal's."""
+    job = submit(*TINY, "train.num_iterations=8", "algo.value_pretrain.steps=1", options=TWO_NODES)
+    job.wait_for("iteration 1/8")
+    assert sorted(name_steps(job).values()) == ["batch", "driver", "ray", "ray"]
+    assert find_node(job, "policy-0.log") == ("n1", "ray")
+    assert find_node(job, "critic-0.log") == ("n1", "ray")
+    assert find_node(job, "server-0.log") == ("n2", "ray")
+    assert {path.name for path in (job.run_dir / "logs" / "slurm").iterdir()} == {"node-n1.log", "node-n2.log"}
+
+    slurm.call("scancel", "--signal=USR1", "--batch", job.number)
+    job.wait_state("PENDING")
+    assert "SIGUSR1: queued again" in job.output
+    job.expect_nothing_left()
+    (checkpoint,) = job.run_dir.glob("checkpoints/iteration-*")
+    job.start_again()
+    job.wait_for("done: iterations=8")
+    job.wait_state("COMPLETED")
+    assert f"going on from {checkpoint}" in job.output
+    assert job.list_iterations() == list(range(9))
+    job.expect_nothing_left()
+
+
+def test_two_jobs_share_nodes_one_is_cancelled_the_other_loses_a_node_and_goes_on(slurm: MiniSlurm, submit) -> None:
+    forever = (*TINY, "algo=grpo", "train.num_iterations=100000", "checkpoint.save_every=1")
+    cancelled, going = (submit(*forever, options=HALF_OF_TWO) for _ in range(2))
+    for job in (cancelled, going):
+        job.wait_for("iteration 1/100000", 360)
+        assert job.show("NodeList") == "n[1-2]"
+    addresses = [job.output.split("Ray at ")[1].split()[0] for job in (cancelled, going)]
+    assert addresses[0] != addresses[1]
+
+    slurm.call("scancel", cancelled.number)
+    cancelled.wait_state("CANCELLED")
+    cancelled.expect_nothing_left()
+    assert psutil.pid_exists(next(iter(going.find_processes())))
+
+    slurm.lose_node("n2")
+    going.wait_state("PENDING")
+    # On the lost machine nobody can remove anything; the next start does.
+    wait_until(
+        lambda: going.find_left() == [f"/tmp/megarl-ray-{going.number}-1"], 45, "a clean end on n1", going.explain
+    )
+    before = max(going.list_iterations())
+    slurm.start_node("n2")
+    slurm.call("scontrol", "update", "nodename=n2", "state=resume")
+    going.start_again()
+    going.wait_for("going on from")
+    going.wait_for(f"iteration {before + 2}/100000")
+    iterations = going.list_iterations()
+    assert iterations == list(range(len(iterations)))
+    assert "start 2" in going.output
+
+
+def test_a_signal_before_the_run_has_begun_queues_the_job_again_and_it_begins_then(slurm: MiniSlurm, submit) -> None:
+    job = submit(*TINY, options=TWO_NODES)
+    job.wait_for("allocation: 2 nodes x 2 GPUs", 60)
+    slurm.call("scancel", "--signal=USR1", "--batch", job.number)
+    job.wait_state("PENDING")
+    assert "SIGUSR1: queued again" in job.output
+    assert not (job.run_dir / "run.json").exists()
+    job.start_again()
+    job.wait_for("start 2", 60)
+    assert "resume=" not in job.output.split("start 2")[1].splitlines()[0]

@@ -1,0 +1,63 @@
+"""`slurm/train.sh` where there is no job: --local says what would be done, anything else what to type."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def call(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MEGARL"))}
+    return subprocess.run(
+        [str(ROOT / "slurm" / "train.sh"), *arguments],
+        env=inherited | {"MEGARL_PYTHON": sys.executable} | variables,
+        cwd=folder, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_local_prints_every_command_of_the_complete_preset_and_does_nothing(tmp_path: Path) -> None:
+    done = call(tmp_path, "--local", "algo=vapo", "model=qwen32b")
+    assert done.returncode == 0, done.stderr
+    assert "    sbatch slurm/train.sh algo=vapo model=qwen32b\n" in done.stdout
+    assert "--nodes=8" in done.stdout
+    assert (
+        f"-m megarl.train cluster=slurm algo=vapo model=qwen32b hydra.run.dir=\\'{tmp_path}/runs/slurm" in done.stdout
+    )
+    assert done.stdout.count("srun ") == 6
+    for line in ("allocation: 8 nodes x 8 GPUs", "policy: 16 processes on nodes 1 to 2, 16 GPUs"):
+        assert line in done.stderr
+    assert "servers: 8 processes on nodes 5 to 8, 32 GPUs" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_local_takes_the_options_of_sbatch_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    done = call(tmp_path, "--local", "--nodes=4", "algo=vapo", "model=qwen32b")
+    assert done.returncode == 2
+    assert "need 8 nodes of 8 GPUs (cluster.gpus_per_node); there are 4 (cluster.num_nodes)" in done.stderr
+
+
+def test_a_container_is_put_around_every_command(tmp_path: Path) -> None:
+    image = {"MEGARL_IMAGE": "megarl.sif", "MEGARL_MOUNTS": "/data"}
+    apptainer = call(tmp_path, "--local", "--nodes=1", MEGARL_CONTAINER="apptainer", **image).stdout
+    assert apptainer.count("apptainer exec --nv") == 5
+    assert "/tmp\\,/dev/shm\\,/data megarl.sif" in apptainer
+    pyxis = call(tmp_path, "--local", "--nodes=1", MEGARL_CONTAINER="pyxis", **image).stdout
+    assert pyxis.count("--container-image=megarl.sif") == 5
+    assert "/dev/shm:/dev/shm\\,/data:/data" in pyxis
+
+
+def test_what_a_job_cannot_do_is_refused_with_what_to_type(tmp_path: Path) -> None:
+    for arguments, variables, message in [
+        ((), {}, "SLURM_JOB_ID: not set; sbatch slurm/train.sh"),
+        (("--local", "-m", "algo=ppo,vapo"), {}, "-m: a job is one run"),
+        (("--local", "cluster.ray_address=a:1"), {}, "cluster.ray_address: train.sh starts Ray"),
+        (("--local", "hydra.run.dir=${now:%Y}"), {}, "hydra.run.dir: found ${now:%Y}"),
+        (("--local",), {"MEGARL_SITE": "none.sh"}, "MEGARL_SITE: no such file: none.sh"),
+        (("--local",), {"MEGARL_CONTAINER": "docker"}, "MEGARL_CONTAINER: found docker"),
+        (("--local",), {"MEGARL_CONTAINER": "pyxis"}, "MEGARL_IMAGE: empty"),
+    ]:
+        done = call(tmp_path, *arguments, **variables)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"error: {message}")
