@@ -1,33 +1,33 @@
 # shellcheck shell=bash
 # Sourced by train.sh and node.sh: the end of a job's processes and files on a node.
 
-# Wait up to $1 seconds, asking every tenth of one, until the command that follows succeeds.
+# Wait up to $1 seconds until the command that follows succeeds.
 wait_until() {
-  local tenths=$(($1 * 10))
+  local end=$((SECONDS + $1))
   shift
   until "$@"; do
-    ((tenths-- > 0)) || return 1
-    sleep 0.1
+    ((SECONDS < end)) || return 1
+    sleep 0.2 || true # a signal may end it
   done
 }
 
-# Process ids whose environment says that they belong to the scratch folder $1.
-list_members() {
-  grep -lzxF "MEGARL_SCRATCH=$1" /proc/[0-9]*/environ 2>/dev/null | grep -oE '[0-9]+' || true
-}
+# Process ids that have MEGARL_MARK=$1 in their environment.
+list_marked() (
+  unset MEGARL_MARK # else grep would find itself
+  grep -lzxF "MEGARL_MARK=$1" /proc/[0-9]*/environ 2>/dev/null | grep -oE '[0-9]+' || true
+)
 
-has_no_members() { [[ -z $(list_members "$1") ]]; }
+are_gone() { [[ -z $(list_marked "$1") ]]; }
 
-# Kill what still belongs to the scratch folder $1, and remove the folder.
-remove_scratch() {
-  local members
+# Kill them.
+kill_marked() {
+  local marked
   for _ in 1 2 3; do
-    mapfile -t members < <(list_members "$1")
-    ((${#members[@]})) || break
-    kill -KILL "${members[@]}" 2>/dev/null || true
-    wait_until 2 has_no_members "$1" || true
+    mapfile -t marked < <(list_marked "$1")
+    ((${#marked[@]})) || return 0
+    kill -KILL "${marked[@]}" 2>/dev/null || true
+    wait_until 2 are_gone "$1" || true
   done
-  rm -rf "$1"
 }
 
 # Remove what megarl's killed processes have left, by the process id in the names.

@@ -11,7 +11,7 @@ source "$MEGARL_HOME/slurm/clean.sh"
 
 exec >>"$MEGARL_LOG_DIR/node-$SLURMD_NODENAME.log" 2>&1
 
-END_S=8 # of Ray's own end; Slurm kills KillWait (30) seconds after scancel
+END_S=6 # of Ray's own end; Slurm kills KillWait (30) seconds after scancel
 
 IFS=, read -ra nodes <<<"$MEGARL_NODES"
 number=0
@@ -22,16 +22,18 @@ scratch=/tmp/megarl-ray-$SLURM_JOB_ID-$number
 end() {
   trap '' TERM INT HUP USR1
   if [[ -n ${ray:-} ]] && kill -TERM "$ray" 2>/dev/null; then
-    wait_until "$END_S" has_no_members "$scratch" || echo "$SLURMD_NODENAME: Ray did not end within $END_S s; killed"
+    wait_until "$END_S" are_gone "$scratch" || echo "$SLURMD_NODENAME: Ray did not end within $END_S s; killed"
   fi
-  remove_scratch "$scratch"
+  kill_marked "$scratch"
+  rm -rf "$scratch"
   remove_left_over
 }
 trap end EXIT
 trap 'exit 143' TERM INT HUP
 
 # An earlier start of this job, on a node that was lost, may have left some.
-remove_scratch "$scratch"
+kill_marked "$scratch"
+rm -rf "$scratch"
 mkdir -m 700 "$scratch"
 ulimit -n "$(ulimit -Hn)" 2>/dev/null || true
 ulimit -l unlimited 2>/dev/null || true
@@ -40,7 +42,7 @@ ids=${CUDA_VISIBLE_DEVICES:-}
 if [[ -z $ids && ${SLURM_GPUS_ON_NODE:-0} -gt 0 ]]; then
   ids=$(seq -s, 0 $((SLURM_GPUS_ON_NODE - 1)))
 fi
-export MEGARL_GPUS=$ids MEGARL_SCRATCH=$scratch
+export MEGARL_GPUS=$ids MEGARL_MARK=$scratch
 
 # megarl counts the GPUs itself. Every port is the kernel's choice: a neighbour's job may be on the node.
 options=(

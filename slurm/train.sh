@@ -78,6 +78,7 @@ build_commands() {
     *) fail "MEGARL_CONTAINER: found $MEGARL_CONTAINER; none, pyxis or apptainer ($site)" ;;
   esac
   [[ $MEGARL_CONTAINER == none || -n $MEGARL_IMAGE ]] || fail "MEGARL_IMAGE: empty, with MEGARL_CONTAINER=$MEGARL_CONTAINER ($site)"
+  driver_mark=driver-$SLURM_JOB_ID
   on_head=("${step[@]}" --nodes=1 --ntasks=1 --nodelist="${nodes[0]}")
   on_all=("${step[@]}" --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}")
   on_others=("${step[@]}" --nodes=$((${#nodes[@]} - 1)) --ntasks=$((${#nodes[@]} - 1))
@@ -89,7 +90,7 @@ build_commands() {
   compare_nodes=("${on_head[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.preflight compare "${arguments[@]}")
   start_head=("${on_head[@]}" "${ray[@]}" "${inside[@]}" bash "$MEGARL_HOME/slurm/node.sh")
   start_others=("${on_others[@]}" "${ray[@]}" "${inside[@]}" bash "$MEGARL_HOME/slurm/node.sh")
-  start_driver=("${on_head[@]}" --job-name=driver "${inside[@]}" "$MEGARL_PYTHON" -m megarl.train "${arguments[@]}")
+  start_driver=("${on_head[@]}" --job-name=driver "${inside[@]}" env "MEGARL_MARK=$driver_mark" "$MEGARL_PYTHON" -m megarl.train "${arguments[@]}")
 }
 
 # A,B:C -> A:A,B:C, as pyxis wants them.
@@ -155,8 +156,8 @@ run_driver() {
       say "Ray has ended on a node, see $run_dir/logs/slurm; the driver has $patience s to end"
     fi
     if [[ -n $lost ]] && ((SECONDS - lost > patience)) || { [[ $stop == USR1 ]] && (($(date +%s) > limit)); }; then
-      say "the driver has not ended in time; killed"
-      signal_steps driver KILL || true
+      say "the driver has not ended in time"
+      kill_marked "$driver_mark" # on this machine; of a job that ends Slurm signals no step
       nap
       kill -KILL "$driver" 2>/dev/null || true
     fi
@@ -178,7 +179,9 @@ find_time_limit() {
 signal_steps() {
   local steps
   mapfile -t steps < <(squeue --steps --noheader --jobs="$SLURM_JOB_ID" --format='%i %j' | awk -v name="$1" '$2 == name { print $1 }')
-  ((${#steps[@]})) && scancel --signal="$2" "${steps[@]}"
+  ((${#steps[@]})) || return 1
+  # Slurm 22.05 delivers the signal and yet says that there is no such job.
+  scancel --signal="$2" "${steps[@]}" 2>/dev/null || true
 }
 
 # What the job was asked to do, to the driver, once there is one.
@@ -205,11 +208,11 @@ end() {
 
 requeue() {
   say "$1: queued again; it goes on from the newest checkpoint in $run_dir"
-  if scontrol requeue "$SLURM_JOB_ID"; then
-    # Slurm ends this start of the job.
-    stop=''
-    wait_until 60 is_ended_by_slurm && exit "$EXIT_USR1"
-  fi
+  local patience=60
+  stop=''
+  # Slurm ends this start of the job, scontrol included.
+  scontrol requeue "$SLURM_JOB_ID" || patience=5
+  wait_until "$patience" is_ended_by_slurm && exit "$EXIT_USR1"
   say "Slurm does not queue the job again; by hand: sbatch slurm/train.sh resume=$run_dir"
   exit "$EXIT_USR1"
 }
@@ -224,6 +227,7 @@ tear_down() {
       signal_steps ray KILL || true
     }
   fi
+  kill_marked "$driver_mark"
   rm -rf "$job_dir"
   remove_left_over
 }
