@@ -25,6 +25,8 @@ OPTUNA = {
 a seed asks a sweep that is started again for the same runs, which finds those that are done and goes on after them."""
 LOCAL = {"hydra.launcher.timeout_min": "14400"}
 """Of hydra/launcher=submitit_local, which else ends every run after an hour"""
+NODES, NODES_OF_JOB = "hydra.launcher.nodes=", "hydra.launcher.additional_parameters.nodes="
+"""submitit waits for a result from every node that it knows of; under hydra/launcher=slurm only the first gives one"""
 NO_SEED = "hydra/sweeper/sampler=grid"
 
 
@@ -81,6 +83,8 @@ def complete_arguments(arguments: Sequence[str]) -> tuple[list[str], Path]:
     ]
     completed = [text for text in arguments if not text.lstrip("+").startswith(SWEEP_DIR)]
     completed.append(f"{SWEEP_DIR}{quote(sweep_dir)}")
+    if "hydra/launcher=slurm" in arguments:
+        completed = [text.replace(NODES, NODES_OF_JOB) if text.startswith(NODES) else text for text in completed]
     if fixed:
         completed.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]")
     defaults = OPTUNA if "hydra/sweeper=optuna" in arguments else {}
