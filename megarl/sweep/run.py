@@ -47,7 +47,7 @@ def run_one(composed: DictConfig) -> Results | None:
         write_outcome(run_dir, Outcome(State.failed, "; ".join(error.problems)))
         _say(f"{run_dir.name}: failed: {error}")
         return None
-    runner = Runner(config, on_slurm=hydra.runtime.choices.get("hydra/launcher", "").endswith("slurm"))
+    runner = Runner(config, on_slurm=hydra.runtime.choices.get("hydra/launcher", "") == "slurm")
     overrides = list(hydra.overrides.task)
     arguments = resume_arguments(run_dir, config, overrides)
     if arguments is None:
