@@ -3,8 +3,8 @@
 import os
 
 import psutil
-from conftest import Job
 from mini_slurm import MiniSlurm, wait_until
+from slurm_job import Job
 
 TINY = (
     "rollout.transport=split",
