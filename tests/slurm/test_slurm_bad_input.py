@@ -6,14 +6,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import TRAIN
 from mini_slurm import HIDDEN_ON, MiniSlurm
 
+TRAIN = str(Path(__file__).resolve().parents[2] / "slurm" / "train.sh")
 TWO_NODES = ("--nodes=2", "--gpus-per-node=2")
 
 
 def test_a_partition_that_does_not_exist_is_named_by_sbatch(slurm: MiniSlurm) -> None:
-    done = slurm.call("sbatch", "--partition=nowhere", str(TRAIN), check=False)
+    done = slurm.call("sbatch", "--partition=nowhere", TRAIN, check=False)
     assert done.returncode == 1
     assert "invalid partition specified: nowhere" in done.stderr
 

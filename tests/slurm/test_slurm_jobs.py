@@ -3,8 +3,8 @@
 import os
 
 import psutil
-from conftest import Job
 from mini_slurm import MiniSlurm, wait_until
+from slurm_job import Job
 
 TINY = (
     "rollout.transport=split",
@@ -16,6 +16,7 @@ TINY = (
     "train.samples_per_minibatch=16",
     "train.eval_every=100",
 )
+WITH_CRITIC = (*TINY, "algo.value_pretrain.steps=1")
 TWO_NODES = ("--nodes=2", "--gpus-per-node=2")
 HALF_OF_TWO = ("--nodes=2", "--gpus-per-node=1")
 
@@ -40,9 +41,9 @@ def name_steps(job: Job) -> dict[str, str]:
 
 
 def test_a_job_over_two_nodes_stops_for_the_time_limit_goes_on_and_ends(slurm: MiniSlurm, submit) -> None:
-    """The policy on one node, the server on the other; the only checkpoint before the end is the signal's."""
-    job = submit(*TINY, "train.num_iterations=8", "algo.value_pretrain.steps=1", options=TWO_NODES)
-    job.wait_for("iteration 1/8")
+    """The policy on one node, the server on the other; the checkpoint it goes on from is the signal's."""
+    job = submit(*WITH_CRITIC, "train.num_iterations=40", "checkpoint.save_every=100", options=TWO_NODES)
+    job.wait_for("iteration 1/40")
     assert sorted(name_steps(job).values()) == ["batch", "driver", "ray", "ray"]
     assert find_node(job, "policy-0.log") == ("n1", "ray")
     assert find_node(job, "critic-0.log") == ("n1", "ray")
@@ -53,12 +54,14 @@ def test_a_job_over_two_nodes_stops_for_the_time_limit_goes_on_and_ends(slurm: M
     job.wait_state("PENDING")
     assert "SIGUSR1: queued again" in job.output
     job.expect_nothing_left()
-    (checkpoint,) = job.run_dir.glob("checkpoints/iteration-*")
+    # The other is value pretraining's.
+    first, checkpoint = sorted(job.run_dir.glob("checkpoints/iteration-*"))
+    assert first.name == "iteration-000000"
     job.start_again()
-    job.wait_for("done: iterations=8")
+    job.wait_for("done: iterations=40")
     job.wait_state("COMPLETED")
     assert f"going on from {checkpoint}" in job.output
-    assert job.list_iterations() == list(range(9))
+    assert job.list_iterations() == list(range(41))
     job.expect_nothing_left()
 
 
@@ -94,7 +97,7 @@ def test_two_jobs_share_nodes_one_is_cancelled_the_other_loses_a_node_and_goes_o
 
 
 def test_a_signal_before_the_run_has_begun_queues_the_job_again_and_it_begins_then(slurm: MiniSlurm, submit) -> None:
-    job = submit(*TINY, options=TWO_NODES)
+    job = submit(*WITH_CRITIC, options=TWO_NODES)
     job.wait_for("allocation: 2 nodes x 2 GPUs", 60)
     slurm.call("scancel", "--signal=USR1", "--batch", job.number)
     job.wait_state("PENDING")
