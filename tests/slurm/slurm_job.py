@@ -7,6 +7,8 @@ from pathlib import Path
 import psutil
 from mini_slurm import MiniSlurm, wait_until
 
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
 
 @dataclass(frozen=True)
 class Job:
@@ -34,7 +36,8 @@ class Job:
         def is_there() -> bool:
             if text in self.output:
                 return True
-            assert self.show("JobState") in ("PENDING", "RUNNING"), f"{text!r} never came:\n{self.output}"
+            if self.show("JobState") in ENDED:
+                assert text in self.output, f"{text!r} never came:\n{self.output}"
             return False
 
         wait_until(is_there, deadline_s, f"{text!r} of job {self.number}", self.explain)
@@ -44,8 +47,7 @@ class Job:
 
         def is_so() -> bool:
             state = self.show("JobState")
-            ended = state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-            assert state in states or not ended, f"{state}, not {states}:\n{self.output}"
+            assert state in states or state not in ENDED, f"{state}, not {states}:\n{self.output}"
             return state in states
 
         wait_until(is_so, deadline_s, f"job {self.number} {states}", self.explain)

@@ -66,7 +66,7 @@ def test_a_job_over_two_nodes_stops_for_the_time_limit_goes_on_and_ends(slurm: M
 
 
 def test_two_jobs_share_nodes_one_is_cancelled_the_other_loses_a_node_and_goes_on(slurm: MiniSlurm, submit) -> None:
-    forever = (*TINY, "algo=grpo", "train.num_iterations=100000", "checkpoint.save_every=1")
+    forever = (*TINY, "algo=lite_ppo", "train.num_iterations=100000", "checkpoint.save_every=1")
     cancelled, going = (submit(*forever, options=HALF_OF_TWO) for _ in range(2))
     for job in (cancelled, going):
         job.wait_for("iteration 1/100000", 360)
