@@ -49,7 +49,9 @@ def run_job(
     no room for a checkpoint, where another process is at work in `run_dir`, and for what is wrong with the checkpoints.
     """
     inputs = load_inputs(config)
-    pretrained = load_pretrained(config)
+    # Nothing of it is needed where a checkpoint is there.
+    has_begun = bool(Folder(run_dir / checkpoints.NAME, keep_last=config.checkpoint.keep_last).list_complete())
+    pretrained = None if has_begun else load_pretrained(config)
     problems = check_plan(config, inputs)
     if problems:
         raise ConfigError(problems)
@@ -142,8 +144,9 @@ class _Attempts:
 
     def start(self, trainer: Trainer) -> None:
         specs = self.inputs.specs
-        if self.pretrained is not None:
-            state, directory = self.pretrained
+        pretrained = self.pretrained or load_pretrained(self.config)
+        if pretrained is not None:
+            state, directory = pretrained
             self.report.message(f"critic: goes on from the value pretraining in {directory}")
             start_pretrained(trainer, state, directory, self.run_dir)
             return

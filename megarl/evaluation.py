@@ -87,6 +87,7 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
             rollout,
             inputs.tokenizer,
             check_processes=servers.check_alive,
+            api_key=servers.api_key,
             top_p=evaluate.top_p,
             top_k=evaluate.top_k,
         )

@@ -54,6 +54,8 @@ class Hosts:
     check_servers: Callable[[], None]
     """raises RuntimeError where a server is down"""
     cluster: Cluster
+    api_key: str | None = None
+    """what the servers' callers must show; None: nothing"""
     servers: RolloutServers | None = None
     """what starts a lost server again; None: nothing does"""
 
@@ -70,7 +72,7 @@ def open_hosts(config: Config, inputs: Inputs, log_dir: Path) -> Iterator[Hosts]
             config.rollout, inputs.checkpoint, log_dir, config.seed, cluster, seats, stop_s, weight_version=UNPUBLISHED
         ) as servers,
     ):
-        yield Hosts(servers.urls, servers.check_alive, cluster, servers)
+        yield Hosts(servers.urls, servers.check_alive, cluster, servers.api_key, servers)
 
 
 @contextlib.contextmanager
@@ -86,7 +88,13 @@ def open_parts(
         groups = _start_groups(stack, config, inputs, hosts, run_dir / "logs", report)
         urls = hosts.urls.result()
         engine = SGLangEngine(
-            urls, inputs.checkpoint, rollout, inputs.tokenizer, seed=config.seed, check_processes=hosts.check_servers
+            urls,
+            inputs.checkpoint,
+            rollout,
+            inputs.tokenizer,
+            seed=config.seed,
+            check_processes=hosts.check_servers,
+            api_key=hosts.api_key,
         )
         stack.callback(engine.close)
         # Of its own: when responses that run ahead are cancelled, a sync goes on.

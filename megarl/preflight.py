@@ -8,6 +8,7 @@ Problems end it with code 2, each in one line. Nothing here imports torch or Ray
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -21,6 +22,7 @@ from megarl.command import end_with_config_error
 from megarl.config.algo import needs_critic
 from megarl.config.allocation import check_allocation, read_allocation
 from megarl.config.errors import ConfigError
+from megarl.config.hardware import HardwareConfig
 from megarl.config.load import load_config
 from megarl.config.model import ModelSource
 from megarl.config.placement import Seat, check_cluster, count_nodes, list_groups, place
@@ -32,6 +34,9 @@ ADDRESS_LATER = "cluster.ray_address=first-node:0"
 """In place of the address that train.sh knows once Ray runs"""
 ASK_S = 30.0
 """How long nvidia-smi and squeue may take"""
+FOLDER_VARIABLE = "MEGARL_JOB_DIR"
+LEAST_OF_PLANNED = 0.95
+"""Share of the planned memory of a GPU; the same kind differs a little"""
 RAY_NAMES = ("raylet", "gcs_server")
 
 
@@ -95,7 +100,11 @@ def describe_seats(seats: Mapping[str, Sequence[Seat]], gpus_per_node: int) -> I
 
 
 def print_node(config: Config) -> None:
-    problems = [*find_unseen(config), *find_stale_ray(os.environ.get("SLURM_CLUSTER_NAME"))]
+    problems = [
+        *find_unseen(config),
+        *find_unseen_folder(os.environ.get(FOLDER_VARIABLE)),
+        *find_stale_ray(os.environ.get("SLURM_CLUSTER_NAME")),
+    ]
     print(json.dumps(asdict(NodeReport(name_node(), list_gpus(), problems))), flush=True)
 
 
@@ -113,6 +122,12 @@ def find_unseen(config: Config) -> Iterator[str]:
             find_checkpoint(path, key)
         except ConfigError as error:
             yield from error.problems
+
+
+def find_unseen_folder(folder: str | None) -> Iterator[str]:
+    """The job's own folder, in the run's: train.sh has made it on the first node."""
+    if folder is not None and not os.path.isdir(folder):
+        yield f"hydra.run.dir: {folder} is not there; the run's folder must be on a file system that every node sees"
 
 
 def list_gpus() -> list[str]:
@@ -168,7 +183,9 @@ def list_living_jobs() -> set[str] | None:
 def compare(config: Config) -> None:
     """Raises ConfigError for the problems of all nodes."""
     names = os.environ.get("MEGARL_NODES", "").split(",")
-    problems = list(find_problems(read_reports(sys.stdin), names, config.cluster.gpus_per_node))
+    cluster = config.cluster
+    reports = read_reports(sys.stdin)
+    problems = [*find_problems(reports, names, cluster.gpus_per_node), *find_small_gpus(reports, cluster.hardware)]
     if problems:
         raise ConfigError(problems)
 
@@ -191,7 +208,8 @@ def find_problems(reports: Sequence[NodeReport], names: Sequence[str], gpus_per_
     for report in reports:
         for problem in report.problems:
             where[problem].append(report.node)
-        if report.gpus and len(report.gpus) < gpus_per_node:
+        # On a partition without GPUs no node shows any.
+        if any(each.gpus for each in reports) and len(report.gpus) < gpus_per_node:
             where[f"cluster.gpus_per_node: found {gpus_per_node}; nvidia-smi shows {len(report.gpus)}"].append(
                 report.node
             )
@@ -204,6 +222,17 @@ def find_problems(reports: Sequence[NodeReport], names: Sequence[str], gpus_per_
     if len(kinds) > 1:
         parts = "; ".join(f"{kind} on {', '.join(nodes)}" for kind, nodes in kinds.items())
         yield f"the job has different GPUs, and the slowest would decide: {parts}; sbatch --constraint= chooses nodes"
+
+
+def find_small_gpus(reports: Sequence[NodeReport], hardware: HardwareConfig) -> Iterator[str]:
+    """GPUs with less memory than those that the job is planned for."""
+    for kind in sorted({gpu for report in reports for gpu in report.gpus}):
+        size = re.search(r"(\d+) MiB$", kind)
+        if hardware.gpu is not None and size and int(size[1]) < LEAST_OF_PLANNED * 1024 * hardware.memory_gib:
+            yield (
+                f"cluster.hardware: the job is planned for {hardware.gpu}, {hardware.memory_gib:g} GiB; the nodes have"
+                f" {kind}: give cluster.hardware.gpu and .memory_gib, or cluster.hardware.gpu=null for no plan"
+            )
 
 
 if __name__ == "__main__":

@@ -76,7 +76,9 @@ def take_resume(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
 def save_run(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
     """What `resume=RUN_DIR` needs to know: {"overrides": [...], "config": {dotted key: value}}."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    content = {"overrides": list(overrides), "config": dict(list_values(config))}
+    # Of one start alone.
+    kept = [text for text in overrides if _name_key(text) != "cluster.ray_address"]
+    content = {"overrides": kept, "config": dict(list_values(config))}
     write_atomically(run_dir / RUN_FILE, json.dumps(content, indent=1))
 
 

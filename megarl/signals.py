@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -21,8 +20,6 @@ class Stopped(BaseException):
 
     def __init__(self, number: int):
         self.number = number
-        self.at = time.monotonic()
-        """When it came"""
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
     @property

@@ -190,7 +190,8 @@ class Trainer:
         deadline_s = self.config.checkpoint.stop_deadline_s
         self.report.message(f"{stopped}: saving iteration {self.iteration}, within {deadline_s:g} s")
         try:
-            self.save(end=stopped.at + deadline_s)
+            # From here: the update that was under way may have taken longer than that.
+            self.save(end=time.monotonic() + deadline_s)
             self.report.message(f"saved: resume={self.parts.saver.run_dir} goes on")
         except Exception as error:
             causes = [f"iteration {self.iteration} was not saved: {error}"]

@@ -20,7 +20,7 @@ MEGARL_MOUNTS=${MEGARL_MOUNTS:-}
 # The interface over which Ray, gloo and NCCL's bootstrap talk; empty: the one of the default route.
 MEGARL_INTERFACE=${MEGARL_INTERFACE:-}
 if [[ -n $MEGARL_INTERFACE ]]; then
-  export NCCL_SOCKET_IFNAME=$MEGARL_INTERFACE
+  export NCCL_SOCKET_IFNAME="=$MEGARL_INTERFACE" # that one alone, not all whose names begin so
 fi
 # InfiniBand:  export NCCL_IB_HCA=mlx5 NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=7
 # RoCE:        export NCCL_IB_GID_INDEX=3 NCCL_IB_TC=106

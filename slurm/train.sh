@@ -24,7 +24,7 @@ set -euo pipefail
 say() { echo "$(date '+%F %T') $*"; }
 fail() { echo "error: $*" >&2; exit 2; }
 
-PREFLIGHT_S=120   # of a step that looks at every node
+PREFLIGHT_S=${MEGARL_PREFLIGHT_S:-300} # of a step that looks at the nodes; the first fetches the container
 HEAD_S=120        # until the first node's Ray answers
 WITHOUT_NODES_S=60 # the driver may take to end, after a node's Ray has
 TEARDOWN_S=15     # of the steps that hold Ray
@@ -61,14 +61,16 @@ read_arguments() {
   run_dir=$(realpath -m "${run_dir:-runs/slurm_$SLURM_JOB_ID}")
   [[ " ${arguments[*]-} " == *" resume="* ]] || arguments+=("hydra.run.dir='$run_dir'")
   [[ " ${arguments[*]-} " =~ " "(cluster|resume)= ]] || arguments=(cluster=slurm "${arguments[@]}")
-  if ((${SLURM_RESTART_COUNT:-0} > 0)) && [[ -f $run_dir/run.json ]]; then
+  # What a resumed job was given besides stays.
+  if ((${SLURM_RESTART_COUNT:-0} > 0)) && [[ -f $run_dir/run.json && " ${arguments[*]} " != *" resume="* ]]; then
     arguments=("resume=$run_dir")
   fi
 }
 
 # What the steps have in common, and how a command gets into the container.
 build_commands() {
-  local mounts="$MEGARL_HOME,$run_dir,$PWD,/tmp,/dev/shm${MEGARL_MOUNTS:+,$MEGARL_MOUNTS}"
+  # A run's own name may have commas, as those of a sweep.
+  local mounts="$MEGARL_HOME,$(dirname "$run_dir"),$PWD,/tmp,/dev/shm${MEGARL_MOUNTS:+,$MEGARL_MOUNTS}"
   step=(srun --overlap --cpu-bind=none --export=ALL)
   inside=()
   case $MEGARL_CONTAINER in
@@ -90,7 +92,7 @@ build_commands() {
   compare_nodes=("${on_head[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.preflight compare "${arguments[@]}")
   start_head=("${on_head[@]}" "${ray[@]}" "${inside[@]}" bash "$MEGARL_HOME/slurm/node.sh")
   start_others=("${on_others[@]}" "${ray[@]}" "${inside[@]}" bash "$MEGARL_HOME/slurm/node.sh")
-  start_driver=("${on_head[@]}" --job-name=driver "${inside[@]}" env "MEGARL_MARK=$driver_mark" "$MEGARL_PYTHON" -m megarl.train "${arguments[@]}")
+  start_driver=("${on_head[@]}" --job-name=driver "${inside[@]}" env "MEGARL_MARK=$driver_mark" "$MEGARL_PYTHON" -m "${MEGARL_MODULE:-megarl.train}" "${arguments[@]}")
 }
 
 # A,B:C -> A:A,B:C, as pyxis wants them.
@@ -111,13 +113,23 @@ nap() {
   wait $! || true
 }
 
+# A step of the preflight.
+look() {
+  local code=0
+  timeout "$PREFLIGHT_S" "$@" || code=$?
+  ((code != 124)) || echo "error: a step of the preflight did not end within $PREFLIGHT_S s (MEGARL_PREFLIGHT_S): $*" >&2
+  return "$code"
+}
+
 check() {
-  local settings
-  settings=$(timeout "$PREFLIGHT_S" "${check_job[@]}") || end $?
-  # shellcheck disable=SC2086 # words of the form NAME=NUMBER
-  export ${settings//$'\n'/ }
-  timeout "$PREFLIGHT_S" "${check_nodes[@]}" >"$job_dir/nodes" || end $?
-  "${compare_nodes[@]}" <"$job_dir/nodes" || end $?
+  local settings line
+  settings=$(look "${check_job[@]}") || end $?
+  while read -r line; do
+    # A container may print a banner.
+    if [[ $line =~ ^MEGARL_[A-Z_]+=[0-9]+$ ]]; then export "${line?}"; fi
+  done <<<"$settings"
+  look "${check_nodes[@]}" >"$job_dir/nodes" || end $?
+  look "${compare_nodes[@]}" <"$job_dir/nodes" || end $?
 }
 
 start_ray() {
@@ -229,23 +241,28 @@ tear_down() {
   fi
   kill_marked "$driver_mark"
   rm -rf "$job_dir"
+  rmdir --ignore-fail-on-non-empty "$run_dir/.slurm" || true
   remove_left_over
 }
 
 have_ended() { ! is_running "$1" && ! is_running "$2"; }
 
 make_job_dir() {
-  job_dir=$run_dir/.slurm
+  # Each job's own: another may be at work in the run's folder, which the run itself then refuses.
+  job_dir=$MEGARL_JOB_DIR
   mkdir -p "$run_dir/logs/slurm"
   rm -rf "$job_dir"
+  mkdir -p "$run_dir/.slurm"
   mkdir -m 700 "$job_dir"
   # Whoever has the token can run code in this Ray, which listens on the network.
   (umask 077; od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$job_dir/token")
 }
 
 set_environment() {
-  export MEGARL_HOME MEGARL_PYTHON MEGARL_INTERFACE MEGARL_JOB_DIR=$run_dir/.slurm MEGARL_LOG_DIR=$run_dir/logs/slurm
+  export MEGARL_HOME MEGARL_PYTHON MEGARL_INTERFACE MEGARL_JOB_DIR=$run_dir/.slurm/$SLURM_JOB_ID MEGARL_LOG_DIR=$run_dir/logs/slurm
   MEGARL_NODES=$(IFS=,; echo "${nodes[*]}")
+  # Ray's processes keep their environment, by which they are found at the end (setproctitle would overwrite it).
+  export SPT_NOENV=1
   export MEGARL_NODES RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$MEGARL_JOB_DIR/token
   export PYTHONPATH=$MEGARL_HOME${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 }

@@ -13,11 +13,14 @@ from collections.abc import Sequence
 from megarl.command import EXIT_BAD_CONFIG
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
+from megarl.config.placement import check_cluster
 from megarl.config.rewrite import rewrite_overrides
 from megarl.config.schema import Config
 
 DOES_NOT_FIT = 1
 WIDTH = 128
+CONTRADICTIONS = ("rollout.transport", "cluster.listen_host", "cluster.gpus_per_node", "cluster.num_nodes")
+"""Keys of problems that are no question of room"""
 USAGE = "usage: python tools/plan.py [group=option] [key=value] ..., as python -m megarl.train takes them"
 
 
@@ -48,6 +51,9 @@ def show(config: Config) -> int:
                 " h100x256 or h200x8, or the numbers under cluster.hardware"
             ]
         )
+    problems = [each for each in check_cluster(config) if each.startswith(CONTRADICTIONS)]
+    if problems:
+        raise ConfigError(problems)
     # Only now: importing torch and Megatron takes seconds that a wrong key need not wait for.
     from rich.console import Console
 

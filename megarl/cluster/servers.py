@@ -1,5 +1,6 @@
 """The SGLang servers of a run, each started and watched by a Ray actor on the machine where it serves."""
 
+import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from megarl.cluster.workers import redirect_output
 from megarl.config.placement import Seat
 from megarl.config.rollout import RolloutConfig
 from megarl.rollout.loss import CALL_DEADLINE_S, NUM_CALLS, find_loss
-from megarl.rollout.server import SGLangServer
+from megarl.rollout.server import SGLangServer, is_loopback
 
 POLL_DEADLINE_S = 10.0
 LOSS_DEADLINE_S = NUM_CALLS * CALL_DEADLINE_S + POLL_DEADLINE_S
@@ -35,6 +36,8 @@ class ServerSpec:
     seed: int
     seat: Seat
     weight_version: int
+    api_key: str | None
+    """what callers must show, where it listens on the network"""
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -55,6 +58,7 @@ class ServerActor:
             host=host,
             port=port,
             weight_version=spec.weight_version,
+            api_key=spec.api_key,
         )
 
     def start(self, port_deadline_s: float, deadline_s: float) -> str:
@@ -83,6 +87,8 @@ class Servers:
         self._specs = tuple(specs)
         self._cluster = cluster
         self._stop_deadline_s = stop_deadline_s
+        self.api_key = self._specs[0].api_key
+        """what callers must show; None: nothing"""
         self._names = tuple(f"SGLang server {spec.index}/{len(specs)}" for spec in specs)
         self._actors: list[Any] = [self._own(spec, None) for spec in specs]
         self.urls = self._start(range(len(specs)), 0.0, "start")
@@ -157,7 +163,11 @@ def running_servers(
 
     weight_version: the number of the checkpoint's weights, which they hold whenever they were started.
     """
-    specs = [ServerSpec(config, checkpoint, log_dir, i, seed + i, seat, weight_version) for i, seat in enumerate(seats)]
+    api_key = None if is_loopback(cluster.host) else secrets.token_hex(32)
+    specs = [
+        ServerSpec(config, checkpoint, log_dir, i, seed + i, seat, weight_version, api_key)
+        for i, seat in enumerate(seats)
+    ]
     servers = Servers(specs, cluster, stop_deadline_s)
     try:
         yield servers

@@ -124,6 +124,11 @@ def _describe(error: Exception, overrides: Sequence[str] = ()) -> str:
     if named:
         known = list_keys(_compose([text for text in overrides if _is_choice(text)]))
         return f"{named.group(1)}: no such key{_suggest(named.group(1), known)}"
+    if "SLURM_JOB_NUM_NODES" in text:
+        return (
+            "cluster: slurm takes its nodes from a Slurm job, and this is none (SLURM_JOB_NUM_NODES is not set):"
+            " sbatch slurm/train.sh, or another cluster="
+        )
     missing = re.search(r"Could not find '([^/']+)/([^']+)'", text)
     if missing:
         group, option = missing.groups()

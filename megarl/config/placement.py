@@ -112,6 +112,12 @@ def check_cluster(config: Config, command: str = "train") -> Iterator[str]:
         yield from _check_several_nodes(config, groups)
     if cluster.gpus_per_node:
         yield from _check_size(cluster, groups)
+    is_colocated = cluster.placement is Placement.colocated and cluster.gpus_per_node > 0
+    if is_colocated and cluster.hardware.gpu is not None and config.rollout.transport is Transport.split:
+        yield (
+            "rollout.transport: found split with cluster.placement=colocated, where policy and servers share GPUs: NCCL"
+            " joins no two processes of one GPU; disk, or on one node colocated"
+        )
 
 
 def _check_several_nodes(config: Config, groups: Sequence[Group]) -> Iterator[str]:
@@ -155,5 +161,6 @@ def _suggest(cluster: ClusterConfig, groups: Sequence[Group]) -> str:
     for other in (Placement.split, Placement.colocated):
         tried = ClusterConfig(num_nodes=cluster.num_nodes, gpus_per_node=cluster.gpus_per_node, placement=other)
         if count_nodes(place(tried, groups)) <= cluster.num_nodes:
-            return f"; cluster.placement={other.name} has room, where the memory suffices (tools/plan.py tells)"
+            disk = " with rollout.transport=disk" if other is Placement.colocated and cluster.num_nodes > 1 else ""
+            return f"; cluster.placement={other.name}{disk} has room, where the memory suffices (tools/plan.py tells)"
     return "; more nodes, or smaller parallel.num_processes and rollout.num_servers"

@@ -101,10 +101,13 @@ def _list_gpu_changes(config: Config, plan: JobPlan) -> Iterator[Values]:
     yield from ({"rollout.num_servers": number} for number in range(config.rollout.num_servers - 1, 0, -1))
     if cluster.placement is Placement.apart:
         offloads = {f"{name}.offload": Offload.all for name in plan.jobs}
-        for placement in (Placement.split, Placement.colocated):
-            yield {"cluster.placement": placement}
-            yield {"cluster.placement": placement, **offloads}
-        yield {"cluster.placement": Placement.colocated, **offloads, "rollout.sglang.mem_fraction_static": 0.5}
+        # Where policy and servers share GPUs, NCCL cannot join them.
+        disk = {"rollout.transport": Transport.disk} if config.rollout.transport is Transport.split else {}
+        together: dict[str, Any] = {"cluster.placement": Placement.colocated, **disk}
+        for values in ({"cluster.placement": Placement.split}, together):
+            yield values
+            yield {**values, **offloads}
+        yield {**together, **offloads, "rollout.sglang.mem_fraction_static": 0.5}
     yield _list_nodes(config, 1 + plan.last_gpu // cluster.gpus_per_node)
 
 

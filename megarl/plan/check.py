@@ -20,7 +20,7 @@ def check_plan(config: Config, inputs: Inputs) -> list[str]:
     critic = inputs.specs.get(Role.critic)
     own = read_architecture(Path(critic.checkpoint)) if critic else inputs.architecture
     models = PlannedModels(inputs.architecture, own)
-    if config.cluster.hardware.gpu is None:
+    if config.cluster.hardware.gpu is None or config.cluster.gpus_per_node == 0:
         return check_batches(config, build_jobs(config, models, on_gpu=False))
     try:
         return _describe_problems(config, models)
@@ -40,4 +40,8 @@ def _describe_problems(config: Config, models: PlannedModels) -> list[str]:
     if change is not None:
         advice = f"it fits with {' '.join(change.overrides)}"
     messages = [problem.message for problem in plan.problems]
-    return [*messages, f"cluster.hardware: the job does not fit {config.cluster.hardware.gpu}; {advice}"]
+    return [
+        *messages,
+        f"cluster.hardware: the job does not fit {config.cluster.hardware.gpu}; {advice};"
+        " cluster.hardware.gpu=null starts it without a plan",
+    ]

@@ -32,18 +32,20 @@ class SGLangClient:
     Token ids are checked here: an id outside the vocabulary kills a server.
     """
 
-    def __init__(self, url: str, *, vocab_size: int, deadline_s: float):
-        """deadline_s: of a call that names none."""
+    def __init__(self, url: str, *, vocab_size: int, deadline_s: float, api_key: str | None = None):
+        """deadline_s: of a call that names none. api_key: the server's, where it has one."""
         self.url = url.rstrip("/")
         self._vocab_size = vocab_size
         self._deadline_s = deadline_s
+        self._api_key = api_key
         # The servers are on this machine or in this cluster: no proxy from the environment.
-        self._http = httpx.Client(base_url=self.url, trust_env=False)
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key is not None else {}
+        self._http = httpx.Client(base_url=self.url, trust_env=False, headers=headers)
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
     def copy(self) -> "SGLangClient":
         """Of the same server, with connections of its own: `abort` of one does not touch the other's calls."""
-        return SGLangClient(self.url, vocab_size=self._vocab_size, deadline_s=self._deadline_s)
+        return SGLangClient(self.url, vocab_size=self._vocab_size, deadline_s=self._deadline_s, api_key=self._api_key)
 
     def close(self) -> None:
         self._http.close()

@@ -82,12 +82,15 @@ class SGLangEngine:
         *,
         seed: int = 0,
         check_processes: Callable[[], None] | None = None,
+        api_key: str | None = None,
         top_p: float = 1.0,
         top_k: int = -1,
     ):
         """seed: the run's, for calls with a key.
 
         check_processes: raises RuntimeError with exit status and log of a server that is down.
+
+        api_key: the servers', where they have one.
 
         top_p, top_k: sample from a truncated distribution, which rollout_logprobs are then not of; for evaluation.
 
@@ -97,7 +100,8 @@ class SGLangEngine:
             raise ValueError("SGLangEngine: no server urls")
         spec = load_generation_spec(checkpoint)
         self.clients = [
-            SGLangClient(url, vocab_size=spec.vocab_size, deadline_s=config.request_deadline_s) for url in urls
+            SGLangClient(url, vocab_size=spec.vocab_size, deadline_s=config.request_deadline_s, api_key=api_key)
+            for url in urls
         ]
         self._config = config
         self._stop_token_ids = spec.stop_token_ids

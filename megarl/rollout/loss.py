@@ -21,7 +21,7 @@ def find_loss(server: SGLangServer, deadline_s: float = CALL_DEADLINE_S) -> str 
     """
     unanswered = None
     if server.is_alive():
-        with contextlib.closing(SGLangClient(server.url, vocab_size=1, deadline_s=deadline_s)) as client:
+        with contextlib.closing(build_client(server, deadline_s)) as client:
             unanswered = _find_unanswered(client, deadline_s)
         if unanswered is None:
             return None
@@ -31,6 +31,11 @@ def find_loss(server: SGLangServer, deadline_s: float = CALL_DEADLINE_S) -> str 
     if server.is_alive():
         return f"{unanswered} (its log: {server.log_file})"
     return f"it exited with status {server.exit_status} (its log: {server.log_file})"
+
+
+def build_client(server: SGLangServer, deadline_s: float) -> SGLangClient:
+    """For calls without tokens."""
+    return SGLangClient(server.url, vocab_size=1, deadline_s=deadline_s, api_key=server.api_key)
 
 
 def _find_unanswered(client: SGLangClient, deadline_s: float) -> str | None:

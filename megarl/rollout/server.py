@@ -129,6 +129,17 @@ def build_environment(config: RolloutConfig, scratch: Path) -> dict[str, str]:
     return environment | {"PYTHONPATH": os.pathsep.join(path)}
 
 
+def write_key(scratch: Path, api_key: str) -> list[str]:
+    """The words that tell a server its key: in a file, since every user of the machine sees command lines.
+
+    scratch: open to this user alone.
+    """
+    path = scratch / "key.yaml"
+    path.touch(0o600)
+    path.write_text(f"api-key: {api_key}\n")
+    return ["--config", str(path)]
+
+
 def bind_ranks(cpus: Sequence[int], tp: int) -> str:
     """SGLANG_CPU_OMP_THREADS_BIND: one CPU per rank of a server, in turn where there are more ranks than CPUs."""
     return "|".join(str(cpus[rank % len(cpus)]) for rank in range(tp))
@@ -151,8 +162,10 @@ class SGLangServer:
         host: str = "127.0.0.1",
         port: int | None = None,
         weight_version: int = 0,
+        api_key: str | None = None,
     ):
-        """`port` None: a free one is picked. `weight_version`: the number of the checkpoint's weights.
+        """`port` None: a free one is picked. `weight_version`: the number of the checkpoint's weights. `api_key`: what
+        callers must show; None: nothing.
 
         Raises ConfigError for bad options or a checkpoint without config.json.
         """
@@ -162,6 +175,7 @@ class SGLangServer:
         self.host = host
         self.port = pick_free_port(host) if port is None else port
         self.log_file = log_file
+        self.api_key = api_key
         self._command = build_command(
             config, Path(checkpoint), host=host, port=self.port, seed=seed, weight_version=weight_version
         )
@@ -187,8 +201,9 @@ class SGLangServer:
         with open(self.log_file, "ab") as log:
             log.write((" ".join(self._command) + "\n").encode())
             log.flush()
+            secret = write_key(self._scratch, self.api_key) if self.api_key is not None else []
             self._process = subprocess.Popen(
-                [sys.executable, "-S", "-E", str(GUARD), str(self._scratch), *self._command],
+                [sys.executable, "-S", "-E", str(GUARD), str(self._scratch), *self._command, *secret],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -22,6 +22,8 @@ OWN_OPTIONS = {
     "custom_weight_loader": "no key: the trainer's weights come by it",
     "weight_version": "no key: the trainer numbers the weights",
     "tp_size": "rollout.tp",
+    "api_key": "no key: one is made for servers that listen on the network",
+    "admin_api_key": "no key: one is made for servers that listen on the network",
 }
 """Arguments that megarl sets itself, with the key that decides them."""
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from megarl.command import end_with_config_error
+from megarl.config.errors import ConfigError
 from megarl.report.outcome import State
 from megarl.report.sweep import format_outcomes, load_sweep
 from megarl.resume import quote
@@ -25,6 +27,9 @@ OPTUNA = {
 a seed asks a sweep that is started again for the same runs, which finds those that are done and goes on after them."""
 LOCAL = {"hydra.launcher.timeout_min": "14400"}
 """Of hydra/launcher=submitit_local, which else ends every run after an hour"""
+ON_SLURM = "hydra/launcher=slurm"
+NODES, NODES_OF_JOB = "hydra.launcher.nodes=", "hydra.launcher.additional_parameters.nodes="
+"""submitit waits for a result from every node that it knows of; under hydra/launcher=slurm only the first gives one"""
 NO_SEED = "hydra/sweeper/sampler=grid"
 
 
@@ -32,21 +37,19 @@ def is_sweep(arguments: Sequence[str]) -> bool:
     return any(text in ("-m", "--multirun") for text in arguments)
 
 
-def is_on_slurm(arguments: Sequence[str]) -> bool:
-    """Whether each run is a Slurm job, that is hydra/launcher=slurm (ours) or submitit_slurm (the plugin's)."""
-    return any(text.startswith("hydra/launcher=") and text.endswith("slurm") for text in arguments)
-
-
 def run_sweep(start: Callable[[], object]) -> int:
     """Have Hydra start every run of sys.argv; then print how each ended. Returns the exit code.
 
     start: Hydra's entry. The code is 0 where every run in SWEEP_DIR is done, else 1; 128 + its number for a signal.
     """
-    sys.argv[1:], sweep_dir = complete_arguments(sys.argv[1:])
+    try:
+        sys.argv[1:], sweep_dir = complete_arguments(sys.argv[1:])
+    except ConfigError as error:
+        end_with_config_error(error)
     code = 0
     try:
         with stopping_on_signals():
-            if is_on_slurm(sys.argv[1:]):
+            if ON_SLURM in sys.argv[1:]:
                 sys.argv[1:] += submit_pretrainings(sys.argv[1:], sweep_dir)
             start()
     except Stopped as stopped:
@@ -68,6 +71,9 @@ def run_sweep(start: Callable[[], object]) -> int:
 
 def complete_arguments(arguments: Sequence[str]) -> tuple[list[str], Path]:
     """The command line with the folder of the sweep, what names the runs' folders (the swept keys), and OPTUNA."""
+    if "hydra/launcher=submitit_slurm" in arguments:
+        problem = f"would start the run once on every node; {ON_SLURM} is the same plugin, set up for slurm/train.sh"
+        raise ConfigError([f"hydra/launcher: found submitit_slurm, which {problem}"])
     parser = OverridesParser.create()
     parsed = [parser.parse_override(text) for text in arguments if "=" in text and not text.startswith("-")]
     values = {override.get_key_element().lstrip("+"): override for override in parsed}
@@ -81,6 +87,8 @@ def complete_arguments(arguments: Sequence[str]) -> tuple[list[str], Path]:
     ]
     completed = [text for text in arguments if not text.lstrip("+").startswith(SWEEP_DIR)]
     completed.append(f"{SWEEP_DIR}{quote(sweep_dir)}")
+    if ON_SLURM in arguments:
+        completed = [text.replace(NODES, NODES_OF_JOB) if text.startswith(NODES) else text for text in completed]
     if fixed:
         completed.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]")
     defaults = OPTUNA if "hydra/sweeper=optuna" in arguments else {}

@@ -5,8 +5,11 @@ fails: the sweep goes on, and the run's folder says why (outcome.json).
 """
 
 import os
+import re
+import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -24,6 +27,10 @@ from megarl.sweep.sharing import OTHERS_DEADLINE_S, share_pretraining
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM_SCRIPT = ROOT / "slurm" / "train.sh"
+NOTICE_S = 600.0
+"""Before the time limit, as in slurm/train.sh"""
+ASK_S = 30.0
+"""How long Slurm may take to answer"""
 END_MARGIN_S = 60.0
 """Beyond its own deadlines, for the processes of a run to end"""
 TRAIN, PRETRAIN = "megarl.train", "megarl.pretrain_value"
@@ -47,7 +54,7 @@ def run_one(composed: DictConfig) -> Results | None:
         write_outcome(run_dir, Outcome(State.failed, "; ".join(error.problems)))
         _say(f"{run_dir.name}: failed: {error}")
         return None
-    runner = Runner(config, on_slurm=hydra.runtime.choices.get("hydra/launcher", "").endswith("slurm"))
+    runner = Runner(config, on_slurm=hydra.runtime.choices.get("hydra/launcher", "") == "slurm")
     overrides = list(hydra.overrides.task)
     arguments = resume_arguments(run_dir, config, overrides)
     if arguments is None:
@@ -71,7 +78,11 @@ class Runner:
 
     def __init__(self, config: Config, on_slurm: bool):
         self.on_slurm = on_slurm
-        self.stop_deadline_s = config.checkpoint.stop_deadline_s + config.cluster.shutdown_deadline_s + END_MARGIN_S
+        cluster = config.cluster
+        # The update under way is finished, a checkpoint written, processes are ended.
+        self.stop_deadline_s = (
+            cluster.call_deadline_s + config.checkpoint.stop_deadline_s + cluster.shutdown_deadline_s + END_MARGIN_S
+        )
 
     @property
     def wait_s(self) -> float:
@@ -87,14 +98,25 @@ class Runner:
         return run_process(command, folder / LOG, self.stop_deadline_s, self.find_end())
 
     def find_end(self) -> float | None:
-        """When to ask a run to save: before the time limit of its allocation, where Slurm tells that."""
-        end = os.environ.get("SLURM_JOB_END_TIME", "") if self.on_slurm else ""
-        return float(end) - self.stop_deadline_s if end.isdigit() else None
+        """When (Unix time) to ask a run to save: before the time limit of its allocation."""
+        limit = find_time_limit(os.environ["SLURM_JOB_ID"]) if self.on_slurm else None
+        return limit - NOTICE_S if limit is not None else None
 
     def pretrain(self, overrides: Sequence[str], folder: Path) -> str | None:
         """Why value pretraining failed; None: it did not."""
         code = self.run(PRETRAIN, [*overrides, f"hydra.run.dir={quote(folder)}"], folder)
         return explain_exit(code, folder / LOG) if code else None
+
+
+def find_time_limit(job: str) -> float | None:
+    """When (Unix time) Slurm ends the job; None where it has no limit, or Slurm does not say."""
+    command = ["scontrol", "show", "job", job]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(r" EndTime=(\d{4}-\d\d-\d\dT[\d:]+)", done.stdout)
+    return datetime.fromisoformat(found[1]).timestamp() if found else None
 
 
 def resume_arguments(run_dir: Path, config: Config, overrides: Sequence[str]) -> list[str] | None:

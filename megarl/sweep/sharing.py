@@ -73,6 +73,8 @@ def share_pretraining(
         clear_outcome(folder)
         say(f"{folder.name}: value pretraining, shared by all runs of the sweep that would do the same")
         why = run(list_pretraining_overrides(config, overrides), folder)
+        if why is None and not is_complete(folder):
+            why = f"it ended well and left no {STATE_FOLDER}/{MANIFEST}"
         write_outcome(folder, Outcome(State.failed, why) if why else Outcome(State.done))
     if is_complete(folder):
         return folder

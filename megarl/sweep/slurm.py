@@ -17,7 +17,7 @@ from megarl.sweep.run import Runner
 from megarl.sweep.sharing import find_folder, is_complete, share_pretraining
 
 DEPENDENCY = "++hydra.launcher.additional_parameters.dependency="
-OF_THE_PLUGIN = ("_target_", "submitit_folder", "max_num_timeout")
+OF_THE_PLUGIN = ("_target_", "submitit_folder")
 OF_ALL_EXECUTORS = ("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes", "name")
 """Parameters that submitit takes without the executor's name before them"""
 
@@ -59,9 +59,7 @@ def build_executor(overrides: Sequence[str], sweep_dir: Path) -> Any:
     launcher.submitit_folder = str(sweep_dir / ".submitit" / "%j")
     values = OmegaConf.to_container(launcher, resolve=True)
     assert isinstance(values, dict)
-    executor = submitit.AutoExecutor(
-        folder=values["submitit_folder"], cluster="slurm", slurm_max_num_timeout=values.get("max_num_timeout", 0)
-    )
+    executor = submitit.AutoExecutor(folder=values["submitit_folder"], cluster="slurm")
     executor.update_parameters(
         **{
             key if key in OF_ALL_EXECUTORS or key == "stderr_to_stdout" else f"slurm_{key}": value

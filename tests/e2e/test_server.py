@@ -1,5 +1,6 @@
 """Generation and weight sync with a real SGLang server; transformers is the independent reference."""
 
+import contextlib
 import os
 import random
 import shutil
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.config.roles import Dtype
 from megarl.config.rollout import RolloutConfig
-from megarl.rollout.client import RequestError
+from megarl.rollout.client import RequestError, SGLangClient
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.guard import find_shared_memory
@@ -23,6 +24,8 @@ from megarl.seams import UNPUBLISHED, DeadlineError, SyncError
 from megarl.sync.disk import DiskSync
 from megarl.sync.probe import build_probe_tokens
 from megarl.types import FinishReason, Prompt, Score, Sequences
+
+KEY = "0123456789abcdef"
 
 EOS = 2
 pytestmark = pytest.mark.server
@@ -296,13 +299,25 @@ def test_a_server_that_exits_at_start_shows_the_end_of_its_log(tiny_checkpoint, 
     failing.stop()
 
 
-def test_the_same_seed_repeats_and_stop_leaves_nothing(
+def test_the_same_seed_repeats_a_key_keeps_others_out_and_stop_leaves_nothing(
     first_responses, tiny_checkpoint, rollout_config, server_seed, tmp_path
 ):
-    again = SGLangServer(rollout_config, tiny_checkpoint, log_file=tmp_path / "again.log", seed=server_seed)
+    log_file, tokenizer = tmp_path / "again.log", AutoTokenizer.from_pretrained(tiny_checkpoint)
+    again = SGLangServer(rollout_config, tiny_checkpoint, log_file=log_file, seed=server_seed, api_key=KEY)
     again.start()
     again.wait_healthy(rollout_config.startup_deadline_s)
-    engine = SGLangEngine([again.url], tiny_checkpoint, rollout_config, AutoTokenizer.from_pretrained(tiny_checkpoint))
+    engine = SGLangEngine([again.url], tiny_checkpoint, rollout_config, tokenizer, api_key=KEY)
+    assert not any(
+        KEY in word for process in psutil.process_iter(["cmdline"]) for word in process.info["cmdline"] or ()
+    )
+    with contextlib.closing(SGLangClient(again.url, vocab_size=55, deadline_s=10.0)) as stranger:
+        for call in (
+            lambda: stranger.generate([[5]], {"max_new_tokens": 1}),
+            stranger.flush_cache,
+            stranger.bring_to_rest,
+        ):
+            with pytest.raises(RequestError, match="answered 401"):
+                call()
     assert generate_first(again, engine) == first_responses
     guard = psutil.Process(again.pid)
     processes = [guard, *guard.children(recursive=True)]

@@ -11,8 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.hardware import HardwareConfig
 from megarl.config.load import load_config
-from megarl.preflight import NodeReport, find_problems, find_stale_ray, find_unseen, list_gpus, read_reports
+from megarl.preflight import (
+    NodeReport,
+    find_problems,
+    find_small_gpus,
+    find_stale_ray,
+    find_unseen,
+    find_unseen_folder,
+    list_gpus,
+    read_reports,
+)
 
 H100, A100 = "NVIDIA H100 80GB HBM3, 81559 MiB", "NVIDIA A100-SXM4-80GB, 81920 MiB"
 ENDED_JOB = "987654321"
@@ -62,6 +72,25 @@ def test_a_mixed_allocation_is_named_with_the_nodes_of_each_kind() -> None:
 def test_equal_nodes_without_problems_are_fine() -> None:
     assert not list(find_problems([NodeReport("a", [H100]), NodeReport("b", [H100])], ["a", "b"], 1))
     assert not list(find_problems([NodeReport("a"), NodeReport("b")], ["a", "b"], 2))
+
+
+def test_a_node_that_shows_none_of_its_gpus_is_named() -> None:
+    (problem,) = find_problems([NodeReport("a", [H100]), NodeReport("b")], ["a", "b"], 1)
+    assert problem == "b: cluster.gpus_per_node: found 1; nvidia-smi shows 0"
+
+
+def test_gpus_that_are_smaller_than_planned_are_named() -> None:
+    reports = [NodeReport("a", ["NVIDIA A100-SXM4-40GB, 40960 MiB"])]
+    (problem,) = find_small_gpus(reports, HardwareConfig(gpu="H100", memory_gib=79.1))
+    assert problem.startswith("cluster.hardware: the job is planned for H100, 79.1 GiB; the nodes have NVIDIA A100")
+    assert not list(find_small_gpus([NodeReport("a", [H100])], HardwareConfig(gpu="H100", memory_gib=79.1)))
+    assert not list(find_small_gpus(reports, HardwareConfig()))
+
+
+def test_a_folder_that_a_node_does_not_see_is_named_by_its_key(tmp_path: Path) -> None:
+    assert not list(find_unseen_folder(str(tmp_path)))
+    (problem,) = find_unseen_folder(str(tmp_path / "gone"))
+    assert problem.startswith(f"hydra.run.dir: {tmp_path / 'gone'} is not there; ")
 
 
 def test_reports_are_found_among_other_lines() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.cluster import ClusterConfig, Placement
+from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.placement import SERVERS, Group, Seat, check_cluster, count_nodes, list_groups, place
 
@@ -145,3 +146,16 @@ def test_offline_value_pretraining_places_the_critic_alone_and_an_evaluation_the
         (SERVERS, 0),
     ]
     assert [each.name for each in list_groups(config, "evaluate")] == [SERVERS]
+
+
+def test_nccl_cannot_join_policy_and_servers_on_the_same_gpus() -> None:
+    here = ("algo=vapo", "model=tiny", "cluster=h100x8", "cluster.placement=colocated")
+    [problem] = check(*here, "rollout.transport=split")
+    assert problem.startswith("rollout.transport: found split with cluster.placement=colocated")
+    assert check(*here, "rollout.transport=disk") == check(*here, "rollout.transport=colocated") == []
+
+
+def test_slurms_cluster_outside_a_job_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
+    with pytest.raises(ConfigError, match=r"cluster: slurm takes its nodes from a Slurm job.*sbatch slurm/train.sh"):
+        load_config(["cluster=slurm"])

@@ -116,6 +116,10 @@ def test_the_command_line_is_completed_with_the_folder_the_swept_keys_and_what_o
     assert "hydra.job.config.override_dirname.exclude_keys=[algo]" in completed
     assert "hydra.sweeper.sampler.seed=1" in completed
     assert "hydra.sweeper.direction=maximize" not in completed
+    on_slurm, _ = complete_arguments(["-m", "hydra/launcher=slurm", "hydra.launcher.nodes=2"])
+    assert on_slurm[2] == "hydra.launcher.additional_parameters.nodes=2"
+    with pytest.raises(ConfigError, match="hydra/launcher=slurm is the same plugin"):
+        complete_arguments(["-m", "hydra/launcher=submitit_slurm"])
     without, folder = complete_arguments(["-m", "seed=1,2"])
     assert folder.parent == Path("runs").resolve()
     assert not any("sweeper" in text for text in without)
