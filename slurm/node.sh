@@ -43,6 +43,8 @@ if [[ -z $ids && ${SLURM_GPUS_ON_NODE:-0} -gt 0 ]]; then
   ids=$(seq -s, 0 $((SLURM_GPUS_ON_NODE - 1)))
 fi
 export MEGARL_GPUS=$ids MEGARL_MARK=$scratch
+# Ray would wait half a minute for work to move to other nodes; the run has ended by then.
+export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
 
 # megarl counts the GPUs itself. Every port is the kernel's choice: a neighbour's job may be on the node.
 options=(

@@ -70,7 +70,8 @@ read_arguments() {
 # What the steps have in common, and how a command gets into the container.
 build_commands() {
   # A run's own name may have commas, as those of a sweep.
-  local mounts="$MEGARL_HOME,$(dirname "$run_dir"),$PWD,/tmp,/dev/shm${MEGARL_MOUNTS:+,$MEGARL_MOUNTS}"
+  local mounts
+  mounts="$MEGARL_HOME,$(dirname "$run_dir"),$PWD,/tmp,/dev/shm${MEGARL_MOUNTS:+,$MEGARL_MOUNTS}"
   step=(srun --overlap --cpu-bind=none --export=ALL)
   inside=()
   case $MEGARL_CONTAINER in
