@@ -36,8 +36,9 @@ class Job:
         def is_there() -> bool:
             if text in self.output:
                 return True
-            if self.show("JobState") in ENDED:
-                assert text in self.output, f"{text!r} never came:\n{self.output}"
+            state = self.show("JobState")
+            if state in ENDED:
+                assert text in self.output, f"{text!r} never came; the job is {state}:\n{self.explain()}"
             return False
 
         wait_until(is_there, deadline_s, f"{text!r} of job {self.number}", self.explain)
