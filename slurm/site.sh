@@ -28,8 +28,6 @@ fi
 # NVLink SHARP: export NCCL_NVLS_ENABLE=1
 # Says at the start which of them NCCL uses:
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
-# Megatron's order of kernels and communication under tensor parallelism.
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 
 # --- models ----------------------------------------------------------------------------------------------------------
 # A cache of the Hugging Face hub that every node sees; model.path names a model in it, or a directory.

@@ -28,6 +28,11 @@ def locking(directory: Path) -> Iterator[None]:
             raise CheckpointError(
                 f"{directory}: {holder} is at work there; only one process at a time may be"
             ) from None
+        except OSError as error:
+            raise CheckpointError(
+                f"{directory}: its file system has no locks ({error}), by which two processes would notice each other;"
+                " Lustre has them where it is mounted with -o flock"
+            ) from error
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()

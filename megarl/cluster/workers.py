@@ -37,6 +37,8 @@ class WorkerActor:
         self._host = resolve_host(listen_host)
         use_interface(self._host)
         use_gpus(gpus)
+        # What Megatron's order of kernels and communication under tensor parallelism relies on.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         self._worker: MegatronWorker | None = None
         self._sender: WeightSender | None = None
 

@@ -238,6 +238,11 @@ RULES: tuple[Rule, ...] = (
         "with rollout.transport=disk; it counts with colocated or split",
     ),
     Rule(
+        ("cluster.placement",),
+        lambda c: c.cluster.gpus_per_node > 0,
+        "with cluster.gpus_per_node=0, where GPUs are not counted; it counts with their number",
+    ),
+    Rule(
         ("cluster.hardware",),
         lambda c: c.cluster.hardware.gpu is not None,
         "with cluster.hardware.gpu=null; it counts with a cluster whose GPU is known, such as cluster=h100x8",

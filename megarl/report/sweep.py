@@ -149,11 +149,19 @@ def _load_config(folder: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{folder / RUN_FILE}: is not what a run writes: {error!r}")
     path = folder / HYDRA_FOLDER / "config.yaml"
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        tree = _resolve(OmegaConf.load(path))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
         problems.append(f"{path}: cannot be read: {error}")
         return {}
     return _flatten(tree) if isinstance(tree, dict) else {}
+
+
+def _resolve(composed: Any) -> Any:
+    try:
+        return OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException:
+        # Some values, such as the nodes of a Slurm job, are known only where it runs.
+        return OmegaConf.to_container(composed, resolve=False)
 
 
 def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:

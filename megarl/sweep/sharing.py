@@ -24,8 +24,8 @@ from megarl.config.schema import Config
 from megarl.config.unused import find_unused
 from megarl.pretraining_inputs import list_pretraining_inputs
 from megarl.report.outcome import Outcome, State, clear_outcome, write_outcome
+from megarl.report.sweep import PRETRAINING_PREFIX
 
-PREFIX = "value_pretrain_"
 STATE_FOLDER = "pretrained"
 OTHERS_DEADLINE_S = 4 * 3600.0
 """How long a run waits for the value pretraining that another run of the sweep is making."""
@@ -39,7 +39,7 @@ def find_folder(config: Config, sweep_dir: Path) -> Path | None:
     settings = config.algo.value_pretrain
     if not needs_critic(config.algo) or settings.steps == 0 or settings.taken_from is not None:
         return None
-    return sweep_dir / f"{PREFIX}{digest(list_pretraining_inputs(config))}"
+    return sweep_dir / f"{PRETRAINING_PREFIX}{digest(list_pretraining_inputs(config))}"
 
 
 def is_complete(folder: Path) -> bool:
