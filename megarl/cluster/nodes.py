@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.config.placement import Seat
+from megarl.config.placement import Seat, format_numbers
 from megarl.seams import DeadlineError
 
 ORDER_VARIABLE = "MEGARL_NODES"
@@ -42,11 +42,11 @@ class Cluster:
         return {"scheduling_strategy": NodeAffinitySchedulingStrategy(self.nodes[seat.node].node_id, soft=False)}
 
     def describe(self, seats: Sequence[Seat]) -> str:
-        """Their nodes and GPUs: `n1 GPU 0-3, n2 GPU 0`; empty where GPUs are not counted."""
+        """Their nodes and GPUs: `n1 GPU 0-3; n2 GPU 0`; empty where GPUs are not counted."""
         parts: dict[str, list[int]] = {}
         for seat in seats:
             parts.setdefault(self.nodes[seat.node].name, []).extend(seat.gpus)
-        return ", ".join(f"{node} GPU {_format_numbers(gpus)}" for node, gpus in parts.items() if gpus)
+        return "; ".join(f"{node} GPU {format_numbers(gpus)}" for node, gpus in parts.items() if gpus)
 
 
 def wait_for_nodes(number: int, deadline_s: float) -> tuple[Node, ...]:
@@ -73,14 +73,3 @@ def wait_for_nodes(number: int, deadline_s: float) -> tuple[Node, ...]:
         return (order.index(name) if name in order else len(order), node_id != own, name)
 
     return tuple(Node(name, node_id) for node_id, name in sorted(alive.items(), key=rank))
-
-
-def _format_numbers(numbers: Sequence[int]) -> str:
-    """0-3,6"""
-    parts: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)

@@ -93,6 +93,17 @@ def _cut(numbers: Sequence[int], size: int, per_node: int) -> tuple[Seat, ...]:
     return tuple(Seat(part[0] // per_node, tuple(number % per_node for number in part)) for part in parts)
 
 
+def format_numbers(numbers: Sequence[int]) -> str:
+    """`0-3, 6`"""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
 def count_nodes(seats: Mapping[str, Sequence[Seat]]) -> int:
     """Nodes that are used, or lie before one that is."""
     return 1 + max((each.node for group in seats.values() for each in group), default=0)

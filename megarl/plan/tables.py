@@ -1,12 +1,12 @@
 """A plan as tables to read."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich import box
 from rich.table import Table
 
 from megarl.config.check import describe_sizes
-from megarl.config.placement import SERVERS
+from megarl.config.placement import SERVERS, format_numbers
 from megarl.config.schema import Config
 from megarl.plan import assumptions
 from megarl.plan.assumptions import GIB
@@ -55,7 +55,7 @@ def _tabulate_layouts(config: Config, plan: JobPlan) -> Table:
         in_flight = max(stage.in_flight for stage in plan.stages[name])
         table.add_row(
             name,
-            _name_gpus(plan.places[name]),
+            format_numbers(plan.places[name]),
             _describe_layout(job),
             str(job.parallel.dp),
             f"{share:g}",
@@ -65,7 +65,7 @@ def _tabulate_layouts(config: Config, plan: JobPlan) -> Table:
         )
     rollout = config.rollout
     layout = f"{rollout.num_servers} of tp {rollout.tp}"
-    table.add_row(SERVERS, _name_gpus(plan.places[SERVERS]), layout, *("-",) * 5)
+    table.add_row(SERVERS, format_numbers(plan.places[SERVERS]), layout, *("-",) * 5)
     return table
 
 
@@ -73,17 +73,6 @@ def _describe_layout(job: RoleJob) -> str:
     sizes = {axis: getattr(job.parallel, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "etp")}
     words = [f"{axis} {size}" for axis, size in sizes.items() if size > 1] + ["sp"] * job.parallel.sp
     return " ".join(words) or "one"
-
-
-def _name_gpus(gpus: Sequence[int]) -> str:
-    """0-15, 32-63"""
-    runs: list[list[int]] = []
-    for gpu in gpus:
-        if runs and gpu == runs[-1][1] + 1:
-            runs[-1][1] = gpu
-        else:
-            runs.append([gpu, gpu])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _tabulate_ranks(plan: JobPlan) -> Table:
@@ -146,7 +135,7 @@ def _tabulate_phases(config: Config, plan: JobPlan) -> Table:
         left = limit - max(gpus.phases.values()) / GIB
         numbers = [_gib(gpus.phases[phase]) for phase in PHASES]
         mark = "" if left >= 0 else "[red]"
-        table.add_row(_name_gpus(gpus.kind.gpus), ", ".join(who), *numbers, f"{mark}{left:.1f}")
+        table.add_row(format_numbers(gpus.kind.gpus), ", ".join(who), *numbers, f"{mark}{left:.1f}")
     return table
 
 

@@ -53,5 +53,5 @@ def test_a_gpu_that_the_job_does_not_have_here_is_named(variables: pytest.Monkey
 def test_seats_are_described_by_node_and_ranges_of_gpus() -> None:
     cluster = Cluster((Node("n1", "x"), Node("n2", "y")), Path("/tmp"), "127.0.0.1", "auto")
     seats = [Seat(0, (0,)), Seat(0, (1,)), Seat(0, (2,)), Seat(0, (5,)), Seat(1, (0, 1))]
-    assert cluster.describe(seats) == "n1 GPU 0-2,5, n2 GPU 0-1"
+    assert cluster.describe(seats) == "n1 GPU 0-2, 5; n2 GPU 0-1"
     assert cluster.describe([Seat()]) == ""
