@@ -4,6 +4,7 @@ safetensors' own writer takes all tensors of a file at once. Format: 8 bytes of 
 header, JSON; the tensors' bytes one after the other.
 """
 
+import ctypes
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -68,9 +69,11 @@ def _write_file(path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple
             name, tensor = next(tensors, ("nothing", torch.empty(0)))
             if _describe(name, tensor) != spec:
                 raise ValueError(f"{path.parent}: {name} {list(tensor.shape)} {tensor.dtype} came for {spec}")
-            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+            whole = tensor.contiguous()
+            # Not as a numpy array: torch resizes no storage that one has shared, and offloading does that to weights.
+            file.write((ctypes.c_char * whole.nbytes).from_address(whole.data_ptr()))
             # Not one tensor is kept while the next is read.
-            del tensor
+            del tensor, whole
         file.flush()
         os.fsync(file.fileno())
 
