@@ -80,7 +80,7 @@ class Job:
         scratch = [*Path("/tmp").glob(f"megarl-ray-{self.number}-*"), *self.run_dir.glob(".slurm")]
         return [*processes, *map(str, scratch)]
 
-    def expect_nothing_left(self, deadline_s: float = 45.0) -> None:
+    def expect_nothing_left(self, deadline_s: float = 120.0) -> None:
         """Slurm calls a job ended when it has asked it to."""
         wait_until(lambda: not self.find_left(), deadline_s, "a clean end", lambda: "\n".join(self.find_left()))
 
