@@ -13,11 +13,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.config.roles import Dtype, ParallelConfig
+from megarl.mcore import process_groups
 from megarl.mcore.architecture import Architecture
 from megarl.mcore.model import build_chunks, build_config
 from megarl.mcore.spec import StageParameters
@@ -89,16 +89,7 @@ def _playing(rank: int, parallel: ParallelConfig) -> Iterator[None]:
         warnings.simplefilter("ignore")
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.num_processes)
         try:
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=parallel.tp,
-                pipeline_model_parallel_size=parallel.pp,
-                virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-                context_parallel_size=parallel.cp,
-                expert_model_parallel_size=parallel.ep,
-                expert_tensor_parallel_size=parallel.etp,
-                create_gloo_process_groups=False,
-            )
+            process_groups.initialize_groups(parallel, create_gloo_process_groups=False)
             yield
         finally:
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
+            process_groups.destroy()

@@ -1,6 +1,7 @@
 """torch.distributed and Megatron's process groups, and metrics over them."""
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,12 @@ def initialize(
     dist.init_process_group(
         process_group_backend(), init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
     )
+    initialize_groups(parallel, distributed_timeout_minutes=deadline_s / 60)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def initialize_groups(parallel: ParallelConfig, **options: Any) -> None:
+    """Megatron's groups of this layout, in a process that has joined; options: further ones of Megatron's call."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
@@ -38,9 +45,8 @@ def initialize(
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
-        distributed_timeout_minutes=deadline_s / 60,
+        **options,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def destroy() -> None:
