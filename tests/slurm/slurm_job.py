@@ -1,6 +1,7 @@
 """One job of the tests' Slurm, and what is left of it."""
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +55,12 @@ class Job:
         wait_until(is_so, deadline_s, f"job {self.number} {states}", self.explain)
 
     def start_again(self) -> None:
-        """Slurm would keep a job that was queued again for two minutes."""
+        """Slurm would keep a job that was queued again for two minutes.
+
+        A node takes a start for one that was cancelled where both are of the same second ("Job already killed, do not
+        launch batch job"), and Slurm then calls the job failed.
+        """
+        time.sleep(1.1)
         self.slurm.call("scontrol", "update", f"jobid={self.number}", "StartTime=now")
 
     def find_processes(self) -> dict[int, dict[str, str]]:
