@@ -212,12 +212,26 @@ end() {
     say "ended by Slurm: scancel, the time limit, or a node that was lost"
     exit 143
   elif [[ $stop == USR1 && ($code == "$EXIT_USR1" || $code == 137) ]]; then
+    expect_progress
     requeue "SIGUSR1"
   elif ((code != 0 && code != 2)) && ! timeout 60 "${on_all[@]}" true 2>/dev/null; then
     requeue "a node does not answer"
   fi
   exit "$code"
 }
+
+# A start that used most of its time and wrote no checkpoint is not repeated: the next would do the same.
+expect_progress() {
+  local now newest
+  now=$(date +%s) newest=$(read_newest)
+  [[ $newest == "$begun_from" ]] && ((now - begun_at > $(find_time_limit) - now)) || return 0
+  say "SIGUSR1: not queued again: this start's time is over, and in $((now - begun_at)) s it wrote no checkpoint (newest:" \
+    "${newest:-none}). Give it more (sbatch --time=, --signal=B:USR1@SECONDS), or make iterations shorter" \
+    "(checkpoint.save_every=1)${newest:+; to go on: sbatch slurm/train.sh resume=$run_dir}"
+  exit "$EXIT_USR1"
+}
+
+read_newest() { cat "$run_dir/checkpoints/latest" 2>/dev/null || true; }
 
 requeue() {
   say "$1: queued again; it goes on from the newest checkpoint in $run_dir"
@@ -294,6 +308,7 @@ read_arguments "$@"
 set_environment
 build_commands
 make_job_dir
+begun_at=$(date +%s) begun_from=$(read_newest)
 say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on ${nodes[*]}: megarl.train ${arguments[*]}"
 check
 [[ -z $stop ]] || end

@@ -106,3 +106,12 @@ def test_a_signal_before_the_run_has_begun_queues_the_job_again_and_it_begins_th
     job.start_again()
     job.wait_for("start 2")
     assert "resume=" not in job.output.split("start 2")[1].splitlines()[0]
+
+
+def test_a_start_that_wrote_no_checkpoint_in_its_time_is_not_repeated(slurm: MiniSlurm, submit) -> None:
+    job = submit(*WITH_CRITIC, options=(*TWO_NODES, "--time=1", "--signal=B:USR1@1"))
+    job.wait_for("allocation: 2 nodes x 2 GPUs")
+    slurm.call("scancel", "--signal=USR1", "--batch", job.number)
+    job.wait_state("FAILED")
+    assert "not queued again: this start's time is over" in job.output
+    assert "(newest: none). Give it more (sbatch --time=, --signal=B:USR1@SECONDS), or" in job.output
