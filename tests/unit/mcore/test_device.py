@@ -3,12 +3,13 @@
 import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from megarl.mcore import device
-from megarl.mcore.cpu_hook import CpuRewriter, rewrite
+from megarl.mcore import cpu_hook, device
+from megarl.mcore.cpu_hook import CpuLoader, CpuRewriter, find_bytecode_folder, rewrite
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the hook is for machines without CUDA")
 
@@ -86,6 +87,63 @@ assert (torch.cuda.current_device, torch.compile) == before
 print("rewritten")
 """
     assert run_python(code) == "rewritten"
+
+
+@pytest.fixture
+def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """(a module's file, a function that loads it as Megatron's are), with a bytecode folder of the test's own"""
+    monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    find_bytecode_folder.cache_clear()
+    source = tmp_path / "wheel" / "module.py"
+    source.parent.mkdir()
+    source.write_text("DEVICE = 'cuda'\n")
+
+    def load() -> str:
+        namespace: dict[str, str] = {}
+        exec(CpuLoader("module", str(source)).get_code("module"), namespace)
+        return namespace["DEVICE"]
+
+    yield source, load
+    find_bytecode_folder.cache_clear()
+
+
+def fail(source: bytes, path: str) -> None:
+    raise AssertionError(f"{path} was rewritten again")
+
+
+def test_a_rewritten_module_is_compiled_once_and_nothing_is_written_beside_it(loaded, monkeypatch) -> None:
+    source, load = loaded
+    assert load() == "cpu"
+    monkeypatch.setattr(cpu_hook, "rewrite", fail)
+    assert load() == "cpu"
+    assert [path.name for path in source.parent.iterdir()] == ["module.py"]
+
+
+def test_a_module_that_has_changed_is_rewritten_again(loaded) -> None:
+    source, load = loaded
+    load()
+    source.write_text("DEVICE = 'cuda' + ' again'\n")
+    assert load() == "cpu again"
+
+
+def test_bytecode_that_others_could_have_written_is_not_executed(loaded, monkeypatch) -> None:
+    _, load = loaded
+    load()
+    find_bytecode_folder().chmod(0o777)
+    find_bytecode_folder.cache_clear()
+    monkeypatch.setattr(cpu_hook, "rewrite", fail)
+    with pytest.raises(AssertionError, match="rewritten again"):
+        load()
+
+
+def test_without_a_place_for_bytecode_modules_are_rewritten_each_time(loaded, monkeypatch) -> None:
+    _, load = loaded
+    monkeypatch.setenv("MEGARL_CACHE", "/dev/null/nowhere")
+    assert load() == "cpu"
+    monkeypatch.setattr(cpu_hook, "rewrite", fail)
+    with pytest.raises(AssertionError, match="rewritten again"):
+        load()
 
 
 @no_cuda
