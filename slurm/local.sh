@@ -2,16 +2,24 @@
 # Sourced by train.sh for --local: what a job would do, as text.
 
 show_local() {
-  local text num_nodes gpus_per_node options=() rest=()
+  local text option='' num_nodes gpus_per_node options=() rest=()
   num_nodes=$(read_default nodes) gpus_per_node=$(read_default gpus-per-node)
   for text in "$@"; do
     case $text in
-      --nodes=*) num_nodes=${text#*=} options+=("$text") ;;
-      --gpus-per-node=*) gpus_per_node=${text#*=} options+=("$text") ;;
-      -m | --multirun) rest+=("$text") ;;
-      -*) options+=("$text") ;;
-      *) rest+=("$text") ;;
+      -m | --multirun) rest+=("$text") && continue ;;
+      -N[0-9]*) option=--nodes options+=("$text") text=${text#-N} ;;
+      -N) option=--nodes options+=("$text") && continue ;;
+      --*=*) option=${text%%=*} options+=("$text") text=${text#*=} ;;
+      -*) option=$text options+=("$text") && continue ;;
+      # An override has an =; a word without one is the value of the option before it.
+      *=* | '~'*) option='' rest+=("$text") && continue ;;
+      *) if [[ -n $option ]]; then options+=("$text"); else rest+=("$text"); fi ;;
     esac
+    case $option in
+      --nodes) num_nodes=$text ;;
+      --gpus-per-node) gpus_per_node=${text##*:} ;; # h100:8
+    esac
+    option=''
   done
   [[ $num_nodes =~ ^[1-9][0-9]*$ && $gpus_per_node =~ ^[0-9]+$ ]] ||
     fail "--local: found --nodes=$num_nodes --gpus-per-node=$gpus_per_node; numbers are needed"

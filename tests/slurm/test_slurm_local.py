@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -32,8 +34,10 @@ def test_local_prints_every_command_of_the_complete_preset_and_does_nothing(tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_local_takes_the_options_of_sbatch_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
-    done = call(tmp_path, "--local", "--nodes=4", "algo=vapo", "model=qwen32b")
+@pytest.mark.parametrize("options", ["--nodes=4", "-N4", "--exclusive -N 4 --gpus-per-node h100:8"])
+def test_local_takes_the_options_of_sbatch_and_refuses_what_does_not_fit(tmp_path: Path, options: str) -> None:
+    done = call(tmp_path, "--local", *options.split(), "algo=vapo", "model=qwen32b")
+    assert f"sbatch {options} slurm/train.sh algo=vapo model=qwen32b" in done.stdout
     assert done.returncode == 2
     assert "need 8 nodes of 8 GPUs (cluster.gpus_per_node); there are 4 (cluster.num_nodes)" in done.stderr
 
