@@ -3,15 +3,21 @@
 # A value that the environment of sbatch already has stays.
 
 # --- where Python is: one of three ---------------------------------------------------------------------------------
-# A virtual environment that every node sees (tools/install/install.sh cuda makes .venv):
-MEGARL_PYTHON=${MEGARL_PYTHON:-$MEGARL_HOME/.venv/bin/python}
-# A container: `pyxis` starts IMAGE through srun --container-image (pyxis and enroot), `apptainer` through apptainer exec.
-# MEGARL_PYTHON is then the path inside it.
+# A virtual environment that every node sees (tools/install/install.sh cuda makes .venv), or a container: `pyxis` starts
+# IMAGE through srun --container-image (pyxis and enroot), `apptainer` through apptainer exec. Each step of the job, three
+# looks and three that stay, gets at the image anew: a FILE.sqsh or FILE.sif is at hand where a registry's is fetched.
 MEGARL_CONTAINER=${MEGARL_CONTAINER:-none} # none, pyxis or apptainer
 MEGARL_IMAGE=${MEGARL_IMAGE:-}             # registry#name:tag or FILE.sqsh; FILE.sif
+if [[ $MEGARL_CONTAINER == none ]]; then
+  MEGARL_PYTHON=${MEGARL_PYTHON:-$MEGARL_HOME/.venv/bin/python}
+else
+  MEGARL_PYTHON=${MEGARL_PYTHON:-/opt/megarl/.venv/bin/python} # inside, as slurm/Dockerfile has it
+fi
 # Further directories to be seen inside, SRC:DST with commas between, such as those of models and data. The code, the
 # folder of the job, /tmp and /dev/shm always are: driver and workers share files there.
 MEGARL_MOUNTS=${MEGARL_MOUNTS:-}
+# Seconds that a look at the nodes, and Ray's start, may take, unpacking the image included (300):
+# export MEGARL_PREFLIGHT_S=900 MEGARL_HEAD_S=900
 
 # --- modules ---------------------------------------------------------------------------------------------------------
 # module purge; module load cuda/12.8

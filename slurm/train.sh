@@ -25,10 +25,12 @@ say() { echo "$(date '+%F %T') $*"; }
 fail() { echo "error: $*" >&2; exit 2; }
 
 PREFLIGHT_S=${MEGARL_PREFLIGHT_S:-300} # of a step that looks at the nodes; the first fetches the container
-HEAD_S=120        # until the first node's Ray answers
+HEAD_S=${MEGARL_HEAD_S:-300}           # until the first node's Ray answers; it may have a container to unpack
 WITHOUT_NODES_S=60 # the driver may take to end, after a node's Ray has
 TEARDOWN_S=15     # of the steps that hold Ray
 MARGIN_S=60       # before the time limit the job is queued again, whatever the checkpoint does
+SLURM_S=20        # of a word with Slurm's controller
+REQUEUE_S=40      # of trying to queue the job again
 EXIT_USR1=138
 
 find_home() {
@@ -49,6 +51,7 @@ read_arguments() {
   for text in "$@"; do
     case $text in
       -m | --multirun) fail "$text: a job is one run; a sweep on Slurm is python -m megarl.train -m hydra/launcher=..., from the login node" ;;
+      -*) fail "$text: options of sbatch stand before slurm/train.sh, what stands behind it is for megarl.train" ;;
       cluster.ray_address=*) fail "cluster.ray_address: train.sh starts Ray and sets it" ;;
       hydra.run.dir=* | resume=*) run_dir=${text#*=} ;;&
       hydra.run.dir=*) ;;
@@ -73,6 +76,8 @@ build_commands() {
   local mounts
   mounts="$MEGARL_HOME,$(dirname "$run_dir"),$PWD,/tmp,/dev/shm${MEGARL_MOUNTS:+,$MEGARL_MOUNTS}"
   step=(srun --overlap --cpu-bind=none --export=ALL)
+  # Outside of the container, which may take minutes to unpack.
+  touch_nodes=("${step[@]}" --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" true)
   inside=()
   case $MEGARL_CONTAINER in
     none) ;;
@@ -156,14 +161,14 @@ start_ray() {
 has_nodes() { is_running "$head" && { ((${#nodes[@]} == 1)) || is_running "$others"; }; }
 
 run_driver() {
-  local lost='' patience=$WITHOUT_NODES_S limit
-  limit=$(find_time_limit)
+  local lost='' patience=$WITHOUT_NODES_S limit=''
   "${start_driver[@]}" "cluster.ray_address=$MEGARL_RAY_ADDRESS" &
   driver=$!
   while is_running "$driver"; do
     nap
     forward
     [[ $stop != TERM ]] || patience=5
+    [[ $stop != USR1 || -n $limit ]] || limit=$(find_time_limit)
     if [[ -z $lost ]] && ! has_nodes; then
       lost=$SECONDS
       say "Ray has ended on a node, see $run_dir/logs/slurm; the driver has $patience s to end"
@@ -180,21 +185,21 @@ run_driver() {
   say "the driver has ended with code $code"
 }
 
-# Seconds since 1970 at which a job that was asked to stop must be queued again.
+# Seconds since 1970 at which a job that was asked to stop must be queued again; far off where Slurm does not tell.
 find_time_limit() {
   local end
-  end=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.* EndTime=\([^ ]*\).*/\1/p')
-  end=$(date -d "$end" +%s 2>/dev/null) || end=$(($(date +%s) + 10 * 365 * 86400))
+  end=$(timeout "$SLURM_S" scontrol show job "$SLURM_JOB_ID" | sed -n 's/.* EndTime=\([^ ]*\).*/\1/p') || true
+  end=$(date -d "${end:-Unknown}" +%s 2>/dev/null) || end=$(($(date +%s) + 10 * 365 * 86400))
   echo $((end - MARGIN_S))
 }
 
 # Send signal $2 to the job's steps of the name $1; false where there is none. Not to srun: that ends a step by force.
 signal_steps() {
   local steps
-  mapfile -t steps < <(squeue --steps --noheader --jobs="$SLURM_JOB_ID" --format='%i %j' | awk -v name="$1" '$2 == name { print $1 }')
+  mapfile -t steps < <(timeout "$SLURM_S" squeue --steps --noheader --jobs="$SLURM_JOB_ID" --format='%i %j' | awk -v name="$1" '$2 == name { print $1 }')
   ((${#steps[@]})) || return 1
   # Slurm 22.05 delivers the signal and yet says that there is no such job.
-  scancel --signal="$2" "${steps[@]}" 2>/dev/null || true
+  timeout "$SLURM_S" scancel --signal="$2" "${steps[@]}" 2>/dev/null || true
 }
 
 # What the job was asked to do, to the driver, once there is one.
@@ -214,7 +219,7 @@ end() {
   elif [[ $stop == USR1 && ($code == "$EXIT_USR1" || $code == 137) ]]; then
     expect_progress
     requeue "SIGUSR1"
-  elif ((code != 0 && code != 2)) && ! timeout 60 "${on_all[@]}" true 2>/dev/null; then
+  elif ((code != 0 && code != 2)) && ! timeout 60 "${touch_nodes[@]}" 2>/dev/null; then
     requeue "a node does not answer"
   fi
   exit "$code"
@@ -231,18 +236,22 @@ expect_progress() {
   exit "$EXIT_USR1"
 }
 
-read_newest() { cat "$run_dir/checkpoints/latest" 2>/dev/null || true; }
+# The newest checkpoints, of training and of value pretraining.
+read_newest() { cat "$run_dir"/{checkpoints,value_pretraining}/latest 2>/dev/null | xargs || true; }
 
 requeue() {
   say "$1: queued again; it goes on from the newest checkpoint in $run_dir"
-  local patience=60
   stop=''
   # Slurm ends this start of the job, scontrol included.
-  scontrol requeue "$SLURM_JOB_ID" || patience=5
-  wait_until "$patience" is_ended_by_slurm && exit "$EXIT_USR1"
+  if wait_until "$REQUEUE_S" ask_for_requeue; then
+    wait_until 60 is_ended_by_slurm && exit "$EXIT_USR1"
+  fi
   say "Slurm does not queue the job again; by hand: sbatch slurm/train.sh resume=$run_dir"
   exit "$EXIT_USR1"
 }
+
+# The controller may not answer at once.
+ask_for_requeue() { timeout "$SLURM_S" scontrol requeue "$SLURM_JOB_ID" || { nap && nap && is_ended_by_slurm; }; }
 
 is_ended_by_slurm() { [[ $stop == TERM ]]; }
 

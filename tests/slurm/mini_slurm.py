@@ -52,6 +52,7 @@ GresTypes=gpu
 ReturnToService=2
 SlurmdTimeout=300
 KillWait=30
+OverTimeLimit=5
 MinJobAge=600
 JobRequeue=1
 SlurmdParameters=config_overrides
