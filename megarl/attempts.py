@@ -1,6 +1,7 @@
 """One training run from a checked configuration: attempts, each from the newest checkpoint, until one ends well."""
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from megarl.checkpoint.folder import RUN_FILE, Folder, check_space
 from megarl.checkpoint.lock import locking
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.cluster.waiting import WorkerError
+from megarl.config.allocation import is_restarted
 from megarl.config.check import describe_sizes
 from megarl.config.errors import ConfigError
 from megarl.config.roles import Dtype
@@ -37,6 +39,11 @@ OPTIMIZER_BYTES = 12
 """Of each parameter in a checkpoint: a float32 master weight and the two moments of Adam"""
 
 
+LOCK_PATIENCE_S = 150.0
+"""How long a job that was queued again waits for the lock of its earlier start. Of a client that is lost, Linux's NFS
+server gives it up after 90 s and Lustre's after 100 s, unless set otherwise"""
+
+
 def run_job(
     config: Config, run_dir: Path, *, is_new: bool = False, note_start: Callable[[], None] = lambda: None
 ) -> Summary:
@@ -58,7 +65,9 @@ def run_job(
     if config.checkpoint.save_every is not None:
         check_space(run_dir, estimate_bytes(inputs))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(locking(run_dir))
+        # Elsewhere a second run in this folder is refused at once.
+        patience_s = LOCK_PATIENCE_S if is_restarted(os.environ) else 0.0
+        stack.enter_context(locking(run_dir, patience_s, lambda text: print(text, flush=True)))
         held = [name for name in (RUN_FILE, *TRACKED) if (run_dir / name).is_file()] if is_new else []
         if held:
             raise ConfigError(

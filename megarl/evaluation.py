@@ -78,7 +78,7 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
         servers = stack.enter_context(
             running_servers(rollout, inputs.checkpoint, run_dir / "logs", config.seed, cluster, seats, stop_s)
         )
-        urls = servers.urls.result()
+        urls = servers.start().result()
         progress.leave()
         progress.line(f"servers ready after {format_seconds(time.monotonic() - started)}")
         engine = SGLangEngine(

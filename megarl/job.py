@@ -11,7 +11,7 @@ from megarl.cluster.nodes import Cluster
 from megarl.cluster.opened import open_ray
 from megarl.cluster.servers import running_servers
 from megarl.cluster.workers import WorkerGroup
-from megarl.config.placement import SERVERS, list_groups, place
+from megarl.config.placement import SERVERS, is_sharing, list_groups, place
 from megarl.config.rollout import Transport
 from megarl.config.schema import Config
 from megarl.data.sampler import PromptSampler
@@ -49,8 +49,8 @@ def describe_data(inputs: Inputs) -> str:
 class Hosts:
     """Ray and the servers in it, which several runs may use one after the other."""
 
-    urls: Pending[list[str]]
-    """of the servers, once they are healthy"""
+    start_servers: Callable[[], Pending[list[str]]]
+    """starts them, where they have not been; gives their urls once they are healthy"""
     check_servers: Callable[[], None]
     """raises RuntimeError where a server is down"""
     cluster: Cluster
@@ -62,31 +62,43 @@ class Hosts:
 
 @contextlib.contextmanager
 def open_hosts(config: Config, inputs: Inputs, log_dir: Path) -> Iterator[Hosts]:
-    """Ray, and the servers, started without waiting for them; all of it ends on leaving."""
+    """Ray, and the servers, started without waiting for them unless the roles come first; all of it ends on leaving."""
     stop_s = config.cluster.shutdown_deadline_s / 3
     groups = list_groups(config)
-    seats = place(config.cluster, groups)[SERVERS]
+    seats = place(config.cluster, groups)
+    shares_gpus = is_sharing(seats)
     with (
         open_ray(config.cluster, sum(group.num_processes for group in groups)) as cluster,
         running_servers(
-            config.rollout, inputs.checkpoint, log_dir, config.seed, cluster, seats, stop_s, weight_version=UNPUBLISHED
+            config.rollout,
+            inputs.checkpoint,
+            log_dir,
+            config.seed,
+            cluster,
+            seats[SERVERS],
+            stop_s,
+            weight_version=UNPUBLISHED,
+            shares_gpus=shares_gpus,
         ) as servers,
     ):
-        yield Hosts(servers.urls, servers.check_alive, cluster, servers.api_key, servers)
+        if not shares_gpus:
+            servers.start()
+        yield Hosts(servers.start, servers.check_alive, cluster, servers.api_key, servers)
 
 
 @contextlib.contextmanager
 def open_parts(
     config: Config, inputs: Inputs, hosts: Hosts, run_dir: Path, report: Report, journal: Journal | None = None
 ) -> Iterator[Parts]:
-    """The workers of the run, started side by side with the servers, and what drives both; they end on leaving.
+    """The workers of the run, started side by side with the servers (before them, where they share GPUs), and what
+    drives both; they end on leaving.
 
     journal: where what is sampled is kept, and found again; None: it is not.
     """
     rollout = config.rollout
     with contextlib.ExitStack() as stack:
         groups = _start_groups(stack, config, inputs, hosts, run_dir / "logs", report)
-        urls = hosts.urls.result()
+        urls = hosts.start_servers().result()
         engine = SGLangEngine(
             urls,
             inputs.checkpoint,
@@ -128,13 +140,26 @@ def _start_groups(
             groups[role] = WorkerGroup(spec, log_dir, hosts.cluster, seats[role.value], start_s)
             stack.callback(groups[role].close)
         starting = {role: group.start() for role, group in groups.items()}
-        wait_all([hosts.urls, *starting.values()])
+        wait_started(list(starting.values()), hosts.start_servers, roles_first=is_sharing(seats))
         for role, started in starting.items():
             report.message(f"{role.value}: {started.result()}")
     for name, taken in seats.items():
         if where := hosts.cluster.describe(taken):
             report.message(f"{name}: on {where}")
     return groups
+
+
+def wait_started(
+    roles: Sequence[Pending[Any]], start_servers: Callable[[], Pending[list[str]]], *, roles_first: bool
+) -> None:
+    """Wait for the roles, which have been started, and for the servers.
+
+    roles_first: the servers are started once the roles hold their models. SGLang measures what is free on its GPUs when
+    it starts and takes most of it for its cache.
+    """
+    if roles_first:
+        wait_all(roles)
+    wait_all([start_servers(), *roles])
 
 
 def build_sync(

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TextIO
 
@@ -35,8 +35,8 @@ ADDRESS_LATER = "cluster.ray_address=first-node:0"
 ASK_S = 30.0
 """How long nvidia-smi and squeue may take"""
 FOLDER_VARIABLE = "MEGARL_JOB_DIR"
-LEAST_OF_PLANNED = 0.95
-"""Share of the planned memory of a GPU; the same kind differs a little"""
+LEAST_OF_KIND = 0.95
+"""Share of the memory of a GPU; the same kind differs a little, by driver and ECC"""
 RAY_NAMES = ("raylet", "gcs_server")
 
 
@@ -215,20 +215,40 @@ def find_problems(reports: Sequence[NodeReport], names: Sequence[str], gpus_per_
             )
     for problem, nodes in where.items():
         yield f"{', '.join(nodes)}: {problem}"
+    kind_of = find_kinds(gpu for report in reports for gpu in report.gpus)
     kinds = defaultdict(list)
     for report in reports:
-        for kind in sorted(set(report.gpus)):
+        for kind in sorted({kind_of[gpu] for gpu in report.gpus}):
             kinds[kind].append(report.node)
     if len(kinds) > 1:
         parts = "; ".join(f"{kind} on {', '.join(nodes)}" for kind, nodes in kinds.items())
         yield f"the job has different GPUs, and the slowest would decide: {parts}; sbatch --constraint= chooses nodes"
 
 
+def find_kinds(gpus: Iterable[str]) -> dict[str, str]:
+    """Of each GPU the largest of its kind: of the same name, and with about the same memory."""
+    kinds: dict[str, str] = {}
+    for gpu in sorted(set(gpus), key=lambda each: (-read_mib(each), each)):
+        name = gpu.rpartition(", ")[0]
+        same = (
+            kind
+            for kind in kinds.values()
+            if kind.rpartition(", ")[0] == name and read_mib(gpu) >= LEAST_OF_KIND * read_mib(kind)
+        )
+        kinds[gpu] = next(same, gpu)
+    return kinds
+
+
+def read_mib(gpu: str) -> int:
+    """81559 of `NVIDIA H100 80GB HBM3, 81559 MiB`; 0 where nvidia-smi did not say."""
+    size = re.search(r"(\d+) MiB$", gpu)
+    return int(size[1]) if size else 0
+
+
 def find_small_gpus(reports: Sequence[NodeReport], hardware: HardwareConfig) -> Iterator[str]:
     """GPUs with less memory than those that the job is planned for."""
     for kind in sorted({gpu for report in reports for gpu in report.gpus}):
-        size = re.search(r"(\d+) MiB$", kind)
-        if hardware.gpu is not None and size and int(size[1]) < LEAST_OF_PLANNED * 1024 * hardware.memory_gib:
+        if hardware.gpu is not None and 0 < read_mib(kind) < LEAST_OF_KIND * 1024 * hardware.memory_gib:
             yield (
                 f"cluster.hardware: the job is planned for {hardware.gpu}, {hardware.memory_gib:g} GiB; the nodes have"
                 f" {kind}: give cluster.hardware.gpu and .memory_gib, or cluster.hardware.gpu=null for no plan"

@@ -38,6 +38,8 @@ class ServerSpec:
     weight_version: int
     api_key: str | None
     """what callers must show, where it listens on the network"""
+    shares_gpus: bool
+    """with processes of training roles"""
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -59,6 +61,7 @@ class ServerActor:
             port=port,
             weight_version=spec.weight_version,
             api_key=spec.api_key,
+            shares_gpus=spec.shares_gpus,
         )
 
     def start(self, port_deadline_s: float, deadline_s: float) -> str:
@@ -78,7 +81,7 @@ class ServerActor:
 
 
 class Servers:
-    """Servers being started; `urls` gives their addresses once all of them are healthy.
+    """The servers of a run and what owns them; `start` starts them.
 
     Implements `megarl.seams.RolloutServers`.
     """
@@ -91,7 +94,13 @@ class Servers:
         """what callers must show; None: nothing"""
         self._names = tuple(f"SGLang server {spec.index}/{len(specs)}" for spec in specs)
         self._actors: list[Any] = [self._own(spec, None) for spec in specs]
-        self.urls = self._start(range(len(specs)), 0.0, "start")
+        self._urls: PendingCall[list[str]] | None = None
+
+    def start(self) -> PendingCall[list[str]]:
+        """Start them, where they have not been; gives their addresses once all of them are healthy."""
+        if self._urls is None:
+            self._urls = self._start(range(len(self._specs)), 0.0, "start")
+        return self._urls
 
     def _own(self, spec: ServerSpec, port: int | None) -> Any:
         options = self._cluster.options(spec.seat)
@@ -111,6 +120,8 @@ class Servers:
         wait_for(refs, self._names, "health of the SGLang servers", POLL_DEADLINE_S)
 
     def find_lost(self) -> Mapping[str, str]:
+        if self._urls is None:
+            return {}
         refs = [actor.find_loss.remote() for actor in self._actors]
         ray.wait(refs, num_returns=len(refs), timeout=LOSS_DEADLINE_S)
         lost: dict[str, str] = {}
@@ -130,7 +141,7 @@ class Servers:
     def restart(self, names: Collection[str]) -> None:
         """As in `RolloutServers`; their logs are continued. Raises WorkerError with the end of the log."""
         numbers = [number for number, name in enumerate(self._names) if name in names]
-        urls = self.urls.result()
+        urls = self.start().result()
         self._stop(numbers)
         for number in numbers:
             # Its server, should it still run, goes with it.
@@ -158,14 +169,16 @@ def running_servers(
     stop_deadline_s: float,
     *,
     weight_version: int = 0,
+    shares_gpus: bool = False,
 ) -> Iterator[Servers]:
-    """Start servers, one at each of `seats`, without waiting for them; end them on leaving.
+    """Servers, one at each of `seats`, still to be started; they end on leaving.
 
-    weight_version: the number of the checkpoint's weights, which they hold whenever they were started.
+    weight_version: the number of the checkpoint's weights, which they hold whenever they were started. shares_gpus:
+    with processes of training roles.
     """
     api_key = None if is_loopback(cluster.host) else secrets.token_hex(32)
     specs = [
-        ServerSpec(config, checkpoint, log_dir, i, seed + i, seat, weight_version, api_key)
+        ServerSpec(config, checkpoint, log_dir, i, seed + i, seat, weight_version, api_key, shares_gpus)
         for i, seat in enumerate(seats)
     ]
     servers = Servers(specs, cluster, stop_deadline_s)

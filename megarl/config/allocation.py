@@ -69,6 +69,11 @@ def count_numbers(text: str) -> int:
     return total
 
 
+def is_restarted(environment: Mapping[str, str]) -> bool:
+    """Whether this process belongs to a job that Slurm has queued again, and so to its second start or a later one."""
+    return environment.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
+
+
 def check_allocation(cluster: ClusterConfig, allocation: Allocation) -> Iterator[str]:
     """Why the job cannot have what the configuration asks for, one message each."""
     if cluster.num_nodes > allocation.num_nodes:

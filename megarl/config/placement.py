@@ -104,6 +104,13 @@ def format_numbers(numbers: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
+def is_sharing(seats: Mapping[str, Sequence[Seat]]) -> bool:
+    """Whether a server has a GPU that a role's process has too; False where GPUs are not counted."""
+    taken = {name: {(seat.node, gpu) for seat in group for gpu in seat.gpus} for name, group in seats.items()}
+    roles = set().union(*(gpus for name, gpus in taken.items() if name != SERVERS))
+    return not roles.isdisjoint(taken.get(SERVERS, set()))
+
+
 def count_nodes(seats: Mapping[str, Sequence[Seat]]) -> int:
     """Nodes that are used, or lie before one that is."""
     return 1 + max((each.node for group in seats.values() for each in group), default=0)

@@ -3,11 +3,13 @@
 Exit code 0: it can. 1: something is missing or wrong. 2: the configuration itself is.
 """
 
+import os
 import sys
 
 from megarl.command import end_with_config_error
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
+from megarl.doctor.allocation import assume_allocation
 from megarl.doctor.gather import Probe, gather
 from megarl.doctor.judge import judge
 from megarl.doctor.need import find_need
@@ -25,10 +27,11 @@ def main() -> None:
         options = [text for text in arguments if text.startswith("-")]
         if options:
             raise ConfigError([f"{options[0]}: no such option; the doctor takes key=value, as megarl.train does"])
-        config = load_config(arguments)
+        assumed = assume_allocation(arguments, os.environ)
+        config = load_config([*arguments, *assumed])
     except ConfigError as error:
         end_with_config_error(error)
-    need = find_need(config, arguments)
+    need = find_need(config, arguments, assumed)
     facts = gather(config, Probe())
     findings = judge(facts, need)
     print("\n".join(render(" ".join(arguments) or "the default configuration", facts, need, findings)))

@@ -99,6 +99,8 @@ class Need:
     """the kind of GPU that the job is planned for (cluster.hardware); None: not known"""
     gpu_memory_gb: float = 0.0
     """of it"""
+    assumed: tuple[str, ...] = ()
+    """settings, as key=value, in place of those of a Slurm job that there is not yet"""
 
 
 class Level(Enum):

@@ -33,6 +33,8 @@ PROBED = (("torch",), ("ray",))
 """Modules to import, those of a tuple in one process; torch brings the CUDA packages along where it finds a GPU"""
 PROBE_DEADLINE_S = 90.0
 """For all of them; on a cold network file system torch alone takes many seconds"""
+KILL_DEADLINE_S = 3.0
+"""Of a process that was killed: one that hangs in the kernel does not end, nor does a pipe that its child holds"""
 COMMAND_DEADLINE_S = 5.0
 CONTAINER_TOOLS = ("docker", "podman", "apptainer", "singularity", "enroot")
 
@@ -60,8 +62,7 @@ class Probe:
             try:
                 output, errors = process.communicate(timeout=max(0.0, self._end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.kill()
-                output, errors = process.communicate()
+                output, errors = end_process(process)
                 reason = f"its import did not end within {PROBE_DEADLINE_S:.0f} s"
             found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
             if process.returncode != 0:
@@ -70,6 +71,16 @@ class Probe:
                 problems[module] = reason or f"its import ended the process with {process.returncode}: {last}"
             lines += found
         return read_imports(lines, problems)
+
+
+def end_process(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Kills it; what it has written to stdout and stderr, as far as that is known in time."""
+    process.kill()
+    try:
+        return process.communicate(timeout=KILL_DEADLINE_S)
+    except subprocess.TimeoutExpired as late:
+        # Bytes, whatever the pipe's mode.
+        return tuple(text.decode(errors="replace") if text else "" for text in (late.output, late.stderr))  # type: ignore
 
 
 def read_imports(lines: list[dict[str, Any]], problems: dict[str, str]) -> Imports:

@@ -186,6 +186,12 @@ def check_memory(facts: Facts, need: Need) -> Iterator[Finding]:
 
 
 def check_slurm(facts: Facts, need: Need) -> Iterator[Finding]:
+    if need.assumed:
+        yield Finding(
+            Level.note,
+            f"this is no Slurm job; it is judged by what slurm/train.sh asks sbatch for: {join(need.assumed)}",
+            "give these keys where you give sbatch other numbers",
+        )
     if need.cluster == "slurm" and facts.machine.slurm is None and facts.machine.slurm_job is None:
         yield Finding(
             Level.missing,

@@ -11,8 +11,8 @@ CLUSTERS_OF_ANY_NODES = ("laptop", "slurm")
 """Options of the cluster group that also run on nodes without GPUs."""
 
 
-def find_need(config: Config, overrides: Sequence[str]) -> Need:
-    """Of `config`, which these overrides compose."""
+def find_need(config: Config, overrides: Sequence[str], assumed: Sequence[str] = ()) -> Need:
+    """Of `config`, which these overrides compose, together with those that are assumed of a Slurm job."""
     cluster = find_choice(overrides, "cluster")
     roles = {"policy": config.policy, **({"critic": config.critic} if needs_critic(config.algo) else {})}
     fp8 = tuple((name, role.fp8.value, role.fp8_recipe.value) for name, role in roles.items() if role.fp8)
@@ -32,6 +32,7 @@ def find_need(config: Config, overrides: Sequence[str]) -> Need:
         gpu=hardware.gpu,
         gpu_memory_gb=hardware.memory_gib * 2**30 / 1e9,
         object_store_gb=config.cluster.object_store_mb * 2**20 / 1e9,
+        assumed=tuple(assumed),
     )
 
 

@@ -100,8 +100,11 @@ def build_command(
     return [sys.executable, "-m", "sglang.launch_server", *render_options(options | config.sglang)]
 
 
-def build_environment(config: RolloutConfig, scratch: Path) -> dict[str, str]:
-    """The server's environment: private temporary files, loopback listeners, stand-ins without CUDA."""
+def build_environment(config: RolloutConfig, scratch: Path, *, shares_gpus: bool = False) -> dict[str, str]:
+    """The server's environment: private temporary files, loopback listeners, stand-ins without CUDA.
+
+    shares_gpus: with processes of training roles.
+    """
     environment = dict(os.environ)
     path = [str(MODELS)]
     environment |= {
@@ -115,6 +118,10 @@ def build_environment(config: RolloutConfig, scratch: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
+    if shares_gpus:
+        # Roles take more of some GPUs than of others. SGLang, which counts with the least that is free on any, takes
+        # that for processes of somebody else and would refuse; where the GPUs are the server's own it is right.
+        environment.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "false")
     if not has_cuda():
         path.insert(0, str(STANDINS))
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(config.num_threads)}
@@ -163,9 +170,10 @@ class SGLangServer:
         port: int | None = None,
         weight_version: int = 0,
         api_key: str | None = None,
+        shares_gpus: bool = False,
     ):
         """`port` None: a free one is picked. `weight_version`: the number of the checkpoint's weights. `api_key`: what
-        callers must show; None: nothing.
+        callers must show; None: nothing. `shares_gpus`: with processes of training roles.
 
         Raises ConfigError for bad options or a checkpoint without config.json.
         """
@@ -176,6 +184,7 @@ class SGLangServer:
         self.port = pick_free_port(host) if port is None else port
         self.log_file = log_file
         self.api_key = api_key
+        self.shares_gpus = shares_gpus
         self._command = build_command(
             config, Path(checkpoint), host=host, port=self.port, seed=seed, weight_version=weight_version
         )
@@ -207,7 +216,7 @@ class SGLangServer:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=build_environment(self.config, self._scratch),
+                env=build_environment(self.config, self._scratch, shares_gpus=self.shares_gpus),
                 start_new_session=True,
             )
 

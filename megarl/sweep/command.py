@@ -13,7 +13,7 @@ from megarl.report.outcome import State
 from megarl.report.sweep import format_outcomes, load_sweep
 from megarl.resume import quote
 from megarl.signals import Stopped, stopping_on_signals
-from megarl.sweep.slurm import submit_pretrainings
+from megarl.sweep.slurm import RefusedError, submit_pretrainings, telling_refusals
 
 SWEEP_DIR = "hydra.sweep.dir="
 EXIT_FAILED = 1
@@ -49,9 +49,11 @@ def run_sweep(start: Callable[[], object]) -> int:
     code = 0
     try:
         with stopping_on_signals():
-            if ON_SLURM in sys.argv[1:]:
-                sys.argv[1:] += submit_pretrainings(sys.argv[1:], sweep_dir)
-            start()
+            start_runs(start, sweep_dir)
+    except ConfigError as error:
+        end_with_config_error(error)
+    except RefusedError as refused:
+        end_with_config_error(ConfigError([str(refused)]))
     except Stopped as stopped:
         print(f"{stopped}; every process was ended", file=sys.stderr)
         code = stopped.exit_code
@@ -67,6 +69,15 @@ def run_sweep(start: Callable[[], object]) -> int:
     if missing or code:
         print(f"the same command with {SWEEP_DIR}{quote(sweep_dir)} does what is missing")
     return code or (EXIT_FAILED if missing else 0)
+
+
+def start_runs(start: Callable[[], object], sweep_dir: Path) -> None:
+    if ON_SLURM not in sys.argv[1:]:
+        start()
+        return
+    with telling_refusals():
+        sys.argv[1:] += submit_pretrainings(sys.argv[1:], sweep_dir)
+        start()
 
 
 def complete_arguments(arguments: Sequence[str]) -> tuple[list[str], Path]:

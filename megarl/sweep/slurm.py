@@ -4,13 +4,16 @@ They are submitted as the runs are, with the parameters of hydra-submitit-launch
 value pretraining has failed does its own.
 """
 
-from collections.abc import Sequence
+import contextlib
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from megarl.config.errors import ConfigError
 from megarl.config.load import CONF_DIR, expand_sweep, load_config
 from megarl.config.schema import register
 from megarl.sweep.run import Runner
@@ -20,6 +23,49 @@ DEPENDENCY = "++hydra.launcher.additional_parameters.dependency="
 OF_THE_PLUGIN = ("_target_", "submitit_folder")
 OF_ALL_EXECUTORS = ("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes", "name")
 """Parameters that submitit takes without the executor's name before them"""
+
+
+class RefusedError(BaseException):
+    """sbatch has refused a job. Not an Exception: Hydra would end the process with a traceback of it."""
+
+    def __init__(self, said: str, submitted: Sequence[str]):
+        """said: by sbatch. submitted: ids of the jobs that it took before."""
+        lines = [line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in said.splitlines()]
+        super().__init__(f"hydra.launcher: sbatch: {'; '.join(filter(None, lines)) or 'failed without a message'}")
+        if submitted:
+            self.args = (f"{self}; submitted before: `scancel {' '.join(submitted)}` takes that back",)
+
+
+@contextlib.contextmanager
+def telling_refusals() -> Iterator[None]:
+    """Whatever submitit submits within the block: RefusedError is raised for what sbatch refuses.
+
+    Raises ConfigError where there is no sbatch.
+    """
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+    from submitit.slurm.slurm import SlurmExecutor
+
+    missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
+    if missing:
+        raise ConfigError(
+            [f"hydra/launcher: slurm needs {' and '.join(missing)}, not found here; login nodes have them"]
+        )
+    submit = SlurmExecutor._submit_command
+    submitted: list[str] = []
+
+    def submit_or_tell(executor: SlurmExecutor, command: str) -> Any:
+        try:
+            job = submit(executor, command)
+        except (FailedJobError, FailedSubmissionError) as error:
+            raise RefusedError(str(error), submitted) from error
+        submitted.append(job.job_id)
+        return job
+
+    SlurmExecutor._submit_command = submit_or_tell  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SlurmExecutor._submit_command = submit  # type: ignore[method-assign]
 
 
 def submit_pretrainings(arguments: Sequence[str], sweep_dir: Path) -> list[str]:

@@ -42,7 +42,7 @@ class Known:
 def hosts_of(server: SGLangServer, num_workers: int) -> Iterator[Hosts]:
     """The running server, and a Ray cluster for the workers."""
     with open_ray(ClusterConfig(), num_workers) as cluster:
-        yield Hosts(Known([server.url]), server.check_alive, cluster)
+        yield Hosts(lambda: Known([server.url]), server.check_alive, cluster)
 
 
 @contextlib.contextmanager

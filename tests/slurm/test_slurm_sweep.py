@@ -1,5 +1,6 @@
 """`python -m megarl.train -m hydra/launcher=slurm` on a real Slurm: each run is a job, value pretraining one before."""
 
+import getpass
 import os
 import subprocess
 import sys
@@ -18,14 +19,33 @@ TINY = (
 JOB = ("hydra/launcher=slurm", "hydra.launcher.nodes=2", "hydra.launcher.gpus_per_node=2")
 
 
+def test_a_sweep_for_a_partition_that_does_not_exist_ends_with_what_sbatch_says(
+    slurm: MiniSlurm, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "megarl.train", "-m", *JOB, "algo=vapo", "algo.clip_high=0.2,0.28"]
+    done = subprocess.run(
+        [*command, f"hydra.sweep.dir={tmp_path}/sweep", "hydra.launcher.partition=none"],
+        env=os.environ | slurm.environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stdout + done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: hydra.launcher: sbatch: ")
+    assert last.endswith("Batch job submission failed: Invalid partition name specified")
+    assert slurm.call("squeue", "--noheader").stdout == ""
+
+
 @pytest.mark.timeout(900)
 def test_each_run_of_a_sweep_is_a_job_that_comes_after_its_value_pretraining(slurm: MiniSlurm, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megarl.train", "-m", *JOB, *TINY, "algo=vapo", "algo.clip_high=0.2,0.28"]
-    done = subprocess.run(
-        [*command, f"hydra.sweep.dir={tmp_path}/sweep"],
-        env=os.environ | slurm.environment | {"MEGARL_PYTHON": sys.executable},
-        capture_output=True, text=True, timeout=800,
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            [*command, f"hydra.sweep.dir={tmp_path}/sweep"],
+            env=os.environ | slurm.environment | {"MEGARL_PYTHON": sys.executable},
+            capture_output=True, text=True, timeout=800,
+        )  # fmt: skip
+    finally:
+        # What is left of a sweep that ended early has both nodes to itself.
+        slurm.call("scancel", f"--user={getpass.getuser()}", check=False)
     sweep = load_sweep(tmp_path / "sweep")
     logs = [path.read_text()[-3000:] for path in (tmp_path / "sweep").glob("*/output.log")]
     assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])

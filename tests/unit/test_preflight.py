@@ -69,6 +69,19 @@ def test_a_mixed_allocation_is_named_with_the_nodes_of_each_kind() -> None:
     assert f"{A100} on b" in problem
 
 
+def test_gpus_of_one_name_are_one_kind_where_their_memory_differs_by_less_than_a_twentieth() -> None:
+    def list_problems(*sizes: str) -> list[str]:
+        reports = [NodeReport(f"n{i}", [f"NVIDIA H100 80GB HBM3, {size}"]) for i, size in enumerate(sizes)]
+        return list(find_problems(reports, [], 1))
+
+    # Another driver, ECC on and off; 0.95 of 81559 is 77481.05.
+    assert list_problems("81079 MiB", "81559 MiB", "77482 MiB") == []
+    assert list_problems("[N/A]", "[N/A]") == []
+    (problem,) = list_problems("81559 MiB", "77481 MiB", "81079 MiB")
+    assert "81559 MiB on n0, n2; " in problem
+    assert "77481 MiB on n1; " in problem
+
+
 def test_equal_nodes_without_problems_are_fine() -> None:
     assert not list(find_problems([NodeReport("a", [H100]), NodeReport("b", [H100])], ["a", "b"], 1))
     assert not list(find_problems([NodeReport("a"), NodeReport("b")], ["a", "b"], 2))

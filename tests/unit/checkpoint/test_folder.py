@@ -101,6 +101,28 @@ def test_only_one_process_at_a_time_may_write_to_a_directory(tmp_path: Path):
         pass
 
 
+def test_a_lock_that_becomes_free_in_time_is_taken_and_the_wait_is_told_once(tmp_path: Path):
+    held = ["import pathlib, sys, time", "from megarl.checkpoint.lock import locking"]
+    held += ["with locking(pathlib.Path(sys.argv[1])):", "    print('held', flush=True)", "    time.sleep(1.5)"]
+    told: list[str] = []
+    with subprocess.Popen([sys.executable, "-c", "\n".join(held), str(tmp_path)], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with locking(tmp_path, 60.0, told.append):
+            assert other.wait(10) == 0
+    (text,) = told
+    assert text.startswith(f"waiting up to 60 s for the lock of {tmp_path}, which process {other.pid} on ")
+
+
+def test_a_lock_that_stays_taken_is_told_after_the_wait(tmp_path: Path):
+    with (
+        locking(tmp_path),
+        pytest.raises(CheckpointError, match=rf"process {os.getpid()} on \S+ is at work there, also after 0.2 s;"),
+        locking(tmp_path, 0.2),
+    ):
+        pass
+
+
 def test_the_newest_and_the_best_stay(tmp_path: Path):
     folder = Folder(tmp_path, keep_last=2, keep_best=2)
     for iteration, score in ((20, 0.9), (40, 0.1), (60, 0.7), (80, 0.2), (100, None), (120, 0.3)):

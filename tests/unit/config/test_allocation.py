@@ -2,7 +2,14 @@
 
 import pytest
 
-from megarl.config.allocation import Allocation, check_allocation, count_by_type, count_numbers, read_allocation
+from megarl.config.allocation import (
+    Allocation,
+    check_allocation,
+    count_by_type,
+    count_numbers,
+    is_restarted,
+    read_allocation,
+)
 from megarl.config.cluster import ClusterConfig
 from megarl.config.errors import ConfigError
 
@@ -57,3 +64,8 @@ def test_a_job_that_asks_for_more_than_it_has_is_refused_with_both_numbers() -> 
 def test_a_job_may_use_less_and_processes_are_counted_where_there_is_no_gpu() -> None:
     assert not list(check_allocation(ClusterConfig(num_nodes=1, gpus_per_node=2), Allocation("7", 2, 4)))
     assert not list(check_allocation(ClusterConfig(num_nodes=2, gpus_per_node=2), Allocation("7", 2, 0)))
+
+
+@pytest.mark.parametrize(("count", "restarted"), [(None, False), ("", False), ("0", False), ("1", True), ("12", True)])
+def test_a_job_that_was_queued_again_is_known_by_the_count_of_its_restarts(count: str | None, restarted: bool) -> None:
+    assert is_restarted({} if count is None else {"SLURM_RESTART_COUNT": count}) is restarted

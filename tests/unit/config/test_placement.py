@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megarl.config.cluster import ClusterConfig, Placement
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.placement import SERVERS, Group, Seat, check_cluster, count_nodes, list_groups, place
+from megarl.config.placement import SERVERS, Group, Seat, check_cluster, count_nodes, is_sharing, list_groups, place
 
 POLICY, CRITIC, TWO_SERVERS = Group("policy", 2, 1, 1), Group("critic", 2, 1, 1), Group(SERVERS, 2, 2, 2)
 GROUPS = [POLICY, CRITIC, TWO_SERVERS]
@@ -46,6 +46,18 @@ def test_colocated_begins_everything_at_the_first_gpu() -> None:
 def test_gpus_that_are_not_counted_are_not_given() -> None:
     seats = place(ClusterConfig(), GROUPS)
     assert seats[SERVERS] == (Seat(0, ()), Seat(0, ()))
+
+
+def test_servers_share_gpus_with_roles_only_where_all_begin_at_the_first() -> None:
+    assert {each.name: is_sharing(seats_of(each)) for each in Placement} == {
+        "apart": False,
+        "split": False,
+        "colocated": True,
+    }
+    assert not is_sharing(place(ClusterConfig(placement=Placement.colocated), GROUPS))
+    colocated = ClusterConfig(gpus_per_node=4, placement=Placement.colocated)
+    assert not is_sharing(place(colocated, [POLICY, Group(SERVERS, 0, 1, 1)]))
+    assert not is_sharing(place(colocated, [TWO_SERVERS]))
 
 
 def test_a_tensor_parallel_group_that_fits_a_node_does_not_cross_into_the_next() -> None:

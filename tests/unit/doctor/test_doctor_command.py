@@ -1,17 +1,23 @@
 """`python -m megarl.doctor` as it is called, on this machine."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+from megarl.doctor.allocation import assume_allocation
 
 LONGEST_SCREEN = 40
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Outside of a Slurm job."""
     command = [sys.executable, "-m", "megarl.doctor", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
 def test_the_default_job_can_run_where_the_tests_run() -> None:
@@ -33,6 +39,24 @@ def test_a_job_for_a_cluster_is_told_all_that_is_missing_here() -> None:
     assert "make install PLATFORM=cuda" in done.stdout
     assert len(done.stdout.splitlines()) <= LONGEST_SCREEN
     assert done.stderr == ""
+
+
+def test_slurms_cluster_is_judged_on_a_login_node_by_what_the_script_asks_for() -> None:
+    done = run("algo=vapo", "model=qwen32b", "cluster=slurm", "rollout.kv_cache_tokens=20000")
+    assert done.returncode == (0 if done.stdout.endswith("it can run here\n") else 1), done.stdout + done.stderr
+    screen = " ".join(done.stdout.split())
+    assert "slurm/train.sh asks sbatch for: cluster.num_nodes=8, cluster.gpus_per_node=8 -> give these keys" in screen
+    assert done.stderr == ""
+
+
+def test_what_is_assumed_of_a_slurm_job_yields_to_the_command_line_and_to_a_job(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text("#!/bin/bash\n#SBATCH --nodes=3\n#SBATCH --gpus-per-node=4\n#SBATCH --mem=0\nnodes=7\n")
+    slurm = ["algo=vapo", "cluster=slurm"]
+    assert assume_allocation(slurm, {}, script) == ["cluster.num_nodes=3", "cluster.gpus_per_node=4"]
+    assert assume_allocation([*slurm, "cluster.num_nodes=2"], {}, script) == ["cluster.gpus_per_node=4"]
+    assert assume_allocation(slurm, {"SLURM_JOB_NUM_NODES": "2"}, script) == []
+    assert assume_allocation(["cluster=h100x8"], {}, script) == []
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """How the doctor finds its facts, on this machine and on folders made for it."""
 
 import importlib.metadata
+import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,21 @@ def test_an_import_that_hangs_has_a_deadline(monkeypatch: pytest.MonkeyPatch, tm
     write_module(tmp_path, "stuck", "import threading\nthreading.Event().wait()")
     monkeypatch.setattr(gather, "PROBE_DEADLINE_S", 3.0)
     assert probe_only(monkeypatch, tmp_path, "stuck") == {"stuck": "its import did not end within 3 s"}
+
+
+def test_a_probe_whose_pipe_stays_open_after_it_was_killed_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begin = "import subprocess, sys, time"
+    write_module(
+        tmp_path, "holding", f"{begin}\nsubprocess.Popen(['sleep', '30'], stdout=sys.__stdout__)\ntime.sleep(30)"
+    )
+    monkeypatch.setattr(gather, "PROBE_DEADLINE_S", 2.0)
+    monkeypatch.setattr(gather, "KILL_DEADLINE_S", 0.5)
+    started = time.monotonic()
+    problems = probe_only(monkeypatch, tmp_path, "holding")
+    assert time.monotonic() - started < 15
+    assert problems == {"holding": "its import did not end within 2 s"}
 
 
 @pytest.mark.parametrize(

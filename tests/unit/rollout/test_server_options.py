@@ -1,6 +1,8 @@
 """SGLang's passed-through server arguments."""
 
+import importlib.util
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +72,17 @@ def test_the_stand_ins_are_used_only_without_cuda(tmp_path, monkeypatch):
         assert (str(server.STANDINS) in path.split(":")) == (not cuda)
         words = build_command(RolloutConfig(kv_cache_tokens=1), tmp_path, host="127.0.0.1", port=5, seed=1)
         assert ("--device" in words) == (not cuda)
+
+
+def test_only_a_server_that_shares_gpus_bears_that_some_are_fuller_than_others(tmp_path, monkeypatch):
+    name = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
+    monkeypatch.delenv(name, raising=False)
+    # A release that has renamed it would refuse again.
+    assert name in Path(importlib.util.find_spec("sglang").origin).with_name("srt").joinpath("environ.py").read_text()
+    assert name not in server.build_environment(RolloutConfig(), tmp_path)
+    assert server.build_environment(RolloutConfig(), tmp_path, shares_gpus=True)[name] == "false"
+    monkeypatch.setenv(name, "true")
+    assert server.build_environment(RolloutConfig(), tmp_path, shares_gpus=True)[name] == "true"
 
 
 def test_a_server_has_priorities_only_where_generation_runs_ahead(tmp_path):

@@ -1,0 +1,21 @@
+"""What cluster=slurm is judged by outside of a job: the allocation that slurm/train.sh asks for."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megarl.doctor.need import find_choice
+
+TRAIN = Path(__file__).resolve().parents[2] / "slurm" / "train.sh"
+IN_A_JOB = "SLURM_JOB_NUM_NODES"
+KEYS = {"nodes": "cluster.num_nodes", "gpus-per-node": "cluster.gpus_per_node"}
+"""Option of sbatch -> what conf/cluster/slurm.yaml takes from the allocation"""
+
+
+def assume_allocation(overrides: Sequence[str], environment: Mapping[str, str], script: Path = TRAIN) -> list[str]:
+    """Overrides by the script's #SBATCH lines; keys that are given stand. None in a job, or for another cluster."""
+    if find_choice(overrides, "cluster") != "slurm" or environment.get(IN_A_JOB) or not script.is_file():
+        return []
+    given = {text.partition("=")[0].lstrip("+") for text in overrides}
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\d+)$", script.read_text(), flags=re.MULTILINE))
+    return [f"{key}={options[name]}" for name, key in KEYS.items() if name in options and key not in given]
