@@ -11,16 +11,15 @@ import warnings
 from collections.abc import Sequence
 
 from megarl.command import EXIT_BAD_CONFIG
+from megarl.config.cluster import Placement
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.placement import check_cluster
+from megarl.config.placement import list_contradictions
 from megarl.config.rewrite import rewrite_overrides
 from megarl.config.schema import Config
 
 DOES_NOT_FIT = 1
 WIDTH = 128
-CONTRADICTIONS = ("rollout.transport", "cluster.listen_host", "cluster.gpus_per_node", "cluster.num_nodes")
-"""Keys of problems that are no question of room"""
 USAGE = "usage: python tools/plan.py [group=option] [key=value] ..., as python -m megarl.train takes them"
 
 
@@ -51,9 +50,9 @@ def show(config: Config) -> int:
                 " h100x256 or h200x8, or the numbers under cluster.hardware"
             ]
         )
-    problems = [each for each in check_cluster(config) if each.startswith(CONTRADICTIONS)]
+    problems = list_contradictions(config)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([*problems, *find_less_shared(config)])
     # Only now: importing torch and Megatron takes seconds that a wrong key need not wait for.
     from rich.console import Console
 
@@ -68,7 +67,7 @@ def show(config: Config) -> int:
     for part in list_tables(config, plan):
         console.print(part)
     if not plan.problems:
-        print(f"\nfits: {plan.num_gpus} GPUs")
+        print(f"\nfits: {describe_gpus(config, plan.num_gpus)}")
         return 0
     print("\ndoes not fit:")
     for problem in plan.problems:
@@ -79,6 +78,33 @@ def show(config: Config) -> int:
     else:
         print(f"nearest change: {' '.join(change.overrides)}  (then it fits, with {change.plan.num_gpus} GPUs)")
     return DOES_NOT_FIT
+
+
+def find_less_shared(config: Config) -> list[str]:
+    """Of a job whose keys contradict each other in its placement: what makes it fit in another one, where it does not
+    fit in this.
+    """
+    if config.cluster.placement is Placement.apart:
+        return []
+    from megarl.plan.changes import find_change
+    from megarl.plan.estimate import build_plan
+    from megarl.plan.jobs import find_models
+
+    models = find_models(config)
+    plan = build_plan(config, models)
+    change = find_change(config, models, plan) if plan.problems else None
+    if change is None:
+        return []
+    return [
+        f"cluster.placement: found {config.cluster.placement.value}, in which the job does not fit either:"
+        f" {plan.problems[-1].message}; nearest change: {' '.join(change.overrides)}  (then it fits, with"
+        f" {change.plan.num_gpus} GPUs)"
+    ]
+
+
+def describe_gpus(config: Config, used: int) -> str:
+    there = config.cluster.num_nodes * config.cluster.gpus_per_node
+    return f"{used} GPUs" if used == there else f"{used} of {there} GPUs; the others are idle"
 
 
 if __name__ == "__main__":

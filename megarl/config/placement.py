@@ -10,6 +10,8 @@ from megarl.config.rollout import Transport
 from megarl.config.schema import Config
 
 SERVERS = "servers"
+CONTRADICTIONS = ("rollout.transport", "cluster.listen_host", "cluster.gpus_per_node", "cluster.num_nodes")
+"""Keys of problems that are no question of room"""
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,11 @@ def check_cluster(config: Config, command: str = "train") -> Iterator[str]:
             "rollout.transport: found split with cluster.placement=colocated, where policy and servers share GPUs: NCCL"
             " joins no two processes of one GPU; disk, or on one node colocated"
         )
+
+
+def list_contradictions(config: Config) -> list[str]:
+    """Of what `check_cluster` says of a training job: keys that contradict each other, however much room there is."""
+    return [message for message in check_cluster(config) if message.startswith(CONTRADICTIONS)]
 
 
 def _check_several_nodes(config: Config, groups: Sequence[Group]) -> Iterator[str]:

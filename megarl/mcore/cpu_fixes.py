@@ -38,7 +38,8 @@ def _fix_random(module: ModuleType) -> None:
 def _initial_adam_state(param: torch.Tensor) -> dict[str, torch.Tensor]:
     """What torch.optim.AdamW holds of a parameter before its first step."""
     return {
-        "step": torch.tensor(0.0),
+        # The fused kernel reads it where the parameter is.
+        "step": torch.zeros((), dtype=torch.float32, device=param.device),
         "exp_avg": torch.zeros_like(param, requires_grad=False),
         "exp_avg_sq": torch.zeros_like(param, requires_grad=False),
     }
@@ -49,7 +50,7 @@ def _fix_distrib_optimizer(module: ModuleType) -> None:
 
     The stock one copies every key of the optimizer state, `step` included, from a checkpoint that has no
     `step` per parameter, and leaves one step tensor shared by all parameters, so that each step counts once
-    per parameter.
+    per parameter. It takes `fused` and `foreach` from the checkpoint too, which TE's or Apex's does not have.
     """
     cls = module.DistributedOptimizer
     stock_load = cls.load_state_dict
@@ -65,10 +66,13 @@ def _fix_distrib_optimizer(module: ModuleType) -> None:
                     value.copy_(tensors[key])
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        kernels = [{key: group.get(key) for key in ("fused", "foreach")} for group in self.optimizer.param_groups]
         stock_load(self, state_dict)
-        for state in self.optimizer.state.values():
+        for group, kernel in zip(self.optimizer.param_groups, kernels, strict=True):
+            group.update(kernel)
+        for param, state in self.optimizer.state.items():
             if "step" in state:
-                state["step"] = state["step"].clone()
+                state["step"] = state["step"].to(param.device, torch.float32, copy=True)
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: Any, is_loading: bool = False, **rest: Any) -> Any:
         for group in self.optimizer.param_groups:

@@ -43,9 +43,11 @@ def build_optimizer(
         ),
         model,
     )
-    if not torch.cuda.is_available():
+    if USING_PYTORCH_OPTIMIZER:
         for group in optimizer.param_groups:
-            # torch's one-kernel AdamW: on a CPU several times as fast as its default loop over tensors.
+            # torch's one-kernel AdamW (of float32 tensors, as all are here): on a CPU several times as fast as its
+            # default loop over tensors; on a GPU without the temporaries of its default there, foreach, which are as
+            # large as the shard of the weights, and which megarl/plan/ does not count.
             group["fused"] = True
             group["foreach"] = False
     return optimizer

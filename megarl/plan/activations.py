@@ -10,6 +10,7 @@ Symbols: S tokens on this rank (of a context-parallel group its part), s = S / t
 V columns of the vocabulary on this rank, R response tokens that it predicts, b bytes of an element, L longest sequence.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -166,21 +167,32 @@ def compute_head(
     return HeadBytes(saved, gradient, forward=hidden + logits + chunk_bytes)
 
 
-def sum_layers(layer: LayerBytes, num_layers: int, saving: Saving) -> tuple[int, int]:
+def sum_layers(layer: LayerBytes, num_layers: int, saving: Saving, num_pieces: int = 1) -> tuple[int, int]:
     """Kept of one micro-batch by so many layers of a stage; what is computed again at once, for one block of them.
 
-    Under recompute=full only the input of each block is kept (2205.05198, section 5).
+    Under recompute=full only the input of each block is kept (2205.05198, section 5). num_pieces: virtual pipeline
+    stages; Megatron cuts each of them into blocks of its own (megatron/core/transformer/transformer_block.py,
+    _checkpointed_forward).
     """
     if saving.recompute is Recompute.full:
+        pieces = [num_layers // num_pieces + (piece < num_layers % num_pieces) for piece in range(num_pieces)]
         if saving.method is RecomputeMethod.block:
-            again = min(saving.num_layers, num_layers)
-            kept = again * layer.input + (num_layers - again) * layer.total
-            # The layers that keep theirs come last, and are done with when the others are computed again.
-            return kept, max(0, (again - 1) * layer.input + layer.total - kept)
-        blocks = -(-num_layers // saving.num_layers)
-        return blocks * layer.input, saving.num_layers * layer.total - layer.input
+            return _sum_blocks(layer, pieces, saving.num_layers)
+        blocks = sum(-(-piece // saving.num_layers) for piece in pieces)
+        return blocks * layer.input, min(saving.num_layers, max(pieces)) * layer.total - layer.input
     dropped = 0
     if saving.recompute is Recompute.selective:
         dropped += layer.core_attention if "core_attn" in saving.modules else 0
         dropped += layer.mlp if "mlp" in saving.modules else 0
     return num_layers * (layer.total - dropped), dropped
+
+
+def _sum_blocks(layer: LayerBytes, pieces: Sequence[int], num_recomputed: int) -> tuple[int, int]:
+    """As `sum_layers`, where the first layers of each piece are computed again, one at a time.
+
+    The layers that keep theirs come last in a piece, and are done with when the others are computed again.
+    """
+    again = [min(num_recomputed, piece) for piece in pieces]
+    keeping = [piece - number for piece, number in zip(pieces, again, strict=True)]
+    kept = sum(again) * layer.input + sum(keeping) * layer.total
+    return kept, max(0, *(layer.total - layer.input - number * layer.total for number in keeping))

@@ -24,3 +24,10 @@ LINK_SHARE = 0.80
 """Of the peak of NVLink and network, in a weight sync"""
 MEAN_RESPONSE = 0.5
 """Mean length of a response over rollout.response_length; seconds follow from it, memory from the limit"""
+
+SIGNAL_S = 600
+"""Before a job's time limit in which Slurm says so (slurm/train.sh, --signal=B:USR1@600)"""
+REQUEUE_S = 60
+"""Of them that remain when the job is queued again, whatever the checkpoint does (slurm/train.sh, MARGIN_S)"""
+LONGEST_SIGNAL_S = 65535
+"""More sbatch does not take"""

@@ -13,6 +13,7 @@ from megarl.config.check import check_config
 from megarl.config.check_parallel import find_nearest_divisor
 from megarl.config.cluster import AUTO, Placement
 from megarl.config.errors import ConfigError
+from megarl.config.placement import count_nodes, list_contradictions, list_groups, place
 from megarl.config.roles import Offload, Recompute, TrainedRoleConfig
 from megarl.config.rollout import Transport
 from megarl.config.schema import Config
@@ -40,16 +41,31 @@ class Change:
 
 def find_change(config: Config, models: PlannedModels, plan: JobPlan) -> Change | None:
     """What to add to the command line so that the job fits; None where nothing that is tried here does."""
-    values: dict[str, Any] = {}
+    start, rounds = config, list[Values]()
     for _ in range(MAX_ROUNDS):
         if not plan.problems:
-            return Change(tuple(f"{key}={_write(value)}" for key, value in values.items()), plan)
+            break
         found = _mend(config, models, plan, plan.problems[0])
         if found is None:
             return None
         added, config, plan = found
-        values |= added
-    return None if plan.problems else Change(tuple(f"{key}={_write(value)}" for key, value in values.items()), plan)
+        rounds.append(added)
+    return None if plan.problems else _prune(start, models, rounds, plan)
+
+
+def _prune(config: Config, models: PlannedModels, rounds: list[Values], plan: JobPlan) -> Change:
+    """Without the rounds that a later one has made superfluous. plan: of the job with all of them."""
+    known = set(list_contradictions(config))
+    for each in list(rounds):
+        fewer = [other for other in rounds if other is not each]
+        after = _try(apply(config, _join(fewer)), models, known) if fewer else None
+        if after is not None and not after.problems:
+            rounds, plan = fewer, after
+    return Change(tuple(f"{key}={_write(value)}" for key, value in _join(rounds).items()), plan)
+
+
+def _join(rounds: list[Values]) -> Values:
+    return {key: value for values in rounds for key, value in values.items()}
 
 
 def _mend(
@@ -57,18 +73,26 @@ def _mend(
 ) -> tuple[Values, Config, JobPlan] | None:
     """The first candidate that rids the job of this problem and gives it no new one."""
     before = {other.where for other in plan.problems}
+    known = set(list_contradictions(config))
     for values in list_candidates(config, plan, problem):
         changed = apply(config, values)
-        if check_config(changed):
-            continue
-        try:
-            after = build_plan(changed, models)
-        except ConfigError:
+        after = _try(changed, models, known)
+        if after is None:
             continue
         left = {other.where for other in after.problems}
         if len(after.problems) < len(plan.problems) and left <= before:
             return values, changed, after
     return None
+
+
+def _try(config: Config, models: PlannedModels, known: set[str]) -> JobPlan | None:
+    """The plan of a changed job; None where its keys contradict each other, unless that was known before."""
+    if check_config(config) or not known.issuperset(list_contradictions(config)):
+        return None
+    try:
+        return build_plan(config, models)
+    except ConfigError:
+        return None
 
 
 def apply(config: Config, values: Values) -> Config:
@@ -92,6 +116,7 @@ def list_candidates(config: Config, plan: JobPlan, problem: Problem) -> Iterator
         yield from _list_host_changes(config, plan)
     elif problem.where == "servers":
         yield from _list_server_changes(config)
+        yield from _list_less_shared(config)
     elif problem.where in plan.jobs:
         yield from _list_role_changes(config, plan, problem.where)
 
@@ -150,9 +175,12 @@ def _list_role_changes(config: Config, plan: JobPlan, name: str) -> Iterator[Val
     names = [name, *(other for other in plan.jobs if is_shared and other != name)]
     single = [values for other in names for values in _list_own_changes(config, other, is_shared)]
     yield from single
+    less_shared = list(_list_less_shared(config))
+    yield from (values for values in less_shared if "cluster.num_nodes" not in values)
     for first, second in itertools.combinations(single, 2):
         if not first.keys() & second.keys():
             yield {**first, **second}
+    yield from (values for values in less_shared if "cluster.num_nodes" in values)
     for other in names:
         yield from _list_larger(config, other)
 
@@ -177,6 +205,16 @@ def _list_own_changes(config: Config, name: str, is_shared: bool) -> Iterator[Va
         if axis == "tp" and not parallel.sp:
             wider[f"{name}.parallel.sp"] = True
         yield wider
+
+
+def _list_less_shared(config: Config) -> Iterator[Values]:
+    """Placements in which fewer share a GPU, the nearest first, on as many nodes as it takes."""
+    order = [Placement.colocated, Placement.split, Placement.apart]
+    for placement in order[order.index(config.cluster.placement) + 1 :]:
+        values: dict[str, Any] = {"cluster.placement": placement}
+        needed = count_nodes(place(apply(config, values).cluster, list_groups(config)))
+        more = _list_nodes(config, needed) if needed > config.cluster.num_nodes else {}
+        yield {**values, **more}
 
 
 def _list_larger(config: Config, name: str) -> Iterator[Values]:

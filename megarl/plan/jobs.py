@@ -124,8 +124,9 @@ def _build_job(
     config: Config, name: str, node: TrainedRoleConfig | ReferenceConfig, arch: Architecture, on_gpu: bool
 ) -> RoleJob:
     batch, num_microbatches = find_microbatch(config, node.parallel)
-    saving = Saving()
+    saving, fp8 = Saving(), False
     if isinstance(node, TrainedRoleConfig):
+        fp8 = node.fp8 is not None
         modules = tuple(config.model.megatron.get("recompute_modules") or DEFAULT_MODULES)
         saving = Saving(node.recompute, node.recompute_method, node.recompute_num_layers, modules)
     return RoleJob(
@@ -141,7 +142,8 @@ def _build_job(
         batch=batch,
         num_microbatches=num_microbatches,
         on_gpu=on_gpu,
-        fp8=isinstance(node, TrainedRoleConfig) and node.fp8 is not None,
+        fp8=fp8,
+        caches_fp8=fp8 and not config.model.megatron.get("disable_parameter_transpose_cache"),
     )
 
 

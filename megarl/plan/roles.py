@@ -16,6 +16,11 @@ from megarl.plan.activations import (
     sum_layers,
 )
 
+FP8_BYTES = 2
+"""Of a parameter of a linear layer that computes in FP8: Transformer Engine casts the weight at the first micro-batch
+and keeps it, and its transpose for the backward pass (transformer_engine/pytorch/module/linear.py, is_first_microbatch;
+module/base.py, get_weight_workspace; megatron/core/extensions/transformer_engine.py).
+"""
 GRADIENT_BYTES = 4
 """Of a parameter: Megatron sums gradients in float32 (grad_reduce_in_fp32)"""
 CHUNK_BYTES = {True: 3 * 4 * (1 << 23), False: 4 * (1 << 18)}
@@ -41,6 +46,8 @@ class RoleJob:
     """Of a minibatch, on each data-parallel rank"""
     on_gpu: bool
     fp8: bool = False
+    caches_fp8: bool = False
+    """FP8 copies of the weights stay from one micro-batch to the next"""
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,8 @@ class StageMemory:
     in_flight: int
     """Micro-batches whose activations are held at once"""
     weights: int
+    fp8: int
+    """Copies of the weights in FP8, and their transposes; `offload` leaves them"""
     gradients: int
     optimizer: int
     activations: int
@@ -73,12 +82,13 @@ class StageMemory:
         """The peak of an update; of a role that is not trained, that of a forward pass."""
         if self.gradients == 0:
             return self.forward
-        return self.weights + self.gradients + self.optimizer + self.activations + self.head + self.work
+        model = self.weights + self.fp8 + self.gradients + self.optimizer
+        return model + self.activations + self.head + self.work
 
     @property
     def forward(self) -> int:
         """The peak of log-probs or values."""
-        return max(self.resident, self.weights) + self.forward_work
+        return max(self.resident, self.weights + self.fp8) + self.forward_work
 
     @property
     def peak(self) -> int:
@@ -107,12 +117,13 @@ def count_in_flight(parallel: ParallelConfig, stage: int, num_microbatches: int)
 def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> StageMemory:
     parallel, b = job.parallel, ELEMENT_BYTES[job.dtype]
     weights = parameters.total * b * (2 if job.holds_reference else 1)
+    fp8 = (parameters.total - parameters.embedding - parameters.head) * FP8_BYTES if job.caches_fp8 else 0
     gradients = parameters.total * GRADIENT_BYTES if job.is_trained else 0
     optimizer = compute_optimizer(job, parameters) if job.is_trained else 0
     attention = choose_attention(job.dtype, job.batch.longest, job.on_gpu)
     layer = compute_layer(job.arch, parallel, job.dtype, job.batch, attention)
     in_flight = count_in_flight(parallel, stage, job.num_microbatches)
-    kept, again = sum_layers(layer, parameters.num_layers, job.saving)
+    kept, again = sum_layers(layer, parameters.num_layers, job.saving, parallel.vpp)
     is_last = stage == parallel.pp - 1
     # Stages but the last keep what they sent until its gradient comes back.
     activations = ceil(in_flight * (kept + (0 if is_last else layer.input)))
@@ -130,6 +141,7 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
         parameters=parameters,
         in_flight=ceil(in_flight),
         weights=weights,
+        fp8=fp8,
         gradients=gradients,
         optimizer=optimizer,
         activations=activations if job.is_trained else 0,
@@ -137,7 +149,7 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
         work=work if job.is_trained else 0,
         forward_work=max(layer.mlp + 3 * layer.input, head.forward if head else 0)
         + (head.forward if head and job.holds_reference else 0),
-        resident=weights + gradients + optimizer - sum(moved),
+        resident=weights + fp8 + gradients + optimizer - sum(moved),
         # Gradients are dropped, not moved.
         offloaded=moved[0] + moved[2],
         building=weights + gradients + (copies if job.is_trained else 0),

@@ -7,8 +7,8 @@ from math import ceil
 import torch
 
 from megarl.config.cluster import Placement
-from megarl.config.hardware import HardwareConfig
 from megarl.config.roles import Recompute
+from megarl.config.rollout import Transport
 from megarl.config.schema import Config
 from megarl.mcore.row_costs import compute_row_costs
 from megarl.plan.assumptions import (
@@ -27,42 +27,68 @@ from megarl.types import Sequences
 
 
 @dataclass(frozen=True)
+class PretrainingStep:
+    """One rollout of value pretraining (megarl/pretraining.py)."""
+
+    generation: float
+    """0 of saved rollouts"""
+    scoring: float
+    """Values; where a KL is in the reward, also log-probs of policy and reference"""
+    update: float
+    """Of the critic"""
+
+    @property
+    def total(self) -> float:
+        return self.generation + self.scoring + self.update
+
+
+@dataclass(frozen=True)
 class Seconds:
     generation: float
     scoring: float
     """Log-probs and values of policy, reference and critic"""
     update: float
-    sync: float
+    sync: float | None
+    """None: not estimated (rollout.transport=disk)"""
+    pretraining: PretrainingStep | None
+    """None: there is none"""
 
     @property
     def iteration(self) -> float:
-        return self.generation + self.scoring + self.update + self.sync
+        """A sync that is not estimated left out."""
+        return self.generation + self.scoring + self.update + (self.sync or 0.0)
 
 
 def estimate_seconds(config: Config, jobs: Mapping[str, RoleJob], server: ServerMemory, transfer: Transfer) -> Seconds:
-    hardware = config.cluster.hardware
     num_samples = config.train.prompts_per_iteration * config.train.responses_per_prompt
-    forward = {name: _compute_forward(config, job, num_samples, hardware) for name, job in jobs.items()}
-    updates = {}
-    for name, job in jobs.items():
-        if job.is_trained:
-            repeats = config.critic.updates_per_policy_update if job.has_value_head else 1
-            # Backward: twice the forward pass; whatever is computed again: once more (2205.05198, section 5).
-            passes = 4 if job.saving.recompute is Recompute.full else 3
-            share = forward[name] * FORWARD_MFU / UPDATE_MFU
-            updates[name] = share * passes * config.train.epochs_per_iteration * repeats
+    forward = {name: _compute_forward(config, job, num_samples) for name, job in jobs.items()}
+    updates = {name: _compute_update(config, job, forward[name]) for name, job in jobs.items() if job.is_trained}
     # Those who share GPUs take turns on them.
     join = max if config.cluster.placement is Placement.apart else sum
-    return Seconds(
-        generation=_compute_generation(config, jobs["policy"], num_samples, server),
-        scoring=join(forward.values()),
-        update=join(updates.values()),
-        sync=compute_sync_seconds(transfer, config),
-    )
+    generation = _compute_generation(config, jobs["policy"], num_samples, server)
+    scoring = join(forward.values())
+    pretraining = None
+    settings = config.algo.value_pretrain
+    if "critic" in jobs and settings.steps > 0 and settings.taken_from is None:
+        pretraining = PretrainingStep(
+            generation=generation if settings.rollouts is None else 0.0,
+            scoring=scoring if config.algo.kl.in_reward else forward["critic"],
+            update=updates["critic"],
+        )
+    return Seconds(generation, scoring, join(updates.values()), compute_sync_seconds(transfer, config), pretraining)
 
 
-def _compute_forward(config: Config, job: RoleJob, num_samples: int, hardware: HardwareConfig) -> float:
+def _compute_update(config: Config, job: RoleJob, forward: float) -> float:
+    """Of a role in one iteration, every epoch of it. forward: seconds of its forward pass over the samples."""
+    repeats = config.critic.updates_per_policy_update if job.has_value_head else 1
+    # Backward: twice the forward pass; whatever is computed again: once more (2205.05198, section 5).
+    passes = 4 if job.saving.recompute is Recompute.full else 3
+    return forward * FORWARD_MFU / UPDATE_MFU * passes * config.train.epochs_per_iteration * repeats
+
+
+def _compute_forward(config: Config, job: RoleJob, num_samples: int) -> float:
     """One forward pass over an iteration's samples; a pipeline idles (pp - 1) / (m vpp) of it (2104.04473, 2.2)."""
+    hardware = config.cluster.hardware
     peak = (hardware.fp8_tflops if job.fp8 else hardware.bf16_tflops) * 1e12
     flops = 2 * compute_mean_cost(config, job) * num_samples
     bubble = (job.parallel.pp - 1) / (job.num_microbatches * job.parallel.vpp)
@@ -96,8 +122,12 @@ def _compute_generation(config: Config, job: RoleJob, num_samples: int, server: 
     return prefill + max(waiting * response / running * step(running), rollout.response_length * step(1))
 
 
-def compute_sync_seconds(transfer: Transfer, config: Config) -> float:
-    """The busiest port decides; between nodes, or inside the one there is."""
+def compute_sync_seconds(transfer: Transfer, config: Config) -> float | None:
+    """The busiest port decides; between nodes, or inside the one there is. None where a file system carries the
+    weights, whose speed is not known.
+    """
+    if config.rollout.transport is Transport.disk:
+        return None
     hardware = config.cluster.hardware
     link = hardware.network_gb_s if config.cluster.num_nodes > 1 else hardware.nvlink_gb_s
     return transfer.busiest / (link * 1e9 * LINK_SHARE)

@@ -1,6 +1,7 @@
 """A plan as tables to read."""
 
 from collections.abc import Iterator
+from math import ceil
 
 from rich import box
 from rich.table import Table
@@ -13,7 +14,11 @@ from megarl.plan.assumptions import GIB
 from megarl.plan.estimate import JobPlan
 from megarl.plan.gpus import PHASES, Tenant
 from megarl.plan.jobs import find_longest
-from megarl.plan.roles import RoleJob
+from megarl.plan.roles import FP8_BYTES, RoleJob
+from megarl.plan.seconds import Seconds
+
+ENDS = ("patience", "stop_at_explained_variance")
+"""Keys of algo.value_pretrain by which it may end before its last step"""
 
 
 def list_tables(config: Config, plan: JobPlan) -> Iterator[Table | str]:
@@ -30,8 +35,10 @@ def list_tables(config: Config, plan: JobPlan) -> Iterator[Table | str]:
     yield _tabulate_servers(config, plan)
     yield _tabulate_phases(config, plan)
     yield _tabulate_seconds(config, plan)
+    yield from describe_pretraining(config, plan.seconds)
+    yield from describe_stop(config, plan.seconds)
     yield _describe_host(config, plan)
-    yield _describe_assumptions()
+    yield describe_assumptions(plan)
 
 
 def _build_table(title: str, *columns: str) -> Table:
@@ -76,20 +83,11 @@ def _describe_layout(job: RoleJob) -> str:
 
 
 def _tabulate_ranks(plan: JobPlan) -> Table:
+    with_fp8 = any(job.caches_fp8 for job in plan.jobs.values())
     table = _build_table(
         "A training process, GiB of tensors",
-        *(
-            "",
-            "parameters",
-            "weights",
-            "gradients",
-            "optimizer",
-            "activations",
-            "logits",
-            "work",
-            "update",
-            "log-probs",
-        ),
+        *("", "parameters", "weights", *["FP8 copies"] * with_fp8),
+        *("gradients", "optimizer", "activations", "logits", "work", "update", "log-probs"),
     )
     for name, stages in plan.stages.items():
         for number, stage in enumerate(stages):
@@ -99,6 +97,7 @@ def _tabulate_ranks(plan: JobPlan) -> Table:
                 label,
                 f"{stage.parameters.total:,}",
                 _gib(stage.weights),
+                *[_gib(stage.fp8)] * with_fp8,
                 *(_gib(part) if plan.jobs[name].is_trained else "-" for part in trained),
                 _gib(stage.forward),
             )
@@ -155,11 +154,59 @@ def _tabulate_seconds(config: Config, plan: JobPlan) -> Table:
         "update": f"MFU {assumptions.UPDATE_MFU:g}",
         "sync": f"{transfer.total / 1e9:.1f} GB in all; {transfer.busiest / 1e9:.1f} GB through the busiest port",
     }
+    total = ""
+    if seconds.sync is None:
+        remarks["sync"] = "rollout.transport=disk: through a file system, whose speed is not known here"
+        total = "without the sync"
     parts = dict(zip(remarks, (seconds.generation, seconds.scoring, seconds.update, seconds.sync), strict=True))
     for name, remark in remarks.items():
-        table.add_row(name, f"{parts[name]:,.1f}", remark)
-    table.add_row("all", f"{seconds.iteration:,.1f}")
+        part = parts[name]
+        table.add_row(name, "not estimated" if part is None else f"{part:,.1f}", remark)
+    table.add_row("all", f"{seconds.iteration:,.1f}", total)
     return table
+
+
+def describe_pretraining(config: Config, seconds: Seconds) -> Iterator[str]:
+    """What value pretraining takes, where there is one."""
+    step, settings = seconds.pretraining, config.algo.value_pretrain
+    if step is None:
+        return
+    scoring = "log-probs and values" if config.algo.kl.in_reward else "values"
+    parts = [f"{scoring} {step.scoring:,.1f}", f"the critic's update {step.update:,.1f}"]
+    if settings.rollouts is None:
+        parts.insert(0, f"generation {step.generation:,.1f}")
+    ends = [f"{key}={getattr(settings, key):g}" for key in ENDS if getattr(settings, key) is not None]
+    number = f"{'up to ' if ends else ''}{settings.steps} step{'s' if settings.steps > 1 else ''}"
+    yield (
+        f"Value pretraining: {number} of {step.total:,.1f} s ({', '.join(parts)}),"
+        f" {_format_seconds(settings.steps * step.total)} in all"
+        + (f"; it may end earlier (algo.value_pretrain: {', '.join(ends)})" if ends else "")
+        + ("" if settings.rollouts is None else "; saved rollouts are taken to be like those of an iteration")
+    )
+
+
+def _format_seconds(seconds: float) -> str:
+    return f"{seconds / 3600:,.1f} hours" if seconds >= 2 * 3600 else f"{seconds:,.0f} s"
+
+
+def describe_stop(config: Config, seconds: Seconds) -> Iterator[str]:
+    """How early Slurm has to say that a job's time is over, where what it does by default is too late.
+
+    What is generated or scored when the signal comes is broken off (and the responses kept); an update ends first
+    (megarl/signals.py, deferring_stops).
+    """
+    a, deadline_s = assumptions, config.checkpoint.stop_deadline_s
+    if seconds.update + a.REQUEUE_S <= a.SIGNAL_S:
+        return
+    enough = 100 * ceil((seconds.update + deadline_s + a.REQUEUE_S) / 100)
+    advice = f"sbatch --signal=B:USR1@{enough} suffices"
+    if enough > a.LONGEST_SIGNAL_S:
+        advice = f"{enough} would suffice, but sbatch takes no more than --signal=B:USR1@{a.LONGEST_SIGNAL_S}"
+    yield (
+        f"On Slurm SIGUSR1 comes {a.SIGNAL_S} s before the time limit; an update under way, of {seconds.update:,.0f} s,"
+        f" does not end by then, and the job comes back to the last checkpoint. {advice}: the update,"
+        f" checkpoint.stop_deadline_s={deadline_s:g}, and {a.REQUEUE_S} s to queue again."
+    )
 
 
 def _describe_host(config: Config, plan: JobPlan) -> str:
@@ -170,12 +217,20 @@ def _describe_host(config: Config, plan: JobPlan) -> str:
     )
 
 
-def _describe_assumptions() -> str:
-    a = assumptions
-    return (
+def describe_assumptions(plan: JobPlan) -> str:
+    a, jobs = assumptions, plan.jobs.values()
+    text = (
         f"Assumed: MFU {a.UPDATE_MFU:g} in updates, {a.FORWARD_MFU:g} in log-probs and values; {a.DECODE_BANDWIDTH:g}"
         f" of the memory bandwidth and {a.DECODE_STEP_S * 1000:g} ms a step in generation; {a.LINK_SHARE:g} of the"
         f" links in a sync; responses of {a.MEAN_RESPONSE:g} of their limit (seconds alone: memory is that of the"
         f" limit). Beside tensors: {a.PROCESS_GIB:g} GiB and {a.ALLOCATOR_SHARE:.0%} a training process,"
         f" {a.SERVER_GIB:g} GiB a server's GPU, {a.HOST_PROCESS_GIB:g} GiB of host memory a process."
     )
+    if any(job.arch.experts for job in jobs):
+        text += " Experts: the routes are balanced, so that each rank receives as many tokens as it sends."
+    if any(job.caches_fp8 for job in jobs):
+        text += (
+            " FP8: Transformer Engine keeps a copy of each linear layer's weight and its transpose, also between the"
+            f" calls, {FP8_BYTES} bytes a parameter."
+        )
+    return text

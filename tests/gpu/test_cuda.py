@@ -122,6 +122,13 @@ def test_with_transformer_engine_its_layers_and_its_adam_are_used(cuda: dict[str
     )
 
 
+@pytest.mark.skipif(has_transformer_engine(), reason="Transformer Engine's Adam is used")
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "all"])
+def test_torchs_adam_is_the_fused_one_also_after_a_load(cuda: dict[str, Any], kind: str) -> None:
+    """Its default on a GPU, foreach, has temporaries that a plan does not count."""
+    assert cuda[f"policy-{kind}"]["description"].endswith("fused AdamW")
+
+
 @with_te
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="the GPU has no FP8 products"

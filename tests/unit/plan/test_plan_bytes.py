@@ -82,6 +82,19 @@ def test_recomputed_layers_keep_their_inputs_alone() -> None:
     assert sum_layers(layer, 64, mlp)[0] == 64 * (layer.total - layer.mlp - layer.core_attention)
 
 
+def test_each_virtual_stage_is_cut_into_blocks_of_its_own() -> None:
+    """Megatron recomputes recompute_num_layers of each piece of a stage (transformer_block.py)."""
+    layer = compute_layer(QWEN32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1024, 1, 1024), Attention.flash)
+    one = 2 * 1024 * 5120
+    three = Saving(Recompute.full, RecomputeMethod.block, num_layers=3)
+    # 16 layers in 2 pieces of 8, 3 of each recomputed; in 4 of 4; in 8 of 2, where no piece keeps a layer.
+    assert sum_layers(layer, 16, three, num_pieces=2) == (6 * one + 10 * layer.total, 0)
+    assert sum_layers(layer, 16, three, num_pieces=4) == (12 * one + 4 * layer.total, 0)
+    assert sum_layers(layer, 16, three, num_pieces=8) == (16 * one, layer.total - one)
+    # Two blocks, of 3 and 1, in each piece of 4.
+    assert sum_layers(layer, 16, Saving(Recompute.full, num_layers=3), num_pieces=4)[0] == 8 * one
+
+
 def test_on_a_cpu_short_sequences_in_bfloat16_keep_their_scores() -> None:
     assert choose_attention(Dtype.bfloat16, 256, on_gpu=False) is Attention.scores
     assert choose_attention(Dtype.bfloat16, 257, on_gpu=False) is Attention.flash
@@ -136,6 +149,18 @@ def test_what_is_offloaded_is_not_resident() -> None:
     assert (none.offloaded, optimizer.offloaded, everything.offloaded) == (0, 12 * 10**9, 14 * 10**9)
     assert none.update == optimizer.update == everything.update
     assert everything.forward < none.forward
+
+
+def test_fp8_copies_of_weights_and_transposes_stay_whatever_is_offloaded() -> None:
+    """Of each parameter of the layers a byte, and one of the transpose; embedding and output layer have none."""
+    parameters = (StageParameters(4, dense=1000, experts=400, embedding=100, head=200),)
+    without = estimate_stages(build_job(MOE, ParallelConfig()), parameters)[0]
+    cached = estimate_stages(build_job(MOE, ParallelConfig(), fp8=True, caches_fp8=True), parameters)[0]
+    assert (without.fp8, cached.fp8) == (0, 2 * (1400 - 300))
+    assert cached.update == without.update + 2200
+    assert cached.forward == without.forward + 2200
+    everything = build_job(MOE, ParallelConfig(), caches_fp8=True, offload=Offload.all)
+    assert estimate_stages(everything, parameters)[0].resident == 2200
 
 
 def test_the_logits_and_their_gradient_are_at_the_last_stage() -> None:

@@ -39,6 +39,39 @@ def test_a_job_that_fits_ends_with_0_and_says_everything(tool: ModuleType, capsy
     assert out.rstrip().endswith("fits: 64 GPUs")
     for text in ("4,096,062,464", "524.3 GB in all", "Host memory", "MFU 0.4", "890,473", "tp 8 cp 2 sp", "update"):
         assert text in out
+    assert "Value pretraining: up to 50 steps of 6,666.8 s" in out
+    assert "sbatch --signal=B:USR1@5200 suffices" in " ".join(out.split())
+    assert "FP8" not in out
+    assert "Experts" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        (("model=qwen32b", "cluster=h100x256"), ("fits: 64 of 256 GPUs; the others are idle",)),
+        (("model=qwen32b", "cluster=h100x64", "policy.fp8=hybrid"), ("FP8 copies", "weight and its transpose")),
+        (("model=qwen3_235b_a22b", "cluster=h100x256"), ("Experts: the routes are balanced", "fits: 256 GPUs")),
+        (("model=qwen32b", "cluster=h100x64", "rollout.transport=disk"), ("not estimated", "without the sync")),
+    ],
+)
+def test_what_is_taken_as_given_is_said(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], texts: tuple[str, ...]
+) -> None:
+    assert tool.main(["algo=vapo", *arguments]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert all(text in out for text in texts)
+
+
+def test_a_placement_that_contradicts_its_transport_and_does_not_fit_either_gets_another(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool.main(["algo=vapo", "model=qwen3_8b", "cluster=h100x8", "cluster.placement=colocated"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: rollout.transport: found split with cluster.placement=colocated")
+    assert second.startswith("error: cluster.placement: found colocated, in which the job does not fit either")
+    assert (
+        "cluster.placement=apart cluster.num_nodes=2 cluster.listen_host=auto  (then it fits, with 16 GPUs)" in second
+    )
 
 
 def test_one_that_does_not_fit_ends_with_1_and_the_nearest_change() -> None:

@@ -44,7 +44,7 @@ def test_the_presets_fit_their_clusters(overrides: tuple[str, ...]) -> None:
     found = plan(*overrides)
     assert not found.problems
     seconds = found.seconds
-    assert all(part > 0 for part in (seconds.generation, seconds.scoring, seconds.update, seconds.sync))
+    assert all(part and part > 0 for part in (seconds.generation, seconds.scoring, seconds.update, seconds.sync))
     assert all(set(gpus.phases) == set(PHASES) for gpus in found.gpus)
 
 
@@ -178,3 +178,30 @@ def test_those_who_share_a_gpu_add_up_in_every_phase() -> None:
 def test_a_shared_gpu_that_is_too_full_gets_a_smaller_cache() -> None:
     overrides = (*COLOCATED, "policy.offload=all", "critic.offload=all")
     assert any("mem_fraction_static" in override for override in find(*overrides).overrides)
+
+
+def test_what_shares_too_much_is_placed_apart() -> None:
+    assert find(*QWEN32B, "cluster.placement=split").overrides == ("cluster.placement=apart",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "transport"),
+    [
+        (["cluster.placement=colocated", "rollout.transport=colocated"], ("rollout.transport=split",)),
+        (["cluster.placement=colocated", "rollout.transport=disk"], ()),
+        (["cluster.placement=split"], ()),
+    ],
+)
+def test_apart_takes_the_nodes_that_it_needs(overrides: list[str], transport: tuple[str, ...]) -> None:
+    change = find("algo=vapo", "model=qwen3_8b", "cluster=h100x8", *overrides)
+    nodes = ("cluster.num_nodes=2", "cluster.listen_host=auto")
+    assert change.overrides == ("cluster.placement=apart", *nodes, *transport)
+    assert change.plan.num_gpus == 16
+
+
+def test_what_a_later_change_makes_superfluous_is_left_out() -> None:
+    """Fewer servers give the first round its GPUs; nodes for the second give them too."""
+    overrides = ("algo=vapo", "model=qwen3_8b", "cluster=h100x8", "cluster.placement=split")
+    found = plan(*overrides)
+    assert [problem.where for problem in found.problems] == ["gpus", "policy"]
+    assert "rollout.num_servers=4" not in find(*overrides).overrides

@@ -1,0 +1,118 @@
+"""Seconds of an iteration and of value pretraining, and when Slurm has to say that a job's time is over."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import load_config
+from megarl.config.schema import Config
+from megarl.plan import assumptions
+from megarl.plan.estimate import build_plan
+from megarl.plan.jobs import find_models
+from megarl.plan.seconds import Seconds, compute_mean_cost
+from megarl.plan.tables import describe_pretraining, describe_stop
+
+ROOT = Path(__file__).resolve().parents[3]
+QWEN32B = ("algo=vapo", "model=qwen32b", "cluster=h100x64")
+
+
+def estimate(*overrides: str) -> tuple[Config, Seconds]:
+    config = load_config([*QWEN32B, *overrides])
+    return config, build_plan(config, find_models(config)).seconds
+
+
+def test_a_step_of_value_pretraining_is_generation_values_and_the_critics_update() -> None:
+    config, seconds = estimate()
+    step = seconds.pretraining
+    assert step is not None
+    assert step.generation == seconds.generation
+    job = build_plan(config, find_models(config)).jobs["critic"]
+    # 8,192 samples on 16 GPUs of 989 TFLOP/s, two operations a multiply-add; an update: forward, backward (twice as
+    # much) and the recomputed forward pass.
+    operations = 2 * compute_mean_cost(config, job) * 8192
+    assert step.scoring == pytest.approx(operations / (16 * 989e12 * 0.45))
+    assert step.update == pytest.approx(4 * operations / (16 * 989e12 * 0.40))
+    assert step.total == pytest.approx(step.generation + step.scoring + step.update)
+    (line,) = describe_pretraining(config, seconds)
+    assert line.startswith(
+        f"Value pretraining: up to 50 steps of {step.total:,.1f} s (generation 2,675.2, values 725.7,"
+    )
+    assert f"{50 * step.total / 3600:.1f} hours in all; it may end earlier (algo.value_pretrain: patience=10)" in line
+
+
+def test_the_critics_updates_for_each_of_the_policy_count_in_pretraining_too() -> None:
+    (_, once), (_, thrice) = estimate(), estimate("critic.updates_per_policy_update=3")
+    assert once.pretraining is not None
+    assert thrice.pretraining is not None
+    assert thrice.pretraining.update == pytest.approx(3 * once.pretraining.update)
+    assert thrice.pretraining.scoring == once.pretraining.scoring
+
+
+def test_policy_and_reference_score_where_a_kl_in_the_reward_needs_them() -> None:
+    config, seconds = estimate("algo.kl.in_reward=true", "rollout.num_servers=6")
+    assert seconds.pretraining is not None
+    assert seconds.pretraining.scoring == seconds.scoring
+    assert "log-probs and values" in next(describe_pretraining(config, seconds))
+    _, without = estimate("algo.kl.in_loss=true", "rollout.num_servers=6")
+    assert without.pretraining is not None
+    assert without.pretraining.scoring < without.scoring
+
+
+def test_saved_rollouts_are_not_generated() -> None:
+    config, seconds = estimate(
+        *("algo.value_pretrain.rollouts=rollouts.jsonl", "algo.value_pretrain.steps=1"),
+        "algo.value_pretrain.patience=null",
+    )
+    assert seconds.pretraining is not None
+    assert seconds.pretraining.generation == 0
+    (line,) = describe_pretraining(config, seconds)
+    assert line.startswith("Value pretraining: 1 step of ")
+    assert "generation" not in line
+    assert "end earlier" not in line
+    assert "saved rollouts are taken to be like those of an iteration" in line
+
+
+@pytest.mark.parametrize(
+    "override", ["algo.value_pretrain.steps=0", "algo.value_pretrain.taken_from=runs/a", "algo=dapo"]
+)
+def test_without_a_critic_or_steps_of_its_own_nothing_is_pretrained(override: str) -> None:
+    config, seconds = estimate(override)
+    assert seconds.pretraining is None
+    assert list(describe_pretraining(config, seconds)) == []
+
+
+def test_the_speed_of_a_file_system_is_not_that_of_nccl() -> None:
+    _, seconds = estimate("rollout.transport=disk")
+    assert seconds.sync is None
+    assert seconds.iteration == seconds.generation + seconds.scoring + seconds.update
+    _, seconds = estimate()
+    # 32.8 GB through a port of 50 GB/s, of which 0.8 are assumed
+    assert seconds.sync == pytest.approx(32.768 / (50 * 0.8), rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("update", "advice"),
+    [
+        (540.0, None),  # and 60 s to queue the job again
+        (541.0, "sbatch --signal=B:USR1@2500 suffices"),  # 541 + 1800 + 60 = 2401
+        (3332.0, "sbatch --signal=B:USR1@5200 suffices"),  # 5192
+        (64000.0, "65900 would suffice, but sbatch takes no more than --signal=B:USR1@65535"),
+    ],
+)
+def test_an_update_that_outlasts_slurms_signal_asks_for_an_earlier_one(update: float, advice: str | None) -> None:
+    config = load_config(QWEN32B)
+    assert config.checkpoint.stop_deadline_s == 1800
+    lines = list(describe_stop(config, Seconds(1.0, 1.0, update, 1.0, None)))
+    if advice is None:
+        assert lines == []
+    else:
+        (line,) = lines
+        assert f"an update under way, of {update:,.0f} s, does not end by then" in line
+        assert advice in line
+
+
+def test_the_seconds_before_the_time_limit_are_those_of_the_script() -> None:
+    script = (ROOT / "slurm" / "train.sh").read_text()
+    assert f"#SBATCH --signal=B:USR1@{assumptions.SIGNAL_S}\n" in script
+    assert re.search(rf"^MARGIN_S={assumptions.REQUEUE_S}\b", script, re.MULTILINE)
