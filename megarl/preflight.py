@@ -22,7 +22,7 @@ from megarl.command import end_with_config_error
 from megarl.config.algo import needs_critic
 from megarl.config.allocation import check_allocation, read_allocation
 from megarl.config.errors import ConfigError
-from megarl.config.hardware import HardwareConfig
+from megarl.config.hardware import LEAST_OF_KIND, HardwareConfig
 from megarl.config.load import load_config
 from megarl.config.model import ModelSource
 from megarl.config.placement import Seat, check_cluster, count_nodes, list_groups, place
@@ -35,8 +35,6 @@ ADDRESS_LATER = "cluster.ray_address=first-node:0"
 ASK_S = 30.0
 """How long nvidia-smi and squeue may take"""
 FOLDER_VARIABLE = "MEGARL_JOB_DIR"
-LEAST_OF_KIND = 0.95
-"""Share of the memory of a GPU; the same kind differs a little, by driver and ECC"""
 RAY_NAMES = ("raylet", "gcs_server")
 
 

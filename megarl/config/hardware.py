@@ -4,6 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import isfinite
 
+LEAST_OF_KIND = 0.95
+"""Share of the memory of a GPU; the same kind differs a little, by driver and ECC"""
+
 
 @dataclass
 class HardwareConfig:

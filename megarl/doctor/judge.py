@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from megarl.config.hardware import LEAST_OF_KIND
 from megarl.doctor.facts import ApexKind, Facts, Finding, Level, Need
 
 FOR_CUDA = ("sglang-kernel", "flashinfer-python", "triton", "torchvision")
@@ -12,8 +13,6 @@ FOR_CUDA = ("sglang-kernel", "flashinfer-python", "triton", "torchvision")
 TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-torch")
 MANY_FILES = 65536
 FEWEST_FILES = 4096
-LEAST_OF_PLANNED = 0.95
-"""Share of the planned memory of a GPU; the same kind differs a little from machine to machine"""
 LEAST_TMP_GB = 2.0
 """Ray's session and the servers' scratch."""
 
@@ -93,7 +92,7 @@ def check_cuda(facts: Facts, need: Need) -> Iterator[Finding]:
     elif len({gpu.name for gpu in found.gpus}) > 1:
         names = join(sorted({gpu.name for gpu in found.gpus}))
         yield Finding(Level.wrong, f"GPUs of several kinds: {names}", "CUDA_VISIBLE_DEVICES with those of one kind")
-    elif found.gpus[0].memory_gb < LEAST_OF_PLANNED * need.gpu_memory_gb:
+    elif found.gpus[0].memory_gb < LEAST_OF_KIND * need.gpu_memory_gb:
         gpu = found.gpus[0]
         yield Finding(
             Level.note,
