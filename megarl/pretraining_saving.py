@@ -141,7 +141,12 @@ def open_folder(run_dir: Path) -> Folder:
 
 
 def remove_folder(run_dir: Path) -> None:
-    shutil.rmtree(run_dir / PRETRAINING_NAME, ignore_errors=True)
+    """Under another name first: half of it must not look like one whose checkpoints are lost."""
+    going = run_dir / f".{PRETRAINING_NAME}"
+    shutil.rmtree(going, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (run_dir / PRETRAINING_NAME).rename(going)
+    shutil.rmtree(going, ignore_errors=True)
 
 
 def find_checkpoint(run_dir: Path, say: Callable[[str], None]) -> tuple[TrainerState, Path] | None:

@@ -114,7 +114,8 @@ class Report:
 
     def rewind_pretraining(self, step: int) -> None:
         """The step of value pretraining after `step` is the next to be logged."""
-        self.rewind(0)
+        self._times = {}
+        self._iteration = 0
         if self._tensorboard:
             self._tensorboard.rewind(step + 1)
 

@@ -12,7 +12,7 @@ from megarl.config.load import load_config
 from megarl.inputs import load_models, load_specs
 from megarl.mcore.spec import Role
 from megarl.pretraining import find_end
-from megarl.pretraining_saving import EXPLAINED, Begun, begin_job, find_checkpoint, open_folder, take_up
+from megarl.pretraining_saving import EXPLAINED, Begun, begin_job, find_checkpoint, open_folder, remove_folder, take_up
 from megarl.report.metrics import MetricsWriter
 from megarl.report.report import build_report
 from megarl.rollout.source import SourceState
@@ -112,6 +112,30 @@ def test_what_a_start_left_that_came_to_no_checkpoint_is_cut_off_and_what_was_be
     assert begin(tmp_path, "seed=2") is None
     assert (tmp_path / "value_pretrain.jsonl").read_text() == before
     assert json.loads((tmp_path / "value_pretraining" / "begun.json").read_text())["inputs"]["seed"] == 2
+
+
+def test_tensorboard_shows_each_step_once_with_what_came_of_it_last(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    report = build_report(load_config(["logger.terminal=false"]).logger, tmp_path, 1)
+    for step in (1, 2, 3):
+        report.log_pretraining(step, 4, {EXPLAINED: 0.25 * step})
+    report.rewind_pretraining(2)
+    for step in (3, 4):
+        report.log_pretraining(step, 4, {EXPLAINED: 0.125 * step})
+    report.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = [(event.step, event.value) for event in events.Scalars(EXPLAINED)]
+    assert found == [(1, 0.25), (2, 0.5), (3, 0.375), (4, 0.5)]
+
+
+def test_the_folder_goes_whole(tmp_path):
+    write_steps(tmp_path, 1, 1)
+    save_step(tmp_path, 1)
+    remove_folder(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["value_pretrain.jsonl"]
+    remove_folder(tmp_path)
 
 
 def test_without_checkpoints_nothing_is_noted(tmp_path):
