@@ -98,7 +98,7 @@ class PretrainingSaver:
         except Stopped as stopped:
             if self._state is not None:
                 what, deadline_s = f"value pretraining step {self._state.iteration}", self._settings.stop_deadline_s
-                save_stopped(stopped, what, lambda end: self._save(end), deadline_s, self._how, self._report.message)
+                save_stopped(stopped, what, self._save, deadline_s, self._how, self._report.message)
             raise
 
     def _save(self, end: float | None = None, wait: bool = True) -> None:

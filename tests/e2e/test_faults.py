@@ -16,12 +16,11 @@ faults = load_tool("faults.py")
 
 KILLS = [
     ("driver", "generation", 3),
-    ("critic worker", "update", 4),
+    ("critic worker", faults.PRETRAINING, 3),
     ("SGLang server", "sync", 2),
     ("policy worker", "checkpoint", 2),
-    ("critic worker", faults.PRETRAINING, 3),
 ]
-"""Of tools/faults.py's twenty: each way of going on once"""
+"""Each way of going on once: of tools/faults.py's twenty, and after a step of value pretraining"""
 
 
 @pytest.fixture(scope="module")
