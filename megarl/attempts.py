@@ -1,47 +1,40 @@
 """One training run from a checked configuration: attempts, each from the newest checkpoint, until one ends well."""
 
 import contextlib
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megarl.algo.objective import format_objective
 from megarl.checkpoint import folder as checkpoints
 from megarl.checkpoint.folder import RUN_FILE, Folder, check_space
-from megarl.checkpoint.lock import locking
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.cluster.waiting import WorkerError
-from megarl.config.allocation import is_restarted
 from megarl.config.check import describe_sizes
 from megarl.config.errors import ConfigError
-from megarl.config.roles import Dtype
 from megarl.config.schema import Config
 from megarl.data.sampler import PromptSampler
 from megarl.inputs import Inputs, describe_start, load_inputs
-from megarl.job import Hosts, describe_data, open_hosts, open_parts, show_warnings
-from megarl.mcore.checkpoint_reader import count_parameters
-from megarl.mcore.dist_format import describe_role
+from megarl.job import Hosts, describe_data, lock_run_dir, open_hosts, open_parts, show_warnings
 from megarl.mcore.spec import Role
 from megarl.plan.check import check_plan
 from megarl.pretrained import PretrainedState, load_pretrained
 from megarl.pretraining import pretrain_critic, start_pretrained
+from megarl.pretraining_saving import (
+    Begun,
+    PretrainingSaver,
+    find_checkpoint,
+    open_folder,
+    open_saver,
+    remove_folder,
+    take_up,
+)
 from megarl.report.report import Report, build_report
 from megarl.rollout import journal as rollout_journal
 from megarl.rollout.journal import Journal
-from megarl.saving import TRACKED, Saver, TrainerState, cut_files, load_trainer_state
+from megarl.saving import TRACKED, Saver, TrainerState, cut_files, estimate_bytes, load_trainer_state
 from megarl.seams import DeadlineError, TrainBackend, wait_all
 from megarl.trainer import Parts, Summary, Trainer
-
-WEIGHT_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
-OPTIMIZER_BYTES = 12
-"""Of each parameter in a checkpoint: a float32 master weight and the two moments of Adam"""
-
-
-LOCK_PATIENCE_S = 150.0
-"""How long a job that was queued again waits for the lock of its earlier start. Of a client that is lost, Linux's NFS
-server gives it up after 90 s and Lustre's after 100 s, unless set otherwise"""
 
 
 def run_job(
@@ -63,11 +56,9 @@ def run_job(
     if problems:
         raise ConfigError(problems)
     if config.checkpoint.save_every is not None:
-        check_space(run_dir, estimate_bytes(inputs))
+        check_space(run_dir, estimate_bytes(spec for role, spec in inputs.specs.items() if role is not Role.reference))
     with contextlib.ExitStack() as stack:
-        # Elsewhere a second run in this folder is refused at once.
-        patience_s = LOCK_PATIENCE_S if is_restarted(os.environ) else 0.0
-        stack.enter_context(locking(run_dir, patience_s, lambda text: print(text, flush=True)))
+        stack.enter_context(lock_run_dir(run_dir))
         held = [name for name in (RUN_FILE, *TRACKED) if (run_dir / name).is_file()] if is_new else []
         if held:
             raise ConfigError(
@@ -108,12 +99,12 @@ class _Attempts:
 
     def run(self) -> Summary:
         """Attempts until one ends well; a lost training process begins the next, at most max_restarts in a row."""
-        num_restarts, newest = 0, self.folder.list_complete()[-1:]
+        num_restarts, newest = 0, self.find_progress()
         while True:
             try:
                 return self.attempt()
             except RuntimeError as error:
-                before, newest = newest, self.folder.list_complete()[-1:]
+                before, newest = newest, self.find_progress()
                 num_restarts = 1 if newest > before else num_restarts + 1
                 if not self.is_saving:
                     raise
@@ -133,6 +124,7 @@ class _Attempts:
     def attempt(self) -> Summary:
         """Train from the newest checkpoint, or from the start where there is none."""
         found = self.find_state()
+        begun = self.find_begun() if found is None else None
         with open_parts(
             self.config, self.inputs, self.hosts, self.run_dir, self.report, self.journal if self.is_saving else None
         ) as parts:
@@ -141,7 +133,7 @@ class _Attempts:
             with contextlib.closing(saver) if saver else contextlib.nullcontext():
                 trainer = Trainer(self.config, replace(parts, saver=saver))
                 if found is None:
-                    self.start(trainer)
+                    self.start(trainer, begun)
                 else:
                     state, directory = found
                     with self.report.phase("load"):
@@ -151,7 +143,12 @@ class _Attempts:
             wait_all([role.export_weights(self.run_dir / name) for name, role in roles.items()])
             return summary
 
-    def start(self, trainer: Trainer) -> None:
+    def find_progress(self) -> tuple[list[int], list[int]]:
+        """Iteration and step of the newest checkpoints of training and of value pretraining, where there are any."""
+        return self.folder.list_complete()[-1:], open_folder(self.run_dir).list_complete()[-1:]
+
+    def start(self, trainer: Trainer, begun: Begun | None) -> None:
+        """What comes before training: value pretraining, gone on with where it has begun."""
         specs = self.inputs.specs
         pretrained = self.pretrained or load_pretrained(self.config)
         if pretrained is not None:
@@ -161,24 +158,47 @@ class _Attempts:
             return
         if Role.critic in specs:
             self.report.message(describe_start(self.config, specs[Role.critic], self.inputs.saved_rollouts))
-        pretrain_critic(trainer)
+        with self.open_pretraining_saver(trainer) as saver:
+            pretrain_critic(trainer, saver, begun)
+
+    @contextlib.contextmanager
+    def open_pretraining_saver(self, trainer: Trainer) -> Iterator[PretrainingSaver | None]:
+        critic = trainer.parts.critic
+        if critic is None or self.config.algo.value_pretrain.steps == 0:
+            yield None
+            return
+        spec, how = self.inputs.specs[Role.critic], f"resume={self.run_dir}"
+        with open_saver(self.config, self.run_dir, critic, spec, self.report, how) as saver:
+            yield saver
 
     def find_state(self) -> tuple[TrainerState, Path] | None:
-        """The newest checkpoint; the run's files are cut back to it."""
+        """The newest checkpoint of training; the run's files are cut back to it."""
         if not self.is_saving:
             return None
         self.folder.clean()
         found = self.folder.find_newest(self.report.message)
         if found is None:
-            cut_files(self.run_dir, {})
-            self.report.rewind(0)
             return None
+        remove_folder(self.run_dir)
         state = load_trainer_state(found[1])
         self.check_prompts(state)
         cut_files(self.run_dir, state.sizes)
         self.report.rewind(state.iteration)
         self.report.message(f"going on from {found[1]}")
         return state, found[1]
+
+    def find_begun(self) -> Begun | None:
+        """The value pretraining to go on with; the run's files are cut back to it, to nothing where there is none."""
+        if not self.is_saving:
+            return None
+        is_taken = self.config.algo.value_pretrain.taken_from is not None
+        found = None if is_taken else find_checkpoint(self.run_dir, self.report.message)
+        if found is None:
+            cut_files(self.run_dir, {})
+            self.report.rewind(0)
+            return None
+        self.check_prompts(found[0])
+        return take_up(self.run_dir, *found, self.report)
 
     def check_prompts(self, state: TrainerState) -> None:
         try:
@@ -190,13 +210,11 @@ class _Attempts:
         if not self.is_saving:
             return None
 
-        def describe(name: str, iteration: int) -> dict[str, Any]:
-            spec = self.inputs.specs[Role(name)]
-            return describe_role(spec.role, spec.dtype, spec.parallel, iteration)
+        def forget(through: int) -> None:
+            self.journal.forget(through)
+            remove_folder(self.run_dir)
 
-        num_bytes = estimate_bytes(self.inputs)
-        say = self.report.message
-        return Saver(self.run_dir, self.folder, roles, describe, self.journal, num_bytes=num_bytes, say=say)
+        return Saver(self.run_dir, self.folder, roles, self.inputs.specs, forget, say=self.report.message)
 
     def say_restart(self, error: RuntimeError, number: int) -> None:
         maximum = self.config.checkpoint.max_restarts
@@ -215,11 +233,3 @@ def is_loss(error: BaseException | None) -> bool:
 def list_roles(parts: Parts) -> Mapping[str, TrainBackend]:
     """The trained ones."""
     return {Role.policy.value: parts.policy} | ({Role.critic.value: parts.critic} if parts.critic else {})
-
-
-def estimate_bytes(inputs: Inputs) -> int:
-    """About what a checkpoint takes."""
-    trained = [spec for role, spec in inputs.specs.items() if role is not Role.reference]
-    return sum(
-        count_parameters(Path(spec.checkpoint)) * (WEIGHT_BYTES[spec.dtype] + OPTIMIZER_BYTES) for spec in trained
-    )

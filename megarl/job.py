@@ -1,16 +1,19 @@
 """The processes of a training run, and the parts of the loop that drive them."""
 
 import contextlib
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.checkpoint.lock import locking
 from megarl.cluster.nodes import Cluster
 from megarl.cluster.opened import open_ray
 from megarl.cluster.servers import running_servers
 from megarl.cluster.workers import WorkerGroup
+from megarl.config.allocation import is_restarted
 from megarl.config.placement import SERVERS, is_sharing, list_groups, place
 from megarl.config.rollout import Transport
 from megarl.config.schema import Config
@@ -28,6 +31,16 @@ from megarl.sync.disk import DiskSync
 from megarl.sync.ranks import Ranks
 from megarl.sync.reshard import ShardSync
 from megarl.trainer import Parts
+
+LOCK_PATIENCE_S = 150.0
+"""How long a job that was queued again waits for the lock of its earlier start. Of a client that is lost, Linux's NFS
+server gives it up after 90 s and Lustre's after 100 s, unless set otherwise"""
+
+
+def lock_run_dir(run_dir: Path) -> contextlib.AbstractContextManager[None]:
+    """As `locking`; elsewhere than in such a job a second run in the folder is refused at once."""
+    patience_s = LOCK_PATIENCE_S if is_restarted(os.environ) else 0.0
+    return locking(run_dir, patience_s, lambda text: print(text, flush=True))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """`python -m megarl.pretrain_value [group=option] [key=value] ...`: train the critic alone, the policy frozen.
 
 The same configuration as `python -m megarl.train`, and the same first steps; the critic is left in RUN_DIR/critic, and
-in RUN_DIR/pretrained what algo.value_pretrain.taken_from=RUN_DIR needs to go on from there.
+in RUN_DIR/pretrained what algo.value_pretrain.taken_from=RUN_DIR needs to go on from there. The same command with
+hydra.run.dir=RUN_DIR goes on with one that was not finished (checkpoint.save_every).
 """
 
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
+from megarl.checkpoint.manifest import CheckpointError
 from megarl.command import Results, check_command_line, run_composed
+from megarl.config.errors import ConfigError
 from megarl.config.load import CONF_DIR
 from megarl.config.schema import Config, register
 
@@ -29,7 +32,10 @@ def _pretrain(config: Config, run_dir: Path) -> Results:
     # Only now: importing torch and Ray takes seconds that `--help` need not wait.
     from megarl.pretraining_job import run_value_pretraining
 
-    summary = run_value_pretraining(config, run_dir)
+    try:
+        summary = run_value_pretraining(config, run_dir)
+    except CheckpointError as error:
+        raise ConfigError([str(error)]) from error
     return {"iterations": summary.num_rollouts, "explained_variance": summary.explained_variance}
 
 

@@ -23,7 +23,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema import Config
 from megarl.mcore.dist_format import describe_role
 from megarl.mcore.spec import WorkerSpec
-from megarl.pretraining_inputs import list_pretraining_inputs
+from megarl.pretraining_inputs import find_differing
 from megarl.report import metrics as metrics_file
 from megarl.report.metrics import load_metrics
 from megarl.report.text import TIME
@@ -86,9 +86,7 @@ def load_pretrained(config: Config) -> tuple[PretrainedState, Path] | None:
         raise ConfigError([f"{KEY}: {error}"]) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError([f"{KEY}: {directory / STATE} is not what value pretraining writes: {error!r}"]) from error
-    # As JSON gives them back.
-    now = json.loads(json.dumps(list_pretraining_inputs(config)))
-    differing = sorted(key for key in state.inputs.keys() | now.keys() if state.inputs.get(key) != now.get(key))
+    differing = find_differing(state.inputs, config)
     if differing:
         raise ConfigError(
             [

@@ -1,7 +1,8 @@
 """Value pretraining (VC-PPO 2503.01491 section 3, VAPO 2504.05118): the critic learns the frozen policy's returns."""
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,15 +11,19 @@ from megarl.algo.rewards import update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets, monte_carlo
 from megarl.checkpoint.manifest import CheckpointError
-from megarl.config.algo import AlgoConfig, needs_reward_moments
+from megarl.config.algo import AlgoConfig, ValuePretrainConfig, needs_reward_moments
 from megarl.config.schema import Config
 from megarl.pretrained import CRITIC, PretrainedState, copy_rollouts, split_times
+from megarl.pretraining_saving import EXPLAINED, Begun, PretrainingSaver
 from megarl.report.report import Report
 from megarl.rollout.rollout_file import read_rollouts
+from megarl.rollout.source import SourceState
 from megarl.rollout.tensors import build_tensors
+from megarl.saving import TrainerState, measure_files
 from megarl.seams import TrainBackend
+from megarl.signals import Stopped, deferring_stops
 from megarl.trainer import Trainer, average_steps, split_minibatches
-from megarl.types import Experience, Metrics, Rollout, TrainingSamples
+from megarl.types import Experience, Rollout, TrainingSamples
 
 
 @dataclass(frozen=True)
@@ -38,59 +43,104 @@ class ValuePretraining:
     Each rollout is scored before the critic trains on it, so that `pretrain/explained_variance` is a held-out figure.
     """
 
-    def __init__(self, config: Config, critic: TrainBackend, report: Report, trainer: Trainer | None = None):
-        """`trainer`: asked for policy and reference, which a KL in the reward needs; without one, None."""
+    def __init__(
+        self,
+        config: Config,
+        critic: TrainBackend,
+        report: Report,
+        trainer: Trainer | None = None,
+        saver: PretrainingSaver | None = None,
+    ):
+        """`trainer`: asked for policy and reference, which a KL in the reward needs; without one, None. saver: None: no
+        checkpoints.
+        """
         self.config = config
         self.settings = config.algo.value_pretrain
         self.algo = build_pretraining_algo(config.algo)
         self.critic = critic
         self.report = report
         self.trainer = trainer
+        self.saver = saver
+        self.curve: list[float] = []
+        """explained variance of each step so far"""
         self.reward_moments = RunningMoments()
 
+    def restore(self, begun: Begun) -> None:
+        """Go on after a step that was saved. Raises CheckpointError where the data are not those that it drew from."""
+        with self.report.phase("load"):
+            self.critic.load(begun.directory / CRITIC).result()
+        self.curve, self.reward_moments = list(begun.curve), begun.state.reward_moments
+        if self.trainer:
+            self.trainer.num_samples = begun.state.num_samples
+            try:
+                self.trainer.source.restore(begun.state.source)
+            except ValueError as error:
+                raise CheckpointError(f"{begun.directory}: value pretraining had other data: {error}") from error
+        if self.saver:
+            self.saver.restore(begun.state)
+
     def run(self, rollouts: Iterable[Rollout]) -> PretrainingSummary:
-        """One step for each rollout, up to `algo.value_pretrain.steps` of them.
+        """One step for each rollout, up to `algo.value_pretrain.steps` of them with those before `restore`.
 
         It ends early at `stop_at_explained_variance`, and when the explained variance has not risen by
-        `min_improvement` for `patience` rollouts.
+        `min_improvement` for `patience` rollouts. A signal that raises Stopped has the newest step saved.
         """
-        settings, step, explained = self.settings, 0, float("nan")
-        best, best_step = float("-inf"), 0
-        for step, rollout in enumerate(itertools.islice(rollouts, settings.steps), start=1):
-            metrics = self.learn(rollout, step)
-            explained = metrics["pretrain/explained_variance"]
-            self.report.log_pretraining(step, settings.steps, metrics)
-            if explained > best + settings.min_improvement:
-                best, best_step = explained, step
-            reason = self.find_end(explained, best, step - best_step)
+        with self.saver.saving_stops() if self.saver else contextlib.nullcontext():
+            reason = find_end(self.settings, self.curve)
+            for rollout in itertools.islice(rollouts, 0 if reason else self.settings.steps - len(self.curve)):
+                self.take_step(rollout)
+                reason = find_end(self.settings, self.curve)
+                if reason or len(self.curve) == self.settings.steps:
+                    # What follows saves the critic.
+                    break
+                if self.saver:
+                    self.saver.save_if_due()
             if reason:
-                self.report.message(f"value pretraining ends after {step} rollouts: {reason}")
-                break
-        return PretrainingSummary(step, explained, self.reward_moments)
+                self.report.message(f"value pretraining ends after {len(self.curve)} rollouts: {reason}")
+            if self.saver:
+                self.saver.settle()
+        explained = self.curve[-1] if self.curve else float("nan")
+        return PretrainingSummary(len(self.curve), explained, self.reward_moments)
 
-    def find_end(self, explained: float, best: float, num_without_rise: int) -> str | None:
-        """Why it ends here, if it does."""
-        settings = self.settings
-        goal = settings.stop_at_explained_variance
-        if goal is not None and explained >= goal:
-            return f"explained variance has reached {explained:.3f} (aimed at: {goal:g})"
-        if settings.patience is not None and num_without_rise >= settings.patience:
-            bound = f"{best:.3f} + {settings.min_improvement:g}"
-            return f"explained variance has been at most {bound} for {num_without_rise} of them"
-        return None
-
-    def learn(self, rollout: Rollout, step: int) -> Metrics:
+    def take_step(self, rollout: Rollout) -> None:
         """One rollout, measured and then learned."""
+        step = len(self.curve) + 1
+        if self.saver:
+            self.saver.proceed()
         experience = self.build_experience(rollout)
         samples = self.build_targets(experience)
         assert samples.returns is not None
         assert experience.values is not None
         explained = compute_explained_variance(experience.values, samples.returns, samples.mask)
+        # The weights and what is noted of them change together, also where a signal comes.
+        with deferring_stops():
+            if self.saver:
+                self.saver.begin_update()
+            metrics = {EXPLAINED: explained, "pretrain/loss": self.update(samples, step)}
+            self.report.log_pretraining(step, self.settings.steps, metrics)
+            self.curve.append(explained)
+            if self.saver:
+                self.saver.end_step(self.capture(self.saver.run_dir))
+
+    def update(self, samples: TrainingSamples, step: int) -> float:
+        """The critic's optimizer steps; their mean loss."""
         minibatches = split_minibatches(self.config, samples.sequences.num_samples, -step)
         with self.report.phase("update"):
             updates = self.critic.update(samples, minibatches * self.config.critic.updates_per_policy_update)
-            metrics = average_steps(updates.result())
-        return {"pretrain/explained_variance": explained, "pretrain/loss": metrics["critic/loss"]}
+            return average_steps(updates.result())["critic/loss"]
+
+    def capture(self, run_dir: Path) -> TrainerState:
+        """What a checkpoint says of the present step."""
+        return TrainerState(
+            iteration=len(self.curve),
+            metrics={},
+            num_samples=self.trainer.num_samples if self.trainer else 0,
+            heldout_reward=None,
+            kl_coef=self.algo.kl.coef,
+            reward_moments=self.reward_moments,
+            source=self.trainer.source.state() if self.trainer else SourceState({}, ()),
+            sizes=measure_files(run_dir),
+        )
 
     def build_experience(self, rollout: Rollout) -> Experience:
         """What the critic says of the responses; with a KL in the reward, policy and reference too."""
@@ -128,29 +178,49 @@ class ValuePretraining:
         return samples
 
 
+def find_end(settings: ValuePretrainConfig, curve: Sequence[float]) -> str | None:
+    """Why value pretraining ends after steps of this explained variance, if it does."""
+    best, best_step = float("-inf"), 0
+    for step, explained in enumerate(curve, start=1):
+        if explained > best + settings.min_improvement:
+            best, best_step = explained, step
+    goal, num_without_rise = settings.stop_at_explained_variance, len(curve) - best_step
+    if goal is not None and curve and curve[-1] >= goal:
+        return f"explained variance has reached {curve[-1]:.3f} (aimed at: {goal:g})"
+    if settings.patience is not None and num_without_rise >= settings.patience:
+        bound = f"{best:.3f} + {settings.min_improvement:g}"
+        return f"explained variance has been at most {bound} for {num_without_rise} of them"
+    return None
+
+
 def build_pretraining_algo(algo: AlgoConfig) -> AlgoConfig:
     """The same rewards; returns and advantages without bootstrapping; no policy loss, so no KL in it."""
     return replace(monte_carlo(algo), lambda_policy=1.0, kl=replace(algo.kl, in_loss=False))
 
 
-def pretrain_critic(trainer: Trainer) -> PretrainingSummary:
+def pretrain_critic(
+    trainer: Trainer, saver: PretrainingSaver | None = None, begun: Begun | None = None
+) -> PretrainingSummary:
     """Value pretraining with a trainer's parts, on its policy's responses or on `algo.value_pretrain.rollouts`.
 
     The policy is not updated. Training goes on with the running reward moments that the critic has learned under.
+    saver: None: no checkpoints of it. begun: what it goes on with; None: it begins.
     """
     settings = trainer.config.algo.value_pretrain
     if settings.steps == 0:
         return PretrainingSummary(0, float("nan"))
     assert trainer.parts.critic is not None
-    pretraining = ValuePretraining(trainer.config, trainer.parts.critic, trainer.report, trainer)
+    pretraining = ValuePretraining(trainer.config, trainer.parts.critic, trainer.report, trainer, saver)
+    if begun is not None:
+        pretraining.restore(begun)
+    num_done = len(pretraining.curve)
     if settings.rollouts is None:
-        rollouts = sample_rollouts(trainer)
+        rollouts = sample_rollouts(trainer, num_done)
     else:
-        rollouts = repeat_rollouts(Path(settings.rollouts).expanduser(), trainer.report.message)
+        rollouts = repeat_rollouts(Path(settings.rollouts).expanduser(), trainer.report.message, num_done)
     summary = pretraining.run(take_until(trainer.reached_limit, rollouts))
     trainer.reward_moments = summary.reward_moments
-    trainer.state = trainer.capture(0, {})
-    trainer.save(wait=False)
+    save_start(trainer)
     return summary
 
 
@@ -173,14 +243,23 @@ def start_pretrained(trainer: Trainer, state: PretrainedState, directory: Path, 
     except ValueError as error:
         raise CheckpointError(f"{directory}: value pretraining had other data: {error}") from error
     trainer.num_samples, trainer.reward_moments = state.num_samples, state.reward_moments
-    trainer.state = trainer.capture(0, {})
-    trainer.save(wait=False)
+    save_start(trainer)
 
 
-def sample_rollouts(trainer: Trainer) -> Iterator[Rollout]:
-    """Fresh responses of the policy, for ever."""
+def save_start(trainer: Trainer) -> None:
+    """The checkpoint that training starts from, written beside what follows."""
+    try:
+        trainer.state = trainer.capture(0, {})
+        trainer.save(wait=False)
+    except Stopped as stopped:
+        trainer.save_stopped(stopped)
+        raise
+
+
+def sample_rollouts(trainer: Trainer, num_done: int = 0) -> Iterator[Rollout]:
+    """Fresh responses of the policy, for ever; `num_done` rollouts have been sampled before."""
     trainer.publish(0)
-    for step in itertools.count(1):
+    for step in itertools.count(num_done + 1):
         with trainer.report.phase("rollout"):
             trainer.check_servers()
             prompts = trainer.parts.sampler.next_batch(trainer.config.train.prompts_per_iteration)
@@ -188,16 +267,21 @@ def sample_rollouts(trainer: Trainer) -> Iterator[Rollout]:
         yield rollout
 
 
-def repeat_rollouts(path: Path, say: Callable[[str], None]) -> Iterator[Rollout]:
-    """The rollouts of a file in their order, over and over; `say` is told where a pass ends.
+def repeat_rollouts(path: Path, say: Callable[[str], None], num_done: int = 0) -> Iterator[Rollout]:
+    """The rollouts of a file in their order, over and over, without the first `num_done`; `say` is told where a pass
+    ends.
 
     Raises as `read_rollouts`.
     """
+    left_out = num_done
     for number in itertools.count(1):
         num_rollouts = 0
         for rollout in read_rollouts(path):
             num_rollouts += 1
-            yield rollout
+            if left_out:
+                left_out -= 1
+            else:
+                yield rollout
         say(
             f"pass {number} over the {num_rollouts} rollouts of {path} is complete; from here on explained variance is"
             " of responses that the critic has learned from"

@@ -1,5 +1,7 @@
 """What value pretraining depends on, read off the configuration: runs that agree in it can share one."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,3 +32,9 @@ def list_pretraining_inputs(config: Config) -> dict[str, Any]:
         and (key == "logger.save_rollouts" or not f"{key}.".startswith(NOT_INPUTS))
         and not key.endswith(_DEADLINES)
     }
+
+
+def find_differing(before: Mapping[str, Any], config: Config) -> list[str]:
+    """The keys whose values in `before`, inputs read from JSON, are not the configuration's, in order."""
+    now = json.loads(json.dumps(list_pretraining_inputs(config)))
+    return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))

@@ -14,8 +14,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.placement import list_groups, place
 from megarl.config.schema import Config
 from megarl.inputs import describe_start, load_inputs, load_models, load_saved_rollouts, load_specs
-from megarl.job import describe_data, open_hosts, open_parts, show_warnings
-from megarl.mcore.spec import Role
+from megarl.job import describe_data, lock_run_dir, open_hosts, open_parts, show_warnings
+from megarl.mcore.spec import Role, WorkerSpec
 from megarl.pretrained import PretrainedState, load_curve, save_pretrained
 from megarl.pretraining import (
     PretrainingSummary,
@@ -25,23 +25,30 @@ from megarl.pretraining import (
     take_until,
 )
 from megarl.pretraining_inputs import list_pretraining_inputs
+from megarl.pretraining_saving import Begun, PretrainingSaver, begin_job, open_saver, remove_folder
 from megarl.report.report import Report, build_report
+from megarl.rollout import journal as rollout_journal
+from megarl.rollout.journal import Journal
 from megarl.rollout.rollout_file import SavedRollouts
+from megarl.seams import TrainBackend
 from megarl.trainer import Trainer
 
 
 def run_value_pretraining(config: Config, run_dir: Path) -> PretrainingSummary:
     """Train the critic alone; it is left in `run_dir`/critic, its curves in value_pretrain.jsonl, and what a training
-    run needs to go on from there in `run_dir`/pretrained.
+    run needs to go on from there in `run_dir`/pretrained. One that was not finished there is gone on with.
 
-    Raises ConfigError, before any process is started, for what does not fit.
+    Raises ConfigError, before any process is started, for what does not fit; CheckpointError where one of other inputs
+    has begun there, where another process is at work there, and for what is wrong with its checkpoint.
     """
     problems = list(check_pretraining(config))
     if problems:
         raise ConfigError(problems)
-    if config.algo.value_pretrain.rollouts is None:
-        return _run_online(config, run_dir)
-    return _run_offline(config, run_dir)
+    run = _run_online if config.algo.value_pretrain.rollouts is None else _run_offline
+    with lock_run_dir(run_dir):
+        summary = run(config, run_dir)
+        remove_folder(run_dir)
+        return summary
 
 
 def check_pretraining(config: Config) -> list[str]:
@@ -57,18 +64,21 @@ def check_pretraining(config: Config) -> list[str]:
 def _run_online(config: Config, run_dir: Path) -> PretrainingSummary:
     """On fresh responses of the policy, which a training run's own processes sample and score."""
     inputs = load_inputs(config)
+    spec = inputs.specs[Role.critic]
+    journal = Journal(run_dir / rollout_journal.NAME) if config.checkpoint.save_every is not None else None
     with contextlib.ExitStack() as stack:
         report = _start_report(stack, config, run_dir)
         report.message(describe_sizes(config))
         report.message(describe_data(inputs))
-        report.message(describe_start(config, inputs.specs[Role.critic], None))
+        report.message(describe_start(config, spec, None))
+        begun = begin_job(config, run_dir, spec, report)
         with report.phase("start"):
             hosts = stack.enter_context(open_hosts(config, inputs, run_dir / "logs"))
-        parts = stack.enter_context(open_parts(config, inputs, hosts, run_dir, report))
+        parts = stack.enter_context(open_parts(config, inputs, hosts, run_dir, report, journal))
         trainer = Trainer(config, parts)
-        summary = pretrain_critic(trainer)
         assert parts.critic is not None
-        parts.critic.export_weights(run_dir / "critic").result()
+        saver = stack.enter_context(open_saver(config, run_dir, parts.critic, spec, report, describe_again(run_dir)))
+        summary = pretrain_critic(trainer, saver, begun)
         state = PretrainedState(
             trainer.num_samples,
             summary.reward_moments,
@@ -76,7 +86,9 @@ def _run_online(config: Config, run_dir: Path) -> PretrainingSummary:
             load_curve(run_dir),
             list_pretraining_inputs(config),
         )
-        save_pretrained(run_dir, parts.critic, inputs.specs[Role.critic], state)
+        _leave(run_dir, parts.critic, spec, state, saver)
+        if journal is not None:
+            journal.forget_pretraining()
         return summary
 
 
@@ -89,25 +101,49 @@ def _run_offline(config: Config, run_dir: Path) -> PretrainingSummary:
     with contextlib.ExitStack() as stack:
         report = _start_report(stack, config, run_dir)
         report.message(describe_start(config, spec, saved))
+        begun = begin_job(config, run_dir, spec, report)
         with report.phase("start"):
             seats = place(config.cluster, list_groups(config, "pretrain_value"))[Role.critic.value]
             cluster = stack.enter_context(open_ray(config.cluster, len(seats)))
             critic = WorkerGroup(spec, run_dir / "logs", cluster, seats, config.cluster.worker_start_deadline_s)
             stack.callback(critic.close)
             critic.start().result()
-        summary = pretrain_offline(config, critic, report, saved)
-        critic.export_weights(run_dir / "critic").result()
+        saver = stack.enter_context(open_saver(config, run_dir, critic, spec, report, describe_again(run_dir)))
+        summary = pretrain_offline(config, critic, report, saved, saver, begun)
         inputs = list_pretraining_inputs(config)
         state = PretrainedState(0, summary.reward_moments, None, load_curve(run_dir), inputs)
-        save_pretrained(run_dir, critic, spec, state)
+        _leave(run_dir, critic, spec, state, saver)
         return summary
 
 
-def pretrain_offline(config: Config, critic: WorkerGroup, report: Report, saved: SavedRollouts) -> PretrainingSummary:
-    """`train.max_minutes` counts from here."""
+def _leave(
+    run_dir: Path, critic: TrainBackend, spec: WorkerSpec, state: PretrainedState, saver: PretrainingSaver | None
+) -> None:
+    """What the job is for. A signal that comes meanwhile has the last step saved, where it is not."""
+    with saver.saving_stops() if saver else contextlib.nullcontext():
+        critic.export_weights(run_dir / "critic").result()
+        save_pretrained(run_dir, critic, spec, state)
+
+
+def describe_again(run_dir: Path) -> str:
+    return f"the same command with hydra.run.dir={run_dir}"
+
+
+def pretrain_offline(
+    config: Config,
+    critic: WorkerGroup,
+    report: Report,
+    saved: SavedRollouts,
+    saver: PretrainingSaver | None = None,
+    begun: Begun | None = None,
+) -> PretrainingSummary:
+    """`train.max_minutes` counts from here. saver: None: no checkpoints. begun: what it goes on with."""
     minutes, started = config.train.max_minutes, time.monotonic()
-    rollouts = repeat_rollouts(saved.path, report.message)
-    return ValuePretraining(config, critic, report).run(
+    pretraining = ValuePretraining(config, critic, report, saver=saver)
+    if begun is not None:
+        pretraining.restore(begun)
+    rollouts = repeat_rollouts(saved.path, report.message, len(pretraining.curve))
+    return pretraining.run(
         take_until(lambda: minutes is not None and time.monotonic() - started > 60 * minutes, rollouts)
     )
 

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +14,16 @@ from typing import Any
 from megarl.algo.statistics import RunningMoments
 from megarl.checkpoint.folder import RUN_FILE, Folder, check_space
 from megarl.checkpoint.manifest import CheckpointError, write_atomically, write_manifest
+from megarl.config.roles import Dtype
+from megarl.mcore.checkpoint_reader import count_parameters
+from megarl.mcore.dist_format import describe_role
+from megarl.mcore.spec import Role, WorkerSpec
 from megarl.report import metrics as metrics_file
 from megarl.rollout import rollout_file
-from megarl.rollout.journal import Journal
 from megarl.rollout.signal_groups import join_groups, split_groups
 from megarl.rollout.source import SourceState
 from megarl.seams import DeadlineError, TrainBackend, wait_all
-from megarl.signals import deferring_stops
+from megarl.signals import Stopped, deferring_stops
 from megarl.types import Metrics
 
 STATE = "state.json"
@@ -29,6 +32,9 @@ POLL_S = 0.05
 CLOSE_DEADLINE_S = 10.0
 TRACKED = (metrics_file.FILE_NAME, metrics_file.PRETRAINING_FILE_NAME, rollout_file.FILE_NAME)
 """Files of a run that grow with it; one that goes on cuts them back to what they were."""
+WEIGHT_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
+OPTIMIZER_BYTES = 12
+"""Of each parameter in a checkpoint: a float32 master weight and the two moments of Adam"""
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,30 @@ def cut_files(run_dir: Path, sizes: Mapping[str, int]) -> None:
             os.truncate(path, size)
 
 
+def estimate_bytes(specs: Iterable[WorkerSpec]) -> int:
+    """About what a checkpoint of these roles takes."""
+    return sum(count_parameters(Path(spec.checkpoint)) * (WEIGHT_BYTES[spec.dtype] + OPTIMIZER_BYTES) for spec in specs)
+
+
+def save_stopped(
+    stopped: Stopped, what: str, save: Callable[[float], None], deadline_s: float, how: str, say: Callable[[str], None]
+) -> None:
+    """The checkpoint of a run that was asked to end: `save`, told when its time is over, and what became of it.
+
+    what: the state that is saved. how: what goes on from it.
+    """
+    say(f"{stopped}: saving {what}, within {deadline_s:g} s")
+    try:
+        # From here: the update that was under way may have taken longer than that.
+        save(time.monotonic() + deadline_s)
+        say(f"saved: {how} goes on")
+    except Exception as error:
+        causes = [f"{what} was not saved: {error}"]
+        if isinstance(stopped.__context__, Exception):
+            causes.append(f"before that: {stopped.__context__}")
+        say("\n".join(causes))
+
+
 class Saver:
     """Writes checkpoints beside training: the roles write their parts, a thread hashes and publishes."""
 
@@ -107,21 +137,24 @@ class Saver:
         run_dir: Path,
         folder: Folder,
         roles: Mapping[str, TrainBackend],
-        describe: Callable[[str, int], Mapping[str, Any]],
-        journal: Journal,
+        specs: Mapping[Role, WorkerSpec],
+        forget: Callable[[int], None],
         *,
-        num_bytes: int,
         say: Callable[[str], None],
+        kind: str = "training",
+        unit: str = "iteration",
     ):
-        """describe: what the manifest of a role's part says, by role and iteration. num_bytes: about what a checkpoint
-        takes.
+        """specs: of these roles at least. forget: removes what is superfluous once a checkpoint is complete, given the
+        oldest iteration that is kept. kind: what its manifest says. unit: what the iterations are, in messages.
         """
         self.run_dir = run_dir
         self.folder = folder
         self.last: int | None = None
         """Iteration of the newest checkpoint that is complete or under way"""
-        self._roles, self._describe, self._journal = roles, describe, journal
-        self._num_bytes, self._say = num_bytes, say
+        self._roles, self._forget, self._say = roles, forget, say
+        self._specs = {name: specs[Role(name)] for name in roles}
+        self._num_bytes = estimate_bytes(self._specs.values())
+        self._kind, self._unit = kind, unit
         self._under_way: int | None = None
         self._publishing: Future[Path] | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="megarl-publish")
@@ -160,7 +193,7 @@ class Saver:
             if self._publishing.done():
                 self._complete()
             elif end is not None and time.monotonic() > end:
-                raise DeadlineError(f"checkpoint of iteration {self._under_way}: hashing it has not come to its end")
+                raise DeadlineError(f"checkpoint of {self._unit} {self._under_way}: hashing has not come to its end")
             else:
                 time.sleep(POLL_S)
 
@@ -177,7 +210,7 @@ class Saver:
             if self._under_way is not None:
                 self.folder.abandon(self._under_way)
         elif error := self._publishing.exception():
-            self._say(f"the checkpoint of iteration {self._under_way} is not complete: {error}")
+            self._say(f"the checkpoint of {self._unit} {self._under_way} is not complete: {error}")
         self._pool.shutdown(wait=False)
 
     def _complete(self) -> None:
@@ -186,13 +219,13 @@ class Saver:
             publishing, iteration = self._publishing, self._under_way
             self._publishing = self._under_way = None
         final = publishing.result()
-        self._say(f"checkpoint of iteration {iteration}: {final}")
+        self._say(f"checkpoint of {self._unit} {iteration}: {final}")
 
     def _publish(self, iteration: int) -> Path:
         building = self.folder.find_building(iteration)
-        for name in self._roles:
-            write_manifest(building / name, self._describe(name, iteration))
-        write_manifest(building, {"kind": "training", "iteration": iteration, "roles": sorted(self._roles)})
+        for name, spec in self._specs.items():
+            write_manifest(building / name, describe_role(spec.role, spec.dtype, spec.parallel, iteration))
+        write_manifest(building, {"kind": self._kind, "iteration": iteration, "roles": sorted(self._roles)})
         final = self.folder.publish(iteration)
-        self._journal.forget(through=self.folder.list_newest()[0])
+        self._forget(self.folder.list_newest()[0])
         return final

@@ -26,7 +26,7 @@ from megarl.rollout.rollout_file import RolloutWriter
 from megarl.rollout.signal_groups import join_groups
 from megarl.rollout.source import GroupSource
 from megarl.rollout.tensors import build_tensors
-from megarl.saving import Saver, TrainerState, measure_files
+from megarl.saving import Saver, TrainerState, measure_files, save_stopped
 from megarl.seams import Pending, RolloutEngine, RolloutServers, TrainBackend, WeightSync, wait_all
 from megarl.signals import Stopped, deferring_stops
 from megarl.types import Experience, Metrics, Prompt, Rollout, Sample, TrainingSamples
@@ -185,19 +185,10 @@ class Trainer:
 
     def save_stopped(self, stopped: Stopped) -> None:
         """The checkpoint of a run that was asked to end, within checkpoint.stop_deadline_s."""
-        if self.parts.saver is None:
-            return
-        deadline_s = self.config.checkpoint.stop_deadline_s
-        self.report.message(f"{stopped}: saving iteration {self.iteration}, within {deadline_s:g} s")
-        try:
-            # From here: the update that was under way may have taken longer than that.
-            self.save(end=time.monotonic() + deadline_s)
-            self.report.message(f"saved: resume={self.parts.saver.run_dir} goes on")
-        except Exception as error:
-            causes = [f"iteration {self.iteration} was not saved: {error}"]
-            if isinstance(stopped.__context__, Exception):
-                causes.append(f"before that: {stopped.__context__}")
-            self.report.message("\n".join(causes))
+        saver, deadline_s = self.parts.saver, self.config.checkpoint.stop_deadline_s
+        if saver is not None:
+            what, how, say = f"iteration {self.iteration}", f"resume={saver.run_dir}", self.report.message
+            save_stopped(stopped, what, lambda end: self.save(end=end), deadline_s, how, say)
 
     def collect(self, iteration: int) -> tuple[Rollout, Metrics]:
         """The groups of one iteration: fresh ones, with `algo.dynamic_sampling` only those of different rewards, and

@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from megarl.report.metrics import FILE_NAME as METRICS
+from megarl.report.metrics import PRETRAINING_FILE_NAME as PRETRAINING_CURVE
 from megarl.report.metrics import load_metrics
 from megarl.report.status import FILE_NAME as STATUS
 from megarl.report.status import load_status
@@ -40,10 +41,12 @@ LOGS = {
 PROCESSES = (*LOGS, "driver")
 PHASES = {"generation": "rollout", "sync": "sync", "update": "update", "checkpoint": "checkpoint"}
 """As the table calls it -> as status.json does"""
+PRETRAINING = "value pretraining"
+"""A phase beside those: the update of one of its steps, which the plan's iteration then is"""
 OVERRIDES = (
     "algo=vapo",
     "model=tiny",
-    "algo.value_pretrain.steps=1",
+    "algo.value_pretrain.steps=3",
     "train.num_iterations=4",
     "train.eval_every=4",
     "checkpoint.save_every=2",
@@ -130,11 +133,19 @@ def wait_for_phase(run: subprocess.Popen[bytes], run_dir: Path, plan: Plan) -> N
     while time.monotonic() < end:
         if run.poll() is not None:
             raise RuntimeError(f"the run ended with {run.returncode} before {plan.phase} of iteration {plan.iteration}")
-        status = load_status(run_dir / STATUS)
-        if status and status["iteration"] == plan.iteration and status["phase"] == PHASES[plan.phase]:
+        if _is_in(run_dir, plan):
             return
         time.sleep(0.002)
     raise RuntimeError(f"{plan.phase} of iteration {plan.iteration} was not seen within {PHASE_DEADLINE_S:g} s")
+
+
+def _is_in(run_dir: Path, plan: Plan) -> bool:
+    status = load_status(run_dir / STATUS)
+    if plan.phase != PRETRAINING:
+        return bool(status and status["iteration"] == plan.iteration and status["phase"] == PHASES[plan.phase])
+    curve = run_dir / PRETRAINING_CURVE
+    num_done = len(curve.read_bytes().splitlines()) if curve.is_file() else 0
+    return bool(status and status["phase"] == PHASES["update"] and num_done == plan.iteration - 1)
 
 
 def describe(status: dict[str, Any]) -> str:
@@ -234,8 +245,13 @@ def summarize(run_dir: Path) -> dict[str, Any]:
     return {
         "weights": {role: hash_file(run_dir / role / "model.safetensors") for role in ("policy", "critic")},
         "rollouts": hash_file(run_dir / "rollouts.jsonl"),
-        "metrics": [{k: v for k, v in line.items() if not k.startswith(MEASURED)} for line in lines],
+        "metrics": drop_measured(lines),
+        PRETRAINING: drop_measured(load_metrics(run_dir / PRETRAINING_CURVE)),
     }
+
+
+def drop_measured(lines: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{k: v for k, v in line.items() if not k.startswith(MEASURED)} for line in lines]
 
 
 def hash_file(path: Path) -> str:
@@ -244,7 +260,7 @@ def hash_file(path: Path) -> str:
 
 def compare(run_dir: Path, reference: dict[str, Any]) -> str | None:
     found = json.loads(json.dumps(summarize(run_dir)))
-    wrong = [name for name in ("weights", "rollouts", "metrics") if found[name] != reference[name]]
+    wrong = [name for name in ("weights", "rollouts", "metrics", PRETRAINING) if found[name] != reference[name]]
     return f"other {', '.join(wrong)} than the run that nobody touched" if wrong else None
 
 
@@ -260,6 +276,7 @@ def load_reference(out: Path, overrides: list[str]) -> dict[str, Any]:
         usual = {
             title: max((line.get(f"time/{name}", 0.0) for line in lines), default=0.0) for title, name in PHASES.items()
         }
+        usual[PRETRAINING] = max(line["time/update"] for line in load_metrics(run_dir / PRETRAINING_CURVE))
         path.write_text(json.dumps(summarize(run_dir) | {"seconds": usual, "overrides": overrides}))
     found = dict(json.loads(path.read_text()))
     if found["overrides"] != overrides:

@@ -20,6 +20,8 @@ from megarl.checkpoint.manifest import (
 )
 
 NAME = "checkpoints"
+PRETRAINING_NAME = "value_pretraining"
+"""Of value pretraining while it is under way, whose iterations are its steps"""
 LATEST = "latest"
 SCORE = "score.json"
 RUN_FILE = "run.json"

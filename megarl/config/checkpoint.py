@@ -6,8 +6,9 @@ from dataclasses import dataclass
 @dataclass
 class CheckpointConfig:
     save_every: int | None = 20
-    """Iterations between checkpoints in RUN_DIR/checkpoints; one more comes after the last iteration, after value
-    pretraining, and when the run is asked to stop. null: none, and no journal of rollouts: nothing can be resumed."""
+    """Iterations between checkpoints in RUN_DIR/checkpoints, and steps between those of value pretraining in
+    RUN_DIR/value_pretraining; one more comes after the last iteration, after value pretraining, and when the run is
+    asked to stop. null: none, and no journal of rollouts: nothing can be resumed."""
     keep_last: int = 2
     """Checkpoints that stay; older ones are removed once a newer one is complete."""
     keep_best: int = 0

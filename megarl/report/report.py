@@ -112,6 +112,13 @@ class Report:
         if self._tensorboard:
             self._tensorboard.rewind(iteration)
 
+    def rewind_pretraining(self, step: int) -> None:
+        """The step of value pretraining after `step` is the next to be logged."""
+        self._times = {}
+        self._iteration = 0
+        if self._tensorboard:
+            self._tensorboard.rewind(step + 1)
+
     def message(self, text: str) -> None:
         """A line, or a few, for the person who watches."""
         if self._progress:

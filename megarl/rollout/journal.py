@@ -1,5 +1,6 @@
 """RUN_DIR/journal: what was sampled, one file for each call, so that a run that goes on need not sample it again."""
 
+import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -54,6 +55,12 @@ class Journal:
         for path in self._directory.glob("*.jsonl"):
             match = re.match(r"iteration-(\d+)-", path.name)
             if match is None or int(match[1]) <= through:
+                path.unlink()
+
+    def forget_pretraining(self, through: float = math.inf) -> None:
+        """Remove what was sampled for steps of value pretraining up to this one, else for all."""
+        for path in self._directory.glob("pretraining-*.jsonl"):
+            if int(path.stem.removeprefix("pretraining-")) <= through:
                 path.unlink()
 
     def _find(self, key: str) -> Path:

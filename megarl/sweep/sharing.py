@@ -16,6 +16,7 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
+from megarl.checkpoint.folder import PRETRAINING_NAME, Folder
 from megarl.checkpoint.manifest import NAME as MANIFEST
 from megarl.config.algo import needs_critic
 from megarl.config.rewrite import list_set_keys
@@ -46,6 +47,11 @@ def is_complete(folder: Path) -> bool:
     return (folder / STATE_FOLDER / MANIFEST).is_file()
 
 
+def can_go_on(folder: Path) -> bool:
+    """Whether one that was not finished has a checkpoint; its inputs are those that the folder is named after."""
+    return bool(Folder(folder / PRETRAINING_NAME, keep_last=1).list_complete())
+
+
 def share_pretraining(
     config: Config,
     overrides: Sequence[str],
@@ -54,7 +60,7 @@ def share_pretraining(
     say: Callable[[str], None],
     wait_s: float = OTHERS_DEADLINE_S,
 ) -> Path | None:
-    """The folder of a complete value pretraining for this run, made where there is none.
+    """The folder of a complete value pretraining for this run, made, or gone on with, where there is none.
 
     run: runs `megarl.pretrain_value` with these overrides in a folder, and gives why it failed, or None. Returns None
     where the run has to do its own: it needs none, making one has failed, or another process is still at it after
@@ -69,9 +75,12 @@ def share_pretraining(
         if not is_mine:
             say(f"{folder.name}: still at work in another process after {wait_s:g} s; this run does its own")
             return None
-        shutil.rmtree(folder, ignore_errors=True)
+        goes_on = can_go_on(folder)
+        if not goes_on:
+            shutil.rmtree(folder, ignore_errors=True)
         clear_outcome(folder)
-        say(f"{folder.name}: value pretraining, shared by all runs of the sweep that would do the same")
+        again = " goes on" if goes_on else ""
+        say(f"{folder.name}: value pretraining{again}, shared by all runs of the sweep that would do the same")
         why = run(list_pretraining_overrides(config, overrides), folder)
         if why is None and not is_complete(folder):
             why = f"it ended well and left no {STATE_FOLDER}/{MANIFEST}"

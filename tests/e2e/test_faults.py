@@ -16,11 +16,11 @@ faults = load_tool("faults.py")
 
 KILLS = [
     ("driver", "generation", 3),
-    ("critic worker", "update", 4),
+    ("critic worker", faults.PRETRAINING, 3),
     ("SGLang server", "sync", 2),
     ("policy worker", "checkpoint", 2),
 ]
-"""Of tools/faults.py's twenty: each way of going on once"""
+"""Each way of going on once: of tools/faults.py's twenty, and after a step of value pretraining"""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,10 @@ def test_a_run_with_a_killed_process_ends_with_the_same_weights_metrics_and_roll
     number = KILLS.index((process, phase, iteration))
     plan = faults.Plan(number, process, phase, iteration, delay=0.3)
     outcome = faults.strike(plan, out, reference, list(faults.OVERRIDES))
-    assert outcome.problem is None, (out / f"kill-{number:02d}.log").read_text()[-5000:]
+    text = (out / f"kill-{number:02d}.log").read_text()
+    assert outcome.problem is None, text[-5000:]
+    if phase == faults.PRETRAINING:
+        assert re.search(r"goes on after step 2: \S*/value_pretraining/iteration-000002\n", text)
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_in_another_layout_from_the_checkpoint_that_is_whole(
@@ -55,6 +58,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_in_another_layout_from_th
     # As Slurm does it: to all processes of the job step, Ray's among them.
     os.killpg(run.pid, signal.SIGUSR1)
     assert faults.wait_end(run) == 128 + signal.SIGUSR1, log.read_text()
+    assert not (run_dir / "value_pretraining").exists()
     # 3 is no multiple of checkpoint.save_every=2.
     assert (run_dir / "checkpoints" / "latest").read_text() == "iteration-000003\n"
     assert json.loads((run_dir / "checkpoints" / "iteration-000003" / "state.json").read_text())["iteration"] == 3

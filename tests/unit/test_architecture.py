@@ -19,6 +19,7 @@ LAYERS = (
     {"sync"},
     {"cluster", "inputs", "command", "recovery", "saving", "resume"},
     {"pretraining_inputs"},
+    {"pretraining_saving"},
     {"trainer", "plan", "pretrained", "sweep"},
     {"pretraining"},
     {"job", "evaluation"},

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from megarl.config.algo import ValuePretrainConfig
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.pretraining import build_pretraining_algo, repeat_rollouts, take_until
+from megarl.pretraining import build_pretraining_algo, find_end, repeat_rollouts, take_until
 from megarl.pretraining_job import check_pretraining, run_value_pretraining
 from megarl.rollout.rollout_file import RolloutWriter
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
@@ -42,6 +43,29 @@ def test_a_file_is_passed_over_again_only_when_more_rollouts_are_asked_for(tmp_p
     assert said == []
     assert next(rollouts).samples[0].prompt.id == "p0"
     assert said[0].startswith(f"pass 1 over the 2 rollouts of {tmp_path}/r.jsonl is complete")
+
+
+def test_a_file_is_gone_on_with_where_an_earlier_start_was_in_whichever_pass(tmp_path):
+    writer = RolloutWriter(tmp_path / "r.jsonl")
+    for number in range(3):
+        writer.write(build_rollout(number), number)
+    writer.close()
+    for num_done in range(8):
+        rollouts = repeat_rollouts(tmp_path / "r.jsonl", lambda _: None, num_done)
+        first = [r.samples[0].prompt.id for r in itertools.islice(rollouts, 2)]
+        assert first == [f"p{num_done % 3}", f"p{(num_done + 1) % 3}"]
+
+
+def test_it_ends_when_the_explained_variance_has_not_risen_enough_for_as_long_as_patience():
+    settings = ValuePretrainConfig(steps=9, patience=3, min_improvement=0.1)
+    # Best at step 2: 0.35 and 0.39 are less than 0.1 above it.
+    curve = [0.1, 0.3, 0.35, 0.2, 0.39]
+    assert [find_end(settings, curve[:n]) for n in range(5)] == [None] * 5
+    assert find_end(settings, curve) == "explained variance has been at most 0.300 + 0.1 for 3 of them"
+    assert find_end(settings, [0.1, 0.3, 0.35, 0.2, 0.41]) is None
+    assert find_end(ValuePretrainConfig(patience=None, stop_at_explained_variance=0.3), curve[:2]) == (
+        "explained variance has reached 0.300 (aimed at: 0.3)"
+    )
 
 
 def test_value_pretraining_has_monte_carlo_returns_and_the_rewards_of_training():

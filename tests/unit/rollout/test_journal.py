@@ -52,6 +52,16 @@ def test_what_a_checkpoint_has_made_superfluous_is_removed(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["iteration-11-round-2.jsonl"]
 
 
+def test_a_checkpoint_of_value_pretraining_makes_the_steps_up_to_it_superfluous(tmp_path):
+    journal = Journal(tmp_path)
+    for key in ("pretraining-2", "pretraining-9", "pretraining-10", "iteration-1/round-1"):
+        journal.save(key, build_samples())
+    journal.forget_pretraining(through=9)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration-1-round-1.jsonl", "pretraining-10.jsonl"]
+    journal.forget_pretraining()
+    assert [path.name for path in tmp_path.iterdir()] == ["iteration-1-round-1.jsonl"]
+
+
 class CountingEngine:
     """Answers each prompt with its first token, and counts the calls."""
 

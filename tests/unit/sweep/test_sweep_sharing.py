@@ -12,7 +12,7 @@ from megarl.config.open_keys import open_overrides
 from megarl.config.run_name import name_run
 from megarl.config.schema import register
 from megarl.sweep.command import complete_arguments
-from megarl.sweep.sharing import find_folder, list_pretraining_overrides
+from megarl.sweep.sharing import find_folder, list_pretraining_overrides, share_pretraining
 
 SWEEP_DIR = Path("/sweep")
 
@@ -89,6 +89,24 @@ def test_value_pretraining_gets_the_overrides_that_count_for_it():
         "critic.optimizer.lr=1e-4",
     ]
     load_config(kept, "pretrain_value")
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_a_value_pretraining_that_was_not_finished_is_gone_on_with_where_it_has_a_checkpoint(tmp_path, has_checkpoint):
+    config = load_config(["algo=vapo"])
+    folder = find_folder(config, tmp_path)
+    kept = folder / "value_pretraining" / ("iteration-000003" if has_checkpoint else ".iteration-000003")
+    kept.mkdir(parents=True)
+    said, found = [], []
+
+    def run(_overrides, at: Path) -> None:
+        found.append(kept.is_dir())
+        (at / "pretrained").mkdir(parents=True)
+        (at / "pretrained" / "manifest.json").write_text("{}")
+
+    assert share_pretraining(config, ["algo=vapo"], tmp_path, run, said.append) == folder
+    assert found == [has_checkpoint]
+    assert ("goes on" in said[0]) is has_checkpoint
 
 
 def test_a_folder_is_found_again_by_what_its_run_computes():

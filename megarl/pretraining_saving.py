@@ -1,0 +1,230 @@
+"""RUN_DIR/value_pretraining: checkpoints of value pretraining while it is under way, iteration-000003/ after step 3.
+
+    state.json, critic/, manifest.json   as in training's, of the critic alone
+    begun.json                           beside them, of python -m megarl.pretrain_value: what it was started with
+
+A run that is started again goes on after the newest and gives, on a CPU, bit for bit what an uninterrupted one gives.
+The folder goes when training's first checkpoint, or what megarl.pretrain_value leaves, is complete.
+"""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.checkpoint.folder import PRETRAINING_NAME, Folder, check_space
+from megarl.checkpoint.manifest import CheckpointError, name_some, write_atomically
+from megarl.config.checkpoint import CheckpointConfig
+from megarl.config.schema import Config
+from megarl.mcore.spec import Role, WorkerSpec
+from megarl.pretraining_inputs import find_differing, list_pretraining_inputs
+from megarl.report.metrics import ITERATION, PRETRAINING_FILE_NAME, load_metrics
+from megarl.report.report import Report
+from megarl.rollout import journal as rollout_journal
+from megarl.rollout.journal import Journal
+from megarl.saving import (
+    Saver,
+    TrainerState,
+    cut_files,
+    estimate_bytes,
+    load_trainer_state,
+    measure_files,
+    save_stopped,
+)
+from megarl.seams import TrainBackend
+from megarl.signals import Stopped
+
+CRITIC = Role.critic.value
+EXPLAINED = "pretrain/explained_variance"
+BEGUN = "begun.json"
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A value pretraining to go on with; the run's files are as they were after its last step."""
+
+    state: TrainerState
+    """its iteration: the last step"""
+    directory: Path
+    curve: tuple[float, ...]
+    """explained variance of each step"""
+
+
+class PretrainingSaver:
+    """Saves value pretraining as training is saved: every `checkpoint.save_every` steps and when asked to stop."""
+
+    def __init__(self, settings: CheckpointConfig, saver: Saver, report: Report, how: str):
+        """how: what goes on with it, in messages."""
+        self.run_dir = saver.run_dir
+        self._settings, self._saver, self._report, self._how = settings, saver, report, how
+        self._state: TrainerState | None = None
+        """After the newest step; None before the first"""
+        self._is_whole = True
+
+    def restore(self, state: TrainerState) -> None:
+        """Go on after the checkpoint that `state` is of."""
+        self._state, self._saver.last = state, state.iteration
+
+    def proceed(self) -> None:
+        """As `Saver.proceed`."""
+        self._saver.proceed()
+
+    def begin_update(self) -> None:
+        """Until `end_step` the critic is that of no step."""
+        self._is_whole = False
+
+    def end_step(self, state: TrainerState) -> None:
+        """The critic holds what `state` says."""
+        self._state, self._is_whole = state, True
+
+    def save_if_due(self) -> None:
+        every = self._settings.save_every
+        if every is not None and self._state is not None and self._state.iteration % every == 0:
+            self._save(wait=False)
+
+    def settle(self) -> None:
+        """Afterwards no checkpoint is under way."""
+        with self._report.phase("checkpoint"):
+            self._saver.settle()
+
+    @contextlib.contextmanager
+    def saving_stops(self) -> Iterator[None]:
+        """A signal that raises Stopped within has the newest step saved before it goes on."""
+        try:
+            yield
+        except Stopped as stopped:
+            if self._state is not None:
+                what, deadline_s = f"value pretraining step {self._state.iteration}", self._settings.stop_deadline_s
+                save_stopped(stopped, what, self._save, deadline_s, self._how, self._report.message)
+            raise
+
+    def _save(self, end: float | None = None, wait: bool = True) -> None:
+        assert self._state is not None
+        if not self._is_whole:
+            raise RuntimeError(
+                f"the update of step {self._state.iteration + 1} was broken off: its weights are no state"
+            )
+        with self._report.phase("checkpoint"):
+            if self._saver.last != self._state.iteration:
+                self._saver.begin(self._state, end)
+            if wait:
+                self._saver.settle(end)
+
+
+@contextlib.contextmanager
+def open_saver(
+    config: Config, run_dir: Path, critic: TrainBackend, spec: WorkerSpec, report: Report, how: str
+) -> Iterator[PretrainingSaver | None]:
+    """None where checkpoint.save_every is null."""
+    if config.checkpoint.save_every is None:
+        yield None
+        return
+    saver = Saver(
+        run_dir,
+        open_folder(run_dir),
+        {CRITIC: critic},
+        {Role.critic: spec},
+        Journal(run_dir / rollout_journal.NAME).forget_pretraining,
+        say=report.message,
+        kind="value pretraining under way",
+        unit="value pretraining step",
+    )
+    with contextlib.closing(saver):
+        yield PretrainingSaver(config.checkpoint, saver, report, how)
+
+
+def open_folder(run_dir: Path) -> Folder:
+    return Folder(run_dir / PRETRAINING_NAME, keep_last=1)
+
+
+def remove_folder(run_dir: Path) -> None:
+    """Under another name first: half of it must not look like one whose checkpoints are lost."""
+    going = run_dir / f".{PRETRAINING_NAME}"
+    shutil.rmtree(going, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (run_dir / PRETRAINING_NAME).rename(going)
+    shutil.rmtree(going, ignore_errors=True)
+
+
+def find_checkpoint(run_dir: Path, say: Callable[[str], None]) -> tuple[TrainerState, Path] | None:
+    """The newest one; None where there never was one. Raises CheckpointError where there were and none is whole."""
+    folder = open_folder(run_dir)
+    folder.clean()
+    try:
+        found = folder.find_newest(say)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; once {folder.path} is removed, value pretraining begins anew") from error
+    return (load_trainer_state(found[1]), found[1]) if found is not None else None
+
+
+def take_up(run_dir: Path, state: TrainerState, directory: Path, report: Report) -> Begun:
+    """Cut the run's files back to the checkpoint. Raises CheckpointError where lines of them are lost."""
+    cut_files(run_dir, state.sizes)
+    curve = load_explained(run_dir / PRETRAINING_FILE_NAME, state.iteration)
+    report.rewind_pretraining(state.iteration)
+    report.message(f"value pretraining goes on after step {state.iteration}: {directory}")
+    return Begun(state, directory, curve)
+
+
+def load_explained(path: Path, num_steps: int) -> tuple[float, ...]:
+    """Explained variance of steps 1 to `num_steps`, the last lines. Raises CheckpointError where they are others."""
+    try:
+        lines = load_metrics(path)[-num_steps:]
+        if [line[ITERATION] for line in lines] != list(range(1, num_steps + 1)):
+            raise ValueError(f"{path}: its last lines are not those of steps 1 to {num_steps}")
+        return tuple(line[EXPLAINED] for line in lines)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: is not of the checkpoint's value pretraining: {error}") from error
+
+
+def begin_job(config: Config, run_dir: Path, spec: WorkerSpec, report: Report) -> Begun | None:
+    """What python -m megarl.pretrain_value goes on from in its folder; None: it begins, its inputs noted there.
+
+    spec: of the critic. Raises CheckpointError where what is there is of other inputs, and where there is no room.
+    """
+    is_saving = config.checkpoint.save_every is not None
+    if is_saving:
+        check_space(run_dir, estimate_bytes([spec]))
+    path = run_dir / PRETRAINING_NAME / BEGUN
+    noted = _load_note(path)
+    differing = find_differing(noted["inputs"], config) if noted else []
+    found = find_checkpoint(run_dir, report.message)
+    if found is not None:
+        _check_note(run_dir, noted, differing, config)
+        return take_up(run_dir, *found, report)
+    # What a start has left that came to no checkpoint.
+    if noted:
+        cut_files(run_dir, noted["sizes"])
+    if noted is None or differing:
+        Journal(run_dir / rollout_journal.NAME).forget_pretraining()
+    if is_saving:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sizes = noted["sizes"] if noted else measure_files(run_dir)
+        write_atomically(path, json.dumps({"inputs": list_pretraining_inputs(config), "sizes": sizes}, indent=1))
+    return None
+
+
+def _load_note(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {"inputs": dict(content["inputs"]), "sizes": dict(content["sizes"])}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: is not what value pretraining writes: {error!r}") from error
+
+
+def _check_note(run_dir: Path, noted: dict[str, Any] | None, differing: list[str], config: Config) -> None:
+    folder = run_dir / PRETRAINING_NAME
+    if noted is None:
+        raise CheckpointError(f"{folder}: a training run's; python -m megarl.train resume={run_dir} goes on with it")
+    if differing:
+        before, now = noted["inputs"], list_pretraining_inputs(config)
+        named = [f"{key} ({before.get(key)!r} there, now {now.get(key)!r})" for key in differing]
+        raise CheckpointError(
+            f"{folder}: of another value pretraining, which was not finished: {name_some(named)} differ; set them as"
+            " there to go on with it, or take another hydra.run.dir"
+        )
