@@ -1,13 +1,13 @@
 """One training run from a checked configuration: attempts, each from the newest checkpoint, until one ends well."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from megarl.algo.objective import format_objective
 from megarl.checkpoint import folder as checkpoints
-from megarl.checkpoint.folder import RUN_FILE, Folder, check_space
+from megarl.checkpoint.folder import RUN_FILE, Folder, check_space, open_pretraining, remove_pretraining
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.cluster.waiting import WorkerError
 from megarl.config.check import describe_sizes
@@ -20,15 +20,7 @@ from megarl.mcore.spec import Role
 from megarl.plan.check import check_plan
 from megarl.pretrained import PretrainedState, load_pretrained
 from megarl.pretraining import pretrain_critic, start_pretrained
-from megarl.pretraining_saving import (
-    Begun,
-    PretrainingSaver,
-    find_checkpoint,
-    open_folder,
-    open_saver,
-    remove_folder,
-    take_up,
-)
+from megarl.pretraining_saving import Begun, find_checkpoint, open_saver, take_up
 from megarl.report.report import Report, build_report
 from megarl.rollout import journal as rollout_journal
 from megarl.rollout.journal import Journal
@@ -119,7 +111,8 @@ class _Attempts:
                     raise
                 self.say_restart(error, num_restarts)
             if lost and self.hosts.servers is not None:
-                self.hosts.servers.restart(lost)
+                # The next attempt starts them: after the roles, where they share GPUs.
+                self.hosts.servers.end(lost)
 
     def attempt(self) -> Summary:
         """Train from the newest checkpoint, or from the start where there is none."""
@@ -145,7 +138,7 @@ class _Attempts:
 
     def find_progress(self) -> tuple[list[int], list[int]]:
         """Iteration and step of the newest checkpoints of training and of value pretraining, where there are any."""
-        return self.folder.list_complete()[-1:], open_folder(self.run_dir).list_complete()[-1:]
+        return self.folder.list_complete()[-1:], open_pretraining(self.run_dir).list_complete()[-1:]
 
     def start(self, trainer: Trainer, begun: Begun | None) -> None:
         """What comes before training: value pretraining, gone on with where it has begun."""
@@ -158,18 +151,15 @@ class _Attempts:
             return
         if Role.critic in specs:
             self.report.message(describe_start(self.config, specs[Role.critic], self.inputs.saved_rollouts))
-        with self.open_pretraining_saver(trainer) as saver:
+        with open_saver(
+            self.config,
+            self.run_dir,
+            trainer.parts.critic,
+            specs.get(Role.critic),
+            self.report,
+            f"resume={self.run_dir}",
+        ) as saver:
             pretrain_critic(trainer, saver, begun)
-
-    @contextlib.contextmanager
-    def open_pretraining_saver(self, trainer: Trainer) -> Iterator[PretrainingSaver | None]:
-        critic = trainer.parts.critic
-        if critic is None or self.config.algo.value_pretrain.steps == 0:
-            yield None
-            return
-        spec, how = self.inputs.specs[Role.critic], f"resume={self.run_dir}"
-        with open_saver(self.config, self.run_dir, critic, spec, self.report, how) as saver:
-            yield saver
 
     def find_state(self) -> tuple[TrainerState, Path] | None:
         """The newest checkpoint of training; the run's files are cut back to it."""
@@ -179,7 +169,7 @@ class _Attempts:
         found = self.folder.find_newest(self.report.message)
         if found is None:
             return None
-        remove_folder(self.run_dir)
+        remove_pretraining(self.run_dir)
         state = load_trainer_state(found[1])
         self.check_prompts(state)
         cut_files(self.run_dir, state.sizes)
@@ -212,7 +202,7 @@ class _Attempts:
 
         def forget(through: int) -> None:
             self.journal.forget(through)
-            remove_folder(self.run_dir)
+            remove_pretraining(self.run_dir)
 
         return Saver(self.run_dir, self.folder, roles, self.inputs.specs, forget, say=self.report.message)
 

@@ -29,6 +29,7 @@ from megarl.report.metrics import load_metrics
 from megarl.report.text import TIME
 from megarl.rollout import rollout_file
 from megarl.seams import TrainBackend
+from megarl.signals import deferring_stops
 
 NAME = "pretrained"
 KEY = "algo.value_pretrain.taken_from"
@@ -56,8 +57,11 @@ def save_pretrained(run_dir: Path, critic: TrainBackend, spec: WorkerSpec, state
     building, final = run_dir / f".{NAME}", run_dir / NAME
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
-    critic.begin_save(building / CRITIC).result()
-    critic.finish_save().result()
+    with deferring_stops():
+        # Else the save of a run that is asked to stop here would find this one half done.
+        critic.begin_save(building / CRITIC).result()
+        finishing = critic.finish_save()
+    finishing.result()
     write_manifest(building / CRITIC, describe_role(spec.role, spec.dtype, spec.parallel, 0))
     write_atomically(building / STATE, json.dumps(dataclasses.asdict(state), indent=1, allow_nan=False))
     saved = run_dir / rollout_file.FILE_NAME

@@ -95,6 +95,8 @@ class ValuePretraining:
                     break
                 if self.saver:
                     self.saver.save_if_due()
+            if reason is None and len(self.curve) < self.settings.steps:
+                reason = "train.max_minutes or train.max_samples is reached, before algo.value_pretrain.steps"
             if reason:
                 self.report.message(f"value pretraining ends after {len(self.curve)} rollouts: {reason}")
             if self.saver:
@@ -248,8 +250,9 @@ def start_pretrained(trainer: Trainer, state: PretrainedState, directory: Path, 
 
 def save_start(trainer: Trainer) -> None:
     """The checkpoint that training starts from, written beside what follows."""
+    trainer.state = trainer.capture(0, {})
+    # A stop before that leaves the newest step of value pretraining.
     try:
-        trainer.state = trainer.capture(0, {})
         trainer.save(wait=False)
     except Stopped as stopped:
         trainer.save_stopped(stopped)

@@ -6,6 +6,9 @@ import contextlib
 import time
 from pathlib import Path
 
+from megarl import pretrained
+from megarl.checkpoint.folder import remove_pretraining
+from megarl.checkpoint.manifest import NAME as MANIFEST
 from megarl.cluster.opened import open_ray
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.algo import needs_critic
@@ -25,7 +28,7 @@ from megarl.pretraining import (
     take_until,
 )
 from megarl.pretraining_inputs import list_pretraining_inputs
-from megarl.pretraining_saving import Begun, PretrainingSaver, begin_job, open_saver, remove_folder
+from megarl.pretraining_saving import Begun, PretrainingSaver, begin_job, open_saver
 from megarl.report.report import Report, build_report
 from megarl.rollout import journal as rollout_journal
 from megarl.rollout.journal import Journal
@@ -44,10 +47,17 @@ def run_value_pretraining(config: Config, run_dir: Path) -> PretrainingSummary:
     problems = list(check_pretraining(config))
     if problems:
         raise ConfigError(problems)
+    if (run_dir / pretrained.NAME / MANIFEST).is_file():
+        raise ConfigError(
+            [
+                f"hydra.run.dir: {run_dir} holds a value pretraining that was finished; training goes on from it with"
+                f" {pretrained.KEY}={run_dir}, another one needs a folder of its own"
+            ]
+        )
     run = _run_online if config.algo.value_pretrain.rollouts is None else _run_offline
     with lock_run_dir(run_dir):
         summary = run(config, run_dir)
-        remove_folder(run_dir)
+        remove_pretraining(run_dir)
         return summary
 
 

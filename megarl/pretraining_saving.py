@@ -9,13 +9,12 @@ The folder goes when training's first checkpoint, or what megarl.pretrain_value 
 
 import contextlib
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.checkpoint.folder import PRETRAINING_NAME, Folder, check_space
+from megarl.checkpoint.folder import PRETRAINING_NAME, check_space, open_pretraining
 from megarl.checkpoint.manifest import CheckpointError, name_some, write_atomically
 from megarl.config.checkpoint import CheckpointConfig
 from megarl.config.schema import Config
@@ -116,15 +115,16 @@ class PretrainingSaver:
 
 @contextlib.contextmanager
 def open_saver(
-    config: Config, run_dir: Path, critic: TrainBackend, spec: WorkerSpec, report: Report, how: str
+    config: Config, run_dir: Path, critic: TrainBackend | None, spec: WorkerSpec | None, report: Report, how: str
 ) -> Iterator[PretrainingSaver | None]:
-    """None where checkpoint.save_every is null."""
-    if config.checkpoint.save_every is None:
+    """None where there is nothing to save, and where checkpoint.save_every is null."""
+    has_steps = config.algo.value_pretrain.steps > 0
+    if critic is None or spec is None or not has_steps or config.checkpoint.save_every is None:
         yield None
         return
     saver = Saver(
         run_dir,
-        open_folder(run_dir),
+        open_pretraining(run_dir),
         {CRITIC: critic},
         {Role.critic: spec},
         Journal(run_dir / rollout_journal.NAME).forget_pretraining,
@@ -136,22 +136,9 @@ def open_saver(
         yield PretrainingSaver(config.checkpoint, saver, report, how)
 
 
-def open_folder(run_dir: Path) -> Folder:
-    return Folder(run_dir / PRETRAINING_NAME, keep_last=1)
-
-
-def remove_folder(run_dir: Path) -> None:
-    """Under another name first: half of it must not look like one whose checkpoints are lost."""
-    going = run_dir / f".{PRETRAINING_NAME}"
-    shutil.rmtree(going, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        (run_dir / PRETRAINING_NAME).rename(going)
-    shutil.rmtree(going, ignore_errors=True)
-
-
 def find_checkpoint(run_dir: Path, say: Callable[[str], None]) -> tuple[TrainerState, Path] | None:
     """The newest one; None where there never was one. Raises CheckpointError where there were and none is whole."""
-    folder = open_folder(run_dir)
+    folder = open_pretraining(run_dir)
     folder.clean()
     try:
         found = folder.find_newest(say)
@@ -192,13 +179,14 @@ def begin_job(config: Config, run_dir: Path, spec: WorkerSpec, report: Report) -
     noted = _load_note(path)
     differing = find_differing(noted["inputs"], config) if noted else []
     found = find_checkpoint(run_dir, report.message)
-    if found is not None:
+    if found is not None or differing:
         _check_note(run_dir, noted, differing, config)
+    if found is not None:
         return take_up(run_dir, *found, report)
-    # What a start has left that came to no checkpoint.
+    # What a start has left that came to no checkpoint; its responses are found again in the journal.
     if noted:
         cut_files(run_dir, noted["sizes"])
-    if noted is None or differing:
+    else:
         Journal(run_dir / rollout_journal.NAME).forget_pretraining()
     if is_saving:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -226,5 +214,5 @@ def _check_note(run_dir: Path, noted: dict[str, Any] | None, differing: list[str
         named = [f"{key} ({before.get(key)!r} there, now {now.get(key)!r})" for key in differing]
         raise CheckpointError(
             f"{folder}: of another value pretraining, which was not finished: {name_some(named)} differ; set them as"
-            " there to go on with it, or take another hydra.run.dir"
+            " there to go on with it, take another hydra.run.dir, or remove the folder and what that one left beside it"
         )

@@ -120,6 +120,10 @@ class RolloutServers(Protocol):
         """Server -> what became of it, of those that are down or do not answer; the others are brought to rest."""
         ...
 
+    def end(self, names: Collection[str]) -> None:
+        """End what is left of these servers; whoever starts the servers the next time starts them too, as `restart`."""
+        ...
+
     def restart(self, names: Collection[str]) -> None:
         """End what is left of these servers and start them again on the same urls; they are healthy when it returns.
 

@@ -173,7 +173,7 @@ run_driver() {
       lost=$SECONDS
       say "Ray has ended on a node, see $run_dir/logs/slurm; the driver has $patience s to end"
     fi
-    if [[ -n $lost ]] && ((SECONDS - lost > patience)) || { [[ $stop == USR1 ]] && (($(date +%s) > limit)); }; then
+    if [[ -n $lost ]] && ((SECONDS - lost > patience)) || { [[ -n $limit ]] && (($(date +%s) > limit)); }; then
       say "the driver has not ended in time"
       kill_marked "$driver_mark" # on this machine; of a job that ends Slurm signals no step
       nap
@@ -232,12 +232,17 @@ expect_progress() {
   [[ $newest == "$begun_from" ]] && ((now - begun_at > $(find_time_limit) - now)) || return 0
   say "SIGUSR1: not queued again: this start's time is over, and in $((now - begun_at)) s it wrote no checkpoint (newest:" \
     "${newest:-none}). Give it more (sbatch --time=, --signal=B:USR1@SECONDS), or make iterations shorter" \
-    "(checkpoint.save_every=1)${newest:+; to go on: sbatch slurm/train.sh resume=$run_dir}"
+    "(checkpoint.save_every=1)${newest:+; to go on: $(tell_again)}"
   exit "$EXIT_USR1"
 }
 
 # The newest checkpoints, of training and of value pretraining.
-read_newest() { cat "$run_dir"/{checkpoints,value_pretraining}/latest 2>/dev/null | xargs || true; }
+read_newest() { (cd "$run_dir" && grep -s '' {checkpoints,value_pretraining}/latest | sed 's,/latest:,/,' | xargs) || true; }
+
+# Value pretraining on its own goes on in its folder with the command that it was started with.
+tell_again() {
+  if [[ -f $run_dir/run.json ]]; then echo "sbatch slurm/train.sh resume=$run_dir"; else echo "the same again, hydra.run.dir=$run_dir"; fi
+}
 
 requeue() {
   say "$1: queued again; it goes on from the newest checkpoint in $run_dir"
@@ -246,7 +251,7 @@ requeue() {
   if wait_until "$REQUEUE_S" ask_for_requeue; then
     wait_until 60 is_ended_by_slurm && exit "$EXIT_USR1"
   fi
-  say "Slurm does not queue the job again; by hand: sbatch slurm/train.sh resume=$run_dir"
+  say "Slurm does not queue the job again; by hand: $(tell_again)"
   exit "$EXIT_USR1"
 }
 

@@ -4,6 +4,7 @@ A checkpoint is built under a name that begins with a dot and renamed once its m
 name without one is whole. `latest` is replaced after that.
 """
 
+import contextlib
 import json
 import re
 import shutil
@@ -134,6 +135,20 @@ class Folder:
     def find_building(self, iteration: int) -> Path:
         """Where the checkpoint of this iteration is built."""
         return self.path / f".{name_checkpoint(iteration)}"
+
+
+def open_pretraining(run_dir: Path) -> Folder:
+    """Checkpoints of value pretraining that is under way: the newest."""
+    return Folder(run_dir / PRETRAINING_NAME, keep_last=1)
+
+
+def remove_pretraining(run_dir: Path) -> None:
+    """Under another name first: half of it must not look like one whose checkpoints are lost."""
+    going = run_dir / f".{PRETRAINING_NAME}"
+    shutil.rmtree(going, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (run_dir / PRETRAINING_NAME).rename(going)
+    shutil.rmtree(going, ignore_errors=True)
 
 
 def name_checkpoint(iteration: int) -> str:

@@ -95,11 +95,18 @@ class Servers:
         self._names = tuple(f"SGLang server {spec.index}/{len(specs)}" for spec in specs)
         self._actors: list[Any] = [self._own(spec, None) for spec in specs]
         self._urls: PendingCall[list[str]] | None = None
+        self._ended: list[int] = []
 
     def start(self) -> PendingCall[list[str]]:
-        """Start them, where they have not been; gives their addresses once all of them are healthy."""
+        """Start those that are not; gives the addresses of all once they are healthy.
+
+        Of those that were ended it waits for the start. Raises WorkerError with the end of the log.
+        """
         if self._urls is None:
             self._urls = self._start(range(len(self._specs)), 0.0, "start")
+        elif self._ended:
+            self._start(self._ended, PORT_DEADLINE_S, "restart").result()
+            self._ended = []
         return self._urls
 
     def _own(self, spec: ServerSpec, port: int | None) -> Any:
@@ -138,16 +145,22 @@ class Servers:
                 lost[name] = loss
         return lost
 
-    def restart(self, names: Collection[str]) -> None:
-        """As in `RolloutServers`; their logs are continued. Raises WorkerError with the end of the log."""
+    def end(self, names: Collection[str]) -> None:
+        """As in `RolloutServers`; their logs will be continued."""
+        assert self._urls is not None
+        urls = self._urls.result()
         numbers = [number for number, name in enumerate(self._names) if name in names]
-        urls = self.start().result()
         self._stop(numbers)
         for number in numbers:
             # Its server, should it still run, goes with it.
             ray.kill(self._actors[number])
             self._actors[number] = self._own(self._specs[number], urlsplit(urls[number]).port)
-        self._start(numbers, PORT_DEADLINE_S, "restart").result()
+        self._ended = sorted({*self._ended, *numbers})
+
+    def restart(self, names: Collection[str]) -> None:
+        """As in `RolloutServers`. Raises WorkerError with the end of the log."""
+        self.end(names)
+        self.start()
 
     def close(self) -> None:
         # A start still under way keeps `stop` waiting until the deadline; the server then ends with its owner.

@@ -16,8 +16,9 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
-from megarl.checkpoint.folder import PRETRAINING_NAME, Folder
+from megarl.checkpoint.folder import open_pretraining, remove_pretraining
 from megarl.checkpoint.manifest import NAME as MANIFEST
+from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.algo import needs_critic
 from megarl.config.rewrite import list_set_keys
 from megarl.config.run_name import digest
@@ -47,11 +48,6 @@ def is_complete(folder: Path) -> bool:
     return (folder / STATE_FOLDER / MANIFEST).is_file()
 
 
-def can_go_on(folder: Path) -> bool:
-    """Whether one that was not finished has a checkpoint; its inputs are those that the folder is named after."""
-    return bool(Folder(folder / PRETRAINING_NAME, keep_last=1).list_complete())
-
-
 def share_pretraining(
     config: Config,
     overrides: Sequence[str],
@@ -71,25 +67,40 @@ def share_pretraining(
         return None if folder in _failed else folder
     with _locking(sweep_dir / f".{folder.name}.lock", wait_s) as is_mine:
         if is_complete(folder):
+            remove_pretraining(folder)
             return folder
         if not is_mine:
             say(f"{folder.name}: still at work in another process after {wait_s:g} s; this run does its own")
             return None
-        goes_on = can_go_on(folder)
-        if not goes_on:
-            shutil.rmtree(folder, ignore_errors=True)
-        clear_outcome(folder)
-        again = " goes on" if goes_on else ""
-        say(f"{folder.name}: value pretraining{again}, shared by all runs of the sweep that would do the same")
-        why = run(list_pretraining_overrides(config, overrides), folder)
-        if why is None and not is_complete(folder):
-            why = f"it ended well and left no {STATE_FOLDER}/{MANIFEST}"
+        why = _make(folder, lambda: run(list_pretraining_overrides(config, overrides), folder), say)
         write_outcome(folder, Outcome(State.failed, why) if why else Outcome(State.done))
     if is_complete(folder):
         return folder
     say(f"{folder.name}: failed: {why}; each run does its own")
     _failed.add(folder)
     return None
+
+
+def _make(folder: Path, run: Callable[[], str | None], say: Callable[[str], None]) -> str | None:
+    """Why it failed, or None. One that was not finished is gone on with; where its checkpoint is damaged, made anew."""
+    while True:
+        begun = open_pretraining(folder).list_complete()
+        if not begun:
+            shutil.rmtree(folder, ignore_errors=True)
+        clear_outcome(folder)
+        again = " goes on" if begun else ""
+        say(f"{folder.name}: value pretraining{again}, shared by all runs of the sweep that would do the same")
+        why = run()
+        if why is None and not is_complete(folder):
+            why = f"it ended well and left no {STATE_FOLDER}/{MANIFEST}"
+        if why is None or not begun:
+            return why
+        try:
+            open_pretraining(folder).find_newest(say)
+            return why
+        except CheckpointError as error:
+            say(f"{folder.name}: {error}; it begins anew")
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def list_pretraining_overrides(config: Config, overrides: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ import contextlib
 from dataclasses import replace
 
 import psutil
+import pytest
 from loop_parts import SIZES, open_trainer
 
 from megarl.config.load import load_config
@@ -41,5 +42,14 @@ def test_servers_that_share_gpus_are_started_after_the_roles(tiny_checkpoint, tm
             [client] = trainer.parts.engine.clients
             assert client.load_weight_version() == UNPUBLISHED
             assert find_server().environ()["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "false"
-        # Those of the next attempt find it running.
+        # The next attempt finds it running, or starts it where it was lost.
+        assert hosts.servers.find_lost() == {}
+        urls = hosts.start_servers().result()
+        find_server().kill()
+        lost = hosts.servers.find_lost()
+        assert list(lost) == ["SGLang server 0/1"]
+        hosts.servers.end(lost)
+        with pytest.raises(AssertionError, match="no server"):
+            find_server()
+        assert hosts.start_servers().result() == urls
         assert hosts.servers.find_lost() == {}

@@ -1,18 +1,20 @@
 """What an unfinished value pretraining is gone on with: its own, whole, its files as they were; others by name."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from megarl.algo.statistics import RunningMoments
+from megarl.checkpoint.folder import open_pretraining, remove_pretraining
 from megarl.checkpoint.manifest import CheckpointError, write_manifest
 from megarl.config.algo import ValuePretrainConfig
+from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.inputs import load_models, load_specs
 from megarl.mcore.spec import Role
 from megarl.pretraining import find_end
-from megarl.pretraining_saving import EXPLAINED, Begun, begin_job, find_checkpoint, open_folder, remove_folder, take_up
+from megarl.pretraining_job import run_value_pretraining
+from megarl.pretraining_saving import EXPLAINED, Begun, begin_job, find_checkpoint, take_up
 from megarl.report.metrics import MetricsWriter
 from megarl.report.report import build_report
 from megarl.rollout.source import SourceState
@@ -32,13 +34,13 @@ def save_step(run_dir: Path, step: int) -> TrainerState:
     """A checkpoint of this step, but for what Megatron would write."""
     moments, source = RunningMoments(step, 1 / 7, 2 / 7), SourceState({"seed": 1, "position": step}, ())
     state = TrainerState(step, {}, 256 * step, None, 0.001, moments, source, measure_files(run_dir))
-    building = open_folder(run_dir).begin(step)
+    building = open_pretraining(run_dir).begin(step)
     save_trainer_state(building, state)
     (building / "critic").mkdir()
     (building / "critic" / "weights").write_text("numbers")
     write_manifest(building / "critic", {})
     write_manifest(building, {})
-    open_folder(run_dir).publish(step)
+    open_pretraining(run_dir).publish(step)
     return state
 
 
@@ -109,9 +111,25 @@ def test_what_a_start_left_that_came_to_no_checkpoint_is_cut_off_and_what_was_be
     before = (tmp_path / "value_pretrain.jsonl").read_text()
     assert begin(tmp_path) is None
     write_steps(tmp_path, 1, 2)
-    assert begin(tmp_path, "seed=2") is None
+    assert begin(tmp_path) is None
     assert (tmp_path / "value_pretrain.jsonl").read_text() == before
-    assert json.loads((tmp_path / "value_pretraining" / "begun.json").read_text())["inputs"]["seed"] == 2
+
+
+def test_what_a_start_of_other_inputs_left_is_not_cut_off(tmp_path):
+    begin(tmp_path)
+    write_steps(tmp_path, 1, 2)
+    left = (tmp_path / "value_pretrain.jsonl").read_text()
+    with pytest.raises(CheckpointError, match=r"seed \(1 there, now 2\) differ; .* or remove the folder"):
+        begin(tmp_path, "seed=2")
+    assert (tmp_path / "value_pretrain.jsonl").read_text() == left
+
+
+def test_a_folder_with_a_finished_one_is_not_written_to_again(tmp_path):
+    (tmp_path / "pretrained").mkdir()
+    (tmp_path / "pretrained" / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"finished; training goes on .* with algo\.value_pretrain\.taken_from="):
+        run_value_pretraining(load_config(["algo=vapo", "model=tiny"]), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["pretrained"]
 
 
 def test_tensorboard_shows_each_step_once_with_what_came_of_it_last(tmp_path):
@@ -133,9 +151,9 @@ def test_tensorboard_shows_each_step_once_with_what_came_of_it_last(tmp_path):
 def test_the_folder_goes_whole(tmp_path):
     write_steps(tmp_path, 1, 1)
     save_step(tmp_path, 1)
-    remove_folder(tmp_path)
+    remove_pretraining(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["value_pretrain.jsonl"]
-    remove_folder(tmp_path)
+    remove_pretraining(tmp_path)
 
 
 def test_without_checkpoints_nothing_is_noted(tmp_path):

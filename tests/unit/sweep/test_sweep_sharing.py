@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
+from megarl.checkpoint.manifest import write_manifest
 from megarl.config.errors import ConfigError
 from megarl.config.load import CONF_DIR, check_overrides, expand_sweep, load_config
 from megarl.config.open_keys import open_overrides
 from megarl.config.run_name import name_run
 from megarl.config.schema import register
+from megarl.sweep import sharing
 from megarl.sweep.command import complete_arguments
 from megarl.sweep.sharing import find_folder, list_pretraining_overrides, share_pretraining
 
@@ -107,6 +109,36 @@ def test_a_value_pretraining_that_was_not_finished_is_gone_on_with_where_it_has_
     assert share_pretraining(config, ["algo=vapo"], tmp_path, run, said.append) == folder
     assert found == [has_checkpoint]
     assert ("goes on" in said[0]) is has_checkpoint
+
+
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_one_that_cannot_go_on_is_made_anew_where_its_checkpoint_is_damaged(tmp_path, is_damaged):
+    config = load_config(["algo=vapo"])
+    folder = find_folder(config, tmp_path)
+    kept = folder / "value_pretraining" / "iteration-000003"
+    kept.mkdir(parents=True)
+    (kept / "weights").write_text("numbers")
+    write_manifest(kept, {})
+    if is_damaged:
+        (kept / "weights").write_text("numbere")
+    said, found = [], []
+
+    def run(_overrides, at: Path) -> str | None:
+        found.append(kept.is_dir())
+        if kept.is_dir():
+            return "exit code 2"
+        (at / "pretrained").mkdir(parents=True)
+        (at / "pretrained" / "manifest.json").write_text("{}")
+        return None
+
+    try:
+        shared = share_pretraining(config, ["algo=vapo"], tmp_path, run, said.append)
+    finally:
+        sharing._failed.clear()
+    assert shared == (folder if is_damaged else None)
+    assert found == ([True, False] if is_damaged else [True])
+    assert any("damaged: weights; it begins anew" in text for text in said) is is_damaged
+    assert kept.is_dir() is not is_damaged
 
 
 def test_a_folder_is_found_again_by_what_its_run_computes():
