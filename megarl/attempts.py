@@ -24,7 +24,7 @@ from megarl.pretraining_saving import Begun, find_checkpoint, open_saver, take_u
 from megarl.report.report import Report, build_report
 from megarl.rollout import journal as rollout_journal
 from megarl.rollout.journal import Journal
-from megarl.saving import TRACKED, Saver, TrainerState, cut_files, estimate_bytes, load_trainer_state
+from megarl.saving import TRACKED, LoopSaver, Saver, TrainerState, cut_files, estimate_bytes, load_trainer_state
 from megarl.seams import DeadlineError, TrainBackend, wait_all
 from megarl.trainer import Parts, Summary, Trainer
 
@@ -196,7 +196,7 @@ class _Attempts:
         except ValueError as error:
             raise CheckpointError(f"{self.run_dir}: the data have changed: {error}") from error
 
-    def build_saver(self, roles: Mapping[str, TrainBackend]) -> Saver | None:
+    def build_saver(self, roles: Mapping[str, TrainBackend]) -> LoopSaver | None:
         if not self.is_saving:
             return None
 
@@ -204,7 +204,8 @@ class _Attempts:
             self.journal.forget(through)
             remove_pretraining(self.run_dir)
 
-        return Saver(self.run_dir, self.folder, roles, self.inputs.specs, forget, say=self.report.message)
+        saver = Saver(self.run_dir, self.folder, roles, self.inputs.specs, forget, say=self.report.message)
+        return LoopSaver(self.config.checkpoint, saver, self.report, f"resume={self.run_dir}")
 
     def say_restart(self, error: RuntimeError, number: int) -> None:
         maximum = self.config.checkpoint.max_restarts

@@ -14,14 +14,14 @@ from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.algo import AlgoConfig, ValuePretrainConfig, needs_reward_moments
 from megarl.config.schema import Config
 from megarl.pretrained import CRITIC, PretrainedState, copy_rollouts, split_times
-from megarl.pretraining_saving import EXPLAINED, Begun, PretrainingSaver
+from megarl.pretraining_saving import EXPLAINED, Begun
 from megarl.report.report import Report
 from megarl.rollout.rollout_file import read_rollouts
 from megarl.rollout.source import SourceState
 from megarl.rollout.tensors import build_tensors
-from megarl.saving import TrainerState, measure_files
+from megarl.saving import LoopSaver, TrainerState, measure_files
 from megarl.seams import TrainBackend
-from megarl.signals import Stopped, deferring_stops
+from megarl.signals import deferring_stops
 from megarl.trainer import Trainer, average_steps, split_minibatches
 from megarl.types import Experience, Rollout, TrainingSamples
 
@@ -49,7 +49,7 @@ class ValuePretraining:
         critic: TrainBackend,
         report: Report,
         trainer: Trainer | None = None,
-        saver: PretrainingSaver | None = None,
+        saver: LoopSaver | None = None,
     ):
         """`trainer`: asked for policy and reference, which a KL in the reward needs; without one, None. saver: None: no
         checkpoints.
@@ -122,7 +122,7 @@ class ValuePretraining:
             self.report.log_pretraining(step, self.settings.steps, metrics)
             self.curve.append(explained)
             if self.saver:
-                self.saver.end_step(self.capture(self.saver.run_dir))
+                self.saver.hold(self.capture(self.saver.run_dir))
 
     def update(self, samples: TrainingSamples, step: int) -> float:
         """The critic's optimizer steps; their mean loss."""
@@ -200,9 +200,7 @@ def build_pretraining_algo(algo: AlgoConfig) -> AlgoConfig:
     return replace(monte_carlo(algo), lambda_policy=1.0, kl=replace(algo.kl, in_loss=False))
 
 
-def pretrain_critic(
-    trainer: Trainer, saver: PretrainingSaver | None = None, begun: Begun | None = None
-) -> PretrainingSummary:
+def pretrain_critic(trainer: Trainer, saver: LoopSaver | None = None, begun: Begun | None = None) -> PretrainingSummary:
     """Value pretraining with a trainer's parts, on its policy's responses or on `algo.value_pretrain.rollouts`.
 
     The policy is not updated. Training goes on with the running reward moments that the critic has learned under.
@@ -250,13 +248,12 @@ def start_pretrained(trainer: Trainer, state: PretrainedState, directory: Path, 
 
 def save_start(trainer: Trainer) -> None:
     """The checkpoint that training starts from, written beside what follows."""
-    trainer.state = trainer.capture(0, {})
     # A stop before that leaves the newest step of value pretraining.
-    try:
-        trainer.save(wait=False)
-    except Stopped as stopped:
-        trainer.save_stopped(stopped)
-        raise
+    trainer.hold(trainer.capture(0, {}))
+    saver = trainer.parts.saver
+    if saver:
+        with saver.saving_stops():
+            saver.save(wait=False)
 
 
 def sample_rollouts(trainer: Trainer, num_done: int = 0) -> Iterator[Rollout]:

@@ -28,11 +28,12 @@ from megarl.pretraining import (
     take_until,
 )
 from megarl.pretraining_inputs import list_pretraining_inputs
-from megarl.pretraining_saving import Begun, PretrainingSaver, begin_job, open_saver
+from megarl.pretraining_saving import Begun, begin_job, open_saver
 from megarl.report.report import Report, build_report
 from megarl.rollout import journal as rollout_journal
 from megarl.rollout.journal import Journal
 from megarl.rollout.rollout_file import SavedRollouts
+from megarl.saving import LoopSaver
 from megarl.seams import TrainBackend
 from megarl.trainer import Trainer
 
@@ -127,7 +128,7 @@ def _run_offline(config: Config, run_dir: Path) -> PretrainingSummary:
 
 
 def _leave(
-    run_dir: Path, critic: TrainBackend, spec: WorkerSpec, state: PretrainedState, saver: PretrainingSaver | None
+    run_dir: Path, critic: TrainBackend, spec: WorkerSpec, state: PretrainedState, saver: LoopSaver | None
 ) -> None:
     """What the job is for. A signal that comes meanwhile has the last step saved, where it is not."""
     with saver.saving_stops() if saver else contextlib.nullcontext():
@@ -144,7 +145,7 @@ def pretrain_offline(
     critic: WorkerGroup,
     report: Report,
     saved: SavedRollouts,
-    saver: PretrainingSaver | None = None,
+    saver: LoopSaver | None = None,
     begun: Begun | None = None,
 ) -> PretrainingSummary:
     """`train.max_minutes` counts from here. saver: None: no checkpoints. begun: what it goes on with."""

@@ -16,7 +16,6 @@ from typing import Any
 
 from megarl.checkpoint.folder import PRETRAINING_NAME, check_space, open_pretraining
 from megarl.checkpoint.manifest import CheckpointError, name_some, write_atomically
-from megarl.config.checkpoint import CheckpointConfig
 from megarl.config.schema import Config
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.pretraining_inputs import find_differing, list_pretraining_inputs
@@ -25,16 +24,15 @@ from megarl.report.report import Report
 from megarl.rollout import journal as rollout_journal
 from megarl.rollout.journal import Journal
 from megarl.saving import (
+    LoopSaver,
     Saver,
     TrainerState,
     cut_files,
     estimate_bytes,
     load_trainer_state,
     measure_files,
-    save_stopped,
 )
 from megarl.seams import TrainBackend
-from megarl.signals import Stopped
 
 CRITIC = Role.critic.value
 EXPLAINED = "pretrain/explained_variance"
@@ -52,72 +50,14 @@ class Begun:
     """explained variance of each step"""
 
 
-class PretrainingSaver:
-    """Saves value pretraining as training is saved: every `checkpoint.save_every` steps and when asked to stop."""
-
-    def __init__(self, settings: CheckpointConfig, saver: Saver, report: Report, how: str):
-        """how: what goes on with it, in messages."""
-        self.run_dir = saver.run_dir
-        self._settings, self._saver, self._report, self._how = settings, saver, report, how
-        self._state: TrainerState | None = None
-        """After the newest step; None before the first"""
-        self._is_whole = True
-
-    def restore(self, state: TrainerState) -> None:
-        """Go on after the checkpoint that `state` is of."""
-        self._state, self._saver.last = state, state.iteration
-
-    def proceed(self) -> None:
-        """As `Saver.proceed`."""
-        self._saver.proceed()
-
-    def begin_update(self) -> None:
-        """Until `end_step` the critic is that of no step."""
-        self._is_whole = False
-
-    def end_step(self, state: TrainerState) -> None:
-        """The critic holds what `state` says."""
-        self._state, self._is_whole = state, True
-
-    def save_if_due(self) -> None:
-        every = self._settings.save_every
-        if every is not None and self._state is not None and self._state.iteration % every == 0:
-            self._save(wait=False)
-
-    def settle(self) -> None:
-        """Afterwards no checkpoint is under way."""
-        with self._report.phase("checkpoint"):
-            self._saver.settle()
-
-    @contextlib.contextmanager
-    def saving_stops(self) -> Iterator[None]:
-        """A signal that raises Stopped within has the newest step saved before it goes on."""
-        try:
-            yield
-        except Stopped as stopped:
-            if self._state is not None:
-                what, deadline_s = f"value pretraining step {self._state.iteration}", self._settings.stop_deadline_s
-                save_stopped(stopped, what, self._save, deadline_s, self._how, self._report.message)
-            raise
-
-    def _save(self, end: float | None = None, wait: bool = True) -> None:
-        assert self._state is not None
-        if not self._is_whole:
-            raise RuntimeError(
-                f"the update of step {self._state.iteration + 1} was broken off: its weights are no state"
-            )
-        with self._report.phase("checkpoint"):
-            if self._saver.last != self._state.iteration:
-                self._saver.begin(self._state, end)
-            if wait:
-                self._saver.settle(end)
-
-
 @contextlib.contextmanager
 def open_saver(
     config: Config, run_dir: Path, critic: TrainBackend | None, spec: WorkerSpec | None, report: Report, how: str
-) -> Iterator[PretrainingSaver | None]:
-    """None where there is nothing to save, and where checkpoint.save_every is null."""
+) -> Iterator[LoopSaver | None]:
+    """Saves value pretraining as training is saved, its steps for iterations.
+
+    None where there is nothing to save, and where checkpoint.save_every is null. how: as in `LoopSaver`.
+    """
     has_steps = config.algo.value_pretrain.steps > 0
     if critic is None or spec is None or not has_steps or config.checkpoint.save_every is None:
         yield None
@@ -132,8 +72,8 @@ def open_saver(
         kind="value pretraining under way",
         unit="value pretraining step",
     )
-    with contextlib.closing(saver):
-        yield PretrainingSaver(config.checkpoint, saver, report, how)
+    with contextlib.closing(LoopSaver(config.checkpoint, saver, report, how)) as loop_saver:
+        yield loop_saver
 
 
 def find_checkpoint(run_dir: Path, say: Callable[[str], None]) -> tuple[TrainerState, Path] | None:

@@ -1,11 +1,12 @@
 """A run's checkpoints: the loop's own state and that of its roles, written while training goes on, and found again."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,13 @@ from typing import Any
 from megarl.algo.statistics import RunningMoments
 from megarl.checkpoint.folder import RUN_FILE, Folder, check_space
 from megarl.checkpoint.manifest import CheckpointError, write_atomically, write_manifest
+from megarl.config.checkpoint import CheckpointConfig
 from megarl.config.roles import Dtype
 from megarl.mcore.checkpoint_reader import count_parameters
 from megarl.mcore.dist_format import describe_role
 from megarl.mcore.spec import Role, WorkerSpec
 from megarl.report import metrics as metrics_file
+from megarl.report.report import Report
 from megarl.rollout import rollout_file
 from megarl.rollout.signal_groups import join_groups, split_groups
 from megarl.rollout.source import SourceState
@@ -110,25 +113,6 @@ def estimate_bytes(specs: Iterable[WorkerSpec]) -> int:
     return sum(count_parameters(Path(spec.checkpoint)) * (WEIGHT_BYTES[spec.dtype] + OPTIMIZER_BYTES) for spec in specs)
 
 
-def save_stopped(
-    stopped: Stopped, what: str, save: Callable[[float], None], deadline_s: float, how: str, say: Callable[[str], None]
-) -> None:
-    """The checkpoint of a run that was asked to end: `save`, told when its time is over, and what became of it.
-
-    what: the state that is saved. how: what goes on from it.
-    """
-    say(f"{stopped}: saving {what}, within {deadline_s:g} s")
-    try:
-        # From here: the update that was under way may have taken longer than that.
-        save(time.monotonic() + deadline_s)
-        say(f"saved: {how} goes on")
-    except Exception as error:
-        causes = [f"{what} was not saved: {error}"]
-        if isinstance(stopped.__context__, Exception):
-            causes.append(f"before that: {stopped.__context__}")
-        say("\n".join(causes))
-
-
 class Saver:
     """Writes checkpoints beside training: the roles write their parts, a thread hashes and publishes."""
 
@@ -149,12 +133,13 @@ class Saver:
         """
         self.run_dir = run_dir
         self.folder = folder
+        self.unit = unit
         self.last: int | None = None
         """Iteration of the newest checkpoint that is complete or under way"""
         self._roles, self._forget, self._say = roles, forget, say
         self._specs = {name: specs[Role(name)] for name in roles}
         self._num_bytes = estimate_bytes(self._specs.values())
-        self._kind, self._unit = kind, unit
+        self._kind = kind
         self._under_way: int | None = None
         self._publishing: Future[Path] | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="megarl-publish")
@@ -193,7 +178,7 @@ class Saver:
             if self._publishing.done():
                 self._complete()
             elif end is not None and time.monotonic() > end:
-                raise DeadlineError(f"checkpoint of {self._unit} {self._under_way}: hashing has not come to its end")
+                raise DeadlineError(f"checkpoint of {self.unit} {self._under_way}: hashing has not come to its end")
             else:
                 time.sleep(POLL_S)
 
@@ -210,7 +195,7 @@ class Saver:
             if self._under_way is not None:
                 self.folder.abandon(self._under_way)
         elif error := self._publishing.exception():
-            self._say(f"the checkpoint of {self._unit} {self._under_way} is not complete: {error}")
+            self._say(f"the checkpoint of {self.unit} {self._under_way} is not complete: {error}")
         self._pool.shutdown(wait=False)
 
     def _complete(self) -> None:
@@ -219,7 +204,7 @@ class Saver:
             publishing, iteration = self._publishing, self._under_way
             self._publishing = self._under_way = None
         final = publishing.result()
-        self._say(f"checkpoint of {self._unit} {iteration}: {final}")
+        self._say(f"checkpoint of {self.unit} {iteration}: {final}")
 
     def _publish(self, iteration: int) -> Path:
         building = self.folder.find_building(iteration)
@@ -229,3 +214,96 @@ class Saver:
         final = self.folder.publish(iteration)
         self._forget(self.folder.list_newest()[0])
         return final
+
+
+class LoopSaver:
+    """Saves a loop every `checkpoint.save_every` iterations, at its end, and when it is asked to stop.
+
+    The loop says what its weights are (`begin_update`, `hold`), so that half an update is never saved.
+    """
+
+    def __init__(self, settings: CheckpointConfig, saver: Saver, report: Report, how: str):
+        """how: what goes on with the checkpoints, in messages."""
+        self.run_dir = saver.run_dir
+        self._settings, self._saver, self._report, self._how = settings, saver, report, how
+        self._state: TrainerState | None = None
+        self._is_whole = True
+        self._score: float | None = None
+        """Of the present weights, once they are evaluated"""
+
+    def restore(self, state: TrainerState) -> None:
+        """Go on after the checkpoint that `state` is of."""
+        self._state, self._saver.last = state, state.iteration
+
+    def proceed(self) -> None:
+        """As `Saver.proceed`."""
+        self._saver.proceed()
+
+    def begin_update(self) -> None:
+        """Until `hold` the weights are those of no iteration."""
+        self._is_whole, self._score = False, None
+
+    def hold(self, state: TrainerState) -> None:
+        """The roles hold what `state` says."""
+        self._state, self._is_whole = state, True
+
+    def score(self, value: float | None) -> None:
+        """By checkpoint.best_metric, where the present weights have been evaluated."""
+        assert self._state is not None
+        self._score = value
+        self._saver.score(self._state.iteration, value)
+
+    def save_if_due(self) -> None:
+        every = self._settings.save_every
+        if every is not None and self._state is not None and self._state.iteration % every == 0:
+            self.save(wait=False)
+
+    def save(self, wait: bool = True, end: float | None = None) -> None:
+        """A checkpoint of the present state, unless there is one; without `wait` it is written beside what follows.
+
+        Raises DeadlineError at `end` (time.monotonic), RuntimeError after an update that was broken off.
+        """
+        assert self._state is not None
+        iteration = self._state.iteration
+        if not self._is_whole:
+            message = f"the update of {self._saver.unit} {iteration + 1} was broken off: its weights are no state"
+            raise RuntimeError(message)
+        with self._report.phase("checkpoint"):
+            if self._saver.last != iteration:
+                self._saver.begin(self._state, end)
+                self._saver.score(iteration, self._score)
+            if wait:
+                self._saver.settle(end)
+
+    def settle(self) -> None:
+        """Afterwards no checkpoint is under way."""
+        with self._report.phase("checkpoint"):
+            self._saver.settle()
+
+    def close(self) -> None:
+        """As `Saver.close`."""
+        self._saver.close()
+
+    @contextlib.contextmanager
+    def saving_stops(self) -> Iterator[None]:
+        """A signal that raises Stopped within has the newest state saved, within checkpoint.stop_deadline_s, before it
+        goes on."""
+        try:
+            yield
+        except Stopped as stopped:
+            if self._state is not None:
+                self._save_stopped(stopped, f"{self._saver.unit} {self._state.iteration}")
+            raise
+
+    def _save_stopped(self, stopped: Stopped, what: str) -> None:
+        deadline_s, say = self._settings.stop_deadline_s, self._report.message
+        say(f"{stopped}: saving {what}, within {deadline_s:g} s")
+        try:
+            # From here: the update that was under way may have taken longer than that.
+            self.save(end=time.monotonic() + deadline_s)
+            say(f"saved: {self._how} goes on")
+        except Exception as error:
+            causes = [f"{what} was not saved: {error}"]
+            if isinstance(stopped.__context__, Exception):
+                causes.append(f"before that: {stopped.__context__}")
+            say("\n".join(causes))

@@ -1,5 +1,6 @@
 """THE loop: rollout, experience, targets, update, checkpoint, publish; the same for every algorithm and layout."""
 
+import contextlib
 import math
 import time
 from collections import defaultdict
@@ -26,9 +27,9 @@ from megarl.rollout.rollout_file import RolloutWriter
 from megarl.rollout.signal_groups import join_groups
 from megarl.rollout.source import GroupSource
 from megarl.rollout.tensors import build_tensors
-from megarl.saving import Saver, TrainerState, measure_files, save_stopped
+from megarl.saving import LoopSaver, TrainerState, measure_files
 from megarl.seams import Pending, RolloutEngine, RolloutServers, TrainBackend, WeightSync, wait_all
-from megarl.signals import Stopped, deferring_stops
+from megarl.signals import deferring_stops
 from megarl.types import Experience, Metrics, Prompt, Rollout, Sample, TrainingSamples
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ class Parts:
     """Where every sampled response of training goes, where logger.save_rollouts asks for it"""
     servers: RolloutServers | None = None
     """None: they are not this run's own, and losing one ends it"""
-    saver: Saver | None = None
+    saver: LoopSaver | None = None
     """None: no checkpoints"""
 
 
@@ -80,11 +81,7 @@ class Trainer:
         self.num_samples = 0
         self.heldout_reward = float("nan")
         self.started = time.monotonic()
-        self.state = self.capture(0, {})
-        self.is_whole = True
-        """Whether the roles hold what `state` says; not in an update, nor after one that failed"""
-        self.score: float | None = None
-        """Of the present weights by checkpoint.best_metric, once they are evaluated"""
+        self.hold(self.capture(0, {}))
 
     @property
     def iteration(self) -> int:
@@ -96,16 +93,17 @@ class Trainer:
 
         A signal that raises Stopped has the state saved before it goes on.
         """
+        saver = self.parts.saver
         try:
-            self.finish()
-            while not self.is_last() and not self.reached_goal():
-                self.train(self.iteration + 1)
-                self.save_if_due()
+            with saver.saving_stops() if saver else contextlib.nullcontext():
                 self.finish()
-            self.save()
-        except Stopped as stopped:
-            self.save_stopped(stopped)
-            raise
+                while not self.is_last() and not self.reached_goal():
+                    self.train(self.iteration + 1)
+                    if saver:
+                        saver.save_if_due()
+                    self.finish()
+                if saver:
+                    saver.save()
         finally:
             num_dropped = self.source.close()
         if num_dropped:
@@ -122,11 +120,11 @@ class Trainer:
         metrics |= experience_metrics | target_metrics
         # The weights and the loop's own state change together, also where a signal comes.
         with deferring_stops():
-            self.is_whole, self.score = False, None
+            if self.parts.saver:
+                self.parts.saver.begin_update()
             metrics |= self.update(samples, iteration)
             self.kl, kl_metrics = self.kl.update(experience)
-            self.state = self.capture(iteration, metrics | kl_metrics)
-            self.is_whole = True
+            self.hold(self.capture(iteration, metrics | kl_metrics))
 
     def finish(self) -> None:
         """Bring the weights of the iteration to the servers, evaluate where it is time, and log it."""
@@ -134,9 +132,8 @@ class Trainer:
         if self.is_last() or self.iteration % self.config.train.eval_every == 0:
             metrics |= self.evaluate()
         self.report.log(self.iteration, metrics)
-        self.score = metrics.get(self.config.checkpoint.best_metric)
         if self.parts.saver:
-            self.parts.saver.score(self.iteration, self.score)
+            self.parts.saver.score(metrics.get(self.config.checkpoint.best_metric))
 
     def capture(self, iteration: int, metrics: Metrics) -> TrainerState:
         """What a checkpoint says of the loop itself."""
@@ -159,36 +156,13 @@ class Trainer:
         self.source.restore(state.source)
         self.state = state
         if self.parts.saver:
-            self.parts.saver.last = state.iteration
+            self.parts.saver.restore(state)
 
-    def save_if_due(self) -> None:
-        every = self.config.checkpoint.save_every
-        if every is not None and self.iteration % every == 0:
-            self.save(wait=False)
-
-    def save(self, wait: bool = True, end: float | None = None) -> None:
-        """A checkpoint of the present state, unless there is one; without `wait` it is written beside what follows.
-
-        Raises DeadlineError at `end` (time.monotonic), RuntimeError after an update that was broken off.
-        """
-        saver = self.parts.saver
-        if saver is None:
-            return
-        if not self.is_whole:
-            raise RuntimeError(f"the update of iteration {self.iteration + 1} was broken off: its weights are no state")
-        with self.report.phase("checkpoint"):
-            if saver.last != self.iteration:
-                saver.begin(self.state, end)
-                saver.score(self.iteration, self.score)
-            if wait:
-                saver.settle(end)
-
-    def save_stopped(self, stopped: Stopped) -> None:
-        """The checkpoint of a run that was asked to end, within checkpoint.stop_deadline_s."""
-        saver, deadline_s = self.parts.saver, self.config.checkpoint.stop_deadline_s
-        if saver is not None:
-            what, how, say = f"iteration {self.iteration}", f"resume={saver.run_dir}", self.report.message
-            save_stopped(stopped, what, lambda end: self.save(end=end), deadline_s, how, say)
+    def hold(self, state: TrainerState) -> None:
+        """The roles hold what `state` says."""
+        self.state = state
+        if self.parts.saver:
+            self.parts.saver.hold(state)
 
     def collect(self, iteration: int) -> tuple[Rollout, Metrics]:
         """The groups of one iteration: fresh ones, with `algo.dynamic_sampling` only those of different rewards, and
