@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from megarl.cluster.opened import open_ray
 from megarl.config.cluster import ClusterConfig
 from megarl.config.load import load_config
@@ -55,3 +57,14 @@ def open_trainer(hosts: Hosts, run_dir: Path, overrides: Sequence[str]) -> Itera
         open_parts(config, inputs, hosts, run_dir, report) as parts,
     ):
         yield Trainer(config, parts)
+
+
+def find_server(url: str) -> psutil.Process | None:
+    """The main process of the SGLang server at `url`."""
+    port = url.rpartition(":")[2]
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if words[1:3] == ["-m", "sglang.launch_server"] and words[words.index("--port") + 1] == port:
+                return process
+    return None

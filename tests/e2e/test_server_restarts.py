@@ -1,6 +1,5 @@
 """Servers that are killed in the middle of a rollout and of a weight sync; the run goes on."""
 
-import contextlib
 import os
 import re
 import signal
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from loop_parts import SIZES, open_trainer
+from loop_parts import SIZES, find_server, open_trainer
 
 from megarl.config.load import load_config
 from megarl.inputs import load_inputs
@@ -39,13 +38,9 @@ OVERRIDES = [
 
 def find_schedulers(url: str) -> list[psutil.Process]:
     """The processes that hold the model of the server at `url`, one per rank."""
-    port = url.rpartition(":")[2]
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            words = process.cmdline()
-            if "sglang.launch_server" in words and words[words.index("--port") + 1] == port:
-                return [p for p in process.children(recursive=True) if "sglang::scheduler" in p.name()]
-    raise AssertionError(f"no server at {url}")
+    server = find_server(url)
+    assert server is not None
+    return [process for process in server.children(recursive=True) if "sglang::scheduler" in process.name()]
 
 
 def kill_soon(*urls: str) -> None:

@@ -1,11 +1,8 @@
 """Servers that share GPUs with roles, on real processes: GPUs are counted, and none has to be there for that."""
 
-import contextlib
 from dataclasses import replace
-from urllib.parse import urlsplit
 
-import psutil
-from loop_parts import SIZES, open_trainer
+from loop_parts import SIZES, find_server, open_trainer
 
 from megarl.config.load import load_config
 from megarl.inputs import load_inputs
@@ -13,18 +10,6 @@ from megarl.job import open_hosts
 from megarl.seams import UNPUBLISHED
 
 OVERRIDES = ["algo=grpo", "cluster.gpus_per_node=1", "cluster.placement=colocated"]
-
-
-def find_servers(url: str) -> list[psutil.Process]:
-    """The process of the server at `url`; the session's own one is another."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            command = process.cmdline()
-            port = command[command.index("--port") + 1] if "--port" in command else None
-            if command[1:3] == ["-m", "sglang.launch_server"] and port == str(urlsplit(url).port):
-                found.append(process)
-    return found
 
 
 def test_servers_that_share_gpus_are_started_after_the_roles(tiny_checkpoint, tmp_path):
@@ -44,15 +29,16 @@ def test_servers_that_share_gpus_are_started_after_the_roles(tiny_checkpoint, tm
             assert seen[0] == {"policy-0.log"}
             [client] = trainer.parts.engine.clients
             assert client.load_weight_version() == UNPUBLISHED
-            [server] = find_servers(client.url)
+            server = find_server(client.url)
+            assert server is not None
             assert server.environ()["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "false"
         # The next attempt finds it running, or starts it where it was lost.
         assert hosts.servers.find_lost() == {}
         urls = hosts.start_servers().result()
-        find_servers(urls[0])[0].kill()
+        server.kill()
         lost = hosts.servers.find_lost()
         assert list(lost) == ["SGLang server 0/1"]
         hosts.servers.end(lost)
-        assert find_servers(urls[0]) == []
+        assert find_server(urls[0]) is None
         assert hosts.start_servers().result() == urls
         assert hosts.servers.find_lost() == {}
