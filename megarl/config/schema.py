@@ -1,5 +1,6 @@
 """The root of the configuration and its registration with Hydra."""
 
+import functools
 from dataclasses import dataclass, field
 
 from hydra.core.config_store import ConfigStore
@@ -41,8 +42,9 @@ class Config:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
 
+@functools.cache
 def register() -> None:
-    """Put the schema into Hydra's ConfigStore; calling it again changes nothing."""
+    """Put the schema into Hydra's ConfigStore, once in a process."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     run_name.register()

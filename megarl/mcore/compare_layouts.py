@@ -6,6 +6,7 @@ A layout changes who computes what, and nothing of the result but rounding. The 
 import gc
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -178,6 +179,7 @@ def _run_rank(
     # Megatron is loaded in the processes that need it, and not where the comparison is read.
     from megarl.mcore.worker import MegatronWorker
 
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
     metrics: dict[str, list[Metrics]] = {}
     everything = torch.arange(samples.sequences.num_samples)
     for name, spec in specs.items():
@@ -193,6 +195,8 @@ def _run_rank(
         # Each of gloo's groups has threads, which end with the last reference to it; Megatron's models are cyclic.
         del worker
         gc.collect()
+        # What stays, modules mostly, need not be looked through after the next layout: that would take half a second.
+        gc.freeze()
     if rank == 0:
         torch.save(metrics, out)
 
