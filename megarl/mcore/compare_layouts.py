@@ -6,7 +6,6 @@ A layout changes who computes what, and nothing of the result but rounding. The 
 import gc
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -179,7 +178,6 @@ def _run_rank(
     # Megatron is loaded in the processes that need it, and not where the comparison is read.
     from megarl.mcore.worker import MegatronWorker
 
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
     metrics: dict[str, list[Metrics]] = {}
     everything = torch.arange(samples.sequences.num_samples)
     for name, spec in specs.items():
