@@ -10,14 +10,14 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from megarl.command import Results, end_with_config_error, run_composed
 from megarl.config.errors import ConfigError
-from megarl.config.evaluate import check_evaluate
 from megarl.config.load import CONF_DIR, list_options, load_config
-from megarl.config.model import ModelSource
 from megarl.config.open_keys import open_overrides
-from megarl.config.rewrite import rewrite_overrides
-from megarl.config.schema import Config, register
+from megarl.config.roll.rewrite import rewrite_overrides
+from megarl.config.schema.evaluate import check_evaluate
+from megarl.config.schema.model import ModelSource
+from megarl.config.schema.root import Config, register
+from megarl.run.command import Results, end_with_config_error, run_composed
 
 DEFAULT_REWARD = "math"
 """Of a set without a verifier of its own name."""
@@ -122,7 +122,7 @@ def choose_run_dir(overrides: Sequence[str], configs: dict[str, Config]) -> list
 
 def evaluate(configs: dict[str, Config], run_dir: Path) -> Results:
     # Only now: importing torch and Ray takes seconds that `--help` need not wait.
-    from megarl.evaluation import run_evaluation
+    from megarl.run.evaluation import run_evaluation
 
     results = run_evaluation(configs, run_dir)
     found = [(result.name, *next(iter(result.estimates.items()))) for result in results]

@@ -11,10 +11,10 @@ import hydra
 from omegaconf import DictConfig
 
 from megarl.checkpoint.manifest import CheckpointError
-from megarl.command import Results, check_command_line, run_composed
 from megarl.config.errors import ConfigError
 from megarl.config.load import CONF_DIR
-from megarl.config.schema import Config, register
+from megarl.config.schema.root import Config, register
+from megarl.run.command import Results, check_command_line, run_composed
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def _run_composed(composed: DictConfig) -> None:
 
 def _pretrain(config: Config, run_dir: Path) -> Results:
     # Only now: importing torch and Ray takes seconds that `--help` need not wait.
-    from megarl.pretraining_job import run_value_pretraining
+    from megarl.value_pretraining.job import run_value_pretraining
 
     try:
         summary = run_value_pretraining(config, run_dir)

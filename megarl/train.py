@@ -14,13 +14,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from megarl.checkpoint.manifest import CheckpointError
-from megarl.command import Results, check_command_line, end_with_config_error, run_composed
 from megarl.config.errors import ConfigError
 from megarl.config.load import CONF_DIR
-from megarl.config.schema import Config, register
+from megarl.config.schema.root import Config, register
 from megarl.report.outcome import Outcome, State, clear_outcome, write_outcome
-from megarl.resume import check_changes, load_run, save_run, take_resume
-from megarl.signals import Stopped
+from megarl.run.command import Results, check_command_line, end_with_config_error, run_composed
+from megarl.run.resume import check_changes, load_run, save_run, take_resume
+from megarl.run.signals import Stopped
 from megarl.sweep.command import is_sweep, run_sweep
 from megarl.sweep.run import run_one
 
@@ -55,7 +55,7 @@ def _run_composed(composed: DictConfig) -> float | None:
 
 def _train(config: Config, run_dir: Path) -> Results:
     # Only now: importing torch and Ray takes seconds that `--help` need not wait.
-    from megarl.attempts import run_job
+    from megarl.run.attempts import run_job
 
     problems = check_changes(load_run(_resumed)["config"], config) if _resumed else []
     if problems:

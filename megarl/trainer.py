@@ -16,27 +16,27 @@ from megarl.algo.kl import KlController
 from megarl.algo.rewards import update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets
-from megarl.config.algo import AlgoConfig, needs_reward_moments
-from megarl.config.algo_choices import KLEstimator
-from megarl.config.schema import Config
+from megarl.config.schema.algo import AlgoConfig, needs_reward_moments
+from megarl.config.schema.algo_choices import KLEstimator
+from megarl.config.schema.root import Config
 from megarl.data.sampler import PromptSampler
-from megarl.recovery import Recovery
+from megarl.interfaces import Pending, RolloutEngine, RolloutServers, TrainBackend, WeightSync, wait_all
 from megarl.report.report import Report
 from megarl.rollout.collector import Collector
+from megarl.rollout.dynamic_sampling import join_groups
 from megarl.rollout.rollout_file import RolloutWriter
-from megarl.rollout.signal_groups import join_groups
 from megarl.rollout.source import GroupSource
 from megarl.rollout.tensors import build_tensors
-from megarl.saving import LoopSaver, TrainerState, measure_files
-from megarl.seams import Pending, RolloutEngine, RolloutServers, TrainBackend, WeightSync, wait_all
-from megarl.signals import deferring_stops
+from megarl.run.recovery import Recovery
+from megarl.run.saving import LoopSaver, TrainerState, measure_files
+from megarl.run.signals import deferring_stops
 from megarl.types import Experience, Metrics, Prompt, Rollout, Sample, TrainingSamples
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Parts:
+class TrainerComponents:
     """What the loop is made of; all of it runs in other processes but the sampler and the report."""
 
     policy: TrainBackend
@@ -65,23 +65,25 @@ class Summary:
 
 
 class Trainer:
-    """Runs the iterations of one configuration over its parts."""
+    """Runs the iterations of one configuration over its components."""
 
-    def __init__(self, config: Config, parts: Parts):
+    def __init__(self, config: Config, components: TrainerComponents):
         self.config = config
-        self.parts = parts
-        self.report = parts.report
+        self.components = components
+        self.report = components.report
         self.recovery = Recovery(
-            parts.servers, parts.report.message, config.rollout.max_server_restarts, parts.sync.reconnect
+            components.servers, components.report.message, config.rollout.max_server_restarts, components.sync.reconnect
         )
         self.kl = KlController.start(config.algo.kl)
         self.reward_moments = RunningMoments()
-        self.source = GroupSource(config, parts.engine, parts.collector, parts.sampler, self.with_servers)
+        self.source = GroupSource(
+            config, components.engine, components.collector, components.sampler, self.with_servers
+        )
         self.version = 0
         self.num_samples = 0
         self.heldout_reward = float("nan")
         self.started = time.monotonic()
-        self.hold(self.capture(0, {}))
+        self.commit(self.get_state(0, {}))
 
     @property
     def iteration(self) -> int:
@@ -93,15 +95,15 @@ class Trainer:
 
         A signal that raises Stopped has the state saved before it goes on.
         """
-        saver = self.parts.saver
+        saver = self.components.saver
         try:
             with saver.saving_stops() if saver else contextlib.nullcontext():
-                self.finish()
+                self.publish_and_evaluate()
                 while not self.is_last() and not self.reached_goal():
                     self.train(self.iteration + 1)
                     if saver:
                         saver.save_if_due()
-                    self.finish()
+                    self.publish_and_evaluate()
                 if saver:
                     saver.save()
         finally:
@@ -111,31 +113,31 @@ class Trainer:
         return Summary(self.iteration, self.heldout_reward)
 
     def train(self, iteration: int) -> None:
-        """One iteration up to its update; `finish` does what is left."""
+        """One iteration up to its update; `publish_and_evaluate` does what is left."""
         rollout, metrics = self.collect(iteration)
-        if self.parts.saver:
-            self.parts.saver.proceed()
+        if self.components.saver:
+            self.components.saver.proceed()
         experience, experience_metrics = self.build_experience(rollout)
         samples, target_metrics = self.build_targets(experience, self.config.algo)
         metrics |= experience_metrics | target_metrics
         # The weights and the loop's own state change together, also where a signal comes.
         with deferring_stops():
-            if self.parts.saver:
-                self.parts.saver.begin_update()
+            if self.components.saver:
+                self.components.saver.begin_update()
             metrics |= self.update(samples, iteration)
             self.kl, kl_metrics = self.kl.update(experience)
-            self.hold(self.capture(iteration, metrics | kl_metrics))
+            self.commit(self.get_state(iteration, metrics | kl_metrics))
 
-    def finish(self) -> None:
+    def publish_and_evaluate(self) -> None:
         """Bring the weights of the iteration to the servers, evaluate where it is time, and log it."""
         metrics = self.state.metrics | self.publish(self.iteration)
         if self.is_last() or self.iteration % self.config.train.eval_every == 0:
             metrics |= self.evaluate()
         self.report.log(self.iteration, metrics)
-        if self.parts.saver:
-            self.parts.saver.score(metrics.get(self.config.checkpoint.best_metric))
+        if self.components.saver:
+            self.components.saver.score(metrics.get(self.config.checkpoint.best_metric))
 
-    def capture(self, iteration: int, metrics: Metrics) -> TrainerState:
+    def get_state(self, iteration: int, metrics: Metrics) -> TrainerState:
         """What a checkpoint says of the loop itself."""
         return TrainerState(
             iteration=iteration,
@@ -145,7 +147,7 @@ class Trainer:
             kl_coef=self.kl.coef,
             reward_moments=self.reward_moments,
             source=self.source.state(),
-            sizes=measure_files(self.parts.saver.run_dir) if self.parts.saver else {},
+            sizes=measure_files(self.components.saver.run_dir) if self.components.saver else {},
         )
 
     def restore(self, state: TrainerState) -> None:
@@ -155,24 +157,24 @@ class Trainer:
         self.kl = replace(self.kl, coef=state.kl_coef)
         self.source.restore(state.source)
         self.state = state
-        if self.parts.saver:
-            self.parts.saver.restore(state)
+        if self.components.saver:
+            self.components.saver.restore(state)
 
-    def hold(self, state: TrainerState) -> None:
+    def commit(self, state: TrainerState) -> None:
         """The roles hold what `state` says."""
         self.state = state
-        if self.parts.saver:
-            self.parts.saver.hold(state)
+        if self.components.saver:
+            self.components.saver.commit(state)
 
     def collect(self, iteration: int) -> tuple[Rollout, Metrics]:
         """The groups of one iteration: fresh ones, with `algo.dynamic_sampling` only those of different rewards, and
         with `algo.replay` older ones beside them."""
         with self.report.phase("rollout"):
-            gathered = self.source.take(iteration, self.version)
-        for samples in gathered.sampled:
-            self.keep(Rollout(samples, self.version), iteration)
-        metrics = gathered.metrics | compute_score_metrics([sample for group in gathered.fresh for sample in group])
-        rollout = join_groups(gathered.fresh + gathered.replayed, self.version)
+            batch = self.source.take(iteration, self.version)
+        for samples in batch.sampled:
+            self.record(Rollout(samples, self.version), iteration)
+        metrics = batch.metrics | compute_score_metrics([sample for group in batch.fresh for sample in group])
+        rollout = join_groups(batch.fresh + batch.replayed, self.version)
         return rollout, metrics | {"sampling/total_samples": self.num_samples}
 
     def is_last(self) -> bool:
@@ -183,24 +185,24 @@ class Trainer:
         """Responses of the policy before its first update, with their rewards; key: as in `RolloutEngine.generate`."""
         num_responses = self.config.train.responses_per_prompt
         rollout = self.with_servers(
-            lambda: self.parts.collector.collect(prompts, num_responses, weight_version=self.version, key=key)
+            lambda: self.components.collector.collect(prompts, num_responses, weight_version=self.version, key=key)
         )
-        self.keep(rollout, 0)
+        self.record(rollout, 0)
         return rollout
 
-    def keep(self, rollout: Rollout, iteration: int) -> None:
+    def record(self, rollout: Rollout, iteration: int) -> None:
         """Count the responses and, where a file is asked for, save them."""
         self.num_samples += len(rollout.samples)
-        if self.parts.rollout_file:
-            self.parts.rollout_file.write(rollout, iteration)
+        if self.components.rollout_file:
+            self.components.rollout_file.write(rollout, iteration)
 
     def check_servers(self) -> None:
         """Afterwards every server answers and holds the current weights, or RuntimeError says which does not."""
-        self.with_servers(self.parts.engine.check_health)
+        self.with_servers(self.components.engine.check_health)
 
     def with_servers(self, ask: Callable[[], T]) -> T:
         """What `ask` gives, asked again where servers were lost, once they are back with the current weights."""
-        return self.recovery.run(ask, lambda: self.parts.sync.publish(self.version))
+        return self.recovery.run(ask, lambda: self.components.sync.publish(self.version))
 
     def build_experience(self, rollout: Rollout) -> tuple[Experience, Metrics]:
         """What policy, reference and critic say of the responses; the three run side by side."""
@@ -209,10 +211,10 @@ class Trainer:
         kl = self.config.algo.kl
         full_kl = kl.in_reward and kl.reward_estimator is KLEstimator.full
         with self.report.phase("experience"):
-            old = self.parts.policy.logprobs(sequences, temperature)
-            ref_kl = self.parts.policy.reference_kl(sequences, temperature) if full_kl else None
-            ref = self.parts.reference.logprobs(sequences, temperature) if self.parts.reference else None
-            values = self.parts.critic.values(sequences) if self.parts.critic else None
+            old = self.components.policy.logprobs(sequences, temperature)
+            ref_kl = self.components.policy.reference_kl(sequences, temperature) if full_kl else None
+            ref = self.components.reference.logprobs(sequences, temperature) if self.components.reference else None
+            values = self.components.critic.values(sequences) if self.components.critic else None
             wait_all([pending for pending in (old, ref_kl, ref, values) if pending])
             experience = Experience(
                 sequences=sequences,
@@ -247,17 +249,17 @@ class Trainer:
         minibatches = split_minibatches(self.config, samples.sequences.num_samples, iteration)
         running: list[Pending[list[Metrics]]] = []
         with self.report.phase("update"):
-            if self.parts.critic is not None:
+            if self.components.critic is not None:
                 repeats = self.config.critic.updates_per_policy_update
-                running.append(self.parts.critic.update(samples, minibatches * repeats))
-            running.append(self.parts.policy.update(samples, minibatches))
+                running.append(self.components.critic.update(samples, minibatches * repeats))
+            running.append(self.components.policy.update(samples, minibatches))
             wait_all(running)
             return {name: value for call in running for name, value in average_steps(call.result()).items()}
 
     def publish(self, version: int) -> Metrics:
         """Bring the policy's weights to the servers as `version`, proved."""
         with self.report.phase("sync"):
-            metrics = self.recovery.run(lambda: self.parts.sync.publish(version))
+            metrics = self.recovery.run(lambda: self.components.sync.publish(version))
         self.version = version
         return metrics
 
@@ -265,8 +267,8 @@ class Trainer:
         """Mean greedy reward on the held-out prompts."""
         with self.report.phase("evaluate"):
             rollout = self.with_servers(
-                lambda: self.parts.collector.collect_greedy(
-                    self.parts.heldout, weight_version=self.version, key=f"evaluation-{self.iteration}"
+                lambda: self.components.collector.collect_greedy(
+                    self.components.heldout, weight_version=self.version, key=f"evaluation-{self.iteration}"
                 )
             )
         self.report.samples(rollout.samples)

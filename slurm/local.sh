@@ -48,7 +48,7 @@ show_local() {
   echo "environment ($site):"
   env | grep -E '^(MEGARL|RAY|NCCL|HF|FI|CUDA|GLOO|PYTHONPATH|SLURM_(JOB_NUM|GPUS_ON))' | sort | sed 's/^/    /'
   echo
-  "$MEGARL_PYTHON" -m megarl.preflight job "${arguments[@]}" | sed 's/^/    /'
+  "$MEGARL_PYTHON" -m megarl.doctor.preflight job "${arguments[@]}" | sed 's/^/    /'
 }
 
 read_default() { sed -n "s/^#SBATCH --$1=//p" "$MEGARL_HOME/slurm/train.sh"; }

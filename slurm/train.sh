@@ -93,9 +93,9 @@ build_commands() {
     --nodelist="$(IFS=,; echo "${nodes[*]:1}")")
   # One node's Ray that ends ends all.
   ray=(--job-name=ray --kill-on-bad-exit=1)
-  check_job=("${on_head[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.preflight job "${arguments[@]}")
-  check_nodes=("${on_all[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.preflight node "${arguments[@]}")
-  compare_nodes=("${on_head[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.preflight compare "${arguments[@]}")
+  check_job=("${on_head[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.doctor.preflight job "${arguments[@]}")
+  check_nodes=("${on_all[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.doctor.preflight node "${arguments[@]}")
+  compare_nodes=("${on_head[@]}" "${inside[@]}" "$MEGARL_PYTHON" -m megarl.doctor.preflight compare "${arguments[@]}")
   start_head=("${on_head[@]}" "${ray[@]}" "${inside[@]}" bash "$MEGARL_HOME/slurm/node.sh")
   start_others=("${on_others[@]}" "${ray[@]}" "${inside[@]}" bash "$MEGARL_HOME/slurm/node.sh")
   start_driver=("${on_head[@]}" --job-name=driver "${inside[@]}" env "MEGARL_MARK=$driver_mark" "$MEGARL_PYTHON" -m "${MEGARL_MODULE:-megarl.train}" "${arguments[@]}")

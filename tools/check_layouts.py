@@ -29,14 +29,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from megarl.config.check import check_config
+from megarl.config.checks.config import check_config
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.roles import Dtype, ParallelConfig
-from megarl.config.schema import Config
+from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.config.schema.root import Config
 from megarl.hf.checkpoint import load_tokenizer
-from megarl.inputs import Models, load_models, load_specs
-from megarl.mcore.architecture import Architecture, check_layout
 from megarl.mcore.compare_layouts import (
     Bounds,
     LayoutDifference,
@@ -45,8 +43,10 @@ from megarl.mcore.compare_layouts import (
     describe_layout,
     run_layouts,
 )
+from megarl.mcore.model.architecture import Architecture, check_layout
 from megarl.mcore.role_fields import check_role_fields
-from megarl.mcore.spec import Role, WorkerSpec
+from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.run.inputs import Models, load_models, load_specs
 from megarl.types import Sequences, TrainingSamples
 
 NUM_STEPS = 3

@@ -31,11 +31,11 @@ from roll_keys import (
 )
 from yaml import YAMLError, safe_dump
 
-from megarl.config.aliases import ALIASES
+from megarl.config.checks.unused import find_unused
 from megarl.config.errors import ConfigError
 from megarl.config.load import CONF_DIR, compose_config, load_config
-from megarl.config.resolve_aliases import Value, resolve_aliases
-from megarl.config.unused import find_unused
+from megarl.config.roll.aliases import ALIASES
+from megarl.config.roll.resolve import Value, resolve_aliases
 
 DEFAULT = "ROLL's default"
 
@@ -140,7 +140,7 @@ def _list_texts(outcomes: list[Outcome]) -> list[str]:
 
 
 def _import_aliases(leaves: Mapping[str, Any]) -> list[Outcome]:
-    """The keys of megarl/config/aliases.py; one that ROLL does not read beside another is left out."""
+    """The keys of megarl/config/roll/aliases.py; one that ROLL does not read beside another is left out."""
     left_out = dict(_find_ignored(leaves))
     given = {key: value for key, value in leaves.items() if key in ALIASES and key not in left_out}
     outcomes = [Outcome(key, to_text(leaves[key]), "nothing here", note=why) for key, why in left_out.items()]

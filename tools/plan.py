@@ -10,13 +10,13 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from megarl.command import EXIT_BAD_CONFIG
-from megarl.config.cluster import Placement
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.placement import list_contradictions
-from megarl.config.rewrite import rewrite_overrides
-from megarl.config.schema import Config
+from megarl.config.roll.rewrite import rewrite_overrides
+from megarl.config.schema.cluster import Placement
+from megarl.config.schema.root import Config
+from megarl.run.command import EXIT_BAD_CONFIG
 
 DOES_NOT_FIT = 1
 WIDTH = 128

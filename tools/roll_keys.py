@@ -1,4 +1,4 @@
-"""ROLL's keys beside those of megarl/config/aliases.py: what they are called here, and why others have no counterpart.
+"""ROLL's keys beside those of megarl/config/roll/aliases.py: what they are called here, or why they are not.
 
 Read in roll/configs/ and roll/pipeline/rlvr/rlvr_config.py of github.com/alibaba/ROLL, up to release 0.3.0.
 """

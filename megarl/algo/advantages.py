@@ -14,7 +14,7 @@ from torch import Tensor
 from megarl.algo.finite import check_finite
 from megarl.algo.scan import BLOCK, compute_discounted_sums
 from megarl.algo.statistics import STD_EPS, compute_group_index, compute_moments
-from megarl.config.algo_choices import AdvantageStd, NormScope, StdOf
+from megarl.config.schema.algo_choices import AdvantageStd, NormScope, StdOf
 
 _CHUNK = 1 << 17
 """Entries worked on at a time: in float64 they stay in a core's cache."""

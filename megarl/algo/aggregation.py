@@ -7,7 +7,7 @@ that the sum over micro-batches and ranks does not depend on how the minibatch w
 import torch
 from torch import Tensor
 
-from megarl.config.algo_choices import LossAggMode
+from megarl.config.schema.algo_choices import LossAggMode
 
 _TOKEN_MEAN = LossAggMode["token-mean"]
 _SEQ_TOKEN_MEAN = LossAggMode["seq-mean-token-mean"]

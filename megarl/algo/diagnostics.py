@@ -10,12 +10,12 @@ from torch import Tensor
 from megarl.algo.finite import check_finite
 from megarl.algo.mismatch import compute_log_mismatch, compute_outside
 from megarl.algo.statistics import compute_group_index, compute_moments
-from megarl.config.algo import MismatchConfig
-from megarl.config.algo_choices import NormScope
+from megarl.config.schema.algo import MismatchConfig
+from megarl.config.schema.algo_choices import NormScope
 from megarl.types import Experience, Metrics
 
 QUARTERS = ("0_25", "25_50", "50_75", "75_100")
-"""Parts of a response, in percent of its generated tokens, as they stand at the end of metric names."""
+"""TrainerComponents of a response, in percent of its generated tokens, as they stand at the end of metric names."""
 
 _ROUNDING = 1e-6
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megarl.algo.finite import check_finite
-from megarl.config.algo import KLConfig
-from megarl.config.algo_choices import KLEstimator
+from megarl.config.schema.algo import KLConfig
+from megarl.config.schema.algo_choices import KLEstimator
 from megarl.types import Experience, Metrics
 
 _LARGEST_ERROR = 0.2

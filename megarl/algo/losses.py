@@ -16,8 +16,8 @@ from megarl.algo.finite import check_finite
 from megarl.algo.kl import compute_kl
 from megarl.algo.mismatch import compute_log_mismatch, compute_mismatch_weight
 from megarl.algo.tokens import LossCounts, LossOutput, TokenTargets, count_minibatch
-from megarl.config.algo import AlgoConfig, needs_entropy, uses_topr
-from megarl.config.algo_choices import KLEstimator, MismatchCorrection, RatioLevel, Surrogate
+from megarl.config.schema.algo import AlgoConfig, needs_entropy, uses_topr
+from megarl.config.schema.algo_choices import KLEstimator, MismatchCorrection, RatioLevel, Surrogate
 
 __all__ = [
     "LossCounts",

@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from megarl.config.algo import MismatchConfig
-from megarl.config.algo_choices import MismatchCorrection, MismatchLevel
+from megarl.config.schema.algo import MismatchConfig
+from megarl.config.schema.algo_choices import MismatchCorrection, MismatchLevel
 
 
 def compute_log_mismatch(log_ratio_R: Tensor, rows: Tensor, row_lengths: Tensor, level: MismatchLevel) -> Tensor:

@@ -1,7 +1,7 @@
 """The effective objective of a configuration, printed as formulas with its numbers in them."""
 
-from megarl.config.algo import ADAPTIVE, AlgoConfig, needs_critic, uses_topr
-from megarl.config.algo_choices import (
+from megarl.config.schema.algo import ADAPTIVE, AlgoConfig, needs_critic, uses_topr
+from megarl.config.schema.algo_choices import (
     Advantage,
     AdvantageStd,
     KLEstimator,

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megarl.algo.finite import check_finite
 from megarl.algo.statistics import STD_EPS, RunningMoments, compute_moments, merge_moments
-from megarl.config.algo import AlgoConfig, OverlongConfig, RewardNormConfig
-from megarl.config.algo_choices import NormScope
+from megarl.config.schema.algo import AlgoConfig, OverlongConfig, RewardNormConfig
+from megarl.config.schema.algo_choices import NormScope
 from megarl.types import Experience
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.config.algo_choices import NormScope
+from megarl.config.schema.algo_choices import NormScope
 
 STD_EPS = 1e-6
 """Added to every standard deviation that divides."""

@@ -23,8 +23,8 @@ from megarl.algo.finite import check_finite
 from megarl.algo.kl import compute_token_kl
 from megarl.algo.rewards import compute_shaped_rewards, compute_token_rewards
 from megarl.algo.statistics import RunningMoments
-from megarl.config.algo import ADAPTIVE, AlgoConfig, needs_reference
-from megarl.config.algo_choices import Advantage, KLEstimator
+from megarl.config.schema.algo import ADAPTIVE, AlgoConfig, needs_reference
+from megarl.config.schema.algo_choices import Advantage, KLEstimator
 from megarl.types import Experience, Metrics, TrainingSamples
 
 

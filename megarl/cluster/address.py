@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import psutil
 import ray
 
-from megarl.config.cluster import AUTO
+from megarl.config.schema.cluster import AUTO
 
 GPUS_VARIABLE = "MEGARL_GPUS"
 """Of a node's Ray: the ids of the GPUs that the job has there, where they are not 0, 1, 2 ..."""

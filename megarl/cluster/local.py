@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import ray
 
-from megarl.config.cluster import ClusterConfig
-from megarl.signals import STOPPING_SIGNALS
+from megarl.config.schema.cluster import ClusterConfig
+from megarl.run.signals import STOPPING_SIGNALS
 
 
 @contextmanager

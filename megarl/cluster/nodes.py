@@ -10,8 +10,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.config.placement import Seat, format_numbers
-from megarl.seams import DeadlineError
+from megarl.config.placement import DeviceSlot, format_numbers
+from megarl.interfaces import DeadlineError
 
 ORDER_VARIABLE = "MEGARL_NODES"
 """Names of the nodes, with commas between, in the order in which they are filled"""
@@ -37,15 +37,15 @@ class Cluster:
     listen_host: str
     """cluster.listen_host: `auto` is resolved by each process for itself"""
 
-    def options(self, seat: Seat) -> dict[str, Any]:
+    def options(self, slot: DeviceSlot) -> dict[str, Any]:
         """Of an actor that sits there."""
-        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(self.nodes[seat.node].node_id, soft=False)}
+        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(self.nodes[slot.node].node_id, soft=False)}
 
-    def describe(self, seats: Sequence[Seat]) -> str:
+    def describe(self, slots: Sequence[DeviceSlot]) -> str:
         """Their nodes and GPUs: `n1 GPU 0-3; n2 GPU 0`; empty where GPUs are not counted."""
         parts: dict[str, list[int]] = {}
-        for seat in seats:
-            parts.setdefault(self.nodes[seat.node].name, []).extend(seat.gpus)
+        for slot in slots:
+            parts.setdefault(self.nodes[slot.node].name, []).extend(slot.gpus)
         return "; ".join(f"{node} GPU {format_numbers(gpus)}" for node, gpus in parts.items() if gpus)
 
 

@@ -14,8 +14,8 @@ import ray
 from megarl.cluster.address import resolve_host
 from megarl.cluster.local import keep_signal_handlers, local_ray, remove_left_over
 from megarl.cluster.nodes import POLL_S, Cluster, wait_for_nodes
-from megarl.config.cluster import ClusterConfig
-from megarl.seams import DeadlineError
+from megarl.config.schema.cluster import ClusterConfig
+from megarl.interfaces import DeadlineError
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from megarl.cluster.address import resolve_host, use_gpus, use_interface
 from megarl.cluster.nodes import Cluster
 from megarl.cluster.waiting import PendingCall, wait_for
 from megarl.cluster.workers import redirect_output
-from megarl.config.placement import Seat
-from megarl.config.rollout import RolloutConfig
-from megarl.rollout.loss import CALL_DEADLINE_S, NUM_CALLS, find_loss
+from megarl.config.placement import DeviceSlot
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.rollout.liveness import CALL_DEADLINE_S, NUM_CALLS, find_loss
 from megarl.rollout.server import SGLangServer, is_loopback
 
 POLL_DEADLINE_S = 10.0
@@ -34,7 +34,7 @@ class ServerSpec:
     log_dir: Path
     index: int
     seed: int
-    seat: Seat
+    slot: DeviceSlot
     weight_version: int
     api_key: str | None
     """what callers must show, where it listens on the network"""
@@ -51,7 +51,7 @@ class ServerActor:
         host = resolve_host(listen_host)
         # What the server's processes get with the environment.
         use_interface(host)
-        use_gpus(spec.seat.gpus)
+        use_gpus(spec.slot.gpus)
         self._server = SGLangServer(
             spec.config,
             spec.checkpoint,
@@ -83,7 +83,7 @@ class ServerActor:
 class Servers:
     """The servers of a run and what owns them; `start` starts them.
 
-    Implements `megarl.seams.RolloutServers`.
+    Implements `megarl.interfaces.RolloutServers`.
     """
 
     def __init__(self, specs: Collection[ServerSpec], cluster: Cluster, stop_deadline_s: float):
@@ -110,7 +110,7 @@ class Servers:
         return self._urls
 
     def _own(self, spec: ServerSpec, port: int | None) -> Any:
-        options = self._cluster.options(spec.seat)
+        options = self._cluster.options(spec.slot)
         return ServerActor.options(**options).remote(spec, self._cluster.listen_host, port)
 
     def _start(self, numbers: Collection[int], port_deadline_s: float, what: str) -> PendingCall[list[str]]:
@@ -178,21 +178,21 @@ def running_servers(
     log_dir: Path,
     seed: int,
     cluster: Cluster,
-    seats: Sequence[Seat],
+    slots: Sequence[DeviceSlot],
     stop_deadline_s: float,
     *,
     weight_version: int = 0,
     shares_gpus: bool = False,
 ) -> Iterator[Servers]:
-    """Servers, one at each of `seats`, still to be started; they end on leaving.
+    """Servers, one at each of `slots`, still to be started; they end on leaving.
 
     weight_version: the number of the checkpoint's weights, which they hold whenever they were started. shares_gpus:
     with processes of training roles.
     """
     api_key = None if is_loopback(cluster.host) else secrets.token_hex(32)
     specs = [
-        ServerSpec(config, checkpoint, log_dir, i, seed + i, seat, weight_version, api_key, shares_gpus)
-        for i, seat in enumerate(seats)
+        ServerSpec(config, checkpoint, log_dir, i, seed + i, slot, weight_version, api_key, shares_gpus)
+        for i, slot in enumerate(slots)
     ]
     servers = Servers(specs, cluster, stop_deadline_s)
     try:

@@ -7,8 +7,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import ray
 
-from megarl.seams import DeadlineError
-from megarl.signals import surfacing_stops
+from megarl.interfaces import DeadlineError
+from megarl.run.signals import surfacing_stops
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class PendingCall(Generic[T]):
-    """A call under way in several processes; `merge` makes one result of theirs. Implements `megarl.seams.Pending`."""
+    """A call under way in several processes; `merge` makes one result of theirs. Implements `interfaces.Pending`."""
 
     refs: tuple[ray.ObjectRef, ...]
     names: tuple[str, ...]

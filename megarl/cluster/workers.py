@@ -15,7 +15,7 @@ from megarl.cluster.address import resolve_host, use_gpus, use_interface
 from megarl.cluster.nodes import Cluster
 from megarl.cluster.stacks import Place, Ranks, Watch, dump_on_signal, identify
 from megarl.cluster.waiting import PendingCall, wait_for
-from megarl.config.placement import Seat
+from megarl.config.placement import DeviceSlot
 from megarl.rollout.server import is_loopback, pick_free_port
 from megarl.types import Metrics, Sequences, TrainingSamples
 
@@ -86,12 +86,12 @@ def redirect_output(log_path: Path) -> None:
 
 
 class WorkerGroup:
-    """All ranks of one role. Implements `megarl.seams.TrainBackend`."""
+    """All ranks of one role. Implements `megarl.interfaces.TrainBackend`."""
 
     def __init__(
-        self, spec: "WorkerSpec", log_dir: Path, cluster: Cluster, seats: Sequence[Seat], start_deadline_s: float
+        self, spec: "WorkerSpec", log_dir: Path, cluster: Cluster, slots: Sequence[DeviceSlot], start_deadline_s: float
     ):
-        """Starts the actors, one at each of `seats`; `start()` builds their models."""
+        """Starts the actors, one at each of `slots`; `start()` builds their models."""
         self.role = spec.role.value
         self.num_ranks = spec.parallel.num_processes
         self._spec = spec
@@ -100,8 +100,8 @@ class WorkerGroup:
         self._names = tuple(f"{self.role} rank {r}/{self.num_ranks}" for r in range(self.num_ranks))
         logs = [log_dir / f"{self.role}-{rank}.log" for rank in range(self.num_ranks)]
         self._actors = [
-            WorkerActor.options(**cluster.options(seat)).remote(str(log), cluster.listen_host, seat.gpus)
-            for log, seat in zip(logs, seats, strict=True)
+            WorkerActor.options(**cluster.options(slot)).remote(str(log), cluster.listen_host, slot.gpus)
+            for log, slot in zip(logs, slots, strict=True)
         ]
         self._ranks = Ranks(self._actors, self._names, [actor.identify.remote() for actor in self._actors], logs)
 

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megarl.config.cluster import ClusterConfig
 from megarl.config.errors import ConfigError
+from megarl.config.schema.cluster import ClusterConfig
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megarl.config.check import check_config
+from megarl.config.checks.config import check_config
+from megarl.config.checks.unused import find_unused
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.open_keys import open_overrides
-from megarl.config.rewrite import list_set_keys, rewrite_overrides
-from megarl.config.schema import Config, register
-from megarl.config.unused import find_unused
+from megarl.config.roll.rewrite import list_set_keys, rewrite_overrides
+from megarl.config.schema.root import Config, register
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 MAX_CHECKED_SWEEP_RUNS = 256

@@ -6,8 +6,8 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import get_origin, get_type_hints
 
-from megarl.config import data, reward
-from megarl.config.schema import Config
+from megarl.config.schema import data, reward
+from megarl.config.schema.root import Config
 
 
 @cache

@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.config.algo import needs_critic, needs_reference
-from megarl.config.cluster import ClusterConfig, Placement
-from megarl.config.rollout import Transport
-from megarl.config.schema import Config
+from megarl.config.schema.algo import needs_critic, needs_reference
+from megarl.config.schema.cluster import ClusterConfig, Placement
+from megarl.config.schema.rollout import Transport
+from megarl.config.schema.root import Config
 
 SERVERS = "servers"
 CONTRADICTIONS = ("rollout.transport", "cluster.listen_host", "cluster.gpus_per_node", "cluster.num_nodes")
@@ -15,7 +15,7 @@ CONTRADICTIONS = ("rollout.transport", "cluster.listen_host", "cluster.gpus_per_
 
 
 @dataclass(frozen=True)
-class Seat:
+class DeviceSlot:
     """Where one process runs."""
 
     node: int = 0
@@ -56,14 +56,14 @@ def list_groups(config: Config, command: str = "train") -> list[Group]:
     return [*(Group(name, each.num_processes, 1, each.tp) for name, each in roles.items()), servers]
 
 
-def place(cluster: ClusterConfig, groups: Sequence[Group]) -> dict[str, tuple[Seat, ...]]:
-    """The seats of each group's processes, in the order of their ranks.
+def place(cluster: ClusterConfig, groups: Sequence[Group]) -> dict[str, tuple[DeviceSlot, ...]]:
+    """The slots of each group's processes, in the order of their ranks.
 
     Node numbers may reach beyond cluster.num_nodes: `check_cluster` says so before anything starts.
     """
     if cluster.gpus_per_node == 0:
-        return {group.name: (Seat(),) * group.num_processes for group in groups}
-    seats: dict[str, tuple[Seat, ...]] = {}
+        return {group.name: (DeviceSlot(),) * group.num_processes for group in groups}
+    slots: dict[str, tuple[DeviceSlot, ...]] = {}
     first = end = 0
     for group in groups:
         if cluster.placement is Placement.apart or (
@@ -71,9 +71,9 @@ def place(cluster: ClusterConfig, groups: Sequence[Group]) -> dict[str, tuple[Se
         ):
             first = end
         numbers = _take(group, first, cluster.gpus_per_node)
-        seats[group.name] = _cut(numbers, group.gpus_per_process, cluster.gpus_per_node)
+        slots[group.name] = _cut(numbers, group.gpus_per_process, cluster.gpus_per_node)
         end = max([end, *(number + 1 for number in numbers)])
-    return seats
+    return slots
 
 
 def _take(group: Group, first: int, per_node: int) -> list[int]:
@@ -90,9 +90,9 @@ def _take(group: Group, first: int, per_node: int) -> list[int]:
     return numbers
 
 
-def _cut(numbers: Sequence[int], size: int, per_node: int) -> tuple[Seat, ...]:
+def _cut(numbers: Sequence[int], size: int, per_node: int) -> tuple[DeviceSlot, ...]:
     parts = [numbers[start : start + size] for start in range(0, len(numbers), size)]
-    return tuple(Seat(part[0] // per_node, tuple(number % per_node for number in part)) for part in parts)
+    return tuple(DeviceSlot(part[0] // per_node, tuple(number % per_node for number in part)) for part in parts)
 
 
 def format_numbers(numbers: Sequence[int]) -> str:
@@ -106,16 +106,16 @@ def format_numbers(numbers: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def is_sharing(seats: Mapping[str, Sequence[Seat]]) -> bool:
+def is_sharing(slots: Mapping[str, Sequence[DeviceSlot]]) -> bool:
     """Whether a server has a GPU that a role's process has too; False where GPUs are not counted."""
-    taken = {name: {(seat.node, gpu) for seat in group for gpu in seat.gpus} for name, group in seats.items()}
+    taken = {name: {(slot.node, gpu) for slot in group for gpu in slot.gpus} for name, group in slots.items()}
     roles = set().union(*(gpus for name, gpus in taken.items() if name != SERVERS))
     return not roles.isdisjoint(taken.get(SERVERS, set()))
 
 
-def count_nodes(seats: Mapping[str, Sequence[Seat]]) -> int:
+def count_nodes(slots: Mapping[str, Sequence[DeviceSlot]]) -> int:
     """Nodes that are used, or lie before one that is."""
-    return 1 + max((each.node for group in seats.values() for each in group), default=0)
+    return 1 + max((each.node for group in slots.values() for each in group), default=0)
 
 
 def check_cluster(config: Config, command: str = "train") -> Iterator[str]:

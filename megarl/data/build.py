@@ -7,22 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.data import (
-    AboutDataConfig,
+from megarl.config.errors import ConfigError
+from megarl.config.schema.data import (
     AdditionDataConfig,
     DataConfig,
     HuggingFaceDataConfig,
     JsonlDataConfig,
+    LetterCountDataConfig,
     ParquetDataConfig,
     ReasoningGymDataConfig,
 )
-from megarl.config.errors import ConfigError
 from megarl.data.files import JsonlSource, ParquetSource
 from megarl.data.hub import HuggingFaceSource
 from megarl.data.problem import Problem, Source
 from megarl.data.reasoning import ReasoningGymSource
 from megarl.data.render import Renderer
-from megarl.data.tasks import AboutSource, AdditionSource
+from megarl.data.tasks import AdditionSource, LetterCountSource
 from megarl.types import Prompt
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MOST_HELDOUT_BY_DEFAULT = 256
 
 SOURCES: Mapping[type[DataConfig], Callable[[Any], Source]] = {
-    AboutDataConfig: AboutSource,
+    LetterCountDataConfig: LetterCountSource,
     AdditionDataConfig: AdditionSource,
     ReasoningGymDataConfig: ReasoningGymSource,
     JsonlDataConfig: JsonlSource,
@@ -79,7 +79,7 @@ def build_data(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: i
 def build_source(config: DataConfig) -> Source:
     """The source of this configuration. Raises ConfigError for the base class, which names none."""
     if type(config) not in SOURCES:
-        raise ConfigError([f"data: {type(config).__name__} is not a source; choose one with data=about, ..."])
+        raise ConfigError([f"data: {type(config).__name__} is not a source; choose one with data=letter_count, ..."])
     return SOURCES[type(config)](config)
 
 

@@ -7,8 +7,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config.data import DataConfig, FileDataConfig, HuggingFaceDataConfig, JsonlDataConfig, ParquetDataConfig
 from megarl.config.errors import ConfigError
+from megarl.config.schema.data import (
+    DataConfig,
+    FileDataConfig,
+    HuggingFaceDataConfig,
+    JsonlDataConfig,
+    ParquetDataConfig,
+)
 from megarl.data.build import build_source, tokenize_problems
 from megarl.data.problem import Problem
 from megarl.data.render import Renderer

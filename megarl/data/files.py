@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megarl.config.data import FileDataConfig, JsonlDataConfig, ParquetDataConfig
 from megarl.config.errors import ConfigError
+from megarl.config.schema.data import FileDataConfig, JsonlDataConfig, ParquetDataConfig
 from megarl.data.problem import Problem, ProblemSplits
 from megarl.data.records import Located, read_problems
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.config.data import HuggingFaceDataConfig
 from megarl.config.errors import ConfigError
+from megarl.config.schema.data import HuggingFaceDataConfig
 from megarl.data.problem import Problem, ProblemSplits
 from megarl.data.records import Located, read_problems
 

@@ -4,8 +4,8 @@ import dataclasses
 import json
 from typing import Any
 
-from megarl.config.data import ReasoningGymDataConfig
 from megarl.config.errors import ConfigError, find_nearest_key
+from megarl.config.schema.data import ReasoningGymDataConfig
 from megarl.data.problem import Problem, ProblemSplits, ask
 
 TRIES_PER_PROBLEM = 10

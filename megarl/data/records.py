@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from megarl.config.data import FileDataConfig
 from megarl.config.errors import ConfigError
+from megarl.config.schema.data import FileDataConfig
 from megarl.data.problem import Message, Problem
 
 PROMPT_FIELDS = (

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megarl.config.data import DataConfig
 from megarl.config.errors import ConfigError
+from megarl.config.schema.data import DataConfig
 from megarl.data.problem import Message, Problem
 
 if TYPE_CHECKING:

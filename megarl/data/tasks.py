@@ -3,15 +3,15 @@
 import itertools
 import random
 
-from megarl.config.data import AboutDataConfig, AdditionDataConfig
 from megarl.config.errors import ConfigError
+from megarl.config.schema.data import AdditionDataConfig, LetterCountDataConfig
 from megarl.data.problem import Problem, ProblemSplits, ask
 
 
-class AboutSource:
+class LetterCountSource:
     """`b...=` with answer `b12`: letters x numbers of dots, letters_per_dot letters asked for by each dot."""
 
-    def __init__(self, config: AboutDataConfig):
+    def __init__(self, config: LetterCountDataConfig):
         self.config = config
 
     def load(self, seed: int) -> ProblemSplits:

@@ -6,7 +6,6 @@ Exit code 0: it can. 1: something is missing or wrong. 2: the configuration itse
 import os
 import sys
 
-from megarl.command import end_with_config_error
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.doctor.allocation import assume_allocation
@@ -14,6 +13,7 @@ from megarl.doctor.gather import Probe, gather
 from megarl.doctor.judge import judge
 from megarl.doctor.need import find_need
 from megarl.doctor.text import count_stopping, render
+from megarl.run.command import end_with_config_error
 
 EXIT_MISSING = 1
 

@@ -20,10 +20,10 @@ from typing import Any
 import psutil
 from packaging.utils import canonicalize_name
 
-from megarl.config.algo import needs_critic
 from megarl.config.errors import ConfigError
-from megarl.config.model import ModelSource
-from megarl.config.schema import Config
+from megarl.config.schema.algo import needs_critic
+from megarl.config.schema.model import ModelSource
+from megarl.config.schema.root import Config
 from megarl.doctor.facts import ApexKind, Checkpoint, Facts, Gpu, Imports, Machine
 
 ROOT = Path(__file__).resolve().parents[2]

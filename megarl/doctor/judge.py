@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from megarl.config.hardware import LEAST_OF_KIND
+from megarl.config.schema.hardware import LEAST_OF_KIND
 from megarl.doctor.facts import ApexKind, Facts, Finding, Level, Need
 
 FOR_CUDA = ("sglang-kernel", "flashinfer-python", "triton", "torchvision")
@@ -130,7 +130,7 @@ def check_fp8(facts: Facts, need: Need) -> Iterator[Finding]:
     if not need.fp8 or facts.imports.torch_version is None:
         return
     # Imports torch, which only these configurations pay for a second time.
-    from megarl.config.roles import Fp8, Fp8Recipe
+    from megarl.config.schema.roles import Fp8, Fp8Recipe
     from megarl.mcore.role_fields import find_fp8_problems
 
     with_te = all(name in facts.versions for name in TRANSFORMER_ENGINE)

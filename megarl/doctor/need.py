@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from megarl.config.algo import needs_critic
 from megarl.config.placement import list_groups, place
-from megarl.config.schema import Config
+from megarl.config.schema.algo import needs_critic
+from megarl.config.schema.root import Config
 from megarl.doctor.facts import Need
 
 CLUSTERS_OF_ANY_NODES = ("laptop", "slurm")
@@ -41,7 +41,7 @@ def count_gpus(config: Config) -> int:
     groups = list_groups(config)
     if config.cluster.gpus_per_node == 0:
         return sum(group.num_gpus for group in groups)
-    used = {(seat.node, gpu) for seats in place(config.cluster, groups).values() for seat in seats for gpu in seat.gpus}
+    used = {(slot.node, gpu) for slots in place(config.cluster, groups).values() for slot in slots for gpu in slot.gpus}
     nodes = [node for node, _ in used]
     return max((nodes.count(node) for node in set(nodes)), default=0)
 

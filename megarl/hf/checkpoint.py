@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.model import ModelConfig, ModelSource
+from megarl.config.schema.model import ModelConfig, ModelSource
 from megarl.hf.cache import default_cache_dir
 from megarl.hf.random_model import build_random_checkpoint
 from megarl.hf.smollm2 import build_smollm2_checkpoint

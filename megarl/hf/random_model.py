@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.model import RandomModelConfig
+from megarl.config.schema.model import RandomModelConfig
 from megarl.hf.cache import build_once
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")

@@ -12,7 +12,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn import functional as F
 
-from megarl.mcore.context_parallel import (
+from megarl.mcore.cpu.segments import Rectangle, plan_rectangles
+from megarl.mcore.device import device
+from megarl.mcore.model.context_parallel import (
     ALONE,
     AttentionShare,
     ContextGroup,
@@ -22,9 +24,7 @@ from megarl.mcore.context_parallel import (
     share_attention,
     share_responses,
 )
-from megarl.mcore.device import device
-from megarl.mcore.segments import Rectangle, plan_rectangles
-from megarl.mcore.specs import uses_transformer_engine
+from megarl.mcore.model.layer_spec import uses_transformer_engine
 from megarl.types import Sequences
 
 

@@ -17,11 +17,11 @@ import torch.multiprocessing
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.config.roles import ParallelConfig
-from megarl.mcore.architecture import read_architecture
-from megarl.mcore.checkpoint_reader import INDEX, SINGLE, CheckpointReader
-from megarl.mcore.critic_checkpoint import VALUE_HEAD
-from megarl.mcore.spec import Role, WorkerSpec
+from megarl.config.schema.roles import ParallelConfig
+from megarl.mcore.model.architecture import read_architecture
+from megarl.mcore.weights.hf_critic import VALUE_HEAD
+from megarl.mcore.weights.hf_reader import INDEX, SINGLE, CheckpointReader
+from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.types import Metrics, TrainingSamples
 
 

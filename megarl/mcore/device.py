@@ -10,7 +10,7 @@ import warnings
 
 import torch
 
-from megarl.mcore.cpu_hook import CpuFinder
+from megarl.mcore.cpu.hook import CpuFinder
 
 
 def install() -> bool:

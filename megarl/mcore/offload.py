@@ -13,7 +13,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megarl.config.roles import Offload
+from megarl.config.schema.roles import Offload
 from megarl.mcore.device import device
 
 
@@ -48,7 +48,7 @@ def _ddp_buffers(chunk: Any) -> list[Any]:
     return chunk.buffers if isinstance(chunk.buffers, list) else []
 
 
-class Parking:
+class StorageOffloader:
     """Storages of which the bytes are in host memory, and the memory for them, which is kept from one time to the
     next: pinning it is slow.
     """
@@ -101,7 +101,7 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-class Residence:
+class OffloadManager:
     """Decides what of a worker is on the device: all of it while a verb that needs it runs, and between the verbs what
     `offload` leaves there.
     """
@@ -116,7 +116,11 @@ class Residence:
         """models: whose parameters and buffers are the weights. chunks: the same as DistributedDataParallel."""
         self.offload = offload
         self._models, self._chunks, self._optimizer = models, chunks, optimizer
-        self._weights, self._training, self._gradients = Parking(), Parking(), Parking(keep=False)
+        self._weights, self._training, self._gradients = (
+            StorageOffloader(),
+            StorageOffloader(),
+            StorageOffloader(keep=False),
+        )
         self.leave()
 
     @contextmanager
@@ -160,7 +164,7 @@ def uses_everything(verb: Callable[..., Any]) -> Callable[..., Any]:
 def _during(verb: Callable[..., Any], training: bool) -> Callable[..., Any]:
     @functools.wraps(verb)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.residence.during(training):
+        with self.offload.during(training):
             return verb(self, *args, **kwargs)
 
     return call

@@ -13,8 +13,8 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.config.roles import LrDecay, OptimizerConfig
-from megarl.mcore import cpu_fixes
+from megarl.config.schema.roles import LrDecay, OptimizerConfig
+from megarl.mcore.cpu import fixes as cpu_fixes
 
 if USING_PYTORCH_OPTIMIZER and torch.cuda.is_available():
     # On a CPU the import hook has done it.

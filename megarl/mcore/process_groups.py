@@ -8,9 +8,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
-from megarl.config.roles import ParallelConfig
-from megarl.mcore.context_parallel import ContextGroup
+from megarl.config.schema.roles import ParallelConfig
 from megarl.mcore.device import device, process_group_backend
+from megarl.mcore.model.context_parallel import ContextGroup
 
 
 def initialize(

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from megarl.config.roles import Fp8, Fp8Recipe, Recompute, RecomputeMethod
-from megarl.mcore.architecture import Architecture
-from megarl.mcore.spec import WorkerSpec
+from megarl.config.schema.roles import Fp8, Fp8Recipe, Recompute, RecomputeMethod
+from megarl.mcore.model.architecture import Architecture
+from megarl.mcore.worker_spec import WorkerSpec
 
 ROLE_KEYS = {
     "recompute_granularity": "recompute",

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from megarl.mcore.architecture import Architecture
 from megarl.mcore.batch import PackedBatch
+from megarl.mcore.model.architecture import Architecture
 from megarl.types import Metrics, Sequences
 
 REAL, COMPUTED = "tokens/real", "tokens/computed"

@@ -15,29 +15,29 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megarl.algo.losses import LossCounts, LossOutput, count_minibatch, critic_loss, policy_loss
-from megarl.config.algo import needs_entropy, needs_full_kl
-from megarl.config.algo_choices import KLEstimator
+from megarl.config.schema.algo import needs_entropy, needs_full_kl
+from megarl.config.schema.algo_choices import KLEstimator
 from megarl.data.packing import pack
 from megarl.mcore import process_groups
-from megarl.mcore.architecture import read_architecture
 from megarl.mcore.batch import PackedBatch, build_batch
-from megarl.mcore.bridge import export_hf, list_own_entries, load_hf, named_entries
-from megarl.mcore.checkpoint import TrainingState, Writing, begin_save, load_state, load_weights
-from megarl.mcore.checkpoint_files import copy_description, write_hf_checkpoint
-from megarl.mcore.dist_format import DESCRIPTION
-from megarl.mcore.entries import Entry
 from megarl.mcore.full_kl import compute_full_kl
 from megarl.mcore.logprobs import VocabShard, build_vocab_shard, compute_logprobs
-from megarl.mcore.model import build_chunks, build_config, wrap_chunks
-from megarl.mcore.offload import Residence, uses_everything, uses_weights
+from megarl.mcore.loss_targets import build_targets
+from megarl.mcore.model.architecture import read_architecture
+from megarl.mcore.model.build import build_chunks, build_config, wrap_chunks
+from megarl.mcore.model.layer_spec import uses_transformer_engine
+from megarl.mcore.model.router import compute_load_metrics, start_minibatch
+from megarl.mcore.offload import OffloadManager, uses_everything, uses_weights
 from megarl.mcore.optimizer import build_optimizer, build_scheduler, describe_adam
 from megarl.mcore.role_fields import build_role_fields, check_role_fields, find_token_multiple
-from megarl.mcore.router import compute_load_metrics, start_minibatch
 from megarl.mcore.row_costs import compute_row_costs, count_tokens, take_real_share
-from megarl.mcore.spec import Role, RowsResult, WorkerSpec
-from megarl.mcore.specs import uses_transformer_engine
 from megarl.mcore.step import run_schedule, run_stage, sum_gradients
-from megarl.mcore.targets import build_targets
+from megarl.mcore.weights.bridge import export_hf, list_own_entries, load_hf, named_entries
+from megarl.mcore.weights.dist_format import DESCRIPTION
+from megarl.mcore.weights.entries import Entry
+from megarl.mcore.weights.hf_files import copy_description, write_hf_checkpoint
+from megarl.mcore.weights.training_state import TrainingState, Writing, begin_save, load_state, load_weights
+from megarl.mcore.worker_spec import Role, RowsResult, WorkerSpec
 from megarl.types import Metrics, Sequences, TrainingSamples
 
 __all__ = ["MegatronWorker", "Role", "RowsResult", "WorkerSpec"]
@@ -75,7 +75,7 @@ class MegatronWorker:
         if spec.optimizer is not None:
             self.optimizer = build_optimizer(spec.optimizer, self.config, self.model)
             self.scheduler = build_scheduler(spec.optimizer, self.optimizer)
-        self.residence = Residence(spec.offload, [*self.chunks, *(self.reference or [])], self.model, self.optimizer)
+        self.offload = OffloadManager(spec.offload, [*self.chunks, *(self.reference or [])], self.model, self.optimizer)
 
     def describe(self) -> str:
         """What computes here, in a few words."""

@@ -3,7 +3,7 @@
 In the manner of Korthikanti et al. (2205.05198, section 4: what each operation saves, and who of the tensor- and
 sequence-parallel ranks holds it), for the layers built here: RMSNorm, rotary positions, grouped queries, SwiGLU, no
 biases and no dropout, and for Megatron's own operations where they are not fused (megatron/core/transformer/mlp.py,
-attention.py, moe/experts.py; megarl/mcore/layers.py, logprobs.py).
+attention.py, moe/experts.py; megarl/mcore/model/layers.py, logprobs.py).
 
 Symbols: S tokens on this rank (of a context-parallel group its part), s = S / tp of them under sequence parallelism
 (else S), h hidden size, d size of a head, H and K query and key heads of this rank, f rows of the MLP on this rank,
@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from megarl.config.roles import Dtype, ParallelConfig, Recompute, RecomputeMethod
-from megarl.mcore.architecture import Architecture
-from megarl.mcore.entries import padded_vocab_size
+from megarl.config.schema.roles import Dtype, ParallelConfig, Recompute, RecomputeMethod
+from megarl.mcore.model.architecture import Architecture
+from megarl.mcore.weights.entries import padded_vocab_size
 
 ELEMENT_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 LOSS_BYTES = 48
 """Of each response token: its target, log-prob, and what the loss keeps (int64 and float32 vectors)"""
 DENSE_WIDTH = 256
-"""On a CPU sequences up to this long have their scores held in bfloat16 (megarl/mcore/segments.py)"""
+"""On a CPU sequences up to this long have their scores held in bfloat16 (megarl/mcore/cpu/segments.py)"""
 
 
 class Attention(Enum):

@@ -9,14 +9,14 @@ from functools import reduce
 from math import ceil
 from typing import Any
 
-from megarl.config.check import check_config
-from megarl.config.check_parallel import find_nearest_divisor
-from megarl.config.cluster import AUTO, Placement
+from megarl.config.checks.config import check_config
+from megarl.config.checks.parallel import find_nearest_divisor
 from megarl.config.errors import ConfigError
 from megarl.config.placement import count_nodes, list_contradictions, list_groups, place
-from megarl.config.roles import Offload, Recompute, TrainedRoleConfig
-from megarl.config.rollout import Transport
-from megarl.config.schema import Config
+from megarl.config.schema.cluster import AUTO, Placement
+from megarl.config.schema.roles import Offload, Recompute, TrainedRoleConfig
+from megarl.config.schema.rollout import Transport
+from megarl.config.schema.root import Config
 from megarl.plan.assumptions import GIB
 from megarl.plan.estimate import JobPlan, Problem, build_plan
 from megarl.plan.jobs import PlannedModels

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema import Config
-from megarl.inputs import Inputs
-from megarl.mcore.architecture import read_architecture
-from megarl.mcore.spec import Role
+from megarl.config.schema.root import Config
+from megarl.mcore.model.architecture import read_architecture
+from megarl.mcore.worker_spec import Role
 from megarl.plan.jobs import PlannedModels, build_jobs, check_batches
+from megarl.run.inputs import Inputs
 
 
 def check_plan(config: Config, inputs: Inputs) -> list[str]:

@@ -9,12 +9,12 @@ from math import ceil
 
 from megarl.config.errors import ConfigError
 from megarl.config.placement import SERVERS
-from megarl.config.roles import Dtype, ParallelConfig
-from megarl.config.rollout import RolloutConfig
-from megarl.config.schema import Config
-from megarl.mcore.architecture import Architecture
-from megarl.mcore.meta import count_stages
-from megarl.mcore.spec import StageParameters
+from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.root import Config
+from megarl.mcore.model.architecture import Architecture
+from megarl.mcore.model.parameter_count import count_stages
+from megarl.mcore.worker_spec import StageParameters
 from megarl.plan.assumptions import GIB, HOST_PROCESS_GIB, SERVER_GIB
 from megarl.plan.gpus import GpuKind, compute_free, compute_phases, count_gpus, list_kinds, place_job
 from megarl.plan.jobs import PlannedModels, build_jobs, check_batches, find_longest

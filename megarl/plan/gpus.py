@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.config.placement import SERVERS, list_groups, place
-from megarl.config.schema import Config
+from megarl.config.schema.root import Config
 from megarl.plan.assumptions import ALLOCATOR_SHARE, GIB, PROCESS_GIB
 from megarl.plan.roles import RoleJob, StageMemory
 from megarl.plan.serving import ServerMemory
@@ -37,8 +37,8 @@ def place_job(config: Config) -> dict[str, tuple[int, ...]]:
     """
     per_node = config.cluster.gpus_per_node
     return {
-        name: tuple(seat.node * per_node + gpu for seat in seats for gpu in seat.gpus)
-        for name, seats in place(config.cluster, list_groups(config)).items()
+        name: tuple(slot.node * per_node + gpu for slot in slots for gpu in slot.gpus)
+        for name, slots in place(config.cluster, list_groups(config)).items()
     }
 
 

@@ -6,14 +6,14 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from megarl.config.algo import needs_critic, needs_full_kl, needs_reference
 from megarl.config.errors import ConfigError
-from megarl.config.model import ModelSource, RandomModelConfig
-from megarl.config.roles import ParallelConfig, ReferenceConfig, TrainedRoleConfig
-from megarl.config.schema import Config
+from megarl.config.schema.algo import needs_critic, needs_full_kl, needs_reference
+from megarl.config.schema.model import ModelSource, RandomModelConfig
+from megarl.config.schema.roles import ParallelConfig, ReferenceConfig, TrainedRoleConfig
+from megarl.config.schema.root import Config
 from megarl.hf.checkpoint import default_cache_dir, resolve_checkpoint
 from megarl.hf.random_model import SPECIAL_TOKENS
-from megarl.mcore.architecture import Architecture, check_layout, parse_architecture, read_architecture
+from megarl.mcore.model.architecture import Architecture, check_layout, parse_architecture, read_architecture
 from megarl.plan.activations import MicroBatch, Saving
 from megarl.plan.published import PUBLISHED
 from megarl.plan.roles import RoleJob

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from math import ceil
 
-from megarl.config.roles import Dtype, Offload, ParallelConfig
-from megarl.mcore.architecture import Architecture
-from megarl.mcore.spec import StageParameters
+from megarl.config.schema.roles import Dtype, Offload, ParallelConfig
+from megarl.mcore.model.architecture import Architecture
+from megarl.mcore.worker_spec import StageParameters
 from megarl.plan.activations import (
     ELEMENT_BYTES,
     MicroBatch,

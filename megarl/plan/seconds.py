@@ -6,10 +6,10 @@ from math import ceil
 
 import torch
 
-from megarl.config.cluster import Placement
-from megarl.config.roles import Recompute
-from megarl.config.rollout import Transport
-from megarl.config.schema import Config
+from megarl.config.schema.cluster import Placement
+from megarl.config.schema.roles import Recompute
+from megarl.config.schema.rollout import Transport
+from megarl.config.schema.root import Config
 from megarl.mcore.row_costs import compute_row_costs
 from megarl.plan.assumptions import (
     DECODE_BANDWIDTH,
@@ -28,7 +28,7 @@ from megarl.types import Sequences
 
 @dataclass(frozen=True)
 class PretrainingStep:
-    """One rollout of value pretraining (megarl/pretraining.py)."""
+    """One rollout of value pretraining (megarl/value_pretraining/loop.py)."""
 
     generation: float
     """0 of saved rollouts"""

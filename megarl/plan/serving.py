@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from megarl.config.rollout import RolloutConfig
-from megarl.mcore.architecture import Architecture
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.mcore.model.architecture import Architecture
 from megarl.plan.activations import ELEMENT_BYTES
 from megarl.plan.assumptions import GIB, SERVER_GIB
-from megarl.sync.boxes import Piece
 from megarl.sync.serving_pieces import predict_server_rank
+from megarl.sync.slices import Piece
 
 DEFAULT_FRACTION = 0.87
 """What SGLang chooses on a GPU of 80 GB, about, where rollout.sglang.mem_fraction_static is not set"""
@@ -36,7 +36,7 @@ class ServerMemory:
 
 def compute_server_weights(arch: Architecture, rollout: RolloutConfig) -> int:
     """Of a rank; padding rows of the vocabulary left out."""
-    return sum(piece.box.size for piece in list_pieces(arch, rollout)) * ELEMENT_BYTES[rollout.dtype]
+    return sum(piece.region.size for piece in list_pieces(arch, rollout)) * ELEMENT_BYTES[rollout.dtype]
 
 
 def list_pieces(arch: Architecture, rollout: RolloutConfig) -> list[Piece]:

@@ -6,9 +6,9 @@ from math import ceil
 from rich import box
 from rich.table import Table
 
-from megarl.config.check import describe_sizes
+from megarl.config.checks.config import describe_sizes
 from megarl.config.placement import SERVERS, format_numbers
-from megarl.config.schema import Config
+from megarl.config.schema.root import Config
 from megarl.plan import assumptions
 from megarl.plan.assumptions import GIB
 from megarl.plan.estimate import JobPlan
@@ -193,7 +193,7 @@ def describe_stop(config: Config, seconds: Seconds) -> Iterator[str]:
     """How early Slurm has to say that a job's time is over, where what it does by default is too late.
 
     What is generated or scored when the signal comes is broken off (and the responses kept); an update ends first
-    (megarl/signals.py, deferring_stops).
+    (megarl/run/signals.py, deferring_stops).
     """
     a, deadline_s = assumptions, config.checkpoint.stop_deadline_s
     if seconds.update + a.REQUEUE_S <= a.SIGNAL_S:

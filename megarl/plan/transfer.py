@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.config.rollout import RolloutConfig
+from megarl.config.schema.rollout import RolloutConfig
 from megarl.plan.activations import ELEMENT_BYTES
 from megarl.plan.roles import RoleJob, StageMemory
 

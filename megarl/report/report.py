@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from megarl.config.logger import LoggerConfig
+from megarl.config.schema.logger import LoggerConfig
 from megarl.report.metrics import FILE_NAME, PRETRAINING_FILE_NAME, MetricsWriter, check_metrics
 from megarl.report.progress import Progress
 from megarl.report.status import FILE_NAME as STATUS_NAME

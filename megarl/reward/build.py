@@ -3,20 +3,20 @@
 from collections.abc import Iterable
 
 from megarl.config.errors import ConfigError
-from megarl.config.reward import (
-    AboutRewardConfig,
+from megarl.config.schema.reward import (
     AdditionRewardConfig,
     ExactRewardConfig,
     FunctionRewardConfig,
+    LetterCountRewardConfig,
     MathRewardConfig,
     ReasoningGymRewardConfig,
     RewardConfig,
 )
-from megarl.reward.about import AboutReward
 from megarl.reward.addition import score_addition
 from megarl.reward.exact import score_exact
 from megarl.reward.function import load_reward_function
 from megarl.reward.gym import ReasoningGymReward
+from megarl.reward.letter_count import LetterCountReward
 from megarl.reward.mathematics import MathReward
 from megarl.types import FinishReason, Prompt, Response, RewardFunction
 
@@ -27,8 +27,8 @@ def build_reward(config: RewardConfig) -> RewardFunction:
     Raises ConfigError naming the key that is out of range, or what is not installed or not importable.
     """
     match config:
-        case AboutRewardConfig():
-            return AboutReward(config)
+        case LetterCountRewardConfig():
+            return LetterCountReward(config)
         case AdditionRewardConfig():
             return score_addition
         case ExactRewardConfig():

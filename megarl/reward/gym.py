@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.reward import ReasoningGymRewardConfig
+from megarl.config.schema.reward import ReasoningGymRewardConfig
 from megarl.reward.scoring_process import ScoringProcess, check_timeout
 from megarl.types import Prompt, Response, Score
 

@@ -3,7 +3,7 @@
 import importlib.util
 
 from megarl.config.errors import ConfigError
-from megarl.config.reward import MathRewardConfig
+from megarl.config.schema.reward import MathRewardConfig
 from megarl.reward.exact import normalize_text
 from megarl.reward.scoring_process import ScoringProcess, check_timeout
 from megarl.types import Prompt, Response, Score

@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
 from typing import TypeVar
 from weakref import WeakSet
 
-from megarl.seams import DeadlineError
+from megarl.interfaces import DeadlineError
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from megarl.seams import DeadlineError
+from megarl.interfaces import DeadlineError
 
 CONNECT_DEADLINE_S = 10.0
 URGENT = 100

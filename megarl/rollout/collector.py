@@ -5,8 +5,8 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 
+from megarl.interfaces import RolloutEngine
 from megarl.rollout.journal import Journal
-from megarl.seams import RolloutEngine
 from megarl.types import Metrics, Prompt, Response, RewardFunction, Rollout, Sample, Score
 
 

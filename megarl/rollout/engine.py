@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from megarl.config.rollout import RolloutConfig
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.interfaces import DeadlineError
 from megarl.rollout.calls import StopFlag, find_cause, run_side_by_side
-from megarl.rollout.checkpoint import load_generation_spec
 from megarl.rollout.client import URGENT, ConnectionLostError, RequestError, SGLangClient, abort_all
-from megarl.seams import DeadlineError
+from megarl.rollout.served_model import load_generation_spec
 from megarl.types import FinishReason, Prompt, Response
 
 T = TypeVar("T")

@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megarl.config.algo import ReplayConfig
-from megarl.rollout.signal_groups import Group
+from megarl.config.schema.algo import ReplayConfig
+from megarl.rollout.dynamic_sampling import Group
 
 
 class ReplayBuffer:

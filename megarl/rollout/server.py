@@ -19,9 +19,9 @@ import httpx
 import torch
 
 from megarl.config.errors import ConfigError
-from megarl.config.rollout import RolloutConfig
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.interfaces import DeadlineError
 from megarl.rollout.server_options import check_options, render_options
-from megarl.seams import DeadlineError
 
 STANDINS = Path(__file__).parent / "standins"
 MODELS = Path(__file__).parent / "models"

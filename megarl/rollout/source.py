@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.schema import Config
+from megarl.config.schema.root import Config
 from megarl.data.sampler import PromptSampler
+from megarl.interfaces import RolloutEngine
 from megarl.rollout.collector import Collector, check_versions, compute_staleness
+from megarl.rollout.dynamic_sampling import Group, collect_signal_groups, split_groups
+from megarl.rollout.prefetcher import Prefetcher
 from megarl.rollout.replay import ReplayBuffer
-from megarl.rollout.run_ahead import RunAhead
-from megarl.rollout.signal_groups import Group, collect_signal_groups, split_groups
-from megarl.seams import RolloutEngine
 from megarl.types import Metrics, Prompt, Sample
 
 CLOSE_DEADLINE_S = 5.0
@@ -27,7 +27,7 @@ class SourceState:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class IterationBatch:
     """The groups of one iteration."""
 
     fresh: list[Group]
@@ -65,7 +65,7 @@ class GroupSource:
         self._collector = collector
         self._sampler = sampler
         self._replay = ReplayBuffer(config.algo.replay, config.seed)
-        self._ahead: RunAhead[Gathered] | None = None
+        self._ahead: Prefetcher[IterationBatch] | None = None
         self._num_asked = 0
         self._num_taken = 0
         self._state = self._find_state()
@@ -80,7 +80,7 @@ class GroupSource:
         self._replay.restore(state.replay)
         self._state = state
 
-    def take(self, iteration: int, weight_version: int) -> Gathered:
+    def take(self, iteration: int, weight_version: int) -> IterationBatch:
         """The groups of this iteration; with staleness, iterations are taken in order until `close`.
 
         weight_version: of the trainer's weights now. Raises RuntimeError where a fresh token is of a version outside
@@ -88,17 +88,17 @@ class GroupSource:
         """
         if self._max_staleness == 0:
             self._guard(self._engine.check_health)
-            gathered = self._gather(iteration)
+            batch = self._gather(iteration)
         else:
-            gathered = self._open().take(iteration)
-        self._state = gathered.state
-        samples = [sample for group in gathered.sampled for sample in group]
+            batch = self._open().take(iteration)
+        self._state = batch.state
+        samples = [sample for group in batch.sampled for sample in group]
         self._num_taken += len(samples)
         with self._collector.forgetting_failures(f"iteration-{iteration}"):
             check_versions(samples, weight_version, self._max_staleness)
         if self._max_staleness > 0:
-            gathered.metrics.update(compute_staleness([s for g in gathered.fresh for s in g], weight_version))
-        return gathered
+            batch.metrics.update(compute_staleness([s for g in batch.fresh for s in g], weight_version))
+        return batch
 
     def close(self) -> int:
         """End what runs ahead; returns how many responses were asked for in vain, finished or not."""
@@ -108,11 +108,11 @@ class GroupSource:
         num_dropped, self._num_taken = self._num_asked - self._num_taken, self._num_asked
         return num_dropped
 
-    def _open(self) -> RunAhead[Gathered]:
+    def _open(self) -> Prefetcher[IterationBatch]:
         if self._ahead is None:
             # Only here: a server that loads weights does not answer, and what runs ahead would take it for lost.
             self._guard(self._engine.check_health)
-            self._ahead = RunAhead(
+            self._ahead = Prefetcher(
                 self._gather,
                 num_ahead=self._max_staleness,
                 last=self._train.num_iterations,
@@ -120,7 +120,7 @@ class GroupSource:
             )
         return self._ahead
 
-    def _gather(self, iteration: int) -> Gathered:
+    def _gather(self, iteration: int) -> IterationBatch:
         num_groups = self._train.prompts_per_iteration
         replayed = self._replay.draw(num_groups, iteration)
         num_groups -= len(replayed)
@@ -140,7 +140,7 @@ class GroupSource:
         else:
             fresh = split_groups(sample(self._sampler.next_batch(num_groups)))
         self._replay.add(fresh)
-        return Gathered(fresh, replayed, tuple(sampled), metrics, self._find_state())
+        return IterationBatch(fresh, replayed, tuple(sampled), metrics, self._find_state())
 
     def _find_state(self) -> SourceState:
         return SourceState(self._sampler.state(), self._replay.state())

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from megarl.command import end_with_config_error
 from megarl.config.errors import ConfigError
 from megarl.report.outcome import State
 from megarl.report.sweep import format_outcomes, load_sweep
-from megarl.resume import quote
-from megarl.signals import Stopped, stopping_on_signals
+from megarl.run.command import end_with_config_error
+from megarl.run.resume import quote
+from megarl.run.signals import Stopped, stopping_on_signals
 from megarl.sweep.slurm import RefusedError, submit_pretrainings, telling_refusals
 
 SWEEP_DIR = "hydra.sweep.dir="

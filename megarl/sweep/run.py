@@ -16,12 +16,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from megarl.checkpoint.folder import RUN_FILE
-from megarl.command import Results, format_results
 from megarl.config.errors import ConfigError
 from megarl.config.load import to_config
-from megarl.config.schema import Config
+from megarl.config.schema.root import Config
 from megarl.report.outcome import Outcome, State, clear_outcome, load_outcome, write_outcome
-from megarl.resume import quote
+from megarl.run.command import Results, format_results
+from megarl.run.resume import quote
 from megarl.sweep.process import LOG, explain_exit, run_process
 from megarl.sweep.sharing import OTHERS_DEADLINE_S, share_pretraining
 

@@ -1,9 +1,9 @@
 """One value pretraining for all runs of a sweep that would do the same: SWEEP_DIR/value_pretrain_DIGEST.
 
 It is a run of `python -m megarl.pretrain_value` of its own, made by the first run that needs it. The runs start from it
-with algo.value_pretrain.taken_from: megarl/pretrained.py says what then differs from a run alone, which is times. Which
-runs agree is read off the configuration (megarl/pretraining_inputs.py): a sweep over clip_high or the policy's learning
-rate has one value pretraining, one over seeds or models one for each.
+with algo.value_pretrain.taken_from: megarl/value_pretraining/result.py says what then differs from a run alone, which
+is times. Which runs agree is read off the configuration (megarl/value_pretraining/inputs.py): a sweep over clip_high or
+the policy's learning rate has one value pretraining, one over seeds or models one for each.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from hydra.core.override_parser.types import Override
 from megarl.checkpoint.folder import open_pretraining, remove_pretraining
 from megarl.checkpoint.manifest import NAME as MANIFEST
 from megarl.checkpoint.manifest import CheckpointError
-from megarl.config.algo import needs_critic
-from megarl.config.rewrite import list_set_keys
+from megarl.config.checks.unused import find_unused
+from megarl.config.roll.rewrite import list_set_keys
 from megarl.config.run_name import digest
-from megarl.config.schema import Config
-from megarl.config.unused import find_unused
-from megarl.pretraining_inputs import list_pretraining_inputs
+from megarl.config.schema.algo import needs_critic
+from megarl.config.schema.root import Config
 from megarl.report.outcome import Outcome, State, clear_outcome, write_outcome
 from megarl.report.sweep import PRETRAINING_PREFIX
+from megarl.value_pretraining.inputs import list_pretraining_inputs
 
 STATE_FOLDER = "pretrained"
 OTHERS_DEADLINE_S = 4 * 3600.0

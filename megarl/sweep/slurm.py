@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import CONF_DIR, expand_sweep, load_config
-from megarl.config.schema import register
+from megarl.config.schema.root import register
 from megarl.sweep.run import Runner
 from megarl.sweep.sharing import find_folder, is_complete, share_pretraining
 

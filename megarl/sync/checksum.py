@@ -13,8 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megarl.sync.boxes import Box
 from megarl.sync.plan import Bucket, Copy
+from megarl.sync.slices import TensorSlice
 
 MASK = (1 << 64) - 1
 CHUNK = 1 << 20
@@ -41,7 +41,7 @@ def find_words(copies: Iterable[Copy]) -> dict[str, int]:
     return words
 
 
-def compute_checksum(part: Tensor, at: Box, word: int) -> int:
+def compute_checksum(part: Tensor, at: TensorSlice, word: int) -> int:
     """The part's share of its tensor's checksum. part: [rows, cols] in the target's dtype; at: where it lies there."""
     item_size = part.element_size()
     if part.stride(1) != 1 or (word != item_size and part.stride(0) * item_size % 8) or part.data_ptr() % word:

@@ -7,20 +7,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from megarl.config.roles import Dtype
-from megarl.config.rollout import RolloutConfig
+from megarl.config.schema.roles import Dtype
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.interfaces import TrainBackend
 from megarl.rollout.calls import StopFlag, run_side_by_side
 from megarl.rollout.client import SGLangClient, abort_all
-from megarl.seams import TrainBackend
 from megarl.sync.probe import compute_policy_logprobs, get_max_gap, verify_servers
 from megarl.sync.ranks import Ranks
 from megarl.sync.steps import explaining_losses, naming_step
-from megarl.sync.versions import VersionRaise, replacing_weights
+from megarl.sync.versions import VersionBump, replacing_weights
 from megarl.types import Metrics
 
 
 class DiskSync:
-    """WeightSync: the policy writes a checkpoint, every server loads it and is proved on a probe text."""
+    """WeightSync: the policy writes a checkpoint, every server loads it and is verified on a probe text."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class DiskSync:
         self._ranks = ranks
 
     def publish(self, version: int) -> Metrics:
-        """Export, load into every server as `version`, and prove.
+        """Export, load into every server as `version`, and verify.
 
         Responses under way wait for the load and go on with the new weights: the version of the servers is raised
         while they are paused, and withdrawn where the proof fails.
@@ -63,12 +63,12 @@ class DiskSync:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._policy.export_weights(target).result()
         exported = time.monotonic()
-        with VersionRaise(version) as raising, explaining_losses(self._check_processes):
-            with replacing_weights(self._clients, raising):
+        with VersionBump(version) as bump, explaining_losses(self._check_processes):
+            with replacing_weights(self._clients, bump):
                 self._load_all(target)
                 loaded = time.monotonic()
                 if self._ranks is not None:
-                    self._ranks.prove(self._ranks.session or self._ranks.agree())
+                    self._ranks.verify(self._ranks.session or self._ranks.handshake())
             expected = compute_policy_logprobs(self._policy, self._probe_tokens)
             gap = verify_servers(self._clients, self._probe_tokens, expected, self._max_gap)
         self._remove_others(target)
@@ -81,7 +81,7 @@ class DiskSync:
         }
 
     def reconnect(self) -> None:
-        """Forget what was agreed with the servers' ranks; the next sync agrees anew."""
+        """Forget the handshake with the servers' ranks; the next sync makes a new one."""
         if self._ranks is not None:
             self._ranks.forget()
 

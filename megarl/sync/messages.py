@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.sync.boxes import Box
 from megarl.sync.plan import Bucket, Copy
+from megarl.sync.slices import TensorSlice
 
 
 def fill_bucket(
@@ -39,9 +39,9 @@ def encode_bucket(bucket: Bucket) -> list[Any]:
 def decode_bucket(encoded: list[Any]) -> Bucket:
     """The bucket without its sources."""
     source, target, item_sizes, copies = encoded
-    nowhere = Box(0, 0, 0, 0)
+    nowhere = TensorSlice(0, 0, 0, 0)
     made = (
-        Copy("", nowhere, name, Box(*box), item_size)
-        for (name, *box), item_size in zip(copies, item_sizes, strict=True)
+        Copy("", nowhere, name, TensorSlice(*region), item_size)
+        for (name, *region), item_size in zip(copies, item_sizes, strict=True)
     )
     return Bucket(source, target, tuple(made))

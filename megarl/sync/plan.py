@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megarl.sync.boxes import Box, Piece
+from megarl.sync.slices import Piece, TensorSlice
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -25,9 +25,9 @@ class Copy:
     """A rectangle of a training rank's tensor that becomes one of a server rank's tensor."""
 
     source_tensor: str
-    source: Box
+    source: TensorSlice
     target_tensor: str
-    target: Box
+    target: TensorSlice
     """as large as `source`"""
     item_size: int
     """bytes of an element at the target"""
@@ -96,14 +96,16 @@ def build_plan(sources: Pieces, targets: Pieces, dtypes: Mapping[str, str]) -> P
     wanted = []
     for rank, pieces in targets.items():
         for number, piece in enumerate(pieces):
-            wanted += [(rank, number, piece, box) for box in _cover(piece, holders)]
+            wanted += [(rank, number, piece, region) for region in _cover(piece, holders)]
     wanted.sort(key=lambda item: (-item[3].size, item[0], item[1], item[3]))
     loads = dict.fromkeys(sources, 0)
     chosen: dict[tuple[int, int], list[tuple[int, Copy]]] = defaultdict(list)
-    for rank, number, piece, box in wanted:
-        whole = next(held for held in holders[piece.whole] if held.intersect(box))
+    for rank, number, piece, region in wanted:
+        whole = next(held for held in holders[piece.whole] if held.intersect(region))
         source, own = min(holders[piece.whole][whole], key=lambda holder: (loads[holder[0]], holder[0]))
-        copy = Copy(own.tensor, own.locate(box), piece.tensor, piece.locate(box), ITEM_SIZES[dtypes[piece.tensor]])
+        copy = Copy(
+            own.tensor, own.locate(region), piece.tensor, piece.locate(region), ITEM_SIZES[dtypes[piece.tensor]]
+        )
         loads[source] += copy.num_bytes
         chosen[source, rank].append((number, copy))
     ordered = {
@@ -113,49 +115,49 @@ def build_plan(sources: Pieces, targets: Pieces, dtypes: Mapping[str, str]) -> P
     return Plan(ordered)
 
 
-def _find_holders(sources: Pieces) -> dict[str, dict[Box, list[tuple[int, Piece]]]]:
+def _find_holders(sources: Pieces) -> dict[str, dict[TensorSlice, list[tuple[int, Piece]]]]:
     """Whole tensor -> its rectangles on training ranks -> who holds each."""
-    holders: dict[str, dict[Box, list[tuple[int, Piece]]]] = defaultdict(lambda: defaultdict(list))
+    holders: dict[str, dict[TensorSlice, list[tuple[int, Piece]]]] = defaultdict(lambda: defaultdict(list))
     for rank, pieces in sources.items():
         for piece in pieces:
-            holders[piece.whole][piece.box].append((rank, piece))
+            holders[piece.whole][piece.region].append((rank, piece))
     return holders
 
 
-def _cover(piece: Piece, holders: Mapping[str, Mapping[Box, Sequence[tuple[int, Piece]]]]) -> list[Box]:
+def _cover(piece: Piece, holders: Mapping[str, Mapping[TensorSlice, Sequence[tuple[int, Piece]]]]) -> list[TensorSlice]:
     """The parts of the piece by rectangles of the training ranks, which are all of it."""
     if piece.whole not in holders:
         raise LayoutError(
             f"the servers hold {piece.tensor}, made of {piece.whole}, of which no training rank has anything; the"
             " policy and the servers are different models"
         )
-    parts = [part for box in holders[piece.whole] if (part := box.intersect(piece.box))]
-    if sum(part.size for part in parts) != piece.box.size:
+    parts = [part for region in holders[piece.whole] if (part := region.intersect(piece.region))]
+    if sum(part.size for part in parts) != piece.region.size:
         raise LayoutError(
-            f"the servers hold {piece.box} of {piece.whole} in {piece.tensor}; the training ranks hold"
-            f" {sum(part.size for part in parts)} of its {piece.box.size} elements"
+            f"the servers hold {piece.region} of {piece.whole} in {piece.tensor}; the training ranks hold"
+            f" {sum(part.size for part in parts)} of its {piece.region.size} elements"
         )
     return parts
 
 
 def compute_bound(targets: Pieces, dtypes: Mapping[str, str]) -> int:
     """The least bytes that must reach the server ranks: those of what they hold, padding rows left out."""
-    return sum(piece.box.size * ITEM_SIZES[dtypes[piece.tensor]] for pieces in targets.values() for piece in pieces)
+    return sum(piece.region.size * ITEM_SIZES[dtypes[piece.tensor]] for pieces in targets.values() for piece in pieces)
 
 
 def compute_broadcast(sources: Pieces, targets: Pieces, dtypes: Mapping[str, str]) -> int:
     """Bytes of the peers' way: shards are gathered on one rank, and each server rank receives the whole model."""
     wholes = {piece.whole: ITEM_SIZES[dtypes[piece.tensor]] for pieces in targets.values() for piece in pieces}
-    sizes: dict[str, dict[Box, set[int]]] = defaultdict(lambda: defaultdict(set))
+    sizes: dict[str, dict[TensorSlice, set[int]]] = defaultdict(lambda: defaultdict(set))
     for rank, pieces in sources.items():
         for piece in pieces:
             if piece.whole in wholes:
-                sizes[piece.whole][piece.box].add(rank)
-    total = sum(box.size * wholes[name] for name, boxes in sizes.items() for box in boxes)
+                sizes[piece.whole][piece.region].add(rank)
+    total = sum(region.size * wholes[name] for name, regions in sizes.items() for region in regions)
     gathered = 0
-    for name, boxes in sizes.items():
-        root = next(iter(boxes.values()))
-        gathered += sum(box.size * wholes[name] for box, ranks in boxes.items() if not ranks & root)
+    for name, regions in sizes.items():
+        root = next(iter(regions.values()))
+        gathered += sum(region.size * wholes[name] for region, ranks in regions.items() if not ranks & root)
     return gathered + total * len(targets)
 
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from megarl.config.roles import Dtype
-from megarl.config.rollout import RolloutConfig
+from megarl.config.schema.roles import Dtype
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.interfaces import SyncError, TrainBackend
 from megarl.rollout.client import SGLangClient
-from megarl.seams import SyncError, TrainBackend
 from megarl.sync.steps import naming_step
 from megarl.types import Prompt, Sequences
 

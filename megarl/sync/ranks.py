@@ -7,13 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.config.rollout import RolloutConfig
-from megarl.mcore.architecture import Architecture
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.interfaces import SyncError, TrainBackend
+from megarl.mcore.model.architecture import Architecture
 from megarl.rollout.calls import run_side_by_side
 from megarl.rollout.client import SGLangClient, abort_all
-from megarl.seams import SyncError, TrainBackend
 from megarl.sync.checksum import MASK, find_words
-from megarl.sync.control import ANSWER_GRACE_S, Answers, instruct
 from megarl.sync.messages import encode_bucket
 from megarl.sync.plan import (
     Bucket,
@@ -25,6 +24,7 @@ from megarl.sync.plan import (
     cut_buckets,
     format_plan,
 )
+from megarl.sync.rpc import ANSWER_GRACE_S, ReplyListener, call_ranks
 from megarl.sync.serving_pieces import check_server_rank, predict_server_rank
 from megarl.sync.steps import naming_step
 
@@ -62,18 +62,18 @@ class Ranks:
         """host: on which this process listens for answers. plan_file: where the plan goes as a table."""
         self._policy, self._clients, self._config = policy, list(clients), config
         self._arch, self._plan_file = architecture, plan_file
-        self._answers = Answers(host)
+        self._answers = ReplyListener(host)
         self.session: Session | None = None
-        """None before `agree` and after `forget`"""
+        """None before `handshake` and after `forget`"""
 
     def forget(self) -> None:
-        """What was agreed holds no more."""
+        """The handshake is void."""
         self.session = None
 
     def close(self) -> None:
         self._answers.close()
 
-    def agree(self) -> Session:
+    def handshake(self) -> Session:
         """Ask all ranks what they hold, and tell each what it sends or receives. Raises SyncError naming both sides."""
         tp, num_servers = self._config.tp, len(self._clients)
         sources = dict(enumerate(self.senders("describe")))
@@ -125,7 +125,7 @@ class Ranks:
         ]
         self.receivers("prepare", receivers)
 
-    def prove(self, session: Session) -> None:
+    def verify(self, session: Session) -> None:
         """What each server rank holds adds up to what the training ranks make of their own parameters.
 
         Raises SyncError naming server, rank and tensor where it does not.
@@ -180,13 +180,13 @@ class Ranks:
             client = self._clients[number]
             own = [{}] * tp if arguments is None else arguments[number * tp : (number + 1) * tp]
             with naming_step(client, f"{verb} of weights"):
-                return instruct(client, self._answers, verb, own, self._deadline_s, flush_cache)
+                return call_ranks(client, self._answers, verb, own, self._deadline_s, flush_cache)
 
         return [lambda _stop, number=number: call(number) for number in range(len(self._clients))]
 
     @property
     def _deadline_s(self) -> float:
-        """Of a call; the link's own deadline passes before."""
+        """Of a call; the transport's own deadline passes before."""
         return self._config.sync_deadline_s + ANSWER_GRACE_S
 
 

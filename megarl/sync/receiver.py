@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megarl.sync.checksum import sum_checksums
-from megarl.sync.links import Link, open_link
 from megarl.sync.messages import decode_bucket, empty_bucket
 from megarl.sync.plan import Bucket
+from megarl.sync.transport import BucketTransport, open_transport
 
 INSTRUCTION = "megarl"
 REPLY_DEADLINE_S = 30.0
@@ -26,7 +26,7 @@ class _Receiver:
     """What this rank knows between instructions."""
 
     def __init__(self) -> None:
-        self.link: Link | None = None
+        self.transport: BucketTransport | None = None
         self.buckets: list[Bucket] = []
         self.words: dict[str, int] = {}
         self.rank = -1
@@ -39,16 +39,18 @@ class _Receiver:
         self.rank, self.words = rank, words
         self.buckets = [decode_bucket(bucket) for bucket in buckets]
 
-    def open(self, tensors: Mapping[str, Tensor], link: dict[str, Any]) -> None:
+    def open(self, tensors: Mapping[str, Tensor], transport: dict[str, Any]) -> None:
         self._close()
-        self.link = open_link(link, self.rank, is_source=False, device=next(iter(tensors.values())).device)
+        self.transport = open_transport(
+            transport, self.rank, is_source=False, device=next(iter(tensors.values())).device
+        )
 
     def receive(self, tensors: Mapping[str, Tensor]) -> int:
         """Bytes that came."""
-        assert self.link is not None, "receive came before open"
+        assert self.transport is not None, "receive came before open"
         num_bytes = 0
         try:
-            for bucket, message in self.link.receive(self.buckets):
+            for bucket, message in self.transport.receive(self.buckets):
                 empty_bucket(bucket, message, tensors)
                 num_bytes += sum(copy.num_bytes for copy in bucket.copies)
         except BaseException:
@@ -64,9 +66,9 @@ class _Receiver:
         return {name: value for (_, name), value in sums.items()}
 
     def _close(self) -> None:
-        if self.link is not None:
-            self.link.close()
-            self.link = None
+        if self.transport is not None:
+            self.transport.close()
+            self.transport = None
 
 
 _RECEIVER = _Receiver()

@@ -1,4 +1,4 @@
-"""Weight sync from training shards to serving shards: each server rank gets exactly what it holds, and is proved."""
+"""Weight sync from training shards to serving shards: each server rank gets exactly what it holds, and is verified."""
 
 import os
 import shutil
@@ -11,21 +11,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.config.roles import Dtype
-from megarl.config.rollout import RolloutConfig, Transport
+from megarl.config.schema.roles import Dtype
+from megarl.config.schema.rollout import RolloutConfig, Transport
+from megarl.interfaces import TrainBackend
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.server import is_loopback
-from megarl.seams import TrainBackend
 from megarl.sync.probe import compute_policy_logprobs, get_max_gap, verify_servers
 from megarl.sync.ranks import Ranks, Session
 from megarl.sync.steps import explaining_losses
-from megarl.sync.versions import VersionRaise, replacing_weights
+from megarl.sync.versions import VersionBump, replacing_weights
 from megarl.types import Metrics
 
 
 class ShardSync:
-    """WeightSync over a link between training ranks and server ranks. Servers are paused from the first byte to the
-    proof's end.
+    """WeightSync over a transport between training ranks and server ranks.
+
+    Servers are paused from the first byte until the checksums are verified.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class ShardSync:
         self._store: Any = None
 
     def publish(self, version: int) -> Metrics:
-        """Move, prove, and only then raise the servers' version to `version`.
+        """Move, verify, and only then raise the servers' version to `version`.
 
         Raises SyncError where a server or a rank refuses, is lost or is late, naming it and the step, and where the
         proof fails; no server then serves as `version`. A signal that raises in this thread ends the wait.
@@ -61,11 +62,11 @@ class ShardSync:
         times = _Times()
         expected = compute_policy_logprobs(self._policy, self._probe_tokens)
         times.mark("probe")
-        with VersionRaise(version) as raising, explaining_losses(self._check_processes):
-            with replacing_weights(self._clients, raising):
+        with VersionBump(version) as bump, explaining_losses(self._check_processes):
+            with replacing_weights(self._clients, bump):
                 times.mark("pause")
                 session, num_bytes = self._transfer(times)
-                self._ranks.prove(session)
+                self._ranks.verify(session)
                 times.mark("checksum")
             times.mark("resume")
             gap = verify_servers(self._clients, self._probe_tokens, expected, self._max_gap)
@@ -90,7 +91,7 @@ class ShardSync:
         return session, num_bytes
 
     def reconnect(self) -> None:
-        """Forget what was agreed with the servers' ranks; the next sync agrees anew."""
+        """Forget the handshake with the servers' ranks; the next sync makes a new one."""
         self._ranks.forget()
         self._remove_memory()
         self._store = None
@@ -101,13 +102,13 @@ class ShardSync:
 
     def _open(self) -> Session:
         """Agree with all ranks, and connect them."""
-        session = self._ranks.agree()
-        link = self._describe_link(session)
+        session = self._ranks.handshake()
+        transport = self._describe_transport(session)
         sources, targets = session.num_ranks
-        self._ranks.side_by_side("open", "open", [(link,)] * sources, [{"link": link}] * targets)
+        self._ranks.side_by_side("open", "open", [(transport,)] * sources, [{"transport": transport}] * targets)
         return session
 
-    def _describe_link(self, session: Session) -> dict[str, Any]:
+    def _describe_transport(self, session: Session) -> dict[str, Any]:
         sources, targets = session.num_ranks
         common = {"num_sources": sources, "num_targets": targets, "deadline_s": self._config.sync_deadline_s}
         if self._config.transport is Transport.colocated:

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from megarl.mcore.device import device
 from megarl.mcore.worker import MegatronWorker
-from megarl.sync.boxes import Piece
 from megarl.sync.checksum import sum_checksums
-from megarl.sync.links import Link, open_link
 from megarl.sync.messages import fill_bucket
 from megarl.sync.plan import Bucket, Copy
+from megarl.sync.slices import Piece
 from megarl.sync.training_pieces import describe_rank
+from megarl.sync.transport import BucketTransport, open_transport
 
 
 class WeightSender:
@@ -21,7 +21,7 @@ class WeightSender:
 
     def __init__(self, worker: MegatronWorker) -> None:
         self._worker = worker
-        self._link: Link | None = None
+        self._transport: BucketTransport | None = None
         self._rank = -1
         self._buckets: Sequence[Bucket] = ()
         self._words: Mapping[tuple[int, str], int] = {}
@@ -40,18 +40,18 @@ class WeightSender:
         self._rank, self._buckets, self._words = rank, buckets, words
         self._dtypes = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}
 
-    def open(self, link: Mapping[str, Any]) -> None:
-        """Waits for all ranks of both sides where the link is a process group. Raises LinkError."""
+    def open(self, transport: Mapping[str, Any]) -> None:
+        """Waits for all ranks of both sides where the transport is a process group. Raises TransportError."""
         self.close()
-        self._link = open_link(link, self._rank, is_source=True, device=device())
+        self._transport = open_transport(transport, self._rank, is_source=True, device=device())
 
     def send(self) -> None:
-        """Raises LinkError."""
-        assert self._link is not None, "send came before open"
-        with torch.no_grad(), self._worker.residence.during(training=False):
+        """Raises TransportError."""
+        assert self._transport is not None, "send came before open"
+        with torch.no_grad(), self._worker.offload.during(training=False):
             tensors = self._tensors()
             try:
-                self._link.send(self._buckets, lambda bucket, out: fill_bucket(bucket, out, tensors, self._dtypes))
+                self._transport.send(self._buckets, lambda bucket, out: fill_bucket(bucket, out, tensors, self._dtypes))
             except BaseException:
                 # Ranks that wait for this one then learn of it at once.
                 self.close()
@@ -59,7 +59,7 @@ class WeightSender:
 
     def checksum(self) -> dict[tuple[int, str], int]:
         """(server rank, its tensor) -> what this rank's part adds to its checksum, from the parameters themselves."""
-        with torch.no_grad(), self._worker.residence.during(training=False):
+        with torch.no_grad(), self._worker.offload.during(training=False):
             tensors = self._tensors()
 
             def take(copy: Copy) -> Tensor:
@@ -68,9 +68,9 @@ class WeightSender:
             return sum_checksums(self._buckets, self._words, take)
 
     def close(self) -> None:
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
 
     def _tensors(self) -> dict[str, Tensor]:
         return {entry.name: tensor for entry, tensor in self._worker.shards()}

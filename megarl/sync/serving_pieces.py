@@ -8,10 +8,10 @@ w13_weight [E, gate and up rows, h] and w2_weight [E, h, rows].
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from megarl.mcore.architecture import Architecture
-from megarl.mcore.entries import compute_shape
-from megarl.sync.boxes import Box, Piece
+from megarl.mcore.model.architecture import Architecture
+from megarl.mcore.weights.entries import compute_shape
 from megarl.sync.plan import ITEM_SIZES
+from megarl.sync.slices import Piece, TensorSlice
 
 VOCAB_MULTIPLE = 64
 
@@ -51,7 +51,7 @@ def predict_server_rank(arch: Architecture, tp: int, rank: int) -> list[Piece]:
     pieces = [_split_vocab("model.embed_tokens.weight", arch, tp, rank)]
     if not arch.tied:
         pieces.append(_split_vocab("lm_head.weight", arch, tp, rank))
-    pieces = [piece for piece in pieces if piece.box.num_rows > 0]
+    pieces = [piece for piece in pieces if piece.region.num_rows > 0]
     for layer in range(arch.num_layers):
         pieces += _describe_layer(f"model.layers.{layer}.", arch, tp, rank)
     return [*pieces, _whole("model.norm.weight", arch)]
@@ -64,7 +64,7 @@ def check_server_rank(
     expected: dict[str, tuple[int, int]] = {}
     for piece in pieces:
         rows, _ = expected.get(piece.tensor, (0, 0))
-        expected[piece.tensor] = (max(rows, piece.row + piece.box.num_rows), piece.box.num_cols)
+        expected[piece.tensor] = (max(rows, piece.row + piece.region.num_rows), piece.region.num_cols)
     for name in ("model.embed_tokens.weight", *(() if arch.tied else ("lm_head.weight",))):
         expected[name] = (find_vocab_rows(arch.vocab_size, tp), arch.hidden_size)
     problems = [f"has no tensor {name}, which the policy's model has" for name in sorted(expected.keys() - found)]
@@ -84,11 +84,11 @@ def check_server_rank(
 def _split_vocab(name: str, arch: Architecture, tp: int, rank: int) -> Piece:
     rows = find_vocab_rows(arch.vocab_size, tp)
     first = rank * rows
-    return Piece(name, 0, 0, name, Box(first, 0, min(rows, arch.vocab_size - first), arch.hidden_size))
+    return Piece(name, 0, 0, name, TensorSlice(first, 0, min(rows, arch.vocab_size - first), arch.hidden_size))
 
 
 def _whole(name: str, arch: Architecture, row: int = 0, tensor: str | None = None) -> Piece:
-    return Piece(tensor or name, row, 0, name, Box(0, 0, *compute_shape(name, arch)))
+    return Piece(tensor or name, row, 0, name, TensorSlice(0, 0, *compute_shape(name, arch)))
 
 
 def _describe_layer(prefix: str, arch: Architecture, tp: int, rank: int) -> list[Piece]:
@@ -117,9 +117,9 @@ def _stack_heads(prefix: str, kind: str, arch: Architecture, tp: int, rank: int)
     pieces, row = [], 0
     for name, first, count in (("q", rank * heads, heads), ("k", kv_first, kv_heads), ("v", kv_first, kv_heads)):
         whole = f"{prefix}self_attn.{name}_proj.{kind}"
-        box = Box(first * arch.head_size, 0, count * arch.head_size, compute_shape(whole, arch)[1])
-        pieces.append(Piece(f"{prefix}self_attn.qkv_proj.{kind}", row, 0, whole, box))
-        row += box.num_rows
+        region = TensorSlice(first * arch.head_size, 0, count * arch.head_size, compute_shape(whole, arch)[1])
+        pieces.append(Piece(f"{prefix}self_attn.qkv_proj.{kind}", row, 0, whole, region))
+        row += region.num_rows
     return pieces
 
 
@@ -129,11 +129,11 @@ def _stack_rows(prefix: str, tensor: str, row: int, arch: Architecture, tp: int,
     for name in ("gate_proj", "up_proj"):
         whole = f"{prefix}{name}.weight"
         rows, cols = compute_shape(whole, arch)
-        pieces.append(Piece(tensor, row, 0, whole, Box(rank * (rows // tp), 0, rows // tp, cols)))
+        pieces.append(Piece(tensor, row, 0, whole, TensorSlice(rank * (rows // tp), 0, rows // tp, cols)))
         row += rows // tp
     return pieces
 
 
 def _take_columns(whole: str, arch: Architecture, tp: int, rank: int, tensor: str | None = None, row: int = 0) -> Piece:
     rows, cols = compute_shape(whole, arch)
-    return Piece(tensor or whole, row, 0, whole, Box(0, rank * (cols // tp), rows, cols // tp))
+    return Piece(tensor or whole, row, 0, whole, TensorSlice(0, rank * (cols // tp), rows, cols // tp))

@@ -4,9 +4,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from megarl.interfaces import DeadlineError, SyncError
 from megarl.rollout.calls import find_cause
 from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient
-from megarl.seams import DeadlineError, SyncError
 
 CLEAN_UP_DEADLINE_S = 10.0
 """Of each call that follows a failed one."""

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from megarl.config.roles import ParallelConfig
-from megarl.mcore.architecture import Architecture
-from megarl.mcore.entries import Entry, compute_shape, describe, to_megatron
-from megarl.sync.boxes import Box, Piece, find_runs
+from megarl.config.schema.roles import ParallelConfig
+from megarl.mcore.model.architecture import Architecture
+from megarl.mcore.weights.entries import Entry, compute_shape, describe, to_megatron
+from megarl.sync.slices import Piece, TensorSlice, find_runs
 
 
 def describe_rank(
@@ -26,7 +26,7 @@ def describe_rank(
             cuts[key] = _cut(entry, arch, shapes, tp, rank)
         for place, row, first, num_rows, col in cuts[key]:
             num_cols = shapes[place][1] // tp if entry.split == "columns" else shapes[place][1]
-            pieces.append(Piece(entry.name, row, 0, entry.hf_names[place], Box(first, col, num_rows, num_cols)))
+            pieces.append(Piece(entry.name, row, 0, entry.hf_names[place], TensorSlice(first, col, num_rows, num_cols)))
     return pieces
 
 

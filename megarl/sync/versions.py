@@ -4,12 +4,12 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
+from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError
 from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient
-from megarl.seams import UNPUBLISHED, DeadlineError, SyncError
 from megarl.sync.steps import CLEAN_UP_DEADLINE_S, naming_step, paused, updating
 
 
-class VersionRaise:
+class VersionBump:
     """Gives every server that has the new weights their version; servers that were given it serve as none when the
     block fails.
 
@@ -33,7 +33,7 @@ class VersionRaise:
                     f"SGLang server {client.url} reports weight version {found} after it was set to {self.version}"
                 )
 
-    def __enter__(self) -> "VersionRaise":
+    def __enter__(self) -> "VersionBump":
         return self
 
     def __exit__(
@@ -47,12 +47,12 @@ class VersionRaise:
 
 
 @contextlib.contextmanager
-def replacing_weights(clients: Sequence[SGLangClient], raising: VersionRaise) -> Iterator[None]:
-    """Inside, the servers are paused in a weight update and serve as no version; then as that of `raising`."""
+def replacing_weights(clients: Sequence[SGLangClient], bump: VersionBump) -> Iterator[None]:
+    """Inside, the servers are paused in a weight update and serve as no version; then as that of `bump`."""
     with paused(clients):
         for client in clients:
             with naming_step(client, "withdrawal of the weight version"):
                 client.set_weight_version(UNPUBLISHED)
         with updating(clients):
             yield
-        raising.apply(clients)
+        bump.apply(clients)

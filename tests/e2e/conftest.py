@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.config.roles import Dtype
-from megarl.config.rollout import RolloutConfig
+from megarl.config.schema.roles import Dtype
+from megarl.config.schema.rollout import RolloutConfig
 from megarl.rollout.server import SGLangServer
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 =+-*/()<>[],.:?"

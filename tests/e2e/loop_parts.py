@@ -8,12 +8,12 @@ from pathlib import Path
 import psutil
 
 from megarl.cluster.opened import open_ray
-from megarl.config.cluster import ClusterConfig
 from megarl.config.load import load_config
-from megarl.inputs import load_inputs
-from megarl.job import Hosts, open_parts
+from megarl.config.schema.cluster import ClusterConfig
 from megarl.report.report import build_report
 from megarl.rollout.server import SGLangServer
+from megarl.run.inputs import load_inputs
+from megarl.run.job import RunResources, open_components
 from megarl.trainer import Trainer
 
 SIZES = (
@@ -41,22 +41,22 @@ class Known:
 
 
 @contextlib.contextmanager
-def hosts_of(server: SGLangServer, num_workers: int) -> Iterator[Hosts]:
+def hosts_of(server: SGLangServer, num_workers: int) -> Iterator[RunResources]:
     """The running server, and a Ray cluster for the workers."""
     with open_ray(ClusterConfig(), num_workers) as cluster:
-        yield Hosts(lambda: Known([server.url]), server.check_alive, cluster)
+        yield RunResources(lambda: Known([server.url]), server.check_alive, cluster)
 
 
 @contextlib.contextmanager
-def open_trainer(hosts: Hosts, run_dir: Path, overrides: Sequence[str]) -> Iterator[Trainer]:
+def open_trainer(hosts: RunResources, run_dir: Path, overrides: Sequence[str]) -> Iterator[Trainer]:
     """A trainer of this configuration, not started."""
     config = load_config([*SIZES, *overrides])
     inputs = load_inputs(config)
     with (
         contextlib.closing(build_report(config.logger, run_dir, config.train.num_iterations)) as report,
-        open_parts(config, inputs, hosts, run_dir, report) as parts,
+        open_components(config, inputs, hosts, run_dir, report) as components,
     ):
-        yield Trainer(config, parts)
+        yield Trainer(config, components)
 
 
 def find_server(url: str) -> psutil.Process | None:

@@ -13,9 +13,9 @@ from megarl.cluster.local import local_ray
 from megarl.cluster.nodes import wait_for_nodes
 from megarl.cluster.opened import open_ray
 from megarl.cluster.waiting import PendingCall, WorkerError
-from megarl.config.cluster import ClusterConfig
+from megarl.config.schema.cluster import ClusterConfig
+from megarl.interfaces import DeadlineError, wait_all
 from megarl.rollout.server import pick_free_port
-from megarl.seams import DeadlineError, wait_all
 
 
 @ray.remote(num_cpus=1, max_restarts=0)

@@ -18,12 +18,12 @@ from megarl.cluster.opened import open_ray
 from megarl.cluster.stacks import Place, Ranks, Watch, dump_on_signal, identify
 from megarl.cluster.waiting import PendingCall, WorkerError
 from megarl.cluster.workers import WorkerGroup, redirect_output
-from megarl.config.algo import AlgoConfig
-from megarl.config.cluster import ClusterConfig
-from megarl.config.placement import Seat
-from megarl.config.roles import Dtype, ParallelConfig
-from megarl.mcore.spec import Role, WorkerSpec
-from megarl.seams import DeadlineError
+from megarl.config.placement import DeviceSlot
+from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.cluster import ClusterConfig
+from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.interfaces import DeadlineError
+from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.types import Sequences
 
 DEADLINE_S = 30.0
@@ -53,7 +53,7 @@ def group(cluster: Cluster, tiny_checkpoint: Path, tmp_path: Path) -> Iterator[W
         tokens_per_microbatch=64,
         deadline_s=DEADLINE_S,
     )
-    running = WorkerGroup(spec, tmp_path, cluster, (Seat(), Seat()), START_DEADLINE_S)
+    running = WorkerGroup(spec, tmp_path, cluster, (DeviceSlot(), DeviceSlot()), START_DEADLINE_S)
     assert "in float32" in running.start().result()
     yield running
     running.close()

@@ -15,15 +15,15 @@ from test_command import find_marked, find_scratch
 from megarl.cluster.opened import open_ray
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.load import load_config
-from megarl.config.placement import Seat
-from megarl.inputs import load_models, load_saved_rollouts, load_specs
-from megarl.mcore.spec import Role
-from megarl.pretraining_job import pretrain_offline
+from megarl.config.placement import DeviceSlot
+from megarl.mcore.worker_spec import Role
 from megarl.report.metrics import load_metrics
 from megarl.report.report import build_report
 from megarl.rollout.rollout_file import RolloutWriter, load_rollouts
 from megarl.rollout.tensors import build_sequences
+from megarl.run.inputs import load_models, load_saved_rollouts, load_specs
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
+from megarl.value_pretraining.job import pretrain_offline
 
 NUM_ROLLOUTS = 8
 VOCAB = 11
@@ -57,7 +57,7 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_critic(config, log_dir: Path):
     spec = load_specs(config, load_models(config))[Role.critic]
     with open_ray(config.cluster, 1) as cluster:
-        group = WorkerGroup(spec, log_dir, cluster, (Seat(),), config.cluster.worker_start_deadline_s)
+        group = WorkerGroup(spec, log_dir, cluster, (DeviceSlot(),), config.cluster.worker_start_deadline_s)
         group.start().result()
         yield group
 

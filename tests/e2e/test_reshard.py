@@ -15,15 +15,15 @@ from torch import Tensor
 
 from megarl.cluster.opened import open_ray
 from megarl.cluster.workers import WorkerGroup
-from megarl.config.algo import AlgoConfig
-from megarl.config.cluster import ClusterConfig
-from megarl.config.placement import Seat
-from megarl.config.roles import Dtype, ParallelConfig
-from megarl.config.rollout import RolloutConfig, Transport
-from megarl.mcore.architecture import read_architecture
-from megarl.mcore.spec import Role, WorkerSpec
+from megarl.config.placement import DeviceSlot
+from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.cluster import ClusterConfig
+from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.config.schema.rollout import RolloutConfig, Transport
+from megarl.interfaces import UNPUBLISHED, SyncError
+from megarl.mcore.model.architecture import read_architecture
+from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.rollout.client import SGLangClient
-from megarl.seams import UNPUBLISHED, SyncError
 from megarl.sync.disk import DiskSync
 from megarl.sync.ranks import Ranks
 from megarl.sync.reshard import ShardSync
@@ -78,7 +78,7 @@ def policy(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         deadline_s=120.0,
     )
     with open_ray(ClusterConfig(), num_actors=2) as cluster:
-        group = WorkerGroup(spec, tmp_path_factory.mktemp("logs"), cluster, (Seat(), Seat()), 240.0)
+        group = WorkerGroup(spec, tmp_path_factory.mktemp("logs"), cluster, (DeviceSlot(), DeviceSlot()), 240.0)
         group.start().result()
         yield group, cluster.scratch
         group.close()

@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.config.roles import Dtype
-from megarl.config.rollout import RolloutConfig
+from megarl.config.schema.roles import Dtype
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError
 from megarl.rollout.client import RequestError, SGLangClient
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.guard import find_shared_memory
 from megarl.rollout.server import ServerError, SGLangServer, pick_free_port
 from megarl.rollout.tensors import build_tensors
-from megarl.seams import UNPUBLISHED, DeadlineError, SyncError
 from megarl.sync.disk import DiskSync
 from megarl.sync.probe import build_probe_tokens
 from megarl.types import FinishReason, Prompt, Score, Sequences

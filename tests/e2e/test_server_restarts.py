@@ -12,14 +12,14 @@ import pytest
 from loop_parts import SIZES, find_server, open_trainer
 
 from megarl.config.load import load_config
-from megarl.inputs import load_inputs
-from megarl.job import open_hosts
+from megarl.interfaces import UNPUBLISHED
 from megarl.report.metrics import load_metrics
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.collector import Collector
-from megarl.rollout.loss import find_loss
+from megarl.rollout.liveness import find_loss
 from megarl.rollout.tensors import build_tensors
-from megarl.seams import UNPUBLISHED
+from megarl.run.inputs import load_inputs
+from megarl.run.job import open_resources
 from megarl.trainer import Trainer
 
 pytestmark = pytest.mark.server
@@ -93,9 +93,9 @@ def split_starts(log: Path) -> list[str]:
 
 def compute_logprob_gap(trainer) -> float:
     """Largest |rollout_logprobs - old_logprobs| over fresh responses of all servers."""
-    rollout = trainer.generate(trainer.parts.sampler.next_batch(8), "gap")
+    rollout = trainer.generate(trainer.components.sampler.next_batch(8), "gap")
     tensors = build_tensors(rollout)
-    old = trainer.parts.policy.logprobs(tensors.sequences, 1.0).result()
+    old = trainer.components.policy.logprobs(tensors.sequences, 1.0).result()
     return float((old - tensors.rollout_logprobs)[tensors.mask].abs().max())
 
 
@@ -104,20 +104,20 @@ def test_servers_killed_in_a_sync_and_in_a_rollout_come_back_with_the_current_we
     config = load_config([*SIZES, *overrides])
     inputs = load_inputs(config)
     with (
-        open_hosts(config, inputs, tmp_path / "logs") as hosts,
-        open_trainer(hosts, tmp_path, overrides) as trainer,
+        open_resources(config, inputs, tmp_path / "logs") as resources,
+        open_trainer(resources, tmp_path, overrides) as trainer,
     ):
-        parts = trainer.parts
-        urls = [client.url for client in parts.engine.clients]
-        assert [client.load_weight_version() for client in parts.engine.clients] == [UNPUBLISHED] * 2
-        engine, sync = KillingEngine(parts.engine), KillingSync(parts.sync, urls[0])
+        components = trainer.components
+        urls = [client.url for client in components.engine.clients]
+        assert [client.load_weight_version() for client in components.engine.clients] == [UNPUBLISHED] * 2
+        engine, sync = KillingEngine(components.engine), KillingSync(components.sync, urls[0])
         collector = Collector(engine, inputs.reward, temperature=config.rollout.temperature)
-        trainer = Trainer(config, replace(parts, sync=sync, collector=collector))
+        trainer = Trainer(config, replace(components, sync=sync, collector=collector))
         summary = trainer.run()
         assert engine.num_rollouts == 3
         # The sync that failed, then, before the rollout is repeated, the weights that were current then.
         assert sync.published == [0, 1, 1, 1, 2]
-        assert [client.load_weight_version() for client in parts.engine.clients] == [2, 2]
+        assert [client.load_weight_version() for client in components.engine.clients] == [2, 2]
         assert compute_logprob_gap(trainer) < 1e-4
     assert summary.num_iterations == 2
     lines = load_metrics(tmp_path / "metrics.jsonl")

@@ -16,11 +16,11 @@ from test_server import TransformersPolicy, build_sync
 from transformers import AutoTokenizer
 
 from megarl.data.sampler import PromptSampler
-from megarl.inputs import load_inputs
 from megarl.report.metrics import load_metrics
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.rollout.server import SGLangServer
+from megarl.run.inputs import load_inputs
 from megarl.sync.probe import build_probe_tokens
 from megarl.types import Prompt
 

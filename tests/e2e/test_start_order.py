@@ -5,9 +5,9 @@ from dataclasses import replace
 from loop_parts import SIZES, find_server, open_trainer
 
 from megarl.config.load import load_config
-from megarl.inputs import load_inputs
-from megarl.job import open_hosts
-from megarl.seams import UNPUBLISHED
+from megarl.interfaces import UNPUBLISHED
+from megarl.run.inputs import load_inputs
+from megarl.run.job import open_resources
 
 OVERRIDES = ["algo=grpo", "cluster.gpus_per_node=1", "cluster.placement=colocated"]
 
@@ -16,7 +16,7 @@ def test_servers_that_share_gpus_are_started_after_the_roles(tiny_checkpoint, tm
     overrides = [*OVERRIDES, f"model.path={tiny_checkpoint}"]
     config = load_config([*SIZES, *overrides])
     logs = tmp_path / "logs"
-    with open_hosts(config, load_inputs(config), logs) as hosts:
+    with open_resources(config, load_inputs(config), logs) as hosts:
         assert hosts.servers is not None
         assert hosts.servers.find_lost() == {}
         seen = []
@@ -27,7 +27,7 @@ def test_servers_that_share_gpus_are_started_after_the_roles(tiny_checkpoint, tm
 
         with open_trainer(replace(hosts, start_servers=start_servers), tmp_path, overrides) as trainer:
             assert seen[0] == {"policy-0.log"}
-            [client] = trainer.parts.engine.clients
+            [client] = trainer.components.engine.clients
             assert client.load_weight_version() == UNPUBLISHED
             server = find_server(client.url)
             assert server is not None

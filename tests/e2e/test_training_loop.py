@@ -11,13 +11,13 @@ import pytest
 import torch
 from loop_parts import hosts_of, open_trainer
 
-from megarl.pretraining import pretrain_critic
 from megarl.report.metrics import load_metrics
 from megarl.rollout.collector import Collector
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.rollout.tensors import build_tensors
 from megarl.trainer import Trainer, split_minibatches
 from megarl.types import Prompt, Response, Score
+from megarl.value_pretraining.loop import pretrain_critic
 
 pytestmark = pytest.mark.server
 OVERRIDES = [
@@ -45,11 +45,11 @@ def trainer(server, tiny_checkpoint: Path, run_dir: Path) -> Iterator[Trainer]:
 
 def compute_logprob_gap(trainer: Trainer, temperature: float) -> float:
     """Largest |rollout_logprobs - old_logprobs| over fresh responses, the servers' against Megatron's."""
-    engine = trainer.parts.engine
-    collector = Collector(engine, trainer.parts.collector._reward, temperature=temperature)
-    prompts = trainer.parts.sampler.next_batch(8)
+    engine = trainer.components.engine
+    collector = Collector(engine, trainer.components.collector._reward, temperature=temperature)
+    prompts = trainer.components.sampler.next_batch(8)
     tensors = build_tensors(collector.collect(prompts, 4, weight_version=trainer.version))
-    old = trainer.parts.policy.logprobs(tensors.sequences, temperature).result()
+    old = trainer.components.policy.logprobs(tensors.sequences, temperature).result()
     return float((old - tensors.rollout_logprobs)[tensors.mask].abs().max())
 
 
@@ -59,11 +59,11 @@ def test_before_any_update_rollout_logprobs_are_megatrons_old_logprobs(trainer):
 
 
 def test_the_loop_updates_the_policy_and_the_servers_follow(trainer, run_dir):
-    before = trainer.parts.policy.checksum().result()
+    before = trainer.components.policy.checksum().result()
     summary = trainer.run()
     assert summary.num_iterations == 3
     assert trainer.version == 3
-    assert trainer.parts.policy.checksum().result() != before
+    assert trainer.components.policy.checksum().result() != before
     lines = load_metrics(run_dir / "metrics.jsonl")
     assert [line["iteration"] for line in lines] == [0, 1, 2, 3]
     # Four minibatches per iteration: from the second on the ratios have left 1.
@@ -95,7 +95,7 @@ def test_a_rollout_has_whole_groups_in_order_and_rewards_in_range(trainer):
     assert [s.group for s in samples] == [g for g in range(16) for _ in range(16)]
     assert all(len({s.prompt.id for s in samples if s.group == g}) == 1 for g in range(16))
     assert all(0 <= s.score.reward <= 1 for s in samples)
-    heldout = {p.id for p in trainer.parts.heldout}
+    heldout = {p.id for p in trainer.components.heldout}
     assert not heldout & {s.prompt.id for s in samples}
 
 
@@ -112,15 +112,15 @@ def test_value_pretraining_explains_heldout_returns_and_leaves_the_policy_bit_id
     def score(prompt: Prompt, _response: Response) -> Score:
         return Score(float(prompt.text[0] in "abc"), False)
 
-    collector = Collector(trainer.parts.engine, score, temperature=1.0)
-    other = Trainer(trainer.config, replace(trainer.parts, collector=collector))
+    collector = Collector(trainer.components.engine, score, temperature=1.0)
+    other = Trainer(trainer.config, replace(trainer.components, collector=collector))
     other.version = trainer.version
-    before = trainer.parts.policy.checksum().result()
-    critic_before = trainer.parts.critic.checksum().result()
+    before = trainer.components.policy.checksum().result()
+    critic_before = trainer.components.critic.checksum().result()
     pretrain_critic(other)
     # Each value is of a rollout that the critic had not trained on.
     curve = [line["pretrain/explained_variance"] for line in load_metrics(run_dir / "value_pretrain.jsonl")]
     assert len(curve) == 6
     assert min(curve[-2:]) > 0.3 > curve[0]
-    assert trainer.parts.policy.checksum().result() == before
-    assert trainer.parts.critic.checksum().result() != critic_before
+    assert trainer.components.policy.checksum().result() == before
+    assert trainer.components.critic.checksum().result() != critic_before

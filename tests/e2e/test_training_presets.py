@@ -12,12 +12,12 @@ import pytest
 import torch
 from loop_parts import hosts_of, open_trainer
 
-from megarl.config.algo import needs_critic, needs_reference
 from megarl.config.load import list_options
-from megarl.job import Hosts
+from megarl.config.schema.algo import needs_critic, needs_reference
 from megarl.report.metrics import load_metrics
 from megarl.rollout.collector import Collector
-from megarl.rollout.signal_groups import NoSignalError
+from megarl.rollout.dynamic_sampling import NoSignalError
+from megarl.run.job import RunResources
 from megarl.trainer import Trainer
 from megarl.types import Prompt, Response, Score
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.server
 
 
 @pytest.fixture(scope="module")
-def hosts(server) -> Iterator[Hosts]:
+def hosts(server) -> Iterator[RunResources]:
     with hosts_of(server, num_workers=3) as hosts:
         yield hosts
 
@@ -37,21 +37,21 @@ def overrides(tiny_checkpoint: Path) -> list[str]:
 
 def with_reward(trainer: Trainer, score) -> Trainer:
     """The same parts under another verdict."""
-    collector = Collector(trainer.parts.engine, score, temperature=1.0)
-    return Trainer(trainer.config, replace(trainer.parts, collector=collector))
+    collector = Collector(trainer.components.engine, score, temperature=1.0)
+    return Trainer(trainer.config, replace(trainer.components, collector=collector))
 
 
 @pytest.mark.parametrize("algo", list_options("algo"))
 def test_every_preset_trains_with_the_roles_it_needs_and_no_other(hosts, overrides, tmp_path, algo):
     pretraining = ["algo.value_pretrain.steps=0"] if algo in ("vapo", "vc_ppo") else []
     with open_trainer(hosts, tmp_path, [f"algo={algo}", *overrides, *pretraining]) as trainer:
-        parts, config = trainer.parts, trainer.config.algo
-        assert (parts.critic is not None) == needs_critic(config) == (algo in ("ppo", "vc_ppo", "vapo"))
+        components, config = trainer.components, trainer.config.algo
+        assert (components.critic is not None) == needs_critic(config) == (algo in ("ppo", "vc_ppo", "vapo"))
         with_kl = algo in ("reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo")
-        assert (parts.reference is not None) == needs_reference(config) == with_kl
-        before = parts.policy.checksum().result()
+        assert (components.reference is not None) == needs_reference(config) == with_kl
+        before = components.policy.checksum().result()
         assert trainer.run().num_iterations == 2
-        assert parts.policy.checksum().result() != before
+        assert components.policy.checksum().result() != before
     lines = load_metrics(tmp_path / "metrics.jsonl")
     assert [line["iteration"] for line in lines] == [0, 1, 2]
     assert all(isfinite(line["policy/loss"]) and line["policy/grad_norm"] > 0 for line in lines[1:])
@@ -137,7 +137,7 @@ def test_a_kl_over_the_whole_vocabulary_is_zero_at_first_and_grows_with_the_upda
     ]
     with open_trainer(hosts, tmp_path, [*overrides, *given]) as trainer:
         # The policy's own process holds the reference.
-        assert trainer.parts.reference is None
+        assert trainer.components.reference is None
         trainer.run()
     first, second = load_metrics(tmp_path / "metrics.jsonl")[1:]
     assert first["kl/mean"] == pytest.approx(0, abs=1e-7)

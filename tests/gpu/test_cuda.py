@@ -11,9 +11,9 @@ from layout_runs import build_spec, launch
 from memory_runs import run_roles
 from tiny_checkpoints import write_checkpoint
 
-from megarl.config.roles import Dtype, Fp8, Fp8Recipe, Offload, OptimizerConfig, Recompute
+from megarl.config.schema.roles import Dtype, Fp8, Fp8Recipe, Offload, OptimizerConfig, Recompute
 from megarl.mcore.role_fields import has_transformer_engine
-from megarl.mcore.spec import Role, WorkerSpec
+from megarl.mcore.worker_spec import Role, WorkerSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -100,16 +100,16 @@ def test_offloading_frees_the_memory_of_the_gpu(cuda: dict[str, Any], role: str,
 
 
 def test_parked_storages_come_back_bit_by_bit_and_leave_no_memory_behind() -> None:
-    from megarl.mcore.offload import Parking, find_storages
+    from megarl.mcore.offload import StorageOffloader, find_storages
 
     flat = torch.randn(2**24, device="cuda")
     views, expected = [flat[: 2**20].view(1024, 1024), flat[2**20 :]], flat.cpu()
-    parking, before = Parking(), torch.cuda.memory_allocated()
+    offloader, before = StorageOffloader(), torch.cuda.memory_allocated()
     for _ in range(2):
-        parking.park(find_storages([flat, *views]))
+        offloader.park(find_storages([flat, *views]))
         gc.collect()
         assert torch.cuda.memory_allocated() <= before - flat.numel() * 4
-        parking.bring()
+        offloader.bring()
         assert torch.equal(flat.cpu(), expected)
         assert torch.equal(views[0].cpu(), expected[: 2**20].view(1024, 1024))
 

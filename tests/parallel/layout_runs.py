@@ -13,9 +13,9 @@ import torch.multiprocessing
 from tiny_checkpoints import build_samples, build_sequences
 
 import megarl.mcore  # noqa: F401
-from megarl.config.algo import AlgoConfig
-from megarl.config.roles import Dtype, OptimizerConfig, ParallelConfig
-from megarl.mcore.spec import Role, WorkerSpec
+from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
+from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.types import Sequences, TrainingSamples
 
 NUM_STEPS = 3

@@ -9,8 +9,8 @@ from layout_runs import evaluate
 from tiny_checkpoints import build_samples, build_sequences
 
 import megarl.mcore  # noqa: F401
-from megarl.config.roles import Recompute
-from megarl.mcore.spec import WorkerSpec
+from megarl.config.schema.roles import Recompute
+from megarl.mcore.worker_spec import WorkerSpec
 
 
 def count_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -39,7 +39,7 @@ def measure_freed(worker: Any) -> int:
     if not torch.cuda.is_available():
         return 0
     between = torch.cuda.memory_allocated()
-    with worker.residence.during(training=True):
+    with worker.offload.during(training=True):
         return torch.cuda.memory_allocated() - between
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from layout_runs import evaluate
 from tiny_checkpoints import build_sequences
 
-from megarl.mcore.spec import WorkerSpec
+from megarl.mcore.worker_spec import WorkerSpec
 
 
 def evaluate_layouts(rank: int, world_size: int, specs: dict[str, WorkerSpec], scratch: str) -> dict[str, Any]:

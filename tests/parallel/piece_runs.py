@@ -5,15 +5,15 @@ from typing import Any
 
 import torch
 
-from megarl.mcore.spec import WorkerSpec
-from megarl.sync.boxes import Box, Piece
+from megarl.mcore.worker_spec import WorkerSpec
+from megarl.sync.slices import Piece, TensorSlice
 
 Held = list[tuple[tuple[Any, ...], torch.Tensor]]
 """(tensor, row, column, whole tensor, its rectangle) of each piece, and the numbers that lie there"""
 
 
 def flatten(piece: Piece) -> tuple[Any, ...]:
-    return piece.tensor, piece.row, piece.col, piece.whole, astuple(piece.box)
+    return piece.tensor, piece.row, piece.col, piece.whole, astuple(piece.region)
 
 
 def describe_layouts(
@@ -30,7 +30,7 @@ def describe_layouts(
             tensors = {entry.name: tensor for entry, tensor in worker.shards()}
             held = []
             for piece in WeightSender(worker).describe():
-                at = Box(piece.row, piece.col, piece.box.num_rows, piece.box.num_cols)
+                at = TensorSlice(piece.row, piece.col, piece.region.num_rows, piece.region.num_cols)
                 held.append((flatten(piece), at.of(tensors[piece.tensor]).clone()))
             parts: list[Any] = [None] * world_size
             torch.distributed.all_gather_object(parts, held)

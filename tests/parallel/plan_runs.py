@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import megarl.mcore  # noqa: F401
-from megarl.mcore.spec import Role, WorkerSpec
+from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.types import Sequences, TrainingSamples
 
 

@@ -13,10 +13,10 @@ import torch
 from layout_runs import build_conversations, build_spec, find_gradients, launch
 from tiny_checkpoints import compute_padded_kl, write_checkpoint
 
-from megarl.config.algo import AlgoConfig, KLConfig, MismatchConfig
-from megarl.config.algo_choices import KLEstimator, LossAggMode, MismatchCorrection
-from megarl.config.roles import OptimizerConfig
-from megarl.mcore.spec import Role
+from megarl.config.schema.algo import AlgoConfig, KLConfig, MismatchConfig
+from megarl.config.schema.algo_choices import KLEstimator, LossAggMode, MismatchCorrection
+from megarl.config.schema.roles import OptimizerConfig
+from megarl.mcore.worker_spec import Role
 from megarl.types import TrainingSamples
 
 TEMPERATURE = 0.8

@@ -11,11 +11,11 @@ from layout_runs import build_spec, launch_in
 from safetensors.torch import load_file
 from tiny_checkpoints import write_checkpoint
 
-from megarl.config.roles import Dtype, ParallelConfig
-from megarl.mcore.compare_checkpoints import compare_tensors
-from megarl.mcore.convert import hf_to_megatron, megatron_to_hf
-from megarl.mcore.spec import Role
-from megarl.mcore.weight_source import open_source
+from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.mcore.weights.compare import compare_tensors
+from megarl.mcore.weights.convert import hf_to_megatron, megatron_to_hf
+from megarl.mcore.weights.source import open_source
+from megarl.mcore.worker_spec import Role
 
 DENSE = ParallelConfig(num_processes=4, tp=2, sp=True, pp=2)
 EXPERTS = ParallelConfig(num_processes=4, tp=2, sp=True, pp=2, ep=2)

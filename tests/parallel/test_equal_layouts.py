@@ -10,14 +10,14 @@ import pytest
 from layout_runs import build_spec
 from tiny_checkpoints import build_samples, write_checkpoint
 
-from megarl.config.algo import AlgoConfig, KLConfig, MismatchConfig, ToprConfig
-from megarl.config.algo_choices import LossAggMode, MismatchCorrection, MismatchLevel
-from megarl.config.roles import OptimizerConfig, ParallelConfig
+from megarl.config.schema.algo import AlgoConfig, KLConfig, MismatchConfig, ToprConfig
+from megarl.config.schema.algo_choices import LossAggMode, MismatchCorrection, MismatchLevel
+from megarl.config.schema.roles import OptimizerConfig, ParallelConfig
 from megarl.data.packing import pack
-from megarl.mcore.architecture import read_architecture
 from megarl.mcore.compare_layouts import LayoutRun, compare_runs, describe_layout, run_layouts
+from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.row_costs import compute_row_costs
-from megarl.mcore.spec import Role, WorkerSpec
+from megarl.mcore.worker_spec import Role, WorkerSpec
 
 ALGO = AlgoConfig(
     entropy_coef=0.01,

@@ -9,8 +9,8 @@ from layout_runs import build_spec, launch
 from memory_runs import run_roles
 from tiny_checkpoints import write_checkpoint
 
-from megarl.config.roles import Dtype, Offload, Recompute, RecomputeMethod
-from megarl.mcore.spec import Role
+from megarl.config.schema.roles import Dtype, Offload, Recompute, RecomputeMethod
+from megarl.mcore.worker_spec import Role
 
 NUM_LAYERS = 4
 RECOMPUTE = {

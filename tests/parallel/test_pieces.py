@@ -8,10 +8,10 @@ from piece_runs import Held, describe_layouts, flatten
 from safetensors.torch import load_file
 from tiny_checkpoints import write_checkpoint
 
-from megarl.config.roles import ParallelConfig
-from megarl.mcore.architecture import read_architecture
-from megarl.mcore.spec import Role
-from megarl.sync.boxes import Box
+from megarl.config.schema.roles import ParallelConfig
+from megarl.mcore.model.architecture import read_architecture
+from megarl.mcore.worker_spec import Role
+from megarl.sync.slices import TensorSlice
 from megarl.sync.training_pieces import predict_ranks
 
 DENSE = {
@@ -56,5 +56,5 @@ def test_every_rank_holds_what_is_predicted_and_that_part_of_the_checkpoint(
     assert found[name].keys() == predicted.keys()
     for rank, held in found[name].items():
         assert {piece for piece, _ in held} == {flatten(piece) for piece in predicted[rank]}, rank
-        for (*_, whole, box), numbers in held:
-            assert numbers.equal(Box(*box).of(wholes[whole])), (rank, whole, box)
+        for (*_, whole, region), numbers in held:
+            assert numbers.equal(TensorSlice(*region).of(wholes[whole])), (rank, whole, region)

@@ -12,13 +12,13 @@ from layout_runs import launch
 from plan_runs import measure_roles
 
 from megarl.config.load import load_config
-from megarl.config.schema import Config
+from megarl.config.schema.root import Config
 from megarl.hf.checkpoint import resolve_checkpoint
-from megarl.inputs import build_specs
-from megarl.mcore.spec import Role
+from megarl.mcore.worker_spec import Role
 from megarl.plan.estimate import count_job
 from megarl.plan.jobs import build_jobs, find_models
 from megarl.plan.roles import StageMemory, estimate_stages
+from megarl.run.inputs import build_specs
 
 WITHIN = 0.10
 PROMPT = 4

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.load import load_config
-from megarl.inputs import load_inputs
-from megarl.job import Hosts, open_hosts, open_parts, show_warnings
-from megarl.pretraining import pretrain_critic
 from megarl.report.metrics import load_metrics
 from megarl.report.report import build_report
-from megarl.signals import stopping_on_signals
+from megarl.run.inputs import load_inputs
+from megarl.run.job import RunResources, open_components, open_resources, show_warnings
+from megarl.run.signals import stopping_on_signals
 from megarl.trainer import Trainer
+from megarl.value_pretraining.loop import pretrain_critic
 
 PRESETS = (
     "vapo",
@@ -86,7 +86,7 @@ def build_overrides(variant: str, seed: int) -> list[str]:
     return [*overrides, f"policy.optimizer.decay_steps={steps}"]
 
 
-def train_once(variant: str, seed: int, hosts: Hosts, run_dir: Path) -> Curve:
+def train_once(variant: str, seed: int, hosts: RunResources, run_dir: Path) -> Curve:
     """One run on the kept server. Its metrics are left in `run_dir`."""
     started = time.monotonic()
     config = load_config(build_overrides(variant, seed))
@@ -95,7 +95,7 @@ def train_once(variant: str, seed: int, hosts: Hosts, run_dir: Path) -> Curve:
     with contextlib.ExitStack() as stack:
         report = stack.enter_context(contextlib.closing(build_report(config.logger, run_dir, NUM_ITERATIONS)))
         stack.enter_context(show_warnings(report))
-        trainer = Trainer(config, stack.enter_context(open_parts(config, inputs, hosts, run_dir, report)))
+        trainer = Trainer(config, stack.enter_context(open_components(config, inputs, hosts, run_dir, report)))
         pretrain_critic(trainer)
         trainer.run()
     lines = [line for line in load_metrics(run_dir / "metrics.jsonl") if "reward/heldout" in line]
@@ -195,7 +195,7 @@ def main() -> None:
     if missing and not args.table:
         # The preset with all three roles: Ray gets room for each.
         first = load_config([*COMMON, "algo=vapo", "algo.kl.in_loss=true"])
-        with stopping_on_signals(), open_hosts(first, load_inputs(first), args.out / "logs") as hosts:
+        with stopping_on_signals(), open_resources(first, load_inputs(first), args.out / "logs") as hosts:
             for variant, seed in missing:
                 name = paths[variant, seed].stem
                 curve = train_once(variant, seed, hosts, args.out / name)

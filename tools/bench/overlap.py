@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.load import load_config
-from megarl.inputs import load_inputs
-from megarl.job import open_hosts, open_parts
 from megarl.report.report import build_report
+from megarl.run.inputs import load_inputs
+from megarl.run.job import open_components, open_resources
 from megarl.trainer import Trainer
 from megarl.types import Metrics, Rollout
 
@@ -138,15 +138,15 @@ def run_job(staleness: int, num_iterations: int, overrides: list[str], directory
     inputs = load_inputs(config)
     with (
         contextlib.closing(build_report(config.logger, directory, num_iterations)) as report,
-        open_hosts(config, inputs, directory / "logs") as hosts,
-        open_parts(config, inputs, hosts, directory, report) as parts,
+        open_resources(config, inputs, directory / "logs") as hosts,
+        open_components(config, inputs, hosts, directory, report) as components,
     ):
-        trainer = NotingTrainer(config, parts)
+        trainer = NotingTrainer(config, components)
         trainer.clock = clock = Clock()
         note_calls(trainer, "build_experience", clock.trainer)
         note_calls(trainer, "update", clock.trainer)
-        note_calls(parts.engine, "generate", clock.generating)
-        for client in parts.engine.clients:  # type: ignore[attr-defined]
+        note_calls(components.engine, "generate", clock.generating)
+        for client in components.engine.clients:  # type: ignore[attr-defined]
             note_pauses(client, clock.paused)
         trainer.run()
     return clock

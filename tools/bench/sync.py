@@ -29,14 +29,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.cluster.workers import merge_rows
-from megarl.config.algo import AlgoConfig
-from megarl.config.roles import Dtype, ParallelConfig
-from megarl.config.rollout import RolloutConfig, Transport
-from megarl.mcore.architecture import read_architecture
-from megarl.mcore.spec import Role, WorkerSpec
+from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.config.schema.rollout import RolloutConfig, Transport
+from megarl.interfaces import DeadlineError
+from megarl.mcore.model.architecture import read_architecture
+from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.server import SGLangServer, pick_free_port
-from megarl.seams import DeadlineError
 from megarl.sync.disk import DiskSync
 from megarl.sync.ranks import Ranks
 from megarl.sync.reshard import ShardSync
@@ -93,7 +93,7 @@ class Broadcaster:
 
     def send(self, url: str) -> int:
         """Bytes that were broadcast."""
-        from megarl.mcore.bridge import export_hf
+        from megarl.mcore.weights.bridge import export_hf
 
         total, bucket, size = 0, [], 0
         for name, tensor in export_hf(self._worker.chunks, self._worker.arch):

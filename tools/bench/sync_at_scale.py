@@ -8,8 +8,8 @@ A computation: every byte crosses nodes, the busiest GPU's port decides; no late
 import time
 from typing import Any
 
-from megarl.config.roles import ParallelConfig
-from megarl.mcore.architecture import Architecture, Experts
+from megarl.config.schema.roles import ParallelConfig
+from megarl.mcore.model.architecture import Architecture, Experts
 from megarl.sync.plan import build_plan, compute_bound, compute_broadcast
 from megarl.sync.serving_pieces import predict_server_rank
 from megarl.sync.training_pieces import predict_ranks

@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megarl.config.algo import AlgoConfig
-from megarl.config.roles import Dtype, OptimizerConfig, ParallelConfig
+from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
 from megarl.mcore.device import device
-from megarl.mcore.entries import padded_vocab_size
-from megarl.mcore.model import build_config, wrap_chunks
+from megarl.mcore.model.build import build_config, wrap_chunks
+from megarl.mcore.model.layer_spec import build_block_spec, uses_transformer_engine
 from megarl.mcore.optimizer import build_optimizer, build_scheduler
-from megarl.mcore.spec import Role, WorkerSpec
-from megarl.mcore.specs import build_block_spec, uses_transformer_engine
+from megarl.mcore.weights.entries import padded_vocab_size
 from megarl.mcore.worker import MegatronWorker
+from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.types import Sequences, TrainingSamples
 
 # isort: split

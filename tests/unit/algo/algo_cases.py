@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from megarl.algo.losses import TokenTargets
 from megarl.algo.targets import compute_targets
-from megarl.config.algo import AlgoConfig, RewardNormConfig
-from megarl.config.algo_choices import NormScope
+from megarl.config.schema.algo import AlgoConfig, RewardNormConfig
+from megarl.config.schema.algo_choices import NormScope
 from megarl.types import Experience, Sequences, TrainingSamples
 
 settings.register_profile(

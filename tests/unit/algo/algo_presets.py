@@ -5,8 +5,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from megarl.config.algo import AlgoConfig
-from megarl.config.train import TrainConfig
+from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.train import TrainConfig
 
 CONF = Path(__file__).parents[3] / "conf" / "algo"
 NAMES = sorted(path.stem for path in CONF.glob("*.yaml"))

@@ -17,7 +17,7 @@ from megarl.algo.advantages import (
 )
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.scan import compute_discounted_sums
-from megarl.config.algo_choices import AdvantageStd, StdOf
+from megarl.config.schema.algo_choices import AdvantageStd, StdOf
 
 ALL = torch.ones(1, 3, dtype=torch.bool)
 

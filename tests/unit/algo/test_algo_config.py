@@ -13,9 +13,9 @@ from omegaconf.errors import OmegaConfBaseException
 from megarl.algo.losses import count_minibatch, policy_loss
 from megarl.algo.objective import format_objective
 from megarl.algo.targets import compute_targets
-from megarl.config.algo import AlgoConfig, needs_critic, needs_entropy, needs_full_kl, needs_reference
-from megarl.config.algo_choices import Advantage, AdvantageStd, KLEstimator, LossAggMode, StdOf, Surrogate
-from megarl.config.check_algo import check_algo
+from megarl.config.checks.algo import check_algo
+from megarl.config.schema.algo import AlgoConfig, needs_critic, needs_entropy, needs_full_kl, needs_reference
+from megarl.config.schema.algo_choices import Advantage, AdvantageStd, KLEstimator, LossAggMode, StdOf, Surrogate
 
 pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")
 

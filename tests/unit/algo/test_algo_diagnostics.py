@@ -20,8 +20,8 @@ from megarl.algo.diagnostics import (
 )
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.targets import compute_targets
-from megarl.config.algo import AlgoConfig
-from megarl.config.algo_choices import MismatchLevel
+from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.algo_choices import MismatchLevel
 
 
 def f64(x):

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
-from megarl.config.algo_choices import (
+from megarl.config.schema.algo_choices import (
     Advantage,
     KLEstimator,
     LossAggMode,

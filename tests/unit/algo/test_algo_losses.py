@@ -11,7 +11,7 @@ from megarl.algo.finite import NonFiniteError
 from megarl.algo.losses import TokenTargets, count_minibatch, critic_loss, policy_loss
 from megarl.algo.mismatch import compute_log_mismatch, compute_mismatch_weight, compute_outside
 from megarl.algo.tokens import LossCounts
-from megarl.config.algo_choices import (
+from megarl.config.schema.algo_choices import (
     KLEstimator,
     LossAggMode,
     MismatchCorrection,

@@ -20,8 +20,8 @@ from megarl.algo.rewards import (
     update_reward_moments,
 )
 from megarl.algo.statistics import RunningMoments, merge_moments
-from megarl.config.algo import OverlongConfig
-from megarl.config.algo_choices import KLEstimator
+from megarl.config.schema.algo import OverlongConfig
+from megarl.config.schema.algo_choices import KLEstimator
 
 
 def f64(x):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.targets import compute_targets, monte_carlo
-from megarl.config.algo_choices import Advantage, AdvantageStd, KLEstimator, StdOf
+from megarl.config.schema.algo_choices import Advantage, AdvantageStd, KLEstimator, StdOf
 
 LIMIT = 20
 

@@ -14,8 +14,8 @@ from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
 from megarl.algo.rewards import update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets
-from megarl.config.algo import needs_critic
-from megarl.config.algo_choices import KLEstimator, LossAggMode
+from megarl.config.schema.algo import needs_critic
+from megarl.config.schema.algo_choices import KLEstimator, LossAggMode
 from megarl.types import Sequences
 
 pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")

@@ -10,8 +10,8 @@ from megarl.config.allocation import (
     is_restarted,
     read_allocation,
 )
-from megarl.config.cluster import ClusterConfig
 from megarl.config.errors import ConfigError
+from megarl.config.schema.cluster import ClusterConfig
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
 

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.check_parallel import check_overlap, check_parallel, find_nearest_divisor
-from megarl.config.roles import OptimizerConfig, ParallelConfig
+from megarl.config.checks.parallel import check_overlap, check_parallel, find_nearest_divisor
+from megarl.config.schema.roles import OptimizerConfig, ParallelConfig
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.roles import Fp8, Fp8Recipe, Offload, Recompute
+from megarl.config.schema.roles import Fp8, Fp8Recipe, Offload, Recompute
 
 
 def problems_of(*overrides: str) -> str:

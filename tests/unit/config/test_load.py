@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.config.check import describe_sizes, num_optimizer_steps, num_samples
+from megarl.config.checks.config import describe_sizes, num_optimizer_steps, num_samples
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.load import check_overrides, list_options, load_config
 from megarl.config.open_keys import list_open_keys, open_overrides
@@ -17,8 +17,8 @@ def problems_of(*overrides: str) -> str:
 def test_the_default_configuration_is_valid_and_complete():
     config = load_config([])
     assert (config.algo.lambda_policy, config.model.name) == ("adaptive", "tiny")
-    assert type(config.data).__name__ == "AboutDataConfig"
-    assert type(config.reward).__name__ == "AboutRewardConfig"
+    assert type(config.data).__name__ == "LetterCountDataConfig"
+    assert type(config.reward).__name__ == "LetterCountRewardConfig"
 
 
 def test_a_model_preset_brings_its_data_and_reward_and_the_command_line_wins():

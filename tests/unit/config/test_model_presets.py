@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.algo import needs_critic, needs_reference
 from megarl.config.load import load_config
-from megarl.config.roles import ParallelConfig, Recompute, TrainedRoleConfig
-from megarl.config.schema import Config
-from megarl.inputs import build_specs
-from megarl.mcore.architecture import Architecture, check_layout, read_architecture
+from megarl.config.schema.algo import needs_critic, needs_reference
+from megarl.config.schema.roles import ParallelConfig, Recompute, TrainedRoleConfig
+from megarl.config.schema.root import Config
+from megarl.mcore.model.architecture import Architecture, check_layout, read_architecture
 from megarl.mcore.role_fields import build_role_fields, check_role_fields
-from megarl.mcore.spec import Role
+from megarl.mcore.worker_spec import Role
+from megarl.run.inputs import build_specs
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 GPUS = {"qwen2_7b": 16, "qwen2_5_7b": 16, "qwen3_8b": 16, "llama3_8b": 16, "qwen32b": 64, "qwen3_235b_a22b": 256}
@@ -109,7 +109,7 @@ def test_the_model_allows_the_layout_of_every_role(model: str, algo: str) -> Non
 @pytest.mark.parametrize("algo", ["vapo", "grpo"])
 @pytest.mark.parametrize("model", GPUS)
 def test_megatron_takes_the_configuration_of_every_role(model: str, algo: str) -> None:
-    from megarl.mcore.model import build_config
+    from megarl.mcore.model.build import build_config
 
     config, arch = load_config([f"algo={algo}", f"model={model}"]), read(model)
     for spec in build_specs(config, CHECKPOINTS / model).values():

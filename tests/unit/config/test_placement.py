@@ -6,46 +6,55 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.cluster import ClusterConfig, Placement
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.placement import SERVERS, Group, Seat, check_cluster, count_nodes, is_sharing, list_groups, place
+from megarl.config.placement import (
+    SERVERS,
+    DeviceSlot,
+    Group,
+    check_cluster,
+    count_nodes,
+    is_sharing,
+    list_groups,
+    place,
+)
+from megarl.config.schema.cluster import ClusterConfig, Placement
 
 POLICY, CRITIC, TWO_SERVERS = Group("policy", 2, 1, 1), Group("critic", 2, 1, 1), Group(SERVERS, 2, 2, 2)
 GROUPS = [POLICY, CRITIC, TWO_SERVERS]
 
 
-def seats_of(placement: Placement) -> dict[str, tuple[Seat, ...]]:
+def seats_of(placement: Placement) -> dict[str, tuple[DeviceSlot, ...]]:
     return place(ClusterConfig(gpus_per_node=4, num_nodes=2, placement=placement), GROUPS)
 
 
 def test_apart_gives_every_process_gpus_of_its_own() -> None:
     assert seats_of(Placement.apart) == {
-        "policy": (Seat(0, (0,)), Seat(0, (1,))),
-        "critic": (Seat(0, (2,)), Seat(0, (3,))),
-        SERVERS: (Seat(1, (0, 1)), Seat(1, (2, 3))),
+        "policy": (DeviceSlot(0, (0,)), DeviceSlot(0, (1,))),
+        "critic": (DeviceSlot(0, (2,)), DeviceSlot(0, (3,))),
+        SERVERS: (DeviceSlot(1, (0, 1)), DeviceSlot(1, (2, 3))),
     }
 
 
 def test_split_lets_the_roles_share_and_puts_the_servers_after_them() -> None:
     assert seats_of(Placement.split) == {
-        "policy": (Seat(0, (0,)), Seat(0, (1,))),
-        "critic": (Seat(0, (0,)), Seat(0, (1,))),
-        SERVERS: (Seat(0, (2, 3)), Seat(1, (0, 1))),
+        "policy": (DeviceSlot(0, (0,)), DeviceSlot(0, (1,))),
+        "critic": (DeviceSlot(0, (0,)), DeviceSlot(0, (1,))),
+        SERVERS: (DeviceSlot(0, (2, 3)), DeviceSlot(1, (0, 1))),
     }
 
 
 def test_colocated_begins_everything_at_the_first_gpu() -> None:
     assert seats_of(Placement.colocated) == {
-        "policy": (Seat(0, (0,)), Seat(0, (1,))),
-        "critic": (Seat(0, (0,)), Seat(0, (1,))),
-        SERVERS: (Seat(0, (0, 1)), Seat(0, (2, 3))),
+        "policy": (DeviceSlot(0, (0,)), DeviceSlot(0, (1,))),
+        "critic": (DeviceSlot(0, (0,)), DeviceSlot(0, (1,))),
+        SERVERS: (DeviceSlot(0, (0, 1)), DeviceSlot(0, (2, 3))),
     }
 
 
 def test_gpus_that_are_not_counted_are_not_given() -> None:
-    seats = place(ClusterConfig(), GROUPS)
-    assert seats[SERVERS] == (Seat(0, ()), Seat(0, ()))
+    slots = place(ClusterConfig(), GROUPS)
+    assert slots[SERVERS] == (DeviceSlot(0, ()), DeviceSlot(0, ()))
 
 
 def test_servers_share_gpus_with_roles_only_where_all_begin_at_the_first() -> None:
@@ -61,8 +70,8 @@ def test_servers_share_gpus_with_roles_only_where_all_begin_at_the_first() -> No
 
 
 def test_a_tensor_parallel_group_that_fits_a_node_does_not_cross_into_the_next() -> None:
-    seats = place(ClusterConfig(gpus_per_node=4, num_nodes=3), [Group("policy", 3, 1, 1), Group("critic", 4, 1, 2)])
-    assert seats["critic"] == (Seat(1, (0,)), Seat(1, (1,)), Seat(1, (2,)), Seat(1, (3,)))
+    slots = place(ClusterConfig(gpus_per_node=4, num_nodes=3), [Group("policy", 3, 1, 1), Group("critic", 4, 1, 2)])
+    assert slots["critic"] == (DeviceSlot(1, (0,)), DeviceSlot(1, (1,)), DeviceSlot(1, (2,)), DeviceSlot(1, (3,)))
 
 
 @st.composite
@@ -79,8 +88,8 @@ def groups(draw: st.DrawFn) -> list[Group]:
 def test_no_two_processes_of_a_group_share_a_gpu_and_apart_no_two_at_all(
     made: list[Group], placement: Placement, per_node: int
 ) -> None:
-    seats = place(ClusterConfig(gpus_per_node=per_node, placement=placement), made)
-    taken = {name: [(seat.node, gpu) for seat in each for gpu in seat.gpus] for name, each in seats.items()}
+    slots = place(ClusterConfig(gpus_per_node=per_node, placement=placement), made)
+    taken = {name: [(slot.node, gpu) for slot in each for gpu in slot.gpus] for name, each in slots.items()}
     for group in made:
         assert len(set(taken[group.name])) == len(taken[group.name]) == group.num_gpus
         assert all(0 <= gpu < per_node for _, gpu in taken[group.name])

@@ -6,10 +6,10 @@ from functools import cache
 import pytest
 from omegaconf import OmegaConf
 
-from megarl.config.algo import AlgoConfig
+from megarl.config.checks.unused import find_unused
 from megarl.config.errors import ConfigError
 from megarl.config.load import check_overrides, list_options, load_config
-from megarl.config.unused import find_unused
+from megarl.config.schema.algo import AlgoConfig
 
 PRESETS = list_options("algo")
 CRITIC = {"ppo", "vc_ppo", "vapo"}

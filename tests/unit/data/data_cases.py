@@ -3,7 +3,7 @@
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from megarl.config.data import JsonlDataConfig
+from megarl.config.schema.data import JsonlDataConfig
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 =+-*/()<>[],.:?"
 CHAT_TEMPLATE = (

@@ -7,7 +7,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import ConfigCompositionException
 from omegaconf import MISSING, OmegaConf
 
-from megarl.config.data import SCHEMAS, DataConfig, register
+from megarl.config.schema.data import SCHEMAS, DataConfig, register
 from megarl.data.build import SOURCES
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
@@ -37,7 +37,7 @@ def test_every_source_is_an_option_of_the_group_and_every_option_a_source() -> N
 def test_a_key_of_another_source_is_an_unknown_key() -> None:
     assert compose_data("+data=jsonl", "data.path=x.jsonl").path == "x.jsonl"  # type: ignore[attr-defined]
     with pytest.raises(ConfigCompositionException, match=r"data\.path"):
-        compose_data("+data=about", "data.path=x.jsonl")
+        compose_data("+data=letter_count", "data.path=x.jsonl")
 
 
 def test_the_task_options_of_reasoning_gym_pass_through() -> None:

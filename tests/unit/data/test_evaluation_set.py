@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from data_cases import build_byte_tokenizer
 
-from megarl.config.data import AdditionDataConfig, HuggingFaceDataConfig, JsonlDataConfig
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
+from megarl.config.schema.data import AdditionDataConfig, HuggingFaceDataConfig, JsonlDataConfig
 from megarl.data.evaluation_set import build_evaluation_set
 
 RECORDS = {

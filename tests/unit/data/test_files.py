@@ -6,8 +6,8 @@ import pytest
 from data_cases import build_byte_tokenizer, jsonl_config
 from pyarrow import parquet
 
-from megarl.config.data import HuggingFaceDataConfig, ParquetDataConfig
 from megarl.config.errors import ConfigError
+from megarl.config.schema.data import HuggingFaceDataConfig, ParquetDataConfig
 from megarl.data.build import build_data
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from megarl.config.data import FileDataConfig
 from megarl.config.errors import ConfigError
+from megarl.config.schema.data import FileDataConfig
 from megarl.data.problem import Message
 from megarl.data.records import clean_answer, read_problems
 

@@ -1,8 +1,8 @@
 import pytest
 from data_cases import build_byte_tokenizer, build_char_tokenizer
 
-from megarl.config.data import DataConfig
 from megarl.config.errors import ConfigError
+from megarl.config.schema.data import DataConfig
 from megarl.data.problem import Message, Problem, ask
 from megarl.data.render import Renderer
 

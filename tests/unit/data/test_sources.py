@@ -5,18 +5,18 @@ from collections import Counter
 import pytest
 from data_cases import build_byte_tokenizer, build_char_tokenizer
 
-from megarl.config.data import AboutDataConfig, AdditionDataConfig, DataConfig, ReasoningGymDataConfig
 from megarl.config.errors import ConfigError
+from megarl.config.schema.data import AdditionDataConfig, DataConfig, LetterCountDataConfig, ReasoningGymDataConfig
 from megarl.data.build import DataSplits, build_data
-from megarl.data.tasks import AboutSource
+from megarl.data.tasks import LetterCountSource
 
 
 def build_small(config: DataConfig, seed: int = 1) -> DataSplits:
     return build_data(config, build_byte_tokenizer(), seed)
 
 
-def test_about_holds_every_pair_of_letter_and_number_of_dots_once() -> None:
-    data = build_data(AboutDataConfig(), build_char_tokenizer(), seed=1)
+def test_letter_count_holds_every_pair_of_letter_and_number_of_dots_once() -> None:
+    data = build_data(LetterCountDataConfig(), build_char_tokenizer(), seed=1)
     answers = [prompt.answer for prompt in (*data.train, *data.heldout)]
     assert sorted(answers) == sorted(f"{c}{n}" for c in "abcdef" for n in range(4, 65, 4))
     assert (len(data.train), len(data.heldout), data.num_dropped) == (72, 24, 0)
@@ -26,10 +26,10 @@ def test_about_holds_every_pair_of_letter_and_number_of_dots_once() -> None:
 
 
 @pytest.mark.parametrize(("num_heldout", "least"), [(24, 4), (27, 4), (5, 0), (95, 15)])
-def test_about_holds_out_as_many_of_each_letter_within_one(num_heldout: int, least: int) -> None:
-    config = AboutDataConfig(num_heldout=num_heldout)
+def test_letter_count_holds_out_as_many_of_each_letter_within_one(num_heldout: int, least: int) -> None:
+    config = LetterCountDataConfig(num_heldout=num_heldout)
     for seed in range(20):
-        splits = AboutSource(config).load(seed)
+        splits = LetterCountSource(config).load(seed)
         assert splits.heldout is not None
         counts = Counter(problem.answer[0] for problem in splits.heldout)
         assert sum(counts.values()) == len({problem.answer for problem in splits.heldout}) == num_heldout
@@ -37,9 +37,9 @@ def test_about_holds_out_as_many_of_each_letter_within_one(num_heldout: int, lea
         assert len({problem.answer for problem in splits.train} | {p.answer for p in splits.heldout}) == 96
 
 
-def test_about_holds_out_one_number_of_each_quarter_of_the_range_for_every_letter() -> None:
+def test_letter_count_holds_out_one_number_of_each_quarter_of_the_range_for_every_letter() -> None:
     for seed in range(20):
-        heldout = AboutSource(AboutDataConfig()).load(seed).heldout
+        heldout = LetterCountSource(LetterCountDataConfig()).load(seed).heldout
         assert heldout is not None
         quarters = {(problem.answer[0], (int(problem.answer[1:]) - 1) // 16) for problem in heldout}
         assert quarters == {(letter, quarter) for letter in "abcdef" for quarter in range(4)}
@@ -48,12 +48,12 @@ def test_about_holds_out_one_number_of_each_quarter_of_the_range_for_every_lette
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (AboutDataConfig(letters="aa"), "data.letters"),
-        (AboutDataConfig(letters=""), "data.letters"),
-        (AboutDataConfig(letters="a1"), "data.letters"),
-        (AboutDataConfig(max_dots=0), "data.max_dots"),
-        (AboutDataConfig(letters_per_dot=0), "data.letters_per_dot"),
-        (AboutDataConfig(num_heldout=96), "data.num_heldout: found 96; of 96 .* between 1 and 95"),
+        (LetterCountDataConfig(letters="aa"), "data.letters"),
+        (LetterCountDataConfig(letters=""), "data.letters"),
+        (LetterCountDataConfig(letters="a1"), "data.letters"),
+        (LetterCountDataConfig(max_dots=0), "data.max_dots"),
+        (LetterCountDataConfig(letters_per_dot=0), "data.letters_per_dot"),
+        (LetterCountDataConfig(num_heldout=96), "data.num_heldout: found 96; of 96 .* between 1 and 95"),
         (AdditionDataConfig(num_heldout=0), "data.num_heldout"),
         (AdditionDataConfig(num_train=7200), "data.num_train: found 7200; .* between 1 and 71"),
         (AdditionDataConfig(instruction="Add."), r"data.instruction: found 'Add.'; .*\{question\}"),
@@ -84,7 +84,7 @@ def test_a_heldout_sum_is_not_in_training_even_with_its_numbers_swapped() -> Non
 @pytest.mark.parametrize(
     "config",
     [
-        AboutDataConfig(),
+        LetterCountDataConfig(),
         AdditionDataConfig(num_train=50),
         ReasoningGymDataConfig(size=20, num_heldout=10),
     ],

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.config.errors import ConfigError
-from megarl.config.model import ModelConfig, ModelSource, RandomModelConfig
+from megarl.config.schema.model import ModelConfig, ModelSource, RandomModelConfig
 from megarl.hf import smollm2
 from megarl.hf.cache import build_once, default_cache_dir
 from megarl.hf.checkpoint import load_tokenizer, resolve_checkpoint

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megarl.mcore import segments
-from megarl.mcore.segments import packed_causal_attention, plan_rectangles
+from megarl.mcore.cpu import segments
+from megarl.mcore.cpu.segments import packed_causal_attention, plan_rectangles
 
 LENGTHS = {
     "equal": [7, 7, 7],

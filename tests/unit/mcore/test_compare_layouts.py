@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.config.roles import ParallelConfig
+from megarl.config.schema.roles import ParallelConfig
 from megarl.mcore.compare_layouts import Bounds, LayoutRun, compare_runs, describe_layout
-from megarl.mcore.spec import Role
+from megarl.mcore.worker_spec import Role
 
 WEIGHTS = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([[1.0]])}
 GRADIENT = {"a": torch.tensor([0.6, 0.8]), "b": torch.tensor([[10.0]])}

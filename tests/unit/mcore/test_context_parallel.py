@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tiny_checkpoints import build_sequences
 
 from megarl.mcore.batch import PackedBatch, build_batch
-from megarl.mcore.context_parallel import ContextGroup, find_owners, share_responses
-from megarl.mcore.segments import Rectangle
+from megarl.mcore.cpu.segments import Rectangle
+from megarl.mcore.model.context_parallel import ContextGroup, find_owners, share_responses
 
 CPU = torch.device("cpu")
 

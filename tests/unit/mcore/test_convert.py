@@ -12,18 +12,18 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import write_checkpoint
 
 from megarl.checkpoint.manifest import CheckpointError, load_manifest, write_manifest
-from megarl.config.roles import Dtype
+from megarl.config.schema.roles import Dtype
 from megarl.hf import smollm2
 from megarl.hf.cache import default_cache_dir
-from megarl.mcore.checkpoint_files import copy_description
-from megarl.mcore.compare_checkpoints import compare_tensors
-from megarl.mcore.convert import hf_to_megatron, megatron_to_hf
-from megarl.mcore.dist_format import describe_role
-from megarl.mcore.dist_reader import DistReader, load_metadata
-from megarl.mcore.dist_writer import DistWriter, build_layout
-from megarl.mcore.safetensors_writer import TensorSpec, write_safetensors
-from megarl.mcore.spec import Role
-from megarl.mcore.weight_source import HfSource, open_source
+from megarl.mcore.weights.compare import compare_tensors
+from megarl.mcore.weights.convert import hf_to_megatron, megatron_to_hf
+from megarl.mcore.weights.dist_format import describe_role
+from megarl.mcore.weights.dist_reader import DistReader, load_metadata
+from megarl.mcore.weights.dist_writer import DistWriter, build_layout
+from megarl.mcore.weights.hf_files import copy_description
+from megarl.mcore.weights.safetensors_writer import TensorSpec, write_safetensors
+from megarl.mcore.weights.source import HfSource, open_source
+from megarl.mcore.worker_spec import Role
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_checkpoints import write_checkpoint
 
-from megarl.mcore.checkpoint_files import write_hf_checkpoint
+from megarl.mcore.weights.hf_files import write_hf_checkpoint
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False), ("llama", True)])

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.mcore import cpu_hook, device
-from megarl.mcore.cpu_hook import CpuLoader, CpuRewriter, find_bytecode_folder, rewrite
+from megarl.mcore import device
+from megarl.mcore.cpu import hook as cpu_hook
+from megarl.mcore.cpu.hook import CpuLoader, CpuRewriter, find_bytecode_folder, rewrite
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the hook is for machines without CUDA")
 
@@ -43,7 +44,7 @@ def test_names_are_rewritten(source: str, expected: str) -> None:
 
 def test_the_standin_is_imported_after_docstring_and_future_imports() -> None:
     tree = rewrite('"""doc"""\nfrom __future__ import annotations\nimport torch\n', "module.py")
-    assert ast.unparse(tree.body[2]) == "import megarl.mcore.cpu_standin as _megarl_cuda"
+    assert ast.unparse(tree.body[2]) == "import megarl.mcore.cpu.standin as _megarl_cuda"
 
 
 @no_cuda

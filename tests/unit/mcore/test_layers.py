@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.mcore.layers import RMSNorm, ValueHead
+from megarl.mcore.model.layers import RMSNorm, ValueHead
 
 
 def build_norm(dtype: torch.dtype) -> RMSNorm:

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.algo import AlgoConfig
-from megarl.config.roles import Dtype, ParallelConfig
-from megarl.mcore.architecture import Architecture, read_architecture
-from megarl.mcore.checkpoint_files import write_hf_checkpoint
-from megarl.mcore.checkpoint_reader import CheckpointReader
-from megarl.mcore.entries import padded_vocab_size
-from megarl.mcore.model import build_config, check_options
-from megarl.mcore.safetensors_writer import write_unknown_safetensors
-from megarl.mcore.spec import Role, WorkerSpec
+from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.mcore.model.architecture import Architecture, read_architecture
+from megarl.mcore.model.build import build_config, check_options
+from megarl.mcore.weights.entries import padded_vocab_size
+from megarl.mcore.weights.hf_files import write_hf_checkpoint
+from megarl.mcore.weights.hf_reader import CheckpointReader
+from megarl.mcore.weights.safetensors_writer import write_unknown_safetensors
+from megarl.mcore.worker_spec import Role, WorkerSpec
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -191,7 +191,7 @@ def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_large_checkpoints_are_cut_into_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.mcore.checkpoint_files.MAX_FILE_BYTES", 100)
+    monkeypatch.setattr("megarl.mcore.weights.hf_files.MAX_FILE_BYTES", 100)
     tensors = {f"t{number}": torch.full((20,), float(number)) for number in range(3)}
     write_hf_checkpoint(tmp_path / "cut", tmp_path, tensors.items())
     assert len(list((tmp_path / "cut").glob("*.safetensors"))) == 3

@@ -8,9 +8,9 @@ import pytest
 import torch
 from tiny_checkpoints import write_checkpoint
 
-from megarl.config.algo import AlgoConfig
-from megarl.config.roles import Dtype, Fp8, Fp8Recipe, ParallelConfig, Recompute, RecomputeMethod
-from megarl.mcore.architecture import Architecture, read_architecture
+from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.roles import Dtype, Fp8, Fp8Recipe, ParallelConfig, Recompute, RecomputeMethod
+from megarl.mcore.model.architecture import Architecture, read_architecture
 from megarl.mcore.role_fields import (
     COMPUTE_CAPABILITIES,
     ROLE_KEYS,
@@ -20,7 +20,7 @@ from megarl.mcore.role_fields import (
     find_token_multiple,
     has_transformer_engine,
 )
-from megarl.mcore.spec import Role, WorkerSpec
+from megarl.mcore.worker_spec import Role, WorkerSpec
 
 ON_CPU_WITHOUT_TE = not torch.cuda.is_available() and not has_transformer_engine()
 

@@ -6,9 +6,9 @@ from tiny_checkpoints import build_sequences, write_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.data.packing import pack
-from megarl.mcore.architecture import Architecture, Experts, read_architecture
 from megarl.mcore.batch import build_batch
-from megarl.mcore.context_parallel import ContextGroup
+from megarl.mcore.model.architecture import Architecture, Experts, read_architecture
+from megarl.mcore.model.context_parallel import ContextGroup
 from megarl.mcore.row_costs import compute_row_costs, count_tokens, take_real_share
 from megarl.types import Sequences
 

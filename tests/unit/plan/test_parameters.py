@@ -7,10 +7,10 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megarl.config.roles import Dtype, ParallelConfig
-from megarl.mcore.architecture import Architecture, parse_architecture, read_architecture
-from megarl.mcore.meta import count_stages
-from megarl.mcore.spec import StageParameters
+from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.mcore.model.architecture import Architecture, parse_architecture, read_architecture
+from megarl.mcore.model.parameter_count import count_stages
+from megarl.mcore.worker_spec import StageParameters
 from megarl.plan.published import PUBLISHED
 
 CHECKPOINTS = Path(__file__).parents[1] / "config" / "checkpoints"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.roles import Dtype, Offload, ParallelConfig, Recompute, RecomputeMethod
-from megarl.config.rollout import RolloutConfig
-from megarl.mcore.architecture import Architecture, Experts, parse_architecture
-from megarl.mcore.spec import StageParameters
+from megarl.config.schema.roles import Dtype, Offload, ParallelConfig, Recompute, RecomputeMethod
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.mcore.model.architecture import Architecture, Experts, parse_architecture
+from megarl.mcore.worker_spec import StageParameters
 from megarl.plan.activations import Attention, MicroBatch, Saving, choose_attention, compute_layer, sum_layers
 from megarl.plan.published import PUBLISHED
 from megarl.plan.roles import RoleJob, count_in_flight, estimate_stages
@@ -200,7 +200,7 @@ def test_the_kv_cache_takes_what_the_weights_leave_of_the_static_share() -> None
     ],
 )
 def test_the_bytes_of_a_sync_are_those_of_its_plan(arch: Architecture, parallel: ParallelConfig, tp: int) -> None:
-    from megarl.mcore.meta import count_stages
+    from megarl.mcore.model.parameter_count import count_stages
 
     rollout = RolloutConfig(num_servers=3, tp=tp)
     job = build_job(arch, parallel)

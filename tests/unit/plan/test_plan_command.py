@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 
 from megarl.config.load import load_config
-from megarl.inputs import Inputs, load_inputs
 from megarl.plan.check import check_plan
+from megarl.run.inputs import Inputs, load_inputs
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools" / "plan.py"

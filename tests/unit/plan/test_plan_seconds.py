@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.load import load_config
-from megarl.config.schema import Config
+from megarl.config.schema.root import Config
 from megarl.plan import assumptions
 from megarl.plan.estimate import build_plan
 from megarl.plan.jobs import find_models

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.logger import LoggerConfig
+from megarl.config.schema.logger import LoggerConfig
 from megarl.report.metrics import MetricsWriter, load_metrics
 from megarl.report.progress import Progress
 from megarl.report.report import Report, build_report

@@ -13,12 +13,12 @@ from reward_cases import build_prompt, build_response
 from megarl import algo
 from megarl.config.errors import ConfigError
 from megarl.config.load import CONF_DIR
-from megarl.config.reward import (
+from megarl.config.schema.reward import (
     SCHEMAS,
-    AboutRewardConfig,
     AdditionRewardConfig,
     ExactRewardConfig,
     FunctionRewardConfig,
+    LetterCountRewardConfig,
     MathRewardConfig,
     ReasoningGymRewardConfig,
     RewardConfig,
@@ -100,7 +100,7 @@ def test_addition_counts_wrong_format_and_wrong_number_apart(text, well_formed, 
         (AdditionRewardConfig(), "85", "085.", "85"),
         (AdditionRewardConfig(), "85", "-0", "0"),
         (AdditionRewardConfig(), "85", "It is 85", None),
-        (AboutRewardConfig(), "b3", "bbb", None),
+        (LetterCountRewardConfig(), "b3", "bbb", None),
     ],
 )
 def test_a_score_says_which_answer_was_read(config, answer, text, read):
@@ -115,7 +115,7 @@ def test_a_kind_that_reads_answers_reads_the_right_one_in_itself(kind):
         score = build_reward(config)(build_prompt("85"), build_response("85"))
         assert (score.correct, score.answer) == (True, "85")
     else:
-        assert kind in ("about", "reasoning_gym")
+        assert kind in ("letter_count", "reasoning_gym")
 
 
 def test_addition_names_a_prompt_whose_answer_is_no_integer():
@@ -186,7 +186,7 @@ def test_the_names_that_the_algorithms_log_under_reward_are_reserved():
 @pytest.mark.parametrize(
     ("config", "answer", "data"),
     [
-        (AboutRewardConfig(), "85", "data=about"),
+        (LetterCountRewardConfig(), "85", "data=letter_count"),
         (AdditionRewardConfig(), "b37", "data=addition"),
         (ReasoningGymRewardConfig(), "85", "data=reasoning_gym"),
     ],
@@ -204,7 +204,7 @@ def test_every_prompt_given_is_checked():
 @pytest.mark.parametrize(
     ("config", "prompt"),
     [
-        (AboutRewardConfig(), build_prompt("b37")),
+        (LetterCountRewardConfig(), build_prompt("b37")),
         (AdditionRewardConfig(), build_prompt("85")),
         (ExactRewardConfig(), build_prompt("Paris")),
         (MathRewardConfig(), build_prompt("\\frac{1}{2}")),

@@ -13,7 +13,7 @@ import pytest
 from reward_cases import build_prompt, build_response
 
 from megarl.config.errors import ConfigError
-from megarl.config.reward import MathRewardConfig, ReasoningGymRewardConfig
+from megarl.config.schema.reward import MathRewardConfig, ReasoningGymRewardConfig
 from megarl.reward.build import build_reward
 from megarl.reward.evaluation_guard import SCORERS_WITH_EVAL, check_source
 from megarl.reward.scoring_process import ScoringProcess

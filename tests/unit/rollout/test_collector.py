@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megarl.interfaces import UNPUBLISHED
 from megarl.rollout.client import RequestError
 from megarl.rollout.collector import check_versions, compute_staleness, score_groups
 from megarl.rollout.engine import build_response
 from megarl.rollout.tensors import build_sequences, build_tensors
-from megarl.seams import UNPUBLISHED
 from megarl.types import FinishReason, Prompt, Response, Rollout, Score
 
 

@@ -9,10 +9,10 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from megarl.config.errors import ConfigError
-from megarl.config.rollout import RolloutConfig
-from megarl.rollout.checkpoint import load_generation_spec
+from megarl.config.schema.rollout import RolloutConfig
 from megarl.rollout.client import ConnectionLostError
 from megarl.rollout.engine import MAX_ATTEMPTS, Request, SGLangEngine, compute_sampling_seed
+from megarl.rollout.served_model import load_generation_spec
 from megarl.types import Prompt
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megarl.config.errors import ConfigError
-from megarl.config.roles import Dtype
-from megarl.config.rollout import RolloutConfig
+from megarl.config.schema.roles import Dtype
+from megarl.config.schema.rollout import RolloutConfig
 from megarl.rollout import server
 from megarl.rollout.server import ServerError, SGLangServer, build_command
 from megarl.rollout.server_options import OWN_OPTIONS, check_options, load_option_names, render_options

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
-from megarl.config.rollout import RolloutConfig
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.interfaces import DeadlineError
 from megarl.rollout.calls import run_side_by_side, wait_left_over
 from megarl.rollout.server import LOCAL_PORTS, ServerError, SGLangServer, bind_ranks, pick_free_port
-from megarl.seams import DeadlineError
 
 
 def test_a_picked_port_is_free_and_none_that_the_kernel_gives_away():

@@ -53,8 +53,8 @@ def take_all(staleness, *overrides):
     source = build_source(engine, f"rollout.max_staleness={staleness}", *overrides)
     taken = []
     for iteration in range(1, 7):
-        gathered = source.take(iteration, engine.version)
-        groups = gathered.fresh + gathered.replayed
+        batch = source.take(iteration, engine.version)
+        groups = batch.fresh + batch.replayed
         taken.append([(group[0].prompt.id, group[0].age, group[0].score.reward) for group in groups])
         engine.version += 1
     assert source.close() == 0
@@ -107,8 +107,8 @@ def test_a_token_older_than_the_staleness_is_refused():
 def test_what_ran_ahead_and_was_not_taken_is_counted_and_its_thread_ends():
     engine = Engine()
     source = build_source(engine, "rollout.max_staleness=2")
-    gathered = source.take(1, 0)
-    assert gathered.metrics == {"rollout/staleness_mean": 0.0, "rollout/staleness_max": 0.0, "rollout/mixed_frac": 0.0}
+    batch = source.take(1, 0)
+    assert batch.metrics == {"rollout/staleness_mean": 0.0, "rollout/staleness_max": 0.0, "rollout/mixed_frac": 0.0}
     num_dropped = source.close()
     # Whether it had begun one or two further iterations of 4 prompts x 2 responses is a matter of timing.
     assert num_dropped == 8 * (len(engine.asked) - 1) <= 16

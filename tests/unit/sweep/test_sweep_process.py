@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megarl.signals import Stopped
+from megarl.run.signals import Stopped
 from megarl.sweep.process import explain_exit, run_process
 
 SAVING = """

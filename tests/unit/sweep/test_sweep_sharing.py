@@ -11,7 +11,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import CONF_DIR, check_overrides, expand_sweep, load_config
 from megarl.config.open_keys import open_overrides
 from megarl.config.run_name import name_run
-from megarl.config.schema import register
+from megarl.config.schema.root import register
 from megarl.sweep import sharing
 from megarl.sweep.command import complete_arguments
 from megarl.sweep.sharing import find_folder, list_pretraining_overrides, share_pretraining

@@ -5,15 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.sync.boxes import Box
 from megarl.sync.checksum import MASK, compute_checksum, find_words
 from megarl.sync.plan import Copy
+from megarl.sync.slices import TensorSlice
 
 DTYPES = [torch.bfloat16, torch.float32]
 
 
 def whole(x: torch.Tensor, word: int) -> int:
-    return compute_checksum(x, Box(0, 0, *x.shape), word)
+    return compute_checksum(x, TensorSlice(0, 0, *x.shape), word)
 
 
 @settings(max_examples=40, deadline=None)
@@ -32,13 +32,13 @@ def test_the_checksum_of_a_tensor_is_the_sum_of_those_of_its_parts(
     unit, word = (8 // size, 8) if aligned else (1, size)
     x = torch.randn(rows, cols * unit, generator=torch.Generator().manual_seed(rows)).to(dtype)
     row, col = min(row, rows - 1), min(col, cols - 1) * unit
-    boxes = [
-        Box(0, 0, row, col),
-        Box(0, col, row, x.shape[1] - col),
-        Box(row, 0, rows - row, col),
-        Box(row, col, rows - row, x.shape[1] - col),
+    regions = [
+        TensorSlice(0, 0, row, col),
+        TensorSlice(0, col, row, x.shape[1] - col),
+        TensorSlice(row, 0, rows - row, col),
+        TensorSlice(row, col, rows - row, x.shape[1] - col),
     ]
-    assert sum(compute_checksum(box.of(x), box, word) for box in boxes) & MASK == whole(x, word)
+    assert sum(compute_checksum(region.of(x), region, word) for region in regions) & MASK == whole(x, word)
 
 
 @pytest.mark.parametrize("word", [0, 8])
@@ -64,7 +64,7 @@ def test_one_changed_bit_two_swapped_elements_rows_or_columns_change_it(dtype: t
 
 def test_words_are_of_eight_bytes_only_where_every_part_has_its_bounds_there() -> None:
     def copy(name: str, col: int, num_cols: int, size: int) -> Copy:
-        return Copy("", Box(0, 0, 1, num_cols), name, Box(0, col, 1, num_cols), size)
+        return Copy("", TensorSlice(0, 0, 1, num_cols), name, TensorSlice(0, col, 1, num_cols), size)
 
     copies = [copy("a", 0, 4, 2), copy("a", 4, 8, 2), copy("b", 0, 4, 2), copy("b", 4, 2, 2), copy("c", 0, 1, 4)]
     assert find_words(copies) == {"a": 8, "b": 2, "c": 4}

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.roles import Dtype
-from megarl.config.rollout import RolloutConfig
+from megarl.config.schema.roles import Dtype
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError
 from megarl.rollout.calls import find_cause, run_side_by_side
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.engine import SGLangEngine
-from megarl.seams import UNPUBLISHED, DeadlineError, SyncError
 from megarl.sync.disk import DiskSync
 from megarl.types import Prompt
 
@@ -31,10 +31,10 @@ CLEAN_UP = ["/end_weight_update", "/continue_generation"]
 STOPPED = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from megarl.config.roles import Dtype
-from megarl.config.rollout import RolloutConfig
+from megarl.config.schema.roles import Dtype
+from megarl.config.schema.rollout import RolloutConfig
 from megarl.rollout.engine import SGLangEngine
-from megarl.signals import Stopped, stopping_on_signals
+from megarl.run.signals import Stopped, stopping_on_signals
 from megarl.sync.disk import DiskSync
 from megarl.types import Prompt
 

@@ -8,11 +8,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.config.check_parallel import check_parallel
-from megarl.config.roles import ParallelConfig
-from megarl.mcore.architecture import Architecture, Experts, check_layout
-from megarl.mcore.entries import compute_shape, describe, to_megatron
-from megarl.sync.boxes import Box, Piece, as_matrix
+from megarl.config.checks.parallel import check_parallel
+from megarl.config.schema.roles import ParallelConfig
+from megarl.mcore.model.architecture import Architecture, Experts, check_layout
+from megarl.mcore.weights.entries import compute_shape, describe, to_megatron
 from megarl.sync.messages import decode_bucket, empty_bucket, encode_bucket, fill_bucket
 from megarl.sync.plan import (
     LayoutError,
@@ -23,6 +22,7 @@ from megarl.sync.plan import (
     format_plan,
 )
 from megarl.sync.serving_pieces import check_server_rank, find_vocab_rows, predict_server_rank
+from megarl.sync.slices import Piece, TensorSlice, as_matrix
 from megarl.sync.training_pieces import find_layers, predict_ranks
 
 
@@ -64,11 +64,11 @@ def build_training_tensors(pieces: list[Piece], arch: Architecture, wholes: dict
     sizes: dict[str, tuple[int, int]] = {}
     for piece in pieces:
         rows, _ = sizes.get(piece.tensor, (0, 0))
-        sizes[piece.tensor] = (max(rows, piece.row + piece.box.num_rows), piece.box.num_cols)
+        sizes[piece.tensor] = (max(rows, piece.row + piece.region.num_rows), piece.region.num_cols)
     tensors = {name: torch.full(size, -1.0) for name, size in sizes.items()}
     for piece in pieces:
-        Box(piece.row, piece.col, piece.box.num_rows, piece.box.num_cols).of(tensors[piece.tensor]).copy_(
-            piece.box.of(wholes[piece.whole])
+        TensorSlice(piece.row, piece.col, piece.region.num_rows, piece.region.num_cols).of(tensors[piece.tensor]).copy_(
+            piece.region.of(wholes[piece.whole])
         )
     return tensors
 

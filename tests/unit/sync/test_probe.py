@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from megarl.config.roles import Dtype
-from megarl.config.rollout import RolloutConfig
+from megarl.config.schema.roles import Dtype
+from megarl.config.schema.rollout import RolloutConfig
 from megarl.sync.probe import build_probe_tokens, compute_gap, get_max_gap
 from megarl.types import Prompt
 

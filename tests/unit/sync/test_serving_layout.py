@@ -4,7 +4,7 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.inputs import load_models, load_specs
+from megarl.run.inputs import load_models, load_specs
 
 
 def test_ranks_of_a_server_that_the_heads_do_not_divide_into_are_refused_with_the_nearest_number() -> None:

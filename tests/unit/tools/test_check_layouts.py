@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tool_loading import load_tool
 
 from megarl.config.load import load_config
-from megarl.config.roles import ParallelConfig
-from megarl.inputs import load_models, load_specs
+from megarl.config.schema.roles import ParallelConfig
 from megarl.mcore.compare_layouts import LayoutDifference, describe_layout
-from megarl.mcore.spec import Role
+from megarl.mcore.worker_spec import Role
+from megarl.run.inputs import load_models, load_specs
 
 tool = load_tool("check_layouts.py")
 EQUAL = LayoutDifference(1.0, 2.0, 0.0, 0.0, 0.0, "model.norm.weight", 0.0, 0.0)

@@ -17,11 +17,11 @@ import pytest
 import torch
 from tool_loading import TOOLS, load_tool
 
-from megarl.config.model import RandomModelConfig
+from megarl.config.schema.model import RandomModelConfig
 from megarl.hf.random_model import build_random_checkpoint
-from megarl.mcore.architecture import read_architecture
-from megarl.mcore.entries import compute_hf_shape, list_entries
-from megarl.mcore.safetensors_writer import TensorSpec, write_safetensors
+from megarl.mcore.model.architecture import read_architecture
+from megarl.mcore.weights.entries import compute_hf_shape, list_entries
+from megarl.mcore.weights.safetensors_writer import TensorSpec, write_safetensors
 
 FILE = "convert_checkpoint.py"
 COMMAND = [sys.executable, str(TOOLS / FILE)]

@@ -1,0 +1,1 @@
+"""ROLL's names (github.com/alibaba/ROLL) for our keys."""

@@ -1,0 +1,1 @@
+"""The typed configuration: one file of dataclasses for each group of conf/."""

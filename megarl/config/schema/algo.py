@@ -1,0 +1,192 @@
+"""The `algo` group: an algorithm as a set of values; config/checks/algo.py says which contradict one another."""
+
+from dataclasses import dataclass, field
+
+from megarl.config.schema.algo_choices import (
+    Advantage,
+    AdvantageStd,
+    KLEstimator,
+    LossAggMode,
+    MismatchCorrection,
+    MismatchLevel,
+    NormScope,
+    RatioLevel,
+    StdOf,
+    Surrogate,
+)
+
+ADAPTIVE = "adaptive"
+"""`lambda_policy` as a function of the response's length (VAPO)."""
+
+
+@dataclass
+class RewardNormConfig:
+    """R' = (R - mean) / (std + 1e-6), each over the batch, the group, or every sample of the run so far."""
+
+    mean: NormScope = NormScope.none
+    std: NormScope = NormScope.none
+
+
+@dataclass
+class OverlongConfig:
+    penalty: float = 0.0
+    """Reward subtracted at the length limit; it grows linearly over the last `buffer` tokens (DAPO: 1)."""
+    buffer: int = 0
+    """Tokens before the length limit over which the penalty grows."""
+    filter: bool = False
+    """Responses cut at the length limit get no policy loss; their reward stays in the statistics."""
+    filter_critic: bool = False
+    """They get no critic loss either."""
+
+
+@dataclass
+class KLConfig:
+    in_reward: bool = False
+    """Subtract coef * KL(old policy, reference) from every token's reward."""
+    reward_estimator: KLEstimator = KLEstimator.k1
+    coef: float = 0.01
+    target: float | None = None
+    """Adapt `coef` so that the mean KL per token stays near this; null: fixed."""
+    horizon: float = 10000.0
+    """Samples over which the adaptive coefficient moves by its own size."""
+    in_loss: bool = False
+    """Add loss_coef * KL(policy, reference) to the policy loss."""
+    loss_estimator: KLEstimator = KLEstimator.k3
+    loss_coef: float = 0.001
+
+
+@dataclass
+class MismatchConfig:
+    """Ratio between training engine and rollout engine, exp(old_logprobs - rollout_logprobs); always
+    logged.
+    """
+
+    correction: MismatchCorrection = MismatchCorrection.none
+    """How the surrogate is weighted with the ratio."""
+    level: MismatchLevel = MismatchLevel.token
+    low: float = 0.5
+    high: float = 2.0
+
+
+@dataclass
+class ToprConfig:
+    """Tapered off-policy REINFORCE, added to the surrogate (its own weight is `algo.rl_loss_coef`)."""
+
+    positive_loss_coef: float = 0.0
+    """Weight of -A * log-prob where A >= 0."""
+    negative_loss_coef: float = 0.0
+    """Weight of -clip(ratio to the sampling policy, 0, 1) * A * log-prob where A < 0."""
+    ratio_level: RatioLevel = RatioLevel.sequence
+
+
+@dataclass
+class DynamicSamplingConfig:
+    """DAPO 2503.14476, section 3.2: groups whose rewards are all equal are replaced by further ones."""
+
+    enabled: bool = False
+    max_rounds: int = 10
+    """Most rounds of generation for one iteration. What is missing then is filled up with groups of equal rewards."""
+
+
+@dataclass
+class ReplayConfig:
+    """Groups of older iterations, sampled by older policies, beside the fresh ones (TOPR 2503.14286)."""
+
+    num_iterations: int = 0
+    """How many past iterations are kept; 0: off."""
+    frac: float = 0.5
+    """Share of an iteration's prompts that is taken from them."""
+
+
+@dataclass
+class ValuePretrainConfig:
+    """Critic updates towards the Monte-Carlo return before the first policy update, the policy frozen."""
+
+    steps: int = 0
+    """Most iterations of it (each a rollout and the critic's minibatches); 0: off."""
+    rollouts: str | None = None
+    """A rollouts.jsonl of an earlier run (logger.save_rollouts) to learn from, instead of fresh responses."""
+    patience: int | None = 10
+    """End once the explained variance has not risen by `min_improvement` in so many iterations; null: never
+    early.
+    """
+    min_improvement: float = 0.01
+    stop_at_explained_variance: float | None = None
+    """End once a rollout not yet learned from is explained this well; null: never for this reason."""
+    taken_from: str | None = None
+    """RUN_DIR of a `python -m megarl.pretrain_value` whose value pretraining is the one configured here: training goes
+    on from it as if it had done it itself. A sweep sets it."""
+
+
+@dataclass
+class AlgoConfig:
+    name: str = "custom"
+    """The preset's name, in the run's directory and in the printed objective."""
+    advantage: Advantage = Advantage.gae
+    gamma: float = 1.0
+    lambda_policy: float | int | str = 0.95
+    """GAE's lambda for the policy: a number, or `adaptive` = clip(1 - 1/(length_alpha * length), lambda_min,
+    1).
+    """
+    lambda_critic: float = 1.0
+    """GAE's lambda for the critic's returns; 1 gives Monte-Carlo returns."""
+    length_alpha: float = 0.05
+    lambda_min: float = 0.5
+    advantage_std: AdvantageStd = AdvantageStd.none
+    std_of: StdOf = StdOf.raw
+    whiten_advantages: bool = False
+    advantage_clip: float | None = None
+    reward_norm: RewardNormConfig = field(default_factory=RewardNormConfig)
+    reward_clip: float | None = None
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    kl: KLConfig = field(default_factory=KLConfig)
+    positive_threshold: float = 1.0
+    """A response is correct when its raw reward is at least this."""
+    surrogate: Surrogate = Surrogate.clip
+    rl_loss_coef: float = 1.0
+    """Weight of the surrogate."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    """Bound c > 1 of the loss where A < 0: at most c * |A|; null: off."""
+    positive_lm_coef: float = 0.0
+    """mu: weight of the mean negative log-likelihood of the correct responses' tokens (VAPO: 0.1)."""
+    entropy_coef: float = 0.0
+    topr: ToprConfig = field(default_factory=ToprConfig)
+    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    loss_agg_mode: LossAggMode = LossAggMode["token-mean"]
+    value_clip: float | None = None
+    value_loss_agg_mode: LossAggMode = LossAggMode["token-mean"]
+    value_pretrain: ValuePretrainConfig = field(default_factory=ValuePretrainConfig)
+
+
+def needs_critic(config: AlgoConfig) -> bool:
+    return config.advantage is Advantage.gae
+
+
+def needs_reference(config: AlgoConfig) -> bool:
+    """Whether the reference scores the responses: a KL term of sampled tokens' log-probs is configured."""
+    kl, full = config.kl, KLEstimator.full
+    in_reward = kl.in_reward and kl.reward_estimator is not full
+    return in_reward or (kl.in_loss and kl.loss_estimator is not full)
+
+
+def needs_full_kl(config: AlgoConfig) -> bool:
+    """Whether the reference's whole distribution is needed, which the policy's own workers then hold."""
+    kl, full = config.kl, KLEstimator.full
+    return (kl.in_reward and kl.reward_estimator is full) or (kl.in_loss and kl.loss_estimator is full)
+
+
+def needs_entropy(config: AlgoConfig) -> bool:
+    return config.entropy_coef != 0.0
+
+
+def needs_reward_moments(config: AlgoConfig) -> bool:
+    """Whether reward normalisation carries statistics from one iteration to the next."""
+    return NormScope.running in (config.reward_norm.mean, config.reward_norm.std)
+
+
+def uses_topr(config: AlgoConfig) -> bool:
+    return config.topr.positive_loss_coef != 0.0 or config.topr.negative_loss_coef != 0.0

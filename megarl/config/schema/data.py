@@ -1,0 +1,114 @@
+"""The `data` group: one source of prompts; each source has keys of its own."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+
+@dataclass
+class DataConfig:
+    """The keys that every source has."""
+
+    prompt_length: int = 512
+    """Most tokens of a prompt; longer ones are dropped and counted."""
+    num_heldout: int | None = None
+    """Held-out prompts. null: a tenth of the problems, 256 at most; all of data.heldout_path or
+    data.heldout_split where one is given.
+    """
+    chat_template: bool = True
+    """Use the tokenizer's chat template, where it has one."""
+    system: str | None = None
+    """System message. null: none is given, and a chat template may add its own; "" is an empty one."""
+    instruction: str | None = None
+    """Text around the question, for example "{question} Answer with a number."; null: the question alone."""
+    response_prefix: str | None = None
+    """Text that the assistant's turn begins with, {question} replaced; it is part of the prompt, not generated."""
+
+
+@dataclass
+class LetterCountDataConfig(DataConfig):
+    """The tiny task: `b...=` asks for about letters_per_dot letters b for each dot."""
+
+    prompt_length: int = 32
+    num_heldout: int | None = 24
+    letters: str = "abcdef"
+    max_dots: int = 16
+    letters_per_dot: int = 4
+
+
+@dataclass
+class AdditionDataConfig(DataConfig):
+    """Sums of two numbers of two digits (10 to 99)."""
+
+    prompt_length: int = 64
+    num_heldout: int | None = 500
+    system: str | None = ""
+    """Empty: SmolLM2's template otherwise adds 16 tokens of its own to each prompt."""
+    instruction: str | None = "Reply with only the number: {question}"
+    response_prefix: str | None = "{question} = "
+    num_train: int = 4096
+
+
+@dataclass
+class ReasoningGymDataConfig(DataConfig):
+    """Problems that the package reasoning-gym generates."""
+
+    num_heldout: int | None = 256
+    task: str = "chain_sum"
+    """A task name of reasoning-gym."""
+    size: int = 4096
+    """Training problems."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The task's own options, for example {max_terms: 3}; each key is checked against the real ones."""
+
+
+@dataclass
+class FileDataConfig(DataConfig):
+    """The keys of a source that reads records with named fields."""
+
+    path: str | None = None
+    prompt_field: str | None = None
+    """Name of the field with the question; null: the first of the usual names that the first record has."""
+    answer_field: str | None = None
+    """Name of the field with the answer, likewise; a dot reaches into a nested record."""
+
+
+@dataclass
+class JsonlDataConfig(FileDataConfig):
+    """A file with one JSON object a line."""
+
+    heldout_path: str | None = None
+
+
+@dataclass
+class ParquetDataConfig(FileDataConfig):
+    """A parquet file."""
+
+    heldout_path: str | None = None
+
+
+@dataclass
+class HuggingFaceDataConfig(FileDataConfig):
+    """A dataset by its name on the hub, or a local directory of one."""
+
+    subset: str | None = None
+    """The dataset's configuration, for example "main"."""
+    split: str = "train"
+    heldout_split: str | None = None
+
+
+SCHEMAS: dict[str, type[DataConfig]] = {
+    "letter_count": LetterCountDataConfig,
+    "addition": AdditionDataConfig,
+    "reasoning_gym": ReasoningGymDataConfig,
+    "jsonl": JsonlDataConfig,
+    "parquet": ParquetDataConfig,
+    "huggingface": HuggingFaceDataConfig,
+}
+
+
+def register(store: ConfigStore) -> None:
+    """Put the schema of each source into Hydra's ConfigStore."""
+    for name, schema in SCHEMAS.items():
+        store.store(group="data", name=f"{name}_schema", node=schema)

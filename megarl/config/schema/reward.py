@@ -1,0 +1,73 @@
+"""The `reward` group: what a response is compared with, one schema per kind of verifier."""
+
+from dataclasses import dataclass
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+@dataclass
+class RewardConfig:
+    """Every kind of reward derives from it."""
+
+
+@dataclass
+class ExactRewardConfig(RewardConfig):
+    """The response is the answer, up to case, spaces and a full stop at the end."""
+
+
+@dataclass
+class LetterCountRewardConfig(RewardConfig):
+    """The tiny task: "b37" asks for about 37 times the letter b."""
+
+    tolerance: float = 1.25
+    """Lengths within this factor of the number count fully."""
+    falloff: float = 4.0
+    """A length off by a further factor of this counts nothing; linear in the logarithm between."""
+
+
+@dataclass
+class AdditionRewardConfig(RewardConfig):
+    """The response is the number and nothing else."""
+
+
+@dataclass
+class MathRewardConfig(RewardConfig):
+    """Mathematical equality, by math-verify."""
+
+    timeout_s: float = 5.0
+    """Seconds for one response; one that takes longer is wrong."""
+
+
+@dataclass
+class ReasoningGymRewardConfig(RewardConfig):
+    """The task's own scorer from reasoning-gym."""
+
+    timeout_s: float = 5.0
+    """Seconds for one response; one that takes longer is wrong."""
+    correct_at: float = 1.0
+    """The least score that counts as correct; scorers give parts of 1 for partly right answers."""
+
+
+@dataclass
+class FunctionRewardConfig(RewardConfig):
+    """Your own function from (Prompt, Response) to Score."""
+
+    path: str = MISSING
+    """package.module:callable"""
+
+
+SCHEMAS: dict[str, type[RewardConfig]] = {
+    "exact": ExactRewardConfig,
+    "letter_count": LetterCountRewardConfig,
+    "addition": AdditionRewardConfig,
+    "math": MathRewardConfig,
+    "reasoning_gym": ReasoningGymRewardConfig,
+    "function": FunctionRewardConfig,
+}
+
+
+def register(store: ConfigStore) -> None:
+    """Put each kind into Hydra's ConfigStore as reward/<kind>_schema; calling it again changes nothing."""
+    for kind, schema in SCHEMAS.items():
+        store.store(group="reward", name=f"{kind}_schema", node=schema)

@@ -1,0 +1,257 @@
+"""What a Slurm job checks before Ray starts: `python -m megarl.doctor.preflight job|node|compare [key=value] ...`.
+
+job      the configuration against the allocation; prints settings for train.sh as NAME=VALUE
+node     what this node has, as one line of JSON
+compare  the lines of all nodes, from stdin
+Problems end it with code 2, each in one line. Nothing here imports torch or Ray.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TextIO
+
+import psutil
+
+from megarl.config.allocation import check_allocation, read_allocation
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.placement import DeviceSlot, check_cluster, count_nodes, list_groups, place
+from megarl.config.schema.algo import needs_critic
+from megarl.config.schema.hardware import LEAST_OF_KIND, HardwareConfig
+from megarl.config.schema.model import ModelSource
+from megarl.config.schema.root import Config
+from megarl.hf.checkpoint import find_checkpoint
+from megarl.run.command import end_with_config_error
+from megarl.run.resume import take_resume
+
+ADDRESS_LATER = "cluster.ray_address=first-node:0"
+"""In place of the address that train.sh knows once Ray runs"""
+ASK_S = 30.0
+"""How long nvidia-smi and squeue may take"""
+FOLDER_VARIABLE = "MEGARL_JOB_DIR"
+RAY_NAMES = ("raylet", "gcs_server")
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What one node has."""
+
+    node: str
+    gpus: list[str] = field(default_factory=list)
+    """a name for each GPU that the job sees there; none where there is no nvidia-smi"""
+    problems: list[str] = field(default_factory=list)
+
+
+def main() -> None:
+    commands = {"job": print_job, "node": print_node, "compare": compare}
+    if len(sys.argv) < 2 or sys.argv[1] not in commands:
+        end_with_config_error(
+            ConfigError([f"found {' '.join(sys.argv[1:2]) or 'nothing'}; one of {', '.join(commands)}"])
+        )
+    try:
+        if sys.argv[1] == "job":
+            read_allocation(os.environ)  # cluster=slurm could not be composed without
+        arguments, _ = take_resume(sys.argv[2:])
+        commands[sys.argv[1]](load_config([*arguments, ADDRESS_LATER]))
+    except ConfigError as error:
+        end_with_config_error(error)
+
+
+def print_job(config: Config) -> None:
+    """The settings that train.sh takes on stdout, where the processes will be on stderr.
+
+    Raises ConfigError for what the configuration asks for and the allocation has not.
+    """
+    allocation = read_allocation(os.environ)
+    problems = [*check_allocation(config.cluster, allocation), *check_cluster(config)]
+    if problems:
+        raise ConfigError(problems)
+    cluster = config.cluster
+    slots = place(cluster, list_groups(config))
+    print(f"allocation: {allocation.num_nodes} nodes x {allocation.gpus_per_node} GPUs", file=sys.stderr)
+    for line in describe_seats(slots, cluster.gpus_per_node):
+        print(line, file=sys.stderr)
+    used = count_nodes(slots)
+    if used < allocation.num_nodes:
+        print(
+            f"warning: {allocation.num_nodes - used} of {allocation.num_nodes} nodes have nothing to do",
+            file=sys.stderr,
+        )
+    print(f"MEGARL_OBJECT_STORE_MB={cluster.object_store_mb}")
+
+
+def describe_seats(slots: Mapping[str, Sequence[DeviceSlot]], gpus_per_node: int) -> Iterator[str]:
+    """`policy: 16 processes on nodes 1 to 2, 16 GPUs`, a line for each group."""
+    for name, group in slots.items():
+        if group:
+            first, last = 1 + min(slot.node for slot in group), 1 + max(slot.node for slot in group)
+            nodes = f"node {first}" if first == last else f"nodes {first} to {last}"
+            gpus = len({(slot.node, gpu) for slot in group for gpu in slot.gpus})
+            counted = f", {gpus} GPU{'s' if gpus > 1 else ''}" if gpus_per_node else ""
+            yield f"{name}: {len(group)} process{'es' if len(group) > 1 else ''} on {nodes}{counted}"
+
+
+def print_node(config: Config) -> None:
+    problems = [
+        *find_unseen(config),
+        *find_unseen_folder(os.environ.get(FOLDER_VARIABLE)),
+        *find_stale_ray(os.environ.get("SLURM_CLUSTER_NAME")),
+    ]
+    print(json.dumps(asdict(NodeReport(name_node(), list_gpus(), problems))), flush=True)
+
+
+def name_node() -> str:
+    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+
+
+def find_unseen(config: Config) -> Iterator[str]:
+    """Checkpoints that this node does not see, by their keys."""
+    wanted = {"model.path": config.model.path} if config.model.source is ModelSource.path else {}
+    if needs_critic(config.algo) and config.critic.init is not None:
+        wanted["critic.init"] = config.critic.init
+    for key, path in wanted.items():
+        try:
+            find_checkpoint(path, key)
+        except ConfigError as error:
+            yield from error.problems
+
+
+def find_unseen_folder(folder: str | None) -> Iterator[str]:
+    """The job's own folder, in the run's: train.sh has made it on the first node."""
+    if folder is not None and not os.path.isdir(folder):
+        yield f"hydra.run.dir: {folder} is not there; the run's folder must be on a file system that every node sees"
+
+
+def list_gpus() -> list[str]:
+    """`NVIDIA H100 80GB HBM3, 81559 MiB`, for each GPU that the job has on this node."""
+    command = ["nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    found = dict(line.split(", ", 1) for line in done.stdout.splitlines() if ", " in line)
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # Where Slurm shows the job its own GPUs only, these count from 0 as well.
+    numbers = [number for number in chosen.split(",") if number in found] if chosen else list(found)
+    return [found[number] for number in numbers or found]
+
+
+def find_stale_ray(cluster_name: str | None) -> Iterator[str]:
+    """Ray's processes of this user that belong to no living job: they hold memory, GPUs and ports."""
+    stale = [process for process in psutil.process_iter(["name", "ppid", "uids"]) if _is_own_ray(process)]
+    living = list_living_jobs() if stale else set()
+    for process in stale:
+        try:
+            environment = process.environ()
+        except psutil.Error:
+            continue
+        job = environment.get("SLURM_JOB_ID")
+        if job is not None and environment.get("SLURM_CLUSTER_NAME") != cluster_name:
+            continue
+        # One that was started by hand is in use as long as whoever started it is there.
+        if (job is None and process.info["ppid"] == 1) or (
+            job is not None and living is not None and job not in living
+        ):
+            owner = f"of job {job}, which has ended" if job else "of no job"
+            yield f"a Ray {owner} is left: {process.info['name']}, process {process.pid}; `kill {process.pid}` ends it"
+
+
+def _is_own_ray(process: psutil.Process) -> bool:
+    uids = process.info["uids"]
+    return process.info["name"] in RAY_NAMES and uids is not None and uids.real == os.getuid()
+
+
+def list_living_jobs() -> set[str] | None:
+    """Ids of this user's jobs that run or are about to end; None where Slurm does not say."""
+    states = "RUNNING,COMPLETING,SUSPENDED,CONFIGURING,STOPPED"
+    command = ["squeue", "--noheader", "--format=%A", f"--states={states}", f"--user={os.getuid()}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return set(done.stdout.split())
+
+
+def compare(config: Config) -> None:
+    """Raises ConfigError for the problems of all nodes."""
+    names = os.environ.get("MEGARL_NODES", "").split(",")
+    cluster = config.cluster
+    reports = read_reports(sys.stdin)
+    problems = [*find_problems(reports, names, cluster.gpus_per_node), *find_small_gpus(reports, cluster.hardware)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def read_reports(lines: TextIO) -> list[NodeReport]:
+    """Other lines, such as those of a container's start, are passed over."""
+    return [NodeReport(**json.loads(line)) for line in lines if line.startswith('{"node"')]
+
+
+def find_problems(reports: Sequence[NodeReport], names: Sequence[str], gpus_per_node: int) -> Iterator[str]:
+    """One message for each problem, with the nodes that have it.
+
+    names: the nodes of the job. gpus_per_node: how many the job uses.
+    """
+    reports = sorted(reports, key=lambda report: (*names, report.node).index(report.node))
+    missing = sorted(set(names) - {report.node for report in reports})
+    if missing:
+        yield f"{', '.join(missing)}: gave no answer"
+    where = defaultdict(list)
+    for report in reports:
+        for problem in report.problems:
+            where[problem].append(report.node)
+        # On a partition without GPUs no node shows any.
+        if any(each.gpus for each in reports) and len(report.gpus) < gpus_per_node:
+            where[f"cluster.gpus_per_node: found {gpus_per_node}; nvidia-smi shows {len(report.gpus)}"].append(
+                report.node
+            )
+    for problem, nodes in where.items():
+        yield f"{', '.join(nodes)}: {problem}"
+    kind_of = find_kinds(gpu for report in reports for gpu in report.gpus)
+    kinds = defaultdict(list)
+    for report in reports:
+        for kind in sorted({kind_of[gpu] for gpu in report.gpus}):
+            kinds[kind].append(report.node)
+    if len(kinds) > 1:
+        parts = "; ".join(f"{kind} on {', '.join(nodes)}" for kind, nodes in kinds.items())
+        yield f"the job has different GPUs, and the slowest would decide: {parts}; sbatch --constraint= chooses nodes"
+
+
+def find_kinds(gpus: Iterable[str]) -> dict[str, str]:
+    """Of each GPU the largest of its kind: of the same name, and with about the same memory."""
+    kinds: dict[str, str] = {}
+    for gpu in sorted(set(gpus), key=lambda each: (-read_mib(each), each)):
+        name = gpu.rpartition(", ")[0]
+        same = (
+            kind
+            for kind in kinds.values()
+            if kind.rpartition(", ")[0] == name and read_mib(gpu) >= LEAST_OF_KIND * read_mib(kind)
+        )
+        kinds[gpu] = next(same, gpu)
+    return kinds
+
+
+def read_mib(gpu: str) -> int:
+    """81559 of `NVIDIA H100 80GB HBM3, 81559 MiB`; 0 where nvidia-smi did not say."""
+    size = re.search(r"(\d+) MiB$", gpu)
+    return int(size[1]) if size else 0
+
+
+def find_small_gpus(reports: Sequence[NodeReport], hardware: HardwareConfig) -> Iterator[str]:
+    """GPUs with less memory than those that the job is planned for."""
+    for kind in sorted({gpu for report in reports for gpu in report.gpus}):
+        if hardware.gpu is not None and 0 < read_mib(kind) < LEAST_OF_KIND * 1024 * hardware.memory_gib:
+            yield (
+                f"cluster.hardware: the job is planned for {hardware.gpu}, {hardware.memory_gib:g} GiB; the nodes have"
+                f" {kind}: give cluster.hardware.gpu and .memory_gib, or cluster.hardware.gpu=null for no plan"
+            )
+
+
+if __name__ == "__main__":
+    main()

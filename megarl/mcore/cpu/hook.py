@@ -1,0 +1,166 @@
+"""The import hook behind `device.install`: rewrites CUDA names in Megatron's syntax trees while its modules
+load.
+"""
+
+import ast
+import functools
+import hashlib
+import importlib.machinery
+import os
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import BYTECODE_SUFFIXES, ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+
+from megarl.hf.cache import default_cache_dir
+from megarl.mcore.cpu import fixes as cpu_fixes
+
+ROOTS = ("megatron.core", "mbridge")
+STANDIN = "_megarl_cuda"
+
+
+def _is_torch(node: ast.expr, name: str) -> bool:
+    """node is the expression `torch.<name>`."""
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == name
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "torch"
+    )
+
+
+class CpuRewriter(ast.NodeTransformer):
+    """CUDA names -> their CPU counterparts.
+
+    torch.cuda -> the stand-in module; torch.compile -> identity; x.is_cuda -> x.is_cpu; x.cuda() -> x.cpu();
+    x.pin_memory() -> x; pin_memory=True -> False; "cuda", "cuda:0" and f"cuda:..." -> "cpu";
+    "torch.cuda.FloatTensor" -> "torch.FloatTensor".
+    """
+
+    def visit_Import(self, node: ast.Import) -> ast.AST | list[ast.AST]:
+        ours = [alias for alias in node.names if alias.name.startswith("torch.cuda.") and alias.asname]
+        if not ours:
+            return node
+        rest = [alias for alias in node.names if alias not in ours]
+        result: list[ast.AST] = [ast.Import(names=rest)] if rest else []
+        for alias in ours:
+            value = ast.parse(f"{STANDIN}.{alias.name.removeprefix('torch.cuda.')}", mode="eval").body
+            result.append(ast.Assign(targets=[ast.Name(id=alias.asname, ctx=ast.Store())], value=value))
+        return result
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if _is_torch(node, "cuda"):
+            return ast.Name(id=STANDIN, ctx=ast.Load())
+        if _is_torch(node, "compile"):
+            return ast.Attribute(ast.Name(id=STANDIN, ctx=ast.Load()), "compile", ast.Load())
+        self.generic_visit(node)
+        if node.attr == "is_cuda":
+            node.attr = "is_cpu"
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        makes_device = _is_torch(node.func, "device")
+        self.generic_visit(node)
+        for keyword in node.keywords:
+            if keyword.arg == "pin_memory":
+                keyword.value = ast.Constant(False)
+        if makes_device and node.args and isinstance(node.args[0], ast.Constant) and node.args[0].value == "cpu":
+            node.args = node.args[:1]
+        if isinstance(node.func, ast.Attribute) and not isinstance(node.func.value, ast.Constant):
+            if node.func.attr == "cuda":
+                node.func.attr, node.args, node.keywords = "cpu", [], []
+            elif node.func.attr == "pin_memory" and not node.args:
+                return node.func.value
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if isinstance(node.value, str):
+            if node.value == "cuda" or node.value.startswith("cuda:"):
+                return ast.Constant("cpu")
+            if node.value.startswith("torch.cuda.") and node.value.endswith("Tensor"):
+                return ast.Constant(node.value.replace("torch.cuda.", "torch."))
+        return node
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
+        first = node.values[0] if node.values else None
+        if isinstance(first, ast.Constant) and str(first.value).startswith("cuda:"):
+            return ast.Constant("cpu")
+        return self.generic_visit(node)
+
+
+def rewrite(source: bytes | str, path: str) -> ast.Module:
+    """The module's syntax tree for the CPU, with the stand-in imported at its top."""
+    tree = CpuRewriter().visit(ast.parse(source, path))
+    first = 0
+    for statement in tree.body:
+        is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        is_future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+        if not (is_docstring or is_future):
+            break
+        first += 1
+    tree.body.insert(first, ast.parse(f"import megarl.mcore.cpu.standin as {STANDIN}").body[0])
+    return ast.fix_missing_locations(tree)
+
+
+@functools.cache
+def find_bytecode_folder() -> Path | None:
+    """Where the bytecode of rewritten modules is kept between processes, or None: nowhere.
+
+    Nowhere, where it cannot be made, or where somebody else can write: what lies there is executed.
+    """
+    rewriter = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+    try:
+        folder = default_cache_dir() / "bytecode" / rewriter
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except (OSError, RuntimeError):  # RuntimeError: this user has no home
+        return None
+    return folder if status.st_uid == os.getuid() and not status.st_mode & 0o022 else None
+
+
+class CpuLoader(SourceFileLoader):
+    """Compiles the rewritten source.
+
+    Bytecode is kept by Python's own rules (stale files, PYTHONDONTWRITEBYTECODE), but under `find_bytecode_folder`:
+    rewriting is near half of what a worker's start costs, and the wheel's bytecode cache is neither read nor written.
+    """
+
+    def source_to_code(self, data: bytes, path: str, *, _optimize: int = -1) -> CodeType:
+        changes = any(name in data for name in (b"cuda", b"torch.compile", b"pin_memory"))
+        return compile(rewrite(data, path) if changes else data, path, "exec", dont_inherit=True, optimize=_optimize)
+
+    def get_data(self, path: str) -> bytes:
+        return super().get_data(self._move(path) if path.endswith(tuple(BYTECODE_SUFFIXES)) else path)
+
+    def set_data(self, path: str, data: bytes, *, _mode: int = 0o666) -> None:
+        if find_bytecode_folder() is not None:
+            super().set_data(self._move(path), data, _mode=_mode)
+
+    @staticmethod
+    def _move(path: str) -> str:
+        folder = find_bytecode_folder()
+        if folder is None:
+            raise FileNotFoundError(path)
+        return str(folder / path.lstrip("/"))
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        fix = cpu_fixes.FIXES.get(module.__name__)
+        if fix is not None:
+            fix(module)
+
+
+class CpuFinder(MetaPathFinder):
+    """Finds the modules of `ROOTS` where they are and has `CpuLoader` load them."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not any(fullname == root or fullname.startswith(root + ".") for root in ROOTS):
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or type(spec.loader) is not importlib.machinery.SourceFileLoader:
+            return spec
+        spec.loader = CpuLoader(spec.loader.name, spec.loader.path)
+        return spec

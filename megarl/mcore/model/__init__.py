@@ -1,0 +1,1 @@
+"""The Megatron model of a Hugging Face checkpoint: architecture, layers, heads."""

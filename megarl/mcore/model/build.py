@@ -1,0 +1,257 @@
+"""Megatron's GPT for a Hugging Face checkpoint: configuration, the model with its head, wrapping.
+
+Shapes: S packed tokens, R response tokens, V vocabulary of this tensor-parallel rank (padded), h hidden size.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel_state import is_pipeline_first_stage, is_pipeline_last_stage
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional as F
+
+from megarl.config.errors import find_nearest_key
+from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
+from megarl.mcore.batch import PackedParams
+from megarl.mcore.device import device
+from megarl.mcore.model.architecture import Architecture, check_layout
+from megarl.mcore.model.experts import build_expert_fields, check_expert_options, mark_experts
+from megarl.mcore.model.layer_spec import build_block_spec, uses_transformer_engine
+from megarl.mcore.model.layers import ValueHead
+from megarl.mcore.role_fields import ROLE_KEYS
+from megarl.mcore.weights.entries import padded_vocab_size
+from megarl.mcore.worker_spec import WorkerSpec
+
+DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
+
+
+def _own_fields(arch: Architecture, parallel: ParallelConfig, dtype: Dtype) -> dict[str, Any]:
+    """The fields of TransformerConfig that the checkpoint, the layout or this engine decides."""
+    torch_dtype = DTYPES[dtype]
+    return {
+        "num_layers": arch.num_layers,
+        "hidden_size": arch.hidden_size,
+        "ffn_hidden_size": arch.ffn_size,
+        "num_attention_heads": arch.num_heads,
+        "num_query_groups": arch.num_kv_heads,
+        "kv_channels": arch.head_size,
+        "layernorm_epsilon": arch.norm_eps,
+        "add_qkv_bias": arch.qkv_bias,
+        "qk_layernorm": arch.qk_norm,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "params_dtype": torch_dtype,
+        "pipeline_dtype": torch_dtype,
+        "bf16": dtype is Dtype.bfloat16,
+        "fp16": False,
+        **_layout_fields(parallel),
+        # Packed micro-batches differ in length.
+        "variable_seq_lengths": True,
+        # Weights come from the checkpoint.
+        "perform_initialization": False,
+        "use_cpu_initialization": device().type == "cpu",
+        # Losses are already divided by the global counts: gradients are the pure sum over micro-batches and
+        # ranks.
+        "calculate_per_token_loss": True,
+        **build_expert_fields(arch.experts, parallel),
+    }
+
+
+def _layout_fields(parallel: ParallelConfig) -> dict[str, Any]:
+    interleaved = parallel.vpp > 1
+    return {
+        "tensor_model_parallel_size": parallel.tp,
+        "sequence_parallel": parallel.sp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if interleaved else None,
+        # Two stages that send each other forward and backward tensors in one batch of operations mix them up.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "context_parallel_size": parallel.cp,
+    }
+
+
+# Defaults that model.megatron may change. Those which need compiled extensions are off.
+_DEFAULTS: dict[str, Any] = {
+    "gradient_accumulation_fusion": False,
+    "apply_rope_fusion": False,
+    "masked_softmax_fusion": False,
+    "persist_layer_norm": False,
+    "bias_dropout_fusion": False,
+    "bias_activation_fusion": False,
+    "moe_router_dtype": "fp32",
+}
+
+
+def build_config(
+    arch: Architecture,
+    parallel: ParallelConfig,
+    dtype: Dtype,
+    megatron: dict[str, Any],
+    role_fields: dict[str, Any] | None = None,
+) -> TransformerConfig:
+    """The TransformerConfig of a checkpoint in a layout; `megatron` (model.megatron) and `role_fields`
+    (`build_role_fields`) add to it.
+
+    Raises ValueError that names the key for an unknown field, one that something else decides, and sizes
+    that the layout does not divide.
+    """
+    own = _own_fields(arch, parallel, dtype)
+    problems = [*_check_fields(megatron, own), *check_layout(arch, parallel, "parallel", megatron)]
+    if problems:
+        raise ValueError("; ".join(problems))
+    return TransformerConfig(**{**_DEFAULTS, **own, **megatron, **(role_fields or {})})
+
+
+def check_options(arch: Architecture, spec: WorkerSpec) -> list[str]:
+    """What is wrong with a role's model.megatron; one message each, naming the key, or Megatron's own words."""
+    own = _own_fields(arch, spec.parallel, spec.dtype)
+    problems = _check_fields(spec.megatron, own)
+    if not problems:
+        try:
+            TransformerConfig(**{**_DEFAULTS, **own, **spec.megatron})
+        except (ValueError, AssertionError) as error:
+            problems.append(f"model.megatron: refused by Megatron with this layout: {error}")
+    return problems
+
+
+def _check_fields(megatron: dict[str, Any], own: dict[str, Any]) -> list[str]:
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    problems = list(check_expert_options(megatron, with_experts="num_moe_experts" in own))
+    for key, value in megatron.items():
+        if key not in known:
+            nearest = find_nearest_key(key, known)
+            hint = f"; did you mean {nearest}?" if nearest else ""
+            problems.append(f"model.megatron.{key}: not a field of Megatron's TransformerConfig{hint}")
+        elif key in ROLE_KEYS:
+            name = ROLE_KEYS[key]
+            problems.append(f"model.megatron.{key}: found {value!r}; set policy.{name} and critic.{name} instead")
+        elif key in own:
+            problems.append(
+                f"model.megatron.{key}: decided by the checkpoint, the role's layout and dtype, or here ({own[key]!r})"
+            )
+        elif key == "fp4" and value and not uses_transformer_engine():
+            problems.append(f"model.megatron.{key}: needs Transformer Engine, which is not usable here")
+    return problems
+
+
+def mark_tensor_parallel(model: torch.nn.Module) -> None:
+    """Mark the split weights as such: Megatron's layers do it only when they initialise them.
+
+    An unmarked weight counts as a copy, so that the gradient norm would miss all shards but the first rank's.
+    """
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+            axis = 0
+        elif isinstance(module, RowParallelLinear):
+            axis = 1
+        else:
+            continue
+        if module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, True, axis, getattr(module, "stride", 1))
+
+
+class PackedGPT(GPTModel):
+    """Megatron's GPT over packed sequences, whose head sees only the positions that predict response tokens.
+
+    The last stage returns logits [R, V] in the model's dtype, or values float32 [R] with a value head.
+    """
+
+    def __init__(
+        self, arch: Architecture, config: TransformerConfig, with_value_head: bool, vp_stage: int | None = None
+    ) -> None:
+        """vp_stage: which of this rank's pieces of the model it is; None: the only one."""
+        super().__init__(
+            config=config,
+            transformer_layer_spec=build_block_spec(config, vp_stage),
+            vocab_size=padded_vocab_size(arch.vocab_size, config.tensor_model_parallel_size),
+            max_sequence_length=arch.max_length,
+            pre_process=is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            vp_stage=vp_stage,
+            # A critic has no output weights to share.
+            share_embeddings_and_output_weights=arch.tied and not with_value_head,
+            position_embedding_type="rope",
+            rotary_base=arch.rope_theta,
+            rope_scaling=arch.rope_factor is not None,
+            rope_scaling_factor=arch.rope_factor or 1.0,
+        )
+        self.with_value_head = with_value_head
+        if self.post_process:
+            if with_value_head:
+                self.output_layer = ValueHead(config)
+            else:
+                # The head gets whole sequences: see _postprocess.
+                self.output_layer.sequence_parallel = False
+        if not uses_transformer_engine():
+            # Rotary angles are chosen by the tokens' positions: see _preprocess.
+            self.rotary_pos_emb.cp_group = None
+        mark_tensor_parallel(self)
+        mark_experts(self)
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        out = super()._preprocess(input_ids, position_ids, *args, **kwargs)
+        if uses_transformer_engine():
+            return out
+        # Rotary angles of the packed positions, once for all layers; Megatron's own way loops over the
+        # sequences.
+        return out[0], out[1].index_select(0, position_ids.view(-1)), *out[2:]
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedParams, **kwargs: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            # What follows gives every rank the whole gradient, so that each takes its part of it.
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        hidden_states = hidden_states.index_select(0, packed_seq_params.predictors)
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        out, _ = self.output_layer(hidden_states, weight=weight)
+        return out.view(-1) if self.with_value_head else out.squeeze(1)
+
+
+def build_chunks(arch: Architecture, config: TransformerConfig, with_value_head: bool) -> list[PackedGPT]:
+    """This rank's pieces of the model, in the order of their layers: one, or vpp under the interleaved schedule."""
+    num_chunks = config.virtual_pipeline_model_parallel_size
+    stages = [None] if num_chunks is None else list(range(num_chunks))
+    return [PackedGPT(arch, config, with_value_head, stage) for stage in stages]
+
+
+def wrap_chunks(
+    chunks: Sequence[PackedGPT], config: TransformerConfig, optimizer: OptimizerConfig | None
+) -> list[torch.nn.Module]:
+    """Megatron's Float16Module where the dtype is bfloat16, and its DistributedDataParallel where they are
+    trained (there is an `optimizer`).
+    """
+    wrapped: list[torch.nn.Module] = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+    for chunk in wrapped:
+        chunk.to(device())
+    if optimizer is None:
+        return [chunk.requires_grad_(False).eval() for chunk in wrapped]
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=optimizer.overlap_grad_reduce,
+        overlap_param_gather=optimizer.overlap_param_gather,
+    )
+    # The communication of later pieces runs beside the computation of others in any case: one bucket each.
+    return [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(wrapped)
+    ]

@@ -1,0 +1,117 @@
+"""The local layers: RMSNorm, core attention over packed sequences, and the critic's value head.
+
+Shapes: S packed tokens, H heads, D size of a head, h hidden size.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional as F
+
+from megarl.mcore.cpu.segments import packed_causal_attention
+from megarl.mcore.model.context_parallel import context_attention
+
+
+class _RMSNorm(torch.autograd.Function):
+    """torch's own rms_norm is a chain of operations on a CPU: forward and backward take five times as
+    long.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x.float() * scale).mul_(weight.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        grad, weight_f = grad.float(), weight.float()
+        normed = x.float() * scale
+        product = grad * normed
+        grad_weight = product.reshape(-1, x.shape[-1]).sum(0)
+        # dx = scale * (g w - normed * mean(g w normed))
+        mean = torch.matmul(product, weight_f).div_(x.shape[-1]).unsqueeze(-1)
+        grad_x = torch.mul(grad, weight_f, out=product).addcmul_(normed, mean, value=-1.0).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+class RMSNorm(torch.nn.Module):
+    """x / rms(x) * weight, computed in float32 (1910.07467). Works under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Each tensor-parallel rank normalises its own part of the sequence: Megatron adds up the weight's
+        # gradients.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class PackedAttention(MegatronModule):
+    """Core attention of packed sequences with scaled_dot_product_attention; takes `PackedBatch`
+    parameters.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout != 0.0 or config.window_size is not None:
+            raise ValueError(
+                "the local core attention has neither dropout nor a sliding window: got "
+                f"attention_dropout={dropout}, window_size={config.window_size}"
+            )
+        self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """query [S, 1, H, D], key and value [S, 1, K, D] -> [S, 1, H * D]"""
+        qkv, rectangles = (x.squeeze(1) for x in (query, key, value)), packed_seq_params.rectangles
+        share = packed_seq_params.attention_share
+        if share is None:
+            return packed_causal_attention(*qkv, rectangles, self.scale).unsqueeze(1)
+        return context_attention(*qkv, rectangles, share, self.scale).unsqueeze(1)
+
+
+class ValueHead(MegatronModule):
+    """Linear(h, 1) in float32, the same on every tensor-parallel rank; stands where the output layer
+    stood.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        # Zero: the first values are exactly 0, and the first gradient goes into the head alone.
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """[R, 1, h] -> float32 [R, 1, 1]"""
+        return F.linear(hidden.float(), self.weight.float()), None

@@ -1,0 +1,153 @@
+"""Weights between a Hugging Face checkpoint and the shards of a Megatron model on its ranks; `entries` says how."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megarl.mcore.model.architecture import Architecture
+from megarl.mcore.model.build import PackedGPT
+from megarl.mcore.weights.entries import Entry, describe, to_hf, to_megatron
+from megarl.mcore.weights.hf_critic import VALUE_HEAD
+from megarl.mcore.weights.hf_reader import CheckpointReader
+
+# Of an expert's weight on its rank: the local layers' name and that of Transformer Engine's grouped layers.
+_LOCAL_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc\d)\.weight|(linear_fc\d)\.weight(\d+))")
+
+
+def named_entries(chunks: Sequence[PackedGPT]) -> list[tuple[Entry, torch.nn.Parameter]]:
+    """The parameters of this rank's pieces of the model, in their order, each once."""
+    return [named for chunk in chunks for named in _name_chunk(chunk)]
+
+
+def list_own_entries(chunks: Sequence[PackedGPT]) -> list[tuple[Entry, torch.nn.Parameter]]:
+    """`named_entries` without the last stage's copy of tied embeddings."""
+    return [(entry, param) for entry, param in named_entries(chunks) if not _is_shared_copy(chunks[0], entry)]
+
+
+def _name_chunk(model: PackedGPT) -> list[tuple[Entry, torch.nn.Parameter]]:
+    layers = [layer.layer_number - 1 for layer in model.decoder.layers]
+    result = []
+    for name, param in model.named_parameters():
+        if name.startswith("decoder.layers."):
+            prefix, middle, number, suffix = name.split(".", 3)
+            name = f"{prefix}.{middle}.{layers[int(number)]}.{_number_expert(suffix, model)}"
+        result.append((describe(name, model.with_value_head), param))
+    return result
+
+
+def _number_expert(suffix: str, model: PackedGPT) -> str:
+    """The name within its layer; an expert's weight with the expert's global number."""
+    match = _LOCAL_EXPERT.fullmatch(suffix)
+    if match is None:
+        return suffix
+    number, weight = (match[1], match[2]) if match[1] is not None else (match[4], match[3])
+    first = parallel_state.get_expert_model_parallel_rank() * _num_local_experts(model)
+    return f"mlp.experts.{first + int(number)}.{weight}.weight"
+
+
+def _num_local_experts(model: PackedGPT) -> int:
+    count: int = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    return count
+
+
+def load_hf(chunks: Sequence[PackedGPT], directory: Path, arch: Architecture) -> None:
+    """Fill the model from a Hugging Face checkpoint; every rank reads its own part.
+
+    A critic takes the checkpoint's value head (`score.weight`) where there is one and keeps its new one
+    elsewhere. Raises KeyError that names a missing tensor, ValueError for one of another shape.
+    """
+    with CheckpointReader(directory) as reader, torch.no_grad():
+        for entry, param in named_entries(chunks):
+            names = entry.hf_names
+            if names == (VALUE_HEAD,) and VALUE_HEAD not in reader:
+                continue
+            if names == ("lm_head.weight",) and arch.tied:
+                names = ("model.embed_tokens.weight",)
+            group = _shard_group(entry)
+            shard = to_megatron(entry, [reader.read(name) for name in names], arch, group.size(), group.rank())
+            if shard.shape != param.shape:
+                raise ValueError(
+                    f"{directory}: {', '.join(names)} gives {entry.name} the shape {tuple(shard.shape)}, "
+                    f"config.json asks for {tuple(param.shape)}"
+                )
+            param.copy_(shard)
+
+
+def _shard_group(entry: Entry) -> dist.ProcessGroup:
+    """The ranks that hold the shards of one parameter."""
+    if entry.expert is not None:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def export_hf(
+    chunks: Sequence[PackedGPT], arch: Architecture, take: Callable[[torch.nn.Parameter], Tensor] = Tensor.detach
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every Hugging Face tensor (on the CPU) on global rank 0; every rank must run it to its end.
+
+    take: what is exported of each parameter, in the parameter's shape; by default its weights.
+
+    Whole on rank 0 at a time: one parameter, or the same one of each expert-parallel rank's next expert.
+    Replicas other than the first of a parameter have nothing to do with it.
+    """
+    pp_group = parallel_state.get_pipeline_model_parallel_group()
+    mine = [(entry, take(param)) for entry, param in list_own_entries(chunks)]
+    stages: list[list[tuple[Entry, torch.Size, torch.dtype]]] = [[] for _ in range(pp_group.size())]
+    dist.all_gather_object(stages, [(e, p.shape, p.dtype) for e, p in mine], group=pp_group)
+    for stage, entries in enumerate(stages):
+        for position, (entry, shape, dtype) in enumerate(entries):
+            if _replica(entry) != 0:
+                continue
+            if stage == pp_group.rank():
+                tensor = mine[position][1].contiguous()
+            else:
+                tensor = torch.empty(shape, dtype=dtype, device=mine[0][1].device)
+            if pp_group.size() > 1:
+                dist.broadcast(tensor, group=pp_group, group_src=stage)
+            for described, shards in _gather(tensor, entry, chunks[0]):
+                if dist.get_rank() == 0:
+                    yield from ((name, whole.cpu()) for name, whole in to_hf(described, shards, arch))
+
+
+def _is_shared_copy(model: PackedGPT, entry: Entry) -> bool:
+    """The last stage's copy of tied embeddings."""
+    return entry.name == "output_layer.weight" and model.share_embeddings_and_output_weights
+
+
+def _replica(entry: Entry) -> int:
+    """Which of its copies this rank holds a part of."""
+    if entry.expert is not None:
+        replica: int = parallel_state.get_expert_data_parallel_rank()
+    else:
+        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return replica
+
+
+def _gather(tensor: Tensor, entry: Entry, model: PackedGPT) -> list[tuple[Entry, list[Tensor]]]:
+    """The shards of the parameter and, of an expert's one, those of its counterparts on expert-parallel ranks."""
+    if entry.expert is None:
+        return [(entry, _gather_shards(tensor, parallel_state.get_tensor_model_parallel_group(), entry))]
+    # Expert-tensor-parallel ranks are the faster in the numbering of this group.
+    shards = _gather_shards(tensor, parallel_state.get_expert_tensor_and_model_parallel_group(), entry)
+    size, count = parallel_state.get_expert_tensor_parallel_world_size(), _num_local_experts(model)
+    own = f".experts.{entry.expert}."
+    return [
+        (
+            describe(entry.name.replace(own, f".experts.{rank * count + entry.expert % count}."), False),
+            shards[rank * size : (rank + 1) * size],
+        )
+        for rank in range(len(shards) // size)
+    ]
+
+
+def _gather_shards(tensor: Tensor, group: dist.ProcessGroup, entry: Entry) -> list[Tensor]:
+    if group.size() == 1 or entry.split == "none":
+        return [tensor]
+    shards = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(shards, tensor, group=group)
+    return shards

@@ -1,0 +1,114 @@
+"""Checkpoints from Hugging Face's form into Megatron's and back, tensor by tensor, in one process without Megatron."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megarl.checkpoint.folder import find_free
+from megarl.checkpoint.manifest import CheckpointError, write_manifest
+from megarl.config.schema.roles import Dtype
+from megarl.mcore.model.architecture import check_layout
+from megarl.mcore.weights.dist_format import DESCRIPTION, describe_role
+from megarl.mcore.weights.dist_writer import DistWriter, build_layout
+from megarl.mcore.weights.hf_files import copy_description, replace_directory
+from megarl.mcore.weights.safetensors_writer import TensorSpec, write_safetensors
+from megarl.mcore.weights.source import HfSource, MegatronSource, WeightSource
+from megarl.mcore.worker_spec import Role
+
+Report = Callable[[int], None]
+"""Called with the number of bytes that were just written"""
+
+
+def hf_to_megatron(
+    source: HfSource,
+    target: Path,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    report: Report = lambda num_bytes: None,
+) -> None:
+    """Write the directory of a role, cut as the ranks of a layout hold it; any other layout reads it too.
+
+    dtype: by default the source's. Raises CheckpointError for tensors that are not what they should be, ValueError for
+    a layout that does not divide the model, OSError where there is no room; `target` is then as it was.
+    """
+    stored = dtype or _find_dtype(source)
+    parallel = build_layout(tp, pp, ep, source.arch.experts is not None)
+    if problems := check_layout(source.arch, parallel, "layout"):
+        raise ValueError("; ".join(problems))
+    _check_target(target, overwrite, source.num_parameters * stored.itemsize)
+    with replace_directory(target) as building:
+        with DistWriter(building, source.entries, source.arch, parallel) as writer:
+            for entry, tensors in source.stream(dtype):
+                whole = [tensor for _, tensor in tensors]
+                writer.write(entry, whole)
+                report(sum(tensor.nbytes for tensor in whole))
+                del tensors, whole
+        description = building / DESCRIPTION
+        copy_description(source.description, description, stored if source.role is Role.critic else None)
+        _set_dtype(description, stored)
+        write_manifest(building, describe_role(source.role, Dtype(_name({stored})), parallel, None))
+
+
+def megatron_to_hf(
+    source: MegatronSource,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    report: Report = lambda num_bytes: None,
+) -> None:
+    """An ordinary Hugging Face directory; of a critic a ...ForSequenceClassification. Else as `hf_to_megatron`."""
+    specs = [
+        TensorSpec(name, source.find_shape(name), dtype or source.find_dtype(entry))
+        for entry in source.entries
+        for name in entry.hf_names
+    ]
+    _check_target(target, overwrite, sum(spec.num_bytes for spec in specs))
+    with replace_directory(target) as building:
+        write_safetensors(building, specs, _report(source, dtype, report))
+        copy_description(source.description, building, specs[-1].dtype if source.role is Role.critic else None)
+        _set_dtype(building, specs[0].dtype)
+
+
+def _report(source: WeightSource, dtype: torch.dtype | None, report: Report) -> Iterator[tuple[str, Tensor]]:
+    for _, tensors in source.stream(dtype):
+        num_bytes = sum(tensor.nbytes for _, tensor in tensors)
+        while tensors:
+            yield tensors.pop(0)
+        report(num_bytes)
+
+
+def _find_dtype(source: WeightSource) -> torch.dtype:
+    found = source.dtypes
+    if len(found) > 1 or not found <= {torch.float32, torch.bfloat16}:
+        raise CheckpointError(f"{source.directory}: tensors of {_name(found)}; --dtype must choose one for all")
+    return found.pop()
+
+
+def _check_target(target: Path, overwrite: bool, num_bytes: int) -> None:
+    """Raises FileExistsError, or OSError where the file system is too full."""
+    if target.exists() and not overwrite:
+        raise FileExistsError(f"{target}: is there already; --overwrite replaces it")
+    parent, free = find_free(target.absolute().parent)
+    if free < num_bytes:
+        raise OSError(f"{parent}: {free / 1e9:.2f} GB free, {num_bytes / 1e9:.2f} GB needed for {target.name}")
+
+
+def _set_dtype(directory: Path, dtype: torch.dtype) -> None:
+    """config.json names the dtype that the weights have; by it transformers loads them."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if config.get(key) != _name({dtype}):
+        path.write_text(json.dumps({**config, key: _name({dtype})}, indent=2) + "\n")
+
+
+def _name(dtypes: set[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

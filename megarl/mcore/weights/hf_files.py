@@ -1,0 +1,74 @@
+"""Writing a Hugging Face checkpoint directory that appears whole or not at all."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megarl.mcore.weights.hf_critic import VALUE_HEAD, to_classifier_config
+from megarl.mcore.weights.hf_reader import INDEX, CheckpointReader
+from megarl.mcore.weights.safetensors_writer import MAX_FILE_BYTES, write_unknown_safetensors
+
+# Everything of the source that is not weights goes along: config, tokenizer, chat template, generation
+# settings.
+_COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+
+
+def write_hf_checkpoint(directory: Path, source: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write tensors with the source's config and tokenizer; `directory` appears complete or not at all.
+
+    With a value head among the tensors it is a ...ForSequenceClassification. An existing directory is replaced.
+    """
+    with replace_directory(directory) as building:
+        write_unknown_safetensors(building, tensors, MAX_FILE_BYTES)
+        with CheckpointReader(building) as reader:
+            dtype = reader.read(VALUE_HEAD).dtype if VALUE_HEAD in reader else None
+        copy_description(source, building, dtype)
+
+
+@contextmanager
+def replace_directory(directory: Path) -> Iterator[Path]:
+    """An empty directory beside `directory` to be filled; it takes its place at the end, or is gone after an error."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        yield building
+        building.chmod(0o755)
+        _publish(building, directory)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+
+
+def copy_description(source: Path, target: Path, value_head: torch.dtype | None) -> None:
+    """Copy everything of a Hugging Face checkpoint directory that is not weights.
+
+    value_head: dtype of the value head of a critic, of which config.json then says ...ForSequenceClassification.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for pattern in _COPIED:
+        for file in source.glob(pattern):
+            if file.name != INDEX:
+                shutil.copyfile(file, target / file.name)
+    if value_head is not None:
+        path = target / "config.json"
+        path.write_text(json.dumps(to_classifier_config(json.loads(path.read_text()), value_head), indent=2) + "\n")
+
+
+def _publish(building: Path, directory: Path) -> None:
+    """Rename into place; an older directory is moved aside first, since a rename cannot replace a full
+    one.
+    """
+    if directory.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{directory.name}-old-", dir=directory.parent))
+        os.rename(directory, old / directory.name)
+        os.rename(building, directory)
+        shutil.rmtree(old)
+    else:
+        os.rename(building, directory)

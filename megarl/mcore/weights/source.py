@@ -1,0 +1,240 @@
+"""A checkpoint of either kind as a stream of whole Hugging Face tensors."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from megarl.checkpoint.manifest import NAME as MANIFEST
+from megarl.checkpoint.manifest import CheckpointError, load_manifest, name_some, verify_files
+from megarl.mcore.model.architecture import Architecture, read_architecture
+from megarl.mcore.weights.dist_format import BACKENDS, DESCRIPTION, KIND, METADATA, compute_global_shapes, locate
+from megarl.mcore.weights.dist_reader import DistReader, holds_optimizer
+from megarl.mcore.weights.entries import Entry, compute_hf_shape, list_entries, to_hf
+from megarl.mcore.weights.hf_critic import VALUE_HEAD
+from megarl.mcore.weights.hf_reader import INDEX, CheckpointReader
+from megarl.mcore.weights.safetensors_writer import DTYPE_NAMES
+from megarl.mcore.worker_spec import Role
+
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_PIECE = 1 << 20
+"""Elements that are looked at together where a whole tensor would need memory of its own size"""
+
+
+class WeightSource(ABC):
+    """Opened and found whole by its metadata; a tensor's contents are seen when it is read."""
+
+    kind: str
+
+    def __init__(self, directory: Path, description: Path, role: Role) -> None:
+        self.directory = directory
+        self.description = description
+        """Directory with config.json and, where there is one, the tokenizer"""
+        self.arch: Architecture = read_architecture(description)
+        self.role = role
+        self.entries = list_entries(self.arch, with_value_head=role is Role.critic)
+
+    def __enter__(self) -> "WeightSource":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:  # noqa: B027
+        """Nothing to do where files are not kept open."""
+
+    @abstractmethod
+    def find_dtype(self, entry: Entry) -> torch.dtype:
+        """Of the stored parameter."""
+
+    @abstractmethod
+    def read(self, entry: Entry) -> list[tuple[str, Tensor]]:
+        """Names and whole Hugging Face tensors, as stored. Raises CheckpointError that names tensor and file."""
+
+    def find_shape(self, name: str) -> tuple[int, ...]:
+        return compute_hf_shape(name, self.arch)
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        return {self.find_dtype(entry) for entry in self.entries}
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(torch.Size(self.find_shape(name)).numel() for entry in self.entries for name in entry.hf_names)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights as stored."""
+        return sum(
+            torch.Size(self.find_shape(name)).numel() * self.find_dtype(entry).itemsize
+            for entry in self.entries
+            for name in entry.hf_names
+        )
+
+    def stream(self, dtype: torch.dtype | None = None) -> Iterator[tuple[Entry, list[tuple[str, Tensor]]]]:
+        """Every parameter once, in `dtype` where it is given. Raises CheckpointError also for NaN and infinity."""
+        for entry in self.entries:
+            tensors = [(name, tensor if dtype is None else tensor.to(dtype)) for name, tensor in self.read(entry)]
+            for name, tensor in tensors:
+                if not is_finite(tensor):
+                    raise CheckpointError(f"{self.directory}: {name} has NaN or infinity")
+            # Not one tensor is kept here while the next is read.
+            del tensor
+            yield entry, tensors
+            del tensors
+
+    def _refuse(self, problems: Iterable[str]) -> None:
+        if found := [problem for problem in problems if problem]:
+            self.close()
+            raise CheckpointError(f"{self.directory}: {'; '.join(found)}")
+
+
+class HfSource(WeightSource):
+    """A Hugging Face directory. A critic made of a model without a value head gets one of zeros, as training does."""
+
+    kind = "Hugging Face"
+
+    def __init__(self, directory: Path, role: Role | None = None) -> None:
+        """role: by default a critic where there is a value head. Raises CheckpointError for what does not fit."""
+        try:
+            self._reader = CheckpointReader(directory)
+        except (SafetensorError, FileNotFoundError) as error:
+            raise CheckpointError(str(error)) from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{directory / INDEX}: is not an index of tensors: {error!r}") from None
+        found = Role.critic if VALUE_HEAD in self._reader else Role.policy
+        super().__init__(directory, directory, role or found)
+        self.makes_head = self.role is Role.critic and found is not Role.critic
+        self._check()
+
+    def close(self) -> None:
+        self._reader.__exit__(None, None, None)
+
+    def _check(self) -> None:
+        expected = {name: self.find_shape(name) for entry in self.entries for name in entry.hf_names}
+        ignored = {_HEAD} if self.makes_head or (self.arch.tied and self.role is not Role.critic) else set()
+        if self.makes_head:
+            del expected[VALUE_HEAD]
+        try:
+            names = [name for name in self._reader.names if not name.endswith("rotary_emb.inv_freq")]
+            found = {name: self._reader.read_shape(name) for name in names if name not in ignored - expected.keys()}
+            self._refuse(compare_shapes(found, expected))
+            unknown = {x for x in map(self._reader.read_dtype, expected) if x not in _DTYPES}
+            self._refuse(
+                [f"has tensors of {', '.join(sorted(unknown))}; float weights are expected"] if unknown else []
+            )
+            if self.arch.tied and self.role is not Role.critic and _HEAD in self._reader:
+                same = torch.equal(self._reader.read(_HEAD), self._reader.read(_EMBEDDING))
+                self._refuse(
+                    [] if same else [f"{_HEAD} is not {_EMBEDDING}, as tie_word_embeddings in config.json says"]
+                )
+        except (SafetensorError, FileNotFoundError) as error:
+            self._refuse([str(error)])
+
+    def find_dtype(self, entry: Entry) -> torch.dtype:
+        names = [_EMBEDDING] if self.makes_head and entry.hf_names == (VALUE_HEAD,) else entry.hf_names
+        dtypes = {_DTYPES[self._reader.read_dtype(name)] for name in names}
+        if len(dtypes) > 1:
+            raise CheckpointError(f"{self.directory}: {', '.join(names)} are of different dtypes: {dtypes}")
+        return dtypes.pop()
+
+    def read(self, entry: Entry) -> list[tuple[str, Tensor]]:
+        if self.makes_head and entry.hf_names == (VALUE_HEAD,):
+            return [(VALUE_HEAD, torch.zeros(1, self.arch.hidden_size, dtype=self.find_dtype(entry)))]
+        # The pages of a mapped file that were read count as memory of the process.
+        self._reader.release()
+        try:
+            return [(name, self._reader.read(name)) for name in entry.hf_names]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.directory}: {', '.join(entry.hf_names)}: {error}") from None
+
+
+class MegatronSource(WeightSource):
+    """What `MegatronWorker.save` or `hf_to_megatron` wrote, of any layout, with a manifest."""
+
+    kind = "Megatron"
+
+    def __init__(self, directory: Path) -> None:
+        """Raises CheckpointError for what does not fit."""
+        self.about = load_manifest(directory).about
+        try:
+            is_role, role, tp = self.about["kind"] == KIND, Role(self.about["role"]), int(self.about["parallel"]["tp"])
+        except (KeyError, ValueError, TypeError):
+            is_role = False
+        if not is_role:
+            raise CheckpointError(f"{directory / MANIFEST}: is not of a role's weights: {dict(self.about)}")
+        super().__init__(directory, directory / DESCRIPTION, role)
+        self._reader = DistReader(directory)
+        expected = compute_global_shapes(self.entries, self.arch, tp)
+        self._refuse([*compare_shapes(self._reader.shapes, expected), *self._reader.find_problems()])
+
+    @property
+    def holds_optimizer(self) -> bool:
+        return holds_optimizer(self.directory)
+
+    def find_dtype(self, entry: Entry) -> torch.dtype:
+        return self._reader.find_dtype(locate(entry)[0])
+
+    def read(self, entry: Entry) -> list[tuple[str, Tensor]]:
+        return to_hf(entry, [self._reader.read(*locate(entry))], self.arch)
+
+
+def open_source(directory: Path, *, role: Role | None = None, verify: bool = True) -> HfSource | MegatronSource:
+    """The checkpoint in a directory, of whichever kind. verify: check the files against the manifest first.
+
+    Raises CheckpointError, or ValueError and FileNotFoundError for a config.json of no supported model.
+    """
+    if roles := list_roles(directory):
+        raise CheckpointError(f"{directory}: holds the roles {', '.join(x.name for x in roles)}; give one of them")
+    if any((directory / name).is_file() for name in (MANIFEST, BACKENDS, METADATA)):
+        if verify:
+            verify_files(directory)
+        return MegatronSource(directory)
+    if (directory / "config.json").is_file():
+        return HfSource(directory, role)
+    raise CheckpointError(
+        f"{directory}: neither a Hugging Face checkpoint (config.json) nor one of Megatron's ({MANIFEST})"
+    )
+
+
+def list_roles(directory: Path) -> list[Path]:
+    """The directories of the roles in a training checkpoint of one iteration."""
+    names = [directory / role.value for role in Role]
+    return [path for path in names if (path / MANIFEST).is_file() and load_manifest(path).about.get("kind") == KIND]
+
+
+def compare_shapes(
+    found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], expects: str = "config.json asks for"
+) -> list[str]:
+    """What differs in names and shapes; up to five tensors of each problem are named."""
+    misshaped = [
+        f"{name} is {list(found[name])}, {expects} {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    problems = {
+        "missing": sorted(expected.keys() - found.keys()),
+        "of another model": sorted(found.keys() - expected.keys()),
+        "misshaped": misshaped,
+    }
+    return [f"{problem}: {name_some(names)}" for problem, names in problems.items() if names]
+
+
+def is_finite(tensor: Tensor) -> bool:
+    return all(bool(piece.isfinite().all()) for piece in tensor.reshape(-1).split(_PIECE))
+
+
+def find_largest_difference(a: Tensor, b: Tensor) -> float:
+    """Largest |a - b| in float32; infinite where one is NaN and 0 where all bits are equal. a, b: of one shape."""
+    if a.dtype == b.dtype and torch.equal(a, b):
+        return 0.0
+    pieces = zip(a.reshape(-1).split(_PIECE), b.reshape(-1).split(_PIECE), strict=True)
+    found = [float((x.float() - y.float()).abs().max()) for x, y in pieces]
+    return float("inf") if any(x != x for x in found) else max(found)

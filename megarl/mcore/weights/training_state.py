@@ -1,0 +1,173 @@
+"""Training state (weights, optimizer, schedule, random states) in Megatron's dist_checkpointing, for any layout."""
+
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megarl.checkpoint.manifest import CheckpointError
+from megarl.config.schema.roles import ParallelConfig
+from megarl.mcore.model.build import PackedGPT
+from megarl.mcore.weights.dist_format import CONTENT
+from megarl.mcore.weights.dist_reader import holds_optimizer, load_metadata
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What a role's rank holds; saved and loaded in place."""
+
+    chunks: Sequence[PackedGPT]
+    optimizer: MegatronOptimizer | None
+    scheduler: OptimizerParamScheduler | None
+    parallel: ParallelConfig
+
+
+class Writing:
+    """A state on its way to disk: copied to host memory, written by a thread of this rank."""
+
+    def __init__(self, directory: Path, request: AsyncRequest) -> None:
+        self.directory = directory
+        self._request = request
+        self._thread: threading.Thread | None = None
+        if request.async_fn is not None:
+            transforms, _ = request.async_fn.args
+            _, buckets, results = request.async_fn_args
+            staged = [(path, key, (items, _copy_to_host(tensors))) for path, key, (items, tensors) in buckets]
+            self._thread = threading.Thread(target=_write, args=(transforms, staged, results), name="megarl-save")
+            self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the thread, then complete the directory. Every rank must call it; raises what writing raised."""
+        if self._thread is not None:
+            self._thread.join()
+        for finalize in self._request.finalize_fns:
+            finalize()
+
+
+def begin_save(directory: Path, state: TrainingState) -> Writing:
+    """Write to `directory`, created if need be, beside what this process does next. Every rank must call it."""
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    sharded = _shard(state, is_loading=False) | {
+        "layout": asdict(state.parallel),
+        "random": _shard_random_state(_take_random_state()),
+    }
+    # Megatron's own queue is a process that imports the main module anew; a thread needs none.
+    filesystem_async._results_queue = queue.Queue()
+    request = dist_checkpointing.save(sharded, str(directory), async_sharded_save=True, content_metadata=dict(CONTENT))
+    return Writing(directory, request)
+
+
+def load_state(directory: Path, state: TrainingState) -> None:
+    """Read what `begin_save` wrote, under any layout. Every rank must call it.
+
+    Random states are restored under the layout that they are of. The files contain pickles: only directories whose
+    checksums have been verified may be given. Raises FileNotFoundError where `directory` holds no checkpoint,
+    CheckpointError where it has no optimizer's state.
+    """
+    if not (directory / "metadata.json").is_file():
+        raise FileNotFoundError(f"{directory}: no training state (metadata.json is missing)")
+    # Megatron reads the metadata as the pickle that it is; this reads it without running any of it, so it comes first.
+    has_optimizer = holds_optimizer(directory)
+    if state.optimizer is not None and not has_optimizer:
+        raise CheckpointError(
+            f"{directory}: holds weights without an optimizer's state, so no training can continue from it;"
+            " load_weights takes the weights alone"
+        )
+    template = _shard(state, is_loading=True)
+    common = dist_checkpointing.load_common_state_dict(str(directory))
+    if common.get("layout") == asdict(state.parallel):
+        template["random"] = _shard_random_state(None)
+    loaded = dist_checkpointing.load(template, str(directory))
+    for number, chunk in enumerate(state.chunks):
+        chunk.load_state_dict(loaded["model"][str(number)])
+    if state.optimizer is not None and state.scheduler is not None:
+        state.optimizer.load_state_dict(loaded["optimizer"])
+        state.scheduler.load_state_dict(loaded["scheduler"])
+    if "random" in template:
+        _put_random_state(loaded["random"])
+
+
+def load_weights(directory: Path, chunks: Sequence[PackedGPT]) -> None:
+    """Read the weights alone, under any layout, in the model's own dtype. Every rank must call it.
+
+    Raises CheckpointError where `directory` holds no checkpoint, Megatron's CheckpointingException or KeyError for one
+    of another model.
+    """
+    load_metadata(directory)
+    # The extra state of a module is about FP8 scales, which weights do not come with.
+    wanted = {
+        str(number): {key: x for key, x in chunk.sharded_state_dict().items() if not key.endswith("_extra_state")}
+        for number, chunk in enumerate(chunks)
+    }
+    state = dist_checkpointing.load({"model": wanted}, str(directory))
+    for number, chunk in enumerate(chunks):
+        missing, unexpected = chunk.load_state_dict(state["model"][str(number)], strict=False)
+        problems = [key for key in missing if not key.endswith("_extra_state")] + unexpected
+        if problems:
+            raise CheckpointError(f"{directory}: does not hold what the model has: {', '.join(problems[:5])}")
+
+
+def _shard(state: TrainingState, *, is_loading: bool) -> ShardedStateDict:
+    # A copy: Megatron adds process groups to it.
+    metadata = dict(CONTENT)
+    sharded: dict[str, Any] = {
+        "model": {str(number): chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(state.chunks)}
+    }
+    if state.optimizer is not None and state.scheduler is not None:
+        sharded["optimizer"] = state.optimizer.sharded_state_dict(
+            sharded["model"], is_loading=is_loading, metadata=metadata
+        )
+        sharded["scheduler"] = state.scheduler.state_dict()
+    return sharded
+
+
+def _take_random_state() -> dict[str, Any]:
+    state = {"torch": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def _put_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _shard_random_state(state: dict[str, Any] | None) -> ShardedObject:
+    """Each rank has its own."""
+    return ShardedObject("random", state, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+
+
+def _copy_to_host(items: list[tuple[Any, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
+    return [(item, tensor.detach().to("cpu", copy=True)) for item, tensor in items]
+
+
+def _write(transforms: list[Any], buckets: list[Any], results: "queue.Queue[Any]") -> None:
+    """Megatron's writer of one file, called for each; the results are what its finalize functions take."""
+    written: dict[int, Any] = {}
+    for number, bucket in enumerate(buckets):
+        answers: queue.Queue[Any] = queue.Queue()
+        # The count of files left, which the writer takes one from.
+        left: queue.Queue[int] = queue.Queue()
+        left.put(number)
+        writer = filesystem_async.FileSystemWriterAsync.write_preloaded_data
+        writer(transforms, number, bucket, answers, left, use_fsync=True)
+        _, answer = answers.get_nowait()
+        if isinstance(answer, Exception):
+            results.put(answer)
+            return
+        written[number] = answer
+    results.put(written)

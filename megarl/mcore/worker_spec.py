@@ -1,0 +1,87 @@
+"""What a Megatron worker is told and what it gives back: plain data, imports no Megatron."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+
+from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.roles import (
+    Dtype,
+    Fp8,
+    Fp8Recipe,
+    Offload,
+    OptimizerConfig,
+    ParallelConfig,
+    Recompute,
+    RecomputeMethod,
+)
+
+
+class Role(Enum):
+    policy = "policy"
+    critic = "critic"
+    reference = "reference"
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """One role, the same on all its ranks."""
+
+    role: Role
+    checkpoint: str
+    """Hugging Face checkpoint directory that the weights start from"""
+    parallel: ParallelConfig
+    optimizer: OptimizerConfig | None
+    """None for the reference, which is not trained"""
+    dtype: Dtype
+    algo: AlgoConfig
+    temperature: float
+    """Temperature of the distribution that the policy loss is about"""
+    response_length: int
+    """Configured maximum, in tokens"""
+    tokens_per_microbatch: int
+    seed: int = 1
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """model.megatron: further fields of Megatron's TransformerConfig"""
+    num_threads: int = 1
+    """CPU threads; without effect on a GPU"""
+    deadline_s: float = 1800.0
+    """Longest wait for a call; a collective in it may take somewhat longer"""
+    recompute: Recompute = Recompute.none
+    recompute_method: RecomputeMethod = RecomputeMethod.uniform
+    recompute_num_layers: int = 1
+    offload: Offload | None = None
+    fp8: Fp8 | None = None
+    fp8_recipe: Fp8Recipe = Fp8Recipe.delayed
+
+
+@dataclass(frozen=True)
+class RowsResult:
+    """What one data-parallel rank computed."""
+
+    rows: Tensor
+    """int64 [b]: which rows of the sequences"""
+    values: Tensor
+    """float32 [b, T], 0 past the response; T is the longest response of all sequences"""
+
+
+@dataclass(frozen=True)
+class StageParameters:
+    """What each rank of one pipeline stage holds; the ranks of a stage hold equally much."""
+
+    num_layers: int
+    """Of all its pieces of the model"""
+    dense: int
+    """Parameters of which every data- and context-parallel rank has a copy"""
+    experts: int
+    """Parameters of experts"""
+    embedding: int
+    """Of `dense`: the input embedding, or a tied output layer's copy of it"""
+    head: int
+    """Of `dense`: the output layer or value head"""
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts

@@ -1,0 +1,90 @@
+"""Dynamic sampling (DAPO 2503.14476, section 3.2): an iteration made of groups whose rewards differ.
+
+A group of equal rewards has no advantage. It is replaced by further prompts, up to a bound.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from megarl.types import Metrics, Prompt, Rollout, Sample
+
+Group = tuple[Sample, ...]
+
+
+class NoSignalError(RuntimeError):
+    """No group's rewards differ: the task is too easy or too hard for the policy; the message says which."""
+
+
+def split_groups(samples: Sequence[Sample]) -> list[Group]:
+    """The samples of each prompt, in order."""
+    return [tuple(group) for _, group in groupby(samples, key=lambda sample: sample.group)]
+
+
+def join_groups(groups: Sequence[Group], weight_version: int) -> Rollout:
+    """One rollout of these groups, numbered anew from 0."""
+    samples = (replace(s, group=i) for i, group in enumerate(groups) for s in group)
+    return Rollout(tuple(samples), weight_version)
+
+
+def has_reward_variance(group: Group) -> bool:
+    """Whether its raw rewards differ."""
+    return any(sample.score.reward != group[0].score.reward for sample in group)
+
+
+def collect_signal_groups(
+    draw: Callable[[int], Sequence[Prompt]],
+    collect: Callable[[Sequence[Prompt]], Sequence[Sample]],
+    num_groups: int,
+    max_rounds: int,
+) -> tuple[list[Group], Metrics]:
+    """`num_groups` groups with signal, and sampling/*; `draw(n)` gives n further prompts, `collect` their samples.
+
+    From the second round on as many prompts are asked for as the share of groups with signal so far makes likely to
+    be enough, at most `num_groups` at once. What is missing after `max_rounds` is filled up with groups of equal
+    rewards, with a warning. Raises NoSignalError where no group at all has a signal.
+    """
+    kept: list[Group] = []
+    equal: list[Group] = []
+    num_rounds = 0
+    while len(kept) < num_groups and num_rounds < max_rounds:
+        num_rounds += 1
+        share = (len(kept) or 0.5) / max(1, len(kept) + len(equal)) if num_rounds > 1 else 1.0
+        prompts = draw(min(num_groups, math.ceil((num_groups - len(kept)) / share)))
+        for group in split_groups(collect(prompts)):
+            (kept if has_reward_variance(group) else equal).append(group)
+    if not kept:
+        raise NoSignalError(f"dynamic sampling found no group with different rewards {_describe(num_rounds, equal)}")
+    if len(kept) < num_groups:
+        warnings.warn(
+            f"dynamic sampling: {len(kept)} of {num_groups} groups have different rewards"
+            f" {_describe(num_rounds, equal)}; the rest is filled up with groups of equal rewards",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    num_asked = len(kept) + len(equal)
+    num_correct = sum(group[0].score.correct for group in equal)
+    metrics = {
+        "sampling/reward_mean": sum(s.score.reward for group in kept + equal for s in group)
+        / sum(len(group) for group in kept + equal),
+        "sampling/rounds": float(num_rounds),
+        "sampling/num_prompts": float(num_asked),
+        "sampling/signal_frac": len(kept) / num_asked,
+        "sampling/equal_correct_frac": num_correct / num_asked,
+        "sampling/equal_wrong_frac": (len(equal) - num_correct) / num_asked,
+    }
+    return (kept + equal)[:num_groups], metrics
+
+
+def _describe(num_rounds: int, equal: Sequence[Group]) -> str:
+    num_correct = sum(group[0].score.correct for group in equal)
+    num_wrong = len(equal) - num_correct
+    text = (
+        f"in algo.dynamic_sampling.max_rounds={num_rounds} rounds; of the groups of equal rewards"
+        f" {num_correct} are correct and {num_wrong} wrong"
+    )
+    if num_correct > num_wrong:
+        return f"{text}: the data are too easy for this policy; harder prompts are needed, or training is done"
+    return f"{text}: the data are too hard for this policy; easier prompts, or more of train.responses_per_prompt"

@@ -1,0 +1,49 @@
+"""Whether a server is lost; one that is not is brought to rest."""
+
+import contextlib
+import time
+
+from megarl.interfaces import DeadlineError
+from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient
+from megarl.rollout.server import SGLangServer
+
+CALL_DEADLINE_S = 60.0
+"""Of each call here; the first may have to wait for a weight load that nobody waits for any more."""
+NUM_CALLS = 5
+EXIT_DEADLINE_S = 5.0
+"""A connection breaks before the process behind it has been reaped and its exit status is known."""
+
+
+def find_loss(server: SGLangServer, deadline_s: float = CALL_DEADLINE_S) -> str | None:
+    """What became of the server, in one line: its exit status, or what it did not answer within `deadline_s`.
+
+    None where it answers and generates; it then has no request, no open update session, and is not paused.
+    """
+    unanswered = None
+    if server.is_alive():
+        with contextlib.closing(build_client(server, deadline_s)) as client:
+            unanswered = _find_unanswered(client, deadline_s)
+        if unanswered is None:
+            return None
+    end = time.monotonic() + EXIT_DEADLINE_S
+    while server.is_alive() and time.monotonic() < end:
+        time.sleep(0.1)
+    if server.is_alive():
+        return f"{unanswered} (its log: {server.log_file})"
+    return f"it exited with status {server.exit_status} (its log: {server.log_file})"
+
+
+def build_client(server: SGLangServer, deadline_s: float) -> SGLangClient:
+    """For calls without tokens."""
+    return SGLangClient(server.url, vocab_size=1, deadline_s=deadline_s, api_key=server.api_key)
+
+
+def _find_unanswered(client: SGLangClient, deadline_s: float) -> str | None:
+    try:
+        client.bring_to_rest()
+    except (RequestError, ConnectionLostError, DeadlineError) as error:
+        return str(error)
+    # It tells of every rank, where /health tells of the HTTP server alone.
+    if not client.is_healthy(deadline_s, generating=True):
+        return f"{client.url}/health_generate gave no healthy answer"
+    return None

@@ -1,0 +1,233 @@
+"""One training run from a checked configuration: attempts, each from the newest checkpoint, until one ends well."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from megarl.algo.objective import format_objective
+from megarl.checkpoint import folder as checkpoints
+from megarl.checkpoint.folder import RUN_FILE, Folder, check_space, open_pretraining, remove_pretraining
+from megarl.checkpoint.manifest import CheckpointError
+from megarl.cluster.waiting import WorkerError
+from megarl.config.checks.config import describe_sizes
+from megarl.config.errors import ConfigError
+from megarl.config.schema.root import Config
+from megarl.data.sampler import PromptSampler
+from megarl.interfaces import DeadlineError, TrainBackend, wait_all
+from megarl.mcore.worker_spec import Role
+from megarl.plan.check import check_plan
+from megarl.report.report import Report, build_report
+from megarl.rollout import journal as rollout_journal
+from megarl.rollout.journal import Journal
+from megarl.run.inputs import Inputs, describe_start, load_inputs
+from megarl.run.job import RunResources, describe_data, lock_run_dir, open_components, open_resources, show_warnings
+from megarl.run.saving import TRACKED, LoopSaver, Saver, TrainerState, cut_files, estimate_bytes, load_trainer_state
+from megarl.trainer import Summary, Trainer, TrainerComponents
+from megarl.value_pretraining.checkpoints import ResumePoint, find_checkpoint, open_saver, resume_from
+from megarl.value_pretraining.loop import pretrain_critic, start_pretrained
+from megarl.value_pretraining.result import PretrainedState, load_pretrained
+
+
+def run_job(
+    config: Config, run_dir: Path, *, is_new: bool = False, note_start: Callable[[], None] = lambda: None
+) -> Summary:
+    """Train as configured; everything the run writes is under `run_dir`, the trained policy in `policy/`,
+    the critic, where there is one, in `critic/`. It goes on from the newest checkpoint in `run_dir`, if there is one.
+
+    is_new: `run_dir` may not hold anything of another. note_start: called when nothing but the processes can fail.
+
+    Raises ConfigError, before any process is started, for what only the inputs can tell; CheckpointError where there is
+    no room for a checkpoint, where another process is at work in `run_dir`, and for what is wrong with the checkpoints.
+    """
+    inputs = load_inputs(config)
+    # Nothing of it is needed where a checkpoint is there.
+    has_begun = bool(Folder(run_dir / checkpoints.NAME, keep_last=config.checkpoint.keep_last).list_complete())
+    pretrained = None if has_begun else load_pretrained(config)
+    problems = check_plan(config, inputs)
+    if problems:
+        raise ConfigError(problems)
+    if config.checkpoint.save_every is not None:
+        check_space(run_dir, estimate_bytes(spec for role, spec in inputs.specs.items() if role is not Role.reference))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(lock_run_dir(run_dir))
+        held = [name for name in (RUN_FILE, *TRACKED) if (run_dir / name).is_file()] if is_new else []
+        if held:
+            raise ConfigError(
+                [
+                    f"hydra.run.dir: {run_dir} holds {', '.join(held)} of another; a run's is its own"
+                    f" (resume={run_dir} goes on with it)"
+                ]
+            )
+        note_start()
+        report = stack.enter_context(
+            contextlib.closing(build_report(config.logger, run_dir, config.train.num_iterations))
+        )
+        stack.enter_context(show_warnings(report))
+        report.message(describe_sizes(config))
+        report.message(format_objective(config.algo, config.train.responses_per_prompt))
+        report.message(describe_data(inputs))
+        with report.phase("start"):
+            resources = stack.enter_context(open_resources(config, inputs, run_dir / "logs"))
+        return _Attempts(config, inputs, resources, run_dir, report, pretrained).run()
+
+
+class _Attempts:
+    def __init__(
+        self,
+        config: Config,
+        inputs: Inputs,
+        resources: RunResources,
+        run_dir: Path,
+        report: Report,
+        pretrained: tuple[PretrainedState, Path] | None,
+    ):
+        self.config, self.inputs, self.resources, self.run_dir, self.report = config, inputs, resources, run_dir, report
+        self.pretrained = pretrained
+        keep = config.checkpoint
+        self.folder = Folder(run_dir / checkpoints.NAME, keep_last=keep.keep_last, keep_best=keep.keep_best)
+        self.journal = Journal(run_dir / rollout_journal.NAME)
+        self.is_saving = keep.save_every is not None
+
+    def run(self) -> Summary:
+        """Attempts until one ends well; a lost training process begins the next, at most max_restarts in a row."""
+        num_restarts, newest = 0, self.find_progress()
+        while True:
+            try:
+                return self.attempt()
+            except RuntimeError as error:
+                before, newest = newest, self.find_progress()
+                num_restarts = 1 if newest > before else num_restarts + 1
+                if not self.is_saving:
+                    raise
+                # Those that are not lost are brought to rest by it.
+                lost = self.resources.servers.find_lost() if self.resources.servers is not None else {}
+                if not (lost or is_loss(error)):
+                    raise
+                if num_restarts > self.config.checkpoint.max_restarts:
+                    error.add_note(
+                        f"checkpoint.max_restarts={num_restarts - 1} have been made without a new checkpoint"
+                    )
+                    raise
+                self.say_restart(error, num_restarts)
+            if lost and self.resources.servers is not None:
+                # The next attempt starts them: after the roles, where they share GPUs.
+                self.resources.servers.end(lost)
+
+    def attempt(self) -> Summary:
+        """Train from the newest checkpoint, or from the start where there is none."""
+        found = self.find_state()
+        resume_point = self.find_resume_point() if found is None else None
+        with open_components(
+            self.config,
+            self.inputs,
+            self.resources,
+            self.run_dir,
+            self.report,
+            self.journal if self.is_saving else None,
+        ) as components:
+            roles = list_roles(components)
+            saver = self.build_saver(roles)
+            with contextlib.closing(saver) if saver else contextlib.nullcontext():
+                trainer = Trainer(self.config, replace(components, saver=saver))
+                if found is None:
+                    self.start(trainer, resume_point)
+                else:
+                    state, directory = found
+                    with self.report.phase("load"):
+                        wait_all([role.load(directory / name) for name, role in roles.items()])
+                    trainer.restore(state)
+                summary = trainer.run()
+            wait_all([role.export_weights(self.run_dir / name) for name, role in roles.items()])
+            return summary
+
+    def find_progress(self) -> tuple[list[int], list[int]]:
+        """Iteration and step of the newest checkpoints of training and of value pretraining, where there are any."""
+        return self.folder.list_complete()[-1:], open_pretraining(self.run_dir).list_complete()[-1:]
+
+    def start(self, trainer: Trainer, resume_point: ResumePoint | None) -> None:
+        """What comes before training: value pretraining, gone on with where it has resume_point."""
+        specs = self.inputs.specs
+        pretrained = self.pretrained or load_pretrained(self.config)
+        if pretrained is not None:
+            state, directory = pretrained
+            self.report.message(f"critic: goes on from the value pretraining in {directory}")
+            start_pretrained(trainer, state, directory, self.run_dir)
+            return
+        if Role.critic in specs:
+            self.report.message(describe_start(self.config, specs[Role.critic], self.inputs.saved_rollouts))
+        with open_saver(
+            self.config,
+            self.run_dir,
+            trainer.components.critic,
+            specs.get(Role.critic),
+            self.report,
+            f"resume={self.run_dir}",
+        ) as saver:
+            pretrain_critic(trainer, saver, resume_point)
+
+    def find_state(self) -> tuple[TrainerState, Path] | None:
+        """The newest checkpoint of training; the run's files are cut back to it."""
+        if not self.is_saving:
+            return None
+        self.folder.clean()
+        found = self.folder.find_newest(self.report.message)
+        if found is None:
+            return None
+        remove_pretraining(self.run_dir)
+        state = load_trainer_state(found[1])
+        self.check_prompts(state)
+        cut_files(self.run_dir, state.sizes)
+        self.report.rewind(state.iteration)
+        self.report.message(f"going on from {found[1]}")
+        return state, found[1]
+
+    def find_resume_point(self) -> ResumePoint | None:
+        """The value pretraining to go on with; the run's files are cut back to it, to nothing where there is none."""
+        if not self.is_saving:
+            return None
+        is_taken = self.config.algo.value_pretrain.taken_from is not None
+        found = None if is_taken else find_checkpoint(self.run_dir, self.report.message)
+        if found is None:
+            cut_files(self.run_dir, {})
+            self.report.rewind(0)
+            return None
+        self.check_prompts(found[0])
+        return resume_from(self.run_dir, *found, self.report)
+
+    def check_prompts(self, state: TrainerState) -> None:
+        try:
+            PromptSampler(self.inputs.data.train, self.config.seed).restore(state.source.sampler)
+        except ValueError as error:
+            raise CheckpointError(f"{self.run_dir}: the data have changed: {error}") from error
+
+    def build_saver(self, roles: Mapping[str, TrainBackend]) -> LoopSaver | None:
+        if not self.is_saving:
+            return None
+
+        def forget(through: int) -> None:
+            self.journal.forget(through)
+            remove_pretraining(self.run_dir)
+
+        saver = Saver(self.run_dir, self.folder, roles, self.inputs.specs, forget, say=self.report.message)
+        return LoopSaver(self.config.checkpoint, saver, self.report, f"resume={self.run_dir}")
+
+    def say_restart(self, error: RuntimeError, number: int) -> None:
+        maximum = self.config.checkpoint.max_restarts
+        self.report.message(f"{error}\nrestart {number} of at most {maximum} (checkpoint.max_restarts)")
+
+
+def is_loss(error: BaseException | None) -> bool:
+    """Whether a training process died, or something gave no answer, so that another attempt may go well."""
+    while error is not None:
+        if isinstance(error, DeadlineError) or (isinstance(error, WorkerError) and error.lost):
+            return True
+        error = error.__cause__
+    return False
+
+
+def list_roles(components: TrainerComponents) -> Mapping[str, TrainBackend]:
+    """The trained ones."""
+    return {Role.policy.value: components.policy} | (
+        {Role.critic.value: components.critic} if components.critic else {}
+    )

@@ -1,0 +1,71 @@
+"""What the commands share: the command line is checked before anything starts; a run ends with a line and a code."""
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import check_overrides, to_config
+from megarl.config.open_keys import open_overrides
+from megarl.config.placement import check_cluster
+from megarl.config.roll.rewrite import rewrite_overrides
+from megarl.config.schema.root import Config
+from megarl.run.signals import Stopped, stopping_on_signals
+
+EXIT_BAD_CONFIG = 2
+Results = Mapping[str, float]
+"""What a run came to, in the order of the line `done: ...`"""
+
+
+def check_command_line(command: str = "train") -> None:
+    """Put our keys into sys.argv in place of ROLL's names, printing each, and check every run that it describes.
+
+    command: the module's name, which decides what a key can do. Ends the process with the problems found.
+    """
+    arguments = sys.argv[1:]
+    overrides = [text for text in arguments if text.startswith("~") or (not text.startswith("-") and "=" in text)]
+    try:
+        rewritten = rewrite_overrides(overrides)
+        check_overrides(overrides, command)
+    except ConfigError as error:
+        end_with_config_error(error)
+    for line in rewritten.lines:
+        print(line, flush=True)
+    # Hydra reads sys.argv itself, so what makes the keys of open fields acceptable to it has to be there too.
+    sys.argv[1:] = [*(text for text in arguments if text not in overrides), *open_overrides(rewritten.overrides)]
+
+
+def run_composed(composed: DictConfig, run: Callable[[Config, Path], Results], command: str = "train") -> Results:
+    """Run one composed configuration in its run directory and print `done: ... run_dir=DIR`.
+
+    `run` gives what stands between. A ConfigError ends the process with code 2, a signal with that signal's code.
+    """
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        with stopping_on_signals():
+            config = to_config(composed)
+            problems = list(check_cluster(config, command))
+            if problems:
+                raise ConfigError(problems)
+            results = run(config, run_dir)
+    except ConfigError as error:
+        end_with_config_error(error)
+    except Stopped as stopped:
+        print(f"{stopped}; every process was ended. run_dir={run_dir}", file=sys.stderr)
+        sys.exit(stopped.exit_code)
+    print(f"done: {format_results(results)} run_dir={run_dir}", flush=True)
+    return results
+
+
+def format_results(results: Results) -> str:
+    return " ".join(f"{name}={v}" if isinstance(v, int) else f"{name}={v:.4f}" for name, v in results.items())
+
+
+def end_with_config_error(error: ConfigError) -> NoReturn:
+    for problem in error.problems:
+        print(f"error: {problem}", file=sys.stderr)
+    sys.exit(EXIT_BAD_CONFIG)

@@ -1,0 +1,249 @@
+"""One evaluation: servers on a checkpoint, the prompts of each set, their responses scored and counted."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from megarl.cluster.opened import open_ray
+from megarl.cluster.servers import running_servers
+from megarl.config.errors import ConfigError
+from megarl.config.placement import SERVERS, list_groups, place
+from megarl.config.schema.evaluate import EvaluateConfig, get_temperature, list_ks
+from megarl.config.schema.root import Config
+from megarl.data.evaluation_set import build_evaluation_set
+from megarl.hf.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
+from megarl.interfaces import DeadlineError, RolloutEngine
+from megarl.report.evaluation import (
+    FILE_NAME,
+    RESPONSES_FILE_NAME,
+    SetResult,
+    format_response,
+    format_table,
+    summarize_set,
+    write_evaluation,
+)
+from megarl.report.progress import Progress
+from megarl.report.text import format_seconds
+from megarl.reward.build import build_reward, check_reward, reads_answers
+from megarl.rollout.collector import Collector
+from megarl.rollout.engine import SGLangEngine
+from megarl.rollout.server import build_command
+from megarl.run.recovery import Recovery
+from megarl.types import Prompt, RewardFunction, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    name: str
+    prompts: tuple[Prompt, ...]
+    reward: RewardFunction
+    reads_answers: bool
+    """whether the reward says which answer it read"""
+
+
+@dataclass(frozen=True)
+class EvaluationInputs:
+    checkpoint: Path
+    tokenizer: "PreTrainedTokenizerBase"
+    sets: tuple[EvaluationSet, ...]
+
+
+def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResult]:
+    """Evaluate one checkpoint on the sets of `configs`, which differ in data and reward only.
+
+    Writes responses.jsonl, evaluation.json and logs/ under `run_dir`, prints progress and the table. Raises
+    ConfigError, before any process is started, for what only the inputs can tell.
+    """
+    config = next(iter(configs.values()))
+    rollout, evaluate = config.rollout, config.evaluate
+    inputs = load_evaluation_inputs(configs)
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(contextlib.closing(Progress(sys.stdout)))
+        progress.line(describe_evaluation(inputs, evaluate, rollout.response_length))
+        started = time.monotonic()
+        progress.enter("start")
+        slots = place(config.cluster, list_groups(config, "evaluate"))[SERVERS]
+        cluster = stack.enter_context(open_ray(config.cluster, len(slots)))
+        stop_s = config.cluster.shutdown_deadline_s / 3
+        servers = stack.enter_context(
+            running_servers(rollout, inputs.checkpoint, run_dir / "logs", config.seed, cluster, slots, stop_s)
+        )
+        urls = servers.start().result()
+        progress.leave()
+        progress.line(f"servers ready after {format_seconds(time.monotonic() - started)}")
+        engine = SGLangEngine(
+            urls,
+            inputs.checkpoint,
+            rollout,
+            inputs.tokenizer,
+            check_processes=servers.check_alive,
+            api_key=servers.api_key,
+            top_p=evaluate.top_p,
+            top_k=evaluate.top_k,
+        )
+        stack.callback(engine.close)
+        num_slots = rollout.max_running_requests * rollout.num_servers
+        recovery = Recovery(servers, progress.line, rollout.max_server_restarts)
+        results = evaluate_sets(
+            engine, inputs.sets, evaluate, run_dir, progress, num_slots=num_slots, recovery=recovery
+        )
+        write_evaluation(run_dir / FILE_NAME, results, list_settings(configs, inputs.checkpoint))
+        progress.line(format_table(results))
+    return results
+
+
+def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:
+    """Raises ConfigError for what only the inputs can tell: a missing checkpoint or file, a prompt too long."""
+    config = next(iter(configs.values()))
+    checkpoint = resolve_checkpoint(config.model, default_cache_dir())
+    # Raises for unknown options; the real command is made where the server starts.
+    build_command(config.rollout, checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
+    tokenizer = load_tokenizer(checkpoint)
+    sets, problems = [], []
+    for name, each in configs.items():
+        try:
+            sets.append(_load_set(name, each, tokenizer))
+        except ConfigError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise ConfigError(problems)
+    longest = max(len(prompt.token_ids) for each in sets for prompt in each.prompts)
+    _check_length(checkpoint, longest, config.rollout.response_length)
+    return EvaluationInputs(checkpoint, tokenizer, tuple(sets))
+
+
+def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase") -> EvaluationSet:
+    evaluate = config.evaluate
+    prompts = build_evaluation_set(
+        config.data,
+        tokenizer,
+        config.seed,
+        name=name,
+        path=evaluate.paths.get(name),
+        num_problems=evaluate.num_problems,
+    )
+    reward = build_reward(config.reward)
+    check_reward(reward, prompts[:1])
+    return EvaluationSet(name, prompts, reward, reads_answers(config.reward))
+
+
+def _check_length(checkpoint: Path, prompt_length: int, response_length: int) -> None:
+    from transformers import AutoConfig
+
+    model = AutoConfig.from_pretrained(str(checkpoint), local_files_only=True, trust_remote_code=False)
+    limit = getattr(model, "max_position_embeddings", None)
+    if limit is not None and prompt_length + response_length > limit:
+        raise ConfigError(
+            [
+                f"rollout.response_length: found {response_length}; with the longest prompt, of {prompt_length} tokens,"
+                f" it is {prompt_length + response_length}; the model has {limit} positions"
+            ]
+        )
+
+
+def evaluate_sets(
+    engine: RolloutEngine,
+    sets: Sequence[EvaluationSet],
+    config: EvaluateConfig,
+    run_dir: Path,
+    progress: Progress,
+    *,
+    num_slots: int,
+    weight_version: int = 0,
+    recovery: Recovery | None = None,
+) -> list[SetResult]:
+    """The result of each set; every response is in RUN_DIR/responses.jsonl as soon as it has been scored.
+
+    num_slots: responses that the servers generate at once; weight_version: theirs, 0 as they start; recovery: None
+    where nothing starts a lost server again.
+    """
+    recovery = recovery or Recovery(None, progress.line, 0)
+    results = []
+    with (run_dir / RESPONSES_FILE_NAME).open("w", encoding="utf-8") as file:
+        for each in sets:
+            collector = Collector(engine, each.reward, temperature=get_temperature(config))
+            samples: list[Sample] = []
+            started = time.monotonic()
+            progress.enter(each.name)
+            # No more at once: a call has rollout.request_deadline_s, and progress is told, after each.
+            step = max(1, num_slots // config.num_samples)
+            for start in range(0, len(each.prompts), step):
+                recovery.run(engine.check_health)
+                batch = each.prompts[start : start + step]
+                # Servers that start again hold the same checkpoint.
+                found = recovery.run(partial(_collect, collector, batch, config.num_samples, weight_version))
+                _write_responses(file, each.name, found, config.num_samples)
+                samples += found
+                progress.line(_describe_progress(each, samples, time.monotonic() - started))
+            progress.leave()
+            # A function of the user's reads answers where it says so.
+            reads = each.reads_answers or any(sample.score.answer is not None for sample in samples)
+            results.append(summarize_set(each.name, samples, list_ks(config), config.confidence, reads_answers=reads))
+    return results
+
+
+def _collect(
+    collector: Collector, prompts: Sequence[Prompt], num_samples: int, weight_version: int
+) -> tuple[Sample, ...]:
+    try:
+        return collector.collect(prompts, num_samples, weight_version=weight_version).samples
+    except DeadlineError as error:
+        raise DeadlineError(
+            f"{error}; rollout.request_deadline_s is for {len(prompts) * num_samples} responses here: raise it, or ask"
+            " for fewer at once with rollout.max_running_requests"
+        ) from error
+
+
+def _write_responses(file: IO[str], name: str, samples: Sequence[Sample], num_samples: int) -> None:
+    file.writelines(format_response(name, i % num_samples, sample) for i, sample in enumerate(samples))
+    file.flush()
+
+
+def _describe_progress(each: EvaluationSet, samples: Sequence[Sample], seconds: float) -> str:
+    num_done = len({sample.prompt.id for sample in samples})
+    correct = sum(sample.score.correct for sample in samples)
+    return (
+        f"{each.name}: {num_done} of {len(each.prompts)} problems, {correct} of {len(samples)} responses correct"
+        f" | {format_seconds(seconds)}"
+    )
+
+
+def describe_evaluation(inputs: EvaluationInputs, config: EvaluateConfig, response_length: int) -> str:
+    sets = ", ".join(f"{each.name} ({len(each.prompts)} problems)" for each in inputs.sets)
+    temperature = get_temperature(config)
+    how = "greedy" if temperature == 0 else f"at temperature {temperature:g}"
+    how += f", top_p {config.top_p:g}" if config.top_p < 1 else ""
+    how += f", top_k {config.top_k}" if config.top_k > 0 else ""
+    each = "1 response" if config.num_samples == 1 else f"{config.num_samples} responses"
+    return f"evaluating {inputs.checkpoint} on {sets}: {each} per problem, {how}, of up to {response_length} tokens"
+
+
+def list_settings(configs: Mapping[str, Config], checkpoint: Path) -> dict[str, Any]:
+    """What the evaluation was made with, as JSON values."""
+    config = next(iter(configs.values()))
+    return {
+        "checkpoint": str(checkpoint),
+        "seed": config.seed,
+        "temperature": get_temperature(config.evaluate),
+        "config": {
+            "model": _to_plain(config.model),
+            "rollout": _to_plain(config.rollout),
+            "evaluate": _to_plain(config.evaluate),
+            "data": {name: _to_plain(each.data) for name, each in configs.items()},
+            "reward": {name: _to_plain(each.reward) for name, each in configs.items()},
+        },
+    }
+
+
+def _to_plain(node: object) -> Any:
+    return OmegaConf.to_container(OmegaConf.structured(node), enum_to_str=True)

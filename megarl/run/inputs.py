@@ -1,0 +1,193 @@
+"""What a run is made from, loaded and checked before any process is started."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema.algo import needs_critic, needs_reference
+from megarl.config.schema.roles import ReferenceConfig, TrainedRoleConfig
+from megarl.config.schema.root import Config
+from megarl.data.build import DataSplits, build_data
+from megarl.hf.checkpoint import default_cache_dir, find_checkpoint, load_tokenizer, resolve_checkpoint
+from megarl.mcore.model.architecture import Architecture, check_layout, read_architecture
+from megarl.mcore.role_fields import ROLE_KEYS, check_role_fields
+from megarl.mcore.weights.hf_critic import check_critic_checkpoint
+from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.reward.build import build_reward, check_reward
+from megarl.rollout.rollout_file import Limits, SavedRollouts, check_rollouts
+from megarl.rollout.server import build_command
+from megarl.sync.probe import build_probe_tokens
+from megarl.sync.serving_pieces import check_serving_layout
+from megarl.types import RewardFunction
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROBE_LENGTH = 64
+
+
+@dataclass(frozen=True)
+class Inputs:
+    checkpoint: Path
+    """Hugging Face checkpoint directory that every role and server starts from"""
+    architecture: Architecture
+    """of that checkpoint"""
+    tokenizer: "PreTrainedTokenizerBase"
+    data: DataSplits
+    reward: RewardFunction
+    specs: dict[Role, WorkerSpec]
+    """only the roles that the algorithm needs"""
+    probe_tokens: tuple[int, ...]
+    """the text on which every weight sync is proved"""
+    saved_rollouts: SavedRollouts | None
+    """what value pretraining learns from instead of fresh responses"""
+
+
+@dataclass(frozen=True)
+class Models:
+    """The checkpoints that the roles start from, checked."""
+
+    checkpoint: Path
+    architecture: Architecture
+    critic_checkpoint: Path
+    critic_architecture: Architecture
+    """without critic.init, those of the policy"""
+
+
+def load_inputs(config: Config) -> Inputs:
+    """Raises ConfigError for what only the inputs can tell: a missing checkpoint, an unreadable file, a wrong size."""
+    models = load_models(config)
+    architecture = models.architecture
+    # Raises for unknown options; the real command is made where the server starts.
+    build_command(config.rollout, models.checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
+    specs = load_specs(config, models)
+    tokenizer = load_tokenizer(models.checkpoint)
+    data = build_data(config.data, tokenizer, config.seed)
+    reward = build_reward(config.reward)
+    check_reward(reward, (data.train[0], data.heldout[0]))
+    length = min(PROBE_LENGTH, architecture.max_length)
+    probe = build_probe_tokens(data.heldout, architecture.vocab_size, length)
+    saved = load_saved_rollouts(config, models)
+    return Inputs(models.checkpoint, architecture, tokenizer, data, reward, specs, probe, saved)
+
+
+def load_models(config: Config) -> Models:
+    """Raises ConfigError that names model.path or critic.init."""
+    checkpoint = resolve_checkpoint(config.model, default_cache_dir())
+    architecture = _read_architecture(checkpoint, "model.path")
+    if not needs_critic(config.algo) or config.critic.init is None:
+        return Models(checkpoint, architecture, checkpoint, architecture)
+    critic_checkpoint = find_checkpoint(config.critic.init, "critic.init")
+    critic_architecture = _read_architecture(critic_checkpoint, "critic.init")
+    longest = _compute_longest(config)
+    problems = list(check_critic_checkpoint(critic_checkpoint, critic_architecture, architecture, longest))
+    if problems:
+        raise ConfigError([f"critic.init: {problem}" for problem in problems])
+    return Models(checkpoint, architecture, critic_checkpoint, critic_architecture)
+
+
+def load_specs(config: Config, models: Models) -> dict[Role, WorkerSpec]:
+    """What the workers of every role that the algorithm needs are told. Raises ConfigError for what does not fit."""
+    specs = build_specs(config, models.checkpoint, models.critic_checkpoint)
+    problems = [*_check_model(config, models.architecture), *_check_megatron_options(specs, models)]
+    if problems:
+        raise ConfigError(problems)
+    return specs
+
+
+def load_saved_rollouts(config: Config, models: Models) -> SavedRollouts | None:
+    """The file that value pretraining learns from, if it does. Raises ConfigError with FILE:LINE."""
+    settings, critic = config.algo.value_pretrain, models.critic_architecture
+    if settings.rollouts is None or settings.steps == 0 or not needs_critic(config.algo):
+        return None
+    try:
+        return check_rollouts(
+            Path(settings.rollouts).expanduser(),
+            Limits(critic.vocab_size, critic.max_length, config.rollout.response_length),
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"algo.value_pretrain.rollouts: {error}"]) from error
+
+
+def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None = None) -> dict[Role, WorkerSpec]:
+    """What each role's workers are told. critic_checkpoint: what the critic starts from, if not `checkpoint`."""
+
+    def build(role: Role, node: TrainedRoleConfig | ReferenceConfig, start: Path) -> WorkerSpec:
+        trained = isinstance(node, TrainedRoleConfig)
+        compute = {name: getattr(node, name) for name in ROLE_KEYS.values()} if trained else {}
+        return WorkerSpec(
+            role=role,
+            checkpoint=str(start),
+            parallel=node.parallel,
+            optimizer=node.optimizer if trained else None,
+            dtype=node.dtype,
+            offload=node.offload,
+            **compute,
+            algo=config.algo,
+            temperature=config.rollout.temperature,
+            response_length=config.rollout.response_length,
+            tokens_per_microbatch=config.train.tokens_per_microbatch,
+            seed=config.seed,
+            megatron=config.model.megatron,
+            num_threads=config.cluster.cpu_threads_per_worker,
+            deadline_s=config.cluster.call_deadline_s,
+        )
+
+    policy, critic, reference = config.policy, config.critic, config.reference
+    specs = {Role.policy: build(Role.policy, policy, checkpoint)}
+    if needs_critic(config.algo):
+        specs[Role.critic] = build(Role.critic, critic, critic_checkpoint or checkpoint)
+    if needs_reference(config.algo):
+        specs[Role.reference] = build(Role.reference, reference, checkpoint)
+    return specs
+
+
+def describe_start(config: Config, critic: WorkerSpec, saved: SavedRollouts | None) -> str:
+    """What the critic starts from and what value pretraining learns from, as one sentence."""
+    start = "the policy's weights, with a new value head"
+    if config.critic.init is not None:
+        start = f"{critic.checkpoint}, its value head included"
+    steps = config.algo.value_pretrain.steps
+    text = f"critic: starts from {start}; "
+    if steps == 0:
+        return text + "no value pretraining"
+    text += f"value pretraining of up to {steps} rollouts, "
+    if saved is None:
+        return text + "freshly sampled"
+    return text + f"out of the {saved.num_rollouts} ({saved.num_samples} responses) in {saved.path}"
+
+
+def _read_architecture(checkpoint: Path, key: str) -> Architecture:
+    try:
+        return read_architecture(checkpoint)
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError([f"{key}: {error}"]) from error
+
+
+def _compute_longest(config: Config) -> int:
+    """Most tokens of prompt and response together."""
+    return config.data.prompt_length + config.rollout.response_length
+
+
+def _check_model(config: Config, architecture: Architecture) -> Iterator[str]:
+    longest = _compute_longest(config)
+    if longest > architecture.max_length:
+        yield (
+            f"rollout.response_length: found {config.rollout.response_length}; with data.prompt_length"
+            f" {config.data.prompt_length} it is {longest} tokens; the model has {architecture.max_length} positions"
+        )
+    yield from check_serving_layout(architecture, config.rollout.tp)
+
+
+def _check_megatron_options(specs: dict[Role, WorkerSpec], models: Models) -> Iterator[str]:
+    architectures = {role: models.critic_architecture if role is Role.critic else models.architecture for role in specs}
+    for role, spec in specs.items():
+        yield from check_layout(architectures[role], spec.parallel, f"{role.value}.parallel", spec.megatron)
+        yield from check_role_fields(architectures[role], spec)
+    if specs[Role.policy].megatron:
+        from megarl.mcore.model.build import check_options  # imports Megatron, which takes seconds
+
+        for role, spec in specs.items():
+            yield from (f"{role.value}: {problem}" for problem in check_options(architectures[role], spec))

@@ -1,0 +1,202 @@
+"""The processes of a training run, and the parts of the loop that drive them."""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.checkpoint.lock import locking
+from megarl.cluster.nodes import Cluster
+from megarl.cluster.opened import open_ray
+from megarl.cluster.servers import running_servers
+from megarl.cluster.workers import WorkerGroup
+from megarl.config.allocation import is_restarted
+from megarl.config.placement import SERVERS, is_sharing, list_groups, place
+from megarl.config.schema.rollout import Transport
+from megarl.config.schema.root import Config
+from megarl.data.sampler import PromptSampler
+from megarl.interfaces import UNPUBLISHED, Pending, RolloutServers, wait_all
+from megarl.mcore.worker_spec import Role
+from megarl.report.report import Report
+from megarl.rollout.client import SGLangClient
+from megarl.rollout.collector import Collector
+from megarl.rollout.engine import SGLangEngine
+from megarl.rollout.journal import Journal
+from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter
+from megarl.run.inputs import Inputs
+from megarl.sync.disk import DiskSync
+from megarl.sync.ranks import Ranks
+from megarl.sync.reshard import ShardSync
+from megarl.trainer import TrainerComponents
+
+LOCK_PATIENCE_S = 150.0
+"""How long a job that was queued again waits for the lock of its earlier start. Of a client that is lost, Linux's NFS
+server gives it up after 90 s and Lustre's after 100 s, unless set otherwise"""
+
+
+def lock_run_dir(run_dir: Path) -> contextlib.AbstractContextManager[None]:
+    """As `locking`; elsewhere than in such a job a second run in the folder is refused at once."""
+    patience_s = LOCK_PATIENCE_S if is_restarted(os.environ) else 0.0
+    return locking(run_dir, patience_s, lambda text: print(text, flush=True))
+
+
+@contextlib.contextmanager
+def show_warnings(report: Report) -> Iterator[None]:
+    """Python warnings as lines of the report, each once."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("once", RuntimeWarning)
+        warnings.showwarning = lambda message, *_args, **_kwargs: report.message(f"warning: {message}")
+        yield
+
+
+def describe_data(inputs: Inputs) -> str:
+    data = inputs.data
+    dropped = f"; {data.num_dropped} dropped (longer than data.prompt_length, or repeated)" if data.num_dropped else ""
+    return f"data: {len(data.train)} prompts to train on, {len(data.heldout)} held out{dropped}"
+
+
+@dataclass(frozen=True)
+class RunResources:
+    """Ray and the servers in it, which several runs may use one after the other."""
+
+    start_servers: Callable[[], Pending[list[str]]]
+    """starts them, where they have not been; gives their urls once they are healthy"""
+    check_servers: Callable[[], None]
+    """raises RuntimeError where a server is down"""
+    cluster: Cluster
+    api_key: str | None = None
+    """what the servers' callers must show; None: nothing"""
+    servers: RolloutServers | None = None
+    """what starts a lost server again; None: nothing does"""
+
+
+@contextlib.contextmanager
+def open_resources(config: Config, inputs: Inputs, log_dir: Path) -> Iterator[RunResources]:
+    """Ray, and the servers, started without waiting for them unless the roles come first; all of it ends on leaving."""
+    stop_s = config.cluster.shutdown_deadline_s / 3
+    groups = list_groups(config)
+    slots = place(config.cluster, groups)
+    shares_gpus = is_sharing(slots)
+    with (
+        open_ray(config.cluster, sum(group.num_processes for group in groups)) as cluster,
+        running_servers(
+            config.rollout,
+            inputs.checkpoint,
+            log_dir,
+            config.seed,
+            cluster,
+            slots[SERVERS],
+            stop_s,
+            weight_version=UNPUBLISHED,
+            shares_gpus=shares_gpus,
+        ) as servers,
+    ):
+        if not shares_gpus:
+            servers.start()
+        yield RunResources(servers.start, servers.check_alive, cluster, servers.api_key, servers)
+
+
+@contextlib.contextmanager
+def open_components(
+    config: Config,
+    inputs: Inputs,
+    resources: RunResources,
+    run_dir: Path,
+    report: Report,
+    journal: Journal | None = None,
+) -> Iterator[TrainerComponents]:
+    """The workers of the run, started side by side with the servers (before them, where they share GPUs), and what
+    drives both; they end on leaving.
+
+    journal: where what is sampled is kept, and found again; None: it is not.
+    """
+    rollout = config.rollout
+    with contextlib.ExitStack() as stack:
+        groups = _start_groups(stack, config, inputs, resources, run_dir / "logs", report)
+        urls = resources.start_servers().result()
+        engine = SGLangEngine(
+            urls,
+            inputs.checkpoint,
+            rollout,
+            inputs.tokenizer,
+            seed=config.seed,
+            check_processes=resources.check_servers,
+            api_key=resources.api_key,
+        )
+        stack.callback(engine.close)
+        # Of its own: when responses that run ahead are cancelled, a sync goes on.
+        clients = [stack.enter_context(contextlib.closing(client.copy())) for client in engine.clients]
+        sync = build_sync(config, inputs, groups[Role.policy], clients, resources, run_dir)
+        stack.callback(sync.close)
+        yield TrainerComponents(
+            policy=groups[Role.policy],
+            critic=groups.get(Role.critic),
+            reference=groups.get(Role.reference),
+            engine=engine,
+            collector=Collector(engine, inputs.reward, temperature=rollout.temperature, journal=journal),
+            sync=sync,
+            sampler=PromptSampler(inputs.data.train, config.seed),
+            heldout=inputs.data.heldout[: config.train.num_eval_prompts],
+            report=report,
+            rollout_file=_open_rollout_file(stack, run_dir) if config.logger.save_rollouts else None,
+            servers=resources.servers,
+        )
+
+
+def _start_groups(
+    stack: contextlib.ExitStack, config: Config, inputs: Inputs, resources: RunResources, log_dir: Path, report: Report
+) -> dict[Role, WorkerGroup]:
+    """The workers of every role; waits for them and for the servers."""
+    slots = place(config.cluster, list_groups(config))
+    groups: dict[Role, WorkerGroup] = {}
+    with report.phase("start"):
+        for role, spec in inputs.specs.items():
+            start_s = config.cluster.worker_start_deadline_s
+            groups[role] = WorkerGroup(spec, log_dir, resources.cluster, slots[role.value], start_s)
+            stack.callback(groups[role].close)
+        starting = {role: group.start() for role, group in groups.items()}
+        wait_started(list(starting.values()), resources.start_servers, roles_first=is_sharing(slots))
+        for role, started in starting.items():
+            report.message(f"{role.value}: {started.result()}")
+    for name, taken in slots.items():
+        if where := resources.cluster.describe(taken):
+            report.message(f"{name}: on {where}")
+    return groups
+
+
+def wait_started(
+    roles: Sequence[Pending[Any]], start_servers: Callable[[], Pending[list[str]]], *, roles_first: bool
+) -> None:
+    """Wait for the roles, which have been started, and for the servers.
+
+    roles_first: the servers are started once the roles hold their models. SGLang measures what is free on its GPUs when
+    it starts and takes most of it for its cache.
+    """
+    if roles_first:
+        wait_all(roles)
+    wait_all([start_servers(), *roles])
+
+
+def build_sync(
+    config: Config,
+    inputs: Inputs,
+    policy: WorkerGroup,
+    clients: Sequence[SGLangClient],
+    resources: RunResources,
+    run_dir: Path,
+) -> DiskSync | ShardSync:
+    """What brings the policy's weights to the servers, by rollout.transport."""
+    rollout, host = config.rollout, resources.cluster.host
+    ranks = Ranks(policy, clients, rollout, inputs.architecture, host, run_dir / "sync_plan.md")
+    common: dict[str, Any] = {"policy_dtype": config.policy.dtype, "check_processes": resources.check_servers}
+    if rollout.transport is Transport.disk:
+        return DiskSync(policy, clients, rollout, run_dir / "sync", inputs.probe_tokens, ranks=ranks, **common)
+    common |= {"scratch": resources.cluster.scratch, "host": host}
+    return ShardSync(policy, clients, rollout, ranks, inputs.probe_tokens, **common)
+
+
+def _open_rollout_file(stack: contextlib.ExitStack, run_dir: Path) -> RolloutWriter:
+    return stack.enter_context(contextlib.closing(RolloutWriter(run_dir / FILE_NAME)))

@@ -1,0 +1,40 @@
+"""What value pretraining depends on, read off the configuration: runs that agree in it can share one."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megarl.config.checks.unused import find_unused
+from megarl.config.schema.root import Config
+from megarl.run.resume import list_values
+
+NOT_INPUTS = ("algo.name", "algo.value_pretrain.taken_from", "checkpoint.", "cluster.", "evaluate.", "logger.")
+"""Beginnings of keys that change nothing that the critic learns"""
+_DEADLINES = ("_deadline_s", ".max_server_restarts")
+
+
+def list_pretraining_inputs(config: Config) -> dict[str, Any]:
+    """(dotted key: plain value) of everything that has an effect on value pretraining.
+
+    That is all but what python -m megarl.pretrain_value would refuse as without effect (the policy's loss, its
+    optimizer, lambda_policy, the number of iterations ...) and but where and how patiently it is computed.
+    logger.save_rollouts is kept: a run that saves its responses needs those of value pretraining too.
+    """
+    values = dict(list_values(config))
+    # A reference model that only the policy's loss asks for has no effect either.
+    without_loss = replace(config, algo=replace(config.algo, kl=replace(config.algo.kl, in_loss=False)))
+    unused = {key for key, _ in find_unused(without_loss, values, "pretrain_value")}
+    return {
+        key: value
+        for key, value in values.items()
+        if key not in unused
+        and (key == "logger.save_rollouts" or not f"{key}.".startswith(NOT_INPUTS))
+        and not key.endswith(_DEADLINES)
+    }
+
+
+def find_differing(before: Mapping[str, Any], config: Config) -> list[str]:
+    """The keys whose values in `before`, inputs read from JSON, are not the configuration's, in order."""
+    now = json.loads(json.dumps(list_pretraining_inputs(config)))
+    return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))

@@ -1,0 +1,296 @@
+"""Value pretraining (VC-PPO 2503.01491 section 3, VAPO 2504.05118): the critic learns the frozen policy's returns."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from megarl.algo.diagnostics import compute_explained_variance
+from megarl.algo.rewards import update_reward_moments
+from megarl.algo.statistics import RunningMoments
+from megarl.algo.targets import compute_targets, monte_carlo
+from megarl.checkpoint.manifest import CheckpointError
+from megarl.config.schema.algo import AlgoConfig, ValuePretrainConfig, needs_reward_moments
+from megarl.config.schema.root import Config
+from megarl.interfaces import TrainBackend
+from megarl.report.report import Report
+from megarl.rollout.rollout_file import read_rollouts
+from megarl.rollout.source import SourceState
+from megarl.rollout.tensors import build_tensors
+from megarl.run.saving import LoopSaver, TrainerState, measure_files
+from megarl.run.signals import deferring_stops
+from megarl.trainer import Trainer, average_steps, split_minibatches
+from megarl.types import Experience, Rollout, TrainingSamples
+from megarl.value_pretraining.checkpoints import EXPLAINED, ResumePoint
+from megarl.value_pretraining.result import CRITIC, PretrainedState, copy_rollouts, split_times
+
+
+@dataclass(frozen=True)
+class PretrainingSummary:
+    """How value pretraining ended."""
+
+    num_rollouts: int
+    explained_variance: float
+    """Of the last rollout, before the critic learned from it; NaN where there was none"""
+    reward_moments: RunningMoments = field(default_factory=RunningMoments)
+    """Under which training has to go on"""
+
+
+class ValuePretraining:
+    """Regresses a critic on the Monte-Carlo returns of rollouts.
+
+    Each rollout is scored before the critic trains on it, so that `pretrain/explained_variance` is a held-out figure.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        critic: TrainBackend,
+        report: Report,
+        trainer: Trainer | None = None,
+        saver: LoopSaver | None = None,
+    ):
+        """`trainer`: asked for policy and reference, which a KL in the reward needs; without one, None. saver: None: no
+        checkpoints.
+        """
+        self.config = config
+        self.settings = config.algo.value_pretrain
+        self.algo = build_pretraining_algo(config.algo)
+        self.critic = critic
+        self.report = report
+        self.trainer = trainer
+        self.saver = saver
+        self.curve: list[float] = []
+        """explained variance of each step so far"""
+        self.reward_moments = RunningMoments()
+
+    def restore(self, resume_point: ResumePoint) -> None:
+        """Go on after a step that was saved. Raises CheckpointError where the data are not those that it drew from."""
+        with self.report.phase("load"):
+            self.critic.load(resume_point.directory / CRITIC).result()
+        self.curve, self.reward_moments = list(resume_point.curve), resume_point.state.reward_moments
+        if self.trainer:
+            self.trainer.num_samples = resume_point.state.num_samples
+            try:
+                self.trainer.source.restore(resume_point.state.source)
+            except ValueError as error:
+                raise CheckpointError(f"{resume_point.directory}: value pretraining had other data: {error}") from error
+        if self.saver:
+            self.saver.restore(resume_point.state)
+
+    def run(self, rollouts: Iterable[Rollout]) -> PretrainingSummary:
+        """One step for each rollout, up to `algo.value_pretrain.steps` of them with those before `restore`.
+
+        It ends early at `stop_at_explained_variance`, and when the explained variance has not risen by
+        `min_improvement` for `patience` rollouts. A signal that raises Stopped has the newest step saved.
+        """
+        with self.saver.saving_stops() if self.saver else contextlib.nullcontext():
+            reason = find_end(self.settings, self.curve)
+            for rollout in itertools.islice(rollouts, 0 if reason else self.settings.steps - len(self.curve)):
+                self.take_step(rollout)
+                reason = find_end(self.settings, self.curve)
+                if reason or len(self.curve) == self.settings.steps:
+                    # What follows saves the critic.
+                    break
+                if self.saver:
+                    self.saver.save_if_due()
+            if reason is None and len(self.curve) < self.settings.steps:
+                reason = "train.max_minutes or train.max_samples is reached, before algo.value_pretrain.steps"
+            if reason:
+                self.report.message(f"value pretraining ends after {len(self.curve)} rollouts: {reason}")
+            if self.saver:
+                self.saver.settle()
+        explained = self.curve[-1] if self.curve else float("nan")
+        return PretrainingSummary(len(self.curve), explained, self.reward_moments)
+
+    def take_step(self, rollout: Rollout) -> None:
+        """One rollout, measured and then learned."""
+        step = len(self.curve) + 1
+        if self.saver:
+            self.saver.proceed()
+        experience = self.build_experience(rollout)
+        samples = self.build_targets(experience)
+        assert samples.returns is not None
+        assert experience.values is not None
+        explained = compute_explained_variance(experience.values, samples.returns, samples.mask)
+        # The weights and what is noted of them change together, also where a signal comes.
+        with deferring_stops():
+            if self.saver:
+                self.saver.begin_update()
+            metrics = {EXPLAINED: explained, "pretrain/loss": self.update(samples, step)}
+            self.report.log_pretraining(step, self.settings.steps, metrics)
+            self.curve.append(explained)
+            if self.saver:
+                self.saver.commit(self.get_state(self.saver.run_dir))
+
+    def update(self, samples: TrainingSamples, step: int) -> float:
+        """The critic's optimizer steps; their mean loss."""
+        minibatches = split_minibatches(self.config, samples.sequences.num_samples, -step)
+        with self.report.phase("update"):
+            updates = self.critic.update(samples, minibatches * self.config.critic.updates_per_policy_update)
+            return average_steps(updates.result())["critic/loss"]
+
+    def get_state(self, run_dir: Path) -> TrainerState:
+        """What a checkpoint says of the present step."""
+        return TrainerState(
+            iteration=len(self.curve),
+            metrics={},
+            num_samples=self.trainer.num_samples if self.trainer else 0,
+            heldout_reward=None,
+            kl_coef=self.algo.kl.coef,
+            reward_moments=self.reward_moments,
+            source=self.trainer.source.state() if self.trainer else SourceState({}, ()),
+            sizes=measure_files(run_dir),
+        )
+
+    def build_experience(self, rollout: Rollout) -> Experience:
+        """What the critic says of the responses; with a KL in the reward, policy and reference too."""
+        if self.trainer and self.algo.kl.in_reward:
+            return self.trainer.build_experience(rollout)[0]
+        tensors = build_tensors(rollout)
+        with self.report.phase("experience"):
+            values = self.critic.values(tensors.sequences).result()
+        # Without a KL the returns do not depend on the training engine's log-probs: the sampled ones stand in.
+        return Experience(
+            sequences=tensors.sequences,
+            groups=tensors.groups,
+            ages=tensors.ages,
+            rewards=tensors.rewards,
+            truncated=tensors.truncated,
+            mask=tensors.mask,
+            rollout_logprobs=tensors.rollout_logprobs,
+            old_logprobs=tensors.rollout_logprobs,
+            ref_logprobs=None,
+            ref_kl=None,
+            values=values,
+        )
+
+    def build_targets(self, experience: Experience) -> TrainingSamples:
+        response_length = self.config.rollout.response_length
+        if needs_reward_moments(self.algo):
+            self.reward_moments = update_reward_moments(self.reward_moments, experience, self.algo, response_length)
+        samples, _ = compute_targets(
+            experience,
+            self.algo,
+            self.algo.kl.coef,
+            response_length=response_length,
+            reward_moments=self.reward_moments,
+        )
+        return samples
+
+
+def find_end(settings: ValuePretrainConfig, curve: Sequence[float]) -> str | None:
+    """Why value pretraining ends after steps of this explained variance, if it does."""
+    best, best_step = float("-inf"), 0
+    for step, explained in enumerate(curve, start=1):
+        if explained > best + settings.min_improvement:
+            best, best_step = explained, step
+    goal, num_without_rise = settings.stop_at_explained_variance, len(curve) - best_step
+    if goal is not None and curve and curve[-1] >= goal:
+        return f"explained variance has reached {curve[-1]:.3f} (aimed at: {goal:g})"
+    if settings.patience is not None and num_without_rise >= settings.patience:
+        bound = f"{best:.3f} + {settings.min_improvement:g}"
+        return f"explained variance has been at most {bound} for {num_without_rise} of them"
+    return None
+
+
+def build_pretraining_algo(algo: AlgoConfig) -> AlgoConfig:
+    """The same rewards; returns and advantages without bootstrapping; no policy loss, so no KL in it."""
+    return replace(monte_carlo(algo), lambda_policy=1.0, kl=replace(algo.kl, in_loss=False))
+
+
+def pretrain_critic(
+    trainer: Trainer, saver: LoopSaver | None = None, resume_point: ResumePoint | None = None
+) -> PretrainingSummary:
+    """Value pretraining with a trainer's parts, on its policy's responses or on `algo.value_pretrain.rollouts`.
+
+    The policy is not updated. Training goes on with the running reward moments that the critic has learned under.
+    saver: None: no checkpoints of it. resume_point: what it goes on with; None: it begins.
+    """
+    settings = trainer.config.algo.value_pretrain
+    if settings.steps == 0:
+        return PretrainingSummary(0, float("nan"))
+    assert trainer.components.critic is not None
+    pretraining = ValuePretraining(trainer.config, trainer.components.critic, trainer.report, trainer, saver)
+    if resume_point is not None:
+        pretraining.restore(resume_point)
+    num_done = len(pretraining.curve)
+    if settings.rollouts is None:
+        rollouts = sample_rollouts(trainer, num_done)
+    else:
+        rollouts = repeat_rollouts(Path(settings.rollouts).expanduser(), trainer.report.message, num_done)
+    summary = pretraining.run(take_until(trainer.reached_limit, rollouts))
+    trainer.reward_moments = summary.reward_moments
+    save_start(trainer)
+    return summary
+
+
+def start_pretrained(trainer: Trainer, state: PretrainedState, directory: Path, run_dir: Path) -> None:
+    """In place of `pretrain_critic`: the parts, the trainer and the files of `run_dir` as it would leave them.
+
+    Raises CheckpointError where the data are not those that value pretraining drew from.
+    """
+    critic, report = trainer.components.critic, trainer.report
+    assert critic is not None
+    with report.phase("load"):
+        critic.load(directory / CRITIC).result()
+    for step, metrics in split_times(state.curve):
+        report.log_pretraining(step, trainer.config.algo.value_pretrain.steps, metrics)
+    if trainer.components.rollout_file:
+        copy_rollouts(directory, run_dir)
+    try:
+        if state.sampler is not None:
+            trainer.components.sampler.restore(state.sampler)
+    except ValueError as error:
+        raise CheckpointError(f"{directory}: value pretraining had other data: {error}") from error
+    trainer.num_samples, trainer.reward_moments = state.num_samples, state.reward_moments
+    save_start(trainer)
+
+
+def save_start(trainer: Trainer) -> None:
+    """The checkpoint that training starts from, written beside what follows."""
+    # A stop before that leaves the newest step of value pretraining.
+    trainer.commit(trainer.get_state(0, {}))
+    saver = trainer.components.saver
+    if saver:
+        with saver.saving_stops():
+            saver.save(wait=False)
+
+
+def sample_rollouts(trainer: Trainer, num_done: int = 0) -> Iterator[Rollout]:
+    """Fresh responses of the policy, for ever; `num_done` rollouts have been sampled before."""
+    trainer.publish(0)
+    for step in itertools.count(num_done + 1):
+        with trainer.report.phase("rollout"):
+            trainer.check_servers()
+            prompts = trainer.components.sampler.next_batch(trainer.config.train.prompts_per_iteration)
+            rollout = trainer.generate(prompts, f"pretraining-{step}")
+        yield rollout
+
+
+def repeat_rollouts(path: Path, say: Callable[[str], None], num_done: int = 0) -> Iterator[Rollout]:
+    """The rollouts of a file in their order, over and over, without the first `num_done`; `say` is told where a pass
+    ends.
+
+    Raises as `read_rollouts`.
+    """
+    left_out = num_done
+    for number in itertools.count(1):
+        num_rollouts = 0
+        for rollout in read_rollouts(path):
+            num_rollouts += 1
+            if left_out:
+                left_out -= 1
+            else:
+                yield rollout
+        say(
+            f"pass {number} over the {num_rollouts} rollouts of {path} is complete; from here on explained variance is"
+            " of responses that the critic has learned from"
+        )
+
+
+def take_until(stop: Callable[[], bool], rollouts: Iterator[Rollout]) -> Iterator[Rollout]:
+    """The rollouts, of which none is asked for once `stop()` holds."""
+    while not stop():
+        yield next(rollouts)

@@ -1,0 +1,136 @@
+"""Dynamic sampling and replay: which groups make an iteration."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.config.schema.algo import ReplayConfig
+from megarl.rollout.dynamic_sampling import (
+    NoSignalError,
+    collect_signal_groups,
+    has_reward_variance,
+    join_groups,
+    split_groups,
+)
+from megarl.rollout.replay import ReplayBuffer
+from megarl.rollout.tensors import build_tensors
+from megarl.types import FinishReason, Prompt, Response, Sample, Score
+
+
+def make_group(name: str, rewards: list[float], version: int = 0) -> tuple[Sample, ...]:
+    prompt = Prompt(name, name, (1,), "")
+    response = Response((2,), "", (-0.5,), (True,), (version,), FinishReason.stop)
+    return tuple(Sample(prompt, response, Score(reward, reward > 0), 0) for reward in rewards)
+
+
+class Task:
+    """Prompts "0", "1", ... whose rewards are given; keeps the sizes of the requests."""
+
+    def __init__(self, rewards: list[list[float]]):
+        self.rewards = rewards
+        self.sizes: list[int] = []
+        self.next = 0
+
+    def draw(self, num: int) -> list[Prompt]:
+        self.sizes.append(num)
+        prompts = [Prompt(str(self.next + i), "", (1,), "") for i in range(num)]
+        self.next += num
+        return prompts
+
+    def collect(self, prompts: list[Prompt]) -> tuple[Sample, ...]:
+        return join_groups([make_group(p.id, self.rewards[int(p.id) % len(self.rewards)]) for p in prompts], 0).samples
+
+
+EASY, HARD, MIXED = [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]
+
+
+def test_groups_of_equal_rewards_are_replaced_until_there_are_enough():
+    task = Task([EASY, MIXED, HARD, MIXED])
+    groups, metrics = collect_signal_groups(task.draw, task.collect, 4, max_rounds=10)
+    assert [group[0].prompt.id for group in groups] == ["1", "3", "5", "7"]
+    # Half of the first four carried signal: two more need four prompts.
+    assert task.sizes == [4, 4]
+    assert metrics == {
+        "sampling/reward_mean": 0.5,
+        "sampling/rounds": 2,
+        "sampling/num_prompts": 8,
+        "sampling/signal_frac": 0.5,
+        "sampling/equal_correct_frac": 0.25,
+        "sampling/equal_wrong_frac": 0.25,
+    }
+
+
+def test_where_every_group_has_signal_there_is_one_round():
+    task = Task([MIXED])
+    groups, metrics = collect_signal_groups(task.draw, task.collect, 3, max_rounds=10)
+    assert (len(groups), task.sizes, metrics["sampling/signal_frac"]) == (3, [3], 1.0)
+
+
+@pytest.mark.parametrize(("rewards", "word"), [(EASY, "too easy"), (HARD, "too hard")])
+def test_a_task_without_signal_is_an_error_that_says_whether_it_is_too_easy_or_too_hard(rewards, word):
+    task = Task([rewards])
+    with pytest.raises(NoSignalError, match=word) as error:
+        collect_signal_groups(task.draw, task.collect, 4, max_rounds=3)
+    assert "algo.dynamic_sampling.max_rounds=3" in str(error.value)
+    assert len(task.sizes) == 3
+    assert max(task.sizes) <= 4
+
+
+def test_at_the_bound_the_rest_is_filled_up_with_a_warning():
+    task = Task([MIXED, *[HARD] * 99])
+    with pytest.warns(RuntimeWarning, match=re.escape("1 of 4 groups") + ".*too hard"):
+        groups, metrics = collect_signal_groups(task.draw, task.collect, 4, max_rounds=2)
+    assert [group[0].prompt.id for group in groups] == ["0", "1", "2", "3"]
+    assert metrics["sampling/num_prompts"] == 8
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=2), min_size=1), st.integers(1, 8))
+def test_an_iteration_has_its_size_and_signal_wherever_it_was_found(rewards, num_groups):
+    task = Task(rewards)
+    if not any(len(set(group)) > 1 for group in rewards):
+        with pytest.raises(NoSignalError):
+            collect_signal_groups(task.draw, task.collect, num_groups, max_rounds=200)
+        return
+    groups, metrics = collect_signal_groups(task.draw, task.collect, num_groups, max_rounds=200)
+    assert len(groups) == num_groups
+    assert all(has_reward_variance(group) for group in groups)
+    assert sum(task.sizes) == metrics["sampling/num_prompts"]
+
+
+def test_joined_groups_are_numbered_anew_and_split_again_as_they_were():
+    groups = [make_group("a", MIXED), make_group("b", EASY)]
+    rollout = join_groups(groups, 5)
+    assert [s.group for s in rollout.samples] == [0, 0, 1, 1]
+    assert [[s.prompt.id for s in group] for group in split_groups(rollout.samples)] == [["a", "a"], ["b", "b"]]
+
+
+def test_replay_draws_its_share_of_past_groups_without_repeats_and_forgets_the_oldest():
+    buffer = ReplayBuffer(ReplayConfig(num_iterations=2, frac=0.5), seed=1)
+    assert buffer.draw(8, iteration=1) == []
+    for version in range(3):
+        buffer.add([make_group(f"{version}-{i}", MIXED, version) for i in range(8)])
+    drawn = buffer.draw(8, iteration=4)
+    names = [group[0].prompt.id for group in drawn]
+    assert len(set(names)) == 4
+    assert {name[0] for name in names} <= {"1", "2"}
+    assert buffer.draw(8, iteration=4) == drawn
+    assert buffer.draw(8, iteration=5) != drawn
+
+
+def test_replay_leaves_a_fresh_group_and_takes_no_more_than_there_is():
+    buffer = ReplayBuffer(ReplayConfig(num_iterations=1, frac=0.9), seed=1)
+    buffer.add([make_group("a", MIXED), make_group("b", MIXED)])
+    assert len(buffer.draw(2, iteration=2)) == 1
+    assert len(buffer.draw(100, iteration=2)) == 2
+
+
+def test_the_age_of_a_replayed_sample_is_the_number_of_iterations_since_it_was_sampled_for_one():
+    buffer = ReplayBuffer(ReplayConfig(num_iterations=3, frac=0.9), seed=1)
+    for number in range(4):
+        # Generated ahead: the weights' version says nothing of the iteration.
+        buffer.add([make_group(str(number), EASY, version=max(0, number - 1))])
+    drawn = sorted(buffer.draw(100, iteration=5), key=lambda group: group[0].prompt.id)
+    rollout = join_groups([make_group("fresh", EASY, version=3), *drawn], 4)
+    assert build_tensors(rollout).ages.tolist() == [0, 0, 3, 3, 2, 2, 1, 1]

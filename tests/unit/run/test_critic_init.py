@@ -1,0 +1,178 @@
+"""critic.init and algo.value_pretrain.rollouts: what does not fit is named before any process is started."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.mcore.weights.hf_files import write_hf_checkpoint
+from megarl.mcore.worker_spec import Role
+from megarl.rollout.rollout_file import RolloutWriter
+from megarl.run.inputs import describe_start, load_inputs, load_models, load_saved_rollouts, load_specs
+from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
+
+
+@pytest.fixture(scope="module")
+def policy() -> Path:
+    """The checkpoint of model=tiny."""
+    return load_models(load_config(["model=tiny"])).checkpoint
+
+
+@pytest.fixture
+def critic(policy: Path, tmp_path: Path) -> Path:
+    """A critic of the policy's sizes, as a run leaves it."""
+    tensors = load_file(policy / "model.safetensors")
+    del tensors["lm_head.weight"]
+    tensors["score.weight"] = torch.ones(1, 64)
+    write_hf_checkpoint(tmp_path / "critic", policy, tensors.items())
+    return tmp_path / "critic"
+
+
+def load(*overrides: str):
+    config = load_config(["model=tiny", *overrides])
+    return load_specs(config, load_models(config))
+
+
+def change_tensors(directory: Path, change) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_config(directory: Path, **changes) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_the_critic_starts_from_critic_init_and_the_others_from_the_model(policy, critic):
+    specs = load(f"critic.init={critic}", "algo.kl.in_loss=true")
+    assert specs[Role.critic].checkpoint == str(critic)
+    assert specs[Role.policy].checkpoint == specs[Role.reference].checkpoint == str(policy)
+    assert load()[Role.critic].checkpoint == str(policy)
+
+
+def test_critic_init_takes_a_model_of_another_size_and_family(tmp_path):
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    vocab_size = load_models(load_config(["model=tiny"])).architecture.vocab_size
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForSequenceClassification(
+        LlamaConfig(vocab_size=vocab_size, num_labels=1, max_position_embeddings=512, **sizes)
+    )
+    model.save_pretrained(tmp_path / "rm")
+    (tmp_path / "rm" / "tokenizer.json").write_text("{}")
+    models = load_models(load_config(["model=tiny", f"critic.init={tmp_path}/rm"]))
+    assert models.critic_architecture.family == "llama"
+    assert models.critic_architecture.hidden_size == 32
+
+
+def spoil(critic: Path, how: str) -> None:
+    if how == "labels":
+        change_tensors(critic, lambda t: t.update({"score.weight": torch.ones(3, 64)}))
+    elif how == "shape":
+        change_tensors(critic, lambda t: t.update({"score.weight": torch.ones(1, 32)}))
+    elif how == "no head":
+        change_tensors(critic, lambda t: t.update({"v_head.summary.weight": t.pop("score.weight")}))
+    elif how == "bias":
+        change_tensors(critic, lambda t: t.update({"score.bias": torch.ones(1)}))
+    elif how == "names":
+        change_tensors(critic, lambda t: t.update({"transformer.embed": t.pop("model.embed_tokens.weight")}))
+    elif how == "vocabulary":
+        change_config(critic, vocab_size=30)
+    elif how == "positions":
+        change_config(critic, max_position_embeddings=80)
+    elif how == "family":
+        change_config(critic, model_type="bert")
+    elif how == "no config":
+        (critic / "config.json").unlink()
+    elif how == "broken":
+        (critic / "model.safetensors").write_bytes(b"x" * 100)
+    else:
+        shutil.rmtree(critic)
+
+
+@pytest.mark.parametrize(
+    ("how", "messages"),
+    [
+        ("labels", ["score.weight has 3 labels; a critic has one label"]),
+        ("shape", ["score.weight has the shape [1, 32]"]),
+        ("no head", ["has no value head score.weight", "v_head.summary.weight"]),
+        ("bias", ["has a score.bias"]),
+        ("names", ["has no tensor model.embed_tokens.weight", "transformer.embed"]),
+        ("vocabulary", ["vocab_size is 30 and the policy's 11"]),
+        ("positions", ["has 80 positions", "are 104 tokens together"]),
+        ("family", ["model_type is 'bert'", "qwen2, qwen3, qwen3_moe, llama"]),
+        ("no config", ["lacks config.json"]),
+        ("broken", ["header"]),
+        ("missing", ["there is no directory"]),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_a_critic_is_refused_saying_what_was_found(critic, how, messages):
+    spoil(critic, how)
+    with pytest.raises(ConfigError) as caught:
+        load(f"critic.init={critic}")
+    text = "\n".join(caught.value.problems)
+    assert all(problem.startswith("critic.init: ") for problem in caught.value.problems)
+    assert all(message in text for message in messages), text
+
+
+def test_a_policy_checkpoint_is_no_critic(policy):
+    with pytest.raises(ConfigError, match=r"critic\.init: .*has no value head score\.weight.*lm_head\.weight"):
+        load(f"critic.init={policy}")
+
+
+def save_rollouts(path: Path, token: int = 3) -> Path:
+    response = Response((token, 2), "a", (-0.5, -0.5), (True, True), (0, 0), FinishReason.stop)
+    writer = RolloutWriter(path)
+    writer.write(Rollout((Sample(Prompt("p", "a=", (3, 4), "a"), response, Score(1.0, True), 0),), 0), 0)
+    writer.close()
+    return path
+
+
+def load_saved(path: Path, *overrides: str):
+    config = load_config(["model=tiny", f"algo.value_pretrain.rollouts={path}", *overrides])
+    models = load_models(config)
+    return config, load_specs(config, models)[Role.critic], load_saved_rollouts(config, models)
+
+
+def test_saved_rollouts_are_read_before_anything_starts_and_counted(tmp_path):
+    config, spec, saved = load_saved(save_rollouts(tmp_path / "r.jsonl"))
+    assert describe_start(config, spec, saved) == (
+        "critic: starts from the policy's weights, with a new value head; value pretraining of up to 4 rollouts,"
+        f" out of the 1 (1 responses) in {tmp_path}/r.jsonl"
+    )
+
+
+def test_the_report_says_what_a_critic_starts_from(critic):
+    config = load_config(["model=tiny", f"critic.init={critic}", "algo.value_pretrain.steps=0"])
+    spec = load_specs(config, load_models(config))[Role.critic]
+    assert describe_start(config, spec, None) == (
+        f"critic: starts from {critic}, its value head included; no value pretraining"
+    )
+
+
+def test_a_token_that_the_critic_does_not_have_is_named_with_its_line(tmp_path):
+    path = save_rollouts(tmp_path / "r.jsonl", token=11)
+    with pytest.raises(ConfigError, match=rf"algo\.value_pretrain\.rollouts: {path}:1: found token id 11.* 11 tokens"):
+        load_saved(path)
+
+
+def test_a_training_run_checks_its_saved_rollouts_too(tmp_path):
+    config = load_config(["model=tiny", f"algo.value_pretrain.rollouts={tmp_path}/nowhere.jsonl"])
+    with pytest.raises(ConfigError, match=r"algo\.value_pretrain\.rollouts: .*nowhere\.jsonl"):
+        load_inputs(config)
+
+
+def test_saved_rollouts_with_a_kl_in_the_reward_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"algo\.value_pretrain\.rollouts: .*algo\.kl\.in_reward=true"):
+        load_config(["algo.value_pretrain.rollouts=r.jsonl", "algo.kl.in_reward=true"])
+
+
+def test_the_explained_variance_to_stop_at_is_at_most_one():
+    with pytest.raises(ConfigError, match=r"algo\.value_pretrain\.stop_at_explained_variance: 1\.5 found"):
+        load_config(["algo.value_pretrain.stop_at_explained_variance=1.5"])

@@ -1,0 +1,80 @@
+"""The command line of python -m megarl.evaluate: which sets, with which reward, what is refused."""
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema.evaluate import EvaluateConfig, check_evaluate, get_temperature, list_ks
+from megarl.evaluate import choose_run_dir, expand_sets, load_configs
+
+
+def test_each_set_gets_a_configuration_of_its_own_and_the_reward_of_its_name_or_math():
+    configs = load_configs(expand_sets(["model=smollm2_135m", "data=gsm8k,addition,amc23", "seed=3"]))
+    assert list(configs) == ["gsm8k", "addition", "amc23"]
+    rewards = {name: type(config.reward).__name__ for name, config in configs.items()}
+    assert rewards == {"gsm8k": "MathRewardConfig", "addition": "AdditionRewardConfig", "amc23": "MathRewardConfig"}
+    assert [config.data.prompt_length for config in configs.values()] == [512, 64, 1024]
+    assert {config.seed for config in configs.values()} == {3}
+    assert {config.model.name for config in configs.values()} == {"smollm2_135m"}
+
+
+def test_a_reward_that_is_given_holds_for_every_set():
+    configs = load_configs(expand_sets(["data=gsm8k,addition", "reward=exact"]))
+    assert {type(config.reward).__name__ for config in configs.values()} == {"ExactRewardConfig"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "data: found nothing; name the sets once, data=gsm8k,aime24"),
+        (["data=gsm8k", "data=amc23"], "data: found gsm8k amc23; name the sets once"),
+        (["data=gsm8k,amc"], "data: found 'amc'; the choices are addition, aime24, amc23, deepscaler, gsm8k"),
+        (["data=gsm8k,amc23,gsm8k"], "data: gsm8k is named twice"),
+        (["data=gsm8k,amc23", "data.path=x"], "data.path: can be right for one set only"),
+        (["data=gsm8k", "evaluate.paths.amc23=x"], "evaluate.paths.amc23: no such set; data= names gsm8k"),
+        (["data=gsm8k", "evaluate.num_sample=2"], "did you mean evaluate.num_samples"),
+        (["data=gsm8k", "evaluate.num_samples=0"], "evaluate.num_samples: found 0"),
+        (["data=gsm8k", "train.num_iterations=2"], "train.num_iterations: has no effect in an evaluation"),
+        (["data=gsm8k", "algo.gamma=0.9"], "algo.gamma: has no effect in an evaluation"),
+        (["data=gsm8k", "rollout.temperature=0.9"], "which has a key of its own: evaluate.temperature"),
+        (["data=gsm8k", "logger.terminal=false"], "logger.terminal: has no effect in an evaluation"),
+        (["data=gsm8k", "data.num_heldout=5"], "evaluate.num_problems=N takes a part"),
+    ],
+)
+def test_a_bad_command_line_names_the_key(overrides, message):
+    with pytest.raises(ConfigError) as error:
+        load_configs(expand_sets(overrides))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EvaluateConfig(num_problems=0), "evaluate.num_problems: found 0"),
+        (EvaluateConfig(temperature=-1.0), "evaluate.temperature: found -1.0"),
+        (EvaluateConfig(temperature=float("nan")), "evaluate.temperature: found nan"),
+        (EvaluateConfig(num_samples=4, temperature=0.0), "evaluate.num_samples: found 4; at evaluate.temperature=0"),
+        (EvaluateConfig(top_p=0.9), "evaluate.top_p: has no effect on greedy responses"),
+        (EvaluateConfig(num_samples=2, top_p=0.0), "evaluate.top_p: found 0.0"),
+        (EvaluateConfig(num_samples=2, top_k=0), "evaluate.top_k: found 0"),
+        (EvaluateConfig(confidence=1.0), "evaluate.confidence: found 1.0"),
+        (EvaluateConfig(num_samples=4, k=[2, 8]), "evaluate.k: found 8; each must be between 1 and"),
+    ],
+)
+def test_values_that_cannot_be_are_named(config, message):
+    assert [problem for problem in check_evaluate(config) if message in problem]
+
+
+def test_one_response_is_greedy_and_several_are_sampled_and_k_are_powers_of_two():
+    for num_samples, temperature, ks in ((1, 0.0, ()), (2, 1.0, (2,)), (8, 1.0, (2, 4, 8)), (12, 1.0, (2, 4, 8))):
+        config = EvaluateConfig(num_samples=num_samples)
+        assert list(check_evaluate(config)) == []
+        assert (get_temperature(config), list_ks(config)) == (temperature, ks)
+    assert list_ks(EvaluateConfig(num_samples=5, k=[5, 1, 5])) == (1, 5)
+
+
+def test_the_run_folder_is_named_after_the_model_or_the_checkpoint():
+    tiny = load_configs(expand_sets(["data=letter_count"]))
+    assert choose_run_dir([], tiny) == ["hydra.run.dir=runs/${now:%Y-%m-%d_%H-%M-%S}_evaluate_tiny"]
+    trained = load_configs(expand_sets(["data=letter_count", "model.source=path", "model.path=/models/my model/"]))
+    assert choose_run_dir([], trained)[0].endswith("_evaluate_my_model")
+    assert choose_run_dir(["hydra.run.dir=here"], tiny) == []

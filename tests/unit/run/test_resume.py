@@ -1,0 +1,96 @@
+"""resume=RUN_DIR: which command line a run goes on with, and which keys may differ."""
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.run.resume import MAY_CHANGE, check_changes, list_values, load_run, save_run, take_resume
+
+OVERRIDES = ["algo=vapo", "algo.clip_high=0.3", "+model.megatron.x=1"]
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    save_run(tmp_path / "a run", load_config(["algo.clip_high=0.3"]), OVERRIDES)
+    return tmp_path / "a run"
+
+
+def test_without_resume_the_command_line_stays_as_it_is():
+    assert take_resume(["algo=vapo", "-m"]) == (["algo=vapo", "-m"], None)
+
+
+def test_resume_stands_for_the_overrides_of_the_run_and_given_ones_replace_them(run_dir):
+    arguments, found = take_resume([f"resume={run_dir}", "algo.clip_high=0.4", "train.num_iterations=9"])
+    assert found == run_dir
+    assert arguments == [
+        "algo=vapo",
+        "+model.megatron.x=1",
+        "algo.clip_high=0.4",
+        "train.num_iterations=9",
+        f"hydra.run.dir='{run_dir}'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["resume="], "resume: found nothing; one run directory is needed"),
+        (["resume=a", "resume=b"], "resume: found a, b; one run directory"),
+        (["resume=a", "-m"], "a sweep goes on by its own command and hydra.sweep.dir=SWEEP_DIR"),
+        (["resume=/nowhere"], "/nowhere holds no run: it has no run.json"),
+    ],
+)
+def test_a_resume_that_cannot_be_is_an_error(arguments, message):
+    with pytest.raises(ConfigError) as caught:
+        take_resume(arguments)
+    assert message in caught.value.problems[0]
+
+
+def test_a_run_json_that_is_none_is_an_error(run_dir):
+    (run_dir / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is not what a run writes"):
+        load_run(run_dir)
+
+
+def test_a_key_that_decides_what_is_learned_may_not_change_and_is_named_with_both_values(run_dir):
+    before = load_run(run_dir)["config"]
+    assert check_changes(before, load_config(["algo.clip_high=0.3"])) == []
+    (problem,) = check_changes(before, load_config(["algo.clip_high=0.28"]))
+    assert problem.startswith(
+        "algo.clip_high: the run has 0.3, now 0.28; it decides what is learned and may not change"
+    )
+    assert "train.num_iterations" in problem
+    (problem,) = check_changes(before, load_config(["algo.clip_high=0.3", "seed=2"]))
+    assert problem.startswith("seed: the run has 1, now 2")
+
+
+def test_how_long_where_and_over_how_many_processes_may_change(run_dir):
+    changed = ["algo.clip_high=0.3", "train.num_iterations=500", "policy.parallel.tp=2", "checkpoint.save_every=1"]
+    changed += ["policy.parallel.num_processes=2", "rollout.num_servers=2", "cluster.call_deadline_s=5"]
+    assert check_changes(load_run(run_dir)["config"], load_config(changed)) == []
+
+
+def test_another_reward_is_found_though_it_has_the_same_keys(run_dir):
+    problems = check_changes(load_run(run_dir)["config"], load_config(["algo.clip_high=0.3", "reward=math"]))
+    assert [problem.split(":")[0] for problem in problems] == ["reward"]
+
+
+@pytest.mark.parametrize(("before", "now"), [("null", "20"), ("20", "null")])
+def test_a_run_without_checkpoints_does_not_go_on(tmp_path, before, now):
+    save_run(tmp_path, load_config([f"checkpoint.save_every={before}"]), [])
+    (problem,) = check_changes(load_run(tmp_path)["config"], load_config([f"checkpoint.save_every={now}"]))
+    assert problem.startswith("checkpoint.save_every: null")
+
+
+def test_every_beginning_of_a_key_that_may_change_is_one_of_a_key():
+    known = [key for key, _ in list_values(load_config([]))]
+    assert [name for name in MAY_CHANGE if not any(key.startswith(name) for key in known)] == []
+
+
+def test_values_of_all_keys_are_kept():
+    config = load_config([])
+    values = dict(list_values(config))
+    assert values["algo.clip_high"] == config.algo.clip_high
+    assert values["policy.parallel.tp"] == 1
+    assert values["rollout.dtype"] == "float32"
+    assert not any("." in key and key.split(".")[0] == "hydra" for key in values)
