@@ -1,11 +1,10 @@
 """THE loop: rollout, experience, targets, update, checkpoint, publish; the same for every algorithm and layout."""
 
-import contextlib
 import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
@@ -28,8 +27,9 @@ from megarl.rollout.rollout_file import RolloutWriter
 from megarl.rollout.source import GroupSource
 from megarl.rollout.tensors import build_tensors
 from megarl.run.recovery import Recovery
-from megarl.run.saving import LoopSaver, TrainerState, measure_files
+from megarl.run.saving import LoopSaver, NoSaver
 from megarl.run.signals import deferring_stops
+from megarl.run.trainer_state import TrainerState
 from megarl.types import Experience, Metrics, Prompt, Rollout, Sample, TrainingSamples
 
 T = TypeVar("T")
@@ -52,8 +52,7 @@ class TrainerComponents:
     """Where every sampled response of training goes, where logger.save_rollouts asks for it"""
     servers: RolloutServers | None = None
     """None: they are not this run's own, and losing one ends it"""
-    saver: LoopSaver | None = None
-    """None: no checkpoints"""
+    saver: LoopSaver = field(default_factory=NoSaver)
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Trainer:
     def __init__(self, config: Config, components: TrainerComponents):
         self.config = config
         self.components = components
-        self.report = components.report
+        self.report, self.saver = components.report, components.saver
         self.recovery = Recovery(
             components.servers, components.report.message, config.rollout.max_server_restarts, components.sync.reconnect
         )
@@ -95,17 +94,14 @@ class Trainer:
 
         A signal that raises Stopped has the state saved before it goes on.
         """
-        saver = self.components.saver
         try:
-            with saver.saving_stops() if saver else contextlib.nullcontext():
+            with self.saver.saving_stops():
                 self.publish_and_evaluate()
                 while not self.is_last() and not self.reached_goal():
                     self.train(self.iteration + 1)
-                    if saver:
-                        saver.save_if_due()
+                    self.saver.save_if_due()
                     self.publish_and_evaluate()
-                if saver:
-                    saver.save()
+                self.saver.save()
         finally:
             num_dropped = self.source.close()
         if num_dropped:
@@ -115,15 +111,13 @@ class Trainer:
     def train(self, iteration: int) -> None:
         """One iteration up to its update; `publish_and_evaluate` does what is left."""
         rollout, metrics = self.collect(iteration)
-        if self.components.saver:
-            self.components.saver.proceed()
+        self.saver.proceed()
         experience, experience_metrics = self.build_experience(rollout)
         samples, target_metrics = self.build_targets(experience, self.config.algo)
         metrics |= experience_metrics | target_metrics
         # The weights and the loop's own state change together, also where a signal comes.
         with deferring_stops():
-            if self.components.saver:
-                self.components.saver.begin_update()
+            self.saver.begin_update()
             metrics |= self.update(samples, iteration)
             self.kl, kl_metrics = self.kl.update(experience)
             self.commit(self.get_state(iteration, metrics | kl_metrics))
@@ -134,8 +128,7 @@ class Trainer:
         if self.is_last() or self.iteration % self.config.train.eval_every == 0:
             metrics |= self.evaluate()
         self.report.log(self.iteration, metrics)
-        if self.components.saver:
-            self.components.saver.score(metrics.get(self.config.checkpoint.best_metric))
+        self.saver.score(metrics.get(self.config.checkpoint.best_metric))
 
     def get_state(self, iteration: int, metrics: Metrics) -> TrainerState:
         """What a checkpoint says of the loop itself."""
@@ -147,7 +140,7 @@ class Trainer:
             kl_coef=self.kl.coef,
             reward_moments=self.reward_moments,
             source=self.source.state(),
-            sizes=measure_files(self.components.saver.run_dir) if self.components.saver else {},
+            sizes=self.saver.measure_files(),
         )
 
     def restore(self, state: TrainerState) -> None:
@@ -157,14 +150,12 @@ class Trainer:
         self.kl = replace(self.kl, coef=state.kl_coef)
         self.source.restore(state.source)
         self.state = state
-        if self.components.saver:
-            self.components.saver.restore(state)
+        self.saver.restore(state)
 
     def commit(self, state: TrainerState) -> None:
         """The roles hold what `state` says."""
         self.state = state
-        if self.components.saver:
-            self.components.saver.commit(state)
+        self.saver.commit(state)
 
     def collect(self, iteration: int) -> tuple[Rollout, Metrics]:
         """The groups of one iteration: fresh ones, with `algo.dynamic_sampling` only those of different rewards, and

@@ -22,7 +22,8 @@ from megarl.rollout import journal as rollout_journal
 from megarl.rollout.journal import Journal
 from megarl.run.inputs import Inputs, describe_start, load_inputs
 from megarl.run.job import RunResources, describe_data, lock_run_dir, open_components, open_resources, show_warnings
-from megarl.run.saving import TRACKED, LoopSaver, Saver, TrainerState, cut_files, estimate_bytes, load_trainer_state
+from megarl.run.saving import CheckpointSaver, CheckpointWriter, LoopSaver, NoSaver, estimate_bytes
+from megarl.run.trainer_state import TRACKED, TrainerState, cut_files, load_trainer_state
 from megarl.trainer import Summary, Trainer, TrainerComponents
 from megarl.value_pretraining.checkpoints import ResumePoint, find_checkpoint, open_saver, resume_from
 from megarl.value_pretraining.loop import pretrain_critic, start_pretrained
@@ -127,8 +128,7 @@ class _Attempts:
             self.journal if self.is_saving else None,
         ) as components:
             roles = list_roles(components)
-            saver = self.build_saver(roles)
-            with contextlib.closing(saver) if saver else contextlib.nullcontext():
+            with contextlib.closing(self.build_saver(roles)) as saver:
                 trainer = Trainer(self.config, replace(components, saver=saver))
                 if found is None:
                     self.start(trainer, resume_point)
@@ -201,16 +201,16 @@ class _Attempts:
         except ValueError as error:
             raise CheckpointError(f"{self.run_dir}: the data have changed: {error}") from error
 
-    def build_saver(self, roles: Mapping[str, TrainBackend]) -> LoopSaver | None:
+    def build_saver(self, roles: Mapping[str, TrainBackend]) -> LoopSaver:
         if not self.is_saving:
-            return None
+            return NoSaver()
 
         def forget(through: int) -> None:
             self.journal.forget(through)
             remove_pretraining(self.run_dir)
 
-        saver = Saver(self.run_dir, self.folder, roles, self.inputs.specs, forget, say=self.report.message)
-        return LoopSaver(self.config.checkpoint, saver, self.report, f"resume={self.run_dir}")
+        writer = CheckpointWriter(self.run_dir, self.folder, roles, self.inputs.specs, forget, say=self.report.message)
+        return CheckpointSaver(self.config.checkpoint, writer, self.report, f"resume={self.run_dir}")
 
     def say_restart(self, error: RuntimeError, number: int) -> None:
         maximum = self.config.checkpoint.max_restarts

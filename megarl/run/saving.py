@@ -1,111 +1,30 @@
-"""A run's checkpoints: the loop's own state and that of its roles, written while training goes on, and found again."""
+"""What saves a loop: checkpoints written while it runs on, or nothing."""
 
 import contextlib
-import dataclasses
-import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-from megarl.algo.statistics import RunningMoments
 from megarl.checkpoint.folder import RUN_FILE, Folder, check_space
-from megarl.checkpoint.manifest import CheckpointError, write_atomically, write_manifest
+from megarl.checkpoint.manifest import write_manifest
 from megarl.config.schema.checkpoint import CheckpointConfig
 from megarl.config.schema.roles import Dtype
 from megarl.interfaces import DeadlineError, TrainBackend, wait_all
 from megarl.mcore.weights.dist_format import describe_role
 from megarl.mcore.weights.hf_reader import count_parameters
 from megarl.mcore.worker_spec import Role, WorkerSpec
-from megarl.report import metrics as metrics_file
 from megarl.report.report import Report
-from megarl.rollout import rollout_file
-from megarl.rollout.dynamic_sampling import join_groups, split_groups
-from megarl.rollout.source import SourceState
 from megarl.run.signals import Stopped, deferring_stops
-from megarl.types import Metrics
+from megarl.run.trainer_state import TrainerState, measure_files, save_trainer_state, sync_files
 
-STATE = "state.json"
-REPLAY = "replay.jsonl"
 POLL_S = 0.05
 CLOSE_DEADLINE_S = 10.0
-TRACKED = (metrics_file.FILE_NAME, metrics_file.PRETRAINING_FILE_NAME, rollout_file.FILE_NAME)
-"""Files of a run that grow with it; one that goes on cuts them back to what they were."""
 WEIGHT_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 OPTIMIZER_BYTES = 12
 """Of each parameter in a checkpoint: a float32 master weight and the two moments of Adam"""
-
-
-@dataclass(frozen=True)
-class TrainerState:
-    """The loop after the update of an iteration, before the new weights are published and its metrics logged."""
-
-    iteration: int
-    metrics: Metrics
-    """of the iteration so far"""
-    num_samples: int
-    heldout_reward: float | None
-    """of the last evaluation; None: there was none"""
-    kl_coef: float
-    reward_moments: RunningMoments
-    source: SourceState
-    sizes: Mapping[str, int]
-    """bytes of each of TRACKED that is there"""
-
-
-def save_trainer_state(directory: Path, state: TrainerState) -> None:
-    """state.json, numbers as they are bit by bit, and replay.jsonl where past groups are kept for replay."""
-    content = dataclasses.asdict(dataclasses.replace(state, source=SourceState(state.source.sampler, ())))
-    content["source"] = dict(state.source.sampler)
-    write_atomically(directory / STATE, json.dumps(content, indent=1, allow_nan=False))
-    if any(state.source.replay):
-        rollouts = [join_groups(groups, state.iteration) for groups in state.source.replay]
-        rollout_file.write_rollouts(directory / REPLAY, rollouts)
-
-
-def load_trainer_state(directory: Path) -> TrainerState:
-    """Raises CheckpointError where state.json is not what `save_trainer_state` writes."""
-    try:
-        content = json.loads((directory / STATE).read_text(encoding="utf-8"))
-        replay: tuple[Any, ...] = ()
-        if (directory / REPLAY).is_file():
-            rollouts = rollout_file.load_rollouts(directory / REPLAY)
-            replay = tuple(split_groups(rollout.samples) for rollout in rollouts)
-        source = SourceState(content.pop("source"), replay)
-        moments = RunningMoments(**content.pop("reward_moments"))
-        return TrainerState(**content, reward_moments=moments, source=source)
-    except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
-        raise CheckpointError(f"{directory / STATE}: is not the state of a run: {error!r}") from error
-
-
-def measure_files(run_dir: Path) -> dict[str, int]:
-    return {name: (run_dir / name).stat().st_size for name in TRACKED if (run_dir / name).is_file()}
-
-
-def sync_files(run_dir: Path) -> None:
-    """What has been written to TRACKED is on disk, as the checkpoint will be that counts on it."""
-    for name in TRACKED:
-        if (run_dir / name).is_file():
-            with (run_dir / name).open("rb") as file:
-                os.fsync(file.fileno())
-
-
-def cut_files(run_dir: Path, sizes: Mapping[str, int]) -> None:
-    """Cut the files back to these sizes, to nothing where none is given.
-
-    Raises CheckpointError for one that is shorter: lines of it are lost.
-    """
-    for name in TRACKED:
-        path, size = run_dir / name, sizes.get(name, 0)
-        found = path.stat().st_size if path.is_file() else 0
-        if found < size:
-            raise CheckpointError(f"{path}: has {found} bytes; when the checkpoint was written it had {size}")
-        if path.is_file():
-            os.truncate(path, size)
 
 
 def estimate_bytes(specs: Iterable[WorkerSpec]) -> int:
@@ -113,7 +32,7 @@ def estimate_bytes(specs: Iterable[WorkerSpec]) -> int:
     return sum(count_parameters(Path(spec.checkpoint)) * (WEIGHT_BYTES[spec.dtype] + OPTIMIZER_BYTES) for spec in specs)
 
 
-class Saver:
+class CheckpointWriter:
     """Writes checkpoints beside training: the roles write their parts, a thread hashes and publishes."""
 
     def __init__(
@@ -216,42 +135,115 @@ class Saver:
         return final
 
 
-class LoopSaver:
-    """Saves a loop every `checkpoint.save_every` iterations, at its end, and when it is asked to stop.
+class LoopSaver(Protocol):
+    """What training and value pretraining tell of their state, so that half an update is never saved."""
 
-    The loop says what its weights are (`begin_update`, `commit`), so that half an update is never saved.
-    """
+    def measure_files(self) -> dict[str, int]:
+        """Bytes of each growing file of the run (`trainer_state.TRACKED`), to which a resumed run cuts them back."""
+        ...
 
-    def __init__(self, settings: CheckpointConfig, saver: Saver, report: Report, how: str):
+    def restore(self, state: TrainerState) -> None:
+        """Resume after the checkpoint that holds `state`."""
+        ...
+
+    def proceed(self) -> None:
+        """Let a checkpoint under way take its next step, waiting for the roles' files where they are being written."""
+        ...
+
+    def begin_update(self) -> None:
+        """From here to `commit` the weights belong to no iteration."""
+        ...
+
+    def commit(self, state: TrainerState) -> None:
+        """The roles hold what `state` says."""
+        ...
+
+    def score(self, value: float | None) -> None:
+        """Note checkpoint.best_metric of the present weights; None: they were not evaluated."""
+        ...
+
+    def save_if_due(self) -> None:
+        """Begin a checkpoint where `checkpoint.save_every` asks for one; it is written while the loop runs on."""
+        ...
+
+    def save(self, wait: bool = True, end: float | None = None) -> None:
+        """Checkpoint the present state, unless there is one; without `wait` it is written while the loop runs on.
+
+        Raises DeadlineError at `end` (time.monotonic), RuntimeError after an update that was broken off.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Wait until no checkpoint is under way."""
+        ...
+
+    def saving_stops(self) -> contextlib.AbstractContextManager[None]:
+        """Within it a signal that raises Stopped has the newest state saved, within checkpoint.stop_deadline_s."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is under way; complete checkpoints stay."""
+        ...
+
+
+class NoSaver:
+    """The LoopSaver of a loop without checkpoints."""
+
+    def measure_files(self) -> dict[str, int]:
+        return {}
+
+    def restore(self, state: TrainerState) -> None: ...
+
+    def proceed(self) -> None: ...
+
+    def begin_update(self) -> None: ...
+
+    def commit(self, state: TrainerState) -> None: ...
+
+    def score(self, value: float | None) -> None: ...
+
+    def save_if_due(self) -> None: ...
+
+    def save(self, wait: bool = True, end: float | None = None) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def saving_stops(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def close(self) -> None: ...
+
+
+class CheckpointSaver:
+    """Saves a loop every `checkpoint.save_every` iterations, at its end, and when it is asked to stop."""
+
+    def __init__(self, settings: CheckpointConfig, writer: CheckpointWriter, report: Report, how: str):
         """how: what goes on with the checkpoints, in messages."""
-        self.run_dir = saver.run_dir
-        self._settings, self._saver, self._report, self._how = settings, saver, report, how
+        self._settings, self._writer, self._report, self._how = settings, writer, report, how
         self._state: TrainerState | None = None
         self._is_whole = True
         self._score: float | None = None
         """Of the present weights, once they are evaluated"""
 
+    def measure_files(self) -> dict[str, int]:
+        return measure_files(self._writer.run_dir)
+
     def restore(self, state: TrainerState) -> None:
-        """Go on after the checkpoint that `state` is of."""
-        self._state, self._saver.last = state, state.iteration
+        self._state, self._writer.last = state, state.iteration
 
     def proceed(self) -> None:
-        """As `Saver.proceed`."""
-        self._saver.proceed()
+        self._writer.proceed()
 
     def begin_update(self) -> None:
-        """Until `commit` the weights are those of no iteration."""
         self._is_whole, self._score = False, None
 
     def commit(self, state: TrainerState) -> None:
-        """The roles hold what `state` says."""
         self._state, self._is_whole = state, True
 
     def score(self, value: float | None) -> None:
-        """By checkpoint.best_metric, where the present weights have been evaluated."""
         assert self._state is not None
         self._score = value
-        self._saver.score(self._state.iteration, value)
+        self._writer.score(self._state.iteration, value)
 
     def save_if_due(self) -> None:
         every = self._settings.save_every
@@ -259,40 +251,32 @@ class LoopSaver:
             self.save(wait=False)
 
     def save(self, wait: bool = True, end: float | None = None) -> None:
-        """A checkpoint of the present state, unless there is one; without `wait` it is written beside what follows.
-
-        Raises DeadlineError at `end` (time.monotonic), RuntimeError after an update that was broken off.
-        """
         assert self._state is not None
         iteration = self._state.iteration
         if not self._is_whole:
-            message = f"the update of {self._saver.unit} {iteration + 1} was broken off: its weights are no state"
+            message = f"the update of {self._writer.unit} {iteration + 1} was broken off: its weights are no state"
             raise RuntimeError(message)
         with self._report.phase("checkpoint"):
-            if self._saver.last != iteration:
-                self._saver.begin(self._state, end)
-                self._saver.score(iteration, self._score)
+            if self._writer.last != iteration:
+                self._writer.begin(self._state, end)
+                self._writer.score(iteration, self._score)
             if wait:
-                self._saver.settle(end)
+                self._writer.settle(end)
 
     def settle(self) -> None:
-        """Afterwards no checkpoint is under way."""
         with self._report.phase("checkpoint"):
-            self._saver.settle()
+            self._writer.settle()
 
     def close(self) -> None:
-        """As `Saver.close`."""
-        self._saver.close()
+        self._writer.close()
 
     @contextlib.contextmanager
     def saving_stops(self) -> Iterator[None]:
-        """A signal that raises Stopped within has the newest state saved, within checkpoint.stop_deadline_s, before it
-        goes on."""
         try:
             yield
         except Stopped as stopped:
             if self._state is not None:
-                self._save_stopped(stopped, f"{self._saver.unit} {self._state.iteration}")
+                self._save_stopped(stopped, f"{self._writer.unit} {self._state.iteration}")
             raise
 
     def _save_stopped(self, stopped: Stopped, what: str) -> None:

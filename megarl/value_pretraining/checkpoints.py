@@ -23,15 +23,8 @@ from megarl.report.metrics import ITERATION, PRETRAINING_FILE_NAME, load_metrics
 from megarl.report.report import Report
 from megarl.rollout import journal as rollout_journal
 from megarl.rollout.journal import Journal
-from megarl.run.saving import (
-    LoopSaver,
-    Saver,
-    TrainerState,
-    cut_files,
-    estimate_bytes,
-    load_trainer_state,
-    measure_files,
-)
+from megarl.run.saving import CheckpointSaver, CheckpointWriter, LoopSaver, NoSaver, estimate_bytes
+from megarl.run.trainer_state import TrainerState, cut_files, load_trainer_state, measure_files
 from megarl.value_pretraining.inputs import find_differing, list_pretraining_inputs
 
 CRITIC = Role.critic.value
@@ -53,16 +46,16 @@ class ResumePoint:
 @contextlib.contextmanager
 def open_saver(
     config: Config, run_dir: Path, critic: TrainBackend | None, spec: WorkerSpec | None, report: Report, how: str
-) -> Iterator[LoopSaver | None]:
+) -> Iterator[LoopSaver]:
     """Saves value pretraining as training is saved, its steps for iterations.
 
-    None where there is nothing to save, and where checkpoint.save_every is null. how: as in `LoopSaver`.
+    NoSaver where there is nothing to save, and where checkpoint.save_every is null. how: as in `CheckpointSaver`.
     """
     has_steps = config.algo.value_pretrain.steps > 0
     if critic is None or spec is None or not has_steps or config.checkpoint.save_every is None:
-        yield None
+        yield NoSaver()
         return
-    saver = Saver(
+    writer = CheckpointWriter(
         run_dir,
         open_pretraining(run_dir),
         {CRITIC: critic},
@@ -72,8 +65,8 @@ def open_saver(
         kind="value pretraining under way",
         unit="value pretraining step",
     )
-    with contextlib.closing(LoopSaver(config.checkpoint, saver, report, how)) as loop_saver:
-        yield loop_saver
+    with contextlib.closing(CheckpointSaver(config.checkpoint, writer, report, how)) as saver:
+        yield saver
 
 
 def find_checkpoint(run_dir: Path, say: Callable[[str], None]) -> tuple[TrainerState, Path] | None:

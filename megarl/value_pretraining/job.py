@@ -129,11 +129,9 @@ def _run_offline(config: Config, run_dir: Path) -> PretrainingSummary:
         return summary
 
 
-def _leave(
-    run_dir: Path, critic: TrainBackend, spec: WorkerSpec, state: PretrainedState, saver: LoopSaver | None
-) -> None:
+def _leave(run_dir: Path, critic: TrainBackend, spec: WorkerSpec, state: PretrainedState, saver: LoopSaver) -> None:
     """What the job is for. A signal that comes meanwhile has the last step saved, where it is not."""
-    with saver.saving_stops() if saver else contextlib.nullcontext():
+    with saver.saving_stops():
         critic.export_weights(run_dir / "critic").result()
         save_pretrained(run_dir, critic, spec, state)
 

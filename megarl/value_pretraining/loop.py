@@ -1,6 +1,5 @@
 """Value pretraining (VC-PPO 2503.01491 section 3, VAPO 2504.05118): the critic learns the frozen policy's returns."""
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,8 +17,9 @@ from megarl.report.report import Report
 from megarl.rollout.rollout_file import read_rollouts
 from megarl.rollout.source import SourceState
 from megarl.rollout.tensors import build_tensors
-from megarl.run.saving import LoopSaver, TrainerState, measure_files
+from megarl.run.saving import LoopSaver, NoSaver
 from megarl.run.signals import deferring_stops
+from megarl.run.trainer_state import TrainerState
 from megarl.trainer import Trainer, average_steps, split_minibatches
 from megarl.types import Experience, Rollout, TrainingSamples
 from megarl.value_pretraining.checkpoints import EXPLAINED, ResumePoint
@@ -60,7 +60,7 @@ class ValuePretraining:
         self.critic = critic
         self.report = report
         self.trainer = trainer
-        self.saver = saver
+        self.saver = saver or NoSaver()
         self.curve: list[float] = []
         """explained variance of each step so far"""
         self.reward_moments = RunningMoments()
@@ -76,8 +76,7 @@ class ValuePretraining:
                 self.trainer.source.restore(resume_point.state.source)
             except ValueError as error:
                 raise CheckpointError(f"{resume_point.directory}: value pretraining had other data: {error}") from error
-        if self.saver:
-            self.saver.restore(resume_point.state)
+        self.saver.restore(resume_point.state)
 
     def run(self, rollouts: Iterable[Rollout]) -> PretrainingSummary:
         """One step for each rollout, up to `algo.value_pretrain.steps` of them with those before `restore`.
@@ -85,7 +84,7 @@ class ValuePretraining:
         It ends early at `stop_at_explained_variance`, and when the explained variance has not risen by
         `min_improvement` for `patience` rollouts. A signal that raises Stopped has the newest step saved.
         """
-        with self.saver.saving_stops() if self.saver else contextlib.nullcontext():
+        with self.saver.saving_stops():
             reason = find_end(self.settings, self.curve)
             for rollout in itertools.islice(rollouts, 0 if reason else self.settings.steps - len(self.curve)):
                 self.take_step(rollout)
@@ -93,22 +92,19 @@ class ValuePretraining:
                 if reason or len(self.curve) == self.settings.steps:
                     # What follows saves the critic.
                     break
-                if self.saver:
-                    self.saver.save_if_due()
+                self.saver.save_if_due()
             if reason is None and len(self.curve) < self.settings.steps:
                 reason = "train.max_minutes or train.max_samples is reached, before algo.value_pretrain.steps"
             if reason:
                 self.report.message(f"value pretraining ends after {len(self.curve)} rollouts: {reason}")
-            if self.saver:
-                self.saver.settle()
+            self.saver.settle()
         explained = self.curve[-1] if self.curve else float("nan")
         return PretrainingSummary(len(self.curve), explained, self.reward_moments)
 
     def take_step(self, rollout: Rollout) -> None:
         """One rollout, measured and then learned."""
         step = len(self.curve) + 1
-        if self.saver:
-            self.saver.proceed()
+        self.saver.proceed()
         experience = self.build_experience(rollout)
         samples = self.build_targets(experience)
         assert samples.returns is not None
@@ -116,13 +112,11 @@ class ValuePretraining:
         explained = compute_explained_variance(experience.values, samples.returns, samples.mask)
         # The weights and what is noted of them change together, also where a signal comes.
         with deferring_stops():
-            if self.saver:
-                self.saver.begin_update()
+            self.saver.begin_update()
             metrics = {EXPLAINED: explained, "pretrain/loss": self.update(samples, step)}
             self.report.log_pretraining(step, self.settings.steps, metrics)
             self.curve.append(explained)
-            if self.saver:
-                self.saver.commit(self.get_state(self.saver.run_dir))
+            self.saver.commit(self.get_state())
 
     def update(self, samples: TrainingSamples, step: int) -> float:
         """The critic's optimizer steps; their mean loss."""
@@ -131,7 +125,7 @@ class ValuePretraining:
             updates = self.critic.update(samples, minibatches * self.config.critic.updates_per_policy_update)
             return average_steps(updates.result())["critic/loss"]
 
-    def get_state(self, run_dir: Path) -> TrainerState:
+    def get_state(self) -> TrainerState:
         """What a checkpoint says of the present step."""
         return TrainerState(
             iteration=len(self.curve),
@@ -141,7 +135,7 @@ class ValuePretraining:
             kl_coef=self.algo.kl.coef,
             reward_moments=self.reward_moments,
             source=self.trainer.source.state() if self.trainer else SourceState({}, ()),
-            sizes=measure_files(run_dir),
+            sizes=self.saver.measure_files(),
         )
 
     def build_experience(self, rollout: Rollout) -> Experience:
@@ -252,10 +246,8 @@ def save_start(trainer: Trainer) -> None:
     """The checkpoint that training starts from, written beside what follows."""
     # A stop before that leaves the newest step of value pretraining.
     trainer.commit(trainer.get_state(0, {}))
-    saver = trainer.components.saver
-    if saver:
-        with saver.saving_stops():
-            saver.save(wait=False)
+    with trainer.saver.saving_stops():
+        trainer.saver.save(wait=False)
 
 
 def sample_rollouts(trainer: Trainer, num_done: int = 0) -> Iterator[Rollout]:

@@ -5,7 +5,7 @@ import pytest
 from megarl.algo.statistics import RunningMoments
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.rollout.source import SourceState
-from megarl.run.saving import TrainerState, cut_files, load_trainer_state, measure_files, save_trainer_state
+from megarl.run.trainer_state import TrainerState, cut_files, load_trainer_state, measure_files, save_trainer_state
 from megarl.types import FinishReason, Prompt, Response, Sample, Score
 
 

@@ -1,0 +1,90 @@
+"""What a checkpoint says of the loop itself, and the files of a run that grow with it."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.algo.statistics import RunningMoments
+from megarl.checkpoint.manifest import CheckpointError, write_atomically
+from megarl.report import metrics as metrics_file
+from megarl.rollout import rollout_file
+from megarl.rollout.dynamic_sampling import join_groups, split_groups
+from megarl.rollout.source import SourceState
+from megarl.types import Metrics
+
+STATE = "state.json"
+REPLAY = "replay.jsonl"
+TRACKED = (metrics_file.FILE_NAME, metrics_file.PRETRAINING_FILE_NAME, rollout_file.FILE_NAME)
+"""Files of a run that grow with it; one that goes on cuts them back to what they were."""
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The loop after the update of an iteration, before the new weights are published and its metrics logged."""
+
+    iteration: int
+    metrics: Metrics
+    """of the iteration so far"""
+    num_samples: int
+    heldout_reward: float | None
+    """of the last evaluation; None: there was none"""
+    kl_coef: float
+    reward_moments: RunningMoments
+    source: SourceState
+    sizes: Mapping[str, int]
+    """bytes of each of TRACKED that is there"""
+
+
+def save_trainer_state(directory: Path, state: TrainerState) -> None:
+    """state.json, numbers as they are bit by bit, and replay.jsonl where past groups are kept for replay."""
+    content = dataclasses.asdict(dataclasses.replace(state, source=SourceState(state.source.sampler, ())))
+    content["source"] = dict(state.source.sampler)
+    write_atomically(directory / STATE, json.dumps(content, indent=1, allow_nan=False))
+    if any(state.source.replay):
+        rollouts = [join_groups(groups, state.iteration) for groups in state.source.replay]
+        rollout_file.write_rollouts(directory / REPLAY, rollouts)
+
+
+def load_trainer_state(directory: Path) -> TrainerState:
+    """Raises CheckpointError where state.json is not what `save_trainer_state` writes."""
+    try:
+        content = json.loads((directory / STATE).read_text(encoding="utf-8"))
+        replay: tuple[Any, ...] = ()
+        if (directory / REPLAY).is_file():
+            rollouts = rollout_file.load_rollouts(directory / REPLAY)
+            replay = tuple(split_groups(rollout.samples) for rollout in rollouts)
+        source = SourceState(content.pop("source"), replay)
+        moments = RunningMoments(**content.pop("reward_moments"))
+        return TrainerState(**content, reward_moments=moments, source=source)
+    except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
+        raise CheckpointError(f"{directory / STATE}: is not the state of a run: {error!r}") from error
+
+
+def measure_files(run_dir: Path) -> dict[str, int]:
+    return {name: (run_dir / name).stat().st_size for name in TRACKED if (run_dir / name).is_file()}
+
+
+def sync_files(run_dir: Path) -> None:
+    """What has been written to TRACKED is on disk, as the checkpoint will be that counts on it."""
+    for name in TRACKED:
+        if (run_dir / name).is_file():
+            with (run_dir / name).open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def cut_files(run_dir: Path, sizes: Mapping[str, int]) -> None:
+    """Cut the files back to these sizes, to nothing where none is given.
+
+    Raises CheckpointError for one that is shorter: lines of it are lost.
+    """
+    for name in TRACKED:
+        path, size = run_dir / name, sizes.get(name, 0)
+        found = path.stat().st_size if path.is_file() else 0
+        if found < size:
+            raise CheckpointError(f"{path}: has {found} bytes; when the checkpoint was written it had {size}")
+        if path.is_file():
+            os.truncate(path, size)
