@@ -1,5 +1,7 @@
 """The plan of the weight sync, carried out on real tensors, gives what SGLang would load of the checkpoint."""
 
+import itertools
+import math
 from collections import defaultdict
 
 import pytest
@@ -10,8 +12,9 @@ from torch import Tensor
 
 from megarl.config.checks.parallel import check_parallel
 from megarl.config.schema.roles import ParallelConfig
+from megarl.families.weights import Split
 from megarl.mcore.model.architecture import Architecture, Experts, check_layout
-from megarl.mcore.weights.entries import compute_shape, describe, to_megatron
+from megarl.mcore.weights.entries import describe, list_entries, to_megatron
 from megarl.sync.messages import decode_bucket, empty_bucket, encode_bucket, fill_bucket
 from megarl.sync.plan import (
     LayoutError,
@@ -49,13 +52,12 @@ def build_architecture(family: str, num_kv_heads: int = 2, tied: bool = False, v
 
 def build_wholes(arch: Architecture) -> dict[str, Tensor]:
     """A checkpoint with every number in it once."""
-    names = {piece.whole for piece in predict_server_rank(arch, 1, 0)}
+    pairs = [zip(entry.hf_names, entry.shapes, strict=True) for entry in list_entries(arch, False)]
+    shapes = dict(itertools.chain(*pairs))
     wholes, start = {}, 0
-    for name in sorted(names):
-        rows, cols = compute_shape(name, arch)
-        numbers = torch.arange(start, start + rows * cols, dtype=torch.float32)
-        wholes[name] = numbers if cols == 1 else numbers.view(rows, cols)
-        start += rows * cols
+    for name, shape in sorted(shapes.items()):
+        wholes[name] = torch.arange(start, start + math.prod(shape), dtype=torch.float32).view(shape)
+        start += math.prod(shape)
     return wholes
 
 
@@ -186,11 +188,11 @@ def test_the_pieces_of_a_training_rank_are_its_shard_as_the_bridge_cuts_it(famil
     for rank, pieces in predict_ranks(arch, parallel).items():
         tensors = build_training_tensors(pieces, arch, wholes)
         for name, x in tensors.items():
-            entry = describe(name, False)
+            entry = describe(name, arch, False)
             shard = as_matrix(to_megatron(entry, [wholes[hf] for hf in entry.hf_names], arch, tp, rank))
             # Vocabulary padding is no piece of the checkpoint.
             assert torch.equal(x, shard[: len(x)]), (rank, name)
-            assert len(x) == len(shard) or entry.split == "vocab"
+            assert len(x) == len(shard) or entry.split is Split.vocab
 
 
 def test_replicas_share_the_sending_evenly() -> None:
