@@ -77,8 +77,8 @@ def attention(arch: Architecture) -> list[Weight]:
 def gated_mlp(name: str, hf_name: str, hidden_size: int, ffn_size: int, *, fused: bool = False) -> list[Weight]:
     """down(silu(gate(x)) * up(x)). fused: the Hugging Face checkpoint holds gate and up as one tensor."""
     served = f"{hf_name}.gate_up_proj.weight"
-    halves = (f"{hf_name}.gate_proj.weight", f"{hf_name}.up_proj.weight")
-    names, shapes = (halves, ((ffn_size, hidden_size),) * 2)
+    names: tuple[str, ...] = (f"{hf_name}.gate_proj.weight", f"{hf_name}.up_proj.weight")
+    shapes: tuple[Shape, ...] = ((ffn_size, hidden_size), (ffn_size, hidden_size))
     if fused:
         names, shapes = (served,), ((2 * ffn_size, hidden_size),)
     return [

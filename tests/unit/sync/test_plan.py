@@ -72,6 +72,25 @@ def build_training_tensors(pieces: list[Piece], arch: Architecture, wholes: dict
     return tensors
 
 
+def build_server_mlp(wholes: dict[str, Tensor], p: str, tp: int, rank: int) -> dict[str, Tensor]:
+    """Of the layer whose names begin with `p`: its MLP, or its router, experts and shared experts."""
+    held = {name: x for name, x in wholes.items() if name.startswith(f"{p}mlp.gate.")}
+    num_experts = len({name.split(".")[5] for name in wholes if name.startswith(f"{p}mlp.experts.")})
+    mlp = f"{p}mlp.shared_experts." if num_experts else f"{p}mlp."
+    if f"{mlp}down_proj.weight" in wholes:
+        fused = wholes.get(f"{mlp}gate_up_proj.weight")
+        halves = [wholes[f"{mlp}{x}_proj.weight"] for x in ("gate", "up")] if fused is None else fused.chunk(2)
+        held[f"{mlp}gate_up_proj.weight"] = torch.cat([x.chunk(tp)[rank] for x in halves])
+        held[f"{mlp}down_proj.weight"] = wholes[f"{mlp}down_proj.weight"].chunk(tp, 1)[rank]
+    if num_experts:
+        owns = [f"{p}mlp.experts.{expert}." for expert in range(num_experts)]
+        w13 = [torch.cat([wholes[f"{own}{x}_proj.weight"].chunk(tp)[rank] for x in ("gate", "up")]) for own in owns]
+        held[f"{p}mlp.experts.w13_weight"] = torch.stack(w13)
+        w2 = [wholes[f"{own}down_proj.weight"].chunk(tp, 1)[rank] for own in owns]
+        held[f"{p}mlp.experts.w2_weight"] = torch.stack(w2)
+    return held
+
+
 def build_server_tensors(arch: Architecture, wholes: dict[str, Tensor], tp: int, rank: int) -> dict[str, Tensor]:
     """What SGLang's weight loaders make of the checkpoint on one rank; written without the code under test."""
 
@@ -100,22 +119,7 @@ def build_server_tensors(arch: Architecture, wholes: dict[str, Tensor], tp: int,
             q, k, v = (wholes[f"{p}self_attn.{x}_proj.{kind}"] for x in "qkv")
             held[f"{p}self_attn.qkv_proj.{kind}"] = torch.cat([rows_of(q), key_value(k), key_value(v)])
         held[f"{p}self_attn.o_proj.weight"] = wholes[f"{p}self_attn.o_proj.weight"].chunk(tp, 1)[rank]
-        experts = {name.split(".")[5] for name in wholes if name.startswith(f"{p}mlp.experts.")}
-        for mlp in [f"{p}mlp."] if not experts else [f"{p}mlp.shared_experts."]:
-            if f"{mlp}down_proj.weight" in wholes:
-                fused = wholes.get(f"{mlp}gate_up_proj.weight")
-                halves = [wholes[f"{mlp}{x}_proj.weight"] for x in ("gate", "up")] if fused is None else fused.chunk(2)
-                held[f"{mlp}gate_up_proj.weight"] = torch.cat([rows_of(x) for x in halves])
-                held[f"{mlp}down_proj.weight"] = wholes[f"{mlp}down_proj.weight"].chunk(tp, 1)[rank]
-        if not experts:
-            continue
-        held |= {name: x for name, x in wholes.items() if name.startswith(f"{p}mlp.gate.")}
-        w13, w2 = [], []
-        for expert in range(len(experts)):
-            own = f"{p}mlp.experts.{expert}."
-            w13.append(torch.cat([rows_of(wholes[f"{own}{x}_proj.weight"]) for x in ("gate", "up")]))
-            w2.append(wholes[f"{own}down_proj.weight"].chunk(tp, 1)[rank])
-        held |= {f"{p}mlp.experts.w13_weight": torch.stack(w13), f"{p}mlp.experts.w2_weight": torch.stack(w2)}
+        held |= build_server_mlp({name: x for name, x in wholes.items() if name.startswith(f"{p}mlp.")}, p, tp, rank)
     return held
 
 
