@@ -2,17 +2,18 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.model import RandomModelConfig
+from megarl.families.registry import FAMILIES, build_random_fields
 from megarl.hf.cache import build_once
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 PAD, BOS, EOS = SPECIAL_TOKENS
-FAMILIES = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen2": "Qwen2", "llama": "Llama"}
 FORMAT = 1
 """Part of the content hash: raise it when what is written changes for the same numbers."""
 
@@ -34,7 +35,9 @@ def check_random_model(config: RandomModelConfig) -> list[str]:
     """What is wrong with the numbers: one message each, naming the key."""
     problems = []
     if config.family not in FAMILIES:
-        problems.append(f"model.random.family: found {config.family!r}; it must be one of {', '.join(FAMILIES)}")
+        found = f"model.random.family: found {config.family!r}; it must be one of {', '.join(FAMILIES)}"
+        return [found]
+    problems += _check_unused(config)
     sizes = ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "max_length")
     for key in (*sizes, "num_experts", "experts_per_token"):
         if getattr(config, key) < 1:
@@ -56,13 +59,25 @@ def check_random_model(config: RandomModelConfig) -> list[str]:
         problems.append(
             f"model.random.num_kv_heads: found {config.num_kv_heads}; it must divide num_heads={config.num_heads}"
         )
-    if config.family == "qwen3_moe" and not 2 <= config.experts_per_token <= config.num_experts:
+    if FAMILIES[config.family].has_experts and not 2 <= config.experts_per_token <= config.num_experts:
         problems.append(
             f"model.random.experts_per_token: found {config.experts_per_token}; it must be between 2 and"
             f" num_experts={config.num_experts}: the weights of a token's experts are normalized, so that a single"
             " one would always weigh 1 and nothing would train the router"
         )
     return problems
+
+
+def _check_unused(config: RandomModelConfig) -> Iterator[str]:
+    """What was set of a mixture of experts for a family that has none."""
+    defaults = RandomModelConfig()
+    for key in () if FAMILIES[config.family].has_experts else ("num_experts", "experts_per_token"):
+        if getattr(config, key) != getattr(defaults, key):
+            fitting = ", ".join(name for name, family in FAMILIES.items() if family.has_experts)
+            yield (
+                f"model.random.{key}: found {getattr(config, key)}, but model.random.family={config.family} has no"
+                f" experts; it counts with {fitting}"
+            )
 
 
 def build_character_tokenizer(alphabet: str, max_length: int) -> Any:
@@ -98,28 +113,9 @@ def _write_checkpoint(config: RandomModelConfig, directory: Path) -> None:
     tokenizer = build_character_tokenizer(config.alphabet, config.max_length)
     ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
     ids["eos_token_id"] = tokenizer.eos_token_id
-    family = FAMILIES[config.family]
-    more = {} if config.family == "qwen2" else {"head_dim": config.hidden_size // config.num_heads}
-    if config.family == "qwen3_moe":
-        more |= {
-            "num_experts": config.num_experts,
-            "num_experts_per_tok": config.experts_per_token,
-            "moe_intermediate_size": config.ffn_size,
-            "norm_topk_prob": True,
-        }
-    hf_config = getattr(transformers, f"{family}Config")(
-        vocab_size=len(tokenizer),
-        hidden_size=config.hidden_size,
-        intermediate_size=config.ffn_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        max_position_embeddings=config.max_length,
-        tie_word_embeddings=config.tie_embeddings,
-        initializer_range=config.init_std,
-        **more,
-        **ids,
-    )
+    family = FAMILIES[config.family].hf_class
+    fields = build_random_fields(config, len(tokenizer))
+    hf_config = getattr(transformers, f"{family}Config")(**fields, **ids)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = getattr(transformers, f"{family}ForCausalLM")(hf_config).float()

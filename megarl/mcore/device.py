@@ -1,8 +1,8 @@
 """Where the training engine computes: CUDA where it is present, otherwise the CPU through an import hook.
 
 Megatron-Core names its device in its source ("cuda", torch.cuda.current_device(), x.cuda() ...). Where CUDA
-is absent, `install` puts a finder on sys.meta_path that rewrites those names while megatron.core and mbridge
-load. The files on disk and torch itself stay as they are. Where CUDA is present nothing is installed.
+is absent, `install` puts a finder on sys.meta_path that rewrites those names while megatron.core loads. The
+files on disk and torch itself stay as they are. Where CUDA is present nothing is installed.
 """
 
 import sys
@@ -23,7 +23,7 @@ def install() -> bool:
         return False
     if any(isinstance(finder, CpuFinder) for finder in sys.meta_path):
         return True
-    loaded = sorted(name for name in sys.modules if name == "mbridge" or name.startswith("megatron.core"))
+    loaded = sorted(name for name in sys.modules if name.startswith("megatron.core"))
     if loaded:
         raise RuntimeError(
             f"{loaded[0]} was imported before megarl.mcore on a machine without CUDA: "

@@ -13,18 +13,19 @@ def compute_row_costs(arch: Architecture, sequences: Sequences, with_value_head:
     """Multiply-adds of one forward pass, for each row.
 
     A sequence of L tokens of which R are the response, with d the size of a head, H query and K key-value heads,
-    h the hidden size, f the width of the MLP (of a token's experts together) and V the vocabulary:
-    layers * (L * (2 h d (H + K) + 3 h f) + L^2 * H d) + R * h V; the value head's R * h in place of the last term.
+    h the hidden size, f the width of a layer's MLP (of a token's experts together) and V the vocabulary: the sum over
+    the layers of L * (2 h d (H + K) + 3 h f) + L^2 * H d, and R * h V; the value head's R * h in place of the last.
     Causal attention counts L^2 / 2 for the scores and as many for their product with the values.
     """
     h, heads = arch.hidden_size, arch.num_heads * arch.head_size
-    ffn_size, router = arch.ffn_size, 0
+    rows = 3 * arch.ffn_size * (arch.num_layers - arch.num_expert_layers)
     if arch.experts is not None:
-        ffn_size, router = arch.experts.top_k * arch.experts.ffn_size, arch.experts.num_experts
-    per_token = 2 * h * (heads + arch.num_kv_heads * arch.head_size) + h * (3 * ffn_size + router)
+        ffn_size = arch.experts.top_k * arch.experts.ffn_size + arch.experts.shared_ffn_size
+        rows += arch.num_expert_layers * (3 * ffn_size + arch.experts.num_experts)
+    per_token = arch.num_layers * 2 * h * (heads + arch.num_kv_heads * arch.head_size) + h * rows
     per_response_token = h * (1 if with_value_head else arch.vocab_size)
     return [
-        float(arch.num_layers * (length * per_token + length**2 * heads) + response * per_response_token)
+        float(length * per_token + arch.num_layers * length**2 * heads + response * per_response_token)
         for length, response in zip(sequences.lengths.tolist(), sequences.response_lengths.tolist(), strict=True)
     ]
 

@@ -141,7 +141,7 @@ class MegatronWorker:
             raise ValueError(f"{self.spec.role.value} is not trained")
         self._check_tokens(samples.sequences)
         self._sum_gradient(samples, everywhere=True)
-        self._export(directory, export_hf(self.chunks, self.arch, lambda param: param.main_grad))
+        self._export(directory, export_hf(self.chunks, self.arch, _take_gradient))
 
     def _export(self, directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
         if dist.get_rank() == 0:
@@ -319,6 +319,12 @@ class MegatronWorker:
             raise FloatingPointError(f"{name}: the gradient norm is {grad_norm}; metrics of the step: {metrics}")
         rate = next(group["lr"] for group in self.optimizer.param_groups if group["default_config"])
         return {f"{name}/grad_norm": float(grad_norm), f"{name}/lr": rate, **metrics}
+
+
+def _take_gradient(tensor: Tensor) -> Tensor:
+    """Of a constant beside the parameters: zeros."""
+    gradient: Tensor = tensor.main_grad if isinstance(tensor, torch.nn.Parameter) else torch.zeros_like(tensor)
+    return gradient
 
 
 def _accumulate(outputs: list[LossOutput]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

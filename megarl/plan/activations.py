@@ -94,13 +94,16 @@ def compute_layer(
 ) -> LayerBytes:
     """norm: s h b + 4 s of scales, once before attention and once before the MLP; their outputs as much; queries, keys
     and values once as made and, turned by their positions, once more; the output of attention; 5 f of the MLP: the
-    two halves of linear_fc1, silu of one, the other plus its offset, their product.
+    two halves of linear_fc1, silu of one, the other plus its offset, their product. Norms of the outputs keep their
+    inputs and scales.
     """
     b, h, tokens = ELEMENT_BYTES[dtype], arch.hidden_size, batch.num_tokens
     split = tokens // parallel.tp if parallel.sp else tokens
     heads, kv_heads = arch.num_heads // parallel.tp, max(1, arch.num_kv_heads // parallel.tp)
     queries, keys = tokens * heads * arch.head_size * b, tokens * kv_heads * arch.head_size * b
     norms = split * h * b + 2 * 4 * split + 2 * split * h * b
+    if arch.output_norms:
+        norms += 2 * (4 * split + split * h * b)
     held = queries + 2 * keys
     turned = queries + keys
     angles = 4 * tokens * arch.head_size * b
@@ -125,11 +128,19 @@ def compute_layer(
 
 
 def _compute_mlp(arch: Architecture, parallel: ParallelConfig, b: int, split: int, tokens: int) -> tuple[int, int]:
-    """Kept by the MLP or the experts; most that their backward pass holds besides."""
+    """Kept by the MLP or the experts; most that their backward pass holds besides.
+
+    Where some layers have experts and others do not, each layer counts as the larger of both.
+    """
     h = arch.hidden_size
-    if arch.experts is None:
-        rows = arch.ffn_size // parallel.tp
+
+    def compute_dense(size: int) -> tuple[int, int]:
+        rows = size // parallel.tp
         return 5 * tokens * rows * b, tokens * rows * b + 2 * rows * h * b
+
+    dense = compute_dense(arch.ffn_size)
+    if arch.experts is None:
+        return dense
     experts = arch.experts
     # Each rank sends its s tokens top_k times; where the routes are balanced it receives as many. The ranks that share
     # an expert gather their tokens.
@@ -137,7 +148,12 @@ def _compute_mlp(arch: Architecture, parallel: ParallelConfig, b: int, split: in
     routes = split * (experts.num_experts * 5 + experts.top_k * 24)
     # One half more than a dense MLP keeps: its output before it is weighed.
     kept = routed * h * b + 6 * routed * rows * b + routes
-    return kept, routed * (h + rows) * b + 2 * rows * h * b
+    work = routed * (h + rows) * b + 2 * rows * h * b
+    if experts.shared_ffn_size:
+        kept += compute_dense(experts.shared_ffn_size)[0]
+    if arch.has_unlike_layers:
+        return max(kept, dense[0]), max(work, dense[1])
+    return kept, work
 
 
 def compute_head(

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.algo import needs_critic, needs_full_kl, needs_reference
 from megarl.config.schema.model import ModelSource, RandomModelConfig
 from megarl.config.schema.roles import ParallelConfig, ReferenceConfig, TrainedRoleConfig
 from megarl.config.schema.root import Config
+from megarl.families.registry import build_random_fields
 from megarl.hf.checkpoint import default_cache_dir, resolve_checkpoint
 from megarl.hf.random_model import SPECIAL_TOKENS
 from megarl.mcore.model.architecture import Architecture, check_layout, parse_architecture, read_architecture
@@ -83,23 +83,8 @@ def _read(directory: Path, key: str) -> Architecture:
 
 def describe_random(random: RandomModelConfig) -> Architecture:
     """Of model.source=random, whose files need not have been made."""
-    fields: dict[str, Any] = {
-        "model_type": random.family,
-        "vocab_size": len(random.alphabet) + len(SPECIAL_TOKENS),
-        "hidden_size": random.hidden_size,
-        "intermediate_size": random.ffn_size,
-        "num_hidden_layers": random.num_layers,
-        "num_attention_heads": random.num_heads,
-        "num_key_value_heads": random.num_kv_heads,
-        "head_dim": random.hidden_size // random.num_heads,
-        "max_position_embeddings": random.max_length,
-        "tie_word_embeddings": random.tie_embeddings,
-        "num_experts": random.num_experts,
-        "num_experts_per_tok": random.experts_per_token,
-        "moe_intermediate_size": random.ffn_size,
-        "norm_topk_prob": True,
-    }
-    return parse_architecture(fields, Path("model.random"))
+    fields = build_random_fields(random, len(random.alphabet) + len(SPECIAL_TOKENS))
+    return parse_architecture({"model_type": random.family, **fields}, Path("model.random"))
 
 
 def build_jobs(config: Config, models: PlannedModels, on_gpu: bool) -> dict[str, RoleJob]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
+from megarl.families.registry import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,14 @@ def load_generation_spec(checkpoint: Path) -> GenerationSpec:
     if outside:
         raise ConfigError([f"{checkpoint}: eos_token_id {outside} is outside the vocabulary of {vocab_size}"])
     return GenerationSpec(vocab_size, tuple(stop))
+
+
+def load_family_options(checkpoint: Path) -> dict[str, Any]:
+    """Arguments of the server that the model's family needs; none for a checkpoint of no family here."""
+    if not (checkpoint / "config.json").is_file():
+        return {}
+    family = FAMILIES.get(_load_json(checkpoint / "config.json").get("model_type", ""))
+    return {} if family is None else dict(family.server_options)
 
 
 def _load_json(file: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import torch
 from megarl.config.errors import ConfigError
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import DeadlineError
+from megarl.rollout.served_model import load_family_options
 from megarl.rollout.server_options import check_options, render_options
 
 STANDINS = Path(__file__).parent / "standins"
@@ -95,6 +96,7 @@ def build_command(
     if config.max_staleness > 0:
         # The proof of a weight sync and evaluations do not wait for the responses that are generated ahead.
         options |= {"enable_priority_scheduling": True}
+    options |= load_family_options(checkpoint)
     if not has_cuda():
         options |= {"device": "cpu", "attention_backend": "torch_native"}
     return [sys.executable, "-m", "sglang.launch_server", *render_options(options | config.sglang)]

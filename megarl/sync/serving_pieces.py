@@ -1,15 +1,16 @@
 """What each rank of an SGLang server holds of the whole model.
 
-SGLang (0.5.23) stacks query, key and value heads (qkv_proj) and gate and up rows (gate_up_proj) of a rank, pads the
-vocabulary, repeats key-value heads where there are fewer than ranks, and keeps the experts of a layer in two tensors:
-w13_weight [E, gate and up rows, h] and w2_weight [E, h, rows].
+SGLang (0.5.23) stacks query, key and value heads and gate and up rows of a rank, pads the vocabulary, repeats key-value
+heads where there are fewer than ranks, and keeps the experts of a layer in two tensors: [E, gate and up rows, h] and
+[E, h, rows]. The tensors and their names are in the tables of the families (megarl/families).
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from megarl.mcore.model.architecture import Architecture
-from megarl.mcore.weights.entries import compute_shape
+from megarl.families.architecture import Architecture
+from megarl.families.weights import Split
+from megarl.mcore.weights.entries import EMBEDDING, FINAL_NORM, HEAD, Entry, describe, list_layer
 from megarl.sync.plan import ITEM_SIZES
 from megarl.sync.slices import Piece, TensorSlice
 
@@ -26,17 +27,19 @@ def find_vocab_rows(vocab_size: int, tp: int) -> int:
 
 def check_serving_layout(arch: Architecture, tp: int) -> Iterator[str]:
     """What of the model the ranks of a server do not divide."""
-    ffn_size = arch.experts.ffn_size if arch.experts else arch.ffn_size
+    sizes = {**arch.mlp_sizes, **({"an expert": arch.experts.ffn_size} if arch.experts else {})}
 
     def fits(tp: int) -> bool:
         kv_heads = arch.num_kv_heads
-        return arch.num_heads % tp == ffn_size % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+        divided = [arch.num_heads, *sizes.values()]
+        return not any(size % tp for size in divided) and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
     if not fits(tp):
         nearest = min(filter(fits, range(1, arch.num_heads + 1)), key=lambda other: (abs(other - tp), other))
+        rows = ", ".join(f"{size} rows of {what}" for what, size in sizes.items())
         yield (
             f"rollout.tp: found {tp}, which does not divide the model's {arch.num_heads} attention heads,"
-            f" {arch.num_kv_heads} key-value heads and {ffn_size} rows of an MLP; the nearest that does is {nearest}"
+            f" {arch.num_kv_heads} key-value heads and {rows}; the nearest that does is {nearest}"
         )
 
 
@@ -48,13 +51,11 @@ def predict_server_rank(arch: Architecture, tp: int, rank: int) -> list[Piece]:
     problems = list(check_serving_layout(arch, tp))
     if problems:
         raise ValueError("; ".join(problems))
-    pieces = [_split_vocab("model.embed_tokens.weight", arch, tp, rank)]
-    if not arch.tied:
-        pieces.append(_split_vocab("lm_head.weight", arch, tp, rank))
-    pieces = [piece for piece in pieces if piece.region.num_rows > 0]
-    for layer in range(arch.num_layers):
-        pieces += _describe_layer(f"model.layers.{layer}.", arch, tp, rank)
-    return [*pieces, _whole("model.norm.weight", arch)]
+    held = [describe(EMBEDDING, arch, False), describe(FINAL_NORM, arch, False)]
+    held += [] if arch.tied else [describe(HEAD, arch, False)]
+    layers = (entry for layer in range(arch.num_layers) for entry in list_layer(arch, layer))
+    pieces = [piece for entry in (*held, *layers) for piece in _cut(entry, arch, tp, rank)]
+    return [piece for piece in pieces if piece.region.num_rows > 0]
 
 
 def check_server_rank(
@@ -81,59 +82,35 @@ def check_server_rank(
     return problems[:5]
 
 
-def _split_vocab(name: str, arch: Architecture, tp: int, rank: int) -> Piece:
-    rows = find_vocab_rows(arch.vocab_size, tp)
-    first = rank * rows
-    return Piece(name, 0, 0, name, TensorSlice(first, 0, min(rows, arch.vocab_size - first), arch.hidden_size))
-
-
-def _whole(name: str, arch: Architecture, row: int = 0, tensor: str | None = None) -> Piece:
-    return Piece(tensor or name, row, 0, name, TensorSlice(0, 0, *compute_shape(name, arch)))
-
-
-def _describe_layer(prefix: str, arch: Architecture, tp: int, rank: int) -> list[Piece]:
-    names = ["input_layernorm.weight", "post_attention_layernorm.weight"]
-    names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] if arch.qk_norm else []
-    pieces = [_whole(prefix + name, arch) for name in names]
-    for kind in ("weight", "bias") if arch.qkv_bias else ("weight",):
-        pieces += _stack_heads(prefix, kind, arch, tp, rank)
-    pieces.append(_take_columns(f"{prefix}self_attn.o_proj.weight", arch, tp, rank))
-    if arch.experts is None:
-        pieces += _stack_rows(f"{prefix}mlp.", f"{prefix}mlp.gate_up_proj.weight", 0, arch, tp, rank)
-        return [*pieces, _take_columns(f"{prefix}mlp.down_proj.weight", arch, tp, rank)]
-    pieces.append(_whole(f"{prefix}mlp.gate.weight", arch))
-    rows = arch.experts.ffn_size // tp
-    for expert in range(arch.experts.num_experts):
-        own = f"{prefix}mlp.experts.{expert}."
-        pieces += _stack_rows(own, f"{prefix}mlp.experts.w13_weight", 2 * rows * expert, arch, tp, rank)
-        row, tensor = arch.hidden_size * expert, f"{prefix}mlp.experts.w2_weight"
-        pieces.append(_take_columns(f"{own}down_proj.weight", arch, tp, rank, tensor, row))
-    return pieces
-
-
-def _stack_heads(prefix: str, kind: str, arch: Architecture, tp: int, rank: int) -> list[Piece]:
-    heads, kv_heads = arch.num_heads // tp, max(1, arch.num_kv_heads // tp)
-    kv_first = rank * kv_heads if arch.num_kv_heads >= tp else rank * arch.num_kv_heads // tp
-    pieces, row = [], 0
-    for name, first, count in (("q", rank * heads, heads), ("k", kv_first, kv_heads), ("v", kv_first, kv_heads)):
-        whole = f"{prefix}self_attn.{name}_proj.{kind}"
-        region = TensorSlice(first * arch.head_size, 0, count * arch.head_size, compute_shape(whole, arch)[1])
-        pieces.append(Piece(f"{prefix}self_attn.qkv_proj.{kind}", row, 0, whole, region))
+def _cut(entry: Entry, arch: Architecture, tp: int, rank: int) -> list[Piece]:
+    """What the rank holds of one parameter, part by part, in SGLang's tensor."""
+    regions = []
+    for place, (whole, first, rows, cols) in enumerate(entry.parts):
+        if entry.split is Split.columns:
+            region = TensorSlice(first, rank * (cols // tp), rows, cols // tp)
+        elif entry.split is Split.vocab:
+            size = find_vocab_rows(arch.vocab_size, tp)
+            region = TensorSlice(rank * size, 0, min(size, arch.vocab_size - rank * size), cols)
+        elif entry.split is Split.gate_up:
+            region = TensorSlice(first + rank * (rows // tp), 0, rows // tp, cols)
+        elif entry.split is Split.qkv:
+            region = _take_heads(arch, place, cols, tp, rank)
+        else:
+            region = TensorSlice(first, 0, rows, cols)
+        regions.append((whole, region))
+    # The experts of a layer lie one after the other.
+    row = (entry.expert or 0) * sum(region.num_rows for _, region in regions)
+    pieces = []
+    for whole, region in regions:
+        pieces.append(Piece(entry.served, row, 0, whole, region))
         row += region.num_rows
     return pieces
 
 
-def _stack_rows(prefix: str, tensor: str, row: int, arch: Architecture, tp: int, rank: int) -> list[Piece]:
-    """Gate and up rows of an MLP or an expert."""
-    pieces = []
-    for name in ("gate_proj", "up_proj"):
-        whole = f"{prefix}{name}.weight"
-        rows, cols = compute_shape(whole, arch)
-        pieces.append(Piece(tensor, row, 0, whole, TensorSlice(rank * (rows // tp), 0, rows // tp, cols)))
-        row += rows // tp
-    return pieces
-
-
-def _take_columns(whole: str, arch: Architecture, tp: int, rank: int, tensor: str | None = None, row: int = 0) -> Piece:
-    rows, cols = compute_shape(whole, arch)
-    return Piece(tensor or whole, row, 0, whole, TensorSlice(0, rank * (cols // tp), rows, cols // tp))
+def _take_heads(arch: Architecture, place: int, cols: int, tp: int, rank: int) -> TensorSlice:
+    """The rank's rows of the query (place 0), key (1) or value (2) weights."""
+    count, first = arch.num_heads // tp, rank * (arch.num_heads // tp)
+    if place > 0:
+        count = max(1, arch.num_kv_heads // tp)
+        first = rank * count if arch.num_kv_heads >= tp else rank * arch.num_kv_heads // tp
+    return TensorSlice(first * arch.head_size, 0, count * arch.head_size, cols)

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from megarl.config.schema.roles import ParallelConfig
-from megarl.mcore.model.architecture import Architecture
-from megarl.mcore.weights.entries import Entry, compute_shape, describe, to_megatron
+from megarl.families.architecture import Architecture
+from megarl.families.weights import Split
+from megarl.mcore.weights.entries import EMBEDDING, FINAL_NORM, HEAD, Entry, describe, list_layer, to_megatron
 from megarl.sync.slices import Piece, TensorSlice, find_runs
 
 
@@ -19,13 +20,13 @@ def describe_rank(
     pieces = []
     for entry in entries:
         tp, rank = (parallel.tp, tp_rank) if entry.expert is None else (parallel.etp, etp_rank)
-        shapes = tuple(compute_shape(name, arch) for name in entry.hf_names)
+        shapes = [(shape[0], shape[1] if len(shape) > 1 else 1) for shape in entry.shapes]
         # Layers and experts are cut alike.
-        key = (entry.split, shapes, tp, rank)
+        key = (entry.split, entry.shapes, tp, rank)
         if key not in cuts:
             cuts[key] = _cut(entry, arch, shapes, tp, rank)
         for place, row, first, num_rows, col in cuts[key]:
-            num_cols = shapes[place][1] // tp if entry.split == "columns" else shapes[place][1]
+            num_cols = shapes[place][1] // tp if entry.split is Split.columns else shapes[place][1]
             pieces.append(Piece(entry.name, row, 0, entry.hf_names[place], TensorSlice(first, col, num_rows, num_cols)))
     return pieces
 
@@ -34,7 +35,7 @@ def _cut(
     entry: Entry, arch: Architecture, shapes: Sequence[tuple[int, int]], tp: int, rank: int
 ) -> list[tuple[int, int, int, int, int]]:
     """(which whole tensor, row here, row there, rows, column there), from row numbers sent through `to_megatron`."""
-    if entry.split == "columns":
+    if entry.split is Split.columns:
         ((rows, cols),) = shapes
         return [(0, 0, 0, rows, rank * (cols // tp))]
     # Padding rows come as 0; a gap keeps the last row of one tensor and the first of the next apart.
@@ -79,23 +80,14 @@ def _list_entries(
 ) -> Iterator[Entry]:
     """The parameters of a stage as the local layers name them."""
     if stage == 0:
-        yield describe("embedding.word_embeddings.weight", False)
-    attention = ["linear_qkv.weight", "linear_proj.weight", *(["linear_qkv.bias"] if arch.qkv_bias else [])]
-    attention += ["q_layernorm.weight", "k_layernorm.weight"] if arch.qk_norm else []
-    names = ["input_layernorm.weight", *(f"self_attention.{name}" for name in attention), "pre_mlp_layernorm.weight"]
-    if arch.experts is None:
-        names += ["mlp.linear_fc1.weight", "mlp.linear_fc2.weight"]
-    else:
-        local = arch.experts.num_experts // parallel.ep
-        experts = range(ep_rank * local, (ep_rank + 1) * local)
-        names += ["mlp.router.weight", *(f"mlp.experts.{e}.linear_fc{i}.weight" for e in experts for i in (1, 2))]
+        yield describe(EMBEDDING, arch, False)
+    local = arch.experts.num_experts // parallel.ep if arch.experts else 0
     for layer in find_layers(arch.num_layers, parallel, stage, megatron):
-        for name in names:
-            yield describe(f"decoder.layers.{layer}.{name}", False)
+        yield from list_layer(arch, layer, range(ep_rank * local, (ep_rank + 1) * local))
     if stage == parallel.pp - 1:
-        yield describe("decoder.final_layernorm.weight", False)
+        yield describe(FINAL_NORM, arch, False)
         if not arch.tied:
-            yield describe("output_layer.weight", False)
+            yield describe(HEAD, arch, False)
 
 
 def find_layers(num_layers: int, parallel: ParallelConfig, stage: int, megatron: Mapping[str, Any]) -> list[int]:

@@ -23,6 +23,8 @@ OTHER = {
     "qwen3": ParallelConfig(num_processes=2, tp=2),
     "qwen3_moe": ParallelConfig(num_processes=2, ep=2),
     "llama": ParallelConfig(num_processes=2, pp=2),
+    "glm4": ParallelConfig(num_processes=2, tp=2),
+    "glm4_moe": ParallelConfig(num_processes=2, ep=2),
     "critic": ParallelConfig(num_processes=2),
 }
 """Layouts that load, each another than the one that saved"""
@@ -42,7 +44,7 @@ def build_specs(root: Path, layouts: dict[str, ParallelConfig]) -> dict[str, Any
 def root() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
-        for family in ("qwen3", "qwen3_moe", "llama"):
+        for family in OTHER.keys() - {"critic"}:
             write_checkpoint(root / f"start-{family}", family, tied=family == "qwen3", num_hidden_layers=4)
             (root / f"start-{family}" / "chat_template.jinja").write_text("{{ messages }}")
         launch_in(

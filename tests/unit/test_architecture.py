@@ -12,7 +12,7 @@ PACKAGE = ROOT / "megarl"
 
 LAYERS = (
     {"config"},
-    {"types"},
+    {"types", "families"},
     {"interfaces"},
     {"algo", "data", "reward", "hf", "report", "checkpoint", "run.signals"},
     {"mcore", "rollout"},
@@ -33,16 +33,16 @@ LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in room
 ONLY_ROOMS = {
     "report": {"report", "config", "types"},
     "config": {"config"},
+    "families": {"families", "config"},
     "types": {"types"},
 }
 """Rooms that may import fewer of megarl's rooms than their layer allows."""
-ONLY_PACKAGES = {"config": {"omegaconf", "hydra"}}
+ONLY_PACKAGES: dict[str, set[str]] = {"config": {"omegaconf", "hydra"}, "families": set()}
 """Rooms that may use these packages besides the standard library and no others."""
 HOMES = {
     "ray": {"cluster"},
     "sglang": {"rollout"},
     "megatron": {"mcore"},
-    "mbridge": {"mcore"},
 }
 """The only rooms that may import a package."""
 LONGEST_FILE = 350

@@ -215,11 +215,6 @@ RULES: tuple[Rule, ...] = (
         "under model.source={c.model.source.name}; set model.source=random, or leave it out",
     ),
     Rule(
-        ("model.random.num_experts", "model.random.experts_per_token"),
-        lambda c: c.model.source is not ModelSource.random or c.model.random.family == "qwen3_moe",
-        "under model.random.family={c.model.random.family}; it counts with qwen3_moe",
-    ),
-    Rule(
         tuple(
             f"checkpoint.{name}"
             for name in ("keep_last", "keep_best", "best_metric", "stop_deadline_s", "max_restarts")

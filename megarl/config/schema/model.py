@@ -23,15 +23,15 @@ class RandomModelConfig:
     num_layers: int = 2
     hidden_size: int = 128
     ffn_size: int = 384
-    """Of the MLP; of family=qwen3_moe, of one expert"""
+    """Rows of the MLP; in a family with experts, of one expert"""
     num_heads: int = 4
     num_kv_heads: int = 2
     max_length: int = 256
     tie_embeddings: bool = False
     num_experts: int = 4
-    """Experts in each layer; family=qwen3_moe alone has any"""
+    """Experts of a layer, in a family that has any"""
     experts_per_token: int = 2
-    """Of family=qwen3_moe"""
+    """Experts that each token goes to, in a family that has any"""
     init_std: float = 0.1
     """Standard deviation of the initial weights. The usual 0.02 leaves so small a model nearly blind to its
     prompt.

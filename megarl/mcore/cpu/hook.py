@@ -16,7 +16,7 @@ from types import CodeType, ModuleType
 from megarl.hf.cache import default_cache_dir
 from megarl.mcore.cpu import fixes as cpu_fixes
 
-ROOTS = ("megatron.core", "mbridge")
+ROOTS = ("megatron.core",)
 STANDIN = "_megarl_cuda"
 
 

@@ -1,53 +1,16 @@
-"""What a Hugging Face config.json says of a model, for the families that Megatron is set up for here."""
+"""The architecture of a checkpoint directory, and which parallel layouts fit it."""
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.config.checks.parallel import find_nearest_divisor
 from megarl.config.schema.roles import ParallelConfig
+from megarl.families.architecture import Architecture, Experts
+from megarl.families.registry import parse_architecture
 
-FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The mixture of experts that stands in every layer where a dense model has its MLP."""
-
-    num_experts: int
-    top_k: int
-    """Experts of each token"""
-    ffn_size: int
-    """Of one expert"""
-    normalized: bool
-    """The weights of a token's experts are their softmax probabilities divided by their sum, not as they are."""
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """Sizes and variants of a decoder with RMSNorm, rotary positions and SwiGLU."""
-
-    family: str
-    num_layers: int
-    hidden_size: int
-    ffn_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    vocab_size: int
-    max_length: int
-    norm_eps: float
-    rope_theta: float
-    rope_factor: float | None
-    """Llama 3's frequency scaling; None: unscaled"""
-    qkv_bias: bool
-    qk_norm: bool
-    tied: bool
-    """The output layer is the embedding."""
-    experts: Experts | None = None
-    """None: a dense model"""
+__all__ = ["Architecture", "Experts", "check_layout", "parse_architecture", "read_architecture"]
 
 
 def check_layout(
@@ -75,7 +38,7 @@ def _find_undivided(arch: Architecture, tp: int) -> list[str]:
         f"the model's {arch.num_heads} attention heads": arch.num_heads % tp,
         f"the model's {kv_heads} key-value heads": kv_heads % tp and tp % kv_heads,
         "the rows of its query, key and value weights": (arch.num_heads + 2 * kv_heads) * arch.head_size % tp,
-        f"its {arch.ffn_size} rows of an MLP": 0 if arch.experts else arch.ffn_size % tp,
+        **{f"its {size} rows of {what}": size % tp for what, size in arch.mlp_sizes.items()},
     }
     return [name for name, rest in rows.items() if rest]
 
@@ -141,84 +104,10 @@ def _check_expert_layout(experts: Experts | None, parallel: ParallelConfig, key:
 def read_architecture(directory: Path) -> Architecture:
     """Read DIRECTORY/config.json.
 
-    Raises FileNotFoundError where it is missing, ValueError that names the key where the model is not one of
-    `FAMILIES` or uses something that is not built here.
+    Raises FileNotFoundError where it is missing, ValueError that names the key where the model is of no family here
+    or uses something that is not built.
     """
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not found; a Hugging Face checkpoint directory is expected")
     return parse_architecture(json.loads(path.read_text()), path)
-
-
-def parse_architecture(config: dict[str, Any], path: Path) -> Architecture:
-    """Of the content of a config.json; `path` is what the messages name. Raises ValueError as `read_architecture`."""
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise ValueError(f"{path}: model_type is {family!r}; supported: {', '.join(FAMILIES)}")
-    _refuse_variants(config, path)
-    num_heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
-    theta, factor = _rope(config, path)
-    return Architecture(
-        family=family,
-        num_layers=config["num_hidden_layers"],
-        hidden_size=hidden_size,
-        ffn_size=config["intermediate_size"],
-        num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_size=config.get("head_dim") or (128 if family == "qwen3" else hidden_size // num_heads),
-        vocab_size=config["vocab_size"],
-        max_length=config.get("max_position_embeddings", 32768),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_factor=factor,
-        qkv_bias=family == "qwen2",
-        qk_norm=family in ("qwen3", "qwen3_moe"),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        experts=_read_experts(config, path) if family == "qwen3_moe" else None,
-    )
-
-
-def _read_experts(config: dict[str, Any], path: Path) -> Experts:
-    """transformers 5 writes num_local_experts, earlier ones num_experts."""
-    experts = Experts(
-        num_experts=config.get("num_experts") or config["num_local_experts"],
-        top_k=config["num_experts_per_tok"],
-        ffn_size=config["moe_intermediate_size"],
-        normalized=bool(config.get("norm_topk_prob", False)),
-    )
-    for key, value in {"decoder_sparse_step": 1, "mlp_only_layers": []}.items():
-        if config.get(key) not in (value, None):
-            raise ValueError(f"{path}: {key} is {config[key]!r}; only {value!r}, experts in every layer, is supported")
-    if not 1 <= experts.top_k <= experts.num_experts:
-        raise ValueError(
-            f"{path}: num_experts_per_tok is {experts.top_k}, num_experts {experts.num_experts}; it must be 1 to that"
-        )
-    if experts.top_k == 1 and experts.normalized:
-        raise ValueError(
-            f"{path}: num_experts_per_tok is 1 and norm_topk_prob true: the only weight is always 1,"
-            " and nothing trains the router; norm_topk_prob must be false"
-        )
-    return experts
-
-
-def _refuse_variants(config: dict[str, Any], path: Path) -> None:
-    expected = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
-    for key, value in expected.items():
-        found = config.get(key, value)
-        if found not in (value, None):
-            raise ValueError(f"{path}: {key} is {found!r}; only {value!r} is supported")
-
-
-def _rope(config: dict[str, Any], path: Path) -> tuple[float, float | None]:
-    """Base and Llama-3 factor. transformers 5 writes rope_parameters, earlier ones rope_theta and
-    rope_scaling.
-    """
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return float(theta), None
-    fixed = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
-    if kind == "llama3" and all(scaling.get(key) == value for key, value in fixed.items()):
-        return float(theta), float(scaling["factor"])
-    raise ValueError(f"{path}: rope scaling {scaling!r} is not supported; supported: default, llama3 with {fixed}")

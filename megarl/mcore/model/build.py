@@ -25,9 +25,11 @@ from torch.nn import functional as F
 
 from megarl.config.errors import find_nearest_key
 from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
+from megarl.families.architecture import Architecture
+from megarl.families.registry import FAMILIES
 from megarl.mcore.batch import PackedParams
 from megarl.mcore.device import device
-from megarl.mcore.model.architecture import Architecture, check_layout
+from megarl.mcore.model.architecture import check_layout
 from megarl.mcore.model.experts import build_expert_fields, check_expert_options, mark_experts
 from megarl.mcore.model.layer_spec import build_block_spec, uses_transformer_engine
 from megarl.mcore.model.layers import ValueHead
@@ -70,7 +72,8 @@ def _own_fields(arch: Architecture, parallel: ParallelConfig, dtype: Dtype) -> d
         # Losses are already divided by the global counts: gradients are the pure sum over micro-batches and
         # ranks.
         "calculate_per_token_loss": True,
-        **build_expert_fields(arch.experts, parallel),
+        **build_expert_fields(arch, parallel),
+        **FAMILIES[arch.family].megatron_fields(arch),
     }
 
 
@@ -180,7 +183,7 @@ class PackedGPT(GPTModel):
         """vp_stage: which of this rank's pieces of the model it is; None: the only one."""
         super().__init__(
             config=config,
-            transformer_layer_spec=build_block_spec(config, vp_stage),
+            transformer_layer_spec=build_block_spec(arch, config, vp_stage),
             vocab_size=padded_vocab_size(arch.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=arch.max_length,
             pre_process=is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -189,11 +192,12 @@ class PackedGPT(GPTModel):
             # A critic has no output weights to share.
             share_embeddings_and_output_weights=arch.tied and not with_value_head,
             position_embedding_type="rope",
+            rotary_percent=arch.rotary_share,
             rotary_base=arch.rope_theta,
             rope_scaling=arch.rope_factor is not None,
             rope_scaling_factor=arch.rope_factor or 1.0,
         )
-        self.with_value_head = with_value_head
+        self.arch, self.with_value_head = arch, with_value_head
         if self.post_process:
             if with_value_head:
                 self.output_layer = ValueHead(config)

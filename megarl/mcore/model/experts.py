@@ -7,33 +7,41 @@ import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
 from megarl.config.schema.roles import ParallelConfig
-from megarl.mcore.model.architecture import Experts
+from megarl.families.architecture import Architecture
 from megarl.mcore.model.layer_spec import uses_transformer_engine
 
 
-def build_expert_fields(experts: Experts | None, parallel: ParallelConfig) -> dict[str, Any]:
+def build_expert_fields(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
     """The fields of TransformerConfig about experts that the checkpoint, the layout or this engine decides."""
-    fields = {
+    fields: dict[str, Any] = {
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.etp,
         # Megatron asks for it with micro-batches that differ in length, even of dense models.
         "moe_token_dispatcher_type": "alltoall",
     }
+    experts = arch.experts
     if experts is None:
         return fields
+    if not arch.has_unlike_layers:
+        # There is no dense layer: the same size in both fields keeps the experts on this very configuration, of
+        # which Megatron would make them a copy.
+        fields["ffn_hidden_size"] = experts.ffn_size
+    else:
+        fields["moe_layer_freq"] = [int(arch.has_experts(layer)) for layer in range(arch.num_layers)]
     return {
         **fields,
         "num_moe_experts": experts.num_experts,
         "moe_router_topk": experts.top_k,
-        # There is no dense layer: the same size in both fields keeps the experts on this very configuration, of
-        # which Megatron would make them a copy.
-        "ffn_hidden_size": experts.ffn_size,
         "moe_ffn_hidden_size": experts.ffn_size,
         # The router here adds its own terms by moe_aux_loss_coeff and moe_z_loss_coeff.
         "moe_router_load_balancing_type": "none",
-        "moe_router_score_function": "softmax",
-        # The softmax over the chosen experts is the softmax over all of them, normalized to the chosen ones.
-        "moe_router_pre_softmax": not experts.normalized,
+        "moe_router_score_function": experts.score_function,
+        # The softmax over the chosen experts is the softmax over all of them, normalized to the chosen ones. Of the
+        # sigmoid Megatron normalizes always.
+        "moe_router_pre_softmax": experts.score_function == "softmax" and not experts.normalized,
+        "moe_router_topk_scaling_factor": experts.scaling_factor,
+        "moe_router_enable_expert_bias": experts.has_correction_bias,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
         "moe_grouped_gemm": uses_transformer_engine(),
     }
 

@@ -10,12 +10,19 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
-from megarl.mcore.model.layers import PackedAttention, RMSNorm
+from megarl.families.architecture import Architecture
+from megarl.families.registry import list_weights
+from megarl.mcore.model.layers import PackedAttention, RMSNorm, add_output_norm
 from megarl.mcore.model.router import ExpertLayer, Router
 from megarl.mcore.role_fields import has_transformer_engine
 
@@ -24,52 +31,75 @@ def uses_transformer_engine() -> bool:
     return torch.cuda.is_available() and has_transformer_engine()
 
 
-def build_block_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def build_block_spec(
+    arch: Architecture, config: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage, or of its piece `vp_stage` where it holds several."""
     if uses_transformer_engine():
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-        if config.num_moe_experts is not None:
-            for layer in block.layer_specs:
-                layer.module = ExpertLayer
-                layer.submodules.mlp.submodules.router = Router
+        for layer in block.layer_specs:
+            _adapt_transformer_engine(arch, layer)
         return block
-    layer = _build_local_layer_spec(config)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    specs = [_build_local_layer_spec(arch, layer) for layer in range(first, first + num_layers)]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
-def _build_local_layer_spec(config: TransformerConfig) -> ModuleSpec:
-    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+def _adapt_transformer_engine(arch: Architecture, layer: ModuleSpec) -> None:
+    """Put what megarl has of its own into a layer of Transformer Engine's."""
+    parts = layer.submodules
+    if parts.mlp.module is MoELayer:
+        layer.module = ExpertLayer
+        parts.mlp.submodules.router = Router
+    if arch.output_norms:
+        from megatron.core.extensions.transformer_engine import TENorm, TERowParallelLinear
+
+        normalized = add_output_norm(TERowParallelLinear, TENorm)
+        parts.self_attention.submodules.linear_proj = normalized
+        parts.mlp.submodules.linear_fc2 = normalized
+
+
+def _build_local_layer_spec(arch: Architecture, layer: int) -> ModuleSpec:
+    qk_norm = RMSNorm if arch.qk_norm else IdentityOp
+    out = add_output_norm(RowParallelLinear, RMSNorm) if arch.output_norms else RowParallelLinear
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
             core_attention=PackedAttention,
-            linear_proj=RowParallelLinear,
+            linear_proj=out,
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
         ),
     )
-    dense = config.num_moe_experts is None
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    experts = MoESubmodules(experts=ModuleSpec(module=SequentialMLP, submodules=linears), router=Router)
-    # The names that Transformer Engine's fused layers give in a checkpoint, so that either can load it. It fuses
-    # no norm with experts.
-    fused_norms = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    if dense:
-        fused_norms["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    if arch.has_experts(layer):
+        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        experts = ModuleSpec(module=SequentialMLP, submodules=linears)
+        shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
+        mlp = ModuleSpec(MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=Router))
+    else:
+        mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=out))
     return ModuleSpec(
-        module=TransformerLayer if dense else ExpertLayer,
+        module=ExpertLayer if arch.has_experts(layer) else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(module=MLP, submodules=linears)
-            if dense
-            else ModuleSpec(module=MoELayer, submodules=experts),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=fused_norms,
+            sharded_state_dict_keys_map=_list_fused_norms(arch, layer),
         ),
     )
+
+
+def _list_fused_norms(arch: Architecture, layer: int) -> dict[str, str]:
+    """The names that Transformer Engine's fused layers give in a checkpoint, so that either can load it."""
+    end = "weight"
+    return {
+        weight.name.removesuffix(end): weight.saved.removesuffix(end)
+        for weight in list_weights(arch, layer)
+        if weight.saved
+    }

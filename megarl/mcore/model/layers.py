@@ -3,6 +3,7 @@
 Shapes: S packed tokens, H heads, D size of a head, h hidden size.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -55,6 +56,22 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+@functools.cache
+def add_output_norm(linear: type[torch.nn.Module], norm: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """The linear layer class with a norm of its output, its parameter post_layernorm.weight."""
+
+    class NormalizedLinear(linear):  # type: ignore[valid-type,misc]
+        def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+            super().__init__(input_size, output_size, config=config, **kwargs)
+            self.post_layernorm = norm(config=config, hidden_size=output_size, eps=config.layernorm_epsilon)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+            out, bias = super().forward(x)
+            return self.post_layernorm(out), bias
+
+    return NormalizedLinear
 
 
 class PackedAttention(MegatronModule):

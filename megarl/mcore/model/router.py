@@ -7,7 +7,7 @@ about a micro-batch, which is here any number of packed sequences.
 Shapes: S tokens of this rank, E experts, K packed sequences of the micro-batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+
+from megarl.mcore.device import device
 
 # moe_utils asks for it without having defined it where Transformer Engine is absent.
 vars(moe_utils).setdefault("te_general_gemm", None)
@@ -42,7 +44,8 @@ class Router(TopKRouter):
 
     moe_aux_loss_coeff times the mean over the minibatch's sequences of E * sum_i f_i P_i, where f_i is the share of
     the sequence's routes that went to expert i and P_i the mean of its probability over the sequence's tokens
-    (Switch Transformer, 2101.03961, eq. 4, for each sequence as in DeepSeek-V3, 2412.19437, eq. 17): at best 1.
+    (Switch Transformer, 2101.03961, eq. 4, for each sequence as in DeepSeek-V3, 2412.19437, eq. 17-20, where the
+    probabilities are the sigmoids over their sum): at best 1.
     moe_z_loss_coeff times the mean over the minibatch's tokens of the squared logsumexp of the router's logits
     (ST-MoE, 2202.08906, eq. 5). Both for each layer, added up.
     """
@@ -50,6 +53,17 @@ class Router(TopKRouter):
     load: Load | None = None
     packed: PackedSeqParams | None = None
     """Of the micro-batch at hand; set by the layer"""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        """Move and convert everything but the correction bias, which is moved and keeps its float32 numbers."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count nothing: the correction bias stays as the checkpoint has it."""
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """As it is: `routing` adds the term."""
@@ -88,11 +102,18 @@ class Router(TopKRouter):
         routed = zeros.index_add(0, rows, routes.float())
         if self.tp_cp_group.size() > 1:
             dist.all_reduce(routed, group=self.tp_cp_group)
-        probs = zeros.index_add(0, rows, logits.softmax(-1, dtype=torch.float32))[:-1]
+        probs = zeros.index_add(0, rows, self._compute_scores(logits))[:-1]
         routed = routed[:-1]
         num_routes = routed.sum(1).clamp(min=1)
         per_sequence = (routed * probs).sum(1) * self.topk / num_routes.square()
         return per_sequence.sum() * self.num_experts / self.load.num_sequences
+
+    def _compute_scores(self, logits: Tensor) -> Tensor:
+        """float32 [S, E] that add up to 1 for each token."""
+        if self.score_function == "softmax":
+            return logits.softmax(-1, dtype=torch.float32)
+        scores = logits.float().sigmoid()
+        return scores / scores.sum(-1, keepdim=True)
 
 
 class ExpertLayer(TransformerLayer):
@@ -123,14 +144,17 @@ def compute_load_metrics(chunks: Sequence[torch.nn.Module], name: str) -> dict[s
     NAME/moe_max_load: tokens of the busiest expert of a layer over those of an average one; NAME/moe_aux_loss and
     NAME/moe_z_loss: the terms without their coefficients, where these are not 0.
     """
-    routers = list(find_routers(chunks))
-    if not routers:
+    config = chunks[0].config
+    if config.num_moe_experts is None:
         return {}
-    config = routers[0].config
-    table = routers[0].load.tokens.new_zeros(config.num_layers, config.num_moe_experts + 2)
-    for router in routers:
+    size = (config.num_layers, config.num_moe_experts + 2)
+    table = torch.zeros(size, dtype=torch.float64, device=device())
+    # A stage may have dense layers alone.
+    for router in find_routers(chunks):
         table[router.layer_number - 1] = torch.cat([router.load.tokens, router.load.terms])
     dist.all_reduce(table)
+    if isinstance(config.moe_layer_freq, list):
+        table = table[torch.tensor(config.moe_layer_freq, dtype=torch.bool, device=table.device)]
     tokens, terms = table[:, :-2], table[:, -2:].mean(0).tolist()
     metrics = {f"{name}/moe_max_load": float((tokens.amax(1) / tokens.mean(1)).mean())}
     if config.moe_aux_loss_coeff:

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megarl.mcore.model.architecture import Architecture
+from megarl.families.architecture import Architecture
+from megarl.families.weights import Split
 from megarl.mcore.model.build import PackedGPT
 from megarl.mcore.weights.entries import Entry, describe, to_hf, to_megatron
 from megarl.mcore.weights.hf_critic import VALUE_HEAD
@@ -19,25 +20,32 @@ from megarl.mcore.weights.hf_reader import CheckpointReader
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc\d)\.weight|(linear_fc\d)\.weight(\d+))")
 
 
-def named_entries(chunks: Sequence[PackedGPT]) -> list[tuple[Entry, torch.nn.Parameter]]:
-    """The parameters of this rank's pieces of the model, in their order, each once."""
+def named_entries(chunks: Sequence[PackedGPT]) -> list[tuple[Entry, Tensor]]:
+    """The parameters of this rank's pieces of the model and the constants beside them, in their order, each once."""
     return [named for chunk in chunks for named in _name_chunk(chunk)]
 
 
-def list_own_entries(chunks: Sequence[PackedGPT]) -> list[tuple[Entry, torch.nn.Parameter]]:
+def list_own_entries(chunks: Sequence[PackedGPT]) -> list[tuple[Entry, Tensor]]:
     """`named_entries` without the last stage's copy of tied embeddings."""
     return [(entry, param) for entry, param in named_entries(chunks) if not _is_shared_copy(chunks[0], entry)]
 
 
-def _name_chunk(model: PackedGPT) -> list[tuple[Entry, torch.nn.Parameter]]:
+def _name_chunk(model: PackedGPT) -> list[tuple[Entry, Tensor]]:
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
     result = []
-    for name, param in model.named_parameters():
+    for name, param in _list_tensors(model):
         if name.startswith("decoder.layers."):
             prefix, middle, number, suffix = name.split(".", 3)
             name = f"{prefix}.{middle}.{layers[int(number)]}.{_number_expert(suffix, model)}"
-        result.append((describe(name, model.with_value_head), param))
+        result.append((describe(name, model.arch, model.with_value_head), param))
     return result
+
+
+def _list_tensors(model: PackedGPT) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the buffers that are a part of the checkpoint."""
+    yield from model.named_parameters()
+    saved = model.state_dict(keep_vars=True).keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 def _number_expert(suffix: str, model: PackedGPT) -> str:
@@ -86,7 +94,7 @@ def _shard_group(entry: Entry) -> dist.ProcessGroup:
 
 
 def export_hf(
-    chunks: Sequence[PackedGPT], arch: Architecture, take: Callable[[torch.nn.Parameter], Tensor] = Tensor.detach
+    chunks: Sequence[PackedGPT], arch: Architecture, take: Callable[[Tensor], Tensor] = Tensor.detach
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every Hugging Face tensor (on the CPU) on global rank 0; every rank must run it to its end.
 
@@ -138,7 +146,7 @@ def _gather(tensor: Tensor, entry: Entry, model: PackedGPT) -> list[tuple[Entry,
     own = f".experts.{entry.expert}."
     return [
         (
-            describe(entry.name.replace(own, f".experts.{rank * count + entry.expert % count}."), False),
+            describe(entry.name.replace(own, f".experts.{rank * count + entry.expert % count}."), model.arch, False),
             shards[rank * size : (rank + 1) * size],
         )
         for rank in range(len(shards) // size)
@@ -146,7 +154,7 @@ def _gather(tensor: Tensor, entry: Entry, model: PackedGPT) -> list[tuple[Entry,
 
 
 def _gather_shards(tensor: Tensor, group: dist.ProcessGroup, entry: Entry) -> list[Tensor]:
-    if group.size() == 1 or entry.split == "none":
+    if group.size() == 1 or entry.split is Split.none:
         return [tensor]
     shards = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(shards, tensor, group=group)

@@ -66,9 +66,9 @@ def megatron_to_hf(
 ) -> None:
     """An ordinary Hugging Face directory; of a critic a ...ForSequenceClassification. Else as `hf_to_megatron`."""
     specs = [
-        TensorSpec(name, source.find_shape(name), dtype or source.find_dtype(entry))
+        TensorSpec(name, shape, source.find_dtype(entry) if dtype is None or entry.is_constant else dtype)
         for entry in source.entries
-        for name in entry.hf_names
+        for name, shape in zip(entry.hf_names, entry.shapes, strict=True)
     ]
     _check_target(target, overwrite, sum(spec.num_bytes for spec in specs))
     with replace_directory(target) as building:

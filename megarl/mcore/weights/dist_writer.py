@@ -25,11 +25,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megarl.config.schema.roles import ParallelConfig
-from megarl.mcore.model.architecture import Architecture
+from megarl.families.architecture import Architecture
+from megarl.families.weights import Split
 from megarl.mcore.weights.dist_format import BACKENDS, COMMON, CONTENT, METADATA, compute_global_shapes, locate
-from megarl.mcore.weights.entries import Entry, to_megatron
+from megarl.mcore.weights.entries import Entry, split_gate_up, to_megatron
 
-_AXES = {"columns": 1}
+_AXES = {Split.columns: 1}
 
 
 def build_layout(tp: int, pp: int, ep: int, is_mixture: bool) -> ParallelConfig:
@@ -61,7 +62,7 @@ class DistWriter:
 
     def write(self, entry: Entry, tensors: list[Tensor]) -> None:
         """tensors: the whole Hugging Face tensors of the parameter, all of one dtype."""
-        key, index = locate(entry)
+        key, index = locate(entry, self._arch)
         if key not in self._tensors:
             properties = TensorProperties(tensors[0].dtype)
             self._tensors[key] = TensorStorageMetadata(properties, torch.Size(self._shapes[key]), [])
@@ -89,10 +90,10 @@ class DistWriter:
         tp, first = self._parallel.tp, 0
         if entry.expert is not None and self._arch.experts is not None:
             tp, first = 1, entry.expert // (self._arch.experts.num_experts // self._parallel.ep)
-        for rank in range(1 if entry.split == "none" else tp):
-            if entry.split == "gate_up":
+        for rank in range(1 if entry.split is Split.none else tp):
+            if entry.split is Split.gate_up:
                 # Gate and up are apart in the whole parameter, whatever a rank's own shard looks like.
-                for half, tensor in enumerate(tensors):
+                for half, tensor in enumerate(split_gate_up(tensors)):
                     rows = len(tensor) // tp
                     yield first + rank, (half * len(tensor) + rank * rows, 0), tensor[rank * rows : (rank + 1) * rows]
                 continue

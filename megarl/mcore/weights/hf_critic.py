@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from megarl.mcore.model.architecture import Architecture
+from megarl.families.architecture import Architecture
+from megarl.families.registry import FAMILIES
 from megarl.mcore.weights.hf_reader import CheckpointReader
 
 VALUE_HEAD = "score.weight"
 """Hugging Face name of the value head: float [1, hidden size]"""
-_CLASSES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "llama": "Llama"}
 
 
 def to_classifier_config(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """The config.json of a model with a value head, from that of the model which it was made from."""
     changed = {
         **config,
-        "architectures": [f"{_CLASSES[config['model_type']]}ForSequenceClassification"],
+        "architectures": [f"{FAMILIES[config['model_type']].hf_class}ForSequenceClassification"],
         "num_labels": 1,
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},

@@ -1,7 +1,9 @@
 """A checkpoint of either kind as a stream of whole Hugging Face tensors."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 
@@ -11,10 +13,12 @@ from torch import Tensor
 
 from megarl.checkpoint.manifest import NAME as MANIFEST
 from megarl.checkpoint.manifest import CheckpointError, load_manifest, name_some, verify_files
-from megarl.mcore.model.architecture import Architecture, read_architecture
+from megarl.families.architecture import Architecture
+from megarl.families.weights import Shape
+from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.weights.dist_format import BACKENDS, DESCRIPTION, KIND, METADATA, compute_global_shapes, locate
 from megarl.mcore.weights.dist_reader import DistReader, holds_optimizer
-from megarl.mcore.weights.entries import Entry, compute_hf_shape, list_entries, to_hf
+from megarl.mcore.weights.entries import Entry, list_entries, to_hf
 from megarl.mcore.weights.hf_critic import VALUE_HEAD
 from megarl.mcore.weights.hf_reader import INDEX, CheckpointReader
 from megarl.mcore.weights.safetensors_writer import DTYPE_NAMES
@@ -58,30 +62,35 @@ class WeightSource(ABC):
     def read(self, entry: Entry) -> list[tuple[str, Tensor]]:
         """Names and whole Hugging Face tensors, as stored. Raises CheckpointError that names tensor and file."""
 
-    def find_shape(self, name: str) -> tuple[int, ...]:
-        return compute_hf_shape(name, self.arch)
+    @cached_property
+    def shapes(self) -> dict[str, Shape]:
+        """Of the Hugging Face tensors, by their names"""
+        return {name: shape for entry in self.entries for name, shape in zip(entry.hf_names, entry.shapes, strict=True)}
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        return {self.find_dtype(entry) for entry in self.entries}
+        """Of what is trained"""
+        return {self.find_dtype(entry) for entry in self.entries if not entry.is_constant}
 
     @property
     def num_parameters(self) -> int:
-        return sum(torch.Size(self.find_shape(name)).numel() for entry in self.entries for name in entry.hf_names)
+        return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
     def num_bytes(self) -> int:
         """Of the weights as stored."""
         return sum(
-            torch.Size(self.find_shape(name)).numel() * self.find_dtype(entry).itemsize
-            for entry in self.entries
-            for name in entry.hf_names
+            math.prod(shape) * self.find_dtype(entry).itemsize for entry in self.entries for shape in entry.shapes
         )
 
     def stream(self, dtype: torch.dtype | None = None) -> Iterator[tuple[Entry, list[tuple[str, Tensor]]]]:
-        """Every parameter once, in `dtype` where it is given. Raises CheckpointError also for NaN and infinity."""
+        """Every parameter once, in `dtype` where it is given and the parameter is no constant.
+
+        Raises CheckpointError also for NaN and infinity.
+        """
         for entry in self.entries:
-            tensors = [(name, tensor if dtype is None else tensor.to(dtype)) for name, tensor in self.read(entry)]
+            wanted = None if entry.is_constant else dtype
+            tensors = [(name, tensor if wanted is None else tensor.to(wanted)) for name, tensor in self.read(entry)]
             for name, tensor in tensors:
                 if not is_finite(tensor):
                     raise CheckpointError(f"{self.directory}: {name} has NaN or infinity")
@@ -118,7 +127,7 @@ class HfSource(WeightSource):
         self._reader.__exit__(None, None, None)
 
     def _check(self) -> None:
-        expected = {name: self.find_shape(name) for entry in self.entries for name in entry.hf_names}
+        expected = dict(self.shapes)
         ignored = {_HEAD} if self.makes_head or (self.arch.tied and self.role is not Role.critic) else set()
         if self.makes_head:
             del expected[VALUE_HEAD]
@@ -139,6 +148,8 @@ class HfSource(WeightSource):
             self._refuse([str(error)])
 
     def find_dtype(self, entry: Entry) -> torch.dtype:
+        if entry.is_constant:
+            return torch.float32
         names = [_EMBEDDING] if self.makes_head and entry.hf_names == (VALUE_HEAD,) else entry.hf_names
         dtypes = {_DTYPES[self._reader.read_dtype(name)] for name in names}
         if len(dtypes) > 1:
@@ -151,7 +162,8 @@ class HfSource(WeightSource):
         # The pages of a mapped file that were read count as memory of the process.
         self._reader.release()
         try:
-            return [(name, self._reader.read(name)) for name in entry.hf_names]
+            tensors = [(name, self._reader.read(name)) for name in entry.hf_names]
+            return [(name, x.float()) for name, x in tensors] if entry.is_constant else tensors
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.directory}: {', '.join(entry.hf_names)}: {error}") from None
 
@@ -180,10 +192,10 @@ class MegatronSource(WeightSource):
         return holds_optimizer(self.directory)
 
     def find_dtype(self, entry: Entry) -> torch.dtype:
-        return self._reader.find_dtype(locate(entry)[0])
+        return self._reader.find_dtype(locate(entry, self.arch)[0])
 
     def read(self, entry: Entry) -> list[tuple[str, Tensor]]:
-        return to_hf(entry, [self._reader.read(*locate(entry))], self.arch)
+        return to_hf(entry, [self._reader.read(*locate(entry, self.arch))], self.arch)
 
 
 def open_source(directory: Path, *, role: Role | None = None, verify: bool = True) -> HfSource | MegatronSource:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.model import ModelConfig, ModelSource, RandomModelConfig
+from megarl.families.registry import FAMILIES
 from megarl.hf import smollm2
 from megarl.hf.cache import build_once, default_cache_dir
 from megarl.hf.checkpoint import load_tokenizer, resolve_checkpoint
@@ -22,7 +23,7 @@ def resolve_random(config, cache_dir):
     return resolve_checkpoint(ModelConfig(name="t", source=ModelSource.random, random=config), cache_dir)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen2", "llama"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_random_checkpoint_loads_with_transformers(family, tmp_path):
     from transformers import AutoModelForCausalLM
 

@@ -109,7 +109,7 @@ def test_a_load_balancing_term_of_a_dense_model_is_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize("etp", [1, 2, 4])
 @pytest.mark.parametrize("weight", ["linear_fc1.weight", "linear_fc2.weight"])
 def test_an_experts_weights_come_back_from_their_shards(arch: Architecture, weight: str, etp: int) -> None:
-    entry = describe(f"decoder.layers.1.mlp.experts.5.{weight}", with_value_head=False)
+    entry = describe(f"decoder.layers.1.mlp.experts.5.{weight}", arch, with_value_head=False)
     assert all(name.startswith("model.layers.1.mlp.experts.5.") for name in entry.hf_names)
     assert entry.expert == 5
     shape = (48, 64) if weight == "linear_fc1.weight" else (64, 48)

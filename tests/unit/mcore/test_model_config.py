@@ -9,6 +9,7 @@ import torch
 
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.families.registry import FAMILIES
 from megarl.mcore.model.architecture import Architecture, read_architecture
 from megarl.mcore.model.build import build_config, check_options
 from megarl.mcore.weights.entries import padded_vocab_size
@@ -57,7 +58,7 @@ def test_rope_is_read_in_the_old_and_the_new_spelling(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type is 'gpt2'; supported: qwen2, qwen3, qwen3_moe, llama"),
+        ({"model_type": "gpt2"}, f"model_type is 'gpt2'; supported: {', '.join(FAMILIES)}"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),

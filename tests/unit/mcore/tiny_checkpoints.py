@@ -1,45 +1,47 @@
 """Tiny random checkpoints and sequences for the tests of the training engine."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megarl.config.schema.model import RandomModelConfig
+from megarl.families.registry import FAMILIES, build_random_fields
 from megarl.types import Sequences, TrainingSamples
 
 VOCAB = 53
 """Not a multiple of 64: the padding of the vocabulary is under test too."""
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+SIZES = RandomModelConfig(
+    num_layers=2, hidden_size=64, ffn_size=96, num_heads=4, num_kv_heads=2, max_length=512, init_std=0.02
+)
 
 
 def write_checkpoint(directory: Path, family: str = "qwen3", *, tied: bool = False, **changes: Any) -> Any:
     """Save a transformers model with 2 layers, 4 heads of 16 and 2 key-value heads; returns it."""
     import transformers
 
-    names = {"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "qwen2": "Qwen2", "llama": "Llama"}
-    config_class = getattr(transformers, f"{names[family]}Config")
-    model_class = getattr(transformers, f"{names[family]}ForCausalLM")
-    fields = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": tied,
-        **({"head_dim": 16} if family != "qwen2" else {}),
-        **(EXPERTS if family == "qwen3_moe" else {}),
-        **changes,
-    }
+    name = FAMILIES[family].hf_class
+    fields = {**build_fields(family), "tie_word_embeddings": tied, **changes}
     torch.manual_seed(1)
-    model = model_class(config_class(**fields)).float()
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**fields)).float()
     with torch.no_grad():
-        for param in model.parameters():
+        for param in [*model.parameters(), *find_constants(model)]:
             # Norms and biases away from 1 and 0, where a swapped or missing one would not show.
             param.add_(torch.randn_like(param) * (0.1 if param.ndim == 1 else 0.05))
     model.save_pretrained(directory)
     return model
+
+
+def build_fields(family: str) -> dict[str, Any]:
+    """Of a config.json; experts are half as wide as a dense MLP."""
+    fields = {**build_random_fields(replace(SIZES, family=family), VOCAB), "pad_token_id": 0, "eos_token_id": 2}
+    return fields | ({"moe_intermediate_size": 48} if FAMILIES[family].has_experts else {})
+
+
+def find_constants(model: Any) -> list[torch.Tensor]:
+    """The buffers that are a part of the checkpoint."""
+    return [buffer for name, buffer in model.named_buffers() if name in model.state_dict()]
 
 
 def build_sequences(num_rows: int = 9, seed: int = 0, longest: int = 20) -> Sequences:

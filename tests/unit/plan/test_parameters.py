@@ -1,5 +1,6 @@
 """Parameters per rank, counted in Megatron's own model on the meta device."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,10 +8,14 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megarl.config.schema.model import RandomModelConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.families.registry import FAMILIES
 from megarl.mcore.model.architecture import Architecture, parse_architecture, read_architecture
 from megarl.mcore.model.parameter_count import count_stages
+from megarl.mcore.weights.entries import compute_megatron_shape, list_entries
 from megarl.mcore.worker_spec import StageParameters
+from megarl.plan.jobs import describe_random
 from megarl.plan.published import PUBLISHED
 
 CHECKPOINTS = Path(__file__).parents[1] / "config" / "checkpoints"
@@ -43,6 +48,18 @@ def test_the_sizes_known_here_are_those_of_the_published_config(name: str) -> No
 @pytest.mark.parametrize("name", [name for name in PRESETS if "235B" not in name])
 def test_megatron_builds_as_many_weights_as_were_published(name: str) -> None:
     assert count(describe(name))[0].total == PRESETS[name][1]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_megatron_builds_the_weights_of_a_familys_table_over_the_stages(family: str, tied: bool) -> None:
+    arch = describe_random(RandomModelConfig(family=family, num_layers=4, tie_embeddings=tied))
+    # The vocabulary is padded to 64 rows, and both stages hold a tied embedding.
+    entries = [entry for entry in list_entries(arch, False) if not entry.is_constant]
+    total = sum(math.prod(compute_megatron_shape(entry, arch, 1)) for entry in entries)
+    first, last = count(arch, ParallelConfig(num_processes=2, pp=2))
+    assert first.total + last.total == total + (64 * arch.hidden_size if tied else 0)
+    assert count(arch)[0].total == total
 
 
 def test_a_tensor_parallel_rank_of_qwen32b_has_its_share_of_the_matrices_and_all_of_the_norms() -> None:

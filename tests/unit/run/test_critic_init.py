@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
+from megarl.families.registry import FAMILIES
 from megarl.mcore.weights.hf_files import write_hf_checkpoint
 from megarl.mcore.worker_spec import Role
 from megarl.rollout.rollout_file import RolloutWriter
@@ -106,7 +107,7 @@ def spoil(critic: Path, how: str) -> None:
         ("names", ["has no tensor model.embed_tokens.weight", "transformer.embed"]),
         ("vocabulary", ["vocab_size is 30 and the policy's 11"]),
         ("positions", ["has 80 positions", "are 104 tokens together"]),
-        ("family", ["model_type is 'bert'", "qwen2, qwen3, qwen3_moe, llama"]),
+        ("family", ["model_type is 'bert'", ", ".join(FAMILIES)]),
         ("no config", ["lacks config.json"]),
         ("broken", ["header"]),
         ("missing", ["there is no directory"]),

@@ -1,6 +1,9 @@
 """The plan of the weight sync, carried out on real tensors, gives what SGLang would load of the checkpoint."""
 
+import itertools
+import math
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.config.checks.parallel import check_parallel
+from megarl.config.schema.model import RandomModelConfig
 from megarl.config.schema.roles import ParallelConfig
-from megarl.mcore.model.architecture import Architecture, Experts, check_layout
-from megarl.mcore.weights.entries import compute_shape, describe, to_megatron
+from megarl.families.registry import FAMILIES, build_random_fields, parse_architecture
+from megarl.families.weights import Split
+from megarl.mcore.model.architecture import Architecture, check_layout
+from megarl.mcore.weights.entries import describe, list_entries, to_megatron
 from megarl.sync.messages import decode_bucket, empty_bucket, encode_bucket, fill_bucket
 from megarl.sync.plan import (
     LayoutError,
@@ -27,35 +33,28 @@ from megarl.sync.training_pieces import find_layers, predict_ranks
 
 
 def build_architecture(family: str, num_kv_heads: int = 2, tied: bool = False, vocab_size: int = 70) -> Architecture:
-    return Architecture(
+    sizes = RandomModelConfig(
         family=family,
         num_layers=4,
         hidden_size=16,
         ffn_size=24,
         num_heads=8,
         num_kv_heads=num_kv_heads,
-        head_size=4,
-        vocab_size=vocab_size,
         max_length=64,
-        norm_eps=1e-6,
-        rope_theta=1e4,
-        rope_factor=None,
-        qkv_bias=family == "qwen2",
-        qk_norm=family in ("qwen3", "qwen3_moe"),
-        tied=tied,
-        experts=Experts(4, 2, 8, True) if family == "qwen3_moe" else None,
+        tie_embeddings=tied,
     )
+    fields = {**build_random_fields(sizes, vocab_size), "head_dim": 4, "moe_intermediate_size": 8}
+    return parse_architecture({"model_type": family, **fields}, Path("config.json"))
 
 
 def build_wholes(arch: Architecture) -> dict[str, Tensor]:
     """A checkpoint with every number in it once."""
-    names = {piece.whole for piece in predict_server_rank(arch, 1, 0)}
+    pairs = [zip(entry.hf_names, entry.shapes, strict=True) for entry in list_entries(arch, False)]
+    shapes = dict(itertools.chain(*pairs))
     wholes, start = {}, 0
-    for name in sorted(names):
-        rows, cols = compute_shape(name, arch)
-        numbers = torch.arange(start, start + rows * cols, dtype=torch.float32)
-        wholes[name] = numbers if cols == 1 else numbers.view(rows, cols)
-        start += rows * cols
+    for name, shape in sorted(shapes.items()):
+        wholes[name] = torch.arange(start, start + math.prod(shape), dtype=torch.float32).view(shape)
+        start += math.prod(shape)
     return wholes
 
 
@@ -71,6 +70,25 @@ def build_training_tensors(pieces: list[Piece], arch: Architecture, wholes: dict
             piece.region.of(wholes[piece.whole])
         )
     return tensors
+
+
+def build_server_mlp(wholes: dict[str, Tensor], p: str, tp: int, rank: int) -> dict[str, Tensor]:
+    """Of the layer whose names begin with `p`: its MLP, or its router, experts and shared experts."""
+    held = {name: x for name, x in wholes.items() if name.startswith(f"{p}mlp.gate.")}
+    num_experts = len({name.split(".")[5] for name in wholes if name.startswith(f"{p}mlp.experts.")})
+    mlp = f"{p}mlp.shared_experts." if num_experts else f"{p}mlp."
+    if f"{mlp}down_proj.weight" in wholes:
+        fused = wholes.get(f"{mlp}gate_up_proj.weight")
+        halves = [wholes[f"{mlp}{x}_proj.weight"] for x in ("gate", "up")] if fused is None else fused.chunk(2)
+        held[f"{mlp}gate_up_proj.weight"] = torch.cat([x.chunk(tp)[rank] for x in halves])
+        held[f"{mlp}down_proj.weight"] = wholes[f"{mlp}down_proj.weight"].chunk(tp, 1)[rank]
+    if num_experts:
+        owns = [f"{p}mlp.experts.{expert}." for expert in range(num_experts)]
+        w13 = [torch.cat([wholes[f"{own}{x}_proj.weight"].chunk(tp)[rank] for x in ("gate", "up")]) for own in owns]
+        held[f"{p}mlp.experts.w13_weight"] = torch.stack(w13)
+        w2 = [wholes[f"{own}down_proj.weight"].chunk(tp, 1)[rank] for own in owns]
+        held[f"{p}mlp.experts.w2_weight"] = torch.stack(w2)
+    return held
 
 
 def build_server_tensors(arch: Architecture, wholes: dict[str, Tensor], tp: int, rank: int) -> dict[str, Tensor]:
@@ -101,18 +119,7 @@ def build_server_tensors(arch: Architecture, wholes: dict[str, Tensor], tp: int,
             q, k, v = (wholes[f"{p}self_attn.{x}_proj.{kind}"] for x in "qkv")
             held[f"{p}self_attn.qkv_proj.{kind}"] = torch.cat([rows_of(q), key_value(k), key_value(v)])
         held[f"{p}self_attn.o_proj.weight"] = wholes[f"{p}self_attn.o_proj.weight"].chunk(tp, 1)[rank]
-        if arch.experts is None:
-            gate, up = (wholes[f"{p}mlp.{x}_proj.weight"] for x in ("gate", "up"))
-            held[f"{p}mlp.gate_up_proj.weight"] = torch.cat([rows_of(gate), rows_of(up)])
-            held[f"{p}mlp.down_proj.weight"] = wholes[f"{p}mlp.down_proj.weight"].chunk(tp, 1)[rank]
-            continue
-        held[f"{p}mlp.gate.weight"] = wholes[f"{p}mlp.gate.weight"]
-        w13, w2 = [], []
-        for expert in range(arch.experts.num_experts):
-            own = f"{p}mlp.experts.{expert}."
-            w13.append(torch.cat([rows_of(wholes[f"{own}{x}_proj.weight"]) for x in ("gate", "up")]))
-            w2.append(wholes[f"{own}down_proj.weight"].chunk(tp, 1)[rank])
-        held |= {f"{p}mlp.experts.w13_weight": torch.stack(w13), f"{p}mlp.experts.w2_weight": torch.stack(w2)}
+        held |= build_server_mlp({name: x for name, x in wholes.items() if name.startswith(f"{p}mlp.")}, p, tp, rank)
     return held
 
 
@@ -126,7 +133,7 @@ PARALLELS = st.builds(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(
-    family=st.sampled_from(["qwen2", "qwen3", "qwen3_moe", "llama"]),
+    family=st.sampled_from(list(FAMILIES)),
     tied=st.booleans(),
     num_kv_heads=st.sampled_from([1, 2, 8]),
     parallel=PARALLELS,
@@ -178,7 +185,7 @@ def test_carried_out_the_plan_gives_every_server_rank_what_sglang_would_load_and
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_pieces_of_a_training_rank_are_its_shard_as_the_bridge_cuts_it(family: str, tp: int) -> None:
     arch = build_architecture(family)
     wholes = build_wholes(arch)
@@ -186,11 +193,11 @@ def test_the_pieces_of_a_training_rank_are_its_shard_as_the_bridge_cuts_it(famil
     for rank, pieces in predict_ranks(arch, parallel).items():
         tensors = build_training_tensors(pieces, arch, wholes)
         for name, x in tensors.items():
-            entry = describe(name, False)
+            entry = describe(name, arch, False)
             shard = as_matrix(to_megatron(entry, [wholes[hf] for hf in entry.hf_names], arch, tp, rank))
             # Vocabulary padding is no piece of the checkpoint.
             assert torch.equal(x, shard[: len(x)]), (rank, name)
-            assert len(x) == len(shard) or entry.split == "vocab"
+            assert len(x) == len(shard) or entry.split is Split.vocab
 
 
 def test_replicas_share_the_sending_evenly() -> None:

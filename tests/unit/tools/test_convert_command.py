@@ -20,7 +20,7 @@ from tool_loading import TOOLS, load_tool
 from megarl.config.schema.model import RandomModelConfig
 from megarl.hf.random_model import build_random_checkpoint
 from megarl.mcore.model.architecture import read_architecture
-from megarl.mcore.weights.entries import compute_hf_shape, list_entries
+from megarl.mcore.weights.entries import list_entries
 from megarl.mcore.weights.safetensors_writer import TensorSpec, write_safetensors
 
 FILE = "convert_checkpoint.py"
@@ -105,8 +105,9 @@ def write_model(directory: Path, hidden: int) -> tuple[Path, int]:
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": NUM_LAYERS, **sizes}
     (directory / "config.json").write_text(json.dumps({**config, "dtype": "float32", "max_position_embeddings": 64}))
     arch = read_architecture(directory)
-    names = [name for entry in list_entries(arch, False) for name in entry.hf_names]
-    specs = [TensorSpec(name, compute_hf_shape(name, arch), torch.float32) for name in names]
+    entries = list_entries(arch, False)
+    pairs = [pair for entry in entries for pair in zip(entry.hf_names, entry.shapes, strict=True)]
+    specs = [TensorSpec(name, shape, torch.float32) for name, shape in pairs]
     write_safetensors(directory, specs, ((spec.name, torch.randn(spec.shape)) for spec in specs))
     return directory, sum(spec.num_bytes for spec in specs if ".layers.0." in spec.name)
 

@@ -1,5 +1,15 @@
-"""Decoder models of the families that Megatron is set up for, as SGLang defines them."""
+"""The decoder models of all families, as SGLang defines them."""
 
-from sglang.srt.models import llama, qwen2, qwen3, qwen3_moe
+from importlib import import_module
 
-EntryClass = [*llama.EntryClass, qwen2.EntryClass, qwen3.EntryClass, qwen3_moe.EntryClass]
+from megarl.families.registry import FAMILIES
+
+
+def _list_classes():
+    """Each module's EntryClass is a class or a list of them; modules are shared by families."""
+    for name in sorted({family.sglang_module for family in FAMILIES.values()}):
+        found = import_module(f"sglang.srt.models.{name}").EntryClass
+        yield from found if isinstance(found, list) else [found]
+
+
+EntryClass = list(_list_classes())

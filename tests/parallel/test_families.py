@@ -1,0 +1,147 @@
+"""Every family of megarl/families against transformers and against one process: values, weights, training, pieces."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layout_runs import build_spec, launch
+from moe_runs import evaluate_layouts
+from piece_runs import Held, describe_layouts, flatten
+from safetensors.torch import load_file
+from tiny_checkpoints import build_samples, build_sequences, padded_reference_logprobs, write_checkpoint
+
+from megarl.config.schema.roles import OptimizerConfig, ParallelConfig
+from megarl.families.registry import FAMILIES
+from megarl.mcore.compare_layouts import LayoutRun, compare_runs, run_layouts
+from megarl.mcore.model.architecture import check_layout, read_architecture
+from megarl.mcore.weights.hf_reader import CheckpointReader
+from megarl.mcore.worker_spec import Role
+from megarl.sync.slices import TensorSlice
+from megarl.sync.training_pieces import predict_ranks
+
+LAYOUTS = {
+    "tp2": ParallelConfig(num_processes=2, tp=2),
+    "tp2_sp": ParallelConfig(num_processes=2, tp=2, sp=True),
+    "pp2": ParallelConfig(num_processes=2, pp=2),
+    "dp2": ParallelConfig(num_processes=2),
+    "ep2": ParallelConfig(num_processes=2, ep=2),
+    "tp2_sp_ep2": ParallelConfig(num_processes=2, tp=2, sp=True, ep=2),
+}
+OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1, clip_grad=1e9)
+# Four layers on two stages: where the first two are dense, a stage has no expert at all.
+DENSE_STAGE = {"num_hidden_layers": 4, "first_k_dense_replace": 2}
+
+
+def fits(checkpoint: Path, layout: ParallelConfig) -> bool:
+    return not check_layout(read_architecture(checkpoint), layout, "layout")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    root = tmp_path_factory.mktemp("families")
+    found = {name: (root / name, write_checkpoint(root / name, name)) for name in FAMILIES}
+    found["glm4_moe-dense_stage"] = (root / "dense", write_checkpoint(root / "dense", "glm4_moe", **DENSE_STAGE))
+    return found
+
+
+NAMES = [*FAMILIES, "glm4_moe-dense_stage"]
+
+
+@pytest.fixture(scope="module")
+def evaluated(models: dict[str, tuple[Path, Any]]) -> dict[str, torch.Tensor]:
+    one = {f"{name}-one": build_spec(Role.reference, path) for name, (path, _) in models.items()}
+    two = {
+        f"{name}-{layout}": build_spec(Role.reference, path, parallel=parallel)
+        for name, (path, _) in models.items()
+        for layout, parallel in LAYOUTS.items()
+        if fits(path, parallel)
+    }
+    return launch(1, evaluate_layouts, one) | launch(2, evaluate_layouts, two)
+
+
+@pytest.fixture(scope="module")
+def held(models: dict[str, tuple[Path, Any]]) -> dict[str, dict[int, Held]]:
+    specs = {
+        f"{name}-{layout}": build_spec(Role.reference, path, parallel=parallel)
+        for name, (path, _) in models.items()
+        for layout, parallel in LAYOUTS.items()
+        if fits(path, parallel)
+    }
+    return launch(2, describe_layouts, specs)
+
+
+@pytest.fixture(scope="module")
+def runs(models: dict[str, tuple[Path, Any]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LayoutRun]:
+    specs = {}
+    for name, (path, _) in models.items():
+        for role in (Role.policy, Role.critic):
+            specs[f"{name}-{role.value}-one"] = build_spec(role, path, optimizer=OPTIMIZER)
+            for layout, parallel in LAYOUTS.items():
+                if fits(path, parallel):
+                    changes = {"parallel": parallel, "tokens_per_microbatch": 60, "optimizer": OPTIMIZER}
+                    specs[f"{name}-{role.value}-{layout}"] = build_spec(role, path, **changes)
+    return run_layouts(specs, build_samples(), 2, tmp_path_factory.mktemp("runs"), deadline_s=120.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logprobs_are_those_of_transformers_in_every_layout(
+    name: str, models: dict[str, tuple[Path, Any]], evaluated: dict[str, torch.Tensor]
+) -> None:
+    expected = padded_reference_logprobs(models[name][1], build_sequences(seed=5), 0.8)
+    found = {key: values for key, values in evaluated.items() if key.rpartition("-")[0] == name}
+    assert {f"{name}-{layout}" for layout in ("one", "tp2_sp", "pp2", "dp2")} <= found.keys()
+    for key, values in found.items():
+        torch.testing.assert_close(values, expected, rtol=0, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_export_is_bit_equal_from_any_layout(
+    name: str, models: dict[str, tuple[Path, Any]], runs: dict[str, LayoutRun]
+) -> None:
+    source = load_file(models[name][0] / "model.safetensors")
+    for key, run in runs.items():
+        if key.startswith((f"{name}-policy-", f"{name}-critic-")):
+            with CheckpointReader(run.directory / "before") as reader:
+                critic = "-critic-" in key
+                kept = source.keys() - {"lm_head.weight"} if critic else source.keys()
+                assert set(reader.names) == kept | ({"score.weight"} if critic else set()), key
+                assert all(torch.equal(reader.read(tensor), source[tensor]) for tensor in kept), key
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_layout_trains_alike(name: str, role: str, runs: dict[str, LayoutRun]) -> None:
+    one = runs[f"{name}-{role}-one"]
+    compared = [key for key in runs if key.startswith(f"{name}-{role}-") and key != f"{name}-{role}-one"]
+    assert len(compared) >= 3
+    for key in compared:
+        difference = compare_runs(runs[key], one)
+        assert difference.find_problems() == [], (key, difference)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_moves_every_weight_but_the_constants(name: str, runs: dict[str, LayoutRun]) -> None:
+    run = runs[f"{name}-policy-one"]
+    with CheckpointReader(run.directory / "before") as before, CheckpointReader(run.directory / "after") as after:
+        for tensor in before.names:
+            is_constant = tensor.endswith("e_score_correction_bias")
+            assert torch.equal(before.read(tensor), after.read(tensor)) is is_constant, tensor
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_rank_holds_what_is_predicted_and_that_part_of_the_checkpoint(
+    name: str, models: dict[str, tuple[Path, Any]], held: dict[str, dict[int, Held]]
+) -> None:
+    path = models[name][0]
+    wholes, arch = load_file(path / "model.safetensors"), read_architecture(path)
+    for key, ranks in held.items():
+        found_name, _, layout = key.rpartition("-")
+        if found_name != name:
+            continue
+        predicted = predict_ranks(arch, LAYOUTS[layout])
+        assert ranks.keys() == predicted.keys()
+        for rank, pieces in ranks.items():
+            assert {piece for piece, _ in pieces} == {flatten(piece) for piece in predicted[rank]}, (key, rank)
+            for (*_, whole, region), numbers in pieces:
+                assert numbers.equal(TensorSlice(*region).of(wholes[whole])), (key, rank, whole)
