@@ -15,7 +15,7 @@ GPUS_VARIABLE = "MEGARL_GPUS"
 
 def resolve_host(listen_host: str) -> str:
     """`cluster.listen_host` for this process. Only where Ray runs."""
-    return ray.util.get_node_ip_address() if listen_host == AUTO else listen_host
+    return str(ray.util.get_node_ip_address()) if listen_host == AUTO else listen_host  # type: ignore[no-untyped-call]
 
 
 def find_interface(host: str) -> str | None:
@@ -23,7 +23,7 @@ def find_interface(host: str) -> str | None:
     address = socket.gethostbyname(host)
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):
-            return name
+            return str(name)
     return None
 
 

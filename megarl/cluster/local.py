@@ -1,5 +1,6 @@
 """A local Ray cluster: started for one run, ended with it, leaving nothing behind."""
 
+import logging
 import os
 import re
 import shutil
@@ -37,7 +38,7 @@ def local_ray(config: ClusterConfig, num_actors: int) -> Iterator[Path]:
                 include_dashboard=False,
                 object_store_memory=config.object_store_mb * 2**20,
                 log_to_driver=False,
-                logging_level="ERROR",
+                logging_level=logging.ERROR,
                 _temp_dir=temp_dir,
                 _node_ip_address="127.0.0.1",
             )

@@ -56,7 +56,7 @@ def wait_for_nodes(number: int, deadline_s: float) -> tuple[Node, ...]:
     """
     end = time.monotonic() + deadline_s
     while True:
-        alive = {each["NodeID"]: each["NodeName"] for each in ray.nodes() if each["Alive"]}
+        alive = {each["NodeID"]: each["NodeName"] for each in ray.nodes() if each["Alive"]}  # type: ignore[no-untyped-call]
         if len(alive) >= number:
             break
         if time.monotonic() > end:

@@ -1,5 +1,6 @@
 """Ray for one run: a cluster of this machine alone, or one that runs already."""
 
+import logging
 import os
 import shutil
 import socket
@@ -38,7 +39,7 @@ def _joined_ray(config: ClusterConfig) -> Iterator[Path]:
     scratch = tempfile.mkdtemp(prefix=f"megarl-{os.getpid()}-", dir="/tmp")
     try:
         with keep_signal_handlers():
-            ray.init(address=config.ray_address, log_to_driver=False, logging_level="ERROR")
+            ray.init(address=config.ray_address, log_to_driver=False, logging_level=logging.ERROR)
         yield Path(scratch)
     finally:
         # Ray ends this driver's actors.

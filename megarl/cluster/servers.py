@@ -111,7 +111,8 @@ class Servers:
 
     def _own(self, spec: ServerSpec, port: int | None) -> Any:
         options = self._cluster.options(spec.slot)
-        return ServerActor.options(**options).remote(spec, self._cluster.listen_host, port)
+        actor = ServerActor.options(**options)  # type: ignore[attr-defined]  # Ray's types leave the class as it was
+        return actor.remote(spec, self._cluster.listen_host, port)
 
     def _start(self, numbers: Collection[int], port_deadline_s: float, what: str) -> PendingCall[list[str]]:
         start_s = self._specs[0].config.startup_deadline_s

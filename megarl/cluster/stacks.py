@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -53,7 +54,7 @@ class Watch:
         if self._current is None:
             return None
         verb, since, thread = self._current
-        frames = []
+        frames: list[str] = []
         frame = sys._current_frames().get(thread)
         while frame is not None and len(frames) < NUM_FRAMES and frame.f_code.co_filename != __file__:
             path, line = frame.f_code.co_filename, frame.f_lineno
@@ -77,9 +78,9 @@ def identify() -> tuple[str, int]:
 class Ranks:
     """The actors of one role; their methods `find_place` and `identify` run beside the calls."""
 
-    actors: Sequence[ray.actor.ActorHandle]
+    actors: Sequence[ray.actor.ActorHandle[Any]]
     names: Sequence[str]
-    identities: Sequence[ray.ObjectRef]
+    identities: Sequence[ray.ObjectRef[tuple[str, int]]]
     """of each actor's `identify`, called when all was well and after `dump_on_signal`"""
     logs: Sequence[Path]
     """where the output of each goes"""
@@ -88,7 +89,9 @@ class Ranks:
         """Where the ranks with these numbers are; ranks in the same place share a paragraph. Takes `ANSWER_S` at most
         for all of them together.
         """
-        refs = {number: self.actors[number].find_place.remote() for number in numbers}
+        refs: dict[int, ray.ObjectRef[Place | None]] = {
+            number: self.actors[number].find_place.remote() for number in numbers
+        }
         ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=ANSWER_S)
         together: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
         seconds: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
@@ -104,7 +107,7 @@ class Ranks:
             for (verb, frames), numbers in together.items()
         )
 
-    def _read(self, ref: ray.ObjectRef, number: int) -> Place:
+    def _read(self, ref: ray.ObjectRef[Place | None], number: int) -> Place:
         try:
             place = ray.get(ref)
         except ray.exceptions.RayActorError:

@@ -29,7 +29,7 @@ class WorkerError(RuntimeError):
 class PendingCall(Generic[T]):
     """A call under way in several processes; `merge` makes one result of theirs. Implements `interfaces.Pending`."""
 
-    refs: tuple[ray.ObjectRef, ...]
+    refs: tuple[ray.ObjectRef[Any], ...]
     names: tuple[str, ...]
     """Who computes each, for messages."""
     what: str
@@ -65,7 +65,7 @@ class PendingCall(Generic[T]):
         self.wait(self.deadline_s)
         return self.merge([ray.get(ref) for ref in self.refs])
 
-    def _find_error(self, ref: ray.ObjectRef) -> Exception | None:
+    def _find_error(self, ref: ray.ObjectRef[Any]) -> Exception | None:
         """Why a call that has ended gave no result; RayActorError where the process died."""
         try:
             ray.get(ref)
@@ -90,16 +90,16 @@ class PendingCall(Generic[T]):
         cause = next(iter([*deaths.values(), *failures.values()]))
         raise WorkerError(f"{self.what}: " + "\n".join(lines), lost=bool(deaths)) from cause
 
-    def _raise_late(self, waiting: Sequence[ray.ObjectRef]) -> NoReturn:
+    def _raise_late(self, waiting: Sequence[ray.ObjectRef[Any]]) -> NoReturn:
         text = f"{self.what}: no answer from {', '.join(map(self._name, waiting))} within {self.deadline_s:g} s"
         if self.explain:
             text += ":\n" + self.explain([self.refs.index(ref) for ref in waiting])
         raise DeadlineError(text)
 
-    def _name(self, ref: ray.ObjectRef) -> str:
+    def _name(self, ref: ray.ObjectRef[Any]) -> str:
         return self.names[self.refs.index(ref)]
 
 
-def wait_for(refs: Sequence[ray.ObjectRef], names: Sequence[str], what: str, deadline_s: float) -> list[Any]:
+def wait_for(refs: Sequence[ray.ObjectRef[Any]], names: Sequence[str], what: str, deadline_s: float) -> list[Any]:
     """The results of `refs` in order. Raises as `PendingCall.wait`."""
     return PendingCall(tuple(refs), tuple(names), what, deadline_s, list).result()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"watch": 1})
+@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"watch": 1})  # type: ignore[call-overload]
 class WorkerActor:
     """The process of one rank. Its output goes to its own log file. A thread of its own says where a call is."""
 
@@ -63,6 +63,7 @@ class WorkerActor:
             from megarl.sync.sender import WeightSender
 
             if self._sender is None:
+                assert self._worker is not None
                 self._sender = WeightSender(self._worker)
             return getattr(self._sender, verb)(*args)
 
@@ -100,7 +101,9 @@ class WorkerGroup:
         self._names = tuple(f"{self.role} rank {r}/{self.num_ranks}" for r in range(self.num_ranks))
         logs = [log_dir / f"{self.role}-{rank}.log" for rank in range(self.num_ranks)]
         self._actors = [
-            WorkerActor.options(**cluster.options(slot)).remote(str(log), cluster.listen_host, slot.gpus)
+            WorkerActor.options(**cluster.options(slot)).remote(  # type: ignore[attr-defined]
+                str(log), cluster.listen_host, slot.gpus
+            )
             for log, slot in zip(logs, slots, strict=True)
         ]
         self._ranks = Ranks(self._actors, self._names, [actor.identify.remote() for actor in self._actors], logs)
@@ -121,7 +124,7 @@ class WorkerGroup:
         if is_loopback(self._cluster.host):
             return f"file://{self._cluster.scratch}/{self.role}-rendezvous-{uuid.uuid4().hex}"
         found = self._actors[0].find_address.remote()
-        return wait_for([found], self._names[:1], f"start of the {self.role} process", self._start_deadline_s)[0]
+        return str(wait_for([found], self._names[:1], f"start of the {self.role} process", self._start_deadline_s)[0])
 
     def logprobs(self, sequences: Sequences, temperature: float) -> PendingCall[Tensor]:
         return self._call("logprobs", merge_rows(sequences), sequences, temperature)

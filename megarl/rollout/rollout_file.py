@@ -167,8 +167,8 @@ def _check_place(where: str, record: Mapping[str, Any], header: Mapping[str, Any
     if group not in ((0,) if last < 0 else (last, last + 1)):
         expected = f"{last} or {last + 1}" if before else "0"
         raise ValueError(f'{where}: "group" is {group}; expected {expected}: groups are contiguous, numbered from 0')
-    for name in ("num_samples", "weight_version", "iteration") if header else ():
-        if record[name] != header[name]:
+    for name in ("num_samples", "weight_version", "iteration"):
+        if header and record[name] != header[name]:
             raise ValueError(f'{where}: "{name}" is {record[name]}; the rollout\'s first line has {header[name]}')
 
 

@@ -109,7 +109,8 @@ def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:
     # Raises for unknown options; the real command is made where the server starts.
     build_command(config.rollout, checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
     tokenizer = load_tokenizer(checkpoint)
-    sets, problems = [], []
+    sets: list[EvaluationSet] = []
+    problems: list[str] = []
     for name, each in configs.items():
         try:
             sets.append(_load_set(name, each, tokenizer))

@@ -115,13 +115,13 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
     """What each role's workers are told. critic_checkpoint: what the critic starts from, if not `checkpoint`."""
 
     def build(role: Role, node: TrainedRoleConfig | ReferenceConfig, start: Path) -> WorkerSpec:
-        trained = isinstance(node, TrainedRoleConfig)
+        trained = node if isinstance(node, TrainedRoleConfig) else None
         compute = {name: getattr(node, name) for name in ROLE_KEYS.values()} if trained else {}
         return WorkerSpec(
             role=role,
             checkpoint=str(start),
             parallel=node.parallel,
-            optimizer=node.optimizer if trained else None,
+            optimizer=trained.optimizer if trained else None,
             dtype=node.dtype,
             offload=node.offload,
             **compute,

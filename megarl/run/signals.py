@@ -76,7 +76,8 @@ def deferring_stops() -> Iterator[None]:
     if _deferred is not None:
         yield
         return
-    _deferred = came = []
+    came: list[Stopped] = []
+    _deferred = came
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import SyncError, TrainBackend
 from megarl.mcore.model.architecture import Architecture
-from megarl.rollout.calls import run_side_by_side
+from megarl.rollout.calls import StopFlag, run_side_by_side
 from megarl.rollout.client import SGLangClient, abort_all
 from megarl.sync.checksum import MASK, find_words
 from megarl.sync.messages import encode_bucket
@@ -176,13 +176,13 @@ class Ranks:
         """One for each server."""
         tp = self._config.tp
 
-        def call(number: int) -> list[Any]:
+        def call(number: int, _stop: StopFlag) -> list[Any]:
             client = self._clients[number]
             own = [{}] * tp if arguments is None else arguments[number * tp : (number + 1) * tp]
             with naming_step(client, f"{verb} of weights"):
                 return call_ranks(client, self._answers, verb, own, self._deadline_s, flush_cache)
 
-        return [lambda _stop, number=number: call(number) for number in range(len(self._clients))]
+        return [partial(call, number) for number in range(len(self._clients))]
 
     @property
     def _deadline_s(self) -> float:

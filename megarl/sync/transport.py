@@ -113,19 +113,19 @@ def _open_group(
     spec: Mapping[str, Any], rank: int, size: int, device: torch.device, timeout: timedelta
 ) -> dist.ProcessGroup:
     """A group that torch.distributed knows nothing of: the processes at both ends have groups of their own."""
+    store: dist.Store
     if spec["file"]:
-        store: dist.Store = dist.FileStore(spec["file"], size)
+        store = dist.FileStore(spec["file"], size)
     else:
         store = dist.TCPStore(spec["host"], spec["port"], size, False, timeout)
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    options = dist.ProcessGroupGloo._Options()
+    # Any: torch's stubs know neither their options nor that they are process groups.
+    kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
+    options = kind.Options() if device.type == "cuda" else kind._Options()
     options._timeout = timeout
-    made = dist.ProcessGroupGloo
-    options._devices = [_make_device(made, spec)]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    if device.type != "cuda":
+        options._devices = [_make_device(kind, spec)]
+    group: dist.ProcessGroup = kind(store, rank, size, options)
+    return group
 
 
 def _make_device(gloo: Any, spec: Mapping[str, Any]) -> Any:
@@ -156,19 +156,17 @@ class SharedMemoryTransport(BucketTransport):
         for bucket in buckets:
             ring = self._open(bucket)
             name = f"server rank {bucket.target} has read none of {NUM_SLOTS} buckets"
-            self._wait(lambda ring=ring: ring.filled - ring.read < NUM_SLOTS, name)
+            self._wait(ring.has_free_slot, name)
             fill(bucket, ring.slot(ring.filled)[: bucket.num_bytes])
             ring.filled += 1
         for pair, ring in self._rings.items():
-            self._wait(
-                lambda ring=ring: ring.filled == ring.read, f"server rank {pair[1]} has not read its last bucket"
-            )
+            self._wait(ring.is_empty, f"server rank {pair[1]} has not read its last bucket")
 
     def receive(self, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, Tensor]]:
         for bucket in buckets:
             ring = self._open(bucket)
             name = f"training rank {bucket.source} has filled no bucket"
-            self._wait(lambda ring=ring: ring.filled > ring.read, name)
+            self._wait(ring.has_bucket, name)
             yield bucket, ring.slot(ring.read)[: bucket.num_bytes]
             ring.read += 1
 
@@ -234,6 +232,15 @@ class _Ring:
     @read.setter
     def read(self, count: int) -> None:
         struct.pack_into("<q", self._map, 64, count)
+
+    def has_free_slot(self) -> bool:
+        return self.filled - self.read < NUM_SLOTS
+
+    def has_bucket(self) -> bool:
+        return self.filled > self.read
+
+    def is_empty(self) -> bool:
+        return self.filled == self.read
 
     def slot(self, number: int) -> Tensor:
         start = self.HEADER + number % NUM_SLOTS * self._slot_bytes
