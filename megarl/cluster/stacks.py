@@ -25,7 +25,7 @@ NUM_FRAMES = 14
 
 
 @dataclass(frozen=True)
-class Place:
+class CallState:
     """What one rank is doing."""
 
     verb: str
@@ -35,8 +35,8 @@ class Place:
     """the innermost last"""
 
 
-class Watch:
-    """Remembers in which call this process is. `enter` runs in the thread of the calls, `find_place` in another."""
+class CallTracker:
+    """Remembers in which call this process is. `enter` runs in the thread of the calls, `find_state` in another."""
 
     def __init__(self) -> None:
         self._current: tuple[str, float, int] | None = None
@@ -49,7 +49,7 @@ class Watch:
         finally:
             self._current = None
 
-    def find_place(self) -> Place | None:
+    def find_state(self) -> CallState | None:
         """None between calls."""
         if self._current is None:
             return None
@@ -61,7 +61,7 @@ class Watch:
             code = linecache.getline(path, line).strip()
             frames.append(f"{'/'.join(Path(path).parts[-3:])}:{line} {frame.f_code.co_name}: {code}")
             frame = frame.f_back
-        return Place(verb, time.monotonic() - since, tuple(reversed(frames)))
+        return CallState(verb, time.monotonic() - since, tuple(reversed(frames)))
 
 
 def dump_on_signal() -> None:
@@ -75,8 +75,8 @@ def identify() -> tuple[str, int]:
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """The actors of one role; their methods `find_place` and `identify` run beside the calls."""
+class RankStacks:
+    """The actors of one role; their methods `find_state` and `identify` run beside the calls."""
 
     actors: Sequence[ray.actor.ActorHandle[Any]]
     names: Sequence[str]
@@ -89,17 +89,17 @@ class Ranks:
         """Where the ranks with these numbers are; ranks in the same place share a paragraph. Takes `ANSWER_S` at most
         for all of them together.
         """
-        refs: dict[int, ray.ObjectRef[Place | None]] = {
-            number: self.actors[number].find_place.remote() for number in numbers
+        refs: dict[int, ray.ObjectRef[CallState | None]] = {
+            number: self.actors[number].find_state.remote() for number in numbers
         }
         ready, _ = ray.wait(list(refs.values()), num_returns=len(refs), timeout=ANSWER_S)
         together: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
         seconds: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
         for number, ref in refs.items():
-            place = self._read(ref, number) if ref in ready else self._describe_silent(number)
-            key = (place.verb, place.frames)
+            state = self._read(ref, number) if ref in ready else self._describe_silent(number)
+            key = (state.verb, state.frames)
             together[key].append(number)
-            seconds[key] = max(seconds[key], place.seconds)
+            seconds[key] = max(seconds[key], state.seconds)
         return "\n".join(
             f"{', '.join(self.names[n] for n in numbers)}: {verb}"
             + (f" for {seconds[verb, frames]:.0f} s, at" if frames else "")
@@ -107,32 +107,32 @@ class Ranks:
             for (verb, frames), numbers in together.items()
         )
 
-    def _read(self, ref: ray.ObjectRef[Place | None], number: int) -> Place:
+    def _read(self, ref: ray.ObjectRef[CallState | None], number: int) -> CallState:
         try:
-            place = ray.get(ref)
+            state = ray.get(ref)
         except ray.exceptions.RayActorError:
-            return Place("its process has died", 0.0, ())
-        if place is None:
-            return Place("in no call", 0.0, ())
-        return Place(f"in {place.verb}", place.seconds, place.frames)
+            return CallState("its process has died", 0.0, ())
+        if state is None:
+            return CallState("in no call", 0.0, ())
+        return CallState(f"in {state.verb}", state.seconds, state.frames)
 
-    def _describe_silent(self, number: int) -> Place:
+    def _describe_silent(self, number: int) -> CallState:
         """A rank that does not say where it is: the state of its process, where it is on this machine."""
         ready, _ = ray.wait([self.identities[number]], timeout=0)
         if not ready:
-            return Place("its process has not started", 0.0, ())
+            return CallState("its process has not started", 0.0, ())
         try:
             host, pid = ray.get(ready[0])
         except ray.exceptions.RayActorError:
-            return Place("its process has died", 0.0, ())
+            return CallState("its process has died", 0.0, ())
         silent = f"gives no stack; its process {pid} on {host}"
         if host != socket.gethostname():
-            return Place(f"{silent} cannot be seen from here", 0.0, ())
+            return CallState(f"{silent} cannot be seen from here", 0.0, ())
         try:
             state = psutil.Process(pid).status()
             if state != psutil.STATUS_STOPPED:
                 os.kill(pid, signal.SIGUSR1)
                 silent = f"gives no stack itself, but at the end of {self.logs[number]}; its process {pid} on {host}"
         except (psutil.NoSuchProcess, ProcessLookupError):
-            return Place("its process has died", 0.0, ())
-        return Place(f"{silent} is {state}", 0.0, ())
+            return CallState("its process has died", 0.0, ())
+        return CallState(f"{silent} is {state}", 0.0, ())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.cluster.address import resolve_host, use_gpus, use_interface
 from megarl.cluster.nodes import Cluster
-from megarl.cluster.stacks import Place, Ranks, Watch, dump_on_signal, identify
+from megarl.cluster.stacks import CallState, CallTracker, RankStacks, dump_on_signal, identify
 from megarl.cluster.waiting import PendingCall, wait_for
 from megarl.config.placement import DeviceSlot
 from megarl.rollout.server import is_loopback, pick_free_port
@@ -33,7 +33,7 @@ class WorkerActor:
     def __init__(self, log_path: str, listen_host: str, gpus: Sequence[int]):
         redirect_output(Path(log_path))
         dump_on_signal()
-        self._watch = Watch()
+        self._tracker = CallTracker()
         self._host = resolve_host(listen_host)
         use_interface(self._host)
         use_gpus(gpus)
@@ -48,18 +48,18 @@ class WorkerActor:
 
     def build(self, spec: "WorkerSpec", rank: int, world_size: int, init_method: str) -> str:
         """Make the model; says what computes it."""
-        with self._watch.enter("build"):
+        with self._tracker.enter("build"):
             from megarl.mcore.worker import MegatronWorker
 
             self._worker = MegatronWorker(spec, rank, world_size, init_method)
             return self._worker.describe()
 
     def call(self, verb: str, *args: Any) -> Any:
-        with self._watch.enter(verb):
+        with self._tracker.enter(verb):
             return getattr(self._worker, verb)(*args)
 
     def call_sender(self, verb: str, *args: Any) -> Any:
-        with self._watch.enter(f"{verb} of weights"):
+        with self._tracker.enter(f"{verb} of weights"):
             from megarl.sync.sender import WeightSender
 
             if self._sender is None:
@@ -68,8 +68,8 @@ class WorkerActor:
             return getattr(self._sender, verb)(*args)
 
     @ray.method(concurrency_group="watch")
-    def find_place(self) -> Place | None:
-        return self._watch.find_place()
+    def find_state(self) -> CallState | None:
+        return self._tracker.find_state()
 
     @ray.method(concurrency_group="watch")
     def identify(self) -> tuple[str, int]:
@@ -106,7 +106,7 @@ class WorkerGroup:
             )
             for log, slot in zip(logs, slots, strict=True)
         ]
-        self._ranks = Ranks(self._actors, self._names, [actor.identify.remote() for actor in self._actors], logs)
+        self._ranks = RankStacks(self._actors, self._names, [actor.identify.remote() for actor in self._actors], logs)
 
     def start(self) -> PendingCall[str]:
         """Build the models on all ranks; what computes them, in a few words."""

@@ -38,7 +38,7 @@ class StopFlag:
         self.check()
 
 
-def run_side_by_side(jobs: Sequence[Callable[[StopFlag], T]], abort: Callable[[], None]) -> list[T]:
+def run_in_parallel(jobs: Sequence[Callable[[StopFlag], T]], abort: Callable[[], None]) -> list[T]:
     """The results of the jobs, each in a thread of its own, in order.
 
     The first failure, or an exception in the waiting thread (Stopped), is raised at once: the flag is set and

@@ -139,7 +139,7 @@ class SGLangClient:
     def resume(self, *, deadline_s: float | None = None) -> None:
         self._post("/continue_generation", {}, deadline_s)
 
-    def bring_to_rest(self) -> None:
+    def reset(self) -> None:
         """Undo what a failed rollout or sync has left: requests, an open update session, a pause."""
         # Paused first: SGLang lets a session end either in a pause or once no request is left.
         self.pause()

@@ -14,7 +14,7 @@ from megarl.types import Metrics, Prompt, Rollout, Sample
 Group = tuple[Sample, ...]
 
 
-class NoSignalError(RuntimeError):
+class NoRewardVarianceError(RuntimeError):
     """No group's rewards differ: the task is too easy or too hard for the policy; the message says which."""
 
 
@@ -34,7 +34,7 @@ def has_reward_variance(group: Group) -> bool:
     return any(sample.score.reward != group[0].score.reward for sample in group)
 
 
-def collect_signal_groups(
+def collect_groups_with_reward_variance(
     draw: Callable[[int], Sequence[Prompt]],
     collect: Callable[[Sequence[Prompt]], Sequence[Sample]],
     num_groups: int,
@@ -44,7 +44,7 @@ def collect_signal_groups(
 
     From the second round on as many prompts are asked for as the share of groups with signal so far makes likely to
     be enough, at most `num_groups` at once. What is missing after `max_rounds` is filled up with groups of equal
-    rewards, with a warning. Raises NoSignalError where no group at all has a signal.
+    rewards, with a warning. Raises NoRewardVarianceError where no group at all has a signal.
     """
     kept: list[Group] = []
     equal: list[Group] = []
@@ -56,7 +56,9 @@ def collect_signal_groups(
         for group in split_groups(collect(prompts)):
             (kept if has_reward_variance(group) else equal).append(group)
     if not kept:
-        raise NoSignalError(f"dynamic sampling found no group with different rewards {_describe(num_rounds, equal)}")
+        raise NoRewardVarianceError(
+            f"dynamic sampling found no group with different rewards {_describe(num_rounds, equal)}"
+        )
     if len(kept) < num_groups:
         warnings.warn(
             f"dynamic sampling: {len(kept)} of {num_groups} groups have different rewards"

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import DeadlineError
-from megarl.rollout.calls import StopFlag, find_cause, run_side_by_side
+from megarl.rollout.calls import StopFlag, find_cause, run_in_parallel
 from megarl.rollout.client import URGENT, ConnectionLostError, RequestError, SGLangClient, abort_all
 from megarl.rollout.served_model import load_generation_spec
 from megarl.types import FinishReason, Prompt, Response
@@ -174,7 +174,7 @@ class SGLangEngine:
     def _run(self, jobs: Sequence[Callable[[StopFlag], T]]) -> list[T]:
         num_cancelled = self._num_cancelled
         try:
-            return run_side_by_side(jobs, partial(abort_all, self.clients))
+            return run_in_parallel(jobs, partial(abort_all, self.clients))
         except (ConnectionLostError, DeadlineError) as error:
             if self._num_cancelled > num_cancelled:
                 raise CancelledError from error

@@ -40,7 +40,7 @@ def build_client(server: SGLangServer, deadline_s: float) -> SGLangClient:
 
 def _find_unanswered(client: SGLangClient, deadline_s: float) -> str | None:
     try:
-        client.bring_to_rest()
+        client.reset()
     except (RequestError, ConnectionLostError, DeadlineError) as error:
         return str(error)
     # It tells of every rank, where /health tells of the HTTP server alone.

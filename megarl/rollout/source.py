@@ -8,7 +8,7 @@ from megarl.config.schema.root import Config
 from megarl.data.sampler import PromptSampler
 from megarl.interfaces import RolloutEngine
 from megarl.rollout.collector import Collector, check_versions, compute_staleness
-from megarl.rollout.dynamic_sampling import Group, collect_signal_groups, split_groups
+from megarl.rollout.dynamic_sampling import Group, collect_groups_with_reward_variance, split_groups
 from megarl.rollout.prefetcher import Prefetcher
 from megarl.rollout.replay import ReplayBuffer
 from megarl.types import Metrics, Prompt, Sample
@@ -84,7 +84,7 @@ class GroupSource:
         """The groups of this iteration; with staleness, iterations are taken in order until `close`.
 
         weight_version: of the trainer's weights now. Raises RuntimeError where a fresh token is of a version outside
-        [weight_version - max_staleness, weight_version], NoSignalError, and as the engine and the reward do.
+        [weight_version - max_staleness, weight_version], NoRewardVarianceError, and as the engine and the reward do.
         """
         if self._max_staleness == 0:
             self._guard(self._engine.check_health)
@@ -136,7 +136,7 @@ class GroupSource:
 
         if self._sampling.enabled:
             draw, max_rounds = self._sampler.next_batch, self._sampling.max_rounds
-            fresh, metrics = collect_signal_groups(draw, sample, num_groups, max_rounds)
+            fresh, metrics = collect_groups_with_reward_variance(draw, sample, num_groups, max_rounds)
         else:
             fresh = split_groups(sample(self._sampler.next_batch(num_groups)))
         self._replay.add(fresh)

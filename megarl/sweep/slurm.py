@@ -37,7 +37,7 @@ class RefusedError(BaseException):
 
 
 @contextlib.contextmanager
-def telling_refusals() -> Iterator[None]:
+def raise_on_refusal() -> Iterator[None]:
     """Whatever submitit submits within the block: RefusedError is raised for what sbatch refuses.
 
     Raises ConfigError where there is no sbatch.
