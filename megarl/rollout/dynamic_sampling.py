@@ -1,6 +1,6 @@
-"""Dynamic sampling (DAPO 2503.14476, section 3.2): an iteration made of groups whose rewards differ.
+"""Dynamic sampling (DAPO 2503.14476, section 3.2): an iteration uses only groups whose rewards differ.
 
-A group of equal rewards has no advantage. It is replaced by further prompts, up to a bound.
+All advantages of a group of equal rewards are 0. It is replaced by further prompts, up to a bound.
 """
 
 import math
@@ -24,13 +24,13 @@ def split_groups(samples: Sequence[Sample]) -> list[Group]:
 
 
 def join_groups(groups: Sequence[Group], weight_version: int) -> Rollout:
-    """One rollout of these groups, numbered anew from 0."""
+    """One rollout of these groups, renumbered from 0."""
     samples = (replace(s, group=i) for i, group in enumerate(groups) for s in group)
     return Rollout(tuple(samples), weight_version)
 
 
 def has_reward_variance(group: Group) -> bool:
-    """Whether its raw rewards differ."""
+    """Whether the group's raw rewards differ."""
     return any(sample.score.reward != group[0].score.reward for sample in group)
 
 
@@ -40,11 +40,12 @@ def collect_groups_with_reward_variance(
     num_groups: int,
     max_rounds: int,
 ) -> tuple[list[Group], Metrics]:
-    """`num_groups` groups with signal, and sampling/*; `draw(n)` gives n further prompts, `collect` their samples.
+    """Collect `num_groups` groups whose rewards differ; returns them and the metrics sampling/*.
 
-    From the second round on as many prompts are asked for as the share of groups with signal so far makes likely to
-    be enough, at most `num_groups` at once. What is missing after `max_rounds` is filled up with groups of equal
-    rewards, with a warning. Raises NoRewardVarianceError where no group at all has a signal.
+    draw: `draw(n)` gives n further prompts. collect: samples responses to them. From the second round on the number
+    of prompts follows from the share of groups kept so far, at most `num_groups` at once. What is missing after
+    `max_rounds` is filled up with groups of equal rewards, with a warning. Raises NoRewardVarianceError where no
+    group at all has rewards that differ.
     """
     kept: list[Group] = []
     equal: list[Group] = []

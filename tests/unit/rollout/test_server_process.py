@@ -51,7 +51,7 @@ def test_calls_that_were_given_up_are_waited_for():
 
     with pytest.raises(RuntimeError, match="a server was lost"):
         run_in_parallel([close_slowly, fail], lambda: None)
-    with pytest.raises(DeadlineError, match=r"1 calls to SGLang servers, given up before, have not ended within 0.1 s"):
+    with pytest.raises(DeadlineError, match=r"1 abandoned calls to SGLang servers have not ended within 0.1 s"):
         wait_left_over(0.1)
     threading.Timer(0.3, released.set).start()
     wait_left_over(20)

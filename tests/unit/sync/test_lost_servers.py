@@ -253,7 +253,7 @@ def test_a_server_too_old_for_a_call_is_named_with_both_versions_before_any_weig
         with pytest.raises(
             SyncError,
             match=rf"{server.url} failed at the weight update: .* answered 404: the server, SGLang 0.5.19,"
-            rf" does not know this call of megarl, which is made for SGLang {metadata.version('sglang')}",
+            rf" does not know this call; megarl expects SGLang {metadata.version('sglang')}",
         ):
             sync.publish(3)
         assert "/update_weights_from_disk" not in [path for path, _ in server.asked]
