@@ -1,4 +1,4 @@
-"""Where the ranks of a role are when one of them is late: the call, since when, and the stack of its thread."""
+"""What the ranks of a role are doing when one of them is late: the call, its duration, and the stack."""
 
 import faulthandler
 import linecache
@@ -19,24 +19,24 @@ import psutil
 import ray
 
 ANSWER_S = 10.0
-"""How long a rank that is asked where it is may take: its thread for that does nothing else."""
+"""How long a rank may take to report its state: a thread of its own does nothing else."""
 NUM_FRAMES = 14
-"""Innermost frames that are shown of a stack."""
+"""The number of innermost frames shown of a stack."""
 
 
 @dataclass(frozen=True)
 class CallState:
-    """What one rank is doing."""
+    """The call that a rank is executing."""
 
     verb: str
     seconds: float
-    """for how long"""
+    """Since the call began"""
     frames: tuple[str, ...]
-    """the innermost last"""
+    """Innermost last"""
 
 
 class CallTracker:
-    """Remembers in which call this process is. `enter` runs in the thread of the calls, `find_state` in another."""
+    """Records which call this process executes. `enter` runs in the thread of the calls, `find_state` in another."""
 
     def __init__(self) -> None:
         self._current: tuple[str, float, int] | None = None
@@ -50,7 +50,7 @@ class CallTracker:
             self._current = None
 
     def find_state(self) -> CallState | None:
-        """None between calls."""
+        """The state of the current call; None between calls."""
         if self._current is None:
             return None
         verb, since, thread = self._current
@@ -65,7 +65,7 @@ class CallTracker:
 
 
 def dump_on_signal() -> None:
-    """From now on SIGUSR1 writes the stacks of all threads to stderr, also while native code holds Python's lock."""
+    """Make SIGUSR1 write the stacks of all threads to stderr, even while native code holds Python's lock."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
@@ -76,18 +76,19 @@ def identify() -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class RankStacks:
-    """The actors of one role; their methods `find_state` and `identify` run beside the calls."""
+    """Collects the stacks of a role's actors, whose methods `find_state` and `identify` run beside other calls."""
 
     actors: Sequence[ray.actor.ActorHandle[Any]]
     names: Sequence[str]
     identities: Sequence[ray.ObjectRef[tuple[str, int]]]
-    """of each actor's `identify`, called when all was well and after `dump_on_signal`"""
+    """The results of each actor's `identify`, called at its start, after `dump_on_signal`"""
     logs: Sequence[Path]
-    """where the output of each goes"""
+    """The log file of each rank"""
 
     def explain(self, numbers: Sequence[int]) -> str:
-        """Where the ranks with these numbers are; ranks in the same place share a paragraph. Takes `ANSWER_S` at most
-        for all of them together.
+        """Describe what the ranks with these numbers are doing; ranks with the same stack share a paragraph.
+
+        It takes at most `ANSWER_S` for all of them together.
         """
         refs: dict[int, ray.ObjectRef[CallState | None]] = {
             number: self.actors[number].find_state.remote() for number in numbers
@@ -117,7 +118,7 @@ class RankStacks:
         return CallState(f"in {state.verb}", state.seconds, state.frames)
 
     def _describe_silent(self, number: int) -> CallState:
-        """A rank that does not say where it is: the state of its process, where it is on this machine."""
+        """The state of a rank that does not answer: that of its process, where it runs on this machine."""
         ready, _ = ray.wait([self.identities[number]], timeout=0)
         if not ready:
             return CallState("its process has not started", 0.0, ())
@@ -132,7 +133,7 @@ class RankStacks:
             state = psutil.Process(pid).status()
             if state != psutil.STATUS_STOPPED:
                 os.kill(pid, signal.SIGUSR1)
-                silent = f"gives no stack itself, but at the end of {self.logs[number]}; its process {pid} on {host}"
+                silent = f"its stack is at the end of {self.logs[number]}; its process {pid} on {host}"
         except (psutil.NoSuchProcess, ProcessLookupError):
             return CallState("its process has died", 0.0, ())
         return CallState(f"{silent} is {state}", 0.0, ())

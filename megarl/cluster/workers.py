@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"watch": 1})  # type: ignore[call-overload]
 class WorkerActor:
-    """The process of one rank. Its output goes to its own log file. A thread of its own says where a call is."""
+    """The process of one rank, with a log file of its own. A separate thread reports the state of the current call."""
 
     def __init__(self, log_path: str, listen_host: str, gpus: Sequence[int]):
         redirect_output(Path(log_path))
@@ -37,17 +37,17 @@ class WorkerActor:
         self._host = resolve_host(listen_host)
         use_interface(self._host)
         use_gpus(gpus)
-        # What Megatron's order of kernels and communication under tensor parallelism relies on.
+        # Megatron's order of kernels and communication under tensor parallelism relies on it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         self._worker: MegatronWorker | None = None
         self._sender: WeightSender | None = None
 
     def find_address(self) -> str:
-        """A free port of this process's machine, for the process group's rendezvous."""
+        """An address with a free port of this process's machine, for the process group's rendezvous."""
         return f"tcp://{self._host}:{pick_free_port(self._host)}"
 
     def build(self, spec: "WorkerSpec", rank: int, world_size: int, init_method: str) -> str:
-        """Make the model; says what computes it."""
+        """Build the model; returns a description of what computes it."""
         with self._tracker.enter("build"):
             from megarl.mcore.worker import MegatronWorker
 
@@ -77,7 +77,7 @@ class WorkerActor:
 
 
 def redirect_output(log_path: Path) -> None:
-    """Send this process's stdout and stderr, native code included, to a file."""
+    """Redirect this process's stdout and stderr, native code included, to a file."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab", buffering=0) as log:
         for stream in (sys.stdout, sys.stderr):
@@ -92,7 +92,7 @@ class WorkerGroup:
     def __init__(
         self, spec: "WorkerSpec", log_dir: Path, cluster: Cluster, slots: Sequence[DeviceSlot], start_deadline_s: float
     ):
-        """Starts the actors, one at each of `slots`; `start()` builds their models."""
+        """Start the actors, one in each of `slots`; `start()` builds their models."""
         self.role = spec.role.value
         self.num_ranks = spec.parallel.num_processes
         self._spec = spec
@@ -109,7 +109,7 @@ class WorkerGroup:
         self._ranks = RankStacks(self._actors, self._names, [actor.identify.remote() for actor in self._actors], logs)
 
     def start(self) -> PendingCall[str]:
-        """Build the models on all ranks; what computes them, in a few words."""
+        """Build the models on all ranks; the result describes what computes them."""
         address = self._find_rendezvous()
         refs = [
             actor.build.remote(self._spec, rank, self.num_ranks, address) for rank, actor in enumerate(self._actors)
@@ -120,7 +120,7 @@ class WorkerGroup:
         )
 
     def _find_rendezvous(self) -> str:
-        """Where the ranks meet: a file on one machine, because torch's TCP store listens on every interface."""
+        """The ranks' rendezvous: on one machine a file, because torch's TCP store listens on every interface."""
         if is_loopback(self._cluster.host):
             return f"file://{self._cluster.scratch}/{self.role}-rendezvous-{uuid.uuid4().hex}"
         found = self._actors[0].find_address.remote()
@@ -181,7 +181,7 @@ def _take_first(results: list[T]) -> T:
 
 
 def merge_rows(sequences: Sequences) -> Callable[[list[Any]], Tensor]:
-    """Put the rows that each data-parallel rank computed into one float32 [B, T]."""
+    """A function that merges the rows of all data-parallel ranks into one float32 [B, T]."""
 
     def merge(results: list[Any]) -> Tensor:
         longest = int(sequences.response_lengths.max()) if sequences.num_samples else 0

@@ -138,7 +138,7 @@ def test_a_rank_that_cannot_answer_leaves_its_stack_in_its_log(cluster: Cluster,
     deadline = time.monotonic() + 60
     while (text := ranks.explain([0])) == "rank 0/1: in no call" and time.monotonic() < deadline:
         assert not ray.wait([ref], timeout=0.1)[0]
-    assert text.startswith(f"rank 0/1: gives no stack itself, but at the end of {log}; its process {pid} on ")
+    assert text.startswith(f"rank 0/1: its stack is at the end of {log}; its process {pid} on ")
     while "in hold_the_lock" not in log.read_text() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert "in hold_the_lock" in log.read_text()
