@@ -173,7 +173,8 @@ def evaluate_alone(spec: WorkerSpec, sequences: Sequences, scratch: Path) -> Ten
     try:
         critic = spec.role is Role.critic
         result = worker.values(sequences) if critic else worker.logprobs(sequences, spec.temperature)
-        return result.values
+        values: Tensor = result.values
+        return values
     finally:
         worker.close()
 
@@ -191,7 +192,8 @@ def run_all(
         if len(specs) == 1:
             return {}, dict.fromkeys(specs, str(error).strip().splitlines()[-1])
     # One of them failed and took the others along: each by itself.
-    runs, failures = {}, {}
+    runs: dict[str, LayoutRun] = {}
+    failures: dict[str, str] = {}
     for number, (name, spec) in enumerate(specs.items()):
         found, failed = run_all({name: spec}, samples, scratch / str(number))
         runs |= found
@@ -206,6 +208,7 @@ def check_role(
 
     Raises RuntimeError where one process alone fails.
     """
+    assert spec.optimizer is not None
     optimizer = replace(spec.optimizer, eps=max(spec.optimizer.eps, LEAST_EPS))
     alone = replace(spec, optimizer=optimizer, parallel=ParallelConfig())
     quarter = max(1, min(spec.tokens_per_microbatch, int(samples.sequences.lengths.sum())) // 4)

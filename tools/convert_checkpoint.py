@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -94,7 +95,7 @@ def run_megatron_to_hf(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_options(args: argparse.Namespace) -> dict[str, object]:
+def read_options(args: argparse.Namespace) -> dict[str, Any]:
     return {"dtype": DTYPES[args.dtype] if args.dtype else None, "overwrite": args.overwrite}
 
 

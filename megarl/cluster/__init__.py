@@ -1,1 +1,1 @@
-"""Ray: the only room that creates actors. Placement, fan-out, deadlines, clean ends."""
+"""Ray, which no other room uses: placement of actors, fan-out of calls, deadlines, clean shutdown."""

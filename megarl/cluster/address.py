@@ -10,32 +10,35 @@ import ray
 from megarl.config.schema.cluster import AUTO
 
 GPUS_VARIABLE = "MEGARL_GPUS"
-"""Of a node's Ray: the ids of the GPUs that the job has there, where they are not 0, 1, 2 ..."""
+"""Environment variable of a node's Ray: the ids of the job's GPUs there, where they are not 0, 1, 2 ..."""
 
 
 def resolve_host(listen_host: str) -> str:
-    """`cluster.listen_host` for this process. Only where Ray runs."""
-    return ray.util.get_node_ip_address() if listen_host == AUTO else listen_host
+    """The address that `cluster.listen_host` means for this process; `auto` needs a running Ray."""
+    return str(ray.util.get_node_ip_address()) if listen_host == AUTO else listen_host  # type: ignore[no-untyped-call]
 
 
 def find_interface(host: str) -> str | None:
-    """The network interface of this machine that has the address; None: none has."""
+    """The network interface of this machine that has the address; None where none has."""
     address = socket.gethostbyname(host)
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):
-            return name
+            return str(name)
     return None
 
 
 def use_interface(host: str) -> None:
-    """From now on gloo listens on the interface of `host`, whatever the machine's name resolves to."""
+    """Make gloo listen on the interface of `host`, whatever the machine's name resolves to."""
     interface = find_interface(host)
     if interface is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def use_gpus(gpus: Sequence[int]) -> None:
-    """From now on CUDA sees these of the node's GPUs alone; before its first call. None: all of them."""
+    """Make only these of the node's GPUs visible to CUDA, all where `gpus` is empty; call it before CUDA's first use.
+
+    Raises RuntimeError where the job has fewer GPUs here.
+    """
     if not gpus:
         return
     ids = os.environ.get(GPUS_VARIABLE) or os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,5 +1,6 @@
-"""A local Ray cluster: started for one run, ended with it, leaving nothing behind."""
+"""A local Ray cluster: started for one run and shut down with it, leaving nothing behind."""
 
+import logging
 import os
 import re
 import shutil
@@ -19,14 +20,14 @@ from megarl.run.signals import STOPPING_SIGNALS
 
 @contextmanager
 def local_ray(config: ClusterConfig, num_actors: int) -> Iterator[Path]:
-    """A Ray cluster of this machine alone, for `num_actors` actors of one logical CPU each; gives its scratch folder.
+    """A Ray cluster of this machine alone, for `num_actors` actors of one logical CPU each; yields its scratch folder.
 
-    On leaving, however that comes about, every process that Ray started is ended within
-    `cluster.shutdown_deadline_s` and its files and shared memory are removed.
+    On leaving, for whatever reason, every process that Ray started is ended within `cluster.shutdown_deadline_s`,
+    and its files and shared memory are removed.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     remove_left_over()
-    # A short path: Ray puts unix sockets under it, whose names may have 107 characters at most.
+    # A short path: Ray puts unix sockets under it, whose paths may have 107 characters at most.
     temp_dir = tempfile.mkdtemp(prefix=f"megarl-{os.getpid()}-", dir="/tmp")
     before = set(psutil.Process().children(recursive=True))
     try:
@@ -37,7 +38,7 @@ def local_ray(config: ClusterConfig, num_actors: int) -> Iterator[Path]:
                 include_dashboard=False,
                 object_store_memory=config.object_store_mb * 2**20,
                 log_to_driver=False,
-                logging_level="ERROR",
+                logging_level=logging.ERROR,
                 _temp_dir=temp_dir,
                 _node_ip_address="127.0.0.1",
             )
@@ -50,20 +51,20 @@ def local_ray(config: ClusterConfig, num_actors: int) -> Iterator[Path]:
 
 
 def remove_left_over(places: Sequence[Path] = (Path("/tmp"), Path("/dev/shm"))) -> None:
-    """Remove scratch folders and weight links of processes that were killed, by the process id in their names."""
+    """Remove the scratch and shared memory folders of processes that were killed, by the process id in their names."""
     for path in (path for place in places for path in place.glob("megarl-*")):
         match = re.fullmatch(r"megarl-(?:sync-|sglang-)?(\d+)-\w+", path.name)
-        # Another user's cannot be removed, and what has a living process is in use.
+        # Another user's folder cannot be removed, and that of a living process is in use.
         if match and not psutil.pid_exists(int(match[1])):
             shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
 def keep_signal_handlers() -> Iterator[None]:
-    """ray.init puts handlers of its own in place of the process's; these put them back, native ones included.
+    """Restores this process's signal handlers, native ones included, which ray.init replaces within the block.
 
-    Ray's processes are in this one's group, so that what is sent to the group reaches them too: they ignore what must
-    not end them before this process has saved its state. (SIGINT is blocked there by Ray, SIGTERM is how it ends them.)
+    Ray's processes are in this one's process group and get its signals too: they ignore those that must not end them
+    before this process has saved its state. (Ray blocks SIGINT there and uses SIGTERM to end them.)
     """
     before = {number: signal.getsignal(number) for number in STOPPING_SIGNALS}
     is_main = threading.current_thread() is threading.main_thread()
@@ -77,7 +78,7 @@ def keep_signal_handlers() -> Iterator[None]:
 
 
 def _end_processes(processes: list[psutil.Process], grace_s: float) -> None:
-    """SIGKILL whatever of these is still there after `grace_s`."""
+    """Send SIGKILL to those that still run after `grace_s`."""
     _, alive = psutil.wait_procs(processes, timeout=grace_s)
     for process in alive:
         try:

@@ -1,4 +1,4 @@
-"""The nodes of a Ray that runs already, and where on them the processes of a run go."""
+"""The nodes of a running Ray, and the placement of a run's processes on them."""
 
 import os
 import time
@@ -14,7 +14,7 @@ from megarl.config.placement import DeviceSlot, format_numbers
 from megarl.interfaces import DeadlineError
 
 ORDER_VARIABLE = "MEGARL_NODES"
-"""Names of the nodes, with commas between, in the order in which they are filled"""
+"""Environment variable: names of the nodes, separated by commas, in the order in which they are filled"""
 POLL_S = 0.5
 
 
@@ -22,27 +22,27 @@ POLL_S = 0.5
 class Node:
     name: str
     node_id: str
-    """Ray's"""
+    """Ray's id of the node"""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ray, opened for a run."""
+    """Ray as a run uses it."""
 
     nodes: tuple[Node, ...]
     scratch: Path
-    """a folder of this run on the driver's machine"""
+    """A folder of this run on the driver's machine"""
     host: str
-    """on which the driver listens"""
+    """The address on which the driver listens"""
     listen_host: str
-    """cluster.listen_host: `auto` is resolved by each process for itself"""
+    """`cluster.listen_host`; each process resolves `auto` for itself"""
 
     def options(self, slot: DeviceSlot) -> dict[str, Any]:
-        """Of an actor that sits there."""
+        """Ray's options for an actor in this slot."""
         return {"scheduling_strategy": NodeAffinitySchedulingStrategy(self.nodes[slot.node].node_id, soft=False)}
 
     def describe(self, slots: Sequence[DeviceSlot]) -> str:
-        """Their nodes and GPUs: `n1 GPU 0-3; n2 GPU 0`; empty where GPUs are not counted."""
+        """The nodes and GPUs of these slots, as `n1 GPU 0-3; n2 GPU 0`; empty where GPUs are not counted."""
         parts: dict[str, list[int]] = {}
         for slot in slots:
             parts.setdefault(self.nodes[slot.node].name, []).extend(slot.gpus)
@@ -50,13 +50,13 @@ class Cluster:
 
 
 def wait_for_nodes(number: int, deadline_s: float) -> tuple[Node, ...]:
-    """The nodes of Ray in the order of MEGARL_NODES, else this machine's first and the others by name.
+    """The nodes of Ray in the order of MEGARL_NODES, else this machine first and the others by name.
 
-    Raises DeadlineError naming those that have come, where there are fewer than `number` in time.
+    Raises DeadlineError naming those that have joined, where they are fewer than `number` at the deadline.
     """
     end = time.monotonic() + deadline_s
     while True:
-        alive = {each["NodeID"]: each["NodeName"] for each in ray.nodes() if each["Alive"]}
+        alive = {each["NodeID"]: each["NodeName"] for each in ray.nodes() if each["Alive"]}  # type: ignore[no-untyped-call]
         if len(alive) >= number:
             break
         if time.monotonic() > end:

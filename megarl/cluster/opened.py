@@ -1,5 +1,6 @@
-"""Ray for one run: a cluster of this machine alone, or one that runs already."""
+"""Ray for one run: a cluster of this machine alone, or one that is already running."""
 
+import logging
 import os
 import shutil
 import socket
@@ -20,9 +21,9 @@ from megarl.interfaces import DeadlineError
 
 @contextmanager
 def open_ray(config: ClusterConfig, num_actors: int) -> Iterator[Cluster]:
-    """Ray for `num_actors` actors; on leaving, what was started for this run has ended.
+    """Ray for `num_actors` actors; on leaving, what was started for this run is shut down.
 
-    Raises DeadlineError where nothing answers at cluster.ray_address or nodes are missing, naming them.
+    Raises DeadlineError where nothing answers at cluster.ray_address, and where nodes are missing.
     """
     opened = local_ray(config, num_actors) if config.ray_address is None else _joined_ray(config)
     with opened as scratch:
@@ -32,13 +33,13 @@ def open_ray(config: ClusterConfig, num_actors: int) -> Iterator[Cluster]:
 
 @contextmanager
 def _joined_ray(config: ClusterConfig) -> Iterator[Path]:
-    """This process as the driver of a Ray that others started, and end; gives a folder of this run."""
+    """Joins, as the driver, a Ray that others start and shut down; yields a scratch folder of this run."""
     _wait_for_ray(config)
     remove_left_over()
     scratch = tempfile.mkdtemp(prefix=f"megarl-{os.getpid()}-", dir="/tmp")
     try:
         with keep_signal_handlers():
-            ray.init(address=config.ray_address, log_to_driver=False, logging_level="ERROR")
+            ray.init(address=config.ray_address, log_to_driver=False, logging_level=logging.ERROR)
         yield Path(scratch)
     finally:
         # Ray ends this driver's actors.
@@ -47,7 +48,7 @@ def _joined_ray(config: ClusterConfig) -> Iterator[Path]:
 
 
 def _wait_for_ray(config: ClusterConfig) -> None:
-    """Until something listens at cluster.ray_address: Ray itself would try for minutes without a word."""
+    """Wait until something listens at cluster.ray_address: Ray itself would try for minutes without a message."""
     host, _, port = str(config.ray_address).rpartition(":")
     end = time.monotonic() + config.nodes_deadline_s
     while True:

@@ -1,4 +1,4 @@
-"""The SGLang servers of a run, each started and watched by a Ray actor on the machine where it serves."""
+"""The SGLang servers of a run, each started and monitored by a Ray actor on its machine."""
 
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,12 +22,12 @@ from megarl.rollout.server import SGLangServer, is_loopback
 POLL_DEADLINE_S = 10.0
 LOSS_DEADLINE_S = NUM_CALLS * CALL_DEADLINE_S + POLL_DEADLINE_S
 PORT_DEADLINE_S = 15.0
-"""How long what is left of a server may still hold its port, after its owner was killed."""
+"""How long the processes of a server may still hold its port after its owner was killed."""
 
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """What a server is started with."""
+    """The settings that a server is started with."""
 
     config: RolloutConfig
     checkpoint: Path
@@ -37,9 +37,9 @@ class ServerSpec:
     slot: DeviceSlot
     weight_version: int
     api_key: str | None
-    """what callers must show, where it listens on the network"""
+    """Required of callers where the server listens on the network"""
     shares_gpus: bool
-    """with processes of training roles"""
+    """Whether training roles use the same GPUs"""
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -49,7 +49,7 @@ class ServerActor:
     def __init__(self, spec: ServerSpec, listen_host: str, port: int | None):
         redirect_output(spec.log_dir / f"server-{spec.index}-owner.log")
         host = resolve_host(listen_host)
-        # What the server's processes get with the environment.
+        # Both set environment variables, which the server's processes inherit.
         use_interface(host)
         use_gpus(spec.slot.gpus)
         self._server = SGLangServer(
@@ -65,7 +65,7 @@ class ServerActor:
         )
 
     def start(self, port_deadline_s: float, deadline_s: float) -> str:
-        """Start the server, wait until it is healthy; its url."""
+        """Start the server and wait until it is healthy; returns its url."""
         self._server.start(port_deadline_s)
         self._server.wait_healthy(deadline_s)
         return self._server.url
@@ -81,26 +81,23 @@ class ServerActor:
 
 
 class Servers:
-    """The servers of a run and what owns them; `start` starts them.
-
-    Implements `megarl.interfaces.RolloutServers`.
-    """
+    """The servers of a run and the actors that own them. Implements `megarl.interfaces.RolloutServers`."""
 
     def __init__(self, specs: Collection[ServerSpec], cluster: Cluster, stop_deadline_s: float):
         self._specs = tuple(specs)
         self._cluster = cluster
         self._stop_deadline_s = stop_deadline_s
         self.api_key = self._specs[0].api_key
-        """what callers must show; None: nothing"""
+        """Required of callers; None: nothing is"""
         self._names = tuple(f"SGLang server {spec.index}/{len(specs)}" for spec in specs)
         self._actors: list[Any] = [self._own(spec, None) for spec in specs]
         self._urls: PendingCall[list[str]] | None = None
         self._ended: list[int] = []
 
     def start(self) -> PendingCall[list[str]]:
-        """Start those that are not; gives the addresses of all once they are healthy.
+        """Start the servers that do not run; the result is the urls of all, once they are healthy.
 
-        Of those that were ended it waits for the start. Raises WorkerError with the end of the log.
+        It waits for the restart of those that were ended, and raises WorkerError with the end of the log.
         """
         if self._urls is None:
             self._urls = self._start(range(len(self._specs)), 0.0, "start")
@@ -111,7 +108,8 @@ class Servers:
 
     def _own(self, spec: ServerSpec, port: int | None) -> Any:
         options = self._cluster.options(spec.slot)
-        return ServerActor.options(**options).remote(spec, self._cluster.listen_host, port)
+        actor = ServerActor.options(**options)  # type: ignore[attr-defined]  # Ray's types leave the class as it was
+        return actor.remote(spec, self._cluster.listen_host, port)
 
     def _start(self, numbers: Collection[int], port_deadline_s: float, what: str) -> PendingCall[list[str]]:
         start_s = self._specs[0].config.startup_deadline_s
@@ -146,13 +144,13 @@ class Servers:
         return lost
 
     def end(self, names: Collection[str]) -> None:
-        """As in `RolloutServers`; their logs will be continued."""
+        """As in `RolloutServers`; a restarted server appends to its log."""
         assert self._urls is not None
         urls = self._urls.result()
         numbers = [number for number, name in enumerate(self._names) if name in names]
         self._stop(numbers)
         for number in numbers:
-            # Its server, should it still run, goes with it.
+            # The guard ends its server, should it still run.
             ray.kill(self._actors[number])
             self._actors[number] = self._own(self._specs[number], urlsplit(urls[number]).port)
         self._ended = sorted({*self._ended, *numbers})
@@ -163,7 +161,7 @@ class Servers:
         self.start()
 
     def close(self) -> None:
-        # A start still under way keeps `stop` waiting until the deadline; the server then ends with its owner.
+        # A start in progress keeps `stop` waiting until the deadline; the server then ends with its owner.
         self._stop(range(len(self._actors)))
 
     def _stop(self, numbers: Collection[int]) -> None:
@@ -184,10 +182,10 @@ def running_servers(
     weight_version: int = 0,
     shares_gpus: bool = False,
 ) -> Iterator[Servers]:
-    """Servers, one at each of `slots`, still to be started; they end on leaving.
+    """Servers, one in each of `slots`, which `Servers.start` starts; they are shut down on leaving.
 
-    weight_version: the number of the checkpoint's weights, which they hold whenever they were started. shares_gpus:
-    with processes of training roles.
+    weight_version: of the checkpoint's weights, which a server holds after each start. shares_gpus: whether training
+    roles use the same GPUs.
     """
     api_key = None if is_loopback(cluster.host) else secrets.token_hex(32)
     specs = [

@@ -1,4 +1,4 @@
-"""Waiting for Ray: every wait has a deadline, fails as soon as one awaited fails, and says what it waited for."""
+"""Waiting for Ray: every wait has a deadline, fails as soon as one call fails, and names what it waited for."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,38 +13,38 @@ from megarl.run.signals import surfacing_stops
 T = TypeVar("T")
 
 CAUSE_S = 3.0
-"""How long the others are waited for once one has failed: what fails first is not always the cause."""
+"""How long to wait for the others once one has failed: the first failure is not always the cause."""
 
 
 class WorkerError(RuntimeError):
     """A call failed in another process; the message names the process and the call."""
 
     def __init__(self, message: str, lost: bool = False):
-        """lost: a process has died, so that the call may go well in a new one."""
+        """lost: a process has died, so that the call may succeed in a new one."""
         super().__init__(message)
         self.lost = lost
 
 
 @dataclass(frozen=True)
 class PendingCall(Generic[T]):
-    """A call under way in several processes; `merge` makes one result of theirs. Implements `interfaces.Pending`."""
+    """A running call in several processes; `merge` combines their results. Implements `interfaces.Pending`."""
 
-    refs: tuple[ray.ObjectRef, ...]
+    refs: tuple[ray.ObjectRef[Any], ...]
     names: tuple[str, ...]
-    """Who computes each, for messages."""
+    """The process behind each ref, for messages"""
     what: str
     deadline_s: float
-    """Counted from the making of this object."""
+    """Counted from the creation of this object"""
     merge: Callable[[list[Any]], T]
     explain: Callable[[Sequence[int]], str] | None = None
-    """Says where those that have not answered are, by their numbers"""
+    """Describes what the processes with these numbers are doing, which have not answered"""
     started: float = field(default_factory=time.monotonic)
 
     @surfacing_stops()
     def wait(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s` for all; whether they have ended well.
+        """Wait up to `timeout_s` for all; returns whether all have succeeded.
 
-        Raises WorkerError as soon as one has failed, DeadlineError naming those that are late and where they are.
+        Raises WorkerError as soon as one has failed, DeadlineError naming those that are late and their stacks.
         """
         left = self.started + self.deadline_s - time.monotonic()
         end = time.monotonic() + min(timeout_s, max(0.0, left))
@@ -61,12 +61,12 @@ class PendingCall(Generic[T]):
 
     @surfacing_stops()
     def result(self) -> T:
-        """Raises as `wait`."""
+        """Wait for the merged result. Raises as `wait`."""
         self.wait(self.deadline_s)
         return self.merge([ray.get(ref) for ref in self.refs])
 
-    def _find_error(self, ref: ray.ObjectRef) -> Exception | None:
-        """Why a call that has ended gave no result; RayActorError where the process died."""
+    def _find_error(self, ref: ray.ObjectRef[Any]) -> Exception | None:
+        """The error of a call that has ended, RayActorError where its process died; None where it succeeded."""
         try:
             ray.get(ref)
         except ray.exceptions.RayError as error:
@@ -74,7 +74,7 @@ class PendingCall(Generic[T]):
         return None
 
     def _raise_failed(self) -> NoReturn:
-        """Deaths first, then the first failure in full: where a process has died, collectives fail in others."""
+        """Raise WorkerError: deaths first, then one failure in full. Where a process died, others' collectives fail."""
         ended, waiting = ray.wait(list(self.refs), num_returns=len(self.refs), timeout=CAUSE_S)
         errors = {self._name(ref): error for ref in ended if (error := self._find_error(ref))}
         deaths = {name: error for name, error in errors.items() if isinstance(error, ray.exceptions.RayActorError)}
@@ -90,16 +90,16 @@ class PendingCall(Generic[T]):
         cause = next(iter([*deaths.values(), *failures.values()]))
         raise WorkerError(f"{self.what}: " + "\n".join(lines), lost=bool(deaths)) from cause
 
-    def _raise_late(self, waiting: Sequence[ray.ObjectRef]) -> NoReturn:
+    def _raise_late(self, waiting: Sequence[ray.ObjectRef[Any]]) -> NoReturn:
         text = f"{self.what}: no answer from {', '.join(map(self._name, waiting))} within {self.deadline_s:g} s"
         if self.explain:
             text += ":\n" + self.explain([self.refs.index(ref) for ref in waiting])
         raise DeadlineError(text)
 
-    def _name(self, ref: ray.ObjectRef) -> str:
+    def _name(self, ref: ray.ObjectRef[Any]) -> str:
         return self.names[self.refs.index(ref)]
 
 
-def wait_for(refs: Sequence[ray.ObjectRef], names: Sequence[str], what: str, deadline_s: float) -> list[Any]:
+def wait_for(refs: Sequence[ray.ObjectRef[Any]], names: Sequence[str], what: str, deadline_s: float) -> list[Any]:
     """The results of `refs` in order. Raises as `PendingCall.wait`."""
     return PendingCall(tuple(refs), tuple(names), what, deadline_s, list).result()

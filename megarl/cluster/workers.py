@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.cluster.address import resolve_host, use_gpus, use_interface
 from megarl.cluster.nodes import Cluster
-from megarl.cluster.stacks import Place, Ranks, Watch, dump_on_signal, identify
+from megarl.cluster.stacks import CallState, CallTracker, RankStacks, dump_on_signal, identify
 from megarl.cluster.waiting import PendingCall, wait_for
 from megarl.config.placement import DeviceSlot
 from megarl.rollout.server import is_loopback, pick_free_port
@@ -26,49 +26,50 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"watch": 1})
+@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"watch": 1})  # type: ignore[call-overload]
 class WorkerActor:
-    """The process of one rank. Its output goes to its own log file. A thread of its own says where a call is."""
+    """The process of one rank, with a log file of its own. A separate thread reports the state of the current call."""
 
     def __init__(self, log_path: str, listen_host: str, gpus: Sequence[int]):
         redirect_output(Path(log_path))
         dump_on_signal()
-        self._watch = Watch()
+        self._tracker = CallTracker()
         self._host = resolve_host(listen_host)
         use_interface(self._host)
         use_gpus(gpus)
-        # What Megatron's order of kernels and communication under tensor parallelism relies on.
+        # Megatron's order of kernels and communication under tensor parallelism relies on it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         self._worker: MegatronWorker | None = None
         self._sender: WeightSender | None = None
 
     def find_address(self) -> str:
-        """A free port of this process's machine, for the process group's rendezvous."""
+        """An address with a free port of this process's machine, for the process group's rendezvous."""
         return f"tcp://{self._host}:{pick_free_port(self._host)}"
 
     def build(self, spec: "WorkerSpec", rank: int, world_size: int, init_method: str) -> str:
-        """Make the model; says what computes it."""
-        with self._watch.enter("build"):
+        """Build the model; returns a description of what computes it."""
+        with self._tracker.enter("build"):
             from megarl.mcore.worker import MegatronWorker
 
             self._worker = MegatronWorker(spec, rank, world_size, init_method)
             return self._worker.describe()
 
     def call(self, verb: str, *args: Any) -> Any:
-        with self._watch.enter(verb):
+        with self._tracker.enter(verb):
             return getattr(self._worker, verb)(*args)
 
     def call_sender(self, verb: str, *args: Any) -> Any:
-        with self._watch.enter(f"{verb} of weights"):
+        with self._tracker.enter(f"{verb} of weights"):
             from megarl.sync.sender import WeightSender
 
             if self._sender is None:
+                assert self._worker is not None
                 self._sender = WeightSender(self._worker)
             return getattr(self._sender, verb)(*args)
 
     @ray.method(concurrency_group="watch")
-    def find_place(self) -> Place | None:
-        return self._watch.find_place()
+    def find_state(self) -> CallState | None:
+        return self._tracker.find_state()
 
     @ray.method(concurrency_group="watch")
     def identify(self) -> tuple[str, int]:
@@ -76,7 +77,7 @@ class WorkerActor:
 
 
 def redirect_output(log_path: Path) -> None:
-    """Send this process's stdout and stderr, native code included, to a file."""
+    """Redirect this process's stdout and stderr, native code included, to a file."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab", buffering=0) as log:
         for stream in (sys.stdout, sys.stderr):
@@ -91,7 +92,7 @@ class WorkerGroup:
     def __init__(
         self, spec: "WorkerSpec", log_dir: Path, cluster: Cluster, slots: Sequence[DeviceSlot], start_deadline_s: float
     ):
-        """Starts the actors, one at each of `slots`; `start()` builds their models."""
+        """Start the actors, one in each of `slots`; `start()` builds their models."""
         self.role = spec.role.value
         self.num_ranks = spec.parallel.num_processes
         self._spec = spec
@@ -100,13 +101,15 @@ class WorkerGroup:
         self._names = tuple(f"{self.role} rank {r}/{self.num_ranks}" for r in range(self.num_ranks))
         logs = [log_dir / f"{self.role}-{rank}.log" for rank in range(self.num_ranks)]
         self._actors = [
-            WorkerActor.options(**cluster.options(slot)).remote(str(log), cluster.listen_host, slot.gpus)
+            WorkerActor.options(**cluster.options(slot)).remote(  # type: ignore[attr-defined]
+                str(log), cluster.listen_host, slot.gpus
+            )
             for log, slot in zip(logs, slots, strict=True)
         ]
-        self._ranks = Ranks(self._actors, self._names, [actor.identify.remote() for actor in self._actors], logs)
+        self._ranks = RankStacks(self._actors, self._names, [actor.identify.remote() for actor in self._actors], logs)
 
     def start(self) -> PendingCall[str]:
-        """Build the models on all ranks; what computes them, in a few words."""
+        """Build the models on all ranks; the result describes what computes them."""
         address = self._find_rendezvous()
         refs = [
             actor.build.remote(self._spec, rank, self.num_ranks, address) for rank, actor in enumerate(self._actors)
@@ -117,11 +120,11 @@ class WorkerGroup:
         )
 
     def _find_rendezvous(self) -> str:
-        """Where the ranks meet: a file on one machine, because torch's TCP store listens on every interface."""
+        """The ranks' rendezvous: on one machine a file, because torch's TCP store listens on every interface."""
         if is_loopback(self._cluster.host):
             return f"file://{self._cluster.scratch}/{self.role}-rendezvous-{uuid.uuid4().hex}"
         found = self._actors[0].find_address.remote()
-        return wait_for([found], self._names[:1], f"start of the {self.role} process", self._start_deadline_s)[0]
+        return str(wait_for([found], self._names[:1], f"start of the {self.role} process", self._start_deadline_s)[0])
 
     def logprobs(self, sequences: Sequences, temperature: float) -> PendingCall[Tensor]:
         return self._call("logprobs", merge_rows(sequences), sequences, temperature)
@@ -178,7 +181,7 @@ def _take_first(results: list[T]) -> T:
 
 
 def merge_rows(sequences: Sequences) -> Callable[[list[Any]], Tensor]:
-    """Put the rows that each data-parallel rank computed into one float32 [B, T]."""
+    """A function that merges the rows of all data-parallel ranks into one float32 [B, T]."""
 
     def merge(results: list[Any]) -> Tensor:
         longest = int(sequences.response_lengths.max()) if sequences.num_samples else 0

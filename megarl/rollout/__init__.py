@@ -1,1 +1,1 @@
-"""Generation with SGLang: launching servers, talking to them, collecting prompts into rewarded groups."""
+"""Generation with SGLang: servers, their client, and the collection of scored groups of responses."""

@@ -1,4 +1,4 @@
-"""Calls to several servers side by side, which a signal interrupts, and the reason why a server was lost."""
+"""Parallel calls to several servers, which a signal interrupts, and the reason why a server was lost."""
 
 import threading
 import time
@@ -12,14 +12,14 @@ from megarl.interfaces import DeadlineError
 T = TypeVar("T")
 
 _left_over: WeakSet[threading.Thread] = WeakSet()
-"""Threads whose results nobody waits for any more; they may still be closing what they had opened on a server."""
+"""Threads of abandoned calls; they may still be cleaning up on a server"""
 
 FIND_DEADLINE_S = 3.0
-"""A connection breaks before the process behind it has been reaped and its exit status is known."""
+"""How long to wait for an exit status: a connection breaks before the process behind it has been reaped."""
 
 
 class StopFlag:
-    """Set once nobody waits for the calls any more."""
+    """Set once the calls have been abandoned."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -33,16 +33,16 @@ class StopFlag:
             raise CancelledError
 
     def sleep(self, seconds: float) -> None:
-        """Raises as `check`, at once when the flag is set meanwhile."""
+        """Sleep; raises as `check`, at once when the flag is set meanwhile."""
         self._event.wait(seconds)
         self.check()
 
 
-def run_side_by_side(jobs: Sequence[Callable[[StopFlag], T]], abort: Callable[[], None]) -> list[T]:
-    """The results of the jobs, each in a thread of its own, in order.
+def run_in_parallel(jobs: Sequence[Callable[[StopFlag], T]], abort: Callable[[], None]) -> list[T]:
+    """Run each job in a thread of its own; returns their results in order.
 
     The first failure, or an exception in the waiting thread (Stopped), is raised at once: the flag is set and
-    `abort` is called, which must break the calls under way. The threads are daemons, so one that still hangs
+    `abort` is called, which must break the calls in flight. The threads are daemons, so that one that still hangs
     (while it connects, say) does not keep the process from ending, as the threads of an executor would.
     """
     stop = StopFlag()
@@ -67,9 +67,9 @@ def run_side_by_side(jobs: Sequence[Callable[[StopFlag], T]], abort: Callable[[]
 
 
 def wait_left_over(deadline_s: float) -> None:
-    """Wait for the threads of calls that failed or were interrupted, until which they may still call a server.
+    """Wait for the threads of abandoned calls; until they end, they may still call a server.
 
-    Raises DeadlineError where one is still at work after `deadline_s`.
+    Raises DeadlineError where one is still running after `deadline_s`.
     """
     end = time.monotonic() + deadline_s
     for thread in list(_left_over):
@@ -77,9 +77,7 @@ def wait_left_over(deadline_s: float) -> None:
             thread.join(max(0.0, end - time.monotonic()))
     num_left = sum(thread.is_alive() for thread in _left_over)
     if num_left:
-        raise DeadlineError(
-            f"{num_left} calls to SGLang servers, given up before, have not ended within {deadline_s:g} s"
-        )
+        raise DeadlineError(f"{num_left} abandoned calls to SGLang servers have not ended within {deadline_s:g} s")
 
 
 def _run(job: Callable[[StopFlag], T], stop: StopFlag, future: Future[T]) -> None:
@@ -91,7 +89,7 @@ def _run(job: Callable[[StopFlag], T], stop: StopFlag, future: Future[T]) -> Non
 
 
 def find_cause(check_processes: Callable[[], None] | None, deadline_s: float = FIND_DEADLINE_S) -> RuntimeError | None:
-    """What `check_processes` raises of a server that is down, polled up to the deadline; None where it finds none."""
+    """The error that `check_processes` raises for a server that is down, polled until the deadline; None: all run."""
     if check_processes is None:
         return None
     end = time.monotonic() + deadline_s

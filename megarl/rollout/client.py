@@ -1,4 +1,4 @@
-"""HTTP client of one SGLang server: every call has a deadline, and a refusal says who refused what."""
+"""HTTP client of one SGLang server: every call has a deadline, and an error names the server and the call."""
 
 import contextlib
 import socket
@@ -15,7 +15,7 @@ from megarl.interfaces import DeadlineError
 
 CONNECT_DEADLINE_S = 10.0
 URGENT = 100
-"""Priority of a request that goes before those without one, and takes their place; where the server has priorities."""
+"""Priority of a request that preempts those without one, where the server schedules by priority"""
 
 
 class RequestError(RuntimeError):
@@ -23,36 +23,36 @@ class RequestError(RuntimeError):
 
 
 class ConnectionLostError(RuntimeError):
-    """A server could not be reached or went away before it answered; the request may be sent again."""
+    """A server could not be reached or ended before it answered; the request may be sent again."""
 
 
 class SGLangClient:
-    """Calls to one server. Thread-safe.
+    """Client of one server. Thread-safe.
 
     Token ids are checked here: an id outside the vocabulary kills a server.
     """
 
     def __init__(self, url: str, *, vocab_size: int, deadline_s: float, api_key: str | None = None):
-        """deadline_s: of a call that names none. api_key: the server's, where it has one."""
+        """deadline_s: the default of all calls. api_key: the server's key, where it requires one."""
         self.url = url.rstrip("/")
         self._vocab_size = vocab_size
         self._deadline_s = deadline_s
         self._api_key = api_key
-        # The servers are on this machine or in this cluster: no proxy from the environment.
+        # The servers are on this machine or in this cluster: a proxy from the environment does not apply.
         headers = {"Authorization": f"Bearer {api_key}"} if api_key is not None else {}
         self._http = httpx.Client(base_url=self.url, trust_env=False, headers=headers)
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
     def copy(self) -> "SGLangClient":
-        """Of the same server, with connections of its own: `abort` of one does not touch the other's calls."""
+        """A client of the same server with its own connections: `abort` of one leaves the other's calls alone."""
         return SGLangClient(self.url, vocab_size=self._vocab_size, deadline_s=self._deadline_s, api_key=self._api_key)
 
     def close(self) -> None:
         self._http.close()
 
     def abort(self) -> None:
-        """Break the calls under way in other threads: each raises ConnectionLostError. Later calls connect anew."""
-        # Only a shutdown wakes a thread that waits for data; closing a socket does not.
+        """Break the calls in flight in other threads: each raises ConnectionLostError. Later calls reconnect."""
+        # Only a shutdown wakes a thread that is blocked in recv; closing a socket does not.
         for each in list(self._sockets):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -74,15 +74,15 @@ class SGLangClient:
         body = {"input_ids": [list(ids) for ids in input_ids], "sampling_params": params, "stream": False}
         answers = self._post("/generate", body | fields, deadline_s)
         if not isinstance(answers, list):
-            raise RequestError(f"{self.url}/generate answered a {type(answers).__name__} in place of a list")
+            raise RequestError(f"{self.url}/generate answered with a {type(answers).__name__}; a list was expected")
         return answers
 
     def flush_cache(self, wait_s: float = 30.0) -> None:
-        """Forget all cached prefixes, once no request is left. Raises RequestError where some are left after wait_s."""
+        """Drop all cached prefixes, once no request is left. Raises RequestError where some are left after `wait_s`."""
         self._post(f"/flush_cache?timeout={wait_s:g}", None, None)
 
     def score(self, token_ids: Sequence[int], *, deadline_s: float | None = None) -> list[float]:
-        """Log-probs (temperature 1) of token_ids[1:], each given the tokens before it; before what else waits.
+        """Log-probs (temperature 1) of token_ids[1:], each given the tokens before it; ahead of queued requests.
 
         Raises ValueError for fewer than two tokens.
         """
@@ -95,11 +95,11 @@ class SGLangClient:
         found = [entry[1] for entry in entries]
         # SGLang 0.5.23 scores the vocabulary's last id like any other but reports it as 0.
         if found != [0 if token == self._vocab_size - 1 else token for token in token_ids]:
-            raise RequestError(f"{self.url}/generate scored {found} in place of {list(token_ids)}")
+            raise RequestError(f"{self.url}/generate scored the tokens {found}; {list(token_ids)} were sent")
         return [float(entry[0]) for entry in entries[1:]]
 
     def check_token_ids(self, input_ids: Sequence[Sequence[int]]) -> None:
-        """Raises ValueError that names the prompt's place, its length or the id."""
+        """Raises ValueError naming the prompt's index for a prompt without tokens or with an id out of range."""
         if not input_ids:
             raise ValueError("generate: no prompts")
         for row, ids in enumerate(input_ids):
@@ -110,7 +110,7 @@ class SGLangClient:
                 raise ValueError(f"generate: prompt {row} has token id {bad}; the largest is {self._vocab_size - 1}")
 
     def is_healthy(self, deadline_s: float = 20.0, *, generating: bool = False) -> bool:
-        """Whether it answers; with `generating`, whether it generates a token, which takes SGLang a second or more."""
+        """Whether the server answers; with `generating`, whether it generates a token, which takes a second or more."""
         path = "/health_generate" if generating else "/health"
         try:
             return self._http.get(path, timeout=deadline_s).status_code == 200
@@ -121,7 +121,7 @@ class SGLangClient:
         return dict(self._call("GET", "/model_info", None, None))
 
     def load_weight_version(self) -> int:
-        """The version the server reports. Raises RequestError where it is no number."""
+        """The weight version that the server reports. Raises RequestError where it is not a number."""
         reported = self.load_model_info()["weight_version"]
         try:
             return int(reported)
@@ -129,19 +129,19 @@ class SGLangClient:
             raise RequestError(f"{self.url} reports weight version {reported!r}; a number was expected") from None
 
     def set_weight_version(self, version: int, *, deadline_s: float | None = None) -> None:
-        """Tokens generated from now on are of `version`; those of requests under way keep theirs."""
+        """Label tokens generated from now on with `version`; earlier tokens of requests in flight keep theirs."""
         self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, deadline_s)
 
     def pause(self, mode: str = "retract") -> None:
-        """Stop generating; retract: running requests wait and have their KV cache recomputed afterwards."""
+        """Stop generating. Mode retract: running requests wait, and their KV cache is recomputed on resume."""
         self._post("/pause_generation", {"mode": mode}, None)
 
     def resume(self, *, deadline_s: float | None = None) -> None:
         self._post("/continue_generation", {}, deadline_s)
 
-    def bring_to_rest(self) -> None:
-        """Undo what a failed rollout or sync has left: requests, an open update session, a pause."""
-        # Paused first: SGLang lets a session end either in a pause or once no request is left.
+    def reset(self) -> None:
+        """Clean up after a failed rollout or sync: abort requests, end an open update session, resume."""
+        # Paused first: SGLang ends a session either during a pause or once no request is left.
         self.pause()
         try:
             self.end_update()
@@ -158,19 +158,19 @@ class SGLangClient:
         self._post("/end_weight_update", {}, deadline_s)
 
     def update_weights_from_disk(self, directory: Path, *, deadline_s: float | None = None) -> None:
-        """Load a Hugging Face checkpoint directory into the running model and forget cached prefixes."""
+        """Load a Hugging Face checkpoint directory into the running model and drop cached prefixes."""
         body = {"model_path": str(directory), "flush_cache": True}
         self._post("/update_weights_from_disk", body, deadline_s)
 
     def update_weights_from_tensor(
         self, payloads: Sequence[str], load_format: str, *, flush_cache: bool, deadline_s: float | None = None
     ) -> None:
-        """Hand every rank of the server its payload, for the loader `load_format`; within a weight update."""
+        """Pass every rank of the server its payload, for the loader `load_format`; within a weight update."""
         body = {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": flush_cache}
         self._post("/update_weights_from_tensor", body, deadline_s)
 
     def load_checksums(self) -> list[dict[str, str]]:
-        """Per rank: SGLang's tensor names -> 16 hex digits, of SHA-256 over the raw bytes on a CPU."""
+        """For each rank: 16 hex digits by SGLang's tensor name, on a CPU of SHA-256 over the raw bytes."""
         answer = self._post("/weights_checker", {"action": "checksum"}, None)
         return [dict(rank["checksums"]) for rank in answer["ranks"]]
 
@@ -192,8 +192,8 @@ class SGLangClient:
             raise ConnectionLostError(f"{self.url}{path}: {error} (after {lost_after:.1f} s)") from error
         if answer.status_code == 404:
             raise RequestError(
-                f"{self.url}{path} answered 404: the server, SGLang {self._find_version()}, does not know this call of"
-                f" megarl, which is made for SGLang {metadata.version('sglang')}"
+                f"{self.url}{path} answered 404: the server, SGLang {self._find_version()}, does not know this call;"
+                f" megarl expects SGLang {metadata.version('sglang')}"
             )
         if answer.status_code != 200:
             raise RequestError(f"{self.url}{path} answered {answer.status_code}: {answer.text[:2000]}")
@@ -204,10 +204,10 @@ class SGLangClient:
         return content
 
     def _find_version(self) -> str:
-        """What the server says of itself."""
+        """The SGLang version that the server reports."""
         with contextlib.suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
             return str(self._http.get("/server_info", timeout=CONNECT_DEADLINE_S).json()["version"])
-        return "of a version that it does not tell"
+        return "of unknown version"
 
     def _remember_socket(self, event: str, info: Mapping[str, Any]) -> None:
         if event == "connection.connect_tcp.complete":
@@ -215,6 +215,6 @@ class SGLangClient:
 
 
 def abort_all(clients: Sequence[SGLangClient]) -> None:
-    """`abort` of each."""
+    """Call `abort` of each client."""
     for client in clients:
         client.abort()

@@ -1,6 +1,6 @@
-"""Dynamic sampling (DAPO 2503.14476, section 3.2): an iteration made of groups whose rewards differ.
+"""Dynamic sampling (DAPO 2503.14476, section 3.2): an iteration uses only groups whose rewards differ.
 
-A group of equal rewards has no advantage. It is replaced by further prompts, up to a bound.
+All advantages of a group of equal rewards are 0. It is replaced by further prompts, up to a bound.
 """
 
 import math
@@ -14,7 +14,7 @@ from megarl.types import Metrics, Prompt, Rollout, Sample
 Group = tuple[Sample, ...]
 
 
-class NoSignalError(RuntimeError):
+class NoRewardVarianceError(RuntimeError):
     """No group's rewards differ: the task is too easy or too hard for the policy; the message says which."""
 
 
@@ -24,27 +24,28 @@ def split_groups(samples: Sequence[Sample]) -> list[Group]:
 
 
 def join_groups(groups: Sequence[Group], weight_version: int) -> Rollout:
-    """One rollout of these groups, numbered anew from 0."""
+    """One rollout of these groups, renumbered from 0."""
     samples = (replace(s, group=i) for i, group in enumerate(groups) for s in group)
     return Rollout(tuple(samples), weight_version)
 
 
 def has_reward_variance(group: Group) -> bool:
-    """Whether its raw rewards differ."""
+    """Whether the group's raw rewards differ."""
     return any(sample.score.reward != group[0].score.reward for sample in group)
 
 
-def collect_signal_groups(
+def collect_groups_with_reward_variance(
     draw: Callable[[int], Sequence[Prompt]],
     collect: Callable[[Sequence[Prompt]], Sequence[Sample]],
     num_groups: int,
     max_rounds: int,
 ) -> tuple[list[Group], Metrics]:
-    """`num_groups` groups with signal, and sampling/*; `draw(n)` gives n further prompts, `collect` their samples.
+    """Collect `num_groups` groups whose rewards differ; returns them and the metrics sampling/*.
 
-    From the second round on as many prompts are asked for as the share of groups with signal so far makes likely to
-    be enough, at most `num_groups` at once. What is missing after `max_rounds` is filled up with groups of equal
-    rewards, with a warning. Raises NoSignalError where no group at all has a signal.
+    draw: `draw(n)` gives n further prompts. collect: samples responses to them. From the second round on the number
+    of prompts follows from the share of groups kept so far, at most `num_groups` at once. What is missing after
+    `max_rounds` is filled up with groups of equal rewards, with a warning. Raises NoRewardVarianceError where no
+    group at all has rewards that differ.
     """
     kept: list[Group] = []
     equal: list[Group] = []
@@ -56,7 +57,9 @@ def collect_signal_groups(
         for group in split_groups(collect(prompts)):
             (kept if has_reward_variance(group) else equal).append(group)
     if not kept:
-        raise NoSignalError(f"dynamic sampling found no group with different rewards {_describe(num_rounds, equal)}")
+        raise NoRewardVarianceError(
+            f"dynamic sampling found no group with different rewards {_describe(num_rounds, equal)}"
+        )
     if len(kept) < num_groups:
         warnings.warn(
             f"dynamic sampling: {len(kept)} of {num_groups} groups have different rewards"

@@ -1,4 +1,4 @@
-"""Generation over one or several SGLang servers, behind the RolloutEngine seam."""
+"""Generation over one or several SGLang servers; implements the RolloutEngine interface."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import DeadlineError
-from megarl.rollout.calls import StopFlag, find_cause, run_side_by_side
+from megarl.rollout.calls import StopFlag, find_cause, run_in_parallel
 from megarl.rollout.client import URGENT, ConnectionLostError, RequestError, SGLangClient, abort_all
 from megarl.rollout.served_model import load_generation_spec
 from megarl.types import FinishReason, Prompt, Response
@@ -20,57 +20,57 @@ from megarl.types import FinishReason, Prompt, Response
 T = TypeVar("T")
 
 MAX_ATTEMPTS = 3
-"""Sends of one request before a lost connection becomes an error."""
+"""How often a request is sent before a lost connection becomes an error."""
 ATTEMPT_PAUSE_S = 1.0
-"""Waited before a server is tried again."""
+"""Pause before a server is tried again."""
 MIN_SHARED_PREFIX = 32
-"""Prompts from this length on are computed once before their responses are sampled."""
+"""Prompts of at least this many tokens are prefilled once before their responses are sampled."""
 REQUEST_ROWS_PER_SLOT = 4
-"""Responses asked for in one call, as a multiple of what a server runs at once."""
+"""Responses per call, as a multiple of the number that a server runs at once"""
 
 
 Params = Mapping[str, Any]
-"""SGLang's sampling_params of one request"""
+"""SGLang's `sampling_params` of one request"""
 Answers = list[dict[str, Any]]
-"""SGLang's, of one call"""
+"""SGLang's answers to one call"""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One call of `generate`."""
+    """The arguments of one call of `generate`."""
 
     prompts: Sequence[Prompt]
     num_responses: int
     params: Params
     urgent: bool
     key: str | None
-    """Of the run and the call"""
+    """Identifies the run and the call; None: random numbers are the server's"""
 
     @property
     def fields(self) -> dict[str, Any]:
         return {"return_logprob": True} | ({"priority": URGENT} if self.urgent else {})
 
     def build_params(self, row: int, k: int) -> Params:
-        """Of the k-th response to the row-th prompt."""
+        """SGLang's sampling_params of the k-th response to the row-th prompt."""
         if self.key is None:
             return self.params
         return {**self.params, "sampling_seed": compute_sampling_seed(f"{self.key}/{row}/{k}")}
 
 
 def compute_sampling_seed(name: str) -> int:
-    """63 bits of the name's SHA-256."""
+    """A seed of 63 bits, from the SHA-256 of the name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1
 
 
 class SGLangEngine:
-    """RolloutEngine over servers that hold the same weights.
+    """A RolloutEngine over servers that hold the same weights.
 
-    Each server gets whole groups, in one call where it can: SGLang then schedules them as one batch, which is
-    fastest and makes a run repeat under the same seed.
+    Each server gets whole groups, in one call where possible: SGLang then schedules them as one batch, which is
+    fastest and makes a run reproducible under the same seed.
 
-    Calls with a key repeat bit by bit on a CPU, whatever came before them and whichever process answers, where nothing
-    else runs on the servers (max_staleness 0) and their number is the same: the last bits of a logit depend on what is
-    computed beside it. On a GPU SGLang heeds the seeds only with rollout.sglang.enable_deterministic_inference=true.
+    On a CPU, calls with a key are reproducible bit for bit, whatever came before them and whichever process answers,
+    where nothing else runs on the servers (max_staleness 0) and their number is the same: the last bits of a logit
+    depend on the batch. On a GPU SGLang uses the seeds only with rollout.sglang.enable_deterministic_inference=true.
     """
 
     def __init__(
@@ -86,13 +86,11 @@ class SGLangEngine:
         top_p: float = 1.0,
         top_k: int = -1,
     ):
-        """seed: the run's, for calls with a key.
+        """Arguments that need a word:
 
-        check_processes: raises RuntimeError with exit status and log of a server that is down.
-
-        api_key: the servers', where they have one.
-
-        top_p, top_k: sample from a truncated distribution, which rollout_logprobs are then not of; for evaluation.
+        seed: of the run, for calls with a key. check_processes: raises RuntimeError with exit status and log of a
+        server that is down. api_key: the servers' key, where they require one. top_p, top_k: truncate the
+        distribution that is sampled, not that of rollout_logprobs; for evaluation.
 
         Raises ConfigError for a checkpoint without a vocabulary size or an end-of-sequence token.
         """
@@ -122,18 +120,18 @@ class SGLangEngine:
     ) -> list[list[Response]]:
         """`num_responses` responses for each prompt, in the order of `prompts`. temperature 0 is greedy. Thread-safe.
 
-        urgent: before what other threads have asked for without it, where servers have priorities (max_staleness > 0).
+        urgent: ahead of other threads' calls that are not, where servers schedule by priority (max_staleness > 0).
 
-        key: each response has random numbers of its own, of the run's seed, the key, its prompt's place in `prompts`
-        and its place in the group. With max_staleness 0 servers also forget their cached prefixes first, and a server
-        that is lost is not replaced by another, which would have to compute both shares at once.
+        key: seeds each response by the run's seed, the key, its prompt's index in `prompts` and its index in the
+        group. With max_staleness 0 servers also drop their cached prefixes first, and a lost server's share is not
+        moved to another server, which would have to compute both shares at once.
 
-        rollout_logprobs are of the temperature-scaled distribution (of temperature 1 where it is 0). The
+        rollout_logprobs are those of the temperature-scaled distribution (at temperature 1 where it is 0). The
         end-of-sequence token is a response token like any other.
 
         Raises ValueError for a prompt without tokens or with an id outside the vocabulary; what `check_processes`
-        raises of a server that is down, else ConnectionLostError where no server answers, DeadlineError. A signal
-        that raises in this thread ends the wait and breaks the calls under way; so does `cancel`, by CancelledError.
+        raises for a server that is down, else ConnectionLostError where no server answers; DeadlineError. A signal
+        that raises in this thread ends the wait and breaks the calls in flight; so does `cancel`, by CancelledError.
         """
         if num_responses < 1 or temperature < 0:
             raise ValueError(f"generate: num_responses {num_responses} (>= 1), temperature {temperature} (>= 0)")
@@ -163,7 +161,7 @@ class SGLangEngine:
                 raise error
 
     def cancel(self) -> None:
-        """End the calls under way in other threads: each raises CancelledError. Later ones are as ever."""
+        """End the calls in flight in other threads: each raises CancelledError. Later calls are not affected."""
         self._num_cancelled += 1
         abort_all(self.clients)
 
@@ -174,7 +172,7 @@ class SGLangEngine:
     def _run(self, jobs: Sequence[Callable[[StopFlag], T]]) -> list[T]:
         num_cancelled = self._num_cancelled
         try:
-            return run_side_by_side(jobs, partial(abort_all, self.clients))
+            return run_in_parallel(jobs, partial(abort_all, self.clients))
         except (ConnectionLostError, DeadlineError) as error:
             if self._num_cancelled > num_cancelled:
                 raise CancelledError from error
@@ -189,7 +187,10 @@ class SGLangEngine:
     def _generate_share(
         self, request: Request, home: int, rows: list[int], stop: StopFlag
     ) -> dict[int, list[Response]]:
-        """The groups of these rows, by server `home` or, where it is lost, by the next or not at all: see `key`."""
+        """Generate the groups of these rows on server `home`.
+
+        Where it is lost, another takes over, unless there is a key and max_staleness is 0.
+        """
         clients = self.clients[home:] + self.clients[:home]
 
         def send_to_any(ids: Sequence[Sequence[int]], params: Sequence[Params]) -> Answers:
@@ -200,7 +201,7 @@ class SGLangEngine:
                 stop.check()
                 return client.generate(ids, params, **request.fields)
 
-            # What a lost connection has left is waited for: nothing else runs, and nothing is cached.
+            # Wait for requests left by a lost connection, so that nothing else runs and nothing is cached.
             client.flush_cache()
             return self._generate_rows(request, rows, send)
 
@@ -233,7 +234,7 @@ class SGLangEngine:
         return found
 
     def _attempt(self, clients: Sequence[SGLangClient], ask: Callable[[SGLangClient], T], stop: StopFlag) -> T:
-        """What `ask` gives of the first, and where its connection is lost, of the next."""
+        """The result of `ask` on the first client or, where its connection is lost, on the next."""
         num_cancelled = self._num_cancelled
         for attempt in range(MAX_ATTEMPTS):
             stop.sleep(ATTEMPT_PAUSE_S if attempt >= len(clients) else 0.0)
@@ -256,9 +257,9 @@ def build_response(answer: Mapping[str, Any], text: str) -> Response:
     entries = meta["output_token_logprobs"]
     reason = meta["finish_reason"]["type"]
     if reason not in FinishReason.__members__:
-        raise RequestError(f"a response ended with {meta['finish_reason']}; stop or length were expected")
+        raise RequestError(f"a response ended with {meta['finish_reason']}; stop or length was expected")
     if not ids or tuple(entry[1] for entry in entries) != ids:
-        raise RequestError(f"a response of {len(ids)} tokens came with {len(entries)} log-probs of other tokens")
+        raise RequestError(f"a response of {len(ids)} tokens came with {len(entries)} log-probs, not of these tokens")
     return Response(
         token_ids=ids,
         text=text,
@@ -270,7 +271,7 @@ def build_response(answer: Mapping[str, Any], text: str) -> Response:
 
 
 def _expand_versions(meta: Mapping[str, Any], length: int) -> tuple[int, ...]:
-    """SGLang's spans {version, start, end} as one number per token."""
+    """SGLang's spans {version, start, end} as one weight version per token."""
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": length}]
     versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
     if len(versions) != length:

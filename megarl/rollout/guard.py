@@ -1,11 +1,10 @@
-"""Runs one server process and sees to it that nothing of it outlives its owner.
+"""Runs one server process and makes sure that none of its processes outlives its owner.
 
     python guard.py SCRATCH_DIR COMMAND...
 
-The owner holds the other end of this process's standard input. When that closes - the owner stopped the
-server, or died in any way - or when SIGTERM comes, or when the server exits, the guard ends every process
-that came from the server, removes what they left in /dev/shm and in SCRATCH_DIR, and exits with the server's
-status.
+The owner holds the other end of this process's standard input. When that closes (the owner stopped the server or died),
+on SIGTERM, or when the server exits, the guard ends every descendant process of the server, removes what they left in
+/dev/shm and in SCRATCH_DIR, and exits with the server's status.
 
 Standard library only, so that it starts at once. Linux only.
 """
@@ -23,12 +22,12 @@ from collections.abc import Iterable
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S = 1.0
-"""After SIGTERM. SGLang takes up to 11 s to end by itself and has nothing to save."""
+"""How long processes may take after SIGTERM. SGLang takes up to 11 s to end by itself and has nothing to save."""
 SCAN_EVERY_S = 2.0
 
 
 def list_descendants(root: int) -> list[int]:
-    """Process ids below `root`, which itself is left out."""
+    """The process ids of all descendants of `root`, without `root` itself."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -44,9 +43,9 @@ def list_descendants(root: int) -> list[int]:
 
 
 def find_shared_memory(pids: Iterable[int]) -> set[int]:
-    """Inodes of the files under /dev/shm that these processes hold open or mapped.
+    """Inodes of the files under /dev/shm that these processes have open or mapped.
 
-    Inodes, because a semaphore's mapping goes by the name of a temporary file that glibc has already removed.
+    Inodes, because a semaphore's mapping has the name of a temporary file that glibc has already removed.
     """
     found = set()
     for pid in pids:
@@ -74,14 +73,14 @@ def signal_all(pids: Iterable[int], number: int) -> None:
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Python's own cleaner: it ends by itself, after removing the semaphores of the processes it served."""
+    """Whether it is Python's resource tracker, which ends by itself after removing its processes' semaphores."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as command:
         return b"multiprocessing.resource_tracker" in command.read()
     return False
 
 
 def reap() -> bool:
-    """Collect every child that has exited; True while any is left."""
+    """Reap every child that has exited; returns True while any is left."""
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -92,7 +91,7 @@ def reap() -> bool:
 
 
 def end_all(grace_s: float) -> None:
-    """SIGTERM to every descendant, then SIGKILL until none is left; Python's resource trackers come last."""
+    """Send SIGTERM to every descendant, then SIGKILL until none is left; Python's resource trackers come last."""
     signal_all(list_descendants(os.getpid()), signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while reap() and time.monotonic() < deadline:
@@ -107,8 +106,7 @@ def end_all(grace_s: float) -> None:
 
 
 def prepare_child() -> None:
-    # Should the guard itself be killed, the server's first process goes with it, and SGLang's own processes
-    # watch that one.
+    # Should the guard itself be killed, the kernel kills the server's first process, which SGLang's others watch.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

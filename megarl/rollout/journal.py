@@ -1,4 +1,4 @@
-"""RUN_DIR/journal: what was sampled, one file for each call, so that a run that goes on need not sample it again."""
+"""RUN_DIR/journal: sampled responses, one file for each call, so that a resumed run need not sample them again."""
 
 import math
 import re
@@ -13,15 +13,15 @@ NAME = "journal"
 
 
 class Journal:
-    """Samples by the key of their call; a file is complete on disk or not there."""
+    """Samples by the key of their call; a file is complete on disk or absent."""
 
     def __init__(self, directory: Path):
         self._directory = directory
 
     def load(self, key: str, prompts: Sequence[Prompt], num_responses: int) -> tuple[Sample, ...] | None:
-        """The samples that `save` was given under this key; None where there are none of these prompts.
+        """The samples that were saved under this key; None where there are none for these prompts.
 
-        What cannot be read, or is of other prompts, is warned of and not used.
+        A file that cannot be read or has other prompts is not used; a warning says so.
         """
         path = self._find(key)
         if not path.is_file():
@@ -29,12 +29,12 @@ class Journal:
         try:
             (rollout,) = load_rollouts(path)
         except ValueError as error:
-            warnings.warn(f"{error}; the responses are sampled anew", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{error}; the responses are sampled again", RuntimeWarning, stacklevel=2)
             return None
         asked = [prompt.id for prompt in prompts for _ in range(num_responses)]
         if [sample.prompt.id for sample in rollout.samples] != asked:
             warnings.warn(
-                f"{path}: holds responses to other prompts than this run asks; they are sampled anew",
+                f"{path}: has responses to other prompts than this run's; they are sampled again",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -45,20 +45,20 @@ class Journal:
         write_rollouts(self._find(key), [Rollout(tuple(samples), 0)])
 
     def drop(self, key: str) -> None:
-        """Remove what keys hold that are `key` or begin with `key`/."""
+        """Remove what was saved under `key` and under keys that begin with `key`/."""
         name = key.replace("/", "-")
         for path in [self._find(key), *self._directory.glob(f"{name}-*.jsonl")]:
             path.unlink(missing_ok=True)
 
     def forget(self, through: int) -> None:
-        """Remove what was sampled for iterations up to this one, and for value pretraining."""
+        """Remove the samples of value pretraining and of iterations up to this one."""
         for path in self._directory.glob("*.jsonl"):
             match = re.match(r"iteration-(\d+)-", path.name)
             if match is None or int(match[1]) <= through:
                 path.unlink()
 
     def forget_pretraining(self, through: float = math.inf) -> None:
-        """Remove what was sampled for steps of value pretraining up to this one, else for all."""
+        """Remove the samples of value pretraining, up to the step `through` where it is given."""
         for path in self._directory.glob("pretraining-*.jsonl"):
             if int(path.stem.removeprefix("pretraining-")) <= through:
                 path.unlink()

@@ -1,4 +1,4 @@
-"""Whether a server is lost; one that is not is brought to rest."""
+"""Whether a server is lost; one that is alive is reset."""
 
 import contextlib
 import time
@@ -8,16 +8,16 @@ from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClien
 from megarl.rollout.server import SGLangServer
 
 CALL_DEADLINE_S = 60.0
-"""Of each call here; the first may have to wait for a weight load that nobody waits for any more."""
+"""The deadline of each call; the first may have to wait for a weight load that was abandoned."""
 NUM_CALLS = 5
 EXIT_DEADLINE_S = 5.0
-"""A connection breaks before the process behind it has been reaped and its exit status is known."""
+"""How long to wait for an exit status: a connection breaks before the process behind it has been reaped."""
 
 
 def find_loss(server: SGLangServer, deadline_s: float = CALL_DEADLINE_S) -> str | None:
-    """What became of the server, in one line: its exit status, or what it did not answer within `deadline_s`.
+    """Why the server is lost, in one line: its exit status, or the call that it did not answer within `deadline_s`.
 
-    None where it answers and generates; it then has no request, no open update session, and is not paused.
+    None where it answers and generates; it then has no requests, no open update session, and is not paused.
     """
     unanswered = None
     if server.is_alive():
@@ -34,16 +34,16 @@ def find_loss(server: SGLangServer, deadline_s: float = CALL_DEADLINE_S) -> str 
 
 
 def build_client(server: SGLangServer, deadline_s: float) -> SGLangClient:
-    """For calls without tokens."""
+    """A client for calls without tokens."""
     return SGLangClient(server.url, vocab_size=1, deadline_s=deadline_s, api_key=server.api_key)
 
 
 def _find_unanswered(client: SGLangClient, deadline_s: float) -> str | None:
     try:
-        client.bring_to_rest()
+        client.reset()
     except (RequestError, ConnectionLostError, DeadlineError) as error:
         return str(error)
-    # It tells of every rank, where /health tells of the HTTP server alone.
+    # It covers every rank, where /health covers the HTTP server alone.
     if not client.is_healthy(deadline_s, generating=True):
         return f"{client.url}/health_generate gave no healthy answer"
     return None

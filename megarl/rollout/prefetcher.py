@@ -1,4 +1,4 @@
-"""Work done ahead of its use: a thread makes numbered items in order, up to a bound beyond the one in use."""
+"""Work ahead of its use: a thread makes numbered items in order, up to a bound beyond the one in use."""
 
 import queue
 import threading
@@ -12,14 +12,14 @@ POLL_S = 0.2
 
 
 class Prefetcher(Generic[T]):
-    """`make(k)`, `make(k + 1)`, ... one after the other in a thread of their own, taken by another thread in order.
+    """Calls `make(k)`, `make(k + 1)`, ... one after the other in a thread; another thread takes the items in order.
 
-    When item k is asked for, the items up to k + num_ahead may be made. So no item is begun before item
-    k - num_ahead was asked for, whatever the timing.
+    When item k is taken, the items up to k + num_ahead may be made. So no item is begun before item k - num_ahead is
+    taken, whatever the timing.
     """
 
     def __init__(self, make: Callable[[int], T], *, num_ahead: int, last: int, cancel: Callable[[], None]):
-        """last: number of the last item to be made. cancel: breaks off a `make` under way; may be called repeatedly."""
+        """last: number of the last item to be made. cancel: breaks off a running `make`; may be called repeatedly."""
         self._make = make
         self._num_ahead = num_ahead
         self._last = last
@@ -32,10 +32,10 @@ class Prefetcher(Generic[T]):
         self._thread: threading.Thread | None = None
 
     def take(self, number: int) -> T:
-        """Item `number`, waited for; the thread starts with the first one asked for.
+        """Wait for item `number`; the first call starts the thread with that item.
 
         Raises what `make` raised, ValueError for a number out of order. The wait has no deadline of its own: what
-        `make` waits for has. A signal that raises in this thread ends it.
+        `make` waits for has one. A signal that raises in this thread ends the wait.
         """
         if self._next not in (None, number):
             raise ValueError(f"item {number} was asked for; they are made in order, and {self._next} is the next")
@@ -52,7 +52,7 @@ class Prefetcher(Generic[T]):
         return item  # type: ignore[return-value]
 
     def close(self, deadline_s: float) -> None:
-        """Drop what was not taken and end the thread; one that hangs beyond the deadline is left behind (a daemon)."""
+        """Drop the items not taken and end the thread, a daemon; after the deadline it is left to itself."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -68,7 +68,7 @@ class Prefetcher(Generic[T]):
             except queue.Empty:
                 assert self._thread is not None
                 if not self._thread.is_alive() and self._made.empty():
-                    raise RuntimeError("the thread that generates ahead has ended") from None
+                    raise RuntimeError("the prefetching thread has ended") from None
 
     def _work(self, number: int) -> None:
         for k in range(number, max(number, self._last) + 1):
@@ -78,7 +78,7 @@ class Prefetcher(Generic[T]):
                     return
             try:
                 item = self._make(k)
-            except BaseException as error:  # Raised in the thread that takes.
+            except BaseException as error:  # Raised in the thread that takes the item.
                 self._made.put((None, error))
                 return
             self._made.put((item, None))

@@ -1,4 +1,4 @@
-"""Groups of past iterations, to be learned from again (off-policy, TOPR 2503.14286)."""
+"""Replay buffer: groups of past iterations, to be learned from again (off-policy, TOPR 2503.14286)."""
 
 import random
 from collections import deque
@@ -10,7 +10,7 @@ from megarl.rollout.dynamic_sampling import Group
 
 
 class ReplayBuffer:
-    """The fresh groups of the last `num_iterations` iterations."""
+    """Keeps the fresh groups of the last `num_iterations` iterations."""
 
     def __init__(self, config: ReplayConfig, seed: int):
         self._config = config
@@ -18,9 +18,10 @@ class ReplayBuffer:
         self._iterations: deque[list[Group]] = deque(maxlen=config.num_iterations)
 
     def draw(self, num_groups: int, iteration: int) -> list[Group]:
-        """A random share `frac` of `num_groups`, at most what is there and without repeats.
+        """Draw a random share `frac` of `num_groups` without replacement, at most what the buffer holds.
 
-        Their samples' ages count the iterations since. The same for the same seed, iteration and contents.
+        The age of a drawn sample is the number of iterations since it was sampled. The draw is the same for the same
+        seed, iteration and contents.
         """
         pool = [
             tuple(replace(sample, age=age) for sample in group)
@@ -31,11 +32,11 @@ class ReplayBuffer:
         return random.Random(f"replay/{self._seed}/{iteration}").sample(pool, wanted) if wanted > 0 else []
 
     def add(self, groups: list[Group]) -> None:
-        """Take in an iteration's fresh groups; those of the oldest iteration fall out."""
+        """Add an iteration's fresh groups; those of the oldest iteration are dropped."""
         self._iterations.append(groups)
 
     def state(self) -> tuple[list[Group], ...]:
-        """What is in it, iteration by iteration."""
+        """The buffer's contents, iteration by iteration."""
         return tuple(self._iterations)
 
     def restore(self, state: Sequence[list[Group]]) -> None:

@@ -1,4 +1,4 @@
-"""rollouts.jsonl: every response that training sampled, one strict JSON object a line, a rollout's lines together.
+"""rollouts.jsonl: every sampled response of training, one strict JSON object a line, a rollout's lines together.
 
 {"iteration": 1, "weight_version": 0, "sample": 0, "num_samples": 256, "group": 0,
  "prompt": {"id", "text", "token_ids", "answer", "metadata"},
@@ -6,7 +6,7 @@
  "score": {"reward", "correct", "details", "answer"}}
 
 with the meanings of megarl/types.py. `iteration` is 0 during value pretraining; `sample` counts the lines of a rollout
-from 0. Numbers are written so that they are read back bit by bit.
+from 0. Numbers are read back bit for bit.
 """
 
 import json
@@ -28,13 +28,13 @@ class RolloutWriter:
     """Appends to a rollouts.jsonl; a rollout is complete on disk when `write` returns."""
 
     def __init__(self, path: Path):
-        """Opens `path`, making it and its directory where they are missing, and cuts off a half-written last line."""
+        """Open or create `path`, and cut off a half-written last line."""
         path.parent.mkdir(parents=True, exist_ok=True)
         drop_unfinished_line(path)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, rollout: Rollout, iteration: int) -> None:
-        """All samples. Raises ValueError for NaN or infinity among the numbers, and then writes nothing."""
+        """Append all samples. Raises ValueError for NaN or infinity among the numbers, and then writes nothing."""
         self._file.write(format_rollout(rollout, iteration))
         self._file.flush()
 
@@ -43,31 +43,31 @@ class RolloutWriter:
 
 
 def format_rollout(rollout: Rollout, iteration: int) -> str:
-    """Its lines. Raises ValueError for NaN or infinity among the numbers."""
+    """The lines of a rollout. Raises ValueError for NaN or infinity among the numbers."""
     numbers = range(len(rollout.samples))
     return "".join(f"{json.dumps(_to_record(rollout, number, iteration), allow_nan=False)}\n" for number in numbers)
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
-    """A file of these rollouts, as iterations 0, 1, ...; complete on disk or not there."""
+    """Write a file of these rollouts, as iterations 0, 1, ...; it is complete on disk or absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "".join(format_rollout(rollout, number) for number, rollout in enumerate(rollouts)))
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a reader's model can take."""
+    """The limits of the model that will read the rollouts."""
 
     vocab_size: int
     max_length: int
-    """Most tokens of prompt and response together"""
+    """Maximum tokens of prompt and response together"""
     response_length: int
-    """Most tokens of a response"""
+    """Maximum tokens of a response"""
 
 
 @dataclass(frozen=True)
 class SavedRollouts:
-    """A rollouts.jsonl that has been read once and found right."""
+    """A rollouts.jsonl that has been read once and found valid."""
 
     path: Path
     num_rollouts: int
@@ -75,7 +75,7 @@ class SavedRollouts:
 
 
 def check_rollouts(path: Path, limits: Limits) -> SavedRollouts:
-    """Read all of it, keeping nothing. Raises as `read_rollouts`; what a killed run left is not warned of here."""
+    """Validate the whole file without keeping it. Raises as `read_rollouts`, without its warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         sizes = [len(rollout.samples) for rollout in read_rollouts(path, limits)]
@@ -83,19 +83,19 @@ def check_rollouts(path: Path, limits: Limits) -> SavedRollouts:
 
 
 def load_rollouts(path: Path, limits: Limits | None = None) -> tuple[Rollout, ...]:
-    """All rollouts of a file, in order; else as `read_rollouts`."""
+    """All rollouts of a file, in order; otherwise as `read_rollouts`."""
     return tuple(read_rollouts(path, limits))
 
 
 def read_rollouts(path: Path, limits: Limits | None = None) -> Iterator[Rollout]:
-    """The rollouts of a file, in order, one at a time in memory.
+    """Iterate over the rollouts of a file, in order, with one at a time in memory.
 
-    A half-written last line and a rollout that lacks its last samples are what a killed run leaves: they are dropped
+    A half-written last line and a rollout without its last samples are what a killed run leaves: they are dropped
     with a RuntimeWarning.
 
     Raises:
-        ValueError: a line is not what `RolloutWriter` writes, or goes beyond `limits`: says FILE:LINE, what was found
-            and what would be right; or there is no complete rollout.
+        ValueError: a line is not what `RolloutWriter` writes, or exceeds `limits`: says FILE:LINE, what was found and
+            what would be right; or there is no complete rollout.
         FileNotFoundError: there is no such file.
     """
     samples: list[Sample] = []
@@ -132,7 +132,7 @@ def _to_record(rollout: Rollout, number: int, iteration: int) -> dict[str, Any]:
 
 
 def _read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("FILE:LINE", checked record) of every line."""
+    """("FILE:LINE", validated record) of every line."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}:{number}"
@@ -150,25 +150,23 @@ def _read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _warn_incomplete(where: str, samples: list[Sample], header: Mapping[str, Any]) -> None:
     warnings.warn(
-        f"{where}: a rollout before it has {len(samples)} of its {header['num_samples']} samples, as a killed run"
+        f"{where}: the rollout before it has {len(samples)} of its {header['num_samples']} samples, as a killed run"
         " leaves it; it was dropped",
         RuntimeWarning,
     )
 
 
 def _check_place(where: str, record: Mapping[str, Any], header: Mapping[str, Any] | None, before: list[Sample]) -> None:
-    """That the line is the rollout's next one; `header`: the line before it, if there is one."""
+    """Check that the line is the rollout's next one. header: the rollout's first line, if this is not the first."""
     if record["sample"] != len(before) or not record["sample"] < record["num_samples"]:
         found = f"sample {record['sample']} of {record['num_samples']}"
-        raise ValueError(
-            f"{where}: found {found}; expected sample {len(before)}: the lines of a rollout stand in order"
-        )
+        raise ValueError(f"{where}: found {found}; expected sample {len(before)}: the lines of a rollout are in order")
     group, last = record["group"], before[-1].group if before else -1
     if group not in ((0,) if last < 0 else (last, last + 1)):
         expected = f"{last} or {last + 1}" if before else "0"
         raise ValueError(f'{where}: "group" is {group}; expected {expected}: groups are contiguous, numbered from 0')
-    for name in ("num_samples", "weight_version", "iteration") if header else ():
-        if record[name] != header[name]:
+    for name in ("num_samples", "weight_version", "iteration"):
+        if header and record[name] != header[name]:
             raise ValueError(f'{where}: "{name}" is {record[name]}; the rollout\'s first line has {header[name]}')
 
 
@@ -217,7 +215,7 @@ def _check_limits(where: str, prompt: list[int], response: list[int], limits: Li
 
 
 Check = tuple[Callable[[Any], bool], str]
-"""Whether a value is right, and what would be."""
+"""Whether a value is valid, and what would be valid"""
 
 
 def _is_integer(value: Any) -> bool:

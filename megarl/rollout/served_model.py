@@ -18,7 +18,7 @@ class GenerationSpec:
 
 
 def load_generation_spec(checkpoint: Path) -> GenerationSpec:
-    """From config.json and, before it, generation_config.json. Raises ConfigError naming file and key."""
+    """Read generation_config.json, else config.json. Raises ConfigError naming file and key."""
     config = _load_json(checkpoint / "config.json")
     generation = checkpoint / "generation_config.json"
     overrides = _load_json(generation) if generation.is_file() else {}
@@ -29,7 +29,9 @@ def load_generation_spec(checkpoint: Path) -> GenerationSpec:
     eos = config.get("eos_token_id") if eos is None else eos
     stop = [eos] if isinstance(eos, int) else eos
     if not stop:
-        raise ConfigError([f"{checkpoint}: no eos_token_id in generation_config.json or config.json; no response ends"])
+        raise ConfigError(
+            [f"{checkpoint}: no eos_token_id in generation_config.json or config.json; without it no response ends"]
+        )
     outside = [token for token in stop if not 0 <= token < vocab_size]
     if outside:
         raise ConfigError([f"{checkpoint}: eos_token_id {outside} is outside the vocabulary of {vocab_size}"])

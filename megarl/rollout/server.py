@@ -1,4 +1,4 @@
-"""One SGLang server: its command line, its process, its health."""
+"""One SGLang server: command line, process and health."""
 
 import contextlib
 import functools
@@ -29,10 +29,10 @@ MODELS = Path(__file__).parent / "models"
 GUARD = Path(__file__).parent / "guard.py"
 LOG_TAIL_LINES = 25
 WEIGHT_LOADER = "megarl.sync.receiver.receive"
-"""What the servers call with the trainer's instructions about weights"""
+"""The function that servers call for the requests of a weight sync"""
 LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FIRST_PORT = 20000
-"""Ray's own ports are below."""
+"""Ray's own ports are below this one."""
 
 
 class ServerError(RuntimeError):
@@ -45,10 +45,10 @@ def has_cuda() -> bool:
 
 
 def pick_free_port(host: str) -> int:
-    """A TCP port that nothing listens on now, where there is one not among those that the kernel gives away.
+    """A TCP port that nothing listens on now, outside the kernel's ephemeral range where there is one.
 
     A server binds it tens of seconds later, and again when it is restarted; meanwhile every connection and every
-    listener of torch and Ray takes a port of the kernel's choice.
+    listener of torch and Ray takes an ephemeral port.
     """
     first, last = (int(word) for word in LOCAL_PORTS.read_text().split()) if LOCAL_PORTS.is_file() else (0, 0)
     kept = [port for port in range(FIRST_PORT, 65536) if not first <= port <= last]
@@ -66,13 +66,13 @@ def is_loopback(host: str) -> bool:
 def build_command(
     config: RolloutConfig, checkpoint: Path, *, host: str, port: int, seed: int, weight_version: int = 0
 ) -> list[str]:
-    """The command line of one server; `weight_version`: the number of the checkpoint's weights.
+    """The command line of one server. weight_version: the version of the checkpoint's weights.
 
-    Raises ConfigError for keys of `rollout.sglang` that SGLang lacks.
+    Raises ConfigError for keys of `rollout.sglang` that SGLang does not have.
     """
     problems = check_options(config.sglang)
     if not has_cuda() and config.kv_cache_tokens is None:
-        # Left to itself SGLang takes most of the machine's memory and zero-fills it for minutes.
+        # By default SGLang takes most of the machine's memory and zero-fills it for minutes.
         problems.append("rollout.kv_cache_tokens: null; on a CPU it must be a number of tokens")
     if problems:
         raise ConfigError(problems)
@@ -88,13 +88,13 @@ def build_command(
         "weight_version": str(weight_version),
         "tp_size": config.tp,
         "skip_server_warmup": True,
-        # Follows the trainer's instructions inside each rank: see megarl.sync.receiver.
+        # Executes the trainer's requests inside each rank: see megarl.sync.receiver.
         "custom_weight_loader": [WEIGHT_LOADER],
         # Without it an idle scheduler spins and takes a core from the trainer.
         "sleep_on_idle": True,
     }
     if config.max_staleness > 0:
-        # The proof of a weight sync and evaluations do not wait for the responses that are generated ahead.
+        # Verification of a weight sync and evaluations do not wait for prefetched responses.
         options |= {"enable_priority_scheduling": True}
     options |= load_family_options(checkpoint)
     if not has_cuda():
@@ -111,7 +111,7 @@ def build_environment(config: RolloutConfig, scratch: Path, *, shares_gpus: bool
     path = [str(MODELS)]
     environment |= {
         "TMPDIR": str(scratch),
-        # A file in place of torch's TCP store, which would listen on every interface.
+        # A file instead of torch's TCP store, which would listen on every interface.
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
         # Plain decoder models are found without importing all 200 of SGLang's model files.
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "megarl_sglang_models",
@@ -121,15 +121,15 @@ def build_environment(config: RolloutConfig, scratch: Path, *, shares_gpus: bool
         "PYTHONUNBUFFERED": "1",
     }
     if shares_gpus:
-        # Roles take more of some GPUs than of others. SGLang, which counts with the least that is free on any, takes
+        # Roles use more of some GPUs than of others. SGLang, which counts with the least that is free on any, takes
         # that for processes of somebody else and would refuse; where the GPUs are the server's own it is right.
         environment.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "false")
     if not has_cuda():
         path.insert(0, str(STANDINS))
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(config.num_threads)}
-        # Threads that spin while they wait make two processes on the same cores crawl.
+        # Threads that spin while they wait slow down other processes on the same cores.
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
-        # A split embedding is compiled, for which torch asks the stand-in of Triton what it cannot know.
+        # A split embedding would be compiled, for which torch needs Triton, of which there is only a stand-in.
         environment["TORCHDYNAMO_DISABLE"] = "1"
         if config.tp > 1:
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = bind_ranks(sorted(os.sched_getaffinity(0)), config.tp)
@@ -139,9 +139,9 @@ def build_environment(config: RolloutConfig, scratch: Path, *, shares_gpus: bool
 
 
 def write_key(scratch: Path, api_key: str) -> list[str]:
-    """The words that tell a server its key: in a file, since every user of the machine sees command lines.
+    """The arguments that tell a server its key: in a file, since every user of the machine sees command lines.
 
-    scratch: open to this user alone.
+    scratch: a folder readable by this user alone.
     """
     path = scratch / "key.yaml"
     path.touch(0o600)
@@ -150,7 +150,7 @@ def write_key(scratch: Path, api_key: str) -> list[str]:
 
 
 def bind_ranks(cpus: Sequence[int], tp: int) -> str:
-    """SGLANG_CPU_OMP_THREADS_BIND: one CPU per rank of a server, in turn where there are more ranks than CPUs."""
+    """The value of SGLANG_CPU_OMP_THREADS_BIND: one CPU per rank of a server, round robin where CPUs are fewer."""
     return "|".join(str(cpus[rank % len(cpus)]) for rank in range(tp))
 
 
@@ -158,7 +158,7 @@ class SGLangServer:
     """A server process that ends with its owner.
 
     `start` returns at once; `wait_healthy` waits for the first healthy answer. The process tree is owned by
-    `guard.py`, which ends it when this object is stopped and when this process dies in whatever way.
+    `guard.py`, which ends it when this object is stopped or this process dies.
     """
 
     def __init__(
@@ -174,13 +174,15 @@ class SGLangServer:
         api_key: str | None = None,
         shares_gpus: bool = False,
     ):
-        """`port` None: a free one is picked. `weight_version`: the number of the checkpoint's weights. `api_key`: what
-        callers must show; None: nothing. `shares_gpus`: with processes of training roles.
+        """Arguments that need a word:
+
+        port: None picks a free one. weight_version: of the checkpoint's weights. api_key: required of callers; None:
+        nothing is. shares_gpus: whether training roles use the same GPUs.
 
         Raises ConfigError for bad options or a checkpoint without config.json.
         """
         if not (Path(checkpoint) / "config.json").is_file():
-            raise ConfigError([f"rollout: {checkpoint} is no checkpoint directory: it has no config.json"])
+            raise ConfigError([f"rollout: {checkpoint} is not a checkpoint directory: it has no config.json"])
         self.config = config
         self.host = host
         self.port = pick_free_port(host) if port is None else port
@@ -205,7 +207,7 @@ class SGLangServer:
     def start(self, port_deadline_s: float = 0.0) -> None:
         """Start the processes. Raises ServerError where the port is still taken after `port_deadline_s`."""
         if self._process is not None:
-            raise ServerError(f"SGLang server {self.url} was started before")
+            raise ServerError(f"SGLang server {self.url} was already started")
         self._wait_for_port(port_deadline_s)
         self._scratch = Path(tempfile.mkdtemp(prefix=f"megarl-sglang-{os.getpid()}-"))
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -238,7 +240,7 @@ class SGLangServer:
 
     @property
     def exit_status(self) -> int | None:
-        """128 + the signal's number where a signal ended it; None while it runs or where it was not started."""
+        """The exit status, 128 + signal number where a signal ended it; None while it runs and before its start."""
         return self._process.poll() if self._process else None
 
     def is_alive(self) -> bool:
@@ -247,7 +249,7 @@ class SGLangServer:
     def wait_healthy(self, deadline_s: float) -> None:
         """Wait until the server generates a token.
 
-        Raises ServerError at once where it exits, DeadlineError where it is late; both show the log's end.
+        Raises ServerError at once where it exits, DeadlineError where it is late; both show the end of the log.
         """
         deadline = time.monotonic() + deadline_s
         with httpx.Client(timeout=2.0, trust_env=False) as client:
@@ -270,9 +272,9 @@ class SGLangServer:
             raise ServerError(f"SGLang server {self.url} exited with status {status}; {self._describe_log()}")
 
     def stop(self, deadline_s: float = 10.0) -> None:
-        """End every process of the server and remove its temporary files; returns when they are gone.
+        """End every process of the server and remove its temporary files; returns when that is done.
 
-        Raises DeadlineError where they are not gone in time.
+        Raises DeadlineError where it takes longer.
         """
         if self._process is None:
             return
@@ -296,7 +298,7 @@ class SGLangServer:
 
 
 def read_tail(file: Path, num_lines: int = LOG_TAIL_LINES) -> str:
-    """The last lines of a text file; of a missing one a sentence saying so."""
+    """The last lines of a text file; where it does not exist, a sentence that says so."""
     if not file.is_file():
         return f"({file} does not exist)"
     with open(file, "rb") as stream:

@@ -1,4 +1,4 @@
-"""SGLang's own server arguments: which the installed release has, and how a command line writes them."""
+"""SGLang's own server arguments: which ones the installed release has, and how they are written on a command line."""
 
 import ast
 import functools
@@ -19,20 +19,20 @@ OWN_OPTIONS = {
     "max_running_requests": "rollout.max_running_requests",
     "max_total_tokens": "rollout.kv_cache_tokens",
     "skip_tokenizer_init": "no key: megarl sends and receives token ids",
-    "custom_weight_loader": "no key: the trainer's weights come by it",
-    "weight_version": "no key: the trainer numbers the weights",
+    "custom_weight_loader": "no key: weight syncs use it",
+    "weight_version": "no key: the trainer sets it",
     "tp_size": "rollout.tp",
     "api_key": "no key: one is made for servers that listen on the network",
     "admin_api_key": "no key: one is made for servers that listen on the network",
 }
-"""Arguments that megarl sets itself, with the key that decides them."""
+"""Arguments that megarl sets itself, with the key that determines them"""
 
 
 @functools.cache
 def load_option_names() -> dict[str, str]:
-    """SGLang's server arguments: field name -> flag, read from the installed source.
+    """The flag of each of SGLang's server arguments, by field name, read from the installed source.
 
-    Importing SGLang takes seconds and pulls in its whole runtime, so the source is parsed instead.
+    Importing SGLang takes seconds and loads its whole runtime, so the source is parsed instead.
     Raises ConfigError where SGLang is not installed or its source has another form.
     """
     spec = importlib.util.find_spec("sglang")
@@ -49,7 +49,7 @@ def load_option_names() -> dict[str, str]:
 
 
 def _parse_fields(tree: ast.Module) -> dict[str, str]:
-    """Class-body lines of the form `name: A[type, help or Arg(...)]`, without those that have no flag."""
+    """The flags of class-body lines of the form `name: A[type, help or Arg(...)]`, without those that have no flag."""
     options: dict[str, str] = {}
     for node in ast.walk(tree):
         if not isinstance(node, ast.ClassDef):
@@ -89,7 +89,10 @@ def check_options(options: Mapping[str, Any]) -> list[str]:
 
 
 def render_options(options: Mapping[str, Any]) -> list[str]:
-    """Command-line words. True: the bare flag; False or None: nothing; lists: several words; dicts: JSON."""
+    """The options as command-line arguments.
+
+    True: the bare flag. False or None: nothing. Lists: several arguments. Dictionaries: JSON.
+    """
     flags = load_option_names()
     words: list[str] = []
     for key, value in options.items():

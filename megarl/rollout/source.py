@@ -1,4 +1,4 @@
-"""What each iteration learns from: fresh groups, sampled now or ahead of their use, and replayed ones."""
+"""The groups that each iteration learns from: fresh ones, sampled now or prefetched, and replayed ones."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from megarl.config.schema.root import Config
 from megarl.data.sampler import PromptSampler
 from megarl.interfaces import RolloutEngine
 from megarl.rollout.collector import Collector, check_versions, compute_staleness
-from megarl.rollout.dynamic_sampling import Group, collect_signal_groups, split_groups
+from megarl.rollout.dynamic_sampling import Group, collect_groups_with_reward_variance, split_groups
 from megarl.rollout.prefetcher import Prefetcher
 from megarl.rollout.replay import ReplayBuffer
 from megarl.types import Metrics, Prompt, Sample
@@ -18,7 +18,7 @@ CLOSE_DEADLINE_S = 5.0
 
 @dataclass(frozen=True)
 class SourceState:
-    """Where a source stands after an iteration."""
+    """The state of a source after an iteration."""
 
     sampler: Mapping[str, int | str]
     """PromptSampler.state()"""
@@ -33,17 +33,16 @@ class IterationBatch:
     fresh: list[Group]
     replayed: list[Group]
     sampled: tuple[tuple[Sample, ...], ...]
-    """Every response that was sampled for it, one entry per round; dynamic sampling keeps a part of them"""
+    """All sampled responses, one entry per round; dynamic sampling keeps a part of them"""
     metrics: Metrics
     state: SourceState
-    """after it"""
+    """The source's state after this iteration"""
 
 
 class GroupSource:
-    """Gathers the groups of one iteration after the other; with rollout.max_staleness = n up to n iterations ahead.
+    """Samples the groups of one iteration after the other; with rollout.max_staleness = n up to n iterations ahead.
 
-    Prompts, their order and their number are those of the iterations' order, never of timing: one thread at a time
-    draws them.
+    Which prompts an iteration gets never depends on timing: one thread at a time draws them, in the iterations' order.
     """
 
     def __init__(
@@ -54,8 +53,8 @@ class GroupSource:
         sampler: PromptSampler,
         with_servers: Callable[[Callable[[], Any]], Any] = lambda ask: ask(),
     ):
-        """with_servers: repeats a call that failed because a server was lost, once it is back. Not used for what runs
-        ahead: the trainer may be in the middle of an update then, and a server that is lost ends the run.
+        """with_servers: repeats a call that failed because a server was lost, once the server is back. It is not used
+        for prefetching: the trainer may be in the middle of an update then, and a lost server ends the run.
         """
         self._train = config.train
         self._sampling = config.algo.dynamic_sampling
@@ -71,11 +70,11 @@ class GroupSource:
         self._state = self._find_state()
 
     def state(self) -> SourceState:
-        """Of the last iteration taken, however far ahead others are; before the first, where it stands now."""
+        """The state after the last iteration taken, without what was prefetched; before the first, the current one."""
         return self._state if self._ahead is not None else self._find_state()
 
     def restore(self, state: SourceState) -> None:
-        """Go on after the iteration that `state` is of. Raises ValueError where the prompts are others."""
+        """Resume after the iteration of `state`. Raises ValueError where the prompts have changed."""
         self._sampler.restore(state.sampler)
         self._replay.restore(state.replay)
         self._state = state
@@ -83,8 +82,9 @@ class GroupSource:
     def take(self, iteration: int, weight_version: int) -> IterationBatch:
         """The groups of this iteration; with staleness, iterations are taken in order until `close`.
 
-        weight_version: of the trainer's weights now. Raises RuntimeError where a fresh token is of a version outside
-        [weight_version - max_staleness, weight_version], NoSignalError, and as the engine and the reward do.
+        weight_version: the trainer's current one. Raises RuntimeError where a fresh token has a version outside
+        [weight_version - max_staleness, weight_version], NoRewardVarianceError, and what the engine and the reward
+        raise.
         """
         if self._max_staleness == 0:
             self._guard(self._engine.check_health)
@@ -101,7 +101,7 @@ class GroupSource:
         return batch
 
     def close(self) -> int:
-        """End what runs ahead; returns how many responses were asked for in vain, finished or not."""
+        """Stop prefetching; returns how many requested responses are dropped, finished or not."""
         if self._ahead is not None:
             self._ahead.close(CLOSE_DEADLINE_S)
         self._ahead = None
@@ -110,7 +110,7 @@ class GroupSource:
 
     def _open(self) -> Prefetcher[IterationBatch]:
         if self._ahead is None:
-            # Only here: a server that loads weights does not answer, and what runs ahead would take it for lost.
+            # Only here: a server that loads weights does not answer, and a prefetching thread would take it for lost.
             self._guard(self._engine.check_health)
             self._ahead = Prefetcher(
                 self._gather,
@@ -136,7 +136,7 @@ class GroupSource:
 
         if self._sampling.enabled:
             draw, max_rounds = self._sampler.next_batch, self._sampling.max_rounds
-            fresh, metrics = collect_signal_groups(draw, sample, num_groups, max_rounds)
+            fresh, metrics = collect_groups_with_reward_variance(draw, sample, num_groups, max_rounds)
         else:
             fresh = split_groups(sample(self._sampler.next_batch(num_groups)))
         self._replay.add(fresh)

@@ -1,1 +1,1 @@
-"""What surrounds the loop: a command's inputs, processes, attempts, checkpoints, signals and end."""
+"""Everything around the loop: a command's inputs, processes, attempts, checkpoints, signals and exit."""

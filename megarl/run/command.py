@@ -1,4 +1,4 @@
-"""What the commands share: the command line is checked before anything starts; a run ends with a line and a code."""
+"""What the commands share: the check of the command line before anything starts, the last line, the exit code."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -18,13 +18,14 @@ from megarl.run.signals import Stopped, stopping_on_signals
 
 EXIT_BAD_CONFIG = 2
 Results = Mapping[str, float]
-"""What a run came to, in the order of the line `done: ...`"""
+"""A run's results by name, in the order of the line `done: ...`"""
 
 
 def check_command_line(command: str = "train") -> None:
-    """Put our keys into sys.argv in place of ROLL's names, printing each, and check every run that it describes.
+    """Replace ROLL's names in sys.argv by our keys, printing each, and check every run of the command line.
 
-    command: the module's name, which decides what a key can do. Ends the process with the problems found.
+    command: the module's name, which determines the keys that have an effect. Where there are problems it prints
+    them and ends the process.
     """
     arguments = sys.argv[1:]
     overrides = [text for text in arguments if text.startswith("~") or (not text.startswith("-") and "=" in text)]
@@ -35,14 +36,14 @@ def check_command_line(command: str = "train") -> None:
         end_with_config_error(error)
     for line in rewritten.lines:
         print(line, flush=True)
-    # Hydra reads sys.argv itself, so what makes the keys of open fields acceptable to it has to be there too.
+    # Hydra reads sys.argv itself, so it must also contain what makes the keys of open fields acceptable to Hydra.
     sys.argv[1:] = [*(text for text in arguments if text not in overrides), *open_overrides(rewritten.overrides)]
 
 
 def run_composed(composed: DictConfig, run: Callable[[Config, Path], Results], command: str = "train") -> Results:
     """Run one composed configuration in its run directory and print `done: ... run_dir=DIR`.
 
-    `run` gives what stands between. A ConfigError ends the process with code 2, a signal with that signal's code.
+    run: returns the results in that line. A ConfigError ends the process with code 2, a signal with its own code.
     """
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:

@@ -1,4 +1,4 @@
-"""One evaluation: servers on a checkpoint, the prompts of each set, their responses scored and counted."""
+"""One evaluation: servers on a checkpoint generate responses to the prompts of each set, which are scored."""
 
 import contextlib
 import sys
@@ -48,7 +48,7 @@ class EvaluationSet:
     prompts: tuple[Prompt, ...]
     reward: RewardFunction
     reads_answers: bool
-    """whether the reward says which answer it read"""
+    """Whether the reward reports which answer it read"""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
     """Evaluate one checkpoint on the sets of `configs`, which differ in data and reward only.
 
     Writes responses.jsonl, evaluation.json and logs/ under `run_dir`, prints progress and the table. Raises
-    ConfigError, before any process is started, for what only the inputs can tell.
+    ConfigError, before any process is started, for problems that only the inputs reveal.
     """
     config = next(iter(configs.values()))
     rollout, evaluate = config.rollout, config.evaluate
@@ -103,13 +103,14 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
 
 
 def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:
-    """Raises ConfigError for what only the inputs can tell: a missing checkpoint or file, a prompt too long."""
+    """Load everything an evaluation reads. Raises ConfigError, for example for a missing file or a prompt too long."""
     config = next(iter(configs.values()))
     checkpoint = resolve_checkpoint(config.model, default_cache_dir())
-    # Raises for unknown options; the real command is made where the server starts.
+    # Raises for unknown options; the real command is built where the server starts.
     build_command(config.rollout, checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
     tokenizer = load_tokenizer(checkpoint)
-    sets, problems = [], []
+    sets: list[EvaluationSet] = []
+    problems: list[str] = []
     for name, each in configs.items():
         try:
             sets.append(_load_set(name, each, tokenizer))
@@ -162,10 +163,10 @@ def evaluate_sets(
     weight_version: int = 0,
     recovery: Recovery | None = None,
 ) -> list[SetResult]:
-    """The result of each set; every response is in RUN_DIR/responses.jsonl as soon as it has been scored.
+    """The result of each set; every response is written to RUN_DIR/responses.jsonl as soon as it has been scored.
 
-    num_slots: responses that the servers generate at once; weight_version: theirs, 0 as they start; recovery: None
-    where nothing starts a lost server again.
+    num_slots: responses that the servers generate at once. weight_version: of the servers, 0 after their start.
+    recovery: None where a lost server is not restarted.
     """
     recovery = recovery or Recovery(None, progress.line, 0)
     results = []
@@ -175,18 +176,18 @@ def evaluate_sets(
             samples: list[Sample] = []
             started = time.monotonic()
             progress.enter(each.name)
-            # No more at once: a call has rollout.request_deadline_s, and progress is told, after each.
+            # In small calls: rollout.request_deadline_s is the deadline of each, and progress is reported after each.
             step = max(1, num_slots // config.num_samples)
             for start in range(0, len(each.prompts), step):
                 recovery.run(engine.check_health)
                 batch = each.prompts[start : start + step]
-                # Servers that start again hold the same checkpoint.
+                # Restarted servers hold the same checkpoint.
                 found = recovery.run(partial(_collect, collector, batch, config.num_samples, weight_version))
                 _write_responses(file, each.name, found, config.num_samples)
                 samples += found
                 progress.line(_describe_progress(each, samples, time.monotonic() - started))
             progress.leave()
-            # A function of the user's reads answers where it says so.
+            # A user's own function reads answers where it says so.
             reads = each.reads_answers or any(sample.score.answer is not None for sample in samples)
             results.append(summarize_set(each.name, samples, list_ks(config), config.confidence, reads_answers=reads))
     return results
@@ -199,8 +200,8 @@ def _collect(
         return collector.collect(prompts, num_samples, weight_version=weight_version).samples
     except DeadlineError as error:
         raise DeadlineError(
-            f"{error}; rollout.request_deadline_s is for {len(prompts) * num_samples} responses here: raise it, or ask"
-            " for fewer at once with rollout.max_running_requests"
+            f"{error}; rollout.request_deadline_s is for {len(prompts) * num_samples} responses here: raise it, or"
+            " lower rollout.max_running_requests"
         ) from error
 
 
@@ -229,7 +230,7 @@ def describe_evaluation(inputs: EvaluationInputs, config: EvaluateConfig, respon
 
 
 def list_settings(configs: Mapping[str, Config], checkpoint: Path) -> dict[str, Any]:
-    """What the evaluation was made with, as JSON values."""
+    """The settings of the evaluation, as JSON values."""
     config = next(iter(configs.values()))
     return {
         "checkpoint": str(checkpoint),

@@ -1,4 +1,4 @@
-"""What a run is made from, loaded and checked before any process is started."""
+"""The inputs of a run, loaded and checked before any process is started."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,34 +33,34 @@ class Inputs:
     checkpoint: Path
     """Hugging Face checkpoint directory that every role and server starts from"""
     architecture: Architecture
-    """of that checkpoint"""
+    """The architecture of that checkpoint"""
     tokenizer: "PreTrainedTokenizerBase"
     data: DataSplits
     reward: RewardFunction
     specs: dict[Role, WorkerSpec]
-    """only the roles that the algorithm needs"""
+    """Of the roles that the algorithm needs"""
     probe_tokens: tuple[int, ...]
-    """the text on which every weight sync is proved"""
+    """The text on which every weight sync is verified"""
     saved_rollouts: SavedRollouts | None
-    """what value pretraining learns from instead of fresh responses"""
+    """The responses that value pretraining learns from, if not from fresh ones"""
 
 
 @dataclass(frozen=True)
 class Models:
-    """The checkpoints that the roles start from, checked."""
+    """The checkpoints that the roles start from, validated."""
 
     checkpoint: Path
     architecture: Architecture
     critic_checkpoint: Path
     critic_architecture: Architecture
-    """without critic.init, those of the policy"""
+    """The policy's where critic.init is not set"""
 
 
 def load_inputs(config: Config) -> Inputs:
-    """Raises ConfigError for what only the inputs can tell: a missing checkpoint, an unreadable file, a wrong size."""
+    """Load all inputs. Raises ConfigError, for example for a missing checkpoint, an unreadable file or a wrong size."""
     models = load_models(config)
     architecture = models.architecture
-    # Raises for unknown options; the real command is made where the server starts.
+    # Raises for unknown options; the real command is built where the server starts.
     build_command(config.rollout, models.checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
     specs = load_specs(config, models)
     tokenizer = load_tokenizer(models.checkpoint)
@@ -74,7 +74,7 @@ def load_inputs(config: Config) -> Inputs:
 
 
 def load_models(config: Config) -> Models:
-    """Raises ConfigError that names model.path or critic.init."""
+    """Find and read the checkpoints. Raises ConfigError naming model.path or critic.init."""
     checkpoint = resolve_checkpoint(config.model, default_cache_dir())
     architecture = _read_architecture(checkpoint, "model.path")
     if not needs_critic(config.algo) or config.critic.init is None:
@@ -89,7 +89,7 @@ def load_models(config: Config) -> Models:
 
 
 def load_specs(config: Config, models: Models) -> dict[Role, WorkerSpec]:
-    """What the workers of every role that the algorithm needs are told. Raises ConfigError for what does not fit."""
+    """The worker specs of the roles that the algorithm needs. Raises ConfigError where they do not fit the models."""
     specs = build_specs(config, models.checkpoint, models.critic_checkpoint)
     problems = [*_check_model(config, models.architecture), *_check_megatron_options(specs, models)]
     if problems:
@@ -98,7 +98,7 @@ def load_specs(config: Config, models: Models) -> dict[Role, WorkerSpec]:
 
 
 def load_saved_rollouts(config: Config, models: Models) -> SavedRollouts | None:
-    """The file that value pretraining learns from, if it does. Raises ConfigError with FILE:LINE."""
+    """The file that value pretraining learns from, None where it samples. Raises ConfigError with FILE:LINE."""
     settings, critic = config.algo.value_pretrain, models.critic_architecture
     if settings.rollouts is None or settings.steps == 0 or not needs_critic(config.algo):
         return None
@@ -112,16 +112,16 @@ def load_saved_rollouts(config: Config, models: Models) -> SavedRollouts | None:
 
 
 def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None = None) -> dict[Role, WorkerSpec]:
-    """What each role's workers are told. critic_checkpoint: what the critic starts from, if not `checkpoint`."""
+    """The worker spec of each role. critic_checkpoint: what the critic starts from, if not `checkpoint`."""
 
     def build(role: Role, node: TrainedRoleConfig | ReferenceConfig, start: Path) -> WorkerSpec:
-        trained = isinstance(node, TrainedRoleConfig)
+        trained = node if isinstance(node, TrainedRoleConfig) else None
         compute = {name: getattr(node, name) for name in ROLE_KEYS.values()} if trained else {}
         return WorkerSpec(
             role=role,
             checkpoint=str(start),
             parallel=node.parallel,
-            optimizer=node.optimizer if trained else None,
+            optimizer=trained.optimizer if trained else None,
             dtype=node.dtype,
             offload=node.offload,
             **compute,
@@ -167,7 +167,7 @@ def _read_architecture(checkpoint: Path, key: str) -> Architecture:
 
 
 def _compute_longest(config: Config) -> int:
-    """Most tokens of prompt and response together."""
+    """The maximum number of tokens of prompt and response together."""
     return config.data.prompt_length + config.rollout.response_length
 
 

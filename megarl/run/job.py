@@ -1,4 +1,4 @@
-"""The processes of a training run, and the parts of the loop that drive them."""
+"""The processes of a training run, and the components of the loop that use them."""
 
 import contextlib
 import os
@@ -33,19 +33,19 @@ from megarl.sync.reshard import ShardSync
 from megarl.trainer import TrainerComponents
 
 LOCK_PATIENCE_S = 150.0
-"""How long a job that was queued again waits for the lock of its earlier start. Of a client that is lost, Linux's NFS
-server gives it up after 90 s and Lustre's after 100 s, unless set otherwise"""
+"""How long a requeued job waits for the lock of its earlier start. The NFS server of Linux releases the locks of a lost
+client after 90 s and Lustre's after 100 s, unless set otherwise"""
 
 
 def lock_run_dir(run_dir: Path) -> contextlib.AbstractContextManager[None]:
-    """As `locking`; elsewhere than in such a job a second run in the folder is refused at once."""
+    """As `locking`; outside a requeued job a second run in the folder is refused at once."""
     patience_s = LOCK_PATIENCE_S if is_restarted(os.environ) else 0.0
     return locking(run_dir, patience_s, lambda text: print(text, flush=True))
 
 
 @contextlib.contextmanager
 def show_warnings(report: Report) -> Iterator[None]:
-    """Python warnings as lines of the report, each once."""
+    """Shows Python warnings within the block as lines of the report, each once."""
     with warnings.catch_warnings():
         warnings.simplefilter("once", RuntimeWarning)
         warnings.showwarning = lambda message, *_args, **_kwargs: report.message(f"warning: {message}")
@@ -60,22 +60,22 @@ def describe_data(inputs: Inputs) -> str:
 
 @dataclass(frozen=True)
 class RunResources:
-    """Ray and the servers in it, which several runs may use one after the other."""
+    """Ray and the servers in it; several attempts may use them one after the other."""
 
     start_servers: Callable[[], Pending[list[str]]]
-    """starts them, where they have not been; gives their urls once they are healthy"""
+    """Starts the servers that do not run; the result is their urls, once they are healthy"""
     check_servers: Callable[[], None]
-    """raises RuntimeError where a server is down"""
+    """Raises RuntimeError where a server is down"""
     cluster: Cluster
     api_key: str | None = None
-    """what the servers' callers must show; None: nothing"""
+    """Required of the servers' callers; None: nothing is"""
     servers: RolloutServers | None = None
-    """what starts a lost server again; None: nothing does"""
+    """Restarts lost servers; None: they are not restarted"""
 
 
 @contextlib.contextmanager
 def open_resources(config: Config, inputs: Inputs, log_dir: Path) -> Iterator[RunResources]:
-    """Ray, and the servers, started without waiting for them unless the roles come first; all of it ends on leaving."""
+    """Ray, and the servers, started without waiting unless the roles come first; all is shut down on leaving."""
     stop_s = config.cluster.shutdown_deadline_s / 3
     groups = list_groups(config)
     slots = place(config.cluster, groups)
@@ -108,10 +108,10 @@ def open_components(
     report: Report,
     journal: Journal | None = None,
 ) -> Iterator[TrainerComponents]:
-    """The workers of the run, started side by side with the servers (before them, where they share GPUs), and what
-    drives both; they end on leaving.
+    """The components of the loop, shut down on leaving; workers are started in parallel with the servers.
 
-    journal: where what is sampled is kept, and found again; None: it is not.
+    Where they share GPUs, the workers are started before the servers. journal: stores what is sampled, for a resumed
+    run; None: nothing does.
     """
     rollout = config.rollout
     with contextlib.ExitStack() as stack:
@@ -127,7 +127,7 @@ def open_components(
             api_key=resources.api_key,
         )
         stack.callback(engine.close)
-        # Of its own: when responses that run ahead are cancelled, a sync goes on.
+        # Clients of its own: cancelling prefetched responses must not break the calls of a sync.
         clients = [stack.enter_context(contextlib.closing(client.copy())) for client in engine.clients]
         sync = build_sync(config, inputs, groups[Role.policy], clients, resources, run_dir)
         stack.callback(sync.close)
@@ -149,7 +149,7 @@ def open_components(
 def _start_groups(
     stack: contextlib.ExitStack, config: Config, inputs: Inputs, resources: RunResources, log_dir: Path, report: Report
 ) -> dict[Role, WorkerGroup]:
-    """The workers of every role; waits for them and for the servers."""
+    """Start the workers of every role; waits for them and for the servers."""
     slots = place(config.cluster, list_groups(config))
     groups: dict[Role, WorkerGroup] = {}
     with report.phase("start"):
@@ -170,10 +170,10 @@ def _start_groups(
 def wait_started(
     roles: Sequence[Pending[Any]], start_servers: Callable[[], Pending[list[str]]], *, roles_first: bool
 ) -> None:
-    """Wait for the roles, which have been started, and for the servers.
+    """Wait for the started roles and for the servers.
 
-    roles_first: the servers are started once the roles hold their models. SGLang measures what is free on its GPUs when
-    it starts and takes most of it for its cache.
+    roles_first: the servers are started once the roles hold their models. SGLang measures the free memory of its GPUs
+    at its start and takes most of it for its cache.
     """
     if roles_first:
         wait_all(roles)
@@ -188,7 +188,7 @@ def build_sync(
     resources: RunResources,
     run_dir: Path,
 ) -> DiskSync | ShardSync:
-    """What brings the policy's weights to the servers, by rollout.transport."""
+    """The weight sync that rollout.transport selects."""
     rollout, host = config.rollout, resources.cluster.host
     ranks = Ranks(policy, clients, rollout, inputs.architecture, host, run_dir / "sync_plan.md")
     common: dict[str, Any] = {"policy_dtype": config.policy.dtype, "check_processes": resources.check_servers}

@@ -1,4 +1,4 @@
-"""What a run does where generation servers are lost: say so, start them again, bring them the weights, try again."""
+"""Recovery from lost generation servers: report, restart, send the weights again, repeat the call."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,11 +9,11 @@ from megarl.rollout.calls import wait_left_over
 T = TypeVar("T")
 
 LEFT_OVER_DEADLINE_S = 60.0
-"""More than the connects and closing calls of a thread that was given up may take."""
+"""How long to wait for abandoned calls, more than their connects and clean-up calls may take."""
 
 
 class Recovery:
-    """Repeats calls to the servers that failed because servers were lost, after those were started again."""
+    """Repeats calls that failed because servers were lost, after restarting those servers."""
 
     def __init__(
         self,
@@ -22,8 +22,8 @@ class Recovery:
         max_restarts: int,
         reconnect: Callable[[], None] = lambda: None,
     ):
-        """servers: None where nothing can start them again. say: is told of each loss. max_restarts: in a row, for one
-        call of `run`. reconnect: called after each restart.
+        """servers: None where they cannot be restarted. say: called with a message for each loss. max_restarts: in a
+        row, for one call of `run`. reconnect: called after each restart.
         """
         self._servers = servers
         self._say = say
@@ -31,10 +31,11 @@ class Recovery:
         self._max_restarts = max_restarts
 
     def run(self, ask: Callable[[], T], refill: Callable[[], object] = lambda: None) -> T:
-        """What `ask` gives. `refill` brings the servers the current weights; not needed where `ask` itself does.
+        """The result of `ask`, repeated where servers were lost.
 
-        After a restart `refill` comes first, on all servers, so that none generates with its checkpoint's weights.
-        Raises what `ask` or `refill` raises where no server was lost, and after the last restart.
+        refill: sends the current weights to all servers after a restart, before `ask`, so that none generates with
+        its checkpoint's weights; not needed where `ask` itself does. Raises what `ask` or `refill` raises where no
+        server was lost, and after the last restart.
         """
         num_restarts = 0
         while True:
@@ -48,7 +49,7 @@ class Recovery:
                 num_restarts += 1
 
     def _restore(self, error: RuntimeError, num_restarts: int) -> bool:
-        """Whether `error` came of lost servers and they are up again."""
+        """Whether lost servers caused `error` and have been restarted."""
         if self._servers is None or self._max_restarts == 0:
             return False
         try:

@@ -1,4 +1,4 @@
-"""Signals that ask a process to end, as one exception, so that every `finally` runs and nothing is left behind."""
+"""Signals that ask a process to end, raised as one exception, so that every `finally` block runs."""
 
 import contextlib
 import os
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""SIGUSR1: what Slurm can be asked to send before the time limit (--signal)."""
+"""SIGUSR1 is what Slurm can be asked to send before the time limit (--signal)."""
 
 _deferred: "list[Stopped] | None" = None
-"""Signals that came while none may interrupt; None: they may"""
+"""Signals that arrived while they are deferred; None: they are not deferred"""
 
 
 class Stopped(BaseException):
-    """The process was asked to end. Not an Exception: nothing that handles errors may swallow it."""
+    """The process was asked to end. Not an Exception, so that no error handler swallows it."""
 
     def __init__(self, number: int):
         self.number = number
@@ -24,13 +24,13 @@ class Stopped(BaseException):
 
     @property
     def exit_code(self) -> int:
-        """What a shell reports for a process that this signal ended."""
+        """The exit code that a shell reports for a process that this signal ended."""
         return 128 + self.number
 
 
 @contextmanager
 def stopping_on_signals() -> Iterator[None]:
-    """Within the block the first such signal raises Stopped; later ones are ignored while the clean-up runs."""
+    """Within the block the first such signal raises Stopped; later ones are ignored during the clean-up."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals to the main thread only
         return
@@ -40,9 +40,9 @@ def stopping_on_signals() -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)
         if _deferred is not None:
             _deferred.append(Stopped(number))
-            # Not print: the signal may have come in the middle of one.
+            # Not print: the signal may have interrupted one.
             with contextlib.suppress(OSError):
-                os.write(2, f"\n{signal.Signals(number).name}: the update under way ends first\n".encode())
+                os.write(2, f"\n{signal.Signals(number).name}: finishing the current update first\n".encode())
             return
         raise Stopped(number)
 
@@ -57,7 +57,7 @@ def stopping_on_signals() -> Iterator[None]:
 
 @contextmanager
 def surfacing_stops() -> Iterator[None]:
-    """Stopped, where C code that a signal has interrupted (Ray's, in a wait) made a SystemError of it."""
+    """Raises Stopped where interrupted C code (a wait in Ray) turned it into a SystemError."""
     try:
         yield
     except SystemError as error:
@@ -68,15 +68,16 @@ def surfacing_stops() -> Iterator[None]:
 
 @contextmanager
 def deferring_stops() -> Iterator[None]:
-    """A signal that comes within the block raises Stopped at its end, in place of whatever the block raised.
+    """A signal that arrives within the block raises Stopped at its end, instead of whatever the block raised.
 
-    Within another such block it does nothing of its own.
+    Within another such block this one does nothing.
     """
     global _deferred
     if _deferred is not None:
         yield
         return
-    _deferred = came = []
+    came: list[Stopped] = []
+    _deferred = came
     try:
         yield
     finally:

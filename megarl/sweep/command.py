@@ -13,7 +13,7 @@ from megarl.report.sweep import format_outcomes, load_sweep
 from megarl.run.command import end_with_config_error
 from megarl.run.resume import quote
 from megarl.run.signals import Stopped, stopping_on_signals
-from megarl.sweep.slurm import RefusedError, submit_pretrainings, telling_refusals
+from megarl.sweep.slurm import RefusedError, raise_on_refusal, submit_pretrainings
 
 SWEEP_DIR = "hydra.sweep.dir="
 EXIT_FAILED = 1
@@ -75,7 +75,7 @@ def start_runs(start: Callable[[], object], sweep_dir: Path) -> None:
     if ON_SLURM not in sys.argv[1:]:
         start()
         return
-    with telling_refusals():
+    with raise_on_refusal():
         sys.argv[1:] += submit_pretrainings(sys.argv[1:], sweep_dir)
         start()
 

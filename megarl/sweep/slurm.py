@@ -37,7 +37,7 @@ class RefusedError(BaseException):
 
 
 @contextlib.contextmanager
-def telling_refusals() -> Iterator[None]:
+def raise_on_refusal() -> Iterator[None]:
     """Whatever submitit submits within the block: RefusedError is raised for what sbatch refuses.
 
     Raises ConfigError where there is no sbatch.
@@ -53,7 +53,7 @@ def telling_refusals() -> Iterator[None]:
     submit = SlurmExecutor._submit_command
     submitted: list[str] = []
 
-    def submit_or_tell(executor: SlurmExecutor, command: str) -> Any:
+    def submit_or_tell(executor: Any, command: str) -> Any:
         try:
             job = submit(executor, command)
         except (FailedJobError, FailedSubmissionError) as error:
@@ -61,7 +61,7 @@ def telling_refusals() -> Iterator[None]:
         submitted.append(job.job_id)
         return job
 
-    SlurmExecutor._submit_command = submit_or_tell  # type: ignore[method-assign]
+    SlurmExecutor._submit_command = submit_or_tell  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -103,8 +103,9 @@ def build_executor(overrides: Sequence[str], sweep_dir: Path) -> Any:
         launcher = compose("config", overrides=given, return_hydra_config=True).hydra.launcher
     OmegaConf.set_readonly(launcher, False)
     launcher.submitit_folder = str(sweep_dir / ".submitit" / "%j")
-    values = OmegaConf.to_container(launcher, resolve=True)
-    assert isinstance(values, dict)
+    container = OmegaConf.to_container(launcher, resolve=True)
+    assert isinstance(container, dict)
+    values = {str(key): value for key, value in container.items()}
     executor = submitit.AutoExecutor(folder=values["submitit_folder"], cluster="slurm")
     executor.update_parameters(
         **{

@@ -1,1 +1,1 @@
-"""Moving the policy's weights into the generation servers, and the proof that they arrived."""
+"""Moving the policy's weights into the generation servers, and verification that they arrived."""

@@ -2,8 +2,8 @@
 
 Sum over the words w of a matrix of w * a(row) * b(column) modulo 2^64, with odd pseudo-random a and b: a change of one
 word always changes it (an odd factor has an inverse), and any other difference is missed once in 2^48 or so, as are
-swapped rows, columns, words or tensors. Words are of 8 bytes where all parts of the tensor have their bounds at
-multiples of that, else they are its elements.
+swapped rows, columns, words or tensors. A word is 8 bytes where the bounds of all parts of the tensor are
+multiples of 8 bytes, else it is one element.
 """
 
 from collections import defaultdict
@@ -18,13 +18,13 @@ from megarl.sync.slices import TensorSlice
 
 MASK = (1 << 64) - 1
 CHUNK = 1 << 20
-"""Words that are looked at at a time"""
+"""Words that are processed at a time"""
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @lru_cache(maxsize=64)
 def _factors(salt: int, count: int, device: torch.device) -> Tensor:
-    """int64 [count], odd: the finalizer of splitmix64, whose right shifts are here those of signed numbers."""
+    """int64 [count], odd: the finalizer of splitmix64, here with the right shifts of signed numbers."""
     x = torch.arange(1, count + 1, device=device) * -7046029254386353131 + salt
     x = (x ^ (x >> 30)) * -4658895280553007687
     x = (x ^ (x >> 27)) * -7723592293110705685
@@ -32,7 +32,10 @@ def _factors(salt: int, count: int, device: torch.device) -> Tensor:
 
 
 def find_words(copies: Iterable[Copy]) -> dict[str, int]:
-    """Target tensor -> bytes of the words of its checksum. copies: all that go to one server rank."""
+    """The word size in bytes of each target tensor's checksum, by tensor name.
+
+    copies: all copies that go to one server rank.
+    """
     words: dict[str, int] = {}
     for copy in copies:
         bounds = (copy.target.col * copy.item_size, copy.target.num_cols * copy.item_size)
@@ -42,7 +45,10 @@ def find_words(copies: Iterable[Copy]) -> dict[str, int]:
 
 
 def compute_checksum(part: Tensor, at: TensorSlice, word: int) -> int:
-    """The part's share of its tensor's checksum. part: [rows, cols] in the target's dtype; at: where it lies there."""
+    """The share of a tensor's checksum that one part of it contributes.
+
+    part: [rows, cols] in the target's dtype. at: its region in the whole tensor. word: bytes per word.
+    """
     item_size = part.element_size()
     if part.stride(1) != 1 or (word != item_size and part.stride(0) * item_size % 8) or part.data_ptr() % word:
         part = part.contiguous()
@@ -61,8 +67,9 @@ def compute_checksum(part: Tensor, at: TensorSlice, word: int) -> int:
 def sum_checksums(
     buckets: Iterable[Bucket], words: Mapping[tuple[int, str], int], take: Callable[[Copy], Tensor]
 ) -> dict[tuple[int, str], int]:
-    """(server rank, its tensor) -> what the buckets' copies add to its checksum. take: the elements of a copy, in the
-    target's dtype.
+    """What the buckets' copies add to each checksum, by (server rank, tensor name).
+
+    take: gives the elements of a copy in the target's dtype.
     """
     sums: dict[tuple[int, str], int] = defaultdict(int)
     for bucket in buckets:

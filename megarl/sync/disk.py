@@ -10,11 +10,11 @@ from pathlib import Path
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import TrainBackend
-from megarl.rollout.calls import StopFlag, run_side_by_side
+from megarl.rollout.calls import StopFlag, run_in_parallel
 from megarl.rollout.client import SGLangClient, abort_all
 from megarl.sync.probe import compute_policy_logprobs, get_max_gap, verify_servers
 from megarl.sync.ranks import Ranks
-from megarl.sync.steps import explaining_losses, naming_step
+from megarl.sync.steps import explain_lost_servers, sync_step
 from megarl.sync.versions import VersionBump, replacing_weights
 from megarl.types import Metrics
 
@@ -34,11 +34,13 @@ class DiskSync:
         check_processes: Callable[[], None] | None = None,
         ranks: Ranks | None = None,
     ):
-        """ranks: compares checksums of what the servers hold; None: the probe text alone proves it.
-        directory: seen by policy and servers alike (a run's is in its run directory) and used by nothing else.
+        """Arguments that need a word:
+
+        ranks: compares checksums of what the servers hold; None: verification relies on the probe text alone.
+        directory: is visible to policy and servers alike (a run's is in its run directory) and used by nothing else.
         check_processes: raises RuntimeError with exit status and log of a server that is down.
 
-        Each version is a directory of its own in it; the last one stays until the next publish or `close`.
+        Each version is written to a subdirectory; the last one stays until the next publish or `close`.
         """
         self._policy = policy
         self._clients = list(clients)
@@ -52,18 +54,18 @@ class DiskSync:
     def publish(self, version: int) -> Metrics:
         """Export, load into every server as `version`, and verify.
 
-        Responses under way wait for the load and go on with the new weights: the version of the servers is raised
-        while they are paused, and withdrawn where the proof fails.
+        Responses in flight wait for the load and resume with the new weights: the version of the servers is raised
+        while they are paused, and withdrawn where verification fails.
 
         Raises SyncError where a server refuses the weights, is lost or is late, naming server and step, and where
-        the proof fails; none then serves as `version`. A signal that raises in this thread ends the wait.
+        verification fails; no server then serves as `version`. A signal that raises in this thread ends the wait.
         """
         started = time.monotonic()
         target = self._directory / f"v{version}"
         self._directory.mkdir(parents=True, exist_ok=True)
         self._policy.export_weights(target).result()
         exported = time.monotonic()
-        with VersionBump(version) as bump, explaining_losses(self._check_processes):
+        with VersionBump(version) as bump, explain_lost_servers(self._check_processes):
             with replacing_weights(self._clients, bump):
                 self._load_all(target)
                 loaded = time.monotonic()
@@ -81,7 +83,7 @@ class DiskSync:
         }
 
     def reconnect(self) -> None:
-        """Forget the handshake with the servers' ranks; the next sync makes a new one."""
+        """Discard the handshake with the servers' ranks; the next sync makes a new one."""
         if self._ranks is not None:
             self._ranks.forget()
 
@@ -92,14 +94,11 @@ class DiskSync:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _load_all(self, directory: Path) -> None:
-        jobs: list[Callable[[StopFlag], None]] = [
-            lambda _stop, client=client: self._load(client, directory)  # type: ignore[misc]
-            for client in self._clients
-        ]
-        run_side_by_side(jobs, partial(abort_all, self._clients))
+        jobs = [partial(self._load, client, directory) for client in self._clients]
+        run_in_parallel(jobs, partial(abort_all, self._clients))
 
-    def _load(self, client: SGLangClient, directory: Path) -> None:
-        with naming_step(client, f"load of the weights in {directory}"):
+    def _load(self, client: SGLangClient, directory: Path, _stop: StopFlag) -> None:
+        with sync_step(client, f"load of the weights in {directory}"):
             client.update_weights_from_disk(directory, deadline_s=self._config.sync_deadline_s)
 
     def _remove_others(self, keep: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which rank sends what to which server rank: every element that a server rank holds travels to it once.
+"""Which training rank sends what to which server rank: every element that a server rank holds is sent to it once.
 
 A pure function of what the ranks on both sides hold. Bytes are counted at the receivers, in the servers' dtypes.
 """
@@ -13,11 +13,11 @@ from megarl.sync.slices import Piece, TensorSlice
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Pieces = Mapping[int, Sequence[Piece]]
-"""Rank -> what it holds"""
+"""The pieces that each rank holds, by rank"""
 
 
 class LayoutError(ValueError):
-    """What the servers hold cannot be made of what the training ranks hold; the message names both sides."""
+    """The servers' tensors cannot be assembled from those of the training ranks; the message names both sides."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Copy:
     source: TensorSlice
     target_tensor: str
     target: TensorSlice
-    """as large as `source`"""
+    """Of the same size as `source`"""
     item_size: int
-    """bytes of an element at the target"""
+    """Bytes per element at the target"""
 
     @property
     def num_bytes(self) -> int:
@@ -39,7 +39,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Bucket:
-    """What travels in one message: its copies' elements one after the other, row by row, in the target's dtypes."""
+    """The content of one message: its copies' elements one after the other, row by row, in the target's dtypes."""
 
     source: int
     target: int
@@ -47,7 +47,7 @@ class Bucket:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each copy starts; at a multiple of its item size."""
+        """The byte at which each copy starts, a multiple of its item size."""
         offsets, end = [], 0
         for copy in self.copies:
             start = -(-end // copy.item_size) * copy.item_size
@@ -63,7 +63,7 @@ class Bucket:
 @dataclass(frozen=True)
 class Plan:
     copies: Mapping[tuple[int, int], tuple[Copy, ...]]
-    """(training rank, server rank) -> copies, in the order of the server rank's tensors"""
+    """The copies of each (training rank, server rank), in the order of the server rank's tensors"""
 
     @property
     def num_bytes(self) -> int:
@@ -87,10 +87,11 @@ class Plan:
 
 
 def build_plan(sources: Pieces, targets: Pieces, dtypes: Mapping[str, str]) -> Plan:
-    """sources: of the training ranks, replicas included; targets: of the server ranks; dtypes: of their tensors.
+    """Choose for every element of the server ranks one training rank that sends it.
 
-    Of replicas the one that has least to send so far is taken, the largest rectangles first.
-    Raises LayoutError for a part of a server's tensor that no training rank holds.
+    sources: pieces of the training ranks, replicas included. targets: pieces of the server ranks. dtypes: of the
+    servers' tensors, by name. Among replicas the rank with the least to send so far is chosen, largest rectangles
+    first. Raises LayoutError for a part of a server's tensor that no training rank holds.
     """
     holders = _find_holders(sources)
     wanted = []
@@ -116,7 +117,7 @@ def build_plan(sources: Pieces, targets: Pieces, dtypes: Mapping[str, str]) -> P
 
 
 def _find_holders(sources: Pieces) -> dict[str, dict[TensorSlice, list[tuple[int, Piece]]]]:
-    """Whole tensor -> its rectangles on training ranks -> who holds each."""
+    """The ranks and pieces that hold each rectangle, by whole tensor and rectangle."""
     holders: dict[str, dict[TensorSlice, list[tuple[int, Piece]]]] = defaultdict(lambda: defaultdict(list))
     for rank, pieces in sources.items():
         for piece in pieces:
@@ -125,10 +126,10 @@ def _find_holders(sources: Pieces) -> dict[str, dict[TensorSlice, list[tuple[int
 
 
 def _cover(piece: Piece, holders: Mapping[str, Mapping[TensorSlice, Sequence[tuple[int, Piece]]]]) -> list[TensorSlice]:
-    """The parts of the piece by rectangles of the training ranks, which are all of it."""
+    """The piece cut at the boundaries of the training ranks' rectangles. Raises LayoutError where parts are missing."""
     if piece.whole not in holders:
         raise LayoutError(
-            f"the servers hold {piece.tensor}, made of {piece.whole}, of which no training rank has anything; the"
+            f"the servers hold {piece.tensor}, made of {piece.whole}, of which no training rank has any part; the"
             " policy and the servers are different models"
         )
     parts = [part for region in holders[piece.whole] if (part := region.intersect(piece.region))]
@@ -141,12 +142,12 @@ def _cover(piece: Piece, holders: Mapping[str, Mapping[TensorSlice, Sequence[tup
 
 
 def compute_bound(targets: Pieces, dtypes: Mapping[str, str]) -> int:
-    """The least bytes that must reach the server ranks: those of what they hold, padding rows left out."""
+    """The least number of bytes that must reach the server ranks: what they hold, without padding rows."""
     return sum(piece.region.size * ITEM_SIZES[dtypes[piece.tensor]] for pieces in targets.values() for piece in pieces)
 
 
 def compute_broadcast(sources: Pieces, targets: Pieces, dtypes: Mapping[str, str]) -> int:
-    """Bytes of the peers' way: shards are gathered on one rank, and each server rank receives the whole model."""
+    """Bytes that gather and broadcast moves: shards to one rank, from there the whole model to each server rank."""
     wholes = {piece.whole: ITEM_SIZES[dtypes[piece.tensor]] for pieces in targets.values() for piece in pieces}
     sizes: dict[str, dict[TensorSlice, set[int]]] = defaultdict(lambda: defaultdict(set))
     for rank, pieces in sources.items():
@@ -162,8 +163,9 @@ def compute_broadcast(sources: Pieces, targets: Pieces, dtypes: Mapping[str, str
 
 
 def cut_buckets(plan: Plan, max_bytes: int) -> list[Bucket]:
-    """The plan as messages of at most `max_bytes` (one row of a tensor at least), in the order in which all ranks send
-    and receive: pairs of ranks take turns, so that all of them work at once and none waits for one that waits for it.
+    """The plan as messages of at most `max_bytes` (one row of a tensor at least), in the order of sending.
+
+    All ranks send and receive in this order: pairs of ranks take turns, so that all are busy and none deadlocks.
     """
     turns: dict[int, list[Bucket]] = defaultdict(list)
     sources = sorted({source for source, _ in plan.copies})
@@ -202,7 +204,7 @@ def _split_rows(copy: Copy, max_bytes: int) -> Iterator[Copy]:
 
 
 def format_plan(plan: Plan, names: Mapping[int, str], bound: int, broadcast: int) -> str:
-    """A table of who sends how much to whom. names: of the server ranks."""
+    """A Markdown table of the bytes from each training rank to each server rank. names: of the server ranks."""
     total = plan.num_bytes
     lines = ["| training rank | server rank | copies | MB |", "| --- | --- | --- | --- |"]
     for (source, target), copies in plan.copies.items():
@@ -211,7 +213,6 @@ def format_plan(plan: Plan, names: Mapping[int, str], bound: int, broadcast: int
     lines.append(f"| all | all | {sum(map(len, plan.copies.values()))} | {total / 1e6:.3f} |")
     lines.append("")
     lines.append(
-        f"bytes / least possible: {total / bound:.4f}; gather and broadcast would move"
-        f" {broadcast / total:.2f} times as many"
+        f"bytes / minimum: {total / bound:.4f}; gather and broadcast would move {broadcast / total:.2f} times as many"
     )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The proof of a weight sync: the servers' log-probs of a fixed text against the policy's own."""
+"""Verification of a weight sync on a probe text: the servers' log-probs against the policy's own."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import SyncError, TrainBackend
 from megarl.rollout.client import SGLangClient
-from megarl.sync.steps import naming_step
+from megarl.sync.steps import sync_step
 from megarl.types import Prompt, Sequences
 
 DEFAULT_GAP = {Dtype.float32: 1e-4, Dtype.bfloat16: 0.5}
@@ -16,10 +16,10 @@ DEFAULT_GAP = {Dtype.float32: 1e-4, Dtype.bfloat16: 0.5}
 
 
 def build_probe_tokens(prompts: Sequence[Prompt], vocab_size: int, length: int = 64) -> tuple[int, ...]:
-    """A fixed text of `length` tokens: prompts one after the other, then tokens from all over the vocabulary.
+    """A fixed text of `length` tokens: prompts one after the other, then tokens spread over the vocabulary.
 
-    Text of the task has likely tokens, whose log-probs bfloat16 rounding moves little; the rest is a multiple of
-    a prime, modulo the vocabulary's size.
+    The task's text has likely tokens, whose log-probs change little under bfloat16 rounding; the other tokens are
+    multiples of a prime, modulo the vocabulary's size.
     """
     text = [token for prompt in prompts[:length] for token in prompt.token_ids][:length]
     filler = ((7919 * (i + 1)) % vocab_size for i in range(length - len(text)))
@@ -27,7 +27,7 @@ def build_probe_tokens(prompts: Sequence[Prompt], vocab_size: int, length: int =
 
 
 def get_max_gap(config: RolloutConfig, policy_dtype: Dtype) -> float:
-    """The configured gap or, where it is null, that of the coarser dtype of policy and servers."""
+    """The configured gap or, where it is null, the default of the coarser dtype of policy and servers."""
     gap = config.max_probe_logprob_gap
     return max(DEFAULT_GAP[config.dtype], DEFAULT_GAP[policy_dtype]) if gap is None else gap
 
@@ -43,9 +43,9 @@ def compute_policy_logprobs(policy: TrainBackend, token_ids: Sequence[int]) -> l
 
 
 def compute_gap(expected: Sequence[float], found: Sequence[float]) -> tuple[float, int]:
-    """Largest |difference| / max(1, |expected|) and its position; a value that is no number counts as infinite.
+    """Largest |difference| / max(1, |expected|) and its position; NaN counts as infinite.
 
-    Relative below -1: a very unlikely token's log-prob is a large logit, which rounding moves by a share of itself.
+    Relative below -1: a very unlikely token's log-prob comes from a large logit, whose rounding error is relative.
     """
     wanted, got = torch.tensor(expected, dtype=torch.float64), torch.tensor(found, dtype=torch.float64)
     gaps = (wanted - got).abs() / wanted.abs().clamp(min=1.0)
@@ -54,7 +54,7 @@ def compute_gap(expected: Sequence[float], found: Sequence[float]) -> tuple[floa
 
 
 def verify_logprobs(client: SGLangClient, token_ids: Sequence[int], expected: Sequence[float], max_gap: float) -> float:
-    """The server's largest gap. Raises SyncError naming the server, the token and both numbers."""
+    """The server's largest gap. Raises SyncError naming the server, the token and both log-probs."""
     found = client.score(token_ids)
     gap, at = compute_gap(expected, found)
     if gap > max_gap:
@@ -70,9 +70,9 @@ def verify_logprobs(client: SGLangClient, token_ids: Sequence[int], expected: Se
 def verify_servers(
     clients: Sequence[SGLangClient], token_ids: Sequence[int], expected: Sequence[float], max_gap: float
 ) -> float:
-    """The largest gap of any server. Raises SyncError as `verify_logprobs`, and for a server that is lost or late."""
+    """The largest gap of any server. Raises as `verify_logprobs`, and SyncError for a server that is lost or late."""
     gaps = []
     for client in clients:
-        with naming_step(client, "proof of the weights"):
+        with sync_step(client, "verification of the weights"):
             gaps.append(verify_logprobs(client, token_ids, expected, max_gap))
     return max(gaps)

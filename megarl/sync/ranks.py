@@ -1,4 +1,4 @@
-"""The ranks on both sides of a weight sync: what they hold, the plan between them, what they are told, the proof."""
+"""The ranks on both sides of a weight sync: their handshake, the plan between them, and the verification."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import SyncError, TrainBackend
 from megarl.mcore.model.architecture import Architecture
-from megarl.rollout.calls import run_side_by_side
+from megarl.rollout.calls import StopFlag, run_in_parallel
 from megarl.rollout.client import SGLangClient, abort_all
 from megarl.sync.checksum import MASK, find_words
 from megarl.sync.messages import encode_bucket
@@ -26,28 +26,28 @@ from megarl.sync.plan import (
 )
 from megarl.sync.rpc import ANSWER_GRACE_S, ReplyListener, call_ranks
 from megarl.sync.serving_pieces import check_server_rank, predict_server_rank
-from megarl.sync.steps import naming_step
+from megarl.sync.steps import sync_step
 
 
 @dataclass(frozen=True)
 class Session:
-    """What both sides have been told, once for all syncs."""
+    """What both sides agreed on in the handshake; it holds for all syncs that follow."""
 
     plan: Plan
     buckets: Sequence[Bucket]
-    """the plan's, in the order in which all ranks send and receive"""
+    """The plan as messages, in the order in which all ranks send and receive"""
     bound: int
-    """bytes, the least that must move"""
+    """The least number of bytes that must move"""
     broadcast: int
-    """bytes that gather and broadcast would move"""
+    """The number of bytes that gather and broadcast would move"""
     num_ranks: tuple[int, int]
-    """training ranks, server ranks"""
+    """Training ranks and server ranks"""
 
 
 class Ranks:
     """The policy's training ranks and the servers' ranks; server rank s * rollout.tp + r is rank r of server s.
 
-    The servers must be in a weight update (begin_weight_update) whenever their ranks are told something.
+    The servers must be in a weight update (begin_weight_update) whenever their ranks are called.
     """
 
     def __init__(
@@ -59,26 +59,29 @@ class Ranks:
         host: str,
         plan_file: Path | None = None,
     ) -> None:
-        """host: on which this process listens for answers. plan_file: where the plan goes as a table."""
+        """host: the address on which this process listens for answers. plan_file: gets the plan as a table."""
         self._policy, self._clients, self._config = policy, list(clients), config
         self._arch, self._plan_file = architecture, plan_file
-        self._answers = ReplyListener(host)
+        self._listener = ReplyListener(host)
         self.session: Session | None = None
         """None before `handshake` and after `forget`"""
 
     def forget(self) -> None:
-        """The handshake is void."""
+        """Discard the handshake; the next sync makes a new one."""
         self.session = None
 
     def close(self) -> None:
-        self._answers.close()
+        self._listener.close()
 
     def handshake(self) -> Session:
-        """Ask all ranks what they hold, and tell each what it sends or receives. Raises SyncError naming both sides."""
+        """Ask all ranks what they hold, and tell each what it sends or receives.
+
+        Raises SyncError naming both sides where their layouts do not fit together.
+        """
         tp, num_servers = self._config.tp, len(self._clients)
-        sources = dict(enumerate(self.senders("describe")))
+        sources = dict(enumerate(self.call_senders("describe")))
         targets = {s * tp + r: predict_server_rank(self._arch, tp, r) for s in range(num_servers) for r in range(tp)}
-        described = self.receivers("describe")
+        described = self.call_receivers("describe")
         for rank, found in enumerate(described):
             problems = check_server_rank(targets[rank], found, self._arch, tp)
             if problems:
@@ -109,7 +112,7 @@ class Ranks:
         return dtypes
 
     def _prepare(self, session: Session, dtypes: Mapping[str, str]) -> None:
-        """Tell each rank its buckets."""
+        """Tell each rank which buckets it sends or receives."""
         to_send, to_receive = defaultdict(list), defaultdict(list)
         for bucket in session.buckets:
             to_send[bucket.source].append(bucket)
@@ -118,19 +121,19 @@ class Ranks:
             target: find_words(copy for bucket in own for copy in bucket.copies) for target, own in to_receive.items()
         }
         all_words = {(target, name): word for target, own in words.items() for name, word in own.items()}
-        self.senders("prepare", [(rank, to_send[rank], all_words, dtypes) for rank in range(session.num_ranks[0])])
+        self.call_senders("prepare", [(rank, to_send[rank], all_words, dtypes) for rank in range(session.num_ranks[0])])
         receivers = [
             {"rank": rank, "buckets": [encode_bucket(bucket) for bucket in to_receive[rank]], "words": words[rank]}
             for rank in range(session.num_ranks[1])
         ]
-        self.receivers("prepare", receivers)
+        self.call_receivers("prepare", receivers)
 
     def verify(self, session: Session) -> None:
-        """What each server rank holds adds up to what the training ranks make of their own parameters.
+        """Compare the checksum of every tensor of every server rank with that of the training ranks' parameters.
 
-        Raises SyncError naming server, rank and tensor where it does not.
+        Raises SyncError naming server, rank and tensor where they differ.
         """
-        parts, found = self.side_by_side("checksum", "checksum")
+        parts, found = self.call_both_sides("checksum", "checksum")
         expected: dict[tuple[int, str], int] = defaultdict(int)
         for part in parts:
             for key, value in part.items():
@@ -145,18 +148,18 @@ class Ranks:
                 f" policy's weights; of {len(expected)} tensors of all server ranks {len(wrong)} differ"
             )
 
-    def senders(self, verb: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
-        """Results of all training ranks, each with its own arguments (None: none)."""
+    def call_senders(self, verb: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
+        """The results of a verb on all training ranks; arguments: of each rank (None: none)."""
         try:
             return self._policy.call_senders(verb, arguments, self._deadline_s).result()
         except RuntimeError as error:
             raise SyncError(f"the policy's ranks, asked to {verb} weights: {error}") from error
 
-    def receivers(self, verb: str, arguments: Sequence[Mapping[str, Any]] | None = None) -> list[Any]:
-        """Results of all server ranks, each with its own arguments (None: none)."""
-        return _join(run_side_by_side(self._build_calls(verb, arguments), partial(abort_all, self._clients)))
+    def call_receivers(self, verb: str, arguments: Sequence[Mapping[str, Any]] | None = None) -> list[Any]:
+        """The results of a verb on all server ranks; arguments: of each rank (None: none)."""
+        return _join(run_in_parallel(self._build_calls(verb, arguments), partial(abort_all, self._clients)))
 
-    def side_by_side(
+    def call_both_sides(
         self,
         sending: str,
         receiving: str,
@@ -164,32 +167,32 @@ class Ranks:
         to_receivers: Sequence[Mapping[str, Any]] | None = None,
         flush_cache: bool = False,
     ) -> tuple[list[Any], list[Any]]:
-        """Results of both, called at the same time; the first failure of any is raised."""
+        """The results of training ranks and of server ranks, called in parallel; the first failure of any is raised."""
         calls = self._build_calls(receiving, to_receivers, flush_cache)
-        calls.append(lambda _stop: self.senders(sending, to_senders))
-        *received, sent = run_side_by_side(calls, partial(abort_all, self._clients))
+        calls.append(lambda _stop: self.call_senders(sending, to_senders))
+        *received, sent = run_in_parallel(calls, partial(abort_all, self._clients))
         return sent, _join(received)
 
     def _build_calls(
         self, verb: str, arguments: Sequence[Mapping[str, Any]] | None, flush_cache: bool = False
     ) -> list[Callable[[Any], list[Any]]]:
-        """One for each server."""
+        """One call for each server."""
         tp = self._config.tp
 
-        def call(number: int) -> list[Any]:
+        def call(number: int, _stop: StopFlag) -> list[Any]:
             client = self._clients[number]
             own = [{}] * tp if arguments is None else arguments[number * tp : (number + 1) * tp]
-            with naming_step(client, f"{verb} of weights"):
-                return call_ranks(client, self._answers, verb, own, self._deadline_s, flush_cache)
+            with sync_step(client, f"{verb} of weights"):
+                return call_ranks(client, self._listener, verb, own, self._deadline_s, flush_cache)
 
-        return [lambda _stop, number=number: call(number) for number in range(len(self._clients))]
+        return [partial(call, number) for number in range(len(self._clients))]
 
     @property
     def _deadline_s(self) -> float:
-        """Of a call; the transport's own deadline passes before."""
+        """The deadline of a call, later than the transport's own."""
         return self._config.sync_deadline_s + ANSWER_GRACE_S
 
 
 def _join(servers: Sequence[list[Any]]) -> list[Any]:
-    """Results of each server's ranks -> of all."""
+    """The results of the ranks of all servers in one list."""
     return [found for server in servers for found in server]

@@ -1,7 +1,7 @@
-"""The end of the weight sync inside each rank of an SGLang server.
+"""The receiving end of the weight sync inside each rank of an SGLang server.
 
 SGLang calls `receive` as a custom weight loader (--custom-weight-loader) through /update_weights_from_tensor, with an
-instruction in JSON in place of weights. The answer goes to the address that the instruction names. Nothing here raises:
+request in JSON in place of weights. The answer goes to the address that the request names. Nothing here raises:
 an exception would end the server. Imports neither Megatron nor Ray nor SGLang.
 """
 
@@ -18,12 +18,12 @@ from megarl.sync.messages import decode_bucket, empty_bucket
 from megarl.sync.plan import Bucket
 from megarl.sync.transport import BucketTransport, open_transport
 
-INSTRUCTION = "megarl"
+REQUEST = "megarl"
 REPLY_DEADLINE_S = 30.0
 
 
 class _Receiver:
-    """What this rank knows between instructions."""
+    """What this rank keeps between requests."""
 
     def __init__(self) -> None:
         self.transport: BucketTransport | None = None
@@ -32,7 +32,7 @@ class _Receiver:
         self.rank = -1
 
     def describe(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Name -> [shape, dtype]"""
+        """The shape and dtype of each tensor, by name."""
         return {name: [list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in tensors.items()}
 
     def prepare(self, tensors: Mapping[str, Tensor], rank: int, buckets: list[Any], words: dict[str, int]) -> None:
@@ -46,8 +46,8 @@ class _Receiver:
         )
 
     def receive(self, tensors: Mapping[str, Tensor]) -> int:
-        """Bytes that came."""
-        assert self.transport is not None, "receive came before open"
+        """Receive all buckets; returns the number of bytes."""
+        assert self.transport is not None, "receive was called before open"
         num_bytes = 0
         try:
             for bucket, message in self.transport.receive(self.buckets):
@@ -60,7 +60,7 @@ class _Receiver:
         return num_bytes
 
     def checksum(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        """Of what is in the model now, whatever was received."""
+        """The checksums of what the model holds now, whatever was received."""
         words = {(self.rank, name): word for name, word in self.words.items()}
         sums = sum_checksums(self.buckets, words, lambda copy: copy.target.of(tensors[copy.target_tensor]))
         return {name: value for (_, name), value in sums.items()}
@@ -78,24 +78,24 @@ VERBS: dict[str, Callable[..., Any]] = {
 
 
 def receive(model: torch.nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """SGLang's custom weight loader: follows one instruction and answers it."""
+    """SGLang's custom weight loader: executes one request and answers it."""
     try:
-        instruction = json.loads(bytes(dict(named_tensors)[INSTRUCTION].cpu().tolist()))
+        request = json.loads(bytes(dict(named_tensors)[REQUEST].cpu().tolist()))
     except Exception as error:
-        print(f"megarl: an instruction could not be read: {error!r}", flush=True)
+        print(f"megarl: a request could not be read: {error!r}", flush=True)
         return
     answer: dict[str, Any]
     try:
         tensors = {name: param.data for name, param in model.named_parameters()}
         with torch.no_grad():
-            answer = {"result": VERBS[instruction["verb"]](tensors, **instruction["arguments"])}
+            answer = {"result": VERBS[request["verb"]](tensors, **request["arguments"])}
     except Exception as error:
-        print(f"megarl: {instruction.get('verb')} failed: {error!r}", flush=True)
+        print(f"megarl: {request.get('verb')} failed: {error!r}", flush=True)
         answer = {"error": f"{type(error).__name__}: {error}"}
     try:
-        _reply(instruction["reply"], answer)
+        _reply(request["reply"], answer)
     except Exception as error:
-        print(f"megarl: the answer to {instruction.get('verb')} was not taken: {error!r}", flush=True)
+        print(f"megarl: the answer to {request.get('verb')} could not be delivered: {error!r}", flush=True)
 
 
 def _reply(reply: Mapping[str, Any], answer: dict[str, Any]) -> None:

@@ -18,13 +18,13 @@ from megarl.rollout.client import SGLangClient
 from megarl.rollout.server import is_loopback
 from megarl.sync.probe import compute_policy_logprobs, get_max_gap, verify_servers
 from megarl.sync.ranks import Ranks, Session
-from megarl.sync.steps import explaining_losses
+from megarl.sync.steps import explain_lost_servers
 from megarl.sync.versions import VersionBump, replacing_weights
 from megarl.types import Metrics
 
 
 class ShardSync:
-    """WeightSync over a transport between training ranks and server ranks.
+    """A WeightSync that sends shards directly from training ranks to server ranks.
 
     Servers are paused from the first byte until the checksums are verified.
     """
@@ -42,8 +42,10 @@ class ShardSync:
         policy_dtype: Dtype,
         check_processes: Callable[[], None] | None = None,
     ) -> None:
-        """scratch: a folder that all ranks see where `host`, on which this process listens, is a loopback address.
-        check_processes: raises RuntimeError with exit status and log of a server that is down.
+        """Arguments that need a word:
+
+        host: the address on which this process listens. scratch: a folder that all ranks see, used where `host` is a
+        loopback address. check_processes: raises RuntimeError with exit status and log of a server that is down.
         """
         self._policy, self._clients, self._config, self._ranks = policy, list(clients), config, ranks
         self._probe_tokens = tuple(probe_tokens)
@@ -56,13 +58,13 @@ class ShardSync:
     def publish(self, version: int) -> Metrics:
         """Move, verify, and only then raise the servers' version to `version`.
 
-        Raises SyncError where a server or a rank refuses, is lost or is late, naming it and the step, and where the
-        proof fails; no server then serves as `version`. A signal that raises in this thread ends the wait.
+        Raises SyncError where a server or a rank refuses, is lost or is late, naming it and the step, and where
+        verification fails; no server then serves as `version`. A signal that raises in this thread ends the wait.
         """
         times = _Times()
         expected = compute_policy_logprobs(self._policy, self._probe_tokens)
         times.mark("probe")
-        with VersionBump(version) as bump, explaining_losses(self._check_processes):
+        with VersionBump(version) as bump, explain_lost_servers(self._check_processes):
             with replacing_weights(self._clients, bump):
                 times.mark("pause")
                 session, num_bytes = self._transfer(times)
@@ -78,7 +80,7 @@ class ShardSync:
         }
 
     def _transfer(self, times: "_Times") -> tuple[Session, float]:
-        """The session and the bytes that the server ranks received."""
+        """Move the weights; returns the session and the number of bytes that the server ranks received."""
         try:
             session = self._ranks.session or self._open()
             times.mark("open")
@@ -91,7 +93,7 @@ class ShardSync:
         return session, num_bytes
 
     def reconnect(self) -> None:
-        """Forget the handshake with the servers' ranks; the next sync makes a new one."""
+        """Discard the handshake with the servers' ranks; the next sync makes a new one."""
         self._ranks.forget()
         self._remove_memory()
         self._store = None
@@ -101,11 +103,11 @@ class ShardSync:
         self._remove_memory()
 
     def _open(self) -> Session:
-        """Agree with all ranks, and connect them."""
+        """Make the handshake with all ranks, and connect them."""
         session = self._ranks.handshake()
         transport = self._describe_transport(session)
         sources, targets = session.num_ranks
-        self._ranks.side_by_side("open", "open", [(transport,)] * sources, [{"transport": transport}] * targets)
+        self._ranks.call_both_sides("open", "open", [(transport,)] * sources, [{"transport": transport}] * targets)
         return session
 
     def _describe_transport(self, session: Session) -> dict[str, Any]:
@@ -124,8 +126,8 @@ class ShardSync:
         return common | {"kind": "group", "file": None, "host": self._host, "port": self._store.port}
 
     def _move(self) -> float:
-        """Bytes that the server ranks received."""
-        _, received = self._ranks.side_by_side("send", "receive", flush_cache=True)
+        """Send all buckets; returns the number of bytes that the server ranks received."""
+        _, received = self._ranks.call_both_sides("send", "receive", flush_cache=True)
         return float(sum(received))
 
     def _remove_memory(self) -> None:
@@ -136,7 +138,7 @@ class ShardSync:
 
 @dataclass
 class _Times:
-    """Seconds of each step of a sync."""
+    """Measures the seconds of each step of a sync."""
 
     last: float = field(default_factory=time.monotonic)
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))

@@ -1,4 +1,4 @@
-"""Instructions to the receivers in the servers' ranks, and their answers."""
+"""Remote calls to the receivers in the servers' ranks, and their answers."""
 
 import base64
 import contextlib
@@ -16,47 +16,47 @@ import torch
 from megarl.interfaces import SyncError
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.server import WEIGHT_LOADER
-from megarl.sync.receiver import INSTRUCTION
+from megarl.sync.receiver import REQUEST
 
 ANSWER_GRACE_S = 10.0
-"""An answer may come this much after the server's own."""
+"""How long after the server's own answer those of its ranks may arrive."""
 MAX_ANSWER_BYTES = 1 << 28
 
 
 class ReplyListener:
-    """Takes the receivers' answers on a port of its own; each names the question that it answers."""
+    """Collects the receivers' answers on a port of its own; each carries the token of its request."""
 
     def __init__(self, host: str) -> None:
         self._host = host
         self._listener = socket.create_server((host, 0))
         self._condition = threading.Condition()
         self._found: dict[str, dict[str, Any]] = {}
-        self._asked: set[str] = set()
+        self._expected: set[str] = set()
         threading.Thread(target=self._listen, name="megarl-answers", daemon=True).start()
 
-    def ask(self) -> dict[str, Any]:
-        """What a receiver must know to answer one instruction."""
+    def expect(self) -> dict[str, Any]:
+        """Register one request; returns the address and token that its answer must use."""
         token = secrets.token_hex(16)
         with self._condition:
-            self._asked.add(token)
+            self._expected.add(token)
         return {"host": self._host, "port": self._listener.getsockname()[1], "token": token}
 
-    def take(self, token: str, deadline_s: float) -> dict[str, Any] | None:
-        """None where none has come within the deadline."""
+    def wait(self, token: str, deadline_s: float) -> dict[str, Any] | None:
+        """The answer to the request with this token; None where it does not arrive within the deadline."""
         with self._condition:
             self._condition.wait_for(lambda: token in self._found, deadline_s)
-            self._asked.discard(token)
+            self._expected.discard(token)
             return self._found.pop(token, None)
 
-    def drop(self, asked: Sequence[Mapping[str, Any]]) -> None:
-        """Nobody waits for these answers any more."""
+    def discard(self, addresses: Sequence[Mapping[str, Any]]) -> None:
+        """Ignore the answers to these requests from now on."""
         with self._condition:
-            for reply in asked:
-                self._asked.discard(reply["token"])
+            for reply in addresses:
+                self._expected.discard(reply["token"])
                 self._found.pop(reply["token"], None)
 
     def close(self) -> None:
-        # Only a shutdown wakes a thread that waits in accept.
+        # Only a shutdown wakes a thread that is blocked in accept.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -70,7 +70,7 @@ class ReplyListener:
             threading.Thread(target=self._read, args=(connection,), daemon=True).start()
 
     def _read(self, connection: socket.socket) -> None:
-        """Whoever does not know a token that was asked for is not heard."""
+        """Read one answer; without the token of a registered request it is ignored."""
         with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             connection.settimeout(ANSWER_GRACE_S)
             data = bytearray()
@@ -78,38 +78,38 @@ class ReplyListener:
                 data += part
             answer = json.loads(bytes(data))
             with self._condition:
-                if answer["token"] in self._asked:
+                if answer["token"] in self._expected:
                     self._found[answer["token"]] = answer
                     self._condition.notify_all()
 
 
 def call_ranks(
     client: SGLangClient,
-    answers: ReplyListener,
+    listener: ReplyListener,
     verb: str,
     arguments: Sequence[Mapping[str, Any]],
     deadline_s: float,
     flush_cache: bool = False,
 ) -> list[Any]:
-    """Have every rank of a server follow an instruction; their results. arguments: for each rank.
+    """Have every rank of a server execute a verb; returns their results. arguments: of each rank.
 
     Raises SyncError that names server, rank and verb where one fails or gives no answer, RequestError where the server
-    refuses the call, and what the client raises of a server that is lost or late.
+    refuses the call, and what the client raises for a server that is lost or late.
     """
-    asked = [answers.ask() for _ in arguments]
+    addresses = [listener.expect() for _ in arguments]
     payloads = [
-        encode_instruction({"verb": verb, "arguments": dict(own), "reply": reply})
-        for own, reply in zip(arguments, asked, strict=True)
+        encode_request({"verb": verb, "arguments": dict(own), "reply": reply})
+        for own, reply in zip(arguments, addresses, strict=True)
     ]
     end = time.monotonic() + deadline_s + ANSWER_GRACE_S
     try:
         client.update_weights_from_tensor(payloads, WEIGHT_LOADER, flush_cache=flush_cache, deadline_s=deadline_s)
     except BaseException:
-        answers.drop(asked)
+        listener.discard(addresses)
         raise
     results = []
-    for rank, reply in enumerate(asked):
-        answer = answers.take(reply["token"], max(0.0, end - time.monotonic()))
+    for rank, reply in enumerate(addresses):
+        answer = listener.wait(reply["token"], max(0.0, end - time.monotonic()))
         if answer is None or "error" in answer:
             why = "gave no answer" if answer is None else f"answered: {answer['error']}"
             raise SyncError(f"SGLang server {client.url}, rank {rank}, asked to {verb} weights, {why}")
@@ -117,7 +117,7 @@ def call_ranks(
     return results
 
 
-def encode_instruction(instruction: Mapping[str, Any]) -> str:
-    """As SGLang takes tensors from other processes: pickled tensors in base64; here of the instruction's bytes."""
-    data = torch.frombuffer(bytearray(json.dumps(instruction).encode()), dtype=torch.uint8)
-    return base64.b64encode(pickle.dumps([(INSTRUCTION, data)])).decode()
+def encode_request(request: Mapping[str, Any]) -> str:
+    """The request's bytes as SGLang takes tensors from other processes: a pickled uint8 tensor in base64."""
+    data = torch.frombuffer(bytearray(json.dumps(request).encode()), dtype=torch.uint8)
+    return base64.b64encode(pickle.dumps([(REQUEST, data)])).decode()

@@ -1,4 +1,4 @@
-"""The end of the weight sync in each training rank: sends its part of the weights, and what they must add up to."""
+"""The sending end of the weight sync in each training rank: sends its part of the weights and of their checksums."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from megarl.sync.transport import BucketTransport, open_transport
 
 
 class WeightSender:
-    """Of one rank of the policy. Every rank is called with the same verb at the same time."""
+    """Rank-local half of the policy sender. Every rank is called with the same verb at the same time."""
 
     def __init__(self, worker: MegatronWorker) -> None:
         self._worker = worker
@@ -28,7 +28,7 @@ class WeightSender:
         self._dtypes: dict[str, torch.dtype] = {}
 
     def describe(self) -> list[Piece]:
-        """What this rank holds, whatever other ranks hold too."""
+        """The pieces that this rank holds, including those that other ranks hold too."""
         worker = self._worker
         entries = [entry for entry, _ in worker.shards()]
         return describe_rank(entries, worker.arch, worker.spec.parallel, *worker.tensor_ranks())
@@ -36,18 +36,22 @@ class WeightSender:
     def prepare(
         self, rank: int, buckets: Sequence[Bucket], words: Mapping[tuple[int, str], int], dtypes: Mapping[str, str]
     ) -> None:
-        """rank: of this process among the training ranks; buckets: those that it sends; dtypes: of the targets."""
+        """Take what the handshake decided.
+
+        rank: of this process among the training ranks. buckets: those that it sends. words: bytes per word of each
+        checksum, by (server rank, tensor). dtypes: of the target tensors, by name.
+        """
         self._rank, self._buckets, self._words = rank, buckets, words
         self._dtypes = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}
 
     def open(self, transport: Mapping[str, Any]) -> None:
-        """Waits for all ranks of both sides where the transport is a process group. Raises TransportError."""
+        """Connect; with a process group this waits for all ranks of both sides. Raises TransportError."""
         self.close()
         self._transport = open_transport(transport, self._rank, is_source=True, device=device())
 
     def send(self) -> None:
-        """Raises TransportError."""
-        assert self._transport is not None, "send came before open"
+        """Send all buckets of this rank. Raises TransportError."""
+        assert self._transport is not None, "send was called before open"
         with torch.no_grad(), self._worker.offload.during(training=False):
             tensors = self._tensors()
             try:
@@ -58,7 +62,7 @@ class WeightSender:
                 raise
 
     def checksum(self) -> dict[tuple[int, str], int]:
-        """(server rank, its tensor) -> what this rank's part adds to its checksum, from the parameters themselves."""
+        """What this rank's parameters add to each checksum, by (server rank, tensor name)."""
         with torch.no_grad(), self._worker.offload.during(training=False):
             tensors = self._tensors()
 

@@ -1,7 +1,7 @@
 """Which part of which whole tensor a rank holds.
 
-Whole tensors are those of the Hugging Face checkpoint, by its names. All tensors are taken as matrices: a vector [n] is
-[n, 1], and what has more dimensions is flattened but for the last, [E, n, m] to [E * n, m].
+Whole tensors are those of the Hugging Face checkpoint, by its names. All tensors are treated as matrices: a vector [n]
+is [n, 1], and all dimensions but the last are flattened, [E, n, m] to [E * n, m].
 """
 
 from collections.abc import Sequence
@@ -30,37 +30,37 @@ class TensorSlice:
         return TensorSlice(row, col, num_rows, num_cols) if num_rows > 0 and num_cols > 0 else None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The view of it in a tensor."""
+        """The view of this rectangle in a tensor."""
         matrix = as_matrix(tensor)
         return matrix[self.row : self.row + self.num_rows, self.col : self.col + self.num_cols]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of a whole tensor, and where a rank has it."""
+    """A rectangle of a whole tensor, and where a rank stores it."""
 
     tensor: str
-    """the rank's own name of the tensor in which it lies"""
+    """The rank's own name of the tensor that contains it"""
     row: int
     col: int
-    """its corner there"""
+    """First row and column of it in that tensor"""
     whole: str
     region: TensorSlice
 
     def locate(self, part: TensorSlice) -> TensorSlice:
-        """Where the rank has `part`, a part of `region`."""
+        """Where the rank stores `part`, a part of `region`."""
         return TensorSlice(
             self.row + part.row - self.region.row, self.col + part.col - self.region.col, part.num_rows, part.num_cols
         )
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """A view. Raises RuntimeError where the tensor's memory does not allow one."""
+    """The tensor as a matrix, as a view. Raises RuntimeError where its memory layout does not allow one."""
     return tensor.view(-1, 1) if tensor.ndim < 2 else tensor.view(-1, tensor.shape[-1])
 
 
 def find_runs(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(position, first number, length) of each longest run of numbers that rise by one."""
+    """(position, first number, length) of each maximal run of numbers that increase by one."""
     runs: list[tuple[int, int, int]] = []
     for position, number in enumerate(numbers):
         if runs and runs[-1][1] + runs[-1][2] == number and runs[-1][0] + runs[-1][2] == position:

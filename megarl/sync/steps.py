@@ -1,4 +1,4 @@
-"""The steps of a weight sync at a server: each named in errors, and undone where a later one fails."""
+"""The steps of a weight sync at a server: errors name the step, and a step is undone where a later one fails."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -9,12 +9,12 @@ from megarl.rollout.calls import find_cause
 from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient
 
 CLEAN_UP_DEADLINE_S = 10.0
-"""Of each call that follows a failed one."""
+"""The deadline of each clean-up call after a failed step"""
 
 
 @contextlib.contextmanager
-def explaining_losses(check_processes: Callable[[], None] | None) -> Iterator[None]:
-    """Adds exit status and log of a server that is down to the error of a call that was not answered."""
+def explain_lost_servers(check_processes: Callable[[], None] | None) -> Iterator[None]:
+    """Adds exit status and log of a server that is down to a SyncError of an unanswered call within the block."""
     try:
         yield
     except SyncError as error:
@@ -26,8 +26,8 @@ def explaining_losses(check_processes: Callable[[], None] | None) -> Iterator[No
 
 
 @contextlib.contextmanager
-def naming_step(client: SGLangClient, step: str) -> Iterator[None]:
-    """Turns a refused, lost or late call into a SyncError that names server and step."""
+def sync_step(client: SGLangClient, step: str) -> Iterator[None]:
+    """Turns a refused, lost or late call within the block into a SyncError that names server and step."""
     try:
         yield
     except (RequestError, ConnectionLostError, DeadlineError) as error:
@@ -38,8 +38,10 @@ def naming_step(client: SGLangClient, step: str) -> Iterator[None]:
 def bracket(
     client: SGLangClient, step: str, opening: Callable[[], None], closing: Callable[..., None]
 ) -> Iterator[None]:
-    """`closing` follows `opening` whatever happens between; its own failure never hides an earlier one."""
-    with naming_step(client, step):
+    """Calls `opening` before the block and `closing` after it, whatever happens; a failure of `closing` never hides an
+    earlier one.
+    """
+    with sync_step(client, step):
         opening()
     try:
         yield
@@ -47,18 +49,18 @@ def bracket(
         with contextlib.suppress(RequestError, ConnectionLostError, DeadlineError):
             closing(deadline_s=CLEAN_UP_DEADLINE_S)
         raise
-    with naming_step(client, f"{step}, when it was to end"):
+    with sync_step(client, f"end of the {step}"):
         closing()
 
 
 def paused(clients: Sequence[SGLangClient]) -> contextlib.AbstractContextManager[None]:
-    """No server generates inside; requests under way wait."""
+    """Within the block no server generates; requests in flight wait."""
     return _bracket_all(clients, "pause", SGLangClient.pause, SGLangClient.resume)
 
 
 def updating(clients: Sequence[SGLangClient]) -> contextlib.AbstractContextManager[None]:
-    """All servers are in a weight update inside."""
-    return _bracket_all(clients, "begin of the weight update", SGLangClient.begin_update, SGLangClient.end_update)
+    """Within the block all servers are in a weight update."""
+    return _bracket_all(clients, "weight update", SGLangClient.begin_update, SGLangClient.end_update)
 
 
 @contextlib.contextmanager

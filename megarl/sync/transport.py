@@ -20,38 +20,38 @@ from torch import Tensor
 from megarl.sync.plan import Bucket
 
 NUM_SLOTS = 2
-"""Buckets under way at a time, of one sender or receiver; in shared memory, of a pair of them"""
+"""Buckets in flight at a time, per sender or receiver; in shared memory, per pair of them"""
 Fill = Callable[[Bucket, Tensor], None]
 """Writes a bucket into uint8 [num_bytes]."""
 
 
 class TransportError(RuntimeError):
-    """A bucket did not arrive in time, or its other end is gone; the message says which."""
+    """A bucket did not arrive in time, or its other end has ended; the message says which."""
 
 
 class BucketTransport(ABC):
-    """One process's end."""
+    """One process's end of a connection that carries buckets."""
 
     @abstractmethod
     def send(self, buckets: Sequence[Bucket], fill: Fill) -> None:
-        """Returns when all have left. Raises TransportError."""
+        """Send the buckets; returns when all have been sent. Raises TransportError."""
 
     @abstractmethod
     def receive(self, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, Tensor]]:
-        """Each bucket with its bytes, which are valid until the next is asked for. Raises TransportError."""
+        """Each bucket with its bytes, uint8 [num_bytes], valid until the next one is read. Raises TransportError."""
 
     @abstractmethod
     def close(self) -> None: ...
 
 
 class GroupTransport(BucketTransport):
-    """Messages of a process group of its own: gloo between CPUs, NCCL between GPUs.
+    """Sends buckets over a process group of its own: gloo between CPUs, NCCL between GPUs.
 
     The ranks are the training ranks, then the server ranks.
     """
 
     def __init__(self, spec: Mapping[str, Any], rank: int, device: torch.device) -> None:
-        """Waits for all ranks. Raises TransportError where they do not come within the deadline."""
+        """Waits for all ranks. Raises TransportError where they do not join within the deadline."""
         self._num_sources, self._device = spec["num_sources"], device
         self._timeout = timedelta(seconds=spec["deadline_s"])
         size = spec["num_sources"] + spec["num_targets"]
@@ -59,7 +59,7 @@ class GroupTransport(BucketTransport):
             self._group = _open_group(spec, rank, size, device, self._timeout)
         except RuntimeError as error:
             raise TransportError(
-                f"the {size} ranks of the weight sync did not meet within {self._timeout}: {error}"
+                f"the {size} ranks of the weight sync did not all join within {self._timeout}: {error}"
             ) from error
 
     def send(self, buckets: Sequence[Bucket], fill: Fill) -> None:
@@ -112,24 +112,24 @@ class GroupTransport(BucketTransport):
 def _open_group(
     spec: Mapping[str, Any], rank: int, size: int, device: torch.device, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """A group that torch.distributed knows nothing of: the processes at both ends have groups of their own."""
+    """A process group outside torch.distributed's registry: the processes at both ends have default groups already."""
+    store: dist.Store
     if spec["file"]:
-        store: dist.Store = dist.FileStore(spec["file"], size)
+        store = dist.FileStore(spec["file"], size)
     else:
         store = dist.TCPStore(spec["host"], spec["port"], size, False, timeout)
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    options = dist.ProcessGroupGloo._Options()
+    # Any: torch's stubs know neither their options nor that they are process groups.
+    kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
+    options = kind.Options() if device.type == "cuda" else kind._Options()
     options._timeout = timeout
-    made = dist.ProcessGroupGloo
-    options._devices = [_make_device(made, spec)]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    if device.type != "cuda":
+        options._devices = [_make_device(kind, spec)]
+    group: dist.ProcessGroup = kind(store, rank, size, options)
+    return group
 
 
 def _make_device(gloo: Any, spec: Mapping[str, Any]) -> Any:
-    """gloo's listener: on the address that all share, or on this machine's interface to the other nodes."""
+    """gloo's device: listens on the address that all ranks share, or on this machine's interface to the other nodes."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if spec["file"]:
         return gloo.create_device(hostname=spec["host"])
@@ -137,18 +137,17 @@ def _make_device(gloo: Any, spec: Mapping[str, Any]) -> Any:
 
 
 class SharedMemoryTransport(BucketTransport):
-    """Files in shared memory, one for each pair of ranks: a ring of slots with counts of filled and of read ones. Where
-    their directory is removed, the sync was given up.
+    """Files in shared memory, one for each pair of ranks: a ring of slots with counts of filled and of read slots.
 
-    Only between processes of one machine. Each count is written by one side, after the bytes it speaks of; the order of
-    the two is that of x86 and of the calls of Python between them.
+    Only between processes of one machine. Removing the directory of the files aborts the sync. Each count is written
+    by one side, after the bytes that it covers; x86 and the calls of Python in between keep that order.
     """
 
     POLL_S = 5e-5
     LOOK_S = 0.1
 
     def __init__(self, directory: Path, slot_bytes: int, deadline_s: float) -> None:
-        """directory: in shared memory, made by the owner of the sync."""
+        """directory: in shared memory, created by the owner of the sync. deadline_s: of each wait."""
         self._directory, self._slot_bytes, self._deadline_s = directory, slot_bytes, deadline_s
         self._rings: dict[tuple[int, int], _Ring] = {}
 
@@ -156,19 +155,17 @@ class SharedMemoryTransport(BucketTransport):
         for bucket in buckets:
             ring = self._open(bucket)
             name = f"server rank {bucket.target} has read none of {NUM_SLOTS} buckets"
-            self._wait(lambda ring=ring: ring.filled - ring.read < NUM_SLOTS, name)
+            self._wait(ring.has_free_slot, name)
             fill(bucket, ring.slot(ring.filled)[: bucket.num_bytes])
             ring.filled += 1
         for pair, ring in self._rings.items():
-            self._wait(
-                lambda ring=ring: ring.filled == ring.read, f"server rank {pair[1]} has not read its last bucket"
-            )
+            self._wait(ring.is_empty, f"server rank {pair[1]} has not read its last bucket")
 
     def receive(self, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, Tensor]]:
         for bucket in buckets:
             ring = self._open(bucket)
             name = f"training rank {bucket.source} has filled no bucket"
-            self._wait(lambda ring=ring: ring.filled > ring.read, name)
+            self._wait(ring.has_bucket, name)
             yield bucket, ring.slot(ring.read)[: bucket.num_bytes]
             ring.read += 1
 
@@ -192,12 +189,12 @@ class SharedMemoryTransport(BucketTransport):
             if now > looked + self.LOOK_S:
                 looked = now
                 if not self._directory.exists():
-                    raise TransportError(f"{what} when the sync was given up")
+                    raise TransportError(f"{what} when the sync was aborted")
             time.sleep(self.POLL_S)
 
 
 class _Ring:
-    """Whichever side comes first makes the file; all its bytes are zero then."""
+    """The ring of one pair of ranks. Whichever side comes first creates the file, all of whose bytes are then zero."""
 
     HEADER = 128
 
@@ -206,7 +203,7 @@ class _Ring:
         size = self.HEADER + NUM_SLOTS * slot_bytes
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            # Memory that is only promised would end the process that first writes to it.
+            # Without allocation, a full /dev/shm would kill the process at its first write.
             os.posix_fallocate(descriptor, 0, size)
             self._map = mmap.mmap(descriptor, size)
         except OSError as error:
@@ -235,6 +232,15 @@ class _Ring:
     def read(self, count: int) -> None:
         struct.pack_into("<q", self._map, 64, count)
 
+    def has_free_slot(self) -> bool:
+        return self.filled - self.read < NUM_SLOTS
+
+    def has_bucket(self) -> bool:
+        return self.filled > self.read
+
+    def is_empty(self) -> bool:
+        return self.filled == self.read
+
     def slot(self, number: int) -> Tensor:
         start = self.HEADER + number % NUM_SLOTS * self._slot_bytes
         return self._bytes[start : start + self._slot_bytes]
@@ -246,7 +252,7 @@ class _Ring:
 
 
 def open_transport(spec: Mapping[str, Any], rank: int, *, is_source: bool, device: torch.device) -> BucketTransport:
-    """This process's end of the transport that `ShardSync` describes. rank: on its own side. Raises TransportError."""
+    """This process's end of the transport that `ShardSync` describes. rank: within its side. Raises TransportError."""
     if spec["kind"] == "memory":
         return SharedMemoryTransport(Path(spec["directory"]), spec["slot_bytes"], spec["deadline_s"])
     return GroupTransport(spec, rank if is_source else spec["num_sources"] + rank, device)

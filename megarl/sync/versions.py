@@ -6,26 +6,27 @@ from types import TracebackType
 
 from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError
 from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient
-from megarl.sync.steps import CLEAN_UP_DEADLINE_S, naming_step, paused, updating
+from megarl.sync.steps import CLEAN_UP_DEADLINE_S, paused, sync_step, updating
 
 
 class VersionBump:
-    """Gives every server that has the new weights their version; servers that were given it serve as none when the
-    block fails.
+    """Sets the version of every server that has the new weights, and withdraws it where the block fails.
 
-    SGLang notes in each response under way after which token the version changed. Between pause and resume that is
+    SGLang records in each response in flight after which token the version changed. Between pause and resume that is
     the token after which the weights changed; set later, tokens of the new weights would count as old ones.
     """
 
     def __init__(self, version: int):
         self.version = version
-        self._raised: list[SGLangClient] = []
+        self._bumped: list[SGLangClient] = []
 
     def apply(self, clients: Sequence[SGLangClient]) -> None:
-        """Call it while the servers are paused with their new weights. Raises SyncError naming server and step."""
+        """Set the version; call it while the servers are paused with the new weights. Raises SyncError naming server
+        and step.
+        """
         for client in clients:
-            with naming_step(client, f"raise of the weight version to {self.version}"):
-                self._raised.append(client)
+            with sync_step(client, f"update of the weight version to {self.version}"):
+                self._bumped.append(client)
                 client.set_weight_version(self.version)
                 found = client.load_weight_version()
             if found != self.version:
@@ -41,17 +42,17 @@ class VersionBump:
     ) -> None:
         if not isinstance(error, Exception):  # None, or a signal: then the servers end.
             return
-        for client in self._raised:
+        for client in self._bumped:
             with contextlib.suppress(RequestError, ConnectionLostError, DeadlineError):
                 client.set_weight_version(UNPUBLISHED, deadline_s=CLEAN_UP_DEADLINE_S)
 
 
 @contextlib.contextmanager
 def replacing_weights(clients: Sequence[SGLangClient], bump: VersionBump) -> Iterator[None]:
-    """Inside, the servers are paused in a weight update and serve as no version; then as that of `bump`."""
+    """Within the block the servers are paused in a weight update and serve no version; afterwards that of `bump`."""
     with paused(clients):
         for client in clients:
-            with naming_step(client, "withdrawal of the weight version"):
+            with sync_step(client, "withdrawal of the weight version"):
                 client.set_weight_version(UNPUBLISHED)
         with updating(clients):
             yield

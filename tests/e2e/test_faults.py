@@ -82,4 +82,4 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_in_another_layout_from_th
 def test_a_run_does_not_go_on_under_a_key_that_decides_what_is_learned(out: Path, reference: dict[str, Any]) -> None:
     log = out / "refused.log"
     assert faults.wait_end(faults.start(out, log, f"resume={out / 'reference'}", "algo.clip_high=0.1")) == 2
-    assert "algo.clip_high: the run has 0.28, now 0.1; it decides what is learned" in log.read_text()
+    assert "algo.clip_high: the run has 0.28, now 0.1; it determines what is learned" in log.read_text()

@@ -15,7 +15,7 @@ import torch
 
 from megarl.cluster.nodes import Cluster
 from megarl.cluster.opened import open_ray
-from megarl.cluster.stacks import Place, Ranks, Watch, dump_on_signal, identify
+from megarl.cluster.stacks import CallState, CallTracker, RankStacks, dump_on_signal, identify
 from megarl.cluster.waiting import PendingCall, WorkerError
 from megarl.cluster.workers import WorkerGroup, redirect_output
 from megarl.config.placement import DeviceSlot
@@ -112,16 +112,16 @@ class Rank:
     def __init__(self, log: Path):
         redirect_output(log)
         dump_on_signal()
-        self.watch = Watch()
+        self.tracker = CallTracker()
 
     def hold_the_lock(self) -> int:
-        with self.watch.enter("hold_the_lock"):
+        with self.tracker.enter("hold_the_lock"):
             # One native loop: no other thread of this process can run Python meanwhile.
             return sum(range(10**11))
 
     @ray.method(concurrency_group="watch")
-    def find_place(self) -> Place | None:
-        return self.watch.find_place()
+    def find_state(self) -> CallState | None:
+        return self.tracker.find_state()
 
     @ray.method(concurrency_group="watch")
     def identify(self) -> tuple[str, int]:
@@ -131,14 +131,14 @@ class Rank:
 def test_a_rank_that_cannot_answer_leaves_its_stack_in_its_log(cluster: Cluster, tmp_path: Path) -> None:
     log = tmp_path / "rank.log"
     actor = Rank.remote(log)
-    ranks = Ranks([actor], ["rank 0/1"], [actor.identify.remote()], [log])
+    ranks = RankStacks([actor], ["rank 0/1"], [actor.identify.remote()], [log])
     _, pid = ray.get(ranks.identities[0])
     assert ranks.explain([0]) == "rank 0/1: in no call"
     ref = actor.hold_the_lock.remote()
     deadline = time.monotonic() + 60
     while (text := ranks.explain([0])) == "rank 0/1: in no call" and time.monotonic() < deadline:
         assert not ray.wait([ref], timeout=0.1)[0]
-    assert text.startswith(f"rank 0/1: gives no stack itself, but at the end of {log}; its process {pid} on ")
+    assert text.startswith(f"rank 0/1: its stack is at the end of {log}; its process {pid} on ")
     while "in hold_the_lock" not in log.read_text() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert "in hold_the_lock" in log.read_text()

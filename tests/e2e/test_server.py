@@ -314,7 +314,7 @@ def test_the_same_seed_repeats_a_key_keeps_others_out_and_stop_leaves_nothing(
         for call in (
             lambda: stranger.generate([[5]], {"max_new_tokens": 1}),
             stranger.flush_cache,
-            stranger.bring_to_rest,
+            stranger.reset,
         ):
             with pytest.raises(RequestError, match="answered 401"):
                 call()

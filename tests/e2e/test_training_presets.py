@@ -16,7 +16,7 @@ from megarl.config.load import list_options
 from megarl.config.schema.algo import needs_critic, needs_reference
 from megarl.report.metrics import load_metrics
 from megarl.rollout.collector import Collector
-from megarl.rollout.dynamic_sampling import NoSignalError
+from megarl.rollout.dynamic_sampling import NoRewardVarianceError
 from megarl.run.job import RunResources
 from megarl.trainer import Trainer
 from megarl.types import Prompt, Response, Score
@@ -98,7 +98,7 @@ def test_dynamic_sampling_trains_on_groups_of_different_rewards_only(hosts, over
         assert metrics["sampling/total_samples"] == other.num_samples == 16 * metrics["sampling/num_prompts"]
         easy = with_reward(trainer, lambda _prompt, _response: Score(1.0, True))
         easy.version = trainer.version
-        with pytest.raises(NoSignalError, match="too easy"):
+        with pytest.raises(NoRewardVarianceError, match="too easy"):
             easy.collect(2)
 
 

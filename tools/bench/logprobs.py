@@ -73,7 +73,7 @@ def run_once(way: Callable[[str, Inputs], Tensor], quantity: str, inputs: Inputs
     with torch.set_grad_enabled(backward):
         total = way(quantity, (logits, *inputs[1:]))
         if backward:
-            total.backward()
+            total.backward()  # type: ignore[no-untyped-call]
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import torch
@@ -32,7 +32,7 @@ from megarl.cluster.workers import merge_rows
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.config.schema.rollout import RolloutConfig, Transport
-from megarl.interfaces import DeadlineError
+from megarl.interfaces import DeadlineError, TrainBackend
 from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.rollout.client import SGLangClient
@@ -85,9 +85,15 @@ class Broadcaster:
         if dist.get_rank() != 0:
             return
         timeout = timedelta(seconds=DEADLINE_S)
-        store, rank, size = next(c10d.rendezvous(f"tcp://127.0.0.1:{port}", 0, 1 + TP, timeout=timeout))
+        store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 1 + TP, timeout=timeout))
         self._group, _ = c10d._new_process_group_helper(
-            size, rank, [], c10d.Backend("gloo"), c10d.PrefixStore(GROUP, store), group_name=GROUP, timeout=timeout
+            size,
+            rank,
+            [],
+            c10d.Backend("gloo"),
+            c10d.PrefixStore(GROUP, store),
+            group_name=c10d.GroupName(GROUP),
+            timeout=timeout,
         )
         c10d._world.pg_group_ranks[self._group] = {i: i for i in range(size)}
 
@@ -95,7 +101,8 @@ class Broadcaster:
         """Bytes that were broadcast."""
         from megarl.mcore.weights.bridge import export_hf
 
-        total, bucket, size = 0, [], 0
+        total, size = 0, 0
+        bucket: list[tuple[str, Tensor]] = []
         for name, tensor in export_hf(self._worker.chunks, self._worker.arch):
             if bucket and size + tensor.nbytes > BUCKET:
                 self._broadcast(url, bucket)
@@ -211,7 +218,8 @@ def write_checkpoint(directory: Path, args: argparse.Namespace) -> int:
         bos_token_id=1,
         eos_token_id=2,
     )
-    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model: Any = Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
+    model = model.to(torch.bfloat16)
     model.save_pretrained(directory)
     return sum(param.numel() for param in model.parameters())
 
@@ -241,11 +249,11 @@ def measure(
 ) -> float:
     """Prints the table; the share of the seconds of gather and broadcast that ours takes."""
     probe = list(range(3, 3 + CHARACTERS))
-    common = {"policy_dtype": Dtype.bfloat16}
     host = "127.0.0.1"
-    ranks = Ranks(policy, [client], config, read_architecture(checkpoint), host)
-    ours = ShardSync(policy, [client], config, ranks, probe, scratch=scratch, host=host, **common)
-    disk = DiskSync(policy, [client], config, scratch / "disk", probe, **common)
+    backend = cast(TrainBackend, policy)  # of whose verbs a sync needs these alone
+    ranks = Ranks(backend, [client], config, read_architecture(checkpoint), host)
+    ours = ShardSync(backend, [client], config, ranks, probe, scratch=scratch, host=host, policy_dtype=Dtype.bfloat16)
+    disk = DiskSync(backend, [client], config, scratch / "disk", probe, policy_dtype=Dtype.bfloat16)
     join_broadcast(policy, client)
     versions = iter(range(1, 1000))
     ways: dict[str, Callable[[], Any]] = {
@@ -264,6 +272,7 @@ def measure(
                 if name.startswith("ours"):
                     metrics.append(found)
     session = ranks.session
+    assert session is not None
     whole = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     moved = dict(zip(ways, (session.plan.num_bytes, session.broadcast, whole + TP * whole), strict=True))
     print("| | MB moved | over the least possible | seconds | least to most |\n| --- | --- | --- | --- | --- |")

@@ -42,7 +42,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 
 VOCAB = 4096
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 256,
     "intermediate_size": 1024,
@@ -109,7 +109,7 @@ class UpdateStep:
         self.worker.update(self.samples, [self.rows])
 
 
-class DenseAttention(MegatronModule):
+class DenseAttention(MegatronModule):  # type: ignore[misc]
     """Causal attention of [S, b, H, D] in one call of torch."""
 
     def __init__(self, config: Any, **unused: Any) -> None:
@@ -126,9 +126,10 @@ class PlainStep:
 
     def __init__(self, update: UpdateStep, args: argparse.Namespace):
         arch, spec = update.worker.arch, update.worker.spec
+        assert spec.optimizer is not None
         config = build_config(arch, spec.parallel, spec.dtype, {})
         config = replace(config, calculate_per_token_loss=False)
-        block = build_block_spec(config)
+        block = build_block_spec(arch, config)
         if not uses_transformer_engine():
             attention = DenseAttention if args.attention == "sdpa" else DotProductAttention
             for layer in block.layer_specs:
@@ -145,7 +146,7 @@ class PlainStep:
         with torch.no_grad():
             for param in model.parameters():
                 param.normal_(0, 0.02) if param.ndim > 1 else param.fill_(1)
-        self.model = wrap_chunks([model], config, spec.optimizer)
+        self.model: list[Any] = wrap_chunks([model], config, spec.optimizer)
         self.optimizer = build_optimizer(spec.optimizer, config, self.model)
         self.scheduler = build_scheduler(spec.optimizer, self.optimizer)
         self.batches = self._make_batches(update.samples.sequences, args)
@@ -158,7 +159,7 @@ class PlainStep:
         self.mask = None
         if args.attention == "stock":
             self.mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=device()).triu(1)
-        return list(tokens.split(per_batch))
+        return list(torch.split(tokens, per_batch))
 
     def _forward(self, batches: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:
         batch = next(batches)
@@ -198,7 +199,7 @@ def write_checkpoint(directory: Path) -> int:
     """A Qwen3 with random weights; its number of parameters."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    model = Qwen3ForCausalLM(Qwen3Config(**SIZES)).float()
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES)).float()  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)
     return sum(param.numel() for param in model.parameters())
 
@@ -209,20 +210,21 @@ def time_step(step: UpdateStep | PlainStep) -> tuple[float, float]:
     step.run()
     if device().type == "cuda":
         torch.cuda.synchronize()
-        return (time.perf_counter() - start,) * 2
+        seconds = time.perf_counter() - start
+        return seconds, seconds
     return time.process_time() - cpu_start, time.perf_counter() - start
 
 
 def measure(update: UpdateStep, plain: PlainStep, repeats: int) -> float:
     """Prints both speeds; the update's over the plain step's."""
-    steps = {"update": update, "plain": plain}
+    steps: dict[str, UpdateStep | PlainStep] = {"update": update, "plain": plain}
     tokens = {"update": int(update.samples.sequences.lengths.sum()), "plain": plain.num_tokens}
     speeds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for repeat in range(repeats + 1):
         for name, step in steps.items():
             seconds = time_step(step)
             if repeat:  # the first is the warm-up
-                speeds[name].append(tuple(tokens[name] / s for s in seconds))
+                speeds[name].append((tokens[name] / seconds[0], tokens[name] / seconds[1]))
     for name, found in speeds.items():
         own, clock = zip(*found, strict=True)
         print(

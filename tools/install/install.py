@@ -18,8 +18,10 @@ import sys
 import sysconfig
 import time
 import venv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
     changed |= step(lock.name, lock.read_text(), lambda: install_lock(lock))
     for extra in extras:
         extra_lock = HERE / f"{platform}-{extra}.lock"
-        changed |= step(extra_lock.name, extra_lock.read_text(), lambda lock=extra_lock: install_lock(lock))
+        changed |= step(extra_lock.name, extra_lock.read_text(), partial(install_lock, extra_lock))
     project = (ROOT / "pyproject.toml").read_text() + str(ROOT)
     changed |= step("megarl", project, install_megarl)
     if changed:
@@ -84,7 +86,7 @@ def make_venv() -> None:
     STAMPS.mkdir(exist_ok=True)
 
 
-def step(name: str, content: str, install) -> bool:
+def step(name: str, content: str, install: Callable[[], object]) -> bool:
     """Run `install` unless it was run for the same content. Returns whether it ran."""
     stamp = STAMPS / name
     digest = hashlib.sha256(content.encode()).hexdigest()
@@ -178,7 +180,7 @@ def say(text: str) -> None:
     print(f"install: {text}", flush=True)
 
 
-def fail(text: str):
+def fail(text: str) -> NoReturn:
     sys.exit(f"install: {text}")
 
 

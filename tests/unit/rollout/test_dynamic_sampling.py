@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from megarl.config.schema.algo import ReplayConfig
 from megarl.rollout.dynamic_sampling import (
-    NoSignalError,
-    collect_signal_groups,
+    NoRewardVarianceError,
+    collect_groups_with_reward_variance,
     has_reward_variance,
     join_groups,
     split_groups,
@@ -48,7 +48,7 @@ EASY, HARD, MIXED = [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]
 
 def test_groups_of_equal_rewards_are_replaced_until_there_are_enough():
     task = Task([EASY, MIXED, HARD, MIXED])
-    groups, metrics = collect_signal_groups(task.draw, task.collect, 4, max_rounds=10)
+    groups, metrics = collect_groups_with_reward_variance(task.draw, task.collect, 4, max_rounds=10)
     assert [group[0].prompt.id for group in groups] == ["1", "3", "5", "7"]
     # Half of the first four carried signal: two more need four prompts.
     assert task.sizes == [4, 4]
@@ -64,15 +64,15 @@ def test_groups_of_equal_rewards_are_replaced_until_there_are_enough():
 
 def test_where_every_group_has_signal_there_is_one_round():
     task = Task([MIXED])
-    groups, metrics = collect_signal_groups(task.draw, task.collect, 3, max_rounds=10)
+    groups, metrics = collect_groups_with_reward_variance(task.draw, task.collect, 3, max_rounds=10)
     assert (len(groups), task.sizes, metrics["sampling/signal_frac"]) == (3, [3], 1.0)
 
 
 @pytest.mark.parametrize(("rewards", "word"), [(EASY, "too easy"), (HARD, "too hard")])
 def test_a_task_without_signal_is_an_error_that_says_whether_it_is_too_easy_or_too_hard(rewards, word):
     task = Task([rewards])
-    with pytest.raises(NoSignalError, match=word) as error:
-        collect_signal_groups(task.draw, task.collect, 4, max_rounds=3)
+    with pytest.raises(NoRewardVarianceError, match=word) as error:
+        collect_groups_with_reward_variance(task.draw, task.collect, 4, max_rounds=3)
     assert "algo.dynamic_sampling.max_rounds=3" in str(error.value)
     assert len(task.sizes) == 3
     assert max(task.sizes) <= 4
@@ -81,7 +81,7 @@ def test_a_task_without_signal_is_an_error_that_says_whether_it_is_too_easy_or_t
 def test_at_the_bound_the_rest_is_filled_up_with_a_warning():
     task = Task([MIXED, *[HARD] * 99])
     with pytest.warns(RuntimeWarning, match=re.escape("1 of 4 groups") + ".*too hard"):
-        groups, metrics = collect_signal_groups(task.draw, task.collect, 4, max_rounds=2)
+        groups, metrics = collect_groups_with_reward_variance(task.draw, task.collect, 4, max_rounds=2)
     assert [group[0].prompt.id for group in groups] == ["0", "1", "2", "3"]
     assert metrics["sampling/num_prompts"] == 8
 
@@ -90,10 +90,10 @@ def test_at_the_bound_the_rest_is_filled_up_with_a_warning():
 def test_an_iteration_has_its_size_and_signal_wherever_it_was_found(rewards, num_groups):
     task = Task(rewards)
     if not any(len(set(group)) > 1 for group in rewards):
-        with pytest.raises(NoSignalError):
-            collect_signal_groups(task.draw, task.collect, num_groups, max_rounds=200)
+        with pytest.raises(NoRewardVarianceError):
+            collect_groups_with_reward_variance(task.draw, task.collect, num_groups, max_rounds=200)
         return
-    groups, metrics = collect_signal_groups(task.draw, task.collect, num_groups, max_rounds=200)
+    groups, metrics = collect_groups_with_reward_variance(task.draw, task.collect, num_groups, max_rounds=200)
     assert len(groups) == num_groups
     assert all(has_reward_variance(group) for group in groups)
     assert sum(task.sizes) == metrics["sampling/num_prompts"]

@@ -31,7 +31,7 @@ def test_what_was_saved_under_a_key_comes_back_bit_by_bit(tmp_path):
 def test_samples_of_other_prompts_are_not_used_and_that_is_said(tmp_path, prompts, num_responses):
     journal = Journal(tmp_path)
     journal.save("iteration-3/round-1", build_samples())
-    with pytest.warns(RuntimeWarning, match="sampled anew"):
+    with pytest.warns(RuntimeWarning, match="sampled again"):
         assert journal.load("iteration-3/round-1", prompts, num_responses) is None
 
 
@@ -40,7 +40,7 @@ def test_a_file_that_cannot_be_read_is_not_used_and_that_is_said(tmp_path):
     journal.save("iteration-3/round-1", build_samples())
     (path,) = tmp_path.glob("*.jsonl")
     path.write_text(path.read_text().replace("rollout_logprobs", "rollout_logprob"))
-    with pytest.warns(RuntimeWarning, match="sampled anew"):
+    with pytest.warns(RuntimeWarning, match="sampled again"):
         assert journal.load("iteration-3/round-1", PROMPTS, 3) is None
 
 

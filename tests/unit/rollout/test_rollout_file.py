@@ -127,7 +127,7 @@ def test_a_run_that_goes_on_after_a_kill_cuts_the_half_line_and_the_rest_of_that
     path = write(tmp_path / "r.jsonl", first)
     path.write_bytes(path.read_bytes()[:-30])
     write(path, second)
-    with pytest.warns(RuntimeWarning, match=r"r\.jsonl:3: a rollout before it has 2 of its 3 samples"):
+    with pytest.warns(RuntimeWarning, match=r"r\.jsonl:3: the rollout before it has 2 of its 3 samples"):
         assert load_rollouts(path) == (second,)
 
 

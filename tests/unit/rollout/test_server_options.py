@@ -92,8 +92,8 @@ def test_a_server_has_priorities_only_where_generation_runs_ahead(tmp_path):
         assert ("--enable-priority-scheduling" in words) == (staleness > 0)
 
 
-def test_a_directory_without_config_is_no_checkpoint(tmp_path):
-    with pytest.raises(ConfigError, match=r"no checkpoint directory: it has no config.json"):
+def test_a_directory_without_config_is_not_a_checkpoint(tmp_path):
+    with pytest.raises(ConfigError, match=r"not a checkpoint directory: it has no config.json"):
         SGLangServer(RolloutConfig(kv_cache_tokens=1), tmp_path, log_file=tmp_path / "log", seed=1)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import DeadlineError
-from megarl.rollout.calls import run_side_by_side, wait_left_over
+from megarl.rollout.calls import run_in_parallel, wait_left_over
 from megarl.rollout.server import LOCAL_PORTS, ServerError, SGLangServer, bind_ranks, pick_free_port
 
 
@@ -50,8 +50,8 @@ def test_calls_that_were_given_up_are_waited_for():
         raise RuntimeError("a server was lost")
 
     with pytest.raises(RuntimeError, match="a server was lost"):
-        run_side_by_side([close_slowly, fail], lambda: None)
-    with pytest.raises(DeadlineError, match=r"1 calls to SGLang servers, given up before, have not ended within 0.1 s"):
+        run_in_parallel([close_slowly, fail], lambda: None)
+    with pytest.raises(DeadlineError, match=r"1 abandoned calls to SGLang servers have not ended within 0.1 s"):
         wait_left_over(0.1)
     threading.Timer(0.3, released.set).start()
     wait_left_over(20)

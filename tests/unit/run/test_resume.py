@@ -36,8 +36,8 @@ def test_resume_stands_for_the_overrides_of_the_run_and_given_ones_replace_them(
     [
         (["resume="], "resume: found nothing; one run directory is needed"),
         (["resume=a", "resume=b"], "resume: found a, b; one run directory"),
-        (["resume=a", "-m"], "a sweep goes on by its own command and hydra.sweep.dir=SWEEP_DIR"),
-        (["resume=/nowhere"], "/nowhere holds no run: it has no run.json"),
+        (["resume=a", "-m"], "a sweep is resumed by its own command with hydra.sweep.dir=SWEEP_DIR"),
+        (["resume=/nowhere"], "/nowhere is not a run directory: it has no run.json"),
     ],
 )
 def test_a_resume_that_cannot_be_is_an_error(arguments, message):
@@ -57,7 +57,7 @@ def test_a_key_that_decides_what_is_learned_may_not_change_and_is_named_with_bot
     assert check_changes(before, load_config(["algo.clip_high=0.3"])) == []
     (problem,) = check_changes(before, load_config(["algo.clip_high=0.28"]))
     assert problem.startswith(
-        "algo.clip_high: the run has 0.3, now 0.28; it decides what is learned and may not change"
+        "algo.clip_high: the run has 0.3, now 0.28; it determines what is learned and may not change"
     )
     assert "train.num_iterations" in problem
     (problem,) = check_changes(before, load_config(["algo.clip_high=0.3", "seed=2"]))

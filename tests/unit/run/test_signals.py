@@ -47,7 +47,7 @@ def test_within_a_deferral_a_signal_waits_for_its_end_and_then_raises(capfd):
         work()
     assert caught.value.exit_code == 143
     assert steps == ["inner", "outer"]
-    assert "SIGTERM: the update under way ends first" in capfd.readouterr().err
+    assert "SIGTERM: finishing the current update first" in capfd.readouterr().err
 
 
 def test_without_a_signal_a_deferral_changes_nothing_and_signals_are_raised_again_after_it():

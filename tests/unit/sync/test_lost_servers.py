@@ -17,7 +17,7 @@ import pytest
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError
-from megarl.rollout.calls import find_cause, run_side_by_side
+from megarl.rollout.calls import find_cause, run_in_parallel
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.engine import SGLangEngine
 from megarl.sync.disk import DiskSync
@@ -214,10 +214,10 @@ def test_cancelling_ends_a_rollout_of_another_thread_without_asking_again(checkp
     ("dies_at", "step"),
     [
         (LOAD[0], "pause"),
-        (LOAD[2], "begin of the weight update"),
+        (LOAD[2], "weight update"),
         (LOAD[3], "load of the weights in .*v3"),
-        (CLEAN_UP[0], "begin of the weight update, when it was to end"),
-        (CLEAN_UP[1], "pause, when it was to end"),
+        (CLEAN_UP[0], "end of the weight update"),
+        (CLEAN_UP[1], "end of the pause"),
         (RAISE, "withdrawal of the weight version"),
     ],
 )
@@ -252,8 +252,8 @@ def test_a_server_too_old_for_a_call_is_named_with_both_versions_before_any_weig
         sync = build_sync([server], tmp_path, check_processes=build_check(0.0))
         with pytest.raises(
             SyncError,
-            match=rf"{server.url} failed at the begin of the weight update: .* answered 404: the server, SGLang 0.5.19,"
-            rf" does not know this call of megarl, which is made for SGLang {metadata.version('sglang')}",
+            match=rf"{server.url} failed at the weight update: .* answered 404: the server, SGLang 0.5.19,"
+            rf" does not know this call; megarl expects SGLang {metadata.version('sglang')}",
         ):
             sync.publish(3)
         assert "/update_weights_from_disk" not in [path for path, _ in server.asked]
@@ -283,7 +283,7 @@ def test_one_servers_failure_does_not_wait_for_another_server(tmp_path):
 
 def test_results_come_in_the_order_of_the_jobs():
     jobs = [lambda _stop, i=i: time.sleep(0.1 * (2 - i)) or i for i in range(3)]
-    assert run_side_by_side(jobs, pytest.fail) == [0, 1, 2]
+    assert run_in_parallel(jobs, pytest.fail) == [0, 1, 2]
 
 
 def test_processes_that_run_are_no_cause():

@@ -290,4 +290,4 @@ def test_the_plan_can_be_read_as_a_table() -> None:
     lines = format_plan(plan, {0: "server 0 rank 0", 1: "server 0 rank 1"}, bound, broadcast).splitlines()
     assert lines[0] == "| training rank | server rank | copies | MB |"
     assert any(line.startswith("| 1 | server 0 rank 1 |") for line in lines)
-    assert lines[-1].startswith("bytes / least possible: 1.0000; gather and broadcast would move ")
+    assert lines[-1].startswith("bytes / minimum: 1.0000; gather and broadcast would move ")

@@ -86,12 +86,12 @@ def test_a_wait_in_shared_memory_ends_when_the_sync_is_given_up(tmp_path: Path) 
     directory.mkdir()
     transport = open_transport(make_spec("memory", directory, 30.0), 0, is_source=False, device=torch.device("cpu"))
     threading.Timer(0.3, shutil.rmtree, (directory,)).start()
-    with pytest.raises(TransportError, match="training rank 0 has filled no bucket when the sync was given up"):
+    with pytest.raises(TransportError, match="training rank 0 has filled no bucket when the sync was aborted"):
         list(transport.receive([b for b in make_buckets() if b.source == b.target == 0]))
 
 
 def test_a_group_that_does_not_meet_is_an_error_at_the_deadline(tmp_path: Path) -> None:
-    with pytest.raises(TransportError, match="the 4 ranks of the weight sync did not meet"):
+    with pytest.raises(TransportError, match="the 4 ranks of the weight sync did not all join"):
         open_transport(make_spec("group", tmp_path, 1.0), 0, is_source=True, device=torch.device("cpu"))
 
 
