@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import reduce
 from math import inf, isfinite
 
-from megarl.config.schema.algo import needs_critic
+from megarl.algo.registry import needs_critic
 from megarl.config.schema.roles import OptimizerConfig
 from megarl.config.schema.root import Config
 
