@@ -41,7 +41,7 @@ ONLY_ROOMS = {
     "types": {"types"},
 }
 """Rooms that may import fewer of megarl's rooms than their layer allows."""
-ONLY_PACKAGES = dict.fromkeys(("config", *SCHEMA), {"omegaconf", "hydra"})
+ONLY_PACKAGES = {room: {"omegaconf", "hydra"} for room in ("config", *SCHEMA)}
 """Rooms that may use these packages besides the standard library and no others."""
 HOMES = {
     "ray": {"cluster"},
