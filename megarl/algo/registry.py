@@ -90,7 +90,9 @@ def _find(key: str, name: str, package: str, attribute: str, kind: type[Declarat
     declared = getattr(module, attribute, None)
     if not isinstance(declared, kind):
         found = "nothing" if declared is None else f"a {type(declared).__name__}"
-        raise ConfigError([f"{key}: found {name!r}; {module.__name__}.{attribute} is {found}, not a {kind.__name__}"])
+        raise ConfigError(
+            [f"{key}: found {name!r}; {module.__name__}.{attribute} is {found}; it must be {kind.__name__}(...)"]
+        )
     return declared
 
 

@@ -20,7 +20,7 @@ class TokenTargets:
     """int64 [R], sample index in the micro-batch, 0..num_rows-1"""
     num_rows: int
     row_lengths: Tensor
-    """int64 [num_rows], generated tokens (m) per sample"""
+    """int64 [num_rows], generated tokens per sample"""
     mask: Tensor
     """bool [R]"""
     loss_mask: Tensor

@@ -97,7 +97,7 @@ def _find_unread(
 
 
 def _list_critic_keys(algo: AlgoConfig) -> list[tuple[bool, Dead]]:
-    """(whether they count, the keys as they are refused where they do not) of the critic and of value pretraining."""
+    """(whether they count, how they are refused where they do not), of the critic's keys and value pretraining's."""
     critic, with_critic = needs_critic(algo), f"algo.advantage={name_advantages(needs_critic=True)}"
     no_critic = f"under algo.advantage={algo.advantage}, which has no critic; it counts with {with_critic}"
     pretrains = not critic or algo.value_pretrain.steps > 0
@@ -129,7 +129,7 @@ def _list_critic_keys(algo: AlgoConfig) -> list[tuple[bool, Dead]]:
 
 
 def _list_reward_keys(algo: AlgoConfig) -> list[tuple[bool, Dead]]:
-    """The same of the reward's."""
+    """As `_list_critic_keys`, of the keys that shape the reward."""
     kl, norm = algo.kl, algo.reward_norm
     no_kl = "without a KL in the reward; it counts with algo.kl.in_reward=true"
     not_adaptive = "without an adaptive weight of the KL in the reward; it counts with algo.kl.in_reward=true and an"
@@ -149,7 +149,7 @@ def _list_reward_keys(algo: AlgoConfig) -> list[tuple[bool, Dead]]:
 
 
 def _list_other_keys(algo: AlgoConfig) -> list[tuple[bool, Dead]]:
-    """The same of those that belong to the whole of the policy's loss, to sampling and to the reference."""
+    """As `_list_critic_keys`, of the keys of the whole policy loss, of sampling and of the reference."""
     no_surrogate = "with algo.rl_loss_coef=0; it counts with a weight above 0"
     no_sampling = "without dynamic sampling; it counts with algo.dynamic_sampling.enabled=true"
     no_replay = "without replay; it counts with algo.replay.num_iterations above 0"

@@ -1,7 +1,7 @@
 """The formulas again, in plain Python loops over float64 numbers. Shares no code with megarl.algo.
 
-Rows are lists, one entry per response position; `m` marks the generated ones. Policy losses are written over
-scalar torch tensors so that autograd differentiates them; VAPO's gradient is derived by hand as well.
+Rows are lists, one entry per response position; `m` marks the generated ones. Policy losses are written over scalar
+torch tensors so that autograd differentiates them; VAPO's gradient is derived by hand as well.
 """
 
 import math

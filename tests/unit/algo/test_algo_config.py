@@ -198,14 +198,12 @@ def test_vapos_printed_objective_is_its_formula_with_its_numbers():
     algo, train = load_preset("vapo")
     assert format_objective(algo, train.responses_per_prompt).splitlines() == [
         "algorithm   = vapo",
-        "policy loss = 1/N_tok sum_i sum_t[ -min(w A, clip(w, 0.8, 1.28) A) ] + 0.1 * mean over the tokens "
-        "of "
-        "responses with reward >= 1[ -log pi ]",
+        "policy loss = 1/N_tok sum_i sum_t[ -min(w A, clip(w, 0.8, 1.28) A) ] + 0.1 * mean over the tokens of"
+        " responses with reward >= 1[ -log pi ]",
         "advantage   = GAE(gamma = 1, lambda = clip(1 - 1/(0.05 l), 0.5, 1)); 16 responses per prompt",
         "reward      = R at the last token",
-        "critic loss = 1/N_tok sum_i sum_t[ 0.5 (V - G)^2 ] with G = V + GAE(lambda = 1); first 50 "
-        "iterations of it "
-        "alone (lambda = 1)",
+        "critic loss = 1/N_tok sum_i sum_t[ 0.5 (V - G)^2 ] with G = V + GAE(lambda = 1); first 50 iterations of it"
+        " alone (lambda = 1)",
     ]
 
 
