@@ -117,7 +117,7 @@ class AlgoConfig:
     name: str = "custom"
     """The preset's name, in the run's directory and in the printed objective."""
     advantage: str = "gae"
-    """The estimator: a module of megarl/algo/advantages (gae, group, reinforce, rloo), or package.module:NAME."""
+    """The advantage estimator: the name of a module of megarl/algo/advantages, or package.module:NAME of your own."""
     gamma: float = 1.0
     lambda_policy: float | int | str = 0.95
     """GAE's lambda for the policy: a number, or `adaptive` = clip(1 - 1/(length_alpha * length), lambda_min, 1)."""
@@ -136,8 +136,7 @@ class AlgoConfig:
     positive_threshold: float = 1.0
     """A response is correct when its raw reward is at least this."""
     surrogate: str = "clip"
-    """The policy loss: a module of megarl/algo/policy_losses (clip: PPO's clipped ratio; logprob: REINFORCE's and
-    RLOO's), or package.module:NAME."""
+    """The policy loss: the name of a module of megarl/algo/policy_losses, or package.module:NAME of your own."""
     rl_loss_coef: float = 1.0
     """Weight of the surrogate."""
     clip_low: float = 0.2
