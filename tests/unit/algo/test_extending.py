@@ -190,7 +190,8 @@ assert "torch" not in sys.modules
     ("values", "policy", "advantage"),
     [
         ({"advantage": "gae"}, "-min(w A, clip(w, 0.8, 1.2) A)", "GAE(gamma = 1, lambda = 0.95)"),
-        ({"advantage": "rloo", "surrogate": "logprob"}, "-A log pi", "R - mean R of the other 3 responses to the prompt"),
+        ({"advantage": "rloo", "surrogate": "logprob"},
+         "-A log pi", "R - mean R of the other 3 responses to the prompt"),
         ({"advantage": "reinforce", "gamma": 0.9, "dual_clip": 3.0},
          "min(-min(w A, clip(w, 0.8, 1.2) A), 3 |A| where A < 0)", "sum_k>=t 0.9^(k-t) reward_k"),
         ({"advantage": "group", "rl_loss_coef": 0.0, "topr__positive_loss_coef": 1.0, "topr__negative_loss_coef": 2.0},
