@@ -44,7 +44,7 @@ class Response:
     rollout_logprobs: tuple[float, ...]
     """log pi(token) as the rollout engine sampled it, of the temperature-scaled distribution; 0 where not generated."""
     generated: tuple[bool, ...]
-    """m of algorithms.md: the policy generated this token (False for tool or environment output)."""
+    """Whether the policy generated this token; False for the output of a tool or an environment."""
     weight_versions: tuple[int, ...]
     """Version of the weights that generated each token."""
     finish_reason: FinishReason

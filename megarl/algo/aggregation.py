@@ -1,7 +1,7 @@
 """How a minibatch's token losses become one number (`loss_agg_mode`).
 
-Suffix: R flat response tokens of one micro-batch. N_tok and N_seq are counted over the global minibatch, so
-that the sum over micro-batches and ranks does not depend on how the minibatch was cut.
+Suffix: R flat response tokens of one micro-batch. N_tok and N_seq are counted over the global minibatch, so that the
+sum over micro-batches and ranks does not depend on how the minibatch was cut.
 """
 
 import torch

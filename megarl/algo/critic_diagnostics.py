@@ -1,8 +1,8 @@
 """How well the critic knows what is to come: by position, by length, and against the outcome.
 
-Suffixes: B samples, T response positions, N predictions. Everything is over the generated tokens of the global
-batch, in float64; none of it enters a gradient. V is the critic's value before the update, G the return it
-learns (lambda_critic), the outcome the discounted sum of the rewards that followed (G with lambda 1).
+Suffixes: B samples, T response positions, N predictions. Everything is over the generated tokens of the global batch,
+in float64; none of it enters a gradient. V is the critic's value before the update, G the return it learns
+(lambda_critic), the outcome the discounted sum of the rewards that followed (G with lambda 1).
 """
 
 import torch
@@ -51,12 +51,12 @@ def compute_critic_metrics(values: Tensor, returns: Tensor, outcomes: Tensor, ma
 def compute_calibration(predicted_N: Tensor, outcomes_N: Tensor) -> Metrics:
     """How predictions stand to outcomes, float64 [N] both; {} for N = 0.
 
-    error: expected calibration error sum_b n_b/N |mean prediction - mean outcome| over bins b of equal count,
-    in order of the prediction, as many as give each 8 predictions, at most 10; equal predictions share a bin.
-    0 is perfect, the unit is that of the reward.
-    slope: Cov(prediction, outcome) / Var(prediction), 1 is perfect, below 1 the predictions vary too much.
-    corr: Pearson's correlation. Slope and corr are left out where the predictions (corr: or the outcomes) are
-    all equal.
+    error: expected calibration error sum_b n_b/N |mean prediction - mean outcome| over bins b of equal count, in order
+    of the prediction, as many as give each 8 predictions, at most 10; equal predictions share a bin. 0 is perfect, the
+    unit is that of the reward.
+    slope: Cov(prediction, outcome) / Var(prediction); 1 is perfect, below 1 the predictions vary too much.
+    corr: Pearson's correlation.
+    Slope and corr are left out where the predictions (corr: or the outcomes) are all equal.
     """
     num = predicted_N.numel()
     if num == 0:

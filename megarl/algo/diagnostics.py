@@ -1,7 +1,6 @@
 """Numbers that tell how a run goes; none of them enters a gradient.
 
-Suffixes: B samples, T response positions. Everything is over the generated tokens of the global batch, in
-float64.
+Suffixes: B samples, T response positions. Everything is over the generated tokens of the global batch, in float64.
 """
 
 import torch
@@ -15,14 +14,12 @@ from megarl.config.schema.algo_choices import NormScope
 from megarl.types import Experience, Metrics
 
 QUARTERS = ("0_25", "25_50", "50_75", "75_100")
-"""TrainerComponents of a response, in percent of its generated tokens, as they stand at the end of metric names."""
+"""Parts of a response, in percent of its generated tokens, as they stand at the end of metric names."""
 
 _ROUNDING = 1e-6
 
 _LARGEST_LOG_RATIO = 80.0
-"""Logged ratios are cut at its exponential: a finite number is logged even when two engines disagree
-entirely.
-"""
+"""Logged ratios are cut at its exponential: a finite number is logged even when two engines disagree entirely."""
 
 
 def compute_explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
@@ -58,8 +55,8 @@ def compute_quarters(mask: Tensor) -> Tensor:
 
 
 def compute_batch_metrics(experience: Experience) -> Metrics:
-    """reward/* and length/* (generated tokens) of one iteration's raw experience, over the samples of this
-    iteration (ages 0); empty where there are none. Raises NonFiniteError.
+    """reward/* and length/* (generated tokens) of one iteration's raw experience, over the samples of this iteration
+    (ages 0); empty where there are none. Raises NonFiniteError.
     """
     check_finite("rewards", experience.rewards)
     fresh = experience.ages == 0

@@ -20,8 +20,8 @@ _LARGEST_ERROR = 0.2
 def compute_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
     """Estimate of KL(policy, reference) per token, with d = logprobs - ref_logprobs; same shape and dtype.
 
-    k1 (kl): d; abs: |d|; k2 (mse): d^2/2; k3: exp(-d) + d - 1. Differentiable in `logprobs`. Raises
-    ValueError for full, which takes whole distributions (megarl.mcore.full_kl).
+    k1 (kl): d; abs: |d|; k2 (mse): d^2/2; k3: exp(-d) + d - 1. Differentiable in `logprobs`. Raises ValueError for
+    full, which takes whole distributions (megarl.mcore.full_kl).
     """
     if estimator is KLEstimator.full:
         raise ValueError(
@@ -79,9 +79,7 @@ class KlController:
         return cls(config.coef, config.target, config.horizon, config.reward_estimator, config.in_reward)
 
     def update(self, experience: Experience) -> tuple["KlController", Metrics]:
-        """The controller for the next iteration, once per iteration, and the coefficient that this one
-        used.
-        """
+        """The controller for the next iteration, once per iteration, and the coefficient that this one used."""
         if not self.in_reward:
             return self, {}
         metrics = {"kl/coef": self.coef}

@@ -1,8 +1,7 @@
 """Training engine against rollout engine: the same weights score the same tokens differently.
 
-Ratio exp(old_logprobs - rollout_logprobs) as a weight of the policy loss: clipped (truncated importance
-sampling) or rejected outside its bounds (IcePop), per token, per sequence, or as the geometric mean over a
-sequence.
+Ratio exp(old_logprobs - rollout_logprobs) as a weight of the policy loss: clipped (truncated importance sampling) or
+rejected outside its bounds (IcePop), per token, per sequence, or as the geometric mean over a sequence.
 
 Suffix: R flat response tokens of one micro-batch or batch; `rows` (int64 [R]) gives each one's sample.
 """
@@ -19,8 +18,7 @@ from megarl.config.schema.algo_choices import MismatchCorrection, MismatchLevel
 def compute_log_mismatch(log_ratio_R: Tensor, rows: Tensor, row_lengths: Tensor, level: MismatchLevel) -> Tensor:
     """Log of the ratio at the given level, for each token, float [R].
 
-    log_ratio_R: old_logprobs - rollout_logprobs, 0 where not generated. row_lengths: int64, generated tokens
-    per row.
+    log_ratio_R: old_logprobs - rollout_logprobs, 0 where not generated. row_lengths: int64, generated tokens per row.
     """
     if level is MismatchLevel.token:
         return log_ratio_R
@@ -38,9 +36,7 @@ def compute_outside(log_ratio_R: Tensor, config: MismatchConfig) -> Tensor:
 
 
 def compute_mismatch_weight(log_ratio_R: Tensor, config: MismatchConfig) -> Tensor:
-    """c: the clipped ratio, or the ratio inside the bounds and 0 outside, float [R]. No gradient flows
-    through it.
-    """
+    """c: the clipped ratio, or the ratio inside the bounds and 0 outside, float [R]. No gradient flows through it."""
     # Clamped in log space first: the exponential of a long sequence's ratio overflows.
     bounded = log_ratio_R.detach().clamp(max=math.log(config.high)).exp().clamp(min=config.low)
     if config.correction is MismatchCorrection.clip:

@@ -1,18 +1,9 @@
 """The effective objective of a configuration, printed as formulas with its numbers in them."""
 
-from megarl.config.schema.algo import ADAPTIVE, AlgoConfig, needs_critic, uses_topr
-from megarl.config.schema.algo_choices import (
-    Advantage,
-    AdvantageStd,
-    KLEstimator,
-    LossAggMode,
-    MismatchCorrection,
-    NormScope,
-    StdOf,
-    Surrogate,
-)
-
-_KL_FORMULA = {"k1": "d", "abs": "|d|", "k2": "d^2/2", "k3": "(exp(-d) + d - 1)"}
+from megarl.algo.loss_terms.reference_kl import format_kl
+from megarl.algo.registry import find_advantage, find_policy_loss, list_loss_terms, needs_critic
+from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.algo_choices import LossAggMode, MismatchCorrection, NormScope
 
 
 def format_objective(algo: AlgoConfig, responses_per_prompt: int) -> str:
@@ -29,37 +20,29 @@ def format_objective(algo: AlgoConfig, responses_per_prompt: int) -> str:
 
 
 def _format_policy_loss(algo: AlgoConfig) -> str:
-    terms = []
-    if algo.rl_loss_coef != 0:
-        terms.append(_weighted(algo.rl_loss_coef, _format_surrogate(algo)))
-    if uses_topr(algo):
-        rho = "pi/mu" if algo.topr.ratio_level.name == "token" else "prod_t pi/mu"
-        terms.append(f"{algo.topr.positive_loss_coef:g} * [A >= 0] * -A log pi")
-        terms.append(f"{algo.topr.negative_loss_coef:g} * [A < 0] * -clip({rho}, 0, 1) A log pi")
-    if algo.kl.in_loss:
-        terms.append(f"{algo.kl.loss_coef:g} * {_format_kl(algo.kl.loss_estimator, 'pi')}")
-    inner = " + ".join(terms)
-    if algo.entropy_coef != 0:
-        inner += f" - {algo.entropy_coef:g} * H"
+    inner = _weighted(algo.rl_loss_coef, _format_surrogate(algo)) if algo.rl_loss_coef != 0 else ""
+    outer = ""
+    for term in list_loss_terms():
+        if not term.is_used(algo):
+            continue
+        if term.count is None:
+            inner = _add(inner, term.formula(algo))
+        else:
+            outer = _add(outer, term.formula(algo))
     loss = f"{_format_aggregation(algo.loss_agg_mode)}[ {inner} ]"
     if algo.overlong.filter:
         loss += " without the responses cut at the limit"
-    if algo.positive_lm_coef != 0:
-        loss += (
-            f" + {algo.positive_lm_coef:g} * mean over the tokens of responses with "
-            f"reward >= {algo.positive_threshold:g}[ -log pi ]"
-        )
-    return loss
+    return _add(loss, outer) if outer else loss
+
+
+def _add(text: str, term: str) -> str:
+    if not text:
+        return term
+    return f"{text} {term}" if term.startswith("- ") else f"{text} + {term}"
 
 
 def _format_surrogate(algo: AlgoConfig) -> str:
-    if algo.surrogate is Surrogate.logprob:
-        text = "-A log pi"
-    else:
-        text = f"-min(w A, clip(w, {1 - algo.clip_low:g}, {1 + algo.clip_high:g}) A)"
-        if algo.dual_clip is not None:
-            text = f"min({text}, {algo.dual_clip:g} |A| where A < 0)"
-    mismatch = algo.mismatch
+    text, mismatch = find_policy_loss(algo.surrogate).formula(algo), algo.mismatch
     if mismatch.correction is not MismatchCorrection.none:
         bounds = f"{mismatch.low:g}, {mismatch.high:g}"
         text = f"{mismatch.correction.name}(pi_old/mu per {mismatch.level.name}, {bounds}) * {text}"
@@ -76,22 +59,7 @@ def _format_aggregation(mode: LossAggMode) -> str:
 
 
 def _format_advantage(algo: AlgoConfig, responses_per_prompt: int) -> str:
-    if algo.advantage is Advantage.gae:
-        lambda_ = algo.lambda_policy
-        if lambda_ == ADAPTIVE:
-            lambda_ = f"clip(1 - 1/({algo.length_alpha:g} l), {algo.lambda_min:g}, 1)"
-        text = f"GAE(gamma = {algo.gamma:g}, lambda = {lambda_})"
-    elif algo.advantage is Advantage.reinforce:
-        text = f"sum_k>=t {algo.gamma:g}^(k-t) reward_k"
-    elif algo.advantage is Advantage.rloo:
-        text = f"R - mean R of the other {responses_per_prompt - 1} responses to the prompt"
-    else:
-        text = f"R - mean R of the prompt's {responses_per_prompt} responses"
-        if algo.advantage_std is AdvantageStd.group:
-            text = f"({text}) / (std of their R + 1e-6)"
-        elif algo.advantage_std is AdvantageStd.batch:
-            what = "centered R" if algo.std_of is StdOf.centered else "R"
-            text = f"({text}) / (std of the batch's {what} + 1e-6)"
+    text = find_advantage(algo.advantage).formula(algo, responses_per_prompt)
     if algo.whiten_advantages:
         text += ", whitened over the batch"
     if algo.advantage_clip is not None:
@@ -114,7 +82,7 @@ def _format_reward(algo: AlgoConfig) -> str:
         coef = f"{algo.kl.coef:g}"
         if algo.kl.target is not None:
             coef = f"beta (from {coef}, adapted to KL = {algo.kl.target:g})"
-        text += f" - {coef} * {_format_kl(algo.kl.reward_estimator, 'pi_old')}"
+        text += f" - {coef} * {format_kl(algo.kl.reward_estimator, 'pi_old')}"
     return text
 
 
@@ -129,12 +97,6 @@ def _format_critic_loss(algo: AlgoConfig) -> str:
     if algo.value_pretrain.steps:
         text += f"; first {algo.value_pretrain.steps} iterations of it alone (lambda = 1)"
     return text
-
-
-def _format_kl(estimator: KLEstimator, policy: str) -> str:
-    if estimator is KLEstimator.full:
-        return f"sum_v {policy}(v) (log {policy}(v) - log pi_ref(v))"
-    return f"{_KL_FORMULA[estimator.name]} with d = log {policy} - log pi_ref"
 
 
 def _weighted(coef: float, text: str) -> str:

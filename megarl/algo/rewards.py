@@ -1,5 +1,5 @@
-"""From the verifier's raw rewards to the reward of each token: overlong penalty (DAPO 2503.14476, equation
-13), normalisation, clipping, and the KL penalty (REINFORCE++ 2501.03262).
+"""From the verifier's raw rewards to the reward of each token: overlong penalty (DAPO 2503.14476, equation 13),
+normalisation, clipping, and the KL penalty (REINFORCE++ 2501.03262).
 
 Suffixes: B samples, T response positions.
 """
@@ -25,18 +25,15 @@ def compute_overlong_penalty(lengths_B: Tensor, config: OverlongConfig, response
 
 
 def compute_penalised_rewards(experience: Experience, algo: AlgoConfig, response_length: int | None) -> Tensor:
-    """Raw rewards plus the overlong penalty where configured, float64 [B]. Raises NonFiniteError,
-    ValueError.
-    """
+    """Raw rewards plus the overlong penalty where configured, float64 [B]. Raises NonFiniteError, ValueError."""
     check_finite("rewards", experience.rewards)
     rewards = experience.rewards.double()
     if algo.overlong.penalty == 0:
         return rewards
     if response_length is None:
         raise ValueError(
-            "response_length: none found; algo.overlong.penalty > 0 needs rollout.response_length, the "
-            "limit that "
-            "the penalty grows towards"
+            "response_length: none found; algo.overlong.penalty > 0 needs rollout.response_length, the limit that the"
+            " penalty grows towards"
         )
     lengths = experience.sequences.response_lengths
     return rewards + compute_overlong_penalty(lengths, algo.overlong, response_length)

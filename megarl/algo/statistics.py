@@ -1,6 +1,7 @@
 """Means and standard deviations over the batch, the groups, or the run so far.
 
-Suffix: B samples. Standard deviations are those of the population (1/n), so that a set of one has a std of 0.
+Suffixes: B samples, T response positions. Standard deviations are those of the population (1/n), so that a set of one
+has a std of 0.
 """
 
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megarl.algo.finite import check_finite
 from megarl.config.schema.algo_choices import NormScope
 
 STD_EPS = 1e-6
@@ -16,7 +18,7 @@ STD_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Moments:
-    """Of the set that each sample belongs to."""
+    """Moments of the set that each sample belongs to."""
 
     mean: Tensor
     """float64 [B]"""
@@ -28,7 +30,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class RunningMoments:
-    """Of every reward of the run so far; plain numbers, so that a checkpoint can hold them."""
+    """Moments of every reward of the run so far; plain numbers, so that a checkpoint can hold them."""
 
     count: int = 0
     mean: float = 0.0
@@ -66,8 +68,7 @@ def compute_moments(
 ) -> Moments:
     """Mean and std, for each sample, of the set that `scope` names.
 
-    values_B: float [B]. groups_B: int64 [B]. running: needed for scope=running, with these values taken in
-    already.
+    values_B: float [B]. groups_B: int64 [B]. running: needed for scope=running, with these values taken in already.
     """
     values = values_B.double()
     if scope is NormScope.running:
@@ -87,3 +88,18 @@ def compute_moments(
     high = empty.scatter_reduce(0, index, values, "amax", include_self=False)
     low = empty.scatter_reduce(0, index, values, "amin", include_self=False)
     return Moments(mean, variance.sqrt()[index], (high == low)[index])
+
+
+def compute_whitened(advantages_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """(A - mean) / (std + 1e-6) over all generated tokens, [B, T]; 0 outside the mask and where all are equal.
+
+    advantages_BT: float [B, T]. mask_BT: bool [B, T]. Raises NonFiniteError for NaN or infinity inside the mask.
+    """
+    inside = advantages_BT[mask_BT]
+    check_finite("advantages", inside)
+    if inside.numel() == 0:
+        return torch.zeros_like(advantages_BT)
+    moments = compute_moments(inside, torch.zeros_like(inside, dtype=torch.int64), NormScope.batch)
+    whitened = (inside.double() - moments.mean) / (moments.std + STD_EPS)
+    whitened = torch.where(moments.constant, 0.0, whitened).to(advantages_BT.dtype)
+    return torch.zeros_like(advantages_BT).masked_scatter(mask_BT, whitened)

@@ -3,28 +3,20 @@
 Suffixes: B samples, T response positions.
 """
 
-import warnings
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from megarl.algo.advantages import (
-    compute_adaptive_lambda,
-    compute_gae,
-    compute_group_relative,
-    compute_reward_to_go,
-    compute_rloo,
-    compute_whitened,
-)
-from megarl.algo.critic_diagnostics import compute_critic_metrics
+from megarl.algo.declarations import AdvantageInputs, Advantages
 from megarl.algo.diagnostics import compute_mismatch_metrics
 from megarl.algo.finite import check_finite
 from megarl.algo.kl import compute_token_kl
-from megarl.algo.rewards import compute_shaped_rewards, compute_token_rewards
-from megarl.algo.statistics import RunningMoments
-from megarl.config.schema.algo import ADAPTIVE, AlgoConfig, needs_reference
-from megarl.config.schema.algo_choices import Advantage, KLEstimator
+from megarl.algo.registry import find_advantage, needs_critic
+from megarl.algo.rewards import compute_shaped_rewards
+from megarl.algo.statistics import RunningMoments, compute_whitened
+from megarl.config.schema.algo import AlgoConfig, needs_reference
+from megarl.config.schema.algo_choices import KLEstimator
 from megarl.types import Experience, Metrics, TrainingSamples
 
 
@@ -38,16 +30,16 @@ def compute_targets(
 ) -> tuple[TrainingSamples, Metrics]:
     """Everything that the losses need, in the dtype of `experience.old_logprobs`, and its metrics.
 
-    kl_coef: beta of the KL in the reward. response_length: rollout.response_length, needed by
-    algo.overlong.penalty. reward_moments: needed by reward_norm=running, with this iteration's rewards taken
-    in (`update_reward_moments`). Raises NonFiniteError for NaN or infinity at generated tokens, ValueError
-    for missing or misshapen inputs.
+    kl_coef: beta of the KL in the reward. response_length: rollout.response_length, needed by algo.overlong.penalty.
+    reward_moments: needed by reward_norm=running, with this iteration's rewards taken in (`update_reward_moments`).
+    Raises NonFiniteError for NaN or infinity at generated tokens, ValueError for missing or misshapen inputs.
     """
     _check_experience(experience, algo)
     mask, dtype = experience.mask, experience.old_logprobs.dtype
     rewards_B = compute_shaped_rewards(experience, algo, response_length, reward_moments)
     kl_BT, metrics = _compute_penalty(experience, algo, kl_coef)
-    advantages, returns, more = _compute_advantages(experience, algo, rewards_B, kl_BT)
+    inputs = AdvantageInputs(rewards_B, kl_BT, mask, experience.groups, experience.values)
+    advantages, found = _compute_advantages(inputs, algo)
     if algo.whiten_advantages:
         advantages = compute_whitened(advantages, mask)
     if algo.advantage_clip is not None:
@@ -62,10 +54,10 @@ def compute_targets(
         rollout_logprobs=experience.rollout_logprobs,
         old_logprobs=experience.old_logprobs,
         ref_logprobs=experience.ref_logprobs,
-        old_values=experience.values if returns is not None else None,
-        returns=None if returns is None else returns.to(dtype),
+        old_values=experience.values if found.returns is not None else None,
+        returns=None if found.returns is None else found.returns.to(dtype),
     )
-    metrics |= more | _compute_metrics(samples, rewards_B, experience.ages == 0)
+    metrics |= dict(found.metrics) | _compute_metrics(samples, rewards_B, experience.ages == 0)
     return samples, metrics | compute_mismatch_metrics(experience, algo.mismatch)
 
 
@@ -90,8 +82,8 @@ def _check_experience(experience: Experience, algo: AlgoConfig) -> None:
             raise ValueError(f"{name}: shape {list(found)} found; must be one per sample, [{shape[0]}]")
     if needs_reference(algo) and experience.ref_logprobs is None:
         raise ValueError("ref_logprobs: none found; a KL term is configured, so the reference must score the responses")
-    if algo.advantage is Advantage.gae and experience.values is None:
-        raise ValueError("values: none found; algo.advantage=gae needs the critic's values")
+    if needs_critic(algo) and experience.values is None:
+        raise ValueError(f"values: none found; algo.advantage={algo.advantage} needs the critic's values")
 
 
 def _compute_penalty(experience: Experience, algo: AlgoConfig, kl_coef: float) -> tuple[Tensor | None, Metrics]:
@@ -106,60 +98,23 @@ def _compute_penalty(experience: Experience, algo: AlgoConfig, kl_coef: float) -
     return (kl_coef * kl if algo.kl.in_reward else None), metrics
 
 
-def _compute_advantages(
-    experience: Experience, algo: AlgoConfig, rewards_B: Tensor, penalty_BT: Tensor | None
-) -> tuple[Tensor, Tensor | None, Metrics]:
-    """Advantages float [B, T], the critic's returns (gae only), and metrics."""
-    mask = experience.mask
-    if algo.advantage is Advantage.gae:
-        return _compute_gae_targets(experience, algo, compute_token_rewards(rewards_B, mask, penalty_BT))
-    if algo.advantage is Advantage.reinforce:
-        token_rewards = compute_token_rewards(rewards_B, mask, penalty_BT)
-        return compute_reward_to_go(token_rewards, mask, algo.gamma), None, {}
-    # One reward per response: the KL of all its tokens is part of it, for the peers too.
-    returns_B = rewards_B if penalty_BT is None else rewards_B - penalty_BT.sum(1)
-    if algo.advantage is Advantage.rloo:
-        advantages_B = compute_rloo(returns_B, experience.groups)
-    else:
-        advantages_B = compute_group_relative(returns_B, experience.groups, algo.advantage_std, algo.std_of)
-    return torch.where(mask, advantages_B[:, None], 0.0), None, {}
-
-
-def _compute_gae_targets(
-    experience: Experience, algo: AlgoConfig, token_rewards: Tensor
-) -> tuple[Tensor, Tensor, Metrics]:
-    assert experience.values is not None  # checked on entry
-    mask, values = experience.mask, experience.values.double()
-    lambda_, metrics = _choose_lambda(mask, algo)
-    advantages = compute_gae(token_rewards, values, mask, algo.gamma, lambda_)
-    to_returns = (
-        advantages
-        if algo.lambda_policy == algo.lambda_critic
-        else compute_gae(token_rewards, values, mask, algo.gamma, algo.lambda_critic)
-    )
-    returns = torch.where(mask, to_returns + values, 0.0)
-    outcomes = returns if algo.lambda_critic == 1 else compute_reward_to_go(token_rewards, mask, algo.gamma)
-    return advantages, returns, metrics | compute_critic_metrics(values, returns, outcomes, mask)
-
-
-def _choose_lambda(mask_BT: Tensor, algo: AlgoConfig) -> tuple[float | Tensor, Metrics]:
-    if not isinstance(algo.lambda_policy, str):
-        return float(algo.lambda_policy), {}
-    if algo.lambda_policy != ADAPTIVE:
-        raise ValueError(f"algo.lambda_policy: {algo.lambda_policy!r} found; must be a number or {ADAPTIVE}")
-    lambdas = compute_adaptive_lambda(mask_BT.sum(1), algo.length_alpha, algo.lambda_min)
-    clipped = float((lambdas <= algo.lambda_min).double().mean()) if lambdas.numel() else 0.0
-    if clipped > 0.5:
-        warnings.warn(
-            "length-adaptive GAE: more than half of the responses are so short that lambda is at "
-            f"algo.lambda_min={algo.lambda_min:g}; raise algo.length_alpha ({algo.length_alpha:g}), whose "
-            f"formula "
-            "1 - 1/(length_alpha * length) was made for long responses",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-    mean = float(lambdas.mean()) if lambdas.numel() else 0.0
-    return lambdas, {"advantage/lambda_mean": mean, "advantage/lambda_at_min_frac": clipped}
+def _compute_advantages(inputs: AdvantageInputs, algo: AlgoConfig) -> tuple[Tensor, Advantages]:
+    """Advantages float [B, T], 0 outside the mask, and what the estimator gave. Raises ValueError for another shape."""
+    estimator, mask = find_advantage(algo.advantage), inputs.mask_BT
+    found = estimator.compute(inputs, algo)
+    advantages, expected = found.advantages, list(mask.shape[:1] if estimator.per_response else mask.shape)
+    for name, tensor, shape in (
+        ("advantages", advantages, expected),
+        ("returns", found.returns, list(mask.shape) if estimator.needs_critic else None),
+    ):
+        if (None if tensor is None else list(tensor.shape)) != shape:
+            raise ValueError(
+                f"algo.advantage={algo.advantage}: {name} of shape {None if tensor is None else list(tensor.shape)}"
+                f" found; must be {shape}"
+            )
+    if estimator.per_response:
+        advantages = advantages[:, None]
+    return torch.where(mask, advantages, 0.0), found
 
 
 def _compute_metrics(samples: TrainingSamples, rewards_B: Tensor, fresh_B: Tensor) -> Metrics:

@@ -5,8 +5,10 @@ Suffix: R response tokens of a micro-batch, flat.
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from megarl.algo.finite import check_finite
 from megarl.types import TrainingSamples
 
 
@@ -18,7 +20,7 @@ class TokenTargets:
     """int64 [R], sample index in the micro-batch, 0..num_rows-1"""
     num_rows: int
     row_lengths: Tensor
-    """int64 [num_rows], generated tokens (m) per sample"""
+    """int64 [num_rows], generated tokens per sample"""
     mask: Tensor
     """bool [R]"""
     loss_mask: Tensor
@@ -38,10 +40,45 @@ class TokenTargets:
     returns: Tensor | None
     """float [R]"""
 
+    def require(self, name: str, tensor: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The tensor (float [R]) in this dtype with 0 where not generated.
+
+        Raises ValueError naming it where it is None, NonFiniteError for NaN or infinity at generated tokens.
+        """
+        if tensor is None:
+            raise ValueError(f"{name}: none found, but the configured loss needs it; must be float [{len(self.rows)}]")
+        check_finite(name, tensor.detach(), self.mask, self.rows)
+        return torch.where(self.mask, tensor, 0.0).to(dtype)
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """One micro-batch for the policy's loss, its positions that the policy did not generate replaced by 0.
+
+    All float [R] in the dtype of the log-probs.
+    """
+
+    logprobs: Tensor
+    """of the policy being trained, differentiable"""
+    log_ratio: Tensor
+    """logprobs - old_logprobs, differentiable"""
+    old_logprobs: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    targets: TokenTargets
+    entropy: Tensor | None = None
+    """as the model gave it, not replaced: read it through `require`"""
+    full_kl: Tensor | None = None
+    """as the model gave it, not replaced: read it through `require`"""
+
+    def require(self, name: str, tensor: Tensor | None) -> Tensor:
+        """As `TokenTargets.require`, in the dtype of the log-probs."""
+        return self.targets.require(name, tensor, self.logprobs.dtype)
+
 
 @dataclass(frozen=True)
 class LossCounts:
-    """Over the global minibatch; what the sums are divided by."""
+    """Counts over the global minibatch: what the sums are divided by."""
 
     num_tokens: int
     """with a policy loss"""
@@ -60,9 +97,7 @@ class LossOutput:
     """One micro-batch's contribution."""
 
     loss: Tensor
-    """scalar, differentiable; the minibatch's loss is the sum over its micro-batches and data-parallel
-    ranks
-    """
+    """scalar, differentiable; the minibatch's loss is the sum over its micro-batches and data-parallel ranks"""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """detached scalars, already divided: their sum over micro-batches and ranks is the metric"""
     maxima: dict[str, Tensor] = field(default_factory=dict)

@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.config.schema.algo import needs_critic, needs_reference
+from megarl.algo.registry import needs_critic
+from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.cluster import ClusterConfig, Placement
 from megarl.config.schema.rollout import Transport
 from megarl.config.schema.root import Config

@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 from packaging.utils import canonicalize_name
 
+from megarl.algo.registry import needs_critic
 from megarl.config.errors import ConfigError
-from megarl.config.schema.algo import needs_critic
 from megarl.config.schema.model import ModelSource
 from megarl.config.schema.root import Config
 from megarl.doctor.facts import ApexKind, Checkpoint, Facts, Gpu, Imports, Machine

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from megarl.algo.registry import needs_critic
 from megarl.config.placement import list_groups, place
-from megarl.config.schema.algo import needs_critic
 from megarl.config.schema.root import Config
 from megarl.doctor.facts import Need
 

@@ -18,11 +18,11 @@ from typing import TextIO
 
 import psutil
 
+from megarl.algo.registry import needs_critic
 from megarl.config.allocation import check_allocation, read_allocation
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.placement import DeviceSlot, check_cluster, count_nodes, list_groups, place
-from megarl.config.schema.algo import needs_critic
 from megarl.config.schema.hardware import LEAST_OF_KIND, HardwareConfig
 from megarl.config.schema.model import ModelSource
 from megarl.config.schema.root import Config

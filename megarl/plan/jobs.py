@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
+from megarl.algo.registry import needs_critic
 from megarl.config.errors import ConfigError
-from megarl.config.schema.algo import needs_critic, needs_full_kl, needs_reference
+from megarl.config.schema.algo import needs_full_kl, needs_reference
 from megarl.config.schema.model import ModelSource, RandomModelConfig
 from megarl.config.schema.roles import ParallelConfig, ReferenceConfig, TrainedRoleConfig
 from megarl.config.schema.root import Config

@@ -57,9 +57,8 @@ def collect_groups_with_reward_variance(
         for group in split_groups(collect(prompts)):
             (kept if has_reward_variance(group) else equal).append(group)
     if not kept:
-        raise NoRewardVarianceError(
-            f"dynamic sampling found no group with different rewards {_describe(num_rounds, equal)}"
-        )
+        found = _describe(num_rounds, equal)
+        raise NoRewardVarianceError(f"dynamic sampling found no group with different rewards {found}")
     if len(kept) < num_groups:
         warnings.warn(
             f"dynamic sampling: {len(kept)} of {num_groups} groups have different rewards"

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.algo.registry import needs_critic
 from megarl.config.errors import ConfigError
-from megarl.config.schema.algo import needs_critic, needs_reference
+from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.roles import ReferenceConfig, TrainedRoleConfig
 from megarl.config.schema.root import Config
 from megarl.data.build import DataSplits, build_data

@@ -16,13 +16,13 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
+from megarl.algo.registry import needs_critic
 from megarl.checkpoint.folder import open_pretraining, remove_pretraining
 from megarl.checkpoint.manifest import NAME as MANIFEST
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.checks.unused import find_unused
 from megarl.config.roll.rewrite import list_set_keys
 from megarl.config.run_name import digest
-from megarl.config.schema.algo import needs_critic
 from megarl.config.schema.root import Config
 from megarl.report.outcome import Outcome, State, clear_outcome, write_outcome
 from megarl.report.sweep import PRETRAINING_PREFIX

@@ -6,6 +6,7 @@ import contextlib
 import time
 from pathlib import Path
 
+from megarl.algo.registry import name_advantages, needs_critic
 from megarl.checkpoint.folder import remove_pretraining
 from megarl.checkpoint.manifest import NAME as MANIFEST
 from megarl.cluster.opened import open_ray
@@ -13,7 +14,6 @@ from megarl.cluster.workers import WorkerGroup
 from megarl.config.checks.config import describe_sizes
 from megarl.config.errors import ConfigError
 from megarl.config.placement import list_groups, place
-from megarl.config.schema.algo import needs_critic
 from megarl.config.schema.root import Config
 from megarl.interfaces import TrainBackend
 from megarl.mcore.worker_spec import Role, WorkerSpec
@@ -66,7 +66,8 @@ def check_pretraining(config: Config) -> list[str]:
     """Why there is nothing to pretrain, one message each."""
     advantage, steps = config.algo.advantage, config.algo.value_pretrain.steps
     if not needs_critic(config.algo):
-        return [f"algo.advantage: found {advantage.name}, which has no critic to pretrain; it must be gae (algo=vapo)"]
+        right = f"{name_advantages(needs_critic=True)} (algo=vapo)"
+        return [f"algo.advantage: found {advantage}, which has no critic to pretrain; it must be {right}"]
     if steps == 0:
         return ["algo.value_pretrain.steps: found 0; it must be 1 or more, the rollouts to pretrain the critic on"]
     return []

@@ -12,8 +12,9 @@ import pytest
 import torch
 from loop_parts import hosts_of, open_trainer
 
+from megarl.algo.registry import needs_critic
 from megarl.config.load import list_options
-from megarl.config.schema.algo import needs_critic, needs_reference
+from megarl.config.schema.algo import needs_reference
 from megarl.report.metrics import load_metrics
 from megarl.rollout.collector import Collector
 from megarl.rollout.dynamic_sampling import NoRewardVarianceError

@@ -11,10 +11,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megarl"
 
 LAYERS = (
+    {"config.errors", "config.run_name"},
+    {"config.schema"},
+    {"types"},
+    {"algo", "families"},
     {"config"},
-    {"types", "families"},
     {"interfaces"},
-    {"algo", "data", "reward", "hf", "report", "checkpoint", "run.signals"},
+    {"data", "reward", "hf", "report", "checkpoint", "run.signals"},
     {"mcore", "rollout"},
     {"sync"},
     {"cluster", "run.inputs", "run.command", "run.recovery", "run.resume", "run.trainer_state"},
@@ -30,14 +33,19 @@ LAYERS = (
 """Rooms from the bottom up; of a room that stands both below and above others, its modules. A room imports itself and
 rooms of lower layers, never one of its own layer."""
 LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
+SCHEMA = {"config.schema", "config.errors", "config.run_name"}
 ONLY_ROOMS = {
-    "report": {"report", "config", "types"},
-    "config": {"config"},
-    "families": {"families", "config"},
+    "report": {"report", "config", "types", *SCHEMA},
+    "algo": {"algo", "types", *SCHEMA},
+    # A check of the configuration reads what the algorithms' modules declare, without torch.
+    "config": {"config", "algo", *SCHEMA},
+    "families": {"families", *SCHEMA},
     "types": {"types"},
 }
 """Rooms that may import fewer of megarl's rooms than their layer allows."""
-ONLY_PACKAGES: dict[str, set[str]] = {"config": {"omegaconf", "hydra"}, "families": set()}
+ONLY_PACKAGES: dict[str, set[str]] = {room: {"omegaconf", "hydra"} for room in ("config", *SCHEMA)} | {
+    "families": set()
+}
 """Rooms that may use these packages besides the standard library and no others."""
 HOMES = {
     "ray": {"cluster"},
@@ -163,6 +171,10 @@ def test_imports_point_only_downward_and_packages_stay_in_their_rooms() -> None:
         ("megarl.algo.kl", "megarl.data.sampler"),
         ("megarl.report.report", "megarl.interfaces"),
         ("megarl.config.schema.train", "megarl.types"),
+        ("megarl.config.schema.train", "megarl.config.load"),
+        ("megarl.algo.kl", "megarl.config.load"),
+        ("megarl.config.load", "megarl.types"),
+        ("megarl.config.load", "torch"),
         ("megarl.config.schema.train", "torch"),
         ("megarl.trainer", "ray"),
         ("megarl.mcore.worker", "ray.util"),
@@ -188,6 +200,7 @@ def test_the_import_check_refuses(importer: str, imported: str) -> None:
         ("megarl.run.attempts", "megarl.run.job"),
         ("megarl.algo.kl", "megarl.algo.losses"),
         ("megarl.algo.kl", "torch"),
+        ("megarl.config.checks.algo", "megarl.algo.registry"),
         ("megarl.config.load", "hydra.errors"),
         ("megarl.config.load", "difflib"),
     ],
@@ -209,17 +222,7 @@ def inside():
     importlib.import_module("by.name")
 """
     found = {name for _, name in find_imports(source, "megarl.room.module")}
-    expected = {
-        "a.b",
-        "c",
-        "d.e",
-        "megarl.room",
-        "megarl.room.h",
-        "megarl.j",
-        "megarl.types",
-        "lazy",
-        "by.name",
-    }
+    expected = {"a.b", "c", "d.e", "megarl.room", "megarl.room.h", "megarl.j", "megarl.types", "lazy", "by.name"}
     assert found == expected
     in_package = {name for _, name in find_imports("from .h import i\nfrom ..j import k", "megarl.room", True)}
     assert in_package == {"megarl.room.h", "megarl.j"}

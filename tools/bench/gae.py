@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megarl.algo.advantages import compute_gae
+from megarl.algo.advantages.gae import compute_gae
 
 GAMMA, LAMBDA = 1.0, 0.95
 GOAL_SCALAR, GOAL_COLUMNS = 10.0, 5.0

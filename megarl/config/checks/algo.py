@@ -1,32 +1,43 @@
-"""Contradictions between the values of the `algo` group."""
+"""Contradictions between the values of the `algo` group that no declared key tells (see algo_keys.py)."""
 
 from collections.abc import Iterator
 from math import inf, isfinite
 
-from megarl.config.schema.algo import ADAPTIVE, AlgoConfig, needs_critic, uses_topr
-from megarl.config.schema.algo_choices import (
-    Advantage,
-    AdvantageStd,
-    KLEstimator,
-    LossAggMode,
-    MismatchCorrection,
-    NormScope,
-    StdOf,
-    Surrogate,
-)
+from megarl.algo.registry import find_advantage, find_policy_loss, list_loss_terms, name_advantages, needs_critic
+from megarl.config.checks.algo_keys import find_contradictions
+from megarl.config.errors import ConfigError
+from megarl.config.schema.algo import AlgoConfig, uses_topr
+from megarl.config.schema.algo_choices import LossAggMode, MismatchCorrection, NormScope
+
+
+def check_modules(algo: AlgoConfig) -> list[str]:
+    """Why an advantage estimator or a policy loss cannot be found by its name; everything else needs them."""
+    problems: list[str] = []
+    for find, name in ((find_advantage, algo.advantage), (find_policy_loss, algo.surrogate)):
+        try:
+            find(name)
+        except ConfigError as error:
+            problems += error.problems
+    return problems
 
 
 def check_algo(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps_per_iteration: int) -> list[str]:
-    """What is wrong with the values: one message each, naming the key, what was found and what would be
-    right.
-    """
+    """What is wrong with the values: one message each, naming the key, what was found and what would be right."""
+    unknown = check_modules(algo)
+    if unknown:
+        return unknown
+    checks = [find_advantage(algo.advantage).check]
+    if algo.rl_loss_coef != 0:
+        checks.append(find_policy_loss(algo.surrogate).check)
+    checks += [term.check for term in list_loss_terms() if term.is_used(algo)]
     return [
         *_check_ranges(algo),
-        *_check_advantage(algo, responses_per_prompt),
-        *_check_reward(algo, responses_per_prompt),
+        *find_contradictions(algo),
+        *_check_groups(algo, responses_per_prompt),
+        *_check_reward(algo),
         *_check_sampling(algo, responses_per_prompt),
-        *_check_loss(algo, optimizer_steps_per_iteration),
-        *_check_critic(algo),
+        *(problem for check in checks for problem in check(algo, responses_per_prompt, optimizer_steps_per_iteration)),
+        *_check_loss(algo),
     ]
 
 
@@ -67,74 +78,38 @@ def _check_ranges(algo: AlgoConfig) -> Iterator[str]:
             yield f"algo.{key}: {value} found; must be {allowed}" + (f", at most {high:g}" if high < inf else "")
     if algo.dual_clip is not None and not (isfinite(algo.dual_clip) and algo.dual_clip > 1):
         yield f"algo.dual_clip: {algo.dual_clip} found; must be above 1, or null (off)"
-    number = algo.lambda_policy
-    if isinstance(number, str):
-        if number != ADAPTIVE:
-            yield f"algo.lambda_policy: {number!r} found; must be a number from 0 to 1, or {ADAPTIVE}"
-    elif not 0 <= number <= 1:
-        yield f"algo.lambda_policy: {number} found; must be from 0 to 1, or {ADAPTIVE}"
 
 
-def _check_advantage(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[str]:
-    name, relative = algo.advantage.name, algo.advantage in (Advantage.rloo, Advantage.group)
-    if relative and responses_per_prompt < 2:
-        yield (
-            f"train.responses_per_prompt: {responses_per_prompt} found; algo.advantage={name} compares the "
-            "responses of a group, so it must be at least 2"
-        )
-    if relative and algo.reward_norm.mean is NormScope.group:
-        yield (
-            f"algo.reward_norm.mean: group found; algo.advantage={name} subtracts the group's mean already, "
-            "so it must be none (or batch, running)"
-        )
-    if relative and algo.gamma != 1:
-        yield (
-            f"algo.gamma: {algo.gamma} found; it has no effect under algo.advantage={name}, so it must be 1 "
-            "(or advantage must be gae or reinforce)"
-        )
-    if algo.advantage_std is not AdvantageStd.none and algo.advantage is not Advantage.group:
-        yield (
-            f"algo.advantage_std: {algo.advantage_std.name} found; it belongs to algo.advantage=group and "
-            f"has no "
-            f"effect under {name}, so it must be none"
-        )
-    if algo.std_of is not StdOf.raw and algo.advantage_std is not AdvantageStd.batch:
-        yield (
-            f"algo.std_of: {algo.std_of.name} found; it has an effect only with algo.advantage_std=batch "
-            f"({algo.advantage_std.name} found), so it must be raw"
-        )
-    if algo.lambda_policy == ADAPTIVE and algo.advantage is not Advantage.gae:
-        yield (
-            f"algo.lambda_policy: {ADAPTIVE} found; it has no effect under algo.advantage={name}, so it "
-            f"must be a "
-            "number (or advantage must be gae)"
-        )
-
-
-def _check_reward(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[str]:
+def _check_groups(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[str]:
+    if find_advantage(algo.advantage).compares_group:
+        if responses_per_prompt < 2:
+            yield (
+                f"train.responses_per_prompt: {responses_per_prompt} found; algo.advantage={algo.advantage} compares"
+                " the responses of a group, so it must be at least 2"
+            )
+        if algo.reward_norm.mean is NormScope.group:
+            yield (
+                f"algo.reward_norm.mean: group found; algo.advantage={algo.advantage} compares the rewards of a group"
+                " already, so it must be none (or batch, running)"
+            )
     for key, scope in (("mean", algo.reward_norm.mean), ("std", algo.reward_norm.std)):
         if scope is NormScope.group and responses_per_prompt < 2:
             yield (
-                f"algo.reward_norm.{key}: group found with "
-                f"train.responses_per_prompt={responses_per_prompt}; a group "
-                "of one has no statistics: must be none, batch or running, or at least 2 responses per prompt"
+                f"algo.reward_norm.{key}: group found with train.responses_per_prompt={responses_per_prompt}; a group"
+                " of one has no statistics: must be none, batch or running, or at least 2 responses per prompt"
             )
-    overlong, kl = algo.overlong, algo.kl
-    if overlong.penalty > 0 and overlong.buffer == 0:
+
+
+def _check_reward(algo: AlgoConfig) -> Iterator[str]:
+    if algo.overlong.penalty > 0 and algo.overlong.buffer == 0:
         yield "algo.overlong.buffer: 0 found with algo.overlong.penalty > 0; must be at least 1 token"
-    if overlong.buffer > 0 and overlong.penalty == 0:
+    if algo.kl.in_reward and not (isfinite(algo.kl.coef) and algo.kl.coef > 0):
+        yield f"algo.kl.coef: {algo.kl.coef} found with algo.kl.in_reward=true; must be above 0"
+    if algo.value_pretrain.rollouts is not None and algo.kl.in_reward:
         yield (
-            f"algo.overlong.buffer: {overlong.buffer} found; it has no effect with algo.overlong.penalty=0: "
-            "must be 0, or the penalty above 0"
-        )
-    if overlong.filter_critic and not overlong.filter:
-        yield "algo.overlong.filter_critic: true found; it has an effect only with algo.overlong.filter=true"
-    if kl.in_reward and not (isfinite(kl.coef) and kl.coef > 0):
-        yield f"algo.kl.coef: {kl.coef} found with algo.kl.in_reward=true; must be above 0"
-    if kl.target is not None and not kl.in_reward:
-        yield (
-            f"algo.kl.target: {kl.target} found; it adapts algo.kl.coef, which has an effect only with "
-            "algo.kl.in_reward=true: must be null"
+            f"algo.value_pretrain.rollouts: {algo.value_pretrain.rollouts} found with algo.kl.in_reward=true; the saved"
+            " responses have no log-probs of the policy and the reference, so that their KL cannot be a part of the"
+            " returns: must be null (fresh responses), or algo.kl.in_reward=false"
         )
 
 
@@ -150,7 +125,10 @@ def _check_sampling(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[str
         yield f"algo.replay.frac: {algo.replay.frac} found; must be above 0 and below 1"
     where = f"algo.replay.num_iterations: {algo.replay.num_iterations} found"
     if needs_critic(algo):
-        yield f"{where}; the critic's returns would be of older policies: advantage must be group, rloo or reinforce"
+        yield (
+            f"{where}; the critic's returns would be of older policies: algo.advantage must be"
+            f" {name_advantages(needs_critic=False)}"
+        )
     if algo.rl_loss_coef != 0 and algo.mismatch.correction is MismatchCorrection.none:
         yield (
             f"{where}; the surrogate takes its samples as the present policy's: must be 0, or algo.rl_loss_coef=0 with"
@@ -161,68 +139,14 @@ def _check_sampling(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[str
         yield f"{where}; algo.reward_norm=running would count a replayed reward again: must be 0, or batch or group"
 
 
-def _check_loss(algo: AlgoConfig, optimizer_steps_per_iteration: int) -> Iterator[str]:
-    kl, steps = algo.kl, optimizer_steps_per_iteration
-    if kl.in_loss and not (isfinite(kl.loss_coef) and kl.loss_coef > 0):
-        yield f"algo.kl.loss_coef: {kl.loss_coef} found with algo.kl.in_loss=true; must be above 0"
-    if kl.in_loss and kl.loss_estimator is KLEstimator.k1:
-        yield (
-            "algo.kl.loss_estimator: k1 found; as a loss its expected gradient on-policy is zero, so that it "
-            "holds nothing near the reference: must be k2, k3, abs or full"
-        )
+def _check_loss(algo: AlgoConfig) -> Iterator[str]:
     if algo.rl_loss_coef == 0 and not uses_topr(algo):
         yield (
-            "algo.rl_loss_coef: 0 found with both topr weights 0; no term would learn from the reward: must "
-            "be "
-            "above 0, or algo.topr.positive_loss_coef or algo.topr.negative_loss_coef above 0"
+            "algo.rl_loss_coef: 0 found with both topr weights 0; no term would learn from the reward: must be above 0,"
+            " or algo.topr.positive_loss_coef or algo.topr.negative_loss_coef above 0"
         )
-    if algo.surrogate is Surrogate.logprob and algo.rl_loss_coef != 0 and steps != 1:
-        yield (
-            f"algo.surrogate: logprob found with {steps} optimizer steps per iteration; it has no ratio to "
-            f"correct "
-            "with from the second step on: must be clip, or train.prompts_per_iteration * "
-            "train.responses_per_prompt = train.samples_per_minibatch and train.epochs_per_iteration=1"
-        )
-    if algo.dual_clip is not None and (algo.surrogate is not Surrogate.clip or algo.rl_loss_coef == 0):
-        yield f"algo.dual_clip: {algo.dual_clip} found; it belongs to algo.surrogate=clip: must be null"
-    if uses_topr(algo) and algo.advantage not in (Advantage.group, Advantage.rloo):
-        yield (
-            f"algo.advantage: {algo.advantage.name} found; the topr terms split the responses by the sign "
-            f"of their "
-            "advantage, one for all tokens: must be group or rloo"
-        )
-    if algo.mismatch.correction is not MismatchCorrection.none and algo.rl_loss_coef == 0:
-        yield (
-            f"algo.mismatch.correction: {algo.mismatch.correction.name} found; it weights the surrogate, "
-            f"which "
-            "algo.rl_loss_coef=0 switches off: must be none"
-        )
-
-
-def _check_critic(algo: AlgoConfig) -> Iterator[str]:
     if algo.value_loss_agg_mode is LossAggMode["seq-mean-token-sum-norm"]:
         yield (
-            "algo.value_loss_agg_mode: seq-mean-token-sum-norm found; must be token-mean, "
-            "seq-mean-token-sum or "
-            "seq-mean-token-mean"
-        )
-    if algo.value_pretrain.rollouts is not None and algo.kl.in_reward:
-        yield (
-            f"algo.value_pretrain.rollouts: {algo.value_pretrain.rollouts} found with algo.kl.in_reward=true; the saved"
-            " responses have no log-probs of the policy and the reference, so that their KL cannot be a part of the"
-            " returns: must be null (fresh responses), or algo.kl.in_reward=false"
-        )
-    if needs_critic(algo):
-        return
-    if algo.value_pretrain.steps > 0:
-        yield (
-            f"algo.value_pretrain.steps: {algo.value_pretrain.steps} found; "
-            f"algo.advantage={algo.advantage.name} has "
-            "no critic: must be 0 (or advantage must be gae)"
-        )
-    if algo.value_clip is not None:
-        yield (
-            f"algo.value_clip: {algo.value_clip} found; algo.advantage={algo.advantage.name} has no critic: "
-            f"must be "
-            "null (or advantage must be gae)"
+            "algo.value_loss_agg_mode: seq-mean-token-sum-norm found; must be token-mean, seq-mean-token-sum or"
+            " seq-mean-token-mean"
         )

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from megarl.config.schema.algo import needs_critic, needs_reference
+from megarl.algo.registry import needs_critic
+from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.roles import Dtype, Offload, TrainedRoleConfig
 from megarl.config.schema.root import Config
 

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from math import isfinite
 
-from megarl.config.checks.algo import check_algo
+from megarl.algo.registry import needs_critic
+from megarl.config.checks.algo import check_algo, check_modules
 from megarl.config.checks.compute import check_compute
 from megarl.config.checks.parallel import check_overlap, check_parallel
 from megarl.config.checks.ranges import check_ranges
-from megarl.config.schema.algo import needs_critic, needs_full_kl, needs_reference
+from megarl.config.schema.algo import needs_full_kl, needs_reference
 from megarl.config.schema.hardware import check_hardware
 from megarl.config.schema.model import ModelSource
 from megarl.config.schema.root import Config
@@ -15,6 +16,9 @@ from megarl.config.schema.root import Config
 
 def check_config(config: Config) -> list[str]:
     """One message per problem: the key, what was found, what would be right. Empty where all is well."""
+    unknown = check_modules(config.algo)
+    if unknown:
+        return unknown
     return [
         *_check_sizes(config),
         *check_ranges(config),

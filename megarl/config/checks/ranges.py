@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import reduce
 from math import inf, isfinite
 
-from megarl.config.schema.algo import needs_critic
+from megarl.algo.registry import needs_critic
 from megarl.config.schema.roles import OptimizerConfig
 from megarl.config.schema.root import Config
 
@@ -55,7 +55,7 @@ RANGES: dict[str, Range] = {
     "checkpoint.max_restarts": _NOT_NEGATIVE,
     "logger.num_logged_samples": _NOT_NEGATIVE,
 }
-"""By the key; a value that is null is not looked at."""
+"""The range of each key; a value that is null is not looked at."""
 
 OPTIMIZER_RANGES: dict[str, Range] = {
     "lr": _NOT_NEGATIVE,

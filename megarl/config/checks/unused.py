@@ -1,11 +1,11 @@
-"""Keys that were set and have no effect under the chosen algorithm: one table of when each key counts."""
+"""Keys that were set and have no effect: those of the algorithm (algo_keys.py), and the table of all others."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum
 
-from megarl.config.schema.algo import ADAPTIVE, AlgoConfig, needs_critic, needs_reference
-from megarl.config.schema.algo_choices import Advantage, AdvantageStd, NormScope, Surrogate
+from megarl.algo.declarations import is_on
+from megarl.algo.registry import needs_critic
+from megarl.config.checks.algo_keys import Dead, find_dead_keys, list_declared_keys
 from megarl.config.schema.data import FileDataConfig
 from megarl.config.schema.model import ModelSource
 from megarl.config.schema.roles import LrDecay, OptimizerConfig, Recompute
@@ -18,165 +18,19 @@ class Rule:
     """When keys have an effect. A key that none of the rules names always has."""
 
     keys: tuple[str, ...]
-    """each with everything below it"""
+    """Each with everything below it."""
     counts: Callable[[Config], bool]
     reason: str
-    """why not and what would make it count; {c} is the configuration"""
+    """Why not and what would make it count; {c} is the configuration."""
     switch: bool = False
-    """off (null, false, 0, none) is allowed all the same: there is nothing to switch off"""
-
-
-def _in_groups(algo: AlgoConfig) -> bool:
-    return algo.advantage in (Advantage.group, Advantage.rloo)
-
-
-def _is_clipped(algo: AlgoConfig) -> bool:
-    return algo.surrogate is Surrogate.clip and algo.rl_loss_coef != 0
+    """Off (null, false, 0, none) is allowed all the same: there is nothing to switch off."""
 
 
 def _decays(optimizer: OptimizerConfig) -> bool:
     return optimizer.decay is not LrDecay.constant
 
 
-_NO_CRITIC = "under algo.advantage={c.algo.advantage.name}, which has no critic; it counts with algo.advantage=gae"
-_NO_PRETRAINING = "without value pretraining; it counts with algo.value_pretrain.steps above 0"
-_NOT_CLIPPED = (
-    "under algo.surrogate={c.algo.surrogate.name} and algo.rl_loss_coef={c.algo.rl_loss_coef:g}; it counts with"
-    " algo.surrogate=clip and algo.rl_loss_coef above 0"
-)
-
 RULES: tuple[Rule, ...] = (
-    Rule(
-        ("critic", "algo.lambda_policy", "algo.lambda_critic", "algo.value_loss_agg_mode"),
-        lambda c: needs_critic(c.algo),
-        _NO_CRITIC,
-    ),
-    Rule(
-        ("algo.value_clip", "algo.value_pretrain", "critic.init"),
-        lambda c: needs_critic(c.algo),
-        _NO_CRITIC,
-        switch=True,
-    ),
-    Rule(
-        tuple(
-            f"algo.value_pretrain.{name}"
-            for name in ("patience", "rollouts", "stop_at_explained_variance", "taken_from")
-        ),
-        lambda c: not needs_critic(c.algo) or c.algo.value_pretrain.steps > 0,
-        _NO_PRETRAINING,
-        switch=True,
-    ),
-    Rule(
-        ("algo.value_pretrain.min_improvement",),
-        lambda c: not needs_critic(c.algo) or c.algo.value_pretrain.steps > 0,
-        _NO_PRETRAINING,
-    ),
-    Rule(
-        ("algo.value_pretrain.min_improvement",),
-        lambda c: c.algo.value_pretrain.patience is not None,
-        "with algo.value_pretrain.patience=null; it counts with a patience",
-    ),
-    Rule(
-        ("algo.length_alpha", "algo.lambda_min"),
-        lambda c: needs_critic(c.algo) and c.algo.lambda_policy == ADAPTIVE,
-        "under algo.advantage={c.algo.advantage.name} and algo.lambda_policy={c.algo.lambda_policy}; it counts with"
-        " algo.advantage=gae and algo.lambda_policy=adaptive",
-    ),
-    Rule(
-        ("algo.gamma",),
-        lambda c: not _in_groups(c.algo),
-        "under algo.advantage={c.algo.advantage.name}, one number per response; it counts with gae or reinforce",
-    ),
-    Rule(
-        ("algo.advantage_std",),
-        lambda c: c.algo.advantage is Advantage.group,
-        "under algo.advantage={c.algo.advantage.name}; it counts with algo.advantage=group",
-        switch=True,
-    ),
-    Rule(
-        ("algo.std_of",),
-        lambda c: c.algo.advantage is Advantage.group and c.algo.advantage_std is AdvantageStd.batch,
-        "under algo.advantage={c.algo.advantage.name} and algo.advantage_std={c.algo.advantage_std.name}; it counts"
-        " with algo.advantage=group and algo.advantage_std=batch",
-        switch=True,
-    ),
-    Rule(
-        ("algo.reward_norm.mean",),
-        lambda c: (
-            not (_in_groups(c.algo) and c.algo.reward_clip is None and c.algo.reward_norm.mean is not NormScope.group)
-        ),
-        "under algo.advantage={c.algo.advantage.name}, whose comparison within the group cancels it; it counts with gae"
-        " or reinforce, or before an algo.reward_clip",
-        switch=True,
-    ),
-    Rule(
-        ("algo.overlong.buffer",),
-        lambda c: c.algo.overlong.penalty > 0,
-        "with algo.overlong.penalty=0; it counts with a penalty above 0",
-        switch=True,
-    ),
-    Rule(
-        ("algo.overlong.filter_critic",),
-        lambda c: needs_critic(c.algo) and c.algo.overlong.filter,
-        "without a critic and algo.overlong.filter=true; it counts with algo.advantage=gae and that filter",
-        switch=True,
-    ),
-    Rule(
-        ("algo.kl.reward_estimator", "algo.kl.coef"),
-        lambda c: c.algo.kl.in_reward,
-        "without a KL in the reward; it counts with algo.kl.in_reward=true",
-    ),
-    Rule(
-        ("algo.kl.target",),
-        lambda c: c.algo.kl.in_reward,
-        "without a KL in the reward; it counts with algo.kl.in_reward=true",
-        switch=True,
-    ),
-    Rule(
-        ("algo.kl.horizon",),
-        lambda c: c.algo.kl.in_reward and c.algo.kl.target is not None,
-        "without an adaptive weight of the KL in the reward; it counts with algo.kl.in_reward=true and an"
-        " algo.kl.target",
-    ),
-    Rule(
-        ("algo.kl.loss_estimator", "algo.kl.loss_coef"),
-        lambda c: c.algo.kl.in_loss,
-        "without a KL in the loss; it counts with algo.kl.in_loss=true",
-    ),
-    Rule(
-        ("algo.surrogate",),
-        lambda c: c.algo.rl_loss_coef != 0,
-        "with algo.rl_loss_coef=0; it counts with a weight above 0",
-    ),
-    Rule(("algo.clip_low", "algo.clip_high"), lambda c: _is_clipped(c.algo), _NOT_CLIPPED),
-    Rule(("algo.dual_clip",), lambda c: _is_clipped(c.algo), _NOT_CLIPPED, switch=True),
-    Rule(
-        ("algo.topr.ratio_level",),
-        lambda c: c.algo.topr.negative_loss_coef != 0,
-        "with algo.topr.negative_loss_coef=0; it counts with a weight above 0",
-    ),
-    Rule(
-        ("algo.mismatch.correction",),
-        lambda c: c.algo.rl_loss_coef != 0,
-        "with algo.rl_loss_coef=0, the surrogate that it weights; it counts with a weight above 0",
-        switch=True,
-    ),
-    Rule(
-        ("algo.dynamic_sampling.max_rounds",),
-        lambda c: c.algo.dynamic_sampling.enabled,
-        "without dynamic sampling; it counts with algo.dynamic_sampling.enabled=true",
-    ),
-    Rule(
-        ("algo.replay.frac",),
-        lambda c: c.algo.replay.num_iterations > 0,
-        "without replay; it counts with algo.replay.num_iterations above 0",
-    ),
-    Rule(
-        ("reference",),
-        lambda c: needs_reference(c.algo),
-        "without a reference model of its own; it counts with algo.kl.in_reward=true or algo.kl.in_loss=true and an"
-        " estimator other than full, for which the policy's processes hold the reference",
-    ),
     Rule(
         ("policy.optimizer.min_lr",),
         lambda c: _decays(c.policy.optimizer),
@@ -245,13 +99,12 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-_POLICY_ONLY = (
-    *("lambda_policy", "lambda_critic", "length_alpha", "lambda_min", "whiten_advantages", "advantage_clip"),
-    *("advantage_std", "std_of", "surrogate", "rl_loss_coef", "clip_low", "clip_high", "dual_clip", "positive_lm_coef"),
-    *("entropy_coef", "topr", "mismatch.correction", "loss_agg_mode", "replay", "dynamic_sampling"),
-    *("kl.in_loss", "kl.loss_estimator", "kl.loss_coef"),
+_NOT_PRETRAINED = (
+    *sorted(list_declared_keys() - {"algo.gamma"}),
+    *("algo.whiten_advantages", "algo.advantage_clip", "algo.surrogate", "algo.rl_loss_coef", "algo.topr"),
+    *("algo.mismatch.correction", "algo.loss_agg_mode", "algo.replay", "algo.dynamic_sampling"),
 )
-"""Of `algo`: value pretraining regresses Monte-Carlo returns and needs none of them."""
+"""Of `algo`: value pretraining regresses the Monte-Carlo return, which gamma discounts, and needs none of them."""
 
 COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
     "train": (Rule(("evaluate",), lambda c: False, "in training; it counts in python -m megarl.evaluate"),),
@@ -264,7 +117,7 @@ COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
                 "train.stop_at_heldout_reward",
                 *("train.eval_every", "train.num_eval_prompts", "logger.num_logged_samples"),
                 *(f"checkpoint.{name}" for name in ("keep_last", "keep_best", "best_metric", "max_restarts")),
-                *(f"algo.{name}" for name in _POLICY_ONLY),
+                *_NOT_PRETRAINED,
             ),
             lambda c: False,
             "in value pretraining, which leaves the policy as it is; it counts in python -m megarl.train",
@@ -324,20 +177,22 @@ def find_unused(config: Config, keys: Iterable[str], command: str = "train") -> 
     `keys` are the dotted ones that somebody set; what a preset leaves unused is nobody's mistake.
     """
     rules = (*COMMAND_RULES[command], *(() if command == "evaluate" else RULES))
+    dead = [Dead(rule.keys, rule.reason.format(c=config), rule.switch) for rule in rules if not rule.counts(config)]
+    if command != "evaluate":
+        dead += find_dead_keys(config.algo)
     for key in dict.fromkeys(keys):
-        failing = [rule for rule in rules if _covers(rule, key) and not rule.counts(config)]
-        if failing and not (any(rule.switch for rule in failing) and _is_off(config, key)):
-            yield key, f"has no effect {failing[0].reason.format(c=config)}"
+        failing = [it for it in dead if _covers(it, key)]
+        if failing and not (any(it.switch for it in failing) and not is_on(_read(config, key))):
+            yield key, f"has no effect {failing[0].reason}"
 
 
-def _covers(rule: Rule, key: str) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in rule.keys)
+def _covers(dead: Dead, key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in dead.keys)
 
 
-def _is_off(config: Config, key: str) -> bool:
+def _read(config: Config, key: str) -> object:
+    """The value of the key; None where a node on the way to it is null."""
     value: object = config
     for name in key.split("."):
         value = getattr(value, name, None)
-    if isinstance(value, Enum):
-        return value.name in ("none", "raw")
-    return value is None or value == 0
+    return value

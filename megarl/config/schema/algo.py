@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from megarl.config.schema.algo_choices import (
-    Advantage,
     AdvantageStd,
     KLEstimator,
     LossAggMode,
@@ -12,7 +11,6 @@ from megarl.config.schema.algo_choices import (
     NormScope,
     RatioLevel,
     StdOf,
-    Surrogate,
 )
 
 ADAPTIVE = "adaptive"
@@ -57,9 +55,7 @@ class KLConfig:
 
 @dataclass
 class MismatchConfig:
-    """Ratio between training engine and rollout engine, exp(old_logprobs - rollout_logprobs); always
-    logged.
-    """
+    """Ratio between training engine and rollout engine, exp(old_logprobs - rollout_logprobs); always logged."""
 
     correction: MismatchCorrection = MismatchCorrection.none
     """How the surrogate is weighted with the ratio."""
@@ -107,9 +103,7 @@ class ValuePretrainConfig:
     rollouts: str | None = None
     """A rollouts.jsonl of an earlier run (logger.save_rollouts) to learn from, instead of fresh responses."""
     patience: int | None = 10
-    """End once the explained variance has not risen by `min_improvement` in so many iterations; null: never
-    early.
-    """
+    """End once the explained variance has not risen by `min_improvement` in so many iterations; null: never early."""
     min_improvement: float = 0.01
     stop_at_explained_variance: float | None = None
     """End once a rollout not yet learned from is explained this well; null: never for this reason."""
@@ -122,12 +116,11 @@ class ValuePretrainConfig:
 class AlgoConfig:
     name: str = "custom"
     """The preset's name, in the run's directory and in the printed objective."""
-    advantage: Advantage = Advantage.gae
+    advantage: str = "gae"
+    """The advantage estimator: the name of a module of megarl/algo/advantages, or package.module:NAME of your own."""
     gamma: float = 1.0
     lambda_policy: float | int | str = 0.95
-    """GAE's lambda for the policy: a number, or `adaptive` = clip(1 - 1/(length_alpha * length), lambda_min,
-    1).
-    """
+    """GAE's lambda for the policy: a number, or `adaptive` = clip(1 - 1/(length_alpha * length), lambda_min, 1)."""
     lambda_critic: float = 1.0
     """GAE's lambda for the critic's returns; 1 gives Monte-Carlo returns."""
     length_alpha: float = 0.05
@@ -142,7 +135,8 @@ class AlgoConfig:
     kl: KLConfig = field(default_factory=KLConfig)
     positive_threshold: float = 1.0
     """A response is correct when its raw reward is at least this."""
-    surrogate: Surrogate = Surrogate.clip
+    surrogate: str = "clip"
+    """The policy loss: the name of a module of megarl/algo/policy_losses, or package.module:NAME of your own."""
     rl_loss_coef: float = 1.0
     """Weight of the surrogate."""
     clip_low: float = 0.2
@@ -160,10 +154,6 @@ class AlgoConfig:
     value_clip: float | None = None
     value_loss_agg_mode: LossAggMode = LossAggMode["token-mean"]
     value_pretrain: ValuePretrainConfig = field(default_factory=ValuePretrainConfig)
-
-
-def needs_critic(config: AlgoConfig) -> bool:
-    return config.advantage is Advantage.gae
 
 
 def needs_reference(config: AlgoConfig) -> bool:

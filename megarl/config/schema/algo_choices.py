@@ -1,13 +1,6 @@
-"""The choices of the `algo` group's keys; OmegaConf matches members by name."""
+"""The choices of the `algo` group's keys that are no modules; OmegaConf matches members by name."""
 
 from enum import Enum
-
-
-class Advantage(Enum):
-    gae = "gae"
-    reinforce = "reinforce"
-    rloo = "rloo"
-    group = "group"
 
 
 class AdvantageStd(Enum):
@@ -35,8 +28,8 @@ class NormScope(Enum):
 
 
 class KLEstimator(Enum):
-    """With d = log-prob difference: k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d) + d - 1; full is the sum over
-    the vocabulary. kl and mse are ROLL's names.
+    """With d = log-prob difference: k1 = d, abs = |d|, k2 = d^2/2, k3 = exp(-d) + d - 1; full is the sum over the
+    vocabulary. kl and mse are ROLL's names.
     """
 
     k1 = "k1"
@@ -46,13 +39,6 @@ class KLEstimator(Enum):
     mse = "k2"
     k3 = "k3"
     full = "full"
-
-
-class Surrogate(Enum):
-    clip = "clip"
-    """the clipped importance ratio (PPO)"""
-    logprob = "logprob"
-    """-A * log-prob (REINFORCE, RLOO): right only for the first optimizer step after a rollout"""
 
 
 class RatioLevel(Enum):

@@ -42,9 +42,7 @@ def norm(mean: str, std: str) -> RewardNormConfig:
 
 @st.composite
 def experiences(draw, min_group: int = 1, holes: bool = True, min_length: int = 0, dtype=torch.float64):
-    """Ragged lengths from 0 on, tool tokens in the middle, groups of `min_group`..4, equal rewards among
-    them.
-    """
+    """Ragged lengths from 0 on, tool tokens in the middle, groups of `min_group`..4, equal rewards among them."""
     sizes = draw(st.lists(st.integers(min_group, 4), min_size=1, max_size=3))
     groups = [g for g, k in enumerate(sizes) for _ in range(k)]
     lengths = [draw(st.sampled_from([0, 1, 2, 3, 5, 20] if min_length == 0 else [1, 2, 3, 5, 20])) for _ in groups]

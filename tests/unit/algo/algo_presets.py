@@ -19,9 +19,14 @@ class _Root:
 
 
 def load_preset(name: str, *overrides: str) -> tuple[AlgoConfig, TrainConfig]:
+    return load_preset_text((CONF / f"{name}.yaml").read_text(), *overrides)
+
+
+def load_preset_text(text: str, *overrides: str) -> tuple[AlgoConfig, TrainConfig]:
+    """As `load_preset`, of a preset that is no file of conf/."""
     root = OmegaConf.merge(
         OmegaConf.structured(_Root),
-        OmegaConf.load(CONF / f"{name}.yaml"),
+        OmegaConf.create(text),
         OmegaConf.from_dotlist(list(overrides)),
     )
     config = OmegaConf.to_object(root)

@@ -1,7 +1,7 @@
 """The formulas again, in plain Python loops over float64 numbers. Shares no code with megarl.algo.
 
-Rows are lists, one entry per response position; `m` marks the generated ones. Policy losses are written over
-scalar torch tensors so that autograd differentiates them; VAPO's gradient is derived by hand as well.
+Rows are lists, one entry per response position; `m` marks the generated ones. Policy losses are written over scalar
+torch tensors so that autograd differentiates them; VAPO's gradient is derived by hand as well.
 """
 
 import math
@@ -168,7 +168,7 @@ def targets(batch, algo, kl_coef, response_length=None):
     penalties = kl_penalties(batch, algo, kl_coef)
     token_rewards = spread_rewards(rewards, penalties, batch.mask)
     returns = None
-    kind = algo.advantage.name
+    kind = algo.advantage
     if kind == "gae":
         advantages, returns = gae_targets(token_rewards, batch, algo)
     elif kind == "reinforce":
@@ -228,7 +228,7 @@ def mismatch_weights(s, i, algo):
 
 
 def surrogate(lp, old, a, algo):
-    if algo.surrogate.name == "logprob":
+    if algo.surrogate == "logprob":
         return -a * lp
     w = torch.exp(lp - old)
     best = torch.minimum(w * a, torch.clamp(w, 1 - algo.clip_low, 1 + algo.clip_high) * a)

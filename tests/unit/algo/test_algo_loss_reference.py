@@ -22,14 +22,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
+from megarl.algo.registry import list_policy_losses
 from megarl.config.schema.algo_choices import (
-    Advantage,
     KLEstimator,
     LossAggMode,
     MismatchCorrection,
     MismatchLevel,
     RatioLevel,
-    Surrogate,
 )
 
 AGGREGATIONS = list(LossAggMode)
@@ -53,7 +52,7 @@ def policy_configs():
             dual_clip=dual,
             surrogate=surrogate,
             positive_lm_coef=lm,
-            advantage=Advantage.group,
+            advantage="group",
             overlong__filter=overlong,
             clip_high=0.28,
             rl_loss_coef=0.8,
@@ -66,7 +65,7 @@ def policy_configs():
         st.sampled_from(MismatchCorrection),
         st.sampled_from(MismatchLevel),
         st.sampled_from([None, 1.5]),
-        st.sampled_from(Surrogate),
+        st.sampled_from(sorted(list_policy_losses())),
         st.sampled_from([0.0, 0.1]),
         st.booleans(),
     )

@@ -17,7 +17,6 @@ from megarl.config.schema.algo_choices import (
     MismatchCorrection,
     MismatchLevel,
     RatioLevel,
-    Surrogate,
 )
 
 
@@ -122,7 +121,7 @@ def test_the_full_kl_loss_by_hand():
 
 def test_the_logprob_surrogate_by_hand():
     # -A lp with lp = log 0.5 for both tokens: sum over the one sequence 3 ln 2
-    config = configure(surrogate=Surrogate.logprob, loss_agg_mode=LossAggMode["seq-mean-token-sum"])
+    config = configure(surrogate="logprob", loss_agg_mode=LossAggMode["seq-mean-token-sum"])
     assert float(loss_of(*one_row([2, 1], [1, 1]), config).loss) == pytest.approx(3 * math.log(2))
 
 

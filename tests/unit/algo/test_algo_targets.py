@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.finite import NonFiniteError
+from megarl.algo.registry import list_advantages
 from megarl.algo.targets import compute_targets, monte_carlo
-from megarl.config.schema.algo_choices import Advantage, AdvantageStd, KLEstimator, StdOf
+from megarl.config.schema.algo_choices import AdvantageStd, KLEstimator, StdOf
 
 LIMIT = 20
 
@@ -71,7 +72,7 @@ def test_reinforce_targets_equal_the_reference(e, gamma, estimator, whiten, clip
     check(
         e,
         configure(
-            advantage=Advantage.reinforce,
+            advantage="reinforce",
             gamma=gamma,
             kl__in_reward=True,
             kl__reward_estimator=estimator,
@@ -85,13 +86,13 @@ def test_reinforce_targets_equal_the_reference(e, gamma, estimator, whiten, clip
 @some
 @given(experiences(min_group=2), st.booleans(), st.sampled_from([None, 0.5]))
 def test_rloo_targets_equal_the_reference(e, kl, clip):
-    check(e, configure(advantage=Advantage.rloo, kl__in_reward=kl, advantage_clip=clip))
+    check(e, configure(advantage="rloo", kl__in_reward=kl, advantage_clip=clip))
 
 
 @some
 @given(experiences(), st.sampled_from(AdvantageStd), st.sampled_from(StdOf), st.booleans(), st.booleans())
 def test_group_targets_equal_the_reference(e, std, std_of, kl, whiten):
-    algo = configure(advantage=Advantage.group, advantage_std=std, std_of=std_of, kl__in_reward=kl)
+    algo = configure(advantage="group", advantage_std=std, std_of=std_of, kl__in_reward=kl)
     algo.whiten_advantages = whiten
     check(e, algo, 1e-7)
 
@@ -108,13 +109,13 @@ def test_rloo_with_kl_in_the_reward_by_hand():
     e = make_experience([0, 0], [2, 1], [1.0, 0.0], [False, False], 0, holes=False)
     old, ref = torch.zeros(2, 2), torch.tensor([[-0.5, -0.5], [1.0, 0.0]])
     e = dataclasses.replace(e, old_logprobs=old, ref_logprobs=ref, rollout_logprobs=old)
-    samples, _ = compute_targets(e, configure(advantage=Advantage.rloo, kl__in_reward=True), 0.1)
+    samples, _ = compute_targets(e, configure(advantage="rloo", kl__in_reward=True), 0.1)
     torch.testing.assert_close(samples.advantages, torch.tensor([[0.8, 0.8], [-0.8, 0.0]]))
 
 
 def test_reinforce_with_full_kl_in_the_reward_by_hand():
     # KL 0.5 and 0.2 with beta 0.1, reward 1 at the end: A_1 = 1 - 0.05 - 0.02, A_2 = 1 - 0.02
-    algo = configure(advantage=Advantage.reinforce, kl__in_reward=True, kl__reward_estimator=KLEstimator.full)
+    algo = configure(advantage="reinforce", kl__in_reward=True, kl__reward_estimator=KLEstimator.full)
     e = make_experience([0], [2], [1.0], [False], 0, holes=False)
     e = dataclasses.replace(e, ref_logprobs=None, ref_kl=torch.tensor([[0.5, 0.2]], dtype=torch.float64))
     samples, metrics = compute_targets(e, algo, 0.1)
@@ -127,7 +128,7 @@ def test_reinforce_with_full_kl_in_the_reward_by_hand():
 def test_the_advantage_clip_by_hand():
     # Group mean 0: A = 2, -1, -1, clipped to 1.5
     e = make_experience([0, 0, 0], [1, 1, 1], [2.0, -1.0, -1.0], [False] * 3, 0, holes=False)
-    samples, _ = compute_targets(e, configure(advantage=Advantage.group, advantage_clip=1.5), 0.0)
+    samples, _ = compute_targets(e, configure(advantage="group", advantage_clip=1.5), 0.0)
     assert samples.advantages.flatten().tolist() == [1.5, -1.0, -1.0]
 
 
@@ -180,8 +181,8 @@ def test_positive_is_decided_by_the_raw_reward():
 
 def test_the_overlong_filter_takes_the_loss_and_leaves_statistics_and_critic():
     e = make_experience([0, 0], [3, 4], [1.0, 0.0], [False, True], 0, holes=False)
-    plain, _ = compute_targets(e, configure(advantage=Advantage.group), 0.0)
-    samples, metrics = compute_targets(e, configure(advantage=Advantage.group, overlong__filter=True), 0.0)
+    plain, _ = compute_targets(e, configure(advantage="group"), 0.0)
+    samples, metrics = compute_targets(e, configure(advantage="group", overlong__filter=True), 0.0)
     assert samples.loss_mask.any(1).tolist() == [True, False]
     torch.testing.assert_close(samples.advantages, plain.advantages)
     assert torch.equal(samples.mask, e.mask)
@@ -212,5 +213,5 @@ def test_missing_and_misshapen_inputs_are_errors():
 
 @pytest.mark.parametrize("lengths", [[0, 0], [0, 3]])
 def test_samples_without_generated_tokens_give_numbers(lengths):
-    for advantage in Advantage:
+    for advantage in list_advantages():
         check(make_experience([0, 0], lengths, [1.0, 0.0], [False] * 2, 0), configure(advantage=advantage))

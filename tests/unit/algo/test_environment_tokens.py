@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
+from megarl.algo.registry import needs_critic
 from megarl.algo.rewards import update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets
-from megarl.config.schema.algo import needs_critic
 from megarl.config.schema.algo_choices import KLEstimator, LossAggMode
 from megarl.types import Sequences
 

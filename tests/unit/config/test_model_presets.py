@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.algo.registry import needs_critic
 from megarl.config.load import load_config
-from megarl.config.schema.algo import needs_critic, needs_reference
+from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.roles import ParallelConfig, Recompute, TrainedRoleConfig
 from megarl.config.schema.root import Config
 from megarl.mcore.model.architecture import Architecture, check_layout, read_architecture

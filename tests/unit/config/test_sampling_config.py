@@ -41,5 +41,5 @@ def test_dapo_is_clip_higher_with_dynamic_sampling_and_a_soft_overlong_penalty()
     config = load_config(["algo=dapo", "model=tiny"])
     algo = config.algo
     assert (algo.clip_low, algo.clip_high, algo.dynamic_sampling.enabled) == (0.2, 0.28, True)
-    assert (algo.advantage.name, algo.advantage_std.name, algo.loss_agg_mode.name) == ("group", "group", "token-mean")
+    assert (algo.advantage, algo.advantage_std.name, algo.loss_agg_mode.name) == ("group", "group", "token-mean")
     assert (algo.overlong.penalty, config.train.responses_per_prompt, algo.kl.in_loss) == (1.0, 16, False)

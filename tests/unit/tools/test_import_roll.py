@@ -33,7 +33,7 @@ def test_a_reinforce_file_of_rolls_loads_with_the_values_that_it_says():
     assert code == 0, report
     config = load_config(overrides)
     algo, train, policy = config.algo, config.train, config.policy
-    assert (algo.advantage.name, algo.whiten_advantages, algo.advantage_clip, algo.reward_clip) == (
+    assert (algo.advantage, algo.whiten_advantages, algo.advantage_clip, algo.reward_clip) == (
         *("reinforce", True, 2.0, 10.0),
     )
     assert (algo.dual_clip, algo.overlong.filter, algo.kl.in_reward, algo.kl.in_loss) == (1.4, True, False, False)
@@ -52,7 +52,7 @@ def test_a_ppo_file_of_rolls_has_a_critic_with_its_own_optimizer():
     code, overrides, report = run_import(FILES / "example_ppo.yaml")
     assert code == 0, report
     config = load_config(overrides)
-    assert config.algo.advantage.name == "gae"
+    assert config.algo.advantage == "gae"
     assert config.algo.lambda_policy == config.algo.lambda_critic == 0.95
     source = OmegaConf.load(FILES / "example_ppo.yaml")
     assert config.critic.optimizer.lr == source.critic.training_args.learning_rate

@@ -1,0 +1,116 @@
+"""Generalised advantage estimation (1506.02438), with a lambda of its own for policy and critic (2503.01491), the
+policy's adapted to the length of the response (2504.05118).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megarl.algo.advantages.reinforce import GAMMA, compute_reward_to_go
+from megarl.algo.declarations import AdvantageEstimator, AdvantageInputs, Advantages, Reads
+from megarl.config.schema.algo import ADAPTIVE, AlgoConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def compute_gae(
+    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lambda_: float | Tensor
+) -> Tensor:
+    """Generalised advantage estimates [B, T] in the dtype of `values_BT`, 0 outside the mask.
+
+    delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lambda * A_{t+1}, over the generated tokens only; V
+    after the last of them is 0. lambda_: a number, or float [B], one per sample. Computed in float64. Raises
+    NonFiniteError for NaN or infinity inside the mask.
+    """
+    from megarl.algo.scan import scan_generated
+
+    def temporal_differences(rewards: Tensor, values: Tensor) -> Tensor:
+        delta = rewards - values
+        delta[:, :-1].add_(values[:, 1:], alpha=gamma)
+        return delta
+
+    return scan_generated(temporal_differences, (rewards_BT, values_BT), mask_BT, gamma, lambda_)
+
+
+def compute_adaptive_lambda(lengths_B: Tensor, length_alpha: float, lambda_min: float) -> Tensor:
+    """lambda_i = clip(1 - 1/(length_alpha * l_i), lambda_min, 1), float64 [B] (VAPO, section 4.2).
+
+    lengths_B: int64 [B], generated tokens per response; 0 gives lambda_min.
+    """
+    lambdas = 1.0 - 1.0 / (length_alpha * lengths_B.double().clamp(min=1.0))
+    return lambdas.clamp(min=lambda_min, max=1.0)
+
+
+def _compute(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
+    import torch
+
+    from megarl.algo.critic_diagnostics import compute_critic_metrics
+
+    assert inputs.values_BT is not None  # compute_targets refuses an experience without them
+    mask, values, token_rewards = inputs.mask_BT, inputs.values_BT.double(), inputs.token_rewards_BT
+    lambda_, metrics = _choose_lambda(mask, algo)
+    advantages = compute_gae(token_rewards, values, mask, algo.gamma, lambda_)
+    to_returns = (
+        advantages
+        if algo.lambda_policy == algo.lambda_critic
+        else compute_gae(token_rewards, values, mask, algo.gamma, algo.lambda_critic)
+    )
+    returns = torch.where(mask, to_returns + values, 0.0)
+    outcomes = returns if algo.lambda_critic == 1 else compute_reward_to_go(token_rewards, mask, algo.gamma)
+    return Advantages(advantages, returns, metrics | compute_critic_metrics(values, returns, outcomes, mask))
+
+
+def _choose_lambda(mask_BT: Tensor, algo: AlgoConfig) -> tuple[float | Tensor, dict[str, float]]:
+    if not isinstance(algo.lambda_policy, str):
+        return float(algo.lambda_policy), {}
+    if algo.lambda_policy != ADAPTIVE:
+        raise ValueError(f"algo.lambda_policy: {algo.lambda_policy!r} found; must be a number or {ADAPTIVE}")
+    lambdas = compute_adaptive_lambda(mask_BT.sum(1), algo.length_alpha, algo.lambda_min)
+    clipped = float((lambdas <= algo.lambda_min).double().mean()) if lambdas.numel() else 0.0
+    if clipped > 0.5:
+        warnings.warn(
+            "length-adaptive GAE: more than half of the responses are so short that lambda is at"
+            f" algo.lambda_min={algo.lambda_min:g}; raise algo.length_alpha ({algo.length_alpha:g}), whose formula"
+            " 1 - 1/(length_alpha * length) was made for long responses",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    mean = float(lambdas.mean()) if lambdas.numel() else 0.0
+    return lambdas, {"advantage/lambda_mean": mean, "advantage/lambda_at_min_frac": clipped}
+
+
+def _format(algo: AlgoConfig, responses_per_prompt: int) -> str:
+    lambda_ = algo.lambda_policy
+    if lambda_ == ADAPTIVE:
+        lambda_ = f"clip(1 - 1/({algo.length_alpha:g} l), {algo.lambda_min:g}, 1)"
+    return f"GAE(gamma = {algo.gamma:g}, lambda = {lambda_})"
+
+
+def _check(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: int) -> Iterator[str]:
+    number = algo.lambda_policy
+    if isinstance(number, str):
+        if number != ADAPTIVE:
+            yield f"algo.lambda_policy: {number!r} found; must be a number from 0 to 1, or {ADAPTIVE}"
+    elif not 0 <= number <= 1:
+        yield f"algo.lambda_policy: {number} found; must be from 0 to 1, or {ADAPTIVE}"
+
+
+ADVANTAGE = AdvantageEstimator(
+    _format,
+    _compute,
+    reads=(
+        GAMMA,
+        Reads(("algo.lambda_policy",), refused=lambda number: isinstance(number, str)),
+        Reads(("algo.lambda_critic",)),
+        Reads(
+            ("algo.length_alpha", "algo.lambda_min"),
+            when=lambda algo: algo.lambda_policy == ADAPTIVE,
+            needs=f"algo.lambda_policy={ADAPTIVE}",
+        ),
+    ),
+    check=_check,
+    needs_critic=True,
+)

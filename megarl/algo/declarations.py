@@ -1,0 +1,134 @@
+"""What an advantage estimator, a policy loss or a term of the loss declares beside its function.
+
+Importing this file, or a module of `advantages/`, `policy_losses/` or `loss_terms/`, imports no torch: a configuration
+is checked and its objective printed without it. Their functions import it when they run.
+Suffixes: B samples, T response positions, R flat response tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from megarl.config.schema.algo import AlgoConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.algo.tokens import LossCounts, PolicyTokens
+
+Check = Callable[[AlgoConfig, int, int], Iterable[str]]
+"""(algo, responses per prompt, optimizer steps per iteration) -> one message per contradiction: the key, what was found
+and what would be right."""
+
+
+def is_on(value: object) -> bool:
+    """Whether the value of a key that can be switched off (null, false, 0, none, raw) is another."""
+    if isinstance(value, Enum):
+        return value.name not in ("none", "raw")
+    return value is not None and value != 0
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Keys that a module reads. Set where nothing reads them, they are refused with what would make them count."""
+
+    keys: tuple[str, ...]
+    """dotted, as algo.gamma; each with everything below it"""
+    when: Callable[[AlgoConfig], bool] = lambda algo: True
+    """whether the module reads them under this configuration"""
+    needs: str = ""
+    """what `when` asks for, as it is written in a message: algo.lambda_policy=adaptive"""
+    switch: bool = False
+    """Off is allowed all the same: there is nothing to switch off."""
+    refused: Callable[[Any], bool] = lambda value: False
+    """which values are an error where nothing reads them, even if only a preset holds them"""
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """One iteration's batch, as an advantage estimator sees it."""
+
+    rewards_B: Tensor
+    """float64 [B], R': the shaped reward of each response, without the KL"""
+    kl_penalty_BT: Tensor | None
+    """float64 [B, T], beta * KL per token, 0 where not generated; None where no KL is in the reward"""
+    mask_BT: Tensor
+    """bool [B, T]: the policy generated this token"""
+    groups_B: Tensor
+    """int64 [B]: responses to the same prompt have the same number"""
+    values_BT: Tensor | None
+    """float [B, T] of the critic; None without one"""
+
+    @property
+    def returns_B(self) -> Tensor:
+        """float64 [B]: the reward of each response, minus the KL penalty of all its tokens."""
+        return self.rewards_B if self.kl_penalty_BT is None else self.rewards_B - self.kl_penalty_BT.sum(1)
+
+    @property
+    def token_rewards_BT(self) -> Tensor:
+        """float64 [B, T]: R' at the last generated token, minus the KL penalty at every one."""
+        from megarl.algo.rewards import compute_token_rewards
+
+        return compute_token_rewards(self.rewards_B, self.mask_BT, self.kl_penalty_BT)
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """What an advantage estimator gives back."""
+
+    advantages: Tensor
+    """float [B], the same for all tokens of a response, or [B, T]; what stands outside the mask is not looked at"""
+    returns: Tensor | None = None
+    """float [B, T]: what the critic learns; None without one"""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AdvantageEstimator:
+    """One choice of algo.advantage."""
+
+    formula: Callable[[AlgoConfig, int], str]
+    """(algo, responses per prompt) -> as the objective is printed"""
+    compute: Callable[[AdvantageInputs, AlgoConfig], Advantages]
+    reads: tuple[Reads, ...] = ()
+    check: Check = lambda algo, responses_per_prompt, optimizer_steps: ()
+    needs_critic: bool = False
+    per_response: bool = False
+    """All tokens of a response have the same advantage."""
+    compares_group: bool = False
+    """The advantage is relative to the other responses to the prompt: it takes at least two, and what is subtracted
+    from all rewards of a group cancels."""
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """One choice of algo.surrogate; algo.rl_loss_coef is its weight."""
+
+    formula: Callable[[AlgoConfig], str]
+    """as the objective is printed"""
+    compute: Callable[[PolicyTokens, AlgoConfig], tuple[Tensor, dict[str, Tensor]]]
+    """-> the loss of each token, differentiable, float [R]; and metrics by name, float or bool [R], whose mean over the
+    tokens is logged"""
+    reads: tuple[Reads, ...] = ()
+    check: Check = lambda algo, responses_per_prompt, optimizer_steps: ()
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """A further part of the policy's loss, with keys of its own that switch it on and weight it."""
+
+    is_used: Callable[[AlgoConfig], bool]
+    formula: Callable[[AlgoConfig], str]
+    """the weighted term as the objective is printed; it begins with "- " where it is subtracted"""
+    compute: Callable[[PolicyTokens, AlgoConfig], Tensor]
+    """-> float [R], differentiable, without the weight"""
+    weight: Callable[[AlgoConfig], float]
+    metric: str | None = None
+    """the name under which the mean of the unweighted term is logged"""
+    count: Callable[[LossCounts], int] | None = None
+    """what the sum over the tokens is divided by; None: the term is aggregated by algo.loss_agg_mode"""
+    reads: tuple[Reads, ...] = ()
+    check: Check = lambda algo, responses_per_prompt, optimizer_steps: ()

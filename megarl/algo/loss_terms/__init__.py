@@ -1,0 +1,1 @@
+"""Further terms of the policy's loss: one module for each, which declares it as TERM."""

@@ -1,0 +1,101 @@
+"""Advantage estimators, policy losses and terms of the loss by the names that the configuration gives them.
+
+A plain name is a module of megarl/algo/advantages or megarl/algo/policy_losses, which declares ADVANTAGE or
+POLICY_LOSS; package.module:NAME is a declaration anywhere on Python's path.
+"""
+
+import importlib
+import pkgutil
+from functools import cache
+from typing import TypeVar
+
+from megarl.algo.declarations import AdvantageEstimator, LossTerm, PolicyLoss
+from megarl.config.errors import ConfigError, find_nearest_key
+from megarl.config.schema.algo import AlgoConfig
+
+_ADVANTAGES = "megarl.algo.advantages"
+_POLICY_LOSSES = "megarl.algo.policy_losses"
+_TERMS = ("topr", "reference_kl", "entropy", "positive_lm")
+"""Modules of megarl/algo/loss_terms, in the order in which they are added up and printed."""
+
+Declaration = TypeVar("Declaration")
+
+
+@cache
+def find_advantage(name: str) -> AdvantageEstimator:
+    """What algo.advantage names. Raises ConfigError."""
+    return _find("algo.advantage", name, _ADVANTAGES, "ADVANTAGE", AdvantageEstimator)
+
+
+@cache
+def find_policy_loss(name: str) -> PolicyLoss:
+    """What algo.surrogate names. Raises ConfigError."""
+    return _find("algo.surrogate", name, _POLICY_LOSSES, "POLICY_LOSS", PolicyLoss)
+
+
+@cache
+def list_loss_terms() -> tuple[LossTerm, ...]:
+    """All terms, in the order in which they are added up, used or not."""
+    terms = []
+    for name in _TERMS:
+        module = importlib.import_module(f"megarl.algo.loss_terms.{name}")
+        assert isinstance(module.TERM, LossTerm)
+        terms.append(module.TERM)
+    return tuple(terms)
+
+
+def list_advantages() -> dict[str, AdvantageEstimator]:
+    """Those of this package, by name."""
+    return {name: find_advantage(name) for name in _list_modules(_ADVANTAGES)}
+
+
+def list_policy_losses() -> dict[str, PolicyLoss]:
+    """Those of this package, by name."""
+    return {name: find_policy_loss(name) for name in _list_modules(_POLICY_LOSSES)}
+
+
+def needs_critic(algo: AlgoConfig) -> bool:
+    return find_advantage(algo.advantage).needs_critic
+
+
+def name_advantages(**facts: bool) -> str:
+    """The names of this package's estimators with these facts, as "gae or reinforce"."""
+    found = list_advantages().items()
+    return " or ".join(name for name, it in found if all(getattr(it, fact) is value for fact, value in facts.items()))
+
+
+def _find(key: str, name: str, package: str, attribute: str, kind: type[Declaration]) -> Declaration:
+    module_name, _, own = name.partition(":")
+    if own:
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:  # A user's module can fail in any way while it is imported.
+            raise ConfigError(
+                [
+                    f"{key}: found {name!r}; importing {module_name} failed with {type(error).__name__}: {error}"
+                    " (the module must be installed or its folder be on PYTHONPATH)"
+                ]
+            ) from error
+        attribute = own
+    elif name in (names := _list_modules(package)):
+        module = importlib.import_module(f"{package}.{name}")
+    else:
+        nearest = find_nearest_key(name, names)
+        raise ConfigError(
+            [
+                f"{key}: found {name!r}" + (f", did you mean {nearest}?" if nearest else "") + "; it must be one of"
+                f" {', '.join(names)}, or package.module:NAME for a declaration of your own"
+            ]
+        )
+    declared = getattr(module, attribute, None)
+    if not isinstance(declared, kind):
+        found = "nothing" if declared is None else f"a {type(declared).__name__}"
+        raise ConfigError(
+            [f"{key}: found {name!r}; {module.__name__}.{attribute} is {found}; it must be {kind.__name__}(...)"]
+        )
+    return declared
+
+
+@cache
+def _list_modules(package: str) -> tuple[str, ...]:
+    return tuple(sorted(info.name for info in pkgutil.iter_modules(importlib.import_module(package).__path__)))

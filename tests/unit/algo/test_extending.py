@@ -1,0 +1,208 @@
+"""docs/extending/algorithm.md, followed to the letter; and what the registry refuses."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from algo_cases import build_targets, configure, make_experience
+from algo_presets import load_preset_text
+from omegaconf import OmegaConf
+
+import megarl.algo.advantages
+from megarl.algo import registry
+from megarl.algo.losses import count_minibatch, policy_loss
+from megarl.algo.objective import format_objective
+from megarl.algo.registry import find_advantage, find_policy_loss, list_advantages, list_loss_terms, list_policy_losses
+from megarl.algo.targets import compute_targets
+from megarl.config.checks.algo import check_algo
+from megarl.config.checks.algo_keys import list_declared_keys
+from megarl.config.errors import ConfigError
+from megarl.config.load import list_keys, load_config
+from megarl.config.schema.algo import AlgoConfig
+
+ROOT = Path(__file__).parents[3]
+GUIDE = (ROOT / "docs" / "extending" / "algorithm.md").read_text()
+
+
+def read_blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+
+
+MODULE, TEST = read_blocks("python")
+(PRESET,) = read_blocks("yaml")
+(COMMAND,) = read_blocks("bash")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A folder on Python's path, whose modules are forgotten afterwards, and so is what the registry found in them."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(tmp_path):
+            del sys.modules[name]
+    for found in (registry.find_advantage, registry.find_policy_loss, registry._list_modules):
+        found.cache_clear()
+
+
+def compute_rewards_relative(algo: AlgoConfig) -> list[list[float]]:
+    """Advantages of three responses of one and two tokens with the rewards 0, 1 and 5."""
+    e = make_experience([0, 0, 0], [1, 2, 1], [0.0, 1.0, 5.0], [False] * 3, 0, holes=False)
+    return compute_targets(e, algo, 0.0)[0].advantages.tolist()
+
+
+def test_the_guides_own_test_passes(folder):
+    (folder / "my_estimators.py").write_text(MODULE)
+    (folder / "test_my_estimators.py").write_text(TEST)
+    result = subprocess.run([sys.executable, "-m", "pytest", "-q", "test_my_estimators.py"], cwd=folder,
+                            capture_output=True, text=True)  # fmt: skip
+    assert "1 passed" in result.stdout, result.stdout + result.stderr
+
+
+def test_the_guides_preset_trains_with_the_estimator_and_prints_its_formula(folder):
+    (folder / "my_estimators.py").write_text(MODULE)
+    algo, train = load_preset_text(PRESET)
+    assert check_algo(algo, train.responses_per_prompt, 1) == []
+    assert "advantage   = R - median R of the prompt's 8 responses; 8" in format_objective(algo, 8)
+    assert compute_rewards_relative(algo) == [[-1.0, 0.0], [0.0, 0.0], [4.0, 0.0]]
+
+
+def test_the_guides_command_is_a_configuration(folder):
+    (folder / "my_estimators.py").write_text(MODULE)
+    words = shlex.split(COMMAND)
+    config = load_config(words[words.index("megarl.train") + 1 :])
+    assert config.algo.advantage == "my_estimators:MEDIAN"
+
+
+def test_what_the_guide_says_is_refused_is_refused(folder):
+    (folder / "my_estimators.py").write_text(MODULE)
+    algo, _ = load_preset_text(PRESET)
+    assert "train.responses_per_prompt: 1 found" in check_algo(algo, 1, 1)[0]
+    with pytest.raises(ConfigError, match=r"algo\.gamma: .*under algo\.advantage=my_estimators:MEDIAN; it counts with"):
+        load_config([*shlex.split(COMMAND)[4:], "algo.gamma=0.9"])
+
+
+def test_an_estimator_of_the_package_is_one_module_and_nothing_else(folder, monkeypatch):
+    (folder / "median.py").write_text(MODULE.replace("MEDIAN =", "ADVANTAGE ="))
+    monkeypatch.setattr(megarl.algo.advantages, "__path__", [*megarl.algo.advantages.__path__, str(folder)])
+    registry._list_modules.cache_clear()
+    assert set(list_advantages()) == {"gae", "group", "median", "reinforce", "rloo"}
+    config = load_config(["algo=lite_ppo", "algo.advantage=median", "algo.advantage_std=none"])
+    assert compute_rewards_relative(config.algo)[2][0] == 4.0
+    with pytest.raises(ConfigError, match=r"the topr terms .* must be group or median or rloo"):
+        load_config(["algo=ppo", "algo.topr.positive_loss_coef=1"])
+
+
+POLICY_LOSS = """
+from megarl.algo.declarations import PolicyLoss
+
+SQUARE = PolicyLoss(
+    lambda algo: "(A - log pi)^2",
+    lambda tokens, algo: ((tokens.advantages - tokens.logprobs).square(), {"policy/a": tokens.advantages}),
+)
+"""
+
+
+def test_a_policy_loss_of_ones_own_is_weighted_aggregated_and_logged(folder):
+    (folder / "my_losses.py").write_text(POLICY_LOSS)
+    algo = configure(advantage="group", surrogate="my_losses:SQUARE", rl_loss_coef=0.5)
+    assert "0.5 * (A - log pi)^2" in format_objective(algo, 2)
+    e = make_experience([0, 0], [1, 1], [1.0, 0.0], [False] * 2, 0, holes=False)
+    samples, _ = compute_targets(e, algo, 0.0)
+    logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64)
+    targets = build_targets(samples, torch.arange(2))
+    out = policy_loss(logprobs, None, targets, algo, count_minibatch(samples), 4)
+    # A = 0.5, -0.5: (1.5^2 + 1.5^2) / 2, weighted by 0.5
+    assert float(out.loss) == pytest.approx(0.5 * 2.25)
+    assert float(out.sums["policy/a"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "algo.advantage=gaee",
+            r"found 'gaee', did you mean gae\?; it must be one of gae, group, reinforce, rloo, or",
+        ),
+        (
+            "algo.surrogate=ppo",
+            r"algo\.surrogate: found 'ppo'; it must be one of clip, logprob, or package",
+        ),
+        ("algo.advantage=no_such:X", r"importing no_such failed with ModuleNotFoundError.*PYTHONPATH"),
+        ("algo.advantage=my_losses:NONE", r"my_losses\.NONE is nothing; it must be AdvantageEstimator\("),
+        ("algo.advantage=my_losses:SQUARE", r"my_losses\.SQUARE is a PolicyLoss; it must be Adv"),
+    ],
+)
+def test_a_name_that_is_no_choice_is_refused_with_what_would_be_right(folder, override, message):
+    (folder / "my_losses.py").write_text(POLICY_LOSS)
+    with pytest.raises(ConfigError, match=message):
+        load_config([override])
+
+
+def test_an_estimator_that_gives_another_shape_than_it_declares_is_an_error(folder):
+    (folder / "my_estimators.py").write_text(MODULE.replace("per_response=True, ", ""))
+    with pytest.raises(ValueError, match=r"my_estimators:MEDIAN: advantages of shape \[3\] found; must be \[3, 2\]"):
+        compute_rewards_relative(configure(advantage="my_estimators:MEDIAN"))
+
+
+def test_every_declared_key_is_one_of_the_configuration():
+    known = {f"algo.{key}" for key in list_keys(OmegaConf.structured(AlgoConfig))}
+    assert list_declared_keys() <= known
+
+
+def test_every_choice_is_found_by_its_name_and_has_a_formula():
+    algo = AlgoConfig()
+    assert all(find_advantage(name).formula(algo, 2) for name in list_advantages())
+    assert all(find_policy_loss(name).formula(algo) for name in list_policy_losses())
+    modules = {path.stem for path in (ROOT / "megarl" / "algo" / "loss_terms").glob("[a-z]*.py")}
+    assert len(list_loss_terms()) == len(modules)
+
+
+def test_a_configuration_is_checked_and_its_objective_printed_without_torch():
+    code = """
+import sys
+from megarl.algo.objective import format_objective
+from megarl.algo.registry import list_advantages, list_loss_terms, list_policy_losses
+from megarl.config.errors import ConfigError
+from megarl.config.load import list_options, load_config
+
+for preset in list_options("algo"):
+    config = load_config([f"algo={preset}"])
+    format_objective(config.algo, config.train.responses_per_prompt)
+try:
+    load_config(["algo=grpo", "algo.gamma=0.9"])
+    raise SystemExit("no error")
+except ConfigError:
+    pass
+assert list_advantages() and list_policy_losses() and list_loss_terms()
+assert "torch" not in sys.modules
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("values", "policy", "advantage"),
+    [
+        ({"advantage": "gae"}, "-min(w A, clip(w, 0.8, 1.2) A)", "GAE(gamma = 1, lambda = 0.95)"),
+        ({"advantage": "rloo", "surrogate": "logprob"},
+         "-A log pi", "R - mean R of the other 3 responses to the prompt"),
+        ({"advantage": "reinforce", "gamma": 0.9, "dual_clip": 3.0},
+         "min(-min(w A, clip(w, 0.8, 1.2) A), 3 |A| where A < 0)", "sum_k>=t 0.9^(k-t) reward_k"),
+        ({"advantage": "group", "rl_loss_coef": 0.0, "topr__positive_loss_coef": 1.0, "topr__negative_loss_coef": 2.0},
+         "1 * [A >= 0] * -A log pi + 2 * [A < 0] * -clip(prod_t pi/mu, 0, 1) A log pi",
+         "R - mean R of the prompt's 4 responses"),
+        ({"advantage": "group", "kl__in_loss": True, "entropy_coef": 0.1},
+         "-min(w A, clip(w, 0.8, 1.2) A) + 0.001 * (exp(-d) + d - 1) with d = log pi - log pi_ref - 0.1 * H",
+         "R - mean R of the prompt's 4 responses"),
+    ],
+)  # fmt: skip
+def test_the_printed_formulas_by_hand(values, policy, advantage):
+    lines = format_objective(configure(**values), 4).splitlines()
+    assert lines[1] == f"policy loss = 1/N_tok sum_i sum_t[ {policy} ]"
+    assert lines[2] == f"advantage   = {advantage}; 4 responses per prompt"
