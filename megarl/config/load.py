@@ -106,8 +106,6 @@ def _walk(tree: Any, prefix: str) -> Iterator[str]:
 
 def _compose(overrides: Sequence[str]) -> DictConfig:
     register()
-    if any(text.lstrip("+~").split("=", 1)[0] == "algo_model" for text in overrides):
-        raise ConfigError(["algo_model: follows from algo and model, as conf/algo_model/ALGO_MODEL.yaml; set those"])
     if GlobalHydra.instance().is_initialized():
         GlobalHydra.instance().clear()
     try:

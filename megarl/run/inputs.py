@@ -1,13 +1,13 @@
 """What a run is made from, loaded and checked before any process is started."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.algo import needs_critic, needs_reference
-from megarl.config.schema.roles import ReferenceConfig, TrainedRoleConfig
+from megarl.config.schema.roles import OptimizerConfig, ReferenceConfig, TrainedRoleConfig
 from megarl.config.schema.root import Config
 from megarl.data.build import DataSplits, build_data
 from megarl.hf.checkpoint import default_cache_dir, find_checkpoint, load_tokenizer, resolve_checkpoint
@@ -100,7 +100,7 @@ def load_specs(config: Config, models: Models) -> dict[Role, WorkerSpec]:
 def load_saved_rollouts(config: Config, models: Models) -> SavedRollouts | None:
     """The file that value pretraining learns from, if it does. Raises ConfigError with FILE:LINE."""
     settings, critic = config.algo.value_pretrain, models.critic_architecture
-    if settings.rollouts is None or settings.steps == 0 or not needs_critic(config.algo):
+    if settings.rollouts is None or settings.num_steps == 0 or not needs_critic(config.algo):
         return None
     try:
         return check_rollouts(
@@ -114,6 +114,9 @@ def load_saved_rollouts(config: Config, models: Models) -> SavedRollouts | None:
 def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None = None) -> dict[Role, WorkerSpec]:
     """What each role's workers are told. critic_checkpoint: what the critic starts from, if not `checkpoint`."""
 
+    policy_steps = config.train.num_optimizer_steps
+    steps = {Role.policy: policy_steps, Role.critic: policy_steps * config.critic.updates_per_policy_update}
+
     def build(role: Role, node: TrainedRoleConfig | ReferenceConfig, start: Path) -> WorkerSpec:
         trained = isinstance(node, TrainedRoleConfig)
         compute = {name: getattr(node, name) for name in ROLE_KEYS.values()} if trained else {}
@@ -121,7 +124,7 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
             role=role,
             checkpoint=str(start),
             parallel=node.parallel,
-            optimizer=node.optimizer if trained else None,
+            optimizer=resolve_decay(node.optimizer, steps[role]) if isinstance(node, TrainedRoleConfig) else None,
             dtype=node.dtype,
             offload=node.offload,
             **compute,
@@ -144,12 +147,17 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
     return specs
 
 
+def resolve_decay(optimizer: OptimizerConfig, steps_per_iteration: int) -> OptimizerConfig:
+    """The same with the decay in optimizer steps."""
+    return replace(optimizer, decay_steps=optimizer.count_decay_steps(steps_per_iteration), decay_iterations=None)
+
+
 def describe_start(config: Config, critic: WorkerSpec, saved: SavedRollouts | None) -> str:
     """What the critic starts from and what value pretraining learns from, as one sentence."""
     start = "the policy's weights, with a new value head"
     if config.critic.init is not None:
         start = f"{critic.checkpoint}, its value head included"
-    steps = config.algo.value_pretrain.steps
+    steps = config.algo.value_pretrain.num_steps
     text = f"critic: starts from {start}; "
     if steps == 0:
         return text + "no value pretraining"

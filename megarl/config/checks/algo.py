@@ -39,6 +39,7 @@ def _check_ranges(algo: AlgoConfig) -> Iterator[str]:
         ("advantage_clip", algo.advantage_clip, 1e-9, inf),
         ("reward_clip", algo.reward_clip, 1e-9, inf),
         ("overlong.penalty", algo.overlong.penalty, 0.0, inf),
+        ("overlong.buffer_frac", algo.overlong.buffer_frac, 0.0, 1.0),
         ("overlong.buffer", algo.overlong.buffer, 0, inf),
         ("kl.target", algo.kl.target, 1e-9, inf),
         ("kl.horizon", algo.kl.horizon, 1e-9, inf),
@@ -121,11 +122,11 @@ def _check_reward(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[str]:
             )
     overlong, kl = algo.overlong, algo.kl
     if overlong.penalty > 0 and overlong.buffer == 0:
-        yield "algo.overlong.buffer: 0 found with algo.overlong.penalty > 0; must be at least 1 token"
-    if overlong.buffer > 0 and overlong.penalty == 0:
+        yield "algo.overlong.buffer: 0 found with algo.overlong.penalty > 0; must be at least 1 token, or null"
+    if overlong.buffer and overlong.penalty == 0:
         yield (
             f"algo.overlong.buffer: {overlong.buffer} found; it has no effect with algo.overlong.penalty=0: "
-            "must be 0, or the penalty above 0"
+            "must be null, or the penalty above 0"
         )
     if overlong.filter_critic and not overlong.filter:
         yield "algo.overlong.filter_critic: true found; it has an effect only with algo.overlong.filter=true"
@@ -180,8 +181,8 @@ def _check_loss(algo: AlgoConfig, optimizer_steps_per_iteration: int) -> Iterato
         yield (
             f"algo.surrogate: logprob found with {steps} optimizer steps per iteration; it has no ratio to "
             f"correct "
-            "with from the second step on: must be clip, or train.prompts_per_iteration * "
-            "train.responses_per_prompt = train.samples_per_minibatch and train.epochs_per_iteration=1"
+            "with from the second step on: must be clip, or train.num_minibatches=1 and "
+            "train.epochs_per_iteration=1"
         )
     if algo.dual_clip is not None and (algo.surrogate is not Surrogate.clip or algo.rl_loss_coef == 0):
         yield f"algo.dual_clip: {algo.dual_clip} found; it belongs to algo.surrogate=clip: must be null"
@@ -214,11 +215,10 @@ def _check_critic(algo: AlgoConfig) -> Iterator[str]:
         )
     if needs_critic(algo):
         return
-    if algo.value_pretrain.steps > 0:
+    if algo.value_pretrain.num_steps > 0:
         yield (
-            f"algo.value_pretrain.steps: {algo.value_pretrain.steps} found; "
-            f"algo.advantage={algo.advantage.name} has "
-            "no critic: must be 0 (or advantage must be gae)"
+            f"algo.value_pretrain.enabled: true found; algo.advantage={algo.advantage.name} has no critic: must be"
+            " false (or advantage must be gae)"
         )
     if algo.value_clip is not None:
         yield (

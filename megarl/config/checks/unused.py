@@ -39,7 +39,7 @@ def _decays(optimizer: OptimizerConfig) -> bool:
 
 
 _NO_CRITIC = "under algo.advantage={c.algo.advantage.name}, which has no critic; it counts with algo.advantage=gae"
-_NO_PRETRAINING = "without value pretraining; it counts with algo.value_pretrain.steps above 0"
+_NO_PRETRAINING = "without value pretraining; it counts with algo.value_pretrain.enabled=true and steps above 0"
 _NOT_CLIPPED = (
     "under algo.surrogate={c.algo.surrogate.name} and algo.rl_loss_coef={c.algo.rl_loss_coef:g}; it counts with"
     " algo.surrogate=clip and algo.rl_loss_coef above 0"
@@ -62,14 +62,20 @@ RULES: tuple[Rule, ...] = (
             f"algo.value_pretrain.{name}"
             for name in ("patience", "rollouts", "stop_at_explained_variance", "taken_from")
         ),
-        lambda c: not needs_critic(c.algo) or c.algo.value_pretrain.steps > 0,
+        lambda c: not needs_critic(c.algo) or c.algo.value_pretrain.num_steps > 0,
         _NO_PRETRAINING,
         switch=True,
     ),
     Rule(
         ("algo.value_pretrain.min_improvement",),
-        lambda c: not needs_critic(c.algo) or c.algo.value_pretrain.steps > 0,
+        lambda c: not needs_critic(c.algo) or c.algo.value_pretrain.num_steps > 0,
         _NO_PRETRAINING,
+    ),
+    Rule(
+        ("algo.value_pretrain.steps",),
+        lambda c: not needs_critic(c.algo) or c.algo.value_pretrain.enabled,
+        "without value pretraining; it counts with algo.value_pretrain.enabled=true",
+        switch=True,
     ),
     Rule(
         ("algo.value_pretrain.min_improvement",),
@@ -114,6 +120,12 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.algo.overlong.penalty > 0,
         "with algo.overlong.penalty=0; it counts with a penalty above 0",
         switch=True,
+    ),
+    Rule(
+        ("algo.overlong.buffer_frac",),
+        lambda c: c.algo.overlong.penalty > 0 and c.algo.overlong.buffer is None,
+        "with algo.overlong.penalty={c.algo.overlong.penalty:g} and algo.overlong.buffer={c.algo.overlong.buffer}; it"
+        " counts with a penalty above 0 and algo.overlong.buffer=null",
     ),
     Rule(
         ("algo.overlong.filter_critic",),
@@ -188,6 +200,33 @@ RULES: tuple[Rule, ...] = (
         lambda c: not needs_critic(c.algo) or _decays(c.critic.optimizer),
         "under critic.optimizer.decay=constant; it counts with linear or cosine",
         switch=True,
+    ),
+    Rule(
+        ("policy.optimizer.decay_iterations",),
+        lambda c: _decays(c.policy.optimizer) and c.policy.optimizer.decay_steps is None,
+        "under policy.optimizer.decay={c.policy.optimizer.decay.name} and policy.optimizer.decay_steps="
+        "{c.policy.optimizer.decay_steps}; it counts with linear or cosine and decay_steps=null",
+        switch=True,
+    ),
+    Rule(
+        ("critic.optimizer.decay_iterations",),
+        lambda c: not needs_critic(c.algo) or (_decays(c.critic.optimizer) and c.critic.optimizer.decay_steps is None),
+        "under critic.optimizer.decay={c.critic.optimizer.decay.name} and critic.optimizer.decay_steps="
+        "{c.critic.optimizer.decay_steps}; it counts with linear or cosine and decay_steps=null",
+        switch=True,
+    ),
+    Rule(
+        ("train.samples_per_iteration",),
+        lambda c: c.train.prompts_per_iteration is None,
+        "with train.prompts_per_iteration={c.train.prompts_per_iteration}, which makes {c.train.num_samples} samples of"
+        " {c.train.responses_per_prompt} responses to each prompt; it counts with train.prompts_per_iteration=null",
+        switch=True,
+    ),
+    Rule(
+        ("train.samples_per_minibatch",),
+        lambda c: c.train.num_minibatches is None,
+        "with train.num_minibatches={c.train.num_minibatches}, which makes minibatches of {c.train.minibatch_size}"
+        " samples; it counts with train.num_minibatches=null",
     ),
     Rule(
         ("policy.recompute_method", "policy.recompute_num_layers"),
