@@ -17,8 +17,9 @@ from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.errors import ConfigError
 from megarl.config.load import CONF_DIR
 from megarl.config.schema.root import Config, register
+from megarl.config.search_path import take_config_dirs
 from megarl.report.outcome import Outcome, State, clear_outcome, write_outcome
-from megarl.run.command import Results, check_command_line, end_with_config_error, run_composed
+from megarl.run.command import Results, check_command_line, end_with_config_error, list_overrides, run_composed
 from megarl.run.resume import check_changes, load_run, save_run, take_resume
 from megarl.run.signals import Stopped
 from megarl.sweep.command import is_sweep, run_sweep
@@ -35,7 +36,7 @@ def main() -> None:
     """Check every run that the command line describes, then let Hydra start it."""
     global _resumed
     try:
-        sys.argv[1:], _resumed = take_resume(sys.argv[1:])
+        sys.argv[1:], _resumed = take_resume(take_config_dirs(sys.argv[1:]))
     except ConfigError as error:
         end_with_config_error(error)
     check_command_line()
@@ -64,7 +65,7 @@ def _train(config: Config, run_dir: Path) -> Results:
 
     def note_start() -> None:
         nonlocal is_begun
-        save_run(run_dir, config, HydraConfig.get().overrides.task)
+        save_run(run_dir, config, list_overrides())
         clear_outcome(run_dir)
         is_begun = True
 

@@ -98,7 +98,11 @@ def build_executor(overrides: Sequence[str], sweep_dir: Path) -> Any:
     import submitit
 
     register()
-    given = [text for text in overrides if text.lstrip("+~").startswith(("hydra/launcher=", "hydra.launcher."))]
+    given = [
+        text
+        for text in overrides
+        if text.lstrip("+~").startswith(("hydra/launcher=", "hydra.launcher.", "hydra.searchpath="))
+    ]
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         launcher = compose("config", overrides=given, return_hydra_config=True).hydra.launcher
     OmegaConf.set_readonly(launcher, False)

@@ -1,29 +1,17 @@
 """Keys that were set and have no effect under the chosen algorithm: one table of when each key counts."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from enum import Enum
 
+from megarl.config.checks.rule import Rule
+from megarl.config.checks.size_rules import SIZE_RULES, decays
 from megarl.config.schema.algo import ADAPTIVE, AlgoConfig, needs_critic, needs_reference
 from megarl.config.schema.algo_choices import Advantage, AdvantageStd, NormScope, Surrogate
 from megarl.config.schema.data import FileDataConfig
 from megarl.config.schema.model import ModelSource
-from megarl.config.schema.roles import LrDecay, OptimizerConfig, Recompute
+from megarl.config.schema.roles import Recompute
 from megarl.config.schema.rollout import Transport
 from megarl.config.schema.root import Config
-
-
-@dataclass(frozen=True)
-class Rule:
-    """When keys have an effect. A key that none of the rules names always has."""
-
-    keys: tuple[str, ...]
-    """each with everything below it"""
-    counts: Callable[[Config], bool]
-    reason: str
-    """why not and what would make it count; {c} is the configuration"""
-    switch: bool = False
-    """off (null, false, 0, none) is allowed all the same: there is nothing to switch off"""
 
 
 def _in_groups(algo: AlgoConfig) -> bool:
@@ -34,10 +22,6 @@ def _is_clipped(algo: AlgoConfig) -> bool:
     return algo.surrogate is Surrogate.clip and algo.rl_loss_coef != 0
 
 
-def _decays(optimizer: OptimizerConfig) -> bool:
-    return optimizer.decay is not LrDecay.constant
-
-
 _NO_CRITIC = "under algo.advantage={c.algo.advantage.name}, which has no critic; it counts with algo.advantage=gae"
 _NO_PRETRAINING = "without value pretraining; it counts with algo.value_pretrain.enabled=true and steps above 0"
 _NOT_CLIPPED = (
@@ -46,6 +30,7 @@ _NOT_CLIPPED = (
 )
 
 RULES: tuple[Rule, ...] = (
+    *SIZE_RULES,
     Rule(
         ("critic", "algo.lambda_policy", "algo.lambda_critic", "algo.value_loss_agg_mode"),
         lambda c: needs_critic(c.algo),
@@ -70,12 +55,6 @@ RULES: tuple[Rule, ...] = (
         ("algo.value_pretrain.min_improvement",),
         lambda c: not needs_critic(c.algo) or c.algo.value_pretrain.num_steps > 0,
         _NO_PRETRAINING,
-    ),
-    Rule(
-        ("algo.value_pretrain.steps",),
-        lambda c: not needs_critic(c.algo) or c.algo.value_pretrain.enabled,
-        "without value pretraining; it counts with algo.value_pretrain.enabled=true",
-        switch=True,
     ),
     Rule(
         ("algo.value_pretrain.min_improvement",),
@@ -120,12 +99,6 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.algo.overlong.penalty > 0,
         "with algo.overlong.penalty=0; it counts with a penalty above 0",
         switch=True,
-    ),
-    Rule(
-        ("algo.overlong.buffer_frac",),
-        lambda c: c.algo.overlong.penalty > 0 and c.algo.overlong.buffer is None,
-        "with algo.overlong.penalty={c.algo.overlong.penalty:g} and algo.overlong.buffer={c.algo.overlong.buffer}; it"
-        " counts with a penalty above 0 and algo.overlong.buffer=null",
     ),
     Rule(
         ("algo.overlong.filter_critic",),
@@ -191,42 +164,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("policy.optimizer.min_lr",),
-        lambda c: _decays(c.policy.optimizer),
+        lambda c: decays(c.policy.optimizer),
         "under policy.optimizer.decay=constant; it counts with linear or cosine",
         switch=True,
     ),
     Rule(
         ("critic.optimizer.min_lr",),
-        lambda c: not needs_critic(c.algo) or _decays(c.critic.optimizer),
+        lambda c: not needs_critic(c.algo) or decays(c.critic.optimizer),
         "under critic.optimizer.decay=constant; it counts with linear or cosine",
         switch=True,
-    ),
-    Rule(
-        ("policy.optimizer.decay_iterations",),
-        lambda c: _decays(c.policy.optimizer) and c.policy.optimizer.decay_steps is None,
-        "under policy.optimizer.decay={c.policy.optimizer.decay.name} and policy.optimizer.decay_steps="
-        "{c.policy.optimizer.decay_steps}; it counts with linear or cosine and decay_steps=null",
-        switch=True,
-    ),
-    Rule(
-        ("critic.optimizer.decay_iterations",),
-        lambda c: not needs_critic(c.algo) or (_decays(c.critic.optimizer) and c.critic.optimizer.decay_steps is None),
-        "under critic.optimizer.decay={c.critic.optimizer.decay.name} and critic.optimizer.decay_steps="
-        "{c.critic.optimizer.decay_steps}; it counts with linear or cosine and decay_steps=null",
-        switch=True,
-    ),
-    Rule(
-        ("train.samples_per_iteration",),
-        lambda c: c.train.prompts_per_iteration is None,
-        "with train.prompts_per_iteration={c.train.prompts_per_iteration}, which makes {c.train.num_samples} samples of"
-        " {c.train.responses_per_prompt} responses to each prompt; it counts with train.prompts_per_iteration=null",
-        switch=True,
-    ),
-    Rule(
-        ("train.samples_per_minibatch",),
-        lambda c: c.train.num_minibatches is None,
-        "with train.num_minibatches={c.train.num_minibatches}, which makes minibatches of {c.train.minibatch_size}"
-        " samples; it counts with train.num_minibatches=null",
     ),
     Rule(
         ("policy.recompute_method", "policy.recompute_num_layers"),
