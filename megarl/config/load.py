@@ -108,13 +108,15 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
     hidden = list(find_hidden_files(overrides))
     if hidden:
         raise ConfigError(hidden)
-    if GlobalHydra.instance().is_initialized():
-        GlobalHydra.instance().clear()
+    # A notebook, or the command around this, may be using Hydra itself: it gets its own state back.
+    outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3", job_name="megarl"):
             return compose("config", overrides=open_overrides(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([_describe(error, overrides)]) from error
+    finally:
+        GlobalHydra.instance().hydra = outer
 
 
 def _describe(error: Exception, overrides: Sequence[str] = ()) -> str:
