@@ -11,12 +11,13 @@ import hydra
 from omegaconf import DictConfig
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import CONF_DIR, list_options, load_config
+from megarl.config.load import list_options, load_config
 from megarl.config.open_keys import open_overrides
 from megarl.config.roll.rewrite import rewrite_overrides
 from megarl.config.schema.evaluate import check_evaluate
 from megarl.config.schema.model import ModelSource
 from megarl.config.schema.root import Config, register
+from megarl.config.search_path import CONF_DIR, take_config_dirs
 from megarl.run.command import Results, end_with_config_error, run_composed
 
 DEFAULT_REWARD = "math"
@@ -27,7 +28,10 @@ OF_ONE_SET = ("data.path", "data.heldout_path", "data.subset", "data.split", "da
 
 def main() -> None:
     """Check what the command line describes, then let Hydra start it."""
-    arguments = sys.argv[1:]
+    try:
+        arguments = take_config_dirs(sys.argv[1:])
+    except ConfigError as error:
+        end_with_config_error(error)
     overrides = [text for text in arguments if text.startswith("~") or ("=" in text and not text.startswith("-"))]
     options = [text for text in arguments if text not in overrides]
     configs: dict[str, Config] = {}
@@ -66,7 +70,7 @@ def expand_sets(overrides: Sequence[str]) -> dict[str, list[str]]:
     The reward is the one given, else the verifier of the set's name, else `math`. Raises ConfigError.
     """
     given = [text.split("=", 1)[1] for text in overrides if text.split("=", 1)[0] == "data"]
-    choices = list_options("data")
+    choices = list_options("data", overrides)
     if len(given) != 1 or not given[0]:
         raise ConfigError(
             [f"data: found {' '.join(given) or 'nothing'}; name the sets once, data=gsm8k,aime24; {_join(choices)}"]
@@ -85,7 +89,7 @@ def expand_sets(overrides: Sequence[str]) -> dict[str, list[str]]:
     if problems:
         raise ConfigError(problems)
     shared = [text for text in overrides if text.split("=", 1)[0] != "data"]
-    rewards = list_options("reward")
+    rewards = list_options("reward", overrides)
     return {
         name: [
             f"data={name}",

@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.errors import ConfigError
-from megarl.config.load import CONF_DIR
 from megarl.config.schema.root import Config, register
+from megarl.config.search_path import CONF_DIR
 from megarl.run.command import Results, check_command_line, run_composed
 
 

@@ -15,12 +15,10 @@ from omegaconf import DictConfig
 
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.errors import ConfigError
-from megarl.config.load import CONF_DIR
 from megarl.config.schema.root import Config, register
-from megarl.report.outcome import Outcome, State, clear_outcome, write_outcome
-from megarl.run.command import Results, check_command_line, end_with_config_error, run_composed
-from megarl.run.resume import check_changes, load_run, save_run, take_resume
-from megarl.run.signals import Stopped
+from megarl.config.search_path import CONF_DIR, take_config_dirs
+from megarl.run.command import Results, check_command_line, end_with_config_error, list_overrides, run_composed
+from megarl.run.resume import take_resume
 from megarl.sweep.command import is_sweep, run_sweep
 from megarl.sweep.run import run_one
 
@@ -35,7 +33,7 @@ def main() -> None:
     """Check every run that the command line describes, then let Hydra start it."""
     global _resumed
     try:
-        sys.argv[1:], _resumed = take_resume(sys.argv[1:])
+        sys.argv[1:], _resumed = take_resume(take_config_dirs(sys.argv[1:]))
     except ConfigError as error:
         end_with_config_error(error)
     check_command_line()
@@ -55,32 +53,14 @@ def _run_composed(composed: DictConfig) -> float | None:
 
 def _train(config: Config, run_dir: Path) -> Results:
     # Only now: importing torch and Ray takes seconds that `--help` need not wait.
-    from megarl.run.attempts import run_job
-
-    problems = check_changes(load_run(_resumed)["config"], config) if _resumed else []
-    if problems:
-        raise ConfigError(problems)
-    is_begun = False
-
-    def note_start() -> None:
-        nonlocal is_begun
-        save_run(run_dir, config, HydraConfig.get().overrides.task)
-        clear_outcome(run_dir)
-        is_begun = True
+    from megarl.run.recorded import run_recorded
 
     try:
-        summary = run_job(config, run_dir, is_new=_resumed is None, note_start=note_start)
+        summary = run_recorded(config, run_dir, list_overrides(), is_resumed=_resumed is not None)
     except BaseException as error:
-        # Before its start the folder may be another run's.
-        if is_begun:
-            plain = isinstance(error, Stopped | ConfigError | CheckpointError)
-            why = str(error) if plain else f"{type(error).__name__}: {error}"
-            write_outcome(run_dir, Outcome(State.stopped if isinstance(error, Stopped) else State.failed, why))
         _explain(error, run_dir)
         raise
-    results = {"iterations": summary.num_iterations, HELDOUT: summary.heldout_reward}
-    write_outcome(run_dir, Outcome(State.done, results=results))
-    return results
+    return {"iterations": summary.num_iterations, HELDOUT: summary.heldout_reward}
 
 
 def _explain(error: BaseException, run_dir: Path) -> None:

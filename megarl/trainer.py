@@ -280,7 +280,7 @@ class Trainer:
 def split_minibatches(config: Config, num_samples: int, iteration: int) -> list[Tensor]:
     """Row numbers (int64) of each optimizer step: every epoch a new order, the same for the same seed."""
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + iteration)
-    size = config.train.samples_per_minibatch
+    size = config.train.minibatch_size
     return [
         rows
         for _ in range(config.train.epochs_per_iteration)

@@ -9,7 +9,11 @@
 MEGARL_CONTAINER=${MEGARL_CONTAINER:-none} # none, pyxis or apptainer
 MEGARL_IMAGE=${MEGARL_IMAGE:-}             # registry#name:tag or FILE.sqsh; FILE.sif
 if [[ $MEGARL_CONTAINER == none ]]; then
-  MEGARL_PYTHON=${MEGARL_PYTHON:-$MEGARL_HOME/.venv/bin/python}
+  if [[ -x $MEGARL_HOME/.venv/bin/python ]]; then
+    MEGARL_PYTHON=${MEGARL_PYTHON:-$MEGARL_HOME/.venv/bin/python}
+  else
+    MEGARL_PYTHON=${MEGARL_PYTHON:-$(command -v python3)} # megarl is installed
+  fi
 else
   MEGARL_PYTHON=${MEGARL_PYTHON:-/opt/megarl/.venv/bin/python} # inside, as slurm/Dockerfile has it
 fi

@@ -51,7 +51,11 @@ read_arguments() {
   for text in "$@"; do
     case $text in
       -m | --multirun) fail "$text: a job is one run; a sweep on Slurm is python -m megarl.train -m hydra/launcher=..., from the login node" ;;
-      -*) fail "$text: options of sbatch stand before slurm/train.sh, what stands behind it is for megarl.train" ;;
+      --config-dir=*)
+        text=$(realpath -e "${text#*=}") || fail "--config-dir: no such directory"
+        arguments+=("--config-dir=$text")
+        ;;
+      -*) fail "$text: options of sbatch stand before slurm/train.sh, what stands behind it is for megarl.train (--config-dir=DIR, key=value)" ;;
       cluster.ray_address=*) fail "cluster.ray_address: train.sh starts Ray and sets it" ;;
       hydra.run.dir=* | resume=*) run_dir=${text#*=} ;;&
       hydra.run.dir=*) ;;
@@ -74,7 +78,7 @@ read_arguments() {
 build_commands() {
   # A run's own name may have commas, as those of a sweep.
   local mounts
-  mounts="$MEGARL_HOME,$(dirname "$run_dir"),$PWD,/tmp,/dev/shm${MEGARL_MOUNTS:+,$MEGARL_MOUNTS}"
+  mounts="$code_dir,$(dirname "$run_dir"),$PWD,/tmp,/dev/shm${MEGARL_MOUNTS:+,$MEGARL_MOUNTS}"
   step=(srun --overlap --cpu-bind=none --export=ALL)
   # Outside of the container, which may take minutes to unpack.
   touch_nodes=("${step[@]}" --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" true)
@@ -293,7 +297,10 @@ set_environment() {
   # Ray's processes keep their environment, by which they are found at the end (setproctitle would overwrite it).
   export SPT_NOENV=1
   export MEGARL_NODES RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$MEGARL_JOB_DIR/token
-  export PYTHONPATH=$MEGARL_HOME${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+  # Where the package megarl is: in a checkout, or this folder is in an installed package itself.
+  code_dir=$MEGARL_HOME
+  [[ ! -f $MEGARL_HOME/__init__.py ]] || code_dir=$(dirname "$MEGARL_HOME")
+  export PYTHONPATH=$code_dir${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 }
 
 load_site() {

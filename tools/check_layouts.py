@@ -302,7 +302,7 @@ def main() -> None:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)
-    sequences = make_sequences(config, vocabulary, args.rows or config.train.samples_per_minibatch)
+    sequences = make_sequences(config, vocabulary, args.rows or config.train.minibatch_size)
     verdict, code = conclude(check_all(config, models, specs, sequences, args.processes))
     print(f"\n{verdict}")
     sys.exit(code)

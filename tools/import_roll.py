@@ -18,7 +18,15 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from roll_keys import (
+from yaml import YAMLError, safe_dump
+
+from megarl.config.checks.unused import find_unused
+from megarl.config.errors import ConfigError
+from megarl.config.load import compose_config, load_config
+from megarl.config.roll.aliases import ALIASES
+from megarl.config.roll.resolve import Value, resolve_aliases
+from megarl.config.search_path import CONF_DIR
+from megarl.tools.roll_keys import (
     NOTHING_HERE,
     OF_A_ROLE,
     PRESETS,
@@ -29,13 +37,6 @@ from roll_keys import (
     TRAINING_DEFAULTS,
     to_text,
 )
-from yaml import YAMLError, safe_dump
-
-from megarl.config.checks.unused import find_unused
-from megarl.config.errors import ConfigError
-from megarl.config.load import CONF_DIR, compose_config, load_config
-from megarl.config.roll.aliases import ALIASES
-from megarl.config.roll.resolve import Value, resolve_aliases
 
 DEFAULT = "ROLL's default"
 

@@ -1,6 +1,6 @@
 """Whether a job fits its cluster, and what it takes there, before it waits in a queue; needs no GPU and no model files.
 
-    python tools/plan.py algo=vapo model=qwen32b cluster=h100x64 [key=value] ...
+    python -m megarl.tools.plan algo=vapo model=qwen32b cluster=h100x64 [key=value] ...
 
 takes what python -m megarl.train takes. The exit code is 0 where the job fits, 1 where it does not, 2 for a
 configuration that is wrong.
@@ -16,17 +16,22 @@ from megarl.config.placement import list_contradictions
 from megarl.config.roll.rewrite import rewrite_overrides
 from megarl.config.schema.cluster import Placement
 from megarl.config.schema.root import Config
+from megarl.config.search_path import take_config_dirs
 from megarl.run.command import EXIT_BAD_CONFIG
 
 DOES_NOT_FIT = 1
 WIDTH = 128
-USAGE = "usage: python tools/plan.py [group=option] [key=value] ..., as python -m megarl.train takes them"
+USAGE = "usage: python -m megarl.tools.plan [group=option] [key=value] ..., as python -m megarl.train takes them"
 
 
 def main(arguments: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in arguments):
         print(__doc__)
         return 0
+    try:
+        arguments = take_config_dirs(arguments)
+    except ConfigError as error:
+        return show_problems(error)
     if any("=" not in argument for argument in arguments):
         print(f"{USAGE}; found {' '.join(arguments)}", file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -36,9 +41,13 @@ def main(arguments: Sequence[str]) -> int:
             print(line)
         return show(load_config(arguments))
     except ConfigError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
+        return show_problems(error)
+
+
+def show_problems(error: ConfigError) -> int:
+    for problem in error.problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return EXIT_BAD_CONFIG
 
 
 def show(config: Config) -> int:

@@ -137,23 +137,14 @@ def _count_samples_per_minibatch(leaves: Mapping[str, Any]) -> int:
     return int(per_device) * int(steps) * ranks
 
 
-def _count_optimizer_steps(leaves: Mapping[str, Any]) -> int:
-    """Of the whole run."""
-    prompts, group, epochs, iterations = (
-        int(leaves.get(name, ROLL_DEFAULTS[name]))
-        for name in ("rollout_batch_size", "num_return_sequences_in_group", "ppo_epochs", "max_steps")
-    )
-    return iterations * epochs * max(1, prompts * group // _count_samples_per_minibatch(leaves))
-
-
 def _schedule(role: str) -> Handler:
     def handle(value: Any, leaves: Mapping[str, Any]) -> tuple[dict[str, str], str]:
         if value not in DECAYS:
             return {}, f"the choices are {', '.join(DECAYS)}"
         decay, key = DECAYS[value], f"{role}.optimizer"
-        steps = "null" if decay == "constant" else str(_count_optimizer_steps(leaves))
-        found = {f"{key}.decay": decay, f"{key}.decay_steps": steps, f"{key}.min_lr": "0.0"}
-        return found, "to 0 over the optimizer steps of the run" if decay != "constant" else ""
+        iterations = "null" if decay == "constant" else str(leaves.get("max_steps", ROLL_DEFAULTS["max_steps"]))
+        found = {f"{key}.decay": decay, f"{key}.decay_iterations": iterations, f"{key}.min_lr": "0.0"}
+        return found, "to 0 over the iterations of the run" if decay != "constant" else ""
 
     return handle
 

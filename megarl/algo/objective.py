@@ -70,7 +70,8 @@ def _format_advantage(algo: AlgoConfig, responses_per_prompt: int) -> str:
 def _format_reward(algo: AlgoConfig) -> str:
     text, norm = "R", algo.reward_norm
     if algo.overlong.penalty:
-        text += f" - {algo.overlong.penalty:g} * ramp over the last {algo.overlong.buffer} tokens"
+        buffer, share = algo.overlong.buffer, f"{algo.overlong.buffer_frac:g} of the length limit"
+        text += f" - {algo.overlong.penalty:g} * ramp over the last {share if buffer is None else f'{buffer} tokens'}"
     if norm.mean is not NormScope.none:
         text = f"({text} - {norm.mean.name} mean)"
     if norm.std is not NormScope.none:
@@ -94,8 +95,8 @@ def _format_critic_loss(algo: AlgoConfig) -> str:
     text += f"{algo.lambda_critic:g})"
     if algo.overlong.filter_critic:
         text += " without the responses cut at the limit"
-    if algo.value_pretrain.steps:
-        text += f"; first {algo.value_pretrain.steps} iterations of it alone (lambda = 1)"
+    if algo.value_pretrain.num_steps:
+        text += f"; first {algo.value_pretrain.num_steps} iterations of it alone (lambda = 1)"
     return text
 
 

@@ -15,13 +15,14 @@ from megarl.types import Experience
 
 
 def compute_overlong_penalty(lengths_B: Tensor, config: OverlongConfig, response_length: int) -> Tensor:
-    """penalty * clip((response_length - buffer - length) / buffer, -1, 0), float64 [B].
+    """penalty * clip((response_length - buffer - length) / buffer, -1, 0), float64 [B] (DAPO 2503.14476, equation 13).
 
     lengths_B: int64 [B], all tokens of each response: the limit counts tokens that were not generated too.
     response_length: the limit.
     """
-    start = response_length - config.buffer
-    return config.penalty * ((start - lengths_B.double()) / config.buffer).clamp(-1.0, 0.0)
+    buffer = config.count_buffer(response_length)
+    start = response_length - buffer
+    return config.penalty * ((start - lengths_B.double()) / buffer).clamp(-1.0, 0.0)
 
 
 def compute_penalised_rewards(experience: Experience, algo: AlgoConfig, response_length: int | None) -> Tensor:

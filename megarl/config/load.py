@@ -4,7 +4,6 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -21,8 +20,8 @@ from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.open_keys import open_overrides
 from megarl.config.roll.rewrite import list_set_keys, rewrite_overrides
 from megarl.config.schema.root import Config, register
+from megarl.config.search_path import CONF_DIR, find_hidden_files, is_search_path, list_config_dirs
 
-CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 MAX_CHECKED_SWEEP_RUNS = 256
 
 
@@ -92,9 +91,9 @@ def list_keys(config: DictConfig) -> list[str]:
     return list(_walk(OmegaConf.to_container(config, resolve=False), ""))
 
 
-def list_options(group: str) -> list[str]:
-    """The options of a `conf/` group."""
-    return sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml"))
+def list_options(group: str, overrides: Sequence[str] = ()) -> list[str]:
+    """The options of a `conf/` group, those in a directory that the overrides add to the search path included."""
+    return sorted({file.stem for folder in list_config_dirs(overrides) for file in (folder / group).glob("*.yaml")})
 
 
 def _walk(tree: Any, prefix: str) -> Iterator[str]:
@@ -106,15 +105,18 @@ def _walk(tree: Any, prefix: str) -> Iterator[str]:
 
 def _compose(overrides: Sequence[str]) -> DictConfig:
     register()
-    if any(text.lstrip("+~").split("=", 1)[0] == "algo_model" for text in overrides):
-        raise ConfigError(["algo_model: follows from algo and model, as conf/algo_model/ALGO_MODEL.yaml; set those"])
-    if GlobalHydra.instance().is_initialized():
-        GlobalHydra.instance().clear()
+    hidden = list(find_hidden_files(overrides))
+    if hidden:
+        raise ConfigError(hidden)
+    # A notebook, or the command around this, may be using Hydra itself: it gets its own state back.
+    outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3", job_name="megarl"):
             return compose("config", overrides=open_overrides(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([_describe(error, overrides)]) from error
+    finally:
+        GlobalHydra.instance().hydra = outer
 
 
 def _describe(error: Exception, overrides: Sequence[str] = ()) -> str:
@@ -122,7 +124,7 @@ def _describe(error: Exception, overrides: Sequence[str] = ()) -> str:
     text = str(error)
     named = re.search(r"Could not override '([^']+)'", text)
     if named:
-        known = list_keys(_compose([text for text in overrides if _is_choice(text)]))
+        known = list_keys(_compose([text for text in overrides if is_search_path(text) or _is_choice(text, overrides)]))
         return f"{named.group(1)}: no such key{_suggest(named.group(1), known)}"
     if "SLURM_JOB_NUM_NODES" in text:
         return (
@@ -132,7 +134,7 @@ def _describe(error: Exception, overrides: Sequence[str] = ()) -> str:
     missing = re.search(r"Could not find '([^/']+)/([^']+)'", text)
     if missing:
         group, option = missing.groups()
-        choices = ", ".join(list_options(group))
+        choices = ", ".join(list_options(group, overrides))
         hint = f"the choices are {choices}" if choices else f"there is no {CONF_DIR / group / option}.yaml"
         return f"{group}: found {option!r}; {hint}"
     cause = str(error.__cause__ or error)
@@ -141,9 +143,10 @@ def _describe(error: Exception, overrides: Sequence[str] = ()) -> str:
     return f"{key.group(1)}: {first_line}" if key else first_line
 
 
-def _is_choice(override: str) -> bool:
+def _is_choice(override: str, overrides: Sequence[str]) -> bool:
     """Whether it selects an option of a group."""
-    return (CONF_DIR / override.lstrip("+").split("=", 1)[0]).is_dir()
+    group = override.lstrip("+").split("=", 1)[0]
+    return any((folder / group).is_dir() for folder in list_config_dirs(overrides))
 
 
 def _is_at_or_below(key: str, nodes: Sequence[str]) -> bool:
@@ -154,12 +157,14 @@ def _list_experiment_keys(overrides: Sequence[str]) -> dict[str, str]:
     """Each key that the chosen conf/experiment/NAME.yaml sets, with the name of the key and the file."""
     chosen = [text.lstrip("+").partition("=")[2] for text in overrides if text.lstrip("+").startswith("experiment=")]
     found: dict[str, str] = {}
-    for name in filter(None, (CONF_DIR / "experiment" / f"{name}.yaml" for name in chosen)):
-        if name.is_file():
-            tree = OmegaConf.to_container(OmegaConf.load(name))
+    for folder, name in itertools.product(list_config_dirs(overrides), chosen):
+        path = folder / "experiment" / f"{name}.yaml"
+        if path.is_file():
+            tree = OmegaConf.to_container(OmegaConf.load(path))
             keys = [key for key in _walk(tree, "") if key != "defaults"]
             leaves = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
-            found |= {key: f"{key} (from conf/experiment/{name.name})" for key in leaves}
+            source = f"conf/experiment/{path.name}" if folder == CONF_DIR else str(path)
+            found |= {key: f"{key} (from {source})" for key in leaves}
     return found
 
 
@@ -188,12 +193,12 @@ def _find_unknown_keys(node: Any, prefix: str = "") -> Iterator[str]:
 
 
 def expand_sweep(overrides: Sequence[str]) -> list[list[str]]:
-    """The overrides of each run, as `check_overrides` takes them; those of Hydra itself are left out."""
+    """The overrides of each run, as `check_overrides` takes them; of Hydra's own only hydra.searchpath is kept."""
     given = [*overrides, *_list_sweeper_params(overrides)]
     searches = any(text.lstrip("+").startswith("hydra/sweeper=") for text in overrides)
     choices: list[list[str]] = []
     for text, override in zip(given, _parse(given), strict=True):
-        if text.lstrip("+~").startswith("hydra"):
+        if text.lstrip("+~").startswith("hydra") and not is_search_path(text):
             continue
         key = text.split("=", 1)[0]
         if not override.is_sweep_override():

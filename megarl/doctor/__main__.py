@@ -8,6 +8,7 @@ import sys
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
+from megarl.config.search_path import take_config_dirs
 from megarl.doctor.allocation import assume_allocation
 from megarl.doctor.gather import Probe, gather
 from megarl.doctor.judge import judge
@@ -19,11 +20,11 @@ EXIT_MISSING = 1
 
 
 def main() -> None:
-    arguments = sys.argv[1:]
-    if {"-h", "--help"} & set(arguments):
+    if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__)
         return
     try:
+        arguments = take_config_dirs(sys.argv[1:])
         options = [text for text in arguments if text.startswith("-")]
         if options:
             raise ConfigError([f"{options[0]}: no such option; the doctor takes key=value, as megarl.train does"])

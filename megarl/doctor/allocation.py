@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megarl.doctor.need import find_choice
 
-TRAIN = Path(__file__).resolve().parents[2] / "slurm" / "train.sh"
+TRAIN = Path(__file__).resolve().parents[1] / "slurm" / "train.sh"
 IN_A_JOB = "SLURM_JOB_NUM_NODES"
 KEYS = {"nodes": "cluster.num_nodes", "gpus-per-node": "cluster.gpus_per_node"}
 """Option of sbatch -> what conf/cluster/slurm.yaml takes from the allocation"""

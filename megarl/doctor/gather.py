@@ -26,8 +26,7 @@ from megarl.config.schema.model import ModelSource
 from megarl.config.schema.root import Config
 from megarl.doctor.facts import ApexKind, Checkpoint, Facts, Gpu, Imports, Machine
 
-ROOT = Path(__file__).resolve().parents[2]
-LOCKS = ROOT / "tools" / "install"
+LOCKS = Path(__file__).resolve().parents[1] / "tools" / "install"
 PLATFORMS = ("cpu", "cuda")
 PROBED = (("torch",), ("ray",))
 """Modules to import, those of a tuple in one process; torch brings the CUDA packages along where it finds a GPU"""
@@ -126,7 +125,7 @@ def find_requirements() -> tuple[str, ...]:
 
 
 def read_pins(lock: Path) -> dict[str, str]:
-    """Empty where megarl is installed without its tools/."""
+    """Empty where the file is missing."""
     if not lock.is_file():
         return {}
     lines = (line.split("#")[0].strip() for line in lock.read_text().splitlines())

@@ -26,6 +26,7 @@ from megarl.config.placement import DeviceSlot, check_cluster, count_nodes, list
 from megarl.config.schema.hardware import LEAST_OF_KIND, HardwareConfig
 from megarl.config.schema.model import ModelSource
 from megarl.config.schema.root import Config
+from megarl.config.search_path import take_config_dirs
 from megarl.hf.checkpoint import find_checkpoint
 from megarl.run.command import end_with_config_error
 from megarl.run.resume import take_resume
@@ -57,7 +58,7 @@ def main() -> None:
     try:
         if sys.argv[1] == "job":
             read_allocation(os.environ)  # cluster=slurm could not be composed without
-        arguments, _ = take_resume(sys.argv[2:])
+        arguments, _ = take_resume(take_config_dirs(sys.argv[2:]))
         commands[sys.argv[1]](load_config([*arguments, ADDRESS_LATER]))
     except ConfigError as error:
         end_with_config_error(error)

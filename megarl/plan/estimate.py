@@ -141,9 +141,7 @@ def compute_host(
             memory = stages[name][rank // per_stage]
             saved = memory.weights + memory.optimizer if job.is_trained and config.checkpoint.save_every else 0
             nodes[gpu // per_node] += process + memory.offloaded + saved
-    train = config.train
-    samples = train.prompts_per_iteration * train.responses_per_prompt
-    nodes[0] += samples * find_longest(config) * SAMPLE_BYTES
+    nodes[0] += config.train.num_samples * find_longest(config) * SAMPLE_BYTES
     return max(nodes.values()) + (config.cluster.object_store_mb << 20)
 
 

@@ -144,9 +144,8 @@ def find_microbatch(config: Config, parallel: ParallelConfig) -> tuple[MicroBatc
     """
     train, longest = config.train, find_longest(config)
     budget = train.tokens_per_microbatch * parallel.cp
-    samples = train.prompts_per_iteration * train.responses_per_prompt
-    tokens = min(max(budget, longest), ceil(samples / parallel.dp) * longest)
-    share = ceil(train.samples_per_minibatch / parallel.dp)
+    tokens = min(max(budget, longest), ceil(train.num_samples / parallel.dp) * longest)
+    share = ceil(train.minibatch_size / parallel.dp)
     number = ceil(share / max(1, budget // longest))
     own = ceil(tokens / parallel.cp)
     return MicroBatch(own, own, longest), number
@@ -154,7 +153,7 @@ def find_microbatch(config: Config, parallel: ParallelConfig) -> tuple[MicroBatc
 
 def check_batches(config: Config, jobs: Mapping[str, RoleJob]) -> list[str]:
     """What of an iteration does not divide over the ranks of a role; one message each."""
-    samples, problems = config.train.samples_per_minibatch, []
+    samples, problems = config.train.minibatch_size, []
     for name, job in jobs.items():
         if job.is_trained and samples < job.parallel.dp:
             problems.append(

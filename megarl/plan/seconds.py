@@ -60,7 +60,7 @@ class Seconds:
 
 
 def estimate_seconds(config: Config, jobs: Mapping[str, RoleJob], server: ServerMemory, transfer: Transfer) -> Seconds:
-    num_samples = config.train.prompts_per_iteration * config.train.responses_per_prompt
+    num_samples = config.train.num_samples
     forward = {name: _compute_forward(config, job, num_samples) for name, job in jobs.items()}
     updates = {name: _compute_update(config, job, forward[name]) for name, job in jobs.items() if job.is_trained}
     # Those who share GPUs take turns on them.
@@ -69,7 +69,7 @@ def estimate_seconds(config: Config, jobs: Mapping[str, RoleJob], server: Server
     scoring = join(forward.values())
     pretraining = None
     settings = config.algo.value_pretrain
-    if "critic" in jobs and settings.steps > 0 and settings.taken_from is None:
+    if "critic" in jobs and settings.num_steps > 0 and settings.taken_from is None:
         pretraining = PretrainingStep(
             generation=generation if settings.rollouts is None else 0.0,
             scoring=scoring if config.algo.kl.in_reward else forward["critic"],

@@ -58,7 +58,7 @@ def _tabulate_layouts(config: Config, plan: JobPlan) -> Table:
         *("", "GPUs", "layout", "dp", "samples/rank", "micro-batches", "tokens/rank", "in flight"),
     )
     for name, job in plan.jobs.items():
-        share = config.train.samples_per_minibatch / job.parallel.dp
+        share = config.train.minibatch_size / job.parallel.dp
         in_flight = max(stage.in_flight for stage in plan.stages[name])
         table.add_row(
             name,
@@ -146,7 +146,7 @@ def _tabulate_seconds(config: Config, plan: JobPlan) -> Table:
     seconds, transfer = plan.seconds, plan.transfer
     table = _build_table("An iteration", "phase", "seconds", "of it")
     table.columns[2].justify = "left"
-    samples = config.train.prompts_per_iteration * config.train.responses_per_prompt
+    samples = config.train.num_samples
     mean = assumptions.MEAN_RESPONSE * config.rollout.response_length
     remarks = {
         "generation": f"{samples:,} responses of {mean:,.0f} tokens on average",
@@ -176,10 +176,10 @@ def describe_pretraining(config: Config, seconds: Seconds) -> Iterator[str]:
     if settings.rollouts is None:
         parts.insert(0, f"generation {step.generation:,.1f}")
     ends = [f"{key}={getattr(settings, key):g}" for key in ENDS if getattr(settings, key) is not None]
-    number = f"{'up to ' if ends else ''}{settings.steps} step{'s' if settings.steps > 1 else ''}"
+    number = f"{'up to ' if ends else ''}{settings.num_steps} step{'s' if settings.num_steps > 1 else ''}"
     yield (
         f"Value pretraining: {number} of {step.total:,.1f} s ({', '.join(parts)}),"
-        f" {_format_seconds(settings.steps * step.total)} in all"
+        f" {_format_seconds(settings.num_steps * step.total)} in all"
         + (f"; it may end earlier (algo.value_pretrain: {', '.join(ends)})" if ends else "")
         + ("" if settings.rollouts is None else "; saved rollouts are taken to be like those of an iteration")
     )

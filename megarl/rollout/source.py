@@ -121,7 +121,7 @@ class GroupSource:
         return self._ahead
 
     def _gather(self, iteration: int) -> IterationBatch:
-        num_groups = self._train.prompts_per_iteration
+        num_groups = self._train.num_prompts
         replayed = self._replay.draw(num_groups, iteration)
         num_groups -= len(replayed)
         sampled: list[tuple[Sample, ...]] = []

@@ -14,6 +14,7 @@ from megarl.config.open_keys import open_overrides
 from megarl.config.placement import check_cluster
 from megarl.config.roll.rewrite import rewrite_overrides
 from megarl.config.schema.root import Config
+from megarl.config.search_path import is_search_path, take_config_dirs
 from megarl.run.signals import Stopped, stopping_on_signals
 
 EXIT_BAD_CONFIG = 2
@@ -27,7 +28,10 @@ def check_command_line(command: str = "train") -> None:
     command: the module's name, which determines the keys that have an effect. Where there are problems it prints
     them and ends the process.
     """
-    arguments = sys.argv[1:]
+    try:
+        arguments = take_config_dirs(sys.argv[1:])
+    except ConfigError as error:
+        end_with_config_error(error)
     overrides = [text for text in arguments if text.startswith("~") or (not text.startswith("-") and "=" in text)]
     try:
         rewritten = rewrite_overrides(overrides)
@@ -60,6 +64,14 @@ def run_composed(composed: DictConfig, run: Callable[[Config, Path], Results], c
         sys.exit(stopped.exit_code)
     print(f"done: {format_results(results)} run_dir={run_dir}", flush=True)
     return results
+
+
+def list_overrides() -> list[str]:
+    """The overrides of the run that Hydra has composed, as another process can be given them: where Hydra found files
+    (--config-dir) included, its other keys left out.
+    """
+    given = HydraConfig.get().overrides
+    return [*filter(is_search_path, given.hydra), *given.task]
 
 
 def format_results(results: Results) -> str:

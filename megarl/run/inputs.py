@@ -1,14 +1,14 @@
 """The inputs of a run, loaded and checked before any process is started."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.algo.registry import needs_critic
 from megarl.config.errors import ConfigError
 from megarl.config.schema.algo import needs_reference
-from megarl.config.schema.roles import ReferenceConfig, TrainedRoleConfig
+from megarl.config.schema.roles import OptimizerConfig, ReferenceConfig, TrainedRoleConfig
 from megarl.config.schema.root import Config
 from megarl.data.build import DataSplits, build_data
 from megarl.hf.checkpoint import default_cache_dir, find_checkpoint, load_tokenizer, resolve_checkpoint
@@ -101,7 +101,7 @@ def load_specs(config: Config, models: Models) -> dict[Role, WorkerSpec]:
 def load_saved_rollouts(config: Config, models: Models) -> SavedRollouts | None:
     """The file that value pretraining learns from, None where it samples. Raises ConfigError with FILE:LINE."""
     settings, critic = config.algo.value_pretrain, models.critic_architecture
-    if settings.rollouts is None or settings.steps == 0 or not needs_critic(config.algo):
+    if settings.rollouts is None or settings.num_steps == 0 or not needs_critic(config.algo):
         return None
     try:
         return check_rollouts(
@@ -115,6 +115,9 @@ def load_saved_rollouts(config: Config, models: Models) -> SavedRollouts | None:
 def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None = None) -> dict[Role, WorkerSpec]:
     """The worker spec of each role. critic_checkpoint: what the critic starts from, if not `checkpoint`."""
 
+    policy_steps = config.train.num_optimizer_steps
+    steps = {Role.policy: policy_steps, Role.critic: policy_steps * config.critic.updates_per_policy_update}
+
     def build(role: Role, node: TrainedRoleConfig | ReferenceConfig, start: Path) -> WorkerSpec:
         trained = node if isinstance(node, TrainedRoleConfig) else None
         compute = {name: getattr(node, name) for name in ROLE_KEYS.values()} if trained else {}
@@ -122,7 +125,7 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
             role=role,
             checkpoint=str(start),
             parallel=node.parallel,
-            optimizer=trained.optimizer if trained else None,
+            optimizer=resolve_decay(trained.optimizer, steps[role]) if trained else None,
             dtype=node.dtype,
             offload=node.offload,
             **compute,
@@ -145,12 +148,17 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
     return specs
 
 
+def resolve_decay(optimizer: OptimizerConfig, steps_per_iteration: int) -> OptimizerConfig:
+    """The same with the decay in optimizer steps."""
+    return replace(optimizer, decay_steps=optimizer.count_decay_steps(steps_per_iteration), decay_iterations=None)
+
+
 def describe_start(config: Config, critic: WorkerSpec, saved: SavedRollouts | None) -> str:
     """What the critic starts from and what value pretraining learns from, as one sentence."""
     start = "the policy's weights, with a new value head"
     if config.critic.init is not None:
         start = f"{critic.checkpoint}, its value head included"
-    steps = config.algo.value_pretrain.steps
+    steps = config.algo.value_pretrain.num_steps
     text = f"critic: starts from {start}; "
     if steps == 0:
         return text + "no value pretraining"

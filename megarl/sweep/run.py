@@ -20,13 +20,12 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import to_config
 from megarl.config.schema.root import Config
 from megarl.report.outcome import Outcome, State, clear_outcome, load_outcome, write_outcome
-from megarl.run.command import Results, format_results
+from megarl.run.command import Results, format_results, list_overrides
 from megarl.run.resume import quote
 from megarl.sweep.process import LOG, explain_exit, run_process
 from megarl.sweep.sharing import OTHERS_DEADLINE_S, share_pretraining
 
-ROOT = Path(__file__).resolve().parents[2]
-SLURM_SCRIPT = ROOT / "slurm" / "train.sh"
+SLURM_SCRIPT = (Path(__file__).resolve().parents[1] / "slurm").resolve() / "train.sh"
 NOTICE_S = 600.0
 """Before the time limit, as in slurm/train.sh"""
 ASK_S = 30.0
@@ -55,7 +54,7 @@ def run_one(composed: DictConfig) -> Results | None:
         _say(f"{run_dir.name}: failed: {error}")
         return None
     runner = Runner(config, on_slurm=hydra.runtime.choices.get("hydra/launcher", "") == "slurm")
-    overrides = list(hydra.overrides.task)
+    overrides = list_overrides()
     arguments = resume_arguments(run_dir, config, overrides)
     if arguments is None:
         taken = share_pretraining(config, overrides, sweep_dir, runner.pretrain, _say, wait_s=runner.wait_s)
@@ -93,7 +92,7 @@ class Runner:
         """The exit code."""
         command = [sys.executable, "-m", module, *arguments]
         if self.on_slurm:
-            settings = [f"{MODULE_VARIABLE}={module}", f"{HOME_VARIABLE}={ROOT}"]
+            settings = [f"{MODULE_VARIABLE}={module}", f"{HOME_VARIABLE}={SLURM_SCRIPT.parents[1]}"]
             command = ["env", *settings, "bash", str(SLURM_SCRIPT), *arguments]
         return run_process(command, folder / LOG, self.stop_deadline_s, self.find_end())
 

@@ -39,7 +39,7 @@ _failed: set[Path] = set()
 def find_folder(config: Config, sweep_dir: Path) -> Path | None:
     """Where the value pretraining of this configuration is, or belongs; None where the run needs none made."""
     settings = config.algo.value_pretrain
-    if not needs_critic(config.algo) or settings.steps == 0 or settings.taken_from is not None:
+    if not needs_critic(config.algo) or settings.num_steps == 0 or settings.taken_from is not None:
         return None
     return sweep_dir / f"{PRETRAINING_PREFIX}{digest(list_pretraining_inputs(config))}"
 

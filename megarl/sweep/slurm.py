@@ -14,8 +14,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import CONF_DIR, expand_sweep, load_config
+from megarl.config.load import expand_sweep, load_config
 from megarl.config.schema.root import register
+from megarl.config.search_path import CONF_DIR
 from megarl.sweep.run import Runner
 from megarl.sweep.sharing import find_folder, is_complete, share_pretraining
 
@@ -98,7 +99,11 @@ def build_executor(overrides: Sequence[str], sweep_dir: Path) -> Any:
     import submitit
 
     register()
-    given = [text for text in overrides if text.lstrip("+~").startswith(("hydra/launcher=", "hydra.launcher."))]
+    given = [
+        text
+        for text in overrides
+        if text.lstrip("+~").startswith(("hydra/launcher=", "hydra.launcher.", "hydra.searchpath="))
+    ]
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         launcher = compose("config", overrides=given, return_hydra_config=True).hydra.launcher
     OmegaConf.set_readonly(launcher, False)

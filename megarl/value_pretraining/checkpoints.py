@@ -51,7 +51,7 @@ def open_saver(
 
     NoSaver where there is nothing to save, and where checkpoint.save_every is null. how: as in `CheckpointSaver`.
     """
-    has_steps = config.algo.value_pretrain.steps > 0
+    has_steps = config.algo.value_pretrain.num_steps > 0
     if critic is None or spec is None or not has_steps or config.checkpoint.save_every is None:
         yield NoSaver()
         return

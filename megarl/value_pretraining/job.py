@@ -64,11 +64,13 @@ def run_value_pretraining(config: Config, run_dir: Path) -> PretrainingSummary:
 
 def check_pretraining(config: Config) -> list[str]:
     """Why there is nothing to pretrain, one message each."""
-    advantage, steps = config.algo.advantage, config.algo.value_pretrain.steps
+    advantage, settings = config.algo.advantage, config.algo.value_pretrain
     if not needs_critic(config.algo):
         right = f"{name_advantages(needs_critic=True)} (algo=vapo)"
         return [f"algo.advantage: found {advantage}, which has no critic to pretrain; it must be {right}"]
-    if steps == 0:
+    if not settings.enabled:
+        return ["algo.value_pretrain.enabled: found false; it must be true, as under algo=vapo and algo=vc_ppo"]
+    if settings.steps == 0:
         return ["algo.value_pretrain.steps: found 0; it must be 1 or more, the rollouts to pretrain the critic on"]
     return []
 
@@ -161,7 +163,7 @@ def pretrain_offline(
 
 
 def _start_report(stack: contextlib.ExitStack, config: Config, run_dir: Path) -> Report:
-    report = build_report(config.logger, run_dir, config.algo.value_pretrain.steps)
+    report = build_report(config.logger, run_dir, config.algo.value_pretrain.num_steps)
     stack.callback(report.close)
     stack.enter_context(show_warnings(report))
     return report

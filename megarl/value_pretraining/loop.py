@@ -86,14 +86,14 @@ class ValuePretraining:
         """
         with self.saver.saving_stops():
             reason = find_end(self.settings, self.curve)
-            for rollout in itertools.islice(rollouts, 0 if reason else self.settings.steps - len(self.curve)):
+            for rollout in itertools.islice(rollouts, 0 if reason else self.settings.num_steps - len(self.curve)):
                 self.take_step(rollout)
                 reason = find_end(self.settings, self.curve)
-                if reason or len(self.curve) == self.settings.steps:
+                if reason or len(self.curve) == self.settings.num_steps:
                     # What follows saves the critic.
                     break
                 self.saver.save_if_due()
-            if reason is None and len(self.curve) < self.settings.steps:
+            if reason is None and len(self.curve) < self.settings.num_steps:
                 reason = "train.max_minutes or train.max_samples is reached, before algo.value_pretrain.steps"
             if reason:
                 self.report.message(f"value pretraining ends after {len(self.curve)} rollouts: {reason}")
@@ -114,7 +114,7 @@ class ValuePretraining:
         with deferring_stops():
             self.saver.begin_update()
             metrics = {EXPLAINED: explained, "pretrain/loss": self.update(samples, step)}
-            self.report.log_pretraining(step, self.settings.steps, metrics)
+            self.report.log_pretraining(step, self.settings.num_steps, metrics)
             self.curve.append(explained)
             self.saver.commit(self.get_state())
 
@@ -203,7 +203,7 @@ def pretrain_critic(
     saver: None: no checkpoints of it. resume_point: what it goes on with; None: it begins.
     """
     settings = trainer.config.algo.value_pretrain
-    if settings.steps == 0:
+    if settings.num_steps == 0:
         return PretrainingSummary(0, float("nan"))
     assert trainer.components.critic is not None
     pretraining = ValuePretraining(trainer.config, trainer.components.critic, trainer.report, trainer, saver)
@@ -230,7 +230,7 @@ def start_pretrained(trainer: Trainer, state: PretrainedState, directory: Path, 
     with report.phase("load"):
         critic.load(directory / CRITIC).result()
     for step, metrics in split_times(state.curve):
-        report.log_pretraining(step, trainer.config.algo.value_pretrain.steps, metrics)
+        report.log_pretraining(step, trainer.config.algo.value_pretrain.num_steps, metrics)
     if trainer.components.rollout_file:
         copy_rollouts(directory, run_dir)
     try:
@@ -256,7 +256,7 @@ def sample_rollouts(trainer: Trainer, num_done: int = 0) -> Iterator[Rollout]:
     for step in itertools.count(num_done + 1):
         with trainer.report.phase("rollout"):
             trainer.check_servers()
-            prompts = trainer.components.sampler.next_batch(trainer.config.train.prompts_per_iteration)
+            prompts = trainer.components.sampler.next_batch(trainer.config.train.num_prompts)
             rollout = trainer.generate(prompts, f"pretraining-{step}")
         yield rollout
 

@@ -78,7 +78,7 @@ def load_pretrained(config: Config) -> tuple[PretrainedState, Path] | None:
     Raises ConfigError that names the key for what is missing, damaged, or of another value pretraining.
     """
     settings = config.algo.value_pretrain
-    if settings.taken_from is None or settings.steps == 0:
+    if settings.taken_from is None or settings.num_steps == 0:
         return None
     directory = Path(settings.taken_from).expanduser() / NAME
     try:

@@ -94,7 +94,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
         config = build_config(name)
         spec = build_specs(config, Path(resolve_checkpoint(config.model, cache)))[role]
         train = config.train
-        sizes = (train.prompts_per_iteration * train.responses_per_prompt, PROMPT, config.rollout.response_length)
+        sizes = (train.num_samples, PROMPT, config.rollout.response_length)
         runs[world_size][name] = (spec, *sizes)
     return {name: peaks for size, some in runs.items() for name, peaks in launch(size, measure_roles, some).items()}
 

@@ -28,7 +28,8 @@ LAYERS = (
     {"value_pretraining.loop"},
     {"run.job", "run.evaluation"},
     {"value_pretraining.job", "run.attempts"},
-    {"train", "pretrain_value", "evaluate", "doctor"},
+    {"run.recorded"},
+    {"train", "pretrain_value", "evaluate", "doctor", "api"},
 )
 """Rooms from the bottom up; of a room that stands both below and above others, its modules. A room imports itself and
 rooms of lower layers, never one of its own layer."""

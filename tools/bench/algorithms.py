@@ -48,7 +48,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "vapo without clip-higher": ("algo=vapo", "algo.clip_high=0.2"),
     "vapo without token-level loss": ("algo=vapo", "algo.loss_agg_mode=seq-mean-token-mean"),
     "vapo without positive LM loss": ("algo=vapo", "algo.positive_lm_coef=0"),
-    "vapo without group sampling": ("algo=vapo", "train.responses_per_prompt=1", "train.prompts_per_iteration=256"),
+    "vapo without group sampling": ("algo=vapo", "train.responses_per_prompt=1"),
 }
 NUM_ITERATIONS = 32
 SAMPLES_PER_ITERATION = 256
@@ -56,6 +56,7 @@ COMMON = (
     "model=tiny",
     f"train.num_iterations={NUM_ITERATIONS}",
     f"train.max_samples={NUM_ITERATIONS * SAMPLES_PER_ITERATION}",
+    f"policy.optimizer.decay_iterations={NUM_ITERATIONS}",
     "train.eval_every=4",
     "logger.terminal=false",
     "logger.tensorboard=false",
@@ -79,11 +80,7 @@ class Curve:
 
 
 def build_overrides(variant: str, seed: int) -> list[str]:
-    overrides = [*COMMON, *VARIANTS[variant], f"seed={seed}"]
-    # The learning rate falls over the optimizer steps of this many iterations, whatever the preset's number of them.
-    train = load_config(overrides).train
-    steps = NUM_ITERATIONS * SAMPLES_PER_ITERATION // train.samples_per_minibatch
-    return [*overrides, f"policy.optimizer.decay_steps={steps}"]
+    return [*COMMON, *VARIANTS[variant], f"seed={seed}"]
 
 
 def train_once(variant: str, seed: int, hosts: RunResources, run_dir: Path) -> Curve:

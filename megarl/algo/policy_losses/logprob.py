@@ -22,8 +22,8 @@ def _check(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: int) ->
     if optimizer_steps != 1:
         yield (
             f"algo.surrogate: logprob found with {optimizer_steps} optimizer steps per iteration; it has no ratio to"
-            " correct with from the second step on: must be clip, or train.prompts_per_iteration *"
-            " train.responses_per_prompt = train.samples_per_minibatch and train.epochs_per_iteration=1"
+            " correct with from the second step on: must be clip, or train.num_minibatches=1 and"
+            " train.epochs_per_iteration=1"
         )
 
 

@@ -50,6 +50,7 @@ def _check_ranges(algo: AlgoConfig) -> Iterator[str]:
         ("advantage_clip", algo.advantage_clip, 1e-9, inf),
         ("reward_clip", algo.reward_clip, 1e-9, inf),
         ("overlong.penalty", algo.overlong.penalty, 0.0, inf),
+        ("overlong.buffer_frac", algo.overlong.buffer_frac, 0.0, 1.0),
         ("overlong.buffer", algo.overlong.buffer, 0, inf),
         ("kl.target", algo.kl.target, 1e-9, inf),
         ("kl.horizon", algo.kl.horizon, 1e-9, inf),
@@ -102,7 +103,7 @@ def _check_groups(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[str]:
 
 def _check_reward(algo: AlgoConfig) -> Iterator[str]:
     if algo.overlong.penalty > 0 and algo.overlong.buffer == 0:
-        yield "algo.overlong.buffer: 0 found with algo.overlong.penalty > 0; must be at least 1 token"
+        yield "algo.overlong.buffer: 0 found with algo.overlong.penalty > 0; must be at least 1 token, or null"
     if algo.kl.in_reward and not (isfinite(algo.kl.coef) and algo.kl.coef > 0):
         yield f"algo.kl.coef: {algo.kl.coef} found with algo.kl.in_reward=true; must be above 0"
     if algo.value_pretrain.rollouts is not None and algo.kl.in_reward:

@@ -100,15 +100,23 @@ def _list_critic_keys(algo: AlgoConfig) -> list[tuple[bool, Dead]]:
     """(whether they count, how they are refused where they do not), of the critic's keys and value pretraining's."""
     critic, with_critic = needs_critic(algo), f"algo.advantage={name_advantages(needs_critic=True)}"
     no_critic = f"under algo.advantage={algo.advantage}, which has no critic; it counts with {with_critic}"
-    pretrains = not critic or algo.value_pretrain.steps > 0
-    no_pretraining = "without value pretraining; it counts with algo.value_pretrain.steps above 0"
+    pretrains = not critic or algo.value_pretrain.num_steps > 0
+    no_pretraining = "without value pretraining; it counts with algo.value_pretrain.enabled=true and steps above 0"
     details = ("patience", "rollouts", "stop_at_explained_variance", "taken_from")
     return [
         (critic, Dead(("critic", "algo.value_loss_agg_mode"), no_critic)),
-        (critic, Dead(("algo.value_clip", "algo.value_pretrain.steps"), no_critic, switch=True, refused=is_on)),
+        (critic, Dead(("algo.value_clip", "algo.value_pretrain.enabled"), no_critic, switch=True, refused=is_on)),
         (critic, Dead(("algo.value_pretrain", "critic.init"), no_critic, switch=True)),
         (pretrains, Dead(tuple(f"algo.value_pretrain.{name}" for name in details), no_pretraining, switch=True)),
         (pretrains, Dead(("algo.value_pretrain.min_improvement",), no_pretraining)),
+        (
+            not critic or algo.value_pretrain.enabled,
+            Dead(
+                ("algo.value_pretrain.steps",),
+                "without value pretraining; it counts with algo.value_pretrain.enabled=true",
+                switch=True,
+            ),
+        ),
         (
             algo.value_pretrain.patience is not None,
             Dead(
@@ -130,7 +138,7 @@ def _list_critic_keys(algo: AlgoConfig) -> list[tuple[bool, Dead]]:
 
 def _list_reward_keys(algo: AlgoConfig) -> list[tuple[bool, Dead]]:
     """As `_list_critic_keys`, of the keys that shape the reward."""
-    kl, norm = algo.kl, algo.reward_norm
+    kl, norm, overlong = algo.kl, algo.reward_norm, algo.overlong
     no_kl = "without a KL in the reward; it counts with algo.kl.in_reward=true"
     not_adaptive = "without an adaptive weight of the KL in the reward; it counts with algo.kl.in_reward=true and an"
     no_penalty = "with algo.overlong.penalty=0; it counts with a penalty above 0"
@@ -141,7 +149,15 @@ def _list_reward_keys(algo: AlgoConfig) -> list[tuple[bool, Dead]]:
     )
     return [
         (not cancels or norm.mean is NormScope.group, Dead(("algo.reward_norm.mean",), cancelled, switch=True)),
-        (algo.overlong.penalty > 0, Dead(("algo.overlong.buffer",), no_penalty, switch=True, refused=is_on)),
+        (overlong.penalty > 0, Dead(("algo.overlong.buffer",), no_penalty, switch=True, refused=is_on)),
+        (
+            overlong.penalty > 0 and overlong.buffer is None,
+            Dead(
+                ("algo.overlong.buffer_frac",),
+                f"with algo.overlong.penalty={overlong.penalty:g} and algo.overlong.buffer={_show(overlong.buffer)}; it"
+                " counts with a penalty above 0 and algo.overlong.buffer=null",
+            ),
+        ),
         (kl.in_reward, Dead(("algo.kl.reward_estimator", "algo.kl.coef"), no_kl)),
         (kl.in_reward, Dead(("algo.kl.target",), no_kl, switch=True, refused=is_on)),
         (kl.in_reward and kl.target is not None, Dead(("algo.kl.horizon",), f"{not_adaptive} algo.kl.target")),

@@ -1,17 +1,26 @@
 """Contradictions between values: found before anything starts."""
 
 from collections.abc import Iterator
+from dataclasses import fields
 from math import isfinite
 
 from megarl.algo.registry import needs_critic
 from megarl.config.checks.algo import check_algo, check_modules
 from megarl.config.checks.compute import check_compute
-from megarl.config.checks.parallel import check_overlap, check_parallel
+from megarl.config.checks.parallel import check_overlap, check_parallel, find_nearest_divisor
 from megarl.config.checks.ranges import check_ranges
-from megarl.config.schema.algo import needs_full_kl, needs_reference
+from megarl.config.schema.algo import OverlongConfig, needs_full_kl, needs_reference
 from megarl.config.schema.hardware import check_hardware
 from megarl.config.schema.model import ModelSource
 from megarl.config.schema.root import Config
+from megarl.config.schema.train import TrainConfig
+
+_SIZES = (
+    *("num_iterations", "samples_per_iteration", "prompts_per_iteration", "responses_per_prompt"),
+    *("samples_per_minibatch", "num_minibatches", "tokens_per_microbatch", "epochs_per_iteration"),
+    *("eval_every", "num_eval_prompts", "max_samples"),
+)
+"""Keys of `train` that are 1 or more, or null."""
 
 
 def check_config(config: Config) -> list[str]:
@@ -19,68 +28,61 @@ def check_config(config: Config) -> list[str]:
     unknown = check_modules(config.algo)
     if unknown:
         return unknown
+    sizes = list(check_sizes(config))
+    if any("must be 1 or more" in problem for problem in sizes):
+        return sizes  # what follows divides by them
     return [
-        *_check_sizes(config),
+        *sizes,
         *check_ranges(config),
         *_check_model(config),
         *_check_roles(config),
         *check_compute(config),
         *_check_rollout(config),
         *check_hardware(config.cluster.hardware),
-        *check_algo(config.algo, config.train.responses_per_prompt, num_optimizer_steps(config)),
+        *check_algo(config.algo, config.train.responses_per_prompt, config.train.num_optimizer_steps),
     ]
-
-
-def num_samples(config: Config) -> int:
-    """Samples of one iteration: prompts x responses."""
-    return config.train.prompts_per_iteration * config.train.responses_per_prompt
-
-
-def num_optimizer_steps(config: Config) -> int:
-    """Policy optimizer steps of one iteration."""
-    return num_samples(config) // max(1, config.train.samples_per_minibatch) * config.train.epochs_per_iteration
 
 
 def describe_sizes(config: Config) -> str:
     """The sizes of an iteration as one sentence."""
     train = config.train
     return (
-        f"each iteration: {train.prompts_per_iteration} prompts x {train.responses_per_prompt} responses"
-        f" = {num_samples(config)} samples; {train.samples_per_minibatch} samples per minibatch"
+        f"each iteration: {train.num_prompts} prompts x {train.responses_per_prompt} responses"
+        f" = {train.num_samples} samples; {train.minibatch_size} samples per minibatch"
         f" x {train.epochs_per_iteration} epoch{'s' if train.epochs_per_iteration > 1 else ''}"
-        f" = {num_optimizer_steps(config)} optimizer steps;"
+        f" = {train.num_optimizer_steps} optimizer steps;"
         f" micro-batches of up to {train.tokens_per_microbatch} tokens"
     )
 
 
-def _check_sizes(config: Config) -> Iterator[str]:
+def check_sizes(config: Config) -> Iterator[str]:
+    """Sizes below 1, and those that do not divide one another."""
     train = config.train
     positive = {
-        "train.num_iterations": train.num_iterations,
-        "train.prompts_per_iteration": train.prompts_per_iteration,
-        "train.responses_per_prompt": train.responses_per_prompt,
-        "train.samples_per_minibatch": train.samples_per_minibatch,
-        "train.tokens_per_microbatch": train.tokens_per_microbatch,
-        "train.epochs_per_iteration": train.epochs_per_iteration,
-        "train.eval_every": train.eval_every,
-        "train.num_eval_prompts": train.num_eval_prompts,
-        "train.max_samples": 1 if train.max_samples is None else train.max_samples,
+        **{f"train.{field.name}": getattr(train, field.name) for field in fields(train) if field.name in _SIZES},
         "data.prompt_length": config.data.prompt_length,
         "rollout.response_length": config.rollout.response_length,
     }
-    bad = [f"{key}: found {value}; it must be 1 or more" for key, value in positive.items() if value < 1]
-    yield from bad
-    if bad:
-        return
-    samples = num_samples(config)
-    if train.samples_per_minibatch > samples or samples % train.samples_per_minibatch:
-        divisors = [n for n in range(1, samples + 1) if samples % n == 0]
-        nearest = min(divisors, key=lambda n: abs(n - train.samples_per_minibatch))
+    bad = [f"{key}: found {v}; it must be 1 or more" for key, v in positive.items() if v is not None and v < 1]
+    yield from bad or _check_division(train)
+
+
+def _check_division(train: TrainConfig) -> Iterator[str]:
+    wanted, group = train.samples_per_iteration, train.responses_per_prompt
+    if train.prompts_per_iteration is None and wanted is not None and wanted % group:
+        nearest = max(1, round(wanted / group)) * group
         yield (
-            f"train.samples_per_minibatch: found {train.samples_per_minibatch}, which does not divide the"
-            f" {train.prompts_per_iteration} prompts x {train.responses_per_prompt} responses = {samples} samples"
-            f" of an iteration; the nearest that does is {nearest}"
+            f"train.samples_per_iteration: found {wanted}, which train.responses_per_prompt ({group}) does not divide;"
+            f" the nearest that it does is {nearest}, of {nearest // group} prompts"
         )
+        return
+    samples = train.num_samples
+    made = f"the {train.num_prompts} prompts x {group} responses = {samples} samples of an iteration"
+    key = "samples_per_minibatch" if train.num_minibatches is None else "num_minibatches"
+    found = getattr(train, key)
+    if samples % found:
+        nearest = find_nearest_divisor(samples, found)
+        yield f"train.{key}: found {found}, which does not divide {made}; the nearest that does is {nearest}"
 
 
 def _check_roles(config: Config) -> Iterator[str]:
@@ -95,7 +97,7 @@ def _check_roles(config: Config) -> Iterator[str]:
             " distributions on the policy's last stage; it must be 1, or the estimator k1, k2 or k3"
         )
     for role, parallel in roles.items():
-        yield from check_parallel(f"{role}.parallel", parallel, config.train.samples_per_minibatch)
+        yield from check_parallel(f"{role}.parallel", parallel, config.train.minibatch_size)
     yield from check_overlap("policy.optimizer", config.policy.optimizer)
     if "critic" in roles:
         yield from check_overlap("critic.optimizer", config.critic.optimizer)
@@ -123,11 +125,7 @@ def _check_rollout(config: Config) -> Iterator[str]:
             f"rollout.temperature: found {rollout.temperature}; training needs a sampled distribution, above 0"
             " (evaluation is greedy by itself)"
         )
-    if config.algo.overlong.buffer > rollout.response_length:
-        yield (
-            f"algo.overlong.buffer: found {config.algo.overlong.buffer}; it is a part of rollout.response_length"
-            f" ({rollout.response_length}) and must not be longer"
-        )
+    yield from _check_overlong(config.algo.overlong, rollout.response_length)
     for key in ("top_p", "top_k", "min_p"):
         if key in rollout.sglang:
             yield f"rollout.sglang.{key}: refused; log-probs are of the full distribution, not of a truncated one"
@@ -135,4 +133,17 @@ def _check_rollout(config: Config) -> Iterator[str]:
         yield (
             f"rollout.kv_cache_tokens: found {rollout.kv_cache_tokens}; one sequence may have"
             f" data.prompt_length + rollout.response_length = {longest} tokens"
+        )
+
+
+def _check_overlong(overlong: OverlongConfig, response_length: int) -> Iterator[str]:
+    if overlong.buffer is not None and overlong.buffer > response_length:
+        yield (
+            f"algo.overlong.buffer: found {overlong.buffer}; it is a part of rollout.response_length"
+            f" ({response_length}) and must not be longer"
+        )
+    if overlong.penalty > 0 and overlong.buffer is None and overlong.count_buffer(response_length) < 1:
+        yield (
+            f"algo.overlong.buffer_frac: found {overlong.buffer_frac:g}, which is less than one token of"
+            f" rollout.response_length ({response_length}); algo.overlong.penalty > 0 needs at least one"
         )

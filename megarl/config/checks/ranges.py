@@ -69,27 +69,35 @@ OPTIMIZER_RANGES: dict[str, Range] = {
 def check_ranges(config: Config) -> Iterator[str]:
     """One message per number out of its range; NaN and infinities are in none."""
     yield from _find_outside(config, RANGES, "")
-    yield from check_optimizer("policy.optimizer", config.policy.optimizer)
+    yield from check_optimizer("policy.optimizer", config.policy.optimizer, config.train.num_optimizer_steps)
     if needs_critic(config.algo):
-        yield from check_optimizer("critic.optimizer", config.critic.optimizer)
+        steps = config.train.num_optimizer_steps * config.critic.updates_per_policy_update
+        yield from check_optimizer("critic.optimizer", config.critic.optimizer, steps)
 
 
-def check_optimizer(key: str, optimizer: OptimizerConfig) -> Iterator[str]:
-    """One message per problem of the optimizer under `key`."""
+def check_optimizer(key: str, optimizer: OptimizerConfig, steps_per_iteration: int) -> Iterator[str]:
+    """One message per problem of the optimizer under `key`, which takes so many steps in each iteration."""
     yield from _find_outside(optimizer, OPTIMIZER_RANGES, f"{key}.")
     if not 0 <= optimizer.min_lr <= max(optimizer.lr, 0):
         yield f"{key}.min_lr: found {optimizer.min_lr}; it must be between 0 and lr ({optimizer.lr})"
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(optimizer, name) < 1:
             yield f"{key}.{name}: found {getattr(optimizer, name)}; it must be in [0, 1)"
-    decay, steps, warmup = optimizer.decay.value, optimizer.decay_steps, optimizer.warmup_steps
+    yield from _check_decay(key, optimizer, optimizer.count_decay_steps(steps_per_iteration))
+
+
+def _check_decay(key: str, optimizer: OptimizerConfig, steps: int | None) -> Iterator[str]:
+    decay, warmup = optimizer.decay.value, optimizer.warmup_steps
     if decay == "constant":
-        if steps is not None:
+        if optimizer.decay_steps is not None:
             yield f"{key}.decay_steps: has no effect under decay=constant; set decay=linear or cosine, or leave it out"
     elif steps is None:
-        yield f"{key}.decay_steps: found null; decay={decay} needs a number of steps"
+        yield f"{key}.decay_steps: found null; decay={decay} needs a number of steps, or {key}.decay_iterations"
     elif steps <= max(warmup, 0):
-        yield f"{key}.decay_steps: found {steps}; it must be above {key}.warmup_steps ({warmup}), which it includes"
+        found = f"decay_steps: found {optimizer.decay_steps}"
+        if optimizer.decay_steps is None:
+            found = f"decay_iterations: found {optimizer.decay_iterations}, which is {steps} optimizer steps"
+        yield f"{key}.{found}; it must be above {key}.warmup_steps ({warmup}), which it includes"
 
 
 def _find_outside(node: object, ranges: dict[str, Range], prefix: str) -> Iterator[str]:

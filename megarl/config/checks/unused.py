@@ -1,45 +1,29 @@
 """Keys that were set and have no effect: those of the algorithm (algo_keys.py), and the table of all others."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 
 from megarl.algo.declarations import is_on
 from megarl.algo.registry import needs_critic
 from megarl.config.checks.algo_keys import Dead, find_dead_keys, list_declared_keys
+from megarl.config.checks.rule import Rule
+from megarl.config.checks.size_rules import SIZE_RULES, decays
 from megarl.config.schema.data import FileDataConfig
 from megarl.config.schema.model import ModelSource
-from megarl.config.schema.roles import LrDecay, OptimizerConfig, Recompute
+from megarl.config.schema.roles import Recompute
 from megarl.config.schema.rollout import Transport
 from megarl.config.schema.root import Config
 
-
-@dataclass(frozen=True)
-class Rule:
-    """When keys have an effect. A key that none of the rules names always has."""
-
-    keys: tuple[str, ...]
-    """Each with everything below it."""
-    counts: Callable[[Config], bool]
-    reason: str
-    """Why not and what would make it count; {c} is the configuration."""
-    switch: bool = False
-    """Off (null, false, 0, none) is allowed all the same: there is nothing to switch off."""
-
-
-def _decays(optimizer: OptimizerConfig) -> bool:
-    return optimizer.decay is not LrDecay.constant
-
-
 RULES: tuple[Rule, ...] = (
+    *SIZE_RULES,
     Rule(
         ("policy.optimizer.min_lr",),
-        lambda c: _decays(c.policy.optimizer),
+        lambda c: decays(c.policy.optimizer),
         "under policy.optimizer.decay=constant; it counts with linear or cosine",
         switch=True,
     ),
     Rule(
         ("critic.optimizer.min_lr",),
-        lambda c: not needs_critic(c.algo) or _decays(c.critic.optimizer),
+        lambda c: not needs_critic(c.algo) or decays(c.critic.optimizer),
         "under critic.optimizer.decay=constant; it counts with linear or cosine",
         switch=True,
     ),

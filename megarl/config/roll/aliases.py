@@ -84,7 +84,10 @@ ALIASES: dict[str, Alias] = {
         ("algo.topr.negative_loss_coef",),
         "TOPR's weight where the advantage is negative, true is 1; ROLL's ratio is algo.topr.ratio_level=token",
     ),
-    "critic_warmup": Alias(("algo.value_pretrain.steps",), "iterations of the critic alone, before the first one here"),
+    "critic_warmup": Alias(
+        ("algo.value_pretrain.enabled", "algo.value_pretrain.steps"),
+        "iterations of the critic alone, before the first one here; 0: none",
+    ),
     "max_grad_norm": Alias(
         ("policy.optimizer.clip_grad",), "of the policy; the critic's is critic.optimizer.clip_grad"
     ),

@@ -95,6 +95,9 @@ def _resolve_one(given: Mapping[str, Value]) -> dict[str, str]:
     text = value.text
     if name == "use_topr_neg_loss_coef" and isinstance(value.parsed, bool):
         text = "1.0" if value.parsed else "0.0"
+    if name == "critic_warmup":
+        # ROLL's is a number alone; here 0 switches off what may be off already.
+        return {"algo.value_pretrain.steps": text} | ({"algo.value_pretrain.enabled": "true"} if value.parsed else {})
     if alias.choices:
         text = _choose(name, value, alias.choices)
     return dict.fromkeys(alias.targets, text)

@@ -28,13 +28,20 @@ class RewardNormConfig:
 @dataclass
 class OverlongConfig:
     penalty: float = 0.0
-    """Reward subtracted at the length limit; it grows linearly over the last `buffer` tokens (DAPO: 1)."""
-    buffer: int = 0
-    """Tokens before the length limit over which the penalty grows."""
+    """Reward subtracted at the length limit; it grows linearly over the last tokens before it (DAPO: 1)."""
+    buffer: int | None = None
+    """Tokens before the limit over which the penalty grows, whatever buffer_frac is; null: as buffer_frac says."""
+    buffer_frac: float = 0.2
+    """Share of rollout.response_length before the limit over which the penalty grows, rounded to whole tokens (DAPO: a
+    fifth). Only where `buffer` is null."""
     filter: bool = False
     """Responses cut at the length limit get no policy loss; their reward stays in the statistics."""
     filter_critic: bool = False
     """They get no critic loss either."""
+
+    def count_buffer(self, response_length: int) -> int:
+        """Tokens before the limit over which the penalty grows."""
+        return round(self.buffer_frac * response_length) if self.buffer is None else self.buffer
 
 
 @dataclass
@@ -98,8 +105,10 @@ class ReplayConfig:
 class ValuePretrainConfig:
     """Critic updates towards the Monte-Carlo return before the first policy update, the policy frozen."""
 
-    steps: int = 0
-    """Most iterations of it (each a rollout and the critic's minibatches); 0: off."""
+    enabled: bool = False
+    """Whether there is value pretraining. The algorithm decides that, and the model how long it takes."""
+    steps: int = 50
+    """Most iterations of it (each a rollout and the critic's minibatches), where it is enabled; 0: off."""
     rollouts: str | None = None
     """A rollouts.jsonl of an earlier run (logger.save_rollouts) to learn from, instead of fresh responses."""
     patience: int | None = 10
@@ -110,6 +119,11 @@ class ValuePretrainConfig:
     taken_from: str | None = None
     """RUN_DIR of a `python -m megarl.pretrain_value` whose value pretraining is the one configured here: training goes
     on from it as if it had done it itself. A sweep sets it."""
+
+    @property
+    def num_steps(self) -> int:
+        """Most iterations of value pretraining; 0 where there is none."""
+        return self.steps if self.enabled else 0
 
 
 @dataclass

@@ -93,19 +93,38 @@ class OptimizerConfig:
     """AdamW with Megatron's distributed optimizer."""
 
     lr: float = 1e-6
+    """Learning rate after the warm-up."""
     min_lr: float = 0.0
+    """Learning rate at the end of the decay, and after it."""
     warmup_steps: int = 0
+    """Optimizer steps over which the rate rises linearly from 0 to lr."""
     decay: LrDecay = LrDecay.constant
+    """How the rate falls from lr to min_lr."""
+    decay_iterations: int | None = None
+    """Iterations after which the rate is min_lr, the warm-up included, with as many optimizer steps in each as training
+    has (of a critic, its steps of value pretraining count too). Only where decay_steps is null."""
     decay_steps: int | None = None
+    """Optimizer steps after which the rate is min_lr, whatever decay_iterations is; null: as decay_iterations says."""
     weight_decay: float = 0.0
+    """Decoupled weight decay; biases and norms are not decayed."""
     beta1: float = 0.9
+    """Decay of Adam's mean of gradients."""
     beta2: float = 0.95
+    """Decay of Adam's mean of squared gradients."""
     eps: float = 1e-8
+    """Added to the denominator of Adam's update."""
     clip_grad: float = 1.0
+    """Largest global norm of the gradient of one optimizer step; larger ones are scaled down to it. 0: not clipped."""
     overlap_grad_reduce: bool = False
     """Reduce gradients over data-parallel ranks while the backward pass still runs."""
     overlap_param_gather: bool = False
     """Gather updated weights from data-parallel ranks while the next forward pass runs; needs overlap_grad_reduce."""
+
+    def count_decay_steps(self, steps_per_iteration: int) -> int | None:
+        """Optimizer steps after which the rate is min_lr; None where neither key says."""
+        if self.decay_steps is None and self.decay_iterations is not None:
+            return self.decay_iterations * steps_per_iteration
+        return self.decay_steps
 
 
 @dataclass

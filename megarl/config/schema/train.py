@@ -2,27 +2,65 @@
 
 from dataclasses import dataclass
 
+DEFAULT_PROMPTS = 512
+"""Prompts of an iteration where neither prompts_per_iteration nor samples_per_iteration is given."""
+
 
 @dataclass
 class TrainConfig:
     num_iterations: int = 100
-    prompts_per_iteration: int = 512
+    """Iterations of the whole training; each is a rollout and the update on its responses."""
+    samples_per_iteration: int | None = None
+    """Responses of one iteration; the number of prompts follows: samples_per_iteration / responses_per_prompt. Only
+    where prompts_per_iteration is null; null in both is 512 prompts."""
+    prompts_per_iteration: int | None = None
+    """Prompts of one iteration, whatever samples_per_iteration is; null: as samples_per_iteration says."""
     responses_per_prompt: int = 1
-    """K, the group size."""
+    """K, the responses sampled for each prompt: the group size."""
     samples_per_minibatch: int = 512
-    """Samples per optimizer step."""
+    """Samples of one optimizer step, over all data-parallel ranks. Only where num_minibatches is null."""
+    num_minibatches: int | None = None
+    """Minibatches that the samples of an iteration are split into, whatever samples_per_minibatch is; null: as
+    samples_per_minibatch says."""
     tokens_per_microbatch: int = 16384
     """Tokens per forward, prompts included; a longer sequence makes a micro-batch of its own."""
     epochs_per_iteration: int = 1
+    """Passes of the update over the samples of an iteration."""
     eval_every: int = 10
     """Iterations between evaluations on held-out prompts; they also run before the first and after the last."""
     num_eval_prompts: int = 256
     """Most held-out prompts of an evaluation."""
     stop_at_heldout_reward: float | None = None
-    """End early once the held-out reward reaches this."""
+    """End early once the held-out reward reaches this; null: never."""
     max_samples: int | None = None
     """End after the iteration in which this many responses have been generated in all, those of value pretraining and
-    of groups that dynamic sampling dropped included."""
+    of groups that dynamic sampling dropped included; null: no limit."""
     max_minutes: float | None = None
-    """End cleanly after the iteration in which this much time has passed since the processes stood; counted anew by a
-    run that goes on."""
+    """End cleanly after the iteration in which this many minutes have passed since the processes started; counted anew
+    by a run that is resumed. null: no limit."""
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of one iteration."""
+        if self.prompts_per_iteration is not None:
+            return self.prompts_per_iteration
+        if self.samples_per_iteration is not None:
+            return self.samples_per_iteration // self.responses_per_prompt
+        return DEFAULT_PROMPTS
+
+    @property
+    def num_samples(self) -> int:
+        """Responses of one iteration: prompts x responses."""
+        return self.num_prompts * self.responses_per_prompt
+
+    @property
+    def minibatch_size(self) -> int:
+        """Samples of one optimizer step."""
+        if self.num_minibatches is not None:
+            return self.num_samples // self.num_minibatches
+        return self.samples_per_minibatch
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Optimizer steps of the policy in one iteration."""
+        return self.num_samples // max(1, self.minibatch_size) * self.epochs_per_iteration

@@ -108,7 +108,8 @@ def kl(d, estimator):
 def shape_rewards(batch, algo, response_length):
     rewards = list(batch.rewards)
     if algo.overlong.penalty:
-        buffer = algo.overlong.buffer
+        overlong = algo.overlong
+        buffer = round(overlong.buffer_frac * response_length) if overlong.buffer is None else overlong.buffer
         for i, length in enumerate(batch.lengths):
             over = length - (response_length - buffer)
             rewards[i] -= algo.overlong.penalty * min(max(over / buffer, 0.0), 1.0)

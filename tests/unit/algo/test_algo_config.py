@@ -22,8 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")
 
 
 def steps(train) -> int:
-    samples = train.prompts_per_iteration * train.responses_per_prompt
-    return samples // train.samples_per_minibatch * train.epochs_per_iteration
+    return train.num_optimizer_steps
 
 
 def test_the_presets_are_those_of_the_table():
@@ -170,12 +169,12 @@ CONTRADICTIONS = [
     ({"kl__in_loss": True, "kl__loss_coef": 0.0}, 1, 1, "algo.kl.loss_coef: 0.0 found"),
     ({"kl__in_reward": True, "kl__coef": 0.0}, 1, 1, "algo.kl.coef: 0.0 found"),
     ({"kl__target": 0.1}, 1, 1, "algo.kl.target: 0.1 found"),
-    ({"overlong__penalty": 1.0}, 1, 1, "algo.overlong.buffer: 0 found"),
+    ({"overlong__penalty": 1.0, "overlong__buffer": 0}, 1, 1, "algo.overlong.buffer: 0 found"),
     ({"overlong__buffer": 4}, 1, 1, "algo.overlong.buffer: 4 found"),
     ({"overlong__filter_critic": True}, 1, 1, "algo.overlong.filter_critic: true found"),
     ({"rl_loss_coef": 0.0}, 1, 1, "algo.rl_loss_coef: 0 found"),
     ({"topr__positive_loss_coef": 1.0}, 1, 1, "algo.advantage: gae found; the topr terms"),
-    ({"advantage": "group", "value_pretrain__steps": 5}, 4, 1, "algo.value_pretrain.steps: 5 found"),
+    ({"advantage": "group", "value_pretrain__enabled": True}, 4, 1, "algo.value_pretrain.enabled: true"),
     ({"advantage": "group", "value_clip": 0.2}, 4, 1, "algo.value_clip: 0.2 found"),
     ({"value_loss_agg_mode": LossAggMode["seq-mean-token-sum-norm"]}, 1, 1, "algo.value_loss_agg_mode"),
     ({"clip_low": 1.2}, 1, 1, "algo.clip_low: 1.2 found"),

@@ -123,7 +123,11 @@ WORKING: dict[str, list[tuple[list[str], dict[str, object]]]] = {
         (["algo=grpo", "use_topr_neg_loss_coef=true"], {"algo.topr.negative_loss_coef": 1.0}),
         (["algo=topr", "use_topr_neg_loss_coef=false"], {"algo.topr.negative_loss_coef": 0.0}),
     ],
-    "critic_warmup": [(["critic_warmup=7"], {"algo.value_pretrain.steps": 7})],
+    "critic_warmup": [
+        (["critic_warmup=7"], {"algo.value_pretrain.steps": 7}),
+        (["algo=ppo", "critic_warmup=7"], {"algo.value_pretrain.enabled": True, "algo.value_pretrain.steps": 7}),
+        (["algo=grpo", "critic_warmup=0"], {"algo.value_pretrain.enabled": False}),
+    ],
     "max_grad_norm": [(["max_grad_norm=0.5"], {"policy.optimizer.clip_grad": 0.5})],
     "importance_sampling": [(["importance_sampling=token"], {})],
 }

@@ -28,8 +28,7 @@ def test_each_case_is_lite_ppo_with_its_own_values_and_the_sizes_of_the_model(na
     }
     assert found == ADVICE[name]
     assert config.algo.name == "lite_ppo"
-    # conf/algo_model/lite_ppo_MODEL.yaml was found
-    assert (config.train.prompts_per_iteration, config.train.responses_per_prompt) == (32, 8)
+    assert (config.train.num_prompts, config.train.responses_per_prompt) == (32, 8)
 
 
 def test_an_algorithm_of_the_command_line_wins_over_the_case_and_keeps_its_values():

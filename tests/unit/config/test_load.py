@@ -2,10 +2,12 @@
 
 import pytest
 
-from megarl.config.checks.config import describe_sizes, num_optimizer_steps, num_samples
+from megarl.config.checks.config import describe_sizes
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.load import check_overrides, list_options, load_config
 from megarl.config.open_keys import list_open_keys, open_overrides
+from megarl.config.schema.roles import LrDecay
+from megarl.run.inputs import resolve_decay
 
 
 def problems_of(*overrides: str) -> str:
@@ -57,7 +59,7 @@ def test_an_unknown_choice_of_a_group_lists_the_choices():
     assert "vapo" in message.replace("vapoo", "")
 
 
-@pytest.mark.parametrize("override", ["experiment=foo", "+experiment=foo", "algo_model=foo", "+nogroup=foo"])
+@pytest.mark.parametrize("override", ["experiment=foo", "+experiment=foo", "+nogroup=foo"])
 def test_a_mistyped_option_of_any_group_is_refused_without_an_empty_list_of_choices(override):
     message = problems_of(override)
     assert message.startswith(f"{override.lstrip('+').split('=')[0]}: ")
@@ -76,11 +78,11 @@ def test_every_algorithm_composes_with_every_model(algo, model):
 def test_every_algorithm_composes_with_the_laptop_models_at_256_samples_per_iteration(algo, model):
     config = load_config([f"algo={algo}", f"model={model}"])
     assert (config.algo.name, config.model.name) == (algo, model)
-    assert num_samples(config) == 256
-    assert num_optimizer_steps(config) == (1 if algo == "rloo" else 4)
-    assert config.algo.value_pretrain.steps <= 4
-    steps = config.policy.optimizer.decay_steps
-    assert steps in (None, config.train.num_iterations * num_optimizer_steps(config))
+    assert config.train.num_samples == 256
+    assert config.train.num_optimizer_steps == (1 if algo == "rloo" else 4)
+    assert config.algo.value_pretrain.num_steps <= 4
+    if config.policy.optimizer.decay is LrDecay.linear:
+        assert resolve_decay(config.policy.optimizer, 4).decay_steps == 4 * config.train.num_iterations
 
 
 def test_the_open_fields_of_the_schema_are_found():
@@ -167,9 +169,10 @@ def test_a_number_out_of_its_range_is_an_error_that_names_its_key(override):
 
 
 def test_a_decay_that_ends_within_the_warm_up_is_an_error():
-    assert "policy.optimizer.decay_steps: found 320; it must be above" in problems_of(
-        "policy.optimizer.warmup_steps=320"
-    )
+    expected = "policy.optimizer.decay_iterations: found 80, which is 320 optimizer steps; it must be above"
+    assert expected in problems_of("policy.optimizer.warmup_steps=320")
+    expected = "policy.optimizer.decay_steps: found 20; it must be above policy.optimizer.warmup_steps (20)"
+    assert expected in problems_of("policy.optimizer.warmup_steps=20", "policy.optimizer.decay_steps=20")
     load_config(["policy.optimizer.warmup_steps=319"])
 
 
@@ -197,7 +200,7 @@ def test_a_value_of_the_wrong_type_is_an_error_that_names_its_key(override, key)
         (["rollout.temperature=0"], "rollout.temperature: found 0"),
         (["+rollout.sglang.top_p=0.9"], "rollout.sglang.top_p"),
         (["rollout.kv_cache_tokens=10"], "rollout.kv_cache_tokens: found 10"),
-        (["policy.optimizer.decay_steps=null"], "policy.optimizer.decay_steps"),
+        (["policy.optimizer.decay_iterations=null"], "policy.optimizer.decay_steps: found null; decay=linear needs"),
         (["algo.lambda_policy=fast"], "algo.lambda_policy"),
     ],
 )
@@ -220,11 +223,65 @@ def test_the_nearest_divisor_is_suggested():
     assert "the nearest that does is 6" in problems_of(*config) or "the nearest that does is 8" in problems_of(*config)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "prompts", "minibatch"),
+    [
+        (["algo=vapo"], 16, 64),
+        (["algo=vapo", "train.responses_per_prompt=1"], 256, 64),
+        (["algo=vapo", "train.samples_per_iteration=512"], 32, 64),
+        (["algo=vapo", "train.prompts_per_iteration=8"], 8, 64),
+        (["algo=vapo", "train.num_minibatches=2"], 16, 128),
+        (["algo=rloo", "train.prompts_per_iteration=6"], 6, 24),
+        (["algo=vapo", "train.samples_per_iteration=null"], 512, 64),
+    ],
+)
+def test_sizes_follow_from_each_other(overrides, prompts, minibatch):
+    train = load_config([*overrides, "model=tiny"]).train
+    assert (train.num_prompts, train.minibatch_size) == (prompts, minibatch)
+    assert train.num_samples == prompts * train.responses_per_prompt
+    assert train.num_optimizer_steps == train.num_samples // minibatch
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["train.responses_per_prompt=24"], "samples_per_iteration: found 256, which train.responses_per_prompt (24)"),
+        (["train.responses_per_prompt=24"], "the nearest that it does is 264, of 11 prompts"),
+        (["train.responses_per_prompt=0"], "train.responses_per_prompt: found 0; it must be 1 or more"),
+        (["train.num_minibatches=0"], "train.num_minibatches: found 0; it must be 1 or more"),
+        (["train.num_minibatches=3"], "train.num_minibatches: found 3, which does not divide the 16 prompts x 16"),
+        (["train.samples_per_iteration=64", "train.prompts_per_iteration=16"],
+         "train.samples_per_iteration: has no effect with train.prompts_per_iteration=16, which makes 256 samples"),
+        (["algo=rloo", "train.samples_per_minibatch=64"],
+         "train.samples_per_minibatch: has no effect with train.num_minibatches=1, which makes minibatches of 256"),
+        (["policy.optimizer.decay_iterations=9", "policy.optimizer.decay_steps=9"], "decay_iterations: has no effect"),
+        (["policy.optimizer.decay=constant", "policy.optimizer.decay_iterations=9"], "decay_iterations: has no effect"),
+        (["algo=dapo", "algo.overlong.buffer_frac=0.1", "algo.overlong.buffer=9"], "buffer_frac: has no effect"),
+        (["algo=dapo", "algo.overlong.buffer_frac=0.001"], "algo.overlong.buffer_frac: found 0.001, which is less"),
+        (["algo=ppo", "algo.value_pretrain.steps=9"], "it counts with algo.value_pretrain.enabled=true"),
+    ],
+)  # fmt: skip
+def test_sizes_that_contradict_one_another_are_errors_with_what_would_be_right(overrides, expected):
+    assert expected in problems_of(*overrides, "model=tiny")
+
+
+@pytest.mark.parametrize(("model", "tokens"), [("tiny", 6), ("smollm2_135m", 2), ("qwen3_8b", 1638), ("qwen32b", 3277)])
+def test_dapos_penalty_grows_over_a_share_of_the_length_limit(model, tokens):
+    config = load_config(["algo=dapo", f"model={model}"])
+    assert config.algo.overlong.count_buffer(config.rollout.response_length) == tokens
+    given = load_config(["algo=dapo", f"model={model}", "algo.overlong.buffer=3"])
+    assert given.algo.overlong.count_buffer(given.rollout.response_length) == 3
+
+
+def test_a_constant_rate_needs_nothing_undone_of_the_models_decay():
+    load_config(["model=tiny", "policy.optimizer.decay=constant"])
+
+
 def test_sizes_read_as_one_sentence():
     config = load_config(
         ["train.prompts_per_iteration=8", "train.responses_per_prompt=4", "train.samples_per_minibatch=16"]
     )
-    assert num_optimizer_steps(config) == 2
+    assert config.train.num_optimizer_steps == 2
     sentence = describe_sizes(config)
     assert "8 prompts x 4 responses = 32 samples" in sentence
     assert "16 samples per minibatch" in sentence

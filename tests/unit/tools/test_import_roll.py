@@ -43,7 +43,7 @@ def test_a_reinforce_file_of_rolls_loads_with_the_values_that_it_says():
     assert (train.samples_per_minibatch, policy.parallel.num_processes) == (512, 16)
     assert (policy.optimizer.lr, policy.optimizer.warmup_steps, policy.optimizer.beta2) == (1e-6, 20, 0.999)
     # ROLL's default schedule is linear, over 500 iterations of one optimizer step
-    assert (policy.optimizer.decay.name, policy.optimizer.decay_steps) == ("linear", 500)
+    assert (policy.optimizer.decay.name, policy.optimizer.decay_iterations) == ("linear", 500)
     assert (config.rollout.response_length, config.data.prompt_length, config.rollout.temperature) == (4096, 2048, 0.99)
     assert (config.model.path, config.seed) == ("Qwen/Qwen2.5-7B", 42)
 

@@ -1,0 +1,48 @@
+"""megarl from Python: compose a configuration, run a training. docs/python-api.md shows it.
+
+The functions of megarl/algo/ are used as they are: they take tensors and an `AlgoConfig`, and keep nothing.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.config.checks.config import check_config
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.placement import check_cluster
+from megarl.config.schema.root import Config
+from megarl.config.search_path import write_search_path
+
+if TYPE_CHECKING:
+    from megarl.trainer import Summary
+
+
+def compose(*overrides: str, config_dir: str | Path | Sequence[str | Path] = ()) -> Config:
+    """The checked configuration of `python -m megarl.train OVERRIDES`: `compose("algo=grpo", "seed=2")`.
+
+    config_dir: directories with configuration files of your own, as `--config-dir` adds them. The result is plain
+    dataclasses, whose fields may be set. Needs no torch. Raises ConfigError, naming each key, what was found and what
+    would be right.
+    """
+    directories = [config_dir] if isinstance(config_dir, str | Path) else list(config_dir)
+    return load_config([*([write_search_path(directories)] if directories else []), *overrides])
+
+
+def train(config: Config, run_dir: str | Path) -> "Summary":
+    """Train as configured: processes are started, and ended before this returns. Everything is written to `run_dir`,
+    the trained policy to `run_dir`/policy; a run that is there already is resumed from its newest checkpoint.
+
+    Returns the number of iterations and the last held-out reward (0 to 1). Raises ConfigError for a configuration that
+    contradicts itself, the machine or the run in `run_dir`, and Stopped, after a checkpoint, for an interrupt (Ctrl-C,
+    a notebook's stop), where it is called from the main thread.
+    """
+    problems = check_config(config) or list(check_cluster(config, "train"))
+    if problems:
+        raise ConfigError(problems)
+    # Only now: importing torch and Ray takes seconds that `compose` need not wait.
+    from megarl.run.recorded import run_recorded
+    from megarl.run.signals import stopping_on_signals
+
+    with stopping_on_signals():
+        return run_recorded(config, Path(run_dir).expanduser().resolve())

@@ -1,0 +1,73 @@
+"""megarl.api in a script or notebook; the blocks of docs/python-api.md."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+
+from megarl.api import compose, train
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.run.resume import save_run
+
+ROOT = Path(__file__).resolve().parents[3]
+BLOCKS = re.findall(r"^```python( run)?\n(.*?)^```", (ROOT / "docs/python-api.md").read_text(), re.M | re.S)
+
+
+def test_compose_gives_what_the_command_line_composes():
+    assert compose("algo=grpo", "seed=2") == load_config(["algo=grpo", "seed=2"])
+    assert compose() == load_config([])
+
+
+def test_composing_leaves_hydra_as_it_was(tmp_path):
+    (tmp_path / "mine.yaml").write_text("a: 1\n")
+    compose()
+    assert not GlobalHydra.instance().is_initialized()
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        assert compose("algo=grpo").algo.name == "grpo"
+        assert hydra_compose("mine") == {"a": 1}
+
+
+def test_files_of_ones_own_are_composed(tmp_path):
+    (tmp_path / "algo").mkdir()
+    (tmp_path / "algo" / "mine.yaml").write_text("# @package _global_\ndefaults: [vapo]\nalgo: {name: mine}\n")
+    assert compose("algo=mine", config_dir=tmp_path).algo.name == "mine"
+    assert compose("algo=mine", config_dir=[tmp_path]).algo.name == "mine"
+    with pytest.raises(ConfigError, match="config_dir: found /nowhere"):
+        compose(config_dir="/nowhere")
+
+
+def test_importing_the_api_and_composing_needs_no_torch():
+    code = "import sys, megarl.api; megarl.api.compose(); sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_a_field_that_was_set_wrongly_is_refused_before_anything_starts(tmp_path):
+    config = compose()
+    config.train.samples_per_minibatch = 100
+    with pytest.raises(ConfigError, match=r"train\.samples_per_minibatch: found 100"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_runs_folder_is_refused_by_what_differs(tmp_path):
+    save_run(tmp_path / "run", compose("seed=1"), [])
+    with pytest.raises(ConfigError, match="seed: the run has 1, now 2"):
+        train(compose("seed=2"), tmp_path / "run")
+
+
+@pytest.mark.parametrize("number", [n for n, (is_run, _) in enumerate(BLOCKS) if not is_run])
+def test_the_blocks_of_the_page_run(number, capsys):
+    assert len(BLOCKS) == 5
+    code = BLOCKS[number][1]
+    exec(compile(code, f"docs/python-api.md block {number}", "exec"), {"__name__": "__main__"})
+    printed = capsys.readouterr().out
+    for expected in re.findall(r"# (algo\..*)$", code, re.M):
+        assert expected in printed
+    if "compute_gae" in code:
+        assert "0.8000, 0.5000, 0.1000" in printed

@@ -1,0 +1,88 @@
+"""--config-dir: a user's own configuration files, beside megarl's."""
+
+import json
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import check_overrides, expand_sweep, list_options, load_config
+from megarl.config.search_path import CONF_DIR, list_config_dirs, take_config_dirs
+from megarl.run.resume import save_run, take_resume
+from megarl.sweep.sharing import list_pretraining_overrides
+
+
+@pytest.fixture
+def mine(tmp_path):
+    files = {
+        "algo/mine.yaml": "# @package _global_\ndefaults: [vapo]\nalgo: {name: mine, clip_high: 0.4}\n",
+        "model/mine.yaml": "# @package _global_\ndefaults: [tiny]\nmodel: {name: mine}\n",
+        "data/mine.yaml": "defaults: [letter_count_schema, _self_]\nletters: xyz\n",
+        "experiment/mine.yaml": "# @package _global_\nalgo: {clip_high: 0.3}\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "it's mine" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "it's mine" / name).write_text(text)
+    return tmp_path / "it's mine"
+
+
+def test_the_option_becomes_an_override_that_names_the_directory_wherever_it_stands(mine, monkeypatch):
+    monkeypatch.chdir(mine.parent)
+    forms = (["--config-dir", mine.name], [f"--config-dir={mine.name}"], ["-cd", str(mine)])
+    found = {tuple(take_config_dirs(["-m", "algo=mine", *form])) for form in forms}
+    assert len(found) == 1
+    path, *rest = found.pop()
+    assert rest == ["-m", "algo=mine"]
+    assert list_config_dirs([path]) == [CONF_DIR, mine]
+    assert take_config_dirs(["algo=vapo"]) == ["algo=vapo"]
+
+
+def test_each_of_the_users_files_is_an_option_like_megarls_own(mine):
+    overrides = take_config_dirs([f"--config-dir={mine}", "algo=mine", "model=mine", "data=mine"])
+    config = load_config(overrides)
+    assert (config.algo.name, config.model.name, config.data.letters) == ("mine", "mine", "xyz")
+    assert (config.algo.clip_high, config.train.num_prompts) == (0.4, 16)
+    assert {"mine", "vapo"} <= set(list_options("algo", overrides))
+    assert "mine" not in list_options("algo")
+
+
+def test_errors_name_the_choices_of_both_directories_and_the_users_file(mine):
+    path = take_config_dirs([f"--config-dir={mine}"])
+    with pytest.raises(ConfigError, match=r"algo: found 'their'; the choices are dapo, grpo, lite_ppo, mine, ppo"):
+        load_config([*path, "algo=their"])
+    with pytest.raises(ConfigError, match=r"algo\.clip_hihg: no such key; did you mean algo\.clip_high"):
+        load_config([*path, "algo=mine", "algo.clip_hihg=1"])
+    with pytest.raises(ConfigError, match=r"algo\.clip_high \(from .*mine/experiment/mine\.yaml\): has no effect"):
+        load_config([*path, "experiment=mine", "algo=rloo"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--config-dir", "/nowhere"], "--config-dir: found /nowhere; it must be a directory"),
+        (["--config-dir"], "--config-dir: found nothing"),
+        (["-cd=/tmp", "hydra.searchpath=[/x]"], "hydra.searchpath: found beside --config-dir"),
+    ],
+)
+def test_a_directory_that_cannot_be_is_an_error(arguments, expected):
+    with pytest.raises(ConfigError) as caught:
+        take_config_dirs(arguments)
+    assert expected in str(caught.value)
+
+
+def test_a_file_that_megarls_own_would_hide_is_an_error(mine):
+    (mine / "algo" / "vapo.yaml").write_text("# @package _global_\nalgo: {clip_high: 0.9}\n")
+    with pytest.raises(ConfigError, match=r"algo/vapo\.yaml: megarl has a algo/vapo\.yaml too.*rename yours"):
+        load_config(take_config_dirs([f"--config-dir={mine}"]))
+
+
+def test_sweeps_and_resumed_runs_keep_the_directory(mine, tmp_path):
+    overrides = take_config_dirs([f"--config-dir={mine}", "algo=mine", "algo.clip_high=0.3,0.4", "hydra.run.dir=x"])
+    path = overrides[0]
+    assert expand_sweep(overrides) == [[path, "algo=mine", f"algo.clip_high={clip}"] for clip in ("0.3", "0.4")]
+    check_overrides(overrides)
+    config = load_config([path, "algo=mine"])
+    assert path in list_pretraining_overrides(config, [path, "algo=mine"])
+    save_run(tmp_path / "run", config, [path, "algo=mine"])
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["overrides"] == [path, "algo=mine"]
+    arguments, _ = take_resume([f"resume={tmp_path / 'run'}"])
+    assert arguments[:2] == [path, "algo=mine"]

@@ -1,0 +1,90 @@
+"""A wheel, unpacked elsewhere and run without the checkout: conf/, slurm/ and tools/ come with it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+MODEL = """# @package _global_
+defaults: [tiny]
+model: {name: mine, random: {num_layers: 1}}
+"""
+ALGO = """# @package _global_
+algo: {name: my_algo, advantage: group, clip_high: 0.3}
+train: {responses_per_prompt: 4}
+"""
+DATA = """defaults: [jsonl_schema, _self_]
+path: problems.jsonl
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder that megarl was installed into, as `pip install .` does."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    # The build leaves files beside pyproject.toml: it gets a copy of what git would.
+    source = tmp_path_factory.mktemp("source")
+    names = ["megarl", "conf", "tools", "slurm", "pyproject.toml", "README.md"]
+    subprocess.run(["cp", "-a", *(str(ROOT / name) for name in names), str(source)], check=True)
+    subprocess.run([*command, "--target", str(folder), str(source)], check=True, cwd=source, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A user's own directory of configuration files."""
+    for group, name, text in (("model", "mine", MODEL), ("algo", "my_algo", ALGO), ("data", "my_problems", DATA)):
+        (tmp_path / "my conf" / group).mkdir(parents=True)
+        (tmp_path / "my conf" / group / f"{name}.yaml").write_text(text)
+    return tmp_path / "my conf"
+
+
+def run(site, folder, *arguments, code=0):
+    """Of a Python that sees the installed package and not the checkout."""
+    # An editable install of the checkout is imported by a hook of site-packages, which comes after PYTHONPATH.
+    environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_an_installed_megarl_has_its_configuration_jobs_and_tools_with_it(site, tmp_path):
+    found = run(site, tmp_path, "-c", "import megarl; print(megarl.__path__[0])").strip()
+    assert found == str(site / "megarl")
+    for name in ("conf/config.yaml", "conf/algo/vapo.yaml", "slurm/train.sh", "tools/install/cpu.lock"):
+        assert (site / "megarl" / name).read_bytes() == (ROOT / name).read_bytes()
+    assert os.access(site / "megarl/slurm/train.sh", os.R_OK)
+    assert not (site / "megarl/tools/bench").exists()
+
+
+def test_the_commands_of_an_installed_megarl_find_the_configuration(site, tmp_path):
+    assert "algo: dapo, grpo" in run(site, tmp_path, "-m", "megarl.train", "--help")
+    assert "name: qwen3_8b" in run(site, tmp_path, "-m", "megarl.train", "model=qwen3_8b", "--cfg", "job")
+    assert "megarl.tools.plan" in run(site, tmp_path, "-m", "megarl.tools.plan", "--help")
+    assert "--write NAME" in run(site, tmp_path, "-m", "megarl.tools.import_roll", "--help")
+    plan = run(site, tmp_path, "-m", "megarl.tools.plan", "cluster=slurm", code=2)
+    assert "SLURM_JOB_NUM_NODES" in plan
+
+
+def test_a_job_script_of_an_installed_megarl_runs_the_package_that_it_lies_in(site, tmp_path):
+    script = str(site / "megarl/slurm/train.sh")
+    done = subprocess.run(
+        ["bash", script, "--local", "--nodes=1", "--gpus-per-node=8", "model=qwen3_8b", "cluster=slurm"],
+        cwd=tmp_path, env={**os.environ, "MEGARL_PYTHON": sys.executable}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert f"PYTHONPATH={site}" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_users_directory_adds_an_algorithm_a_model_and_data(site, tmp_path, mine):
+    chosen = ("algo=my_algo", "model=mine", "data=my_problems", "reward=exact")
+    for option in (("--config-dir", str(mine)), (f"--config-dir={mine}",), ("-cd", "my conf")):
+        text = run(site, tmp_path, "-m", "megarl.train", *option, *chosen, "--cfg", "job")
+        assert "name: my_algo" in text
+        assert "path: problems.jsonl" in text
+    message = run(site, tmp_path, "-m", "megarl.train", "--config-dir", str(mine), "model=their", code=2)
+    assert "model: found 'their'; the choices are llama3_8b, mine, qwen2_5_7b" in message
