@@ -33,7 +33,7 @@ def build_random_checkpoint(config: RandomModelConfig, cache_dir: Path) -> Path:
 
 def check_random_model(config: RandomModelConfig) -> list[str]:
     """What is wrong with the numbers: one message each, naming the key."""
-    problems = []
+    problems: list[str] = []
     if config.family not in FAMILIES:
         found = f"model.random.family: found {config.family!r}; it must be one of {', '.join(FAMILIES)}"
         return [found]

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
 
 from megarl.config.schema.roles import ParallelConfig
 from megarl.mcore.model.architecture import read_architecture
@@ -122,7 +122,7 @@ def run_layouts(
     for size in sorted({spec.parallel.num_processes for spec in specs.values()}):
         group = {name: spec for name, spec in specs.items() if spec.parallel.num_processes == size}
         out = scratch / f"metrics-{size}.pt"
-        processes = torch.multiprocessing.start_processes(
+        processes = start_processes(
             _run_rank, (size, group, samples, num_steps, scratch, out), nprocs=size, join=False, start_method="spawn"
         )
         _wait(processes, size, deadline_s * len(group))

@@ -90,6 +90,7 @@ class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cells: Tensor, rectangle: Rectangle) -> Tensor:
         ctx.rectangle, ctx.shape = rectangle, cells.shape
+        assert rectangle.cells is not None, "a full rectangle has its tokens in order"
         return cells.index_select(0, rectangle.cells)
 
     @staticmethod
@@ -141,6 +142,7 @@ def packed_causal_attention(
     sizes = [rectangle.num_tokens for rectangle in rectangles]
     cut = zip(rectangles, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     parts = [
-        to_tokens(_attention(*(to_rows(x, rectangle) for x in qkv), scale=scale), rectangle) for rectangle, *qkv in cut
+        to_tokens(_attention(to_rows(q, rectangle), to_rows(k, rectangle), to_rows(v, rectangle), scale), rectangle)
+        for rectangle, q, k, v in cut
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

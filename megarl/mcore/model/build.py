@@ -224,6 +224,7 @@ class PackedGPT(GPTModel):
         if self.config.sequence_parallel:
             # What follows gives every rank the whole gradient, so that each takes its part of it.
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        assert packed_seq_params.predictors is not None, "batches say what predicts their responses"
         hidden_states = hidden_states.index_select(0, packed_seq_params.predictors)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         out, _ = self.output_layer(hidden_states, weight=weight)

@@ -68,7 +68,7 @@ def mark_experts(model: torch.nn.Module) -> None:
     """
     for name, param in model.named_parameters():
         if ".mlp.experts." in name:
-            param.allreduce = False
+            setattr(param, "allreduce", False)  # noqa: B010
             if not hasattr(param, "tensor_model_parallel"):
                 # Not a copy of another rank's weight, whatever the tensor parallelism of the rest of the model.
                 set_tensor_model_parallel_attributes(param, True, 0 if "linear_fc1" in name else 1, 1)

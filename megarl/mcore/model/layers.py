@@ -52,7 +52,7 @@ class RMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Each tensor-parallel rank normalises its own part of the sequence: Megatron adds up the weight's
         # gradients.
-        self.weight.sequence_parallel = config.sequence_parallel
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: Tensor) -> Tensor:
         return _RMSNorm.apply(x, self.weight, self.eps)
@@ -110,11 +110,12 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
         """query [S, 1, H, D], key and value [S, 1, K, D] -> [S, 1, H * D]"""
-        qkv, rectangles = (x.squeeze(1) for x in (query, key, value)), packed_seq_params.rectangles
-        share = packed_seq_params.attention_share
+        assert packed_seq_params is not None, "batches are packed"
+        q, k, v = (x.squeeze(1) for x in (query, key, value))
+        rectangles, share = packed_seq_params.rectangles, packed_seq_params.attention_share
         if share is None:
-            return packed_causal_attention(*qkv, rectangles, self.scale).unsqueeze(1)
-        return context_attention(*qkv, rectangles, share, self.scale).unsqueeze(1)
+            return packed_causal_attention(q, k, v, rectangles, self.scale).unsqueeze(1)
+        return context_attention(q, k, v, rectangles, share, self.scale).unsqueeze(1)
 
 
 class ValueHead(MegatronModule):

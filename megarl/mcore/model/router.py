@@ -50,6 +50,7 @@ class Router(TopKRouter):
     (ST-MoE, 2202.08906, eq. 5). Both for each layer, added up.
     """
 
+    expert_bias: Tensor | None
     load: Load | None = None
     packed: PackedSeqParams | None = None
     """Of the micro-batch at hand; set by the layer"""
@@ -58,7 +59,7 @@ class Router(TopKRouter):
         """Move and convert everything but the correction bias, which is moved and keeps its float32 numbers."""
         bias = self.expert_bias
         super()._apply(fn, recurse)
-        if bias is not None:
+        if bias is not None and self.expert_bias is not None:
             self.expert_bias = bias.to(self.expert_bias.device)
         return self
 
@@ -95,6 +96,7 @@ class Router(TopKRouter):
     def _balance(self, logits: Tensor, routes: Tensor, numbers: Tensor) -> Tensor:
         """This rank's part of the load-balancing term: its tokens' probabilities with the whole sequences' routes."""
         assert self.load is not None
+        assert self.packed is not None
         # One more row for padding.
         num_rows = self.packed.cu_seqlens_q.numel()
         rows = torch.where(numbers < 0, num_rows - 1, numbers)
@@ -144,13 +146,14 @@ def compute_load_metrics(chunks: Sequence[torch.nn.Module], name: str) -> dict[s
     NAME/moe_max_load: tokens of the busiest expert of a layer over those of an average one; NAME/moe_aux_loss and
     NAME/moe_z_loss: the terms without their coefficients, where these are not 0.
     """
-    config = chunks[0].config
+    config: Any = chunks[0].config
     if config.num_moe_experts is None:
         return {}
     size = (config.num_layers, config.num_moe_experts + 2)
     table = torch.zeros(size, dtype=torch.float64, device=device())
     # A stage may have dense layers alone.
     for router in find_routers(chunks):
+        assert router.load is not None, "start_minibatch comes before"
         table[router.layer_number - 1] = torch.cat([router.load.tokens, router.load.terms])
     dist.all_reduce(table)
     if isinstance(config.moe_layer_freq, list):
