@@ -109,7 +109,7 @@ def describe_layout(parallel: ParallelConfig) -> str:
 def run_layouts(
     specs: Mapping[str, WorkerSpec], samples: TrainingSamples, num_steps: int, scratch: Path, deadline_s: float
 ) -> dict[str, LayoutRun]:
-    """Under each spec the same `num_steps` optimizer steps, each over all samples; results under `scratch`.
+    """Run the same `num_steps` optimizer steps over all samples under each spec; results under `scratch`.
 
     A critic whose checkpoint has no value head gets a random one: its own head of zeros would leave all other gradients
     at zero. Layouts of as many processes run one after the other in one group of processes, started with spawn: the

@@ -175,7 +175,7 @@ class MegatronWorker:
         dist.barrier()
 
     def save(self, directory: Path) -> None:
-        """Both at once; `load` continues from it under any layout."""
+        """Begin and finish a save; `load` continues from it under any layout."""
         self.begin_save(directory)
         self.finish_save()
 
@@ -248,7 +248,7 @@ class MegatronWorker:
     def _logprobs(
         self, logits: Tensor, batch: PackedBatch, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Of all the batch's response tokens; logits are of those which this rank predicts."""
+        """Log-probs of all the batch's response tokens, from the logits of those which this rank predicts."""
         logprobs, entropy = compute_logprobs(logits, batch.own_targets, temperature, self._shard(logits), with_entropy)
         return batch.gather(logprobs), None if entropy is None else batch.gather(entropy)
 
@@ -325,7 +325,7 @@ class MegatronWorker:
 
 
 def _take_gradient(tensor: Tensor) -> Tensor:
-    """Of a constant beside the parameters: zeros."""
+    """The gradient of a parameter; zeros for a constant."""
     return getattr(tensor, "main_grad") if isinstance(tensor, torch.nn.Parameter) else torch.zeros_like(tensor)  # noqa: B009
 
 

@@ -1,6 +1,4 @@
-"""The import hook behind `device.install`: rewrites CUDA names in Megatron's syntax trees while its modules
-load.
-"""
+"""The import hook behind `device.install`: rewrites CUDA names in Megatron's syntax trees while it loads."""
 
 import ast
 import functools

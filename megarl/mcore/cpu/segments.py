@@ -111,9 +111,7 @@ def to_tokens(rows: Tensor, rectangle: Rectangle) -> Tensor:
 
 
 def _dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention that holds the scores: query [n, H, L, D], key and value [n, K, L, D] -> [n, H, L,
-    D].
-    """
+    """Causal attention that holds the scores: query [n, H, L, D], key and value [n, K, L, D] -> [n, H, L, D]."""
     n, num_heads, width, size = query.shape
     num_groups = key.shape[1]
     # The H / K query heads of a group are rows of one product with its key: nothing is repeated.
@@ -136,9 +134,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tenso
 def packed_causal_attention(
     query: Tensor, key: Tensor, value: Tensor, rectangles: tuple[Rectangle, ...], scale: float
 ) -> Tensor:
-    """query [S, H, D], key and value [S, K, D] with K dividing H -> [S, H * D]; no token sees another
-    sequence.
-    """
+    """query [S, H, D], key and value [S, K, D] with K dividing H -> [S, H * D]; no token sees another sequence."""
     sizes = [rectangle.num_tokens for rectangle in rectangles]
     cut = zip(rectangles, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     parts = [

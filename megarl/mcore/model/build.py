@@ -69,8 +69,7 @@ def _own_fields(arch: Architecture, parallel: ParallelConfig, dtype: Dtype) -> d
         # Weights come from the checkpoint.
         "perform_initialization": False,
         "use_cpu_initialization": device().type == "cpu",
-        # Losses are already divided by the global counts: gradients are the pure sum over micro-batches and
-        # ranks.
+        # Losses are already divided by the global counts: gradients are pure sums over micro-batches and ranks.
         "calculate_per_token_loss": True,
         **build_expert_fields(arch, parallel),
         **FAMILIES[arch.family].megatron_fields(arch),
@@ -214,8 +213,7 @@ class PackedGPT(GPTModel):
         out = super()._preprocess(input_ids, position_ids, *args, **kwargs)
         if uses_transformer_engine():
             return out
-        # Rotary angles of the packed positions, once for all layers; Megatron's own way loops over the
-        # sequences.
+        # Rotary angles of the packed positions, once for all layers; Megatron's own way loops over sequences.
         return out[0], out[1].index_select(0, position_ids.view(-1)), *out[2:]
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedParams, **kwargs: Any) -> Tensor:

@@ -28,7 +28,7 @@ vars(moe_utils).setdefault("te_general_gemm", None)
 
 @dataclass
 class Load:
-    """Of one minibatch so far, on one rank and in one layer."""
+    """What one rank counted in one layer of a minibatch so far."""
 
     num_sequences: int
     num_tokens: int
@@ -53,7 +53,7 @@ class Router(TopKRouter):
     expert_bias: Tensor | None
     load: Load | None = None
     packed: PackedSeqParams | None = None
-    """Of the micro-batch at hand; set by the layer"""
+    """Parameters of the micro-batch at hand, set by the layer"""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         """Move and convert everything but the correction bias, which is moved and keeps its float32 numbers."""
@@ -67,7 +67,7 @@ class Router(TopKRouter):
         """Count nothing: the correction bias stays as the checkpoint has it."""
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """As it is: `routing` adds the term."""
+        """Return the logits as they are: `routing` adds the term."""
         return logits
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -141,7 +141,7 @@ def start_minibatch(chunks: Sequence[torch.nn.Module], num_sequences: int, num_t
 
 
 def compute_load_metrics(chunks: Sequence[torch.nn.Module], name: str) -> dict[str, float]:
-    """Of the minibatch, over all ranks and averaged over layers; {} for a dense model. All ranks must call it.
+    """Load of the experts in the minibatch, averaged over layers; {} for a dense model. All ranks must call it.
 
     NAME/moe_max_load: tokens of the busiest expert of a layer over those of an average one; NAME/moe_aux_loss and
     NAME/moe_z_loss: the terms without their coefficients, where these are not 0.

@@ -76,7 +76,7 @@ def compare_tensors(
 
 
 def compare_outputs(a: WeightSource, b: WeightSource, tokens: Tensor) -> OutputDifference:
-    """As `compute_outputs` computes them."""
+    """Outputs as `compute_outputs` gives them."""
     own, other = compute_outputs(a, tokens), compute_outputs(b, tokens)
     what = "values" if a.role is Role.critic else "logits"
     return OutputDifference(what, len(tokens), float((own - other).abs().max()), float(other.abs().max()))
