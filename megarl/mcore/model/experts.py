@@ -41,6 +41,8 @@ def build_expert_fields(arch: Architecture, parallel: ParallelConfig) -> dict[st
         "moe_router_pre_softmax": experts.score_function == "softmax" and not experts.normalized,
         "moe_router_topk_scaling_factor": experts.scaling_factor,
         "moe_router_enable_expert_bias": experts.has_correction_bias,
+        # The router counts no tokens for an update: the bias is the checkpoint's.
+        **({"moe_router_bias_update_rate": 0.0} if experts.has_correction_bias else {}),
         "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
         "moe_grouped_gemm": uses_transformer_engine(),
     }
