@@ -11,13 +11,13 @@ class Experts:
     top_k: int
     """Number of experts that each token goes to"""
     ffn_size: int
-    """Of one expert"""
+    """Rows of one expert's MLP"""
     normalized: bool
     """The weights of a token's experts are their scores divided by their sum, not the scores as they are."""
     num_dense_layers: int = 0
     """The first layers of the model, which keep a dense MLP of `Architecture.ffn_size`"""
     shared_ffn_size: int = 0
-    """Of the MLP that every token passes besides its experts; 0: there is none"""
+    """Rows of the MLP that every token passes besides its experts; 0: there is none"""
     score_function: str = "softmax"
     """What makes scores of the router's logits: softmax or sigmoid"""
     scaling_factor: float | None = None

@@ -21,6 +21,12 @@ def read(config: ConfigJson) -> Architecture:
     config.require("norm_topk_prob", True)
     # Layers that predict further tokens are not trained: exported with the others they would no longer fit them.
     config.require("num_nextn_predict_layers", 0)
+    num_dense, num_layers = config.get("first_k_dense_replace", 1), config["num_hidden_layers"]
+    if not 0 <= num_dense < num_layers:
+        raise ValueError(
+            f"{config.path}: first_k_dense_replace is {num_dense}; it must be below num_hidden_layers, {num_layers}, so"
+            " that a layer has experts"
+        )
     expert_size = config["moe_intermediate_size"]
     num_experts = config.get("n_routed_experts")
     experts = Experts(
@@ -28,7 +34,7 @@ def read(config: ConfigJson) -> Architecture:
         top_k=config["num_experts_per_tok"],
         ffn_size=expert_size,
         normalized=True,
-        num_dense_layers=min(config.get("first_k_dense_replace", 1), config["num_hidden_layers"]),
+        num_dense_layers=num_dense,
         shared_ffn_size=expert_size * config.get("n_shared_experts", 1),
         score_function="sigmoid",
         scaling_factor=float(config.get("routed_scaling_factor", 1.0)),

@@ -39,7 +39,7 @@ class Weight:
     hf_names: tuple[str, ...]
     """The Hugging Face tensors that it is made of: those of its parts, or one that holds them all"""
     shapes: tuple[Shape, ...]
-    """Of the Hugging Face tensors"""
+    """Shapes of the Hugging Face tensors"""
     split: Split = Split.none
     served: str = ""
     """SGLang's tensor; empty: named as the Hugging Face one"""

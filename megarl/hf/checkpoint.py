@@ -1,4 +1,4 @@
-"""From the `model` group to an ordinary Hugging Face checkpoint directory on this machine."""
+"""Resolves the `model` group to an ordinary Hugging Face checkpoint directory on this machine."""
 
 from pathlib import Path
 from typing import Any

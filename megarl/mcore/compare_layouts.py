@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
 
 from megarl.config.schema.roles import ParallelConfig
 from megarl.mcore.model.architecture import read_architecture
@@ -109,7 +109,7 @@ def describe_layout(parallel: ParallelConfig) -> str:
 def run_layouts(
     specs: Mapping[str, WorkerSpec], samples: TrainingSamples, num_steps: int, scratch: Path, deadline_s: float
 ) -> dict[str, LayoutRun]:
-    """Under each spec the same `num_steps` optimizer steps, each over all samples; results under `scratch`.
+    """Run the same `num_steps` optimizer steps over all samples under each spec; results under `scratch`.
 
     A critic whose checkpoint has no value head gets a random one: its own head of zeros would leave all other gradients
     at zero. Layouts of as many processes run one after the other in one group of processes, started with spawn: the
@@ -122,7 +122,7 @@ def run_layouts(
     for size in sorted({spec.parallel.num_processes for spec in specs.values()}):
         group = {name: spec for name, spec in specs.items() if spec.parallel.num_processes == size}
         out = scratch / f"metrics-{size}.pt"
-        processes = torch.multiprocessing.start_processes(
+        processes = start_processes(
             _run_rank, (size, group, samples, num_steps, scratch, out), nprocs=size, join=False, start_method="spawn"
         )
         _wait(processes, size, deadline_s * len(group))

@@ -49,9 +49,7 @@ def _ddp_buffers(chunk: Any) -> list[Any]:
 
 
 class StorageOffloader:
-    """Storages of which the bytes are in host memory, and the memory for them, which is kept from one time to the
-    next: pinning it is slow.
-    """
+    """Storages whose bytes are in host memory, and that memory, which is kept: pinning it is slow."""
 
     def __init__(self, keep: bool = True) -> None:
         """keep: whether the bytes are needed again; without it they come back as zeros."""
@@ -102,9 +100,7 @@ def _synchronize() -> None:
 
 
 class OffloadManager:
-    """Decides what of a worker is on the device: all of it while a verb that needs it runs, and between the verbs what
-    `offload` leaves there.
-    """
+    """Keeps a worker on the device while a verb that needs it runs, and between the verbs what `offload` leaves."""
 
     def __init__(
         self,

@@ -1,6 +1,4 @@
-"""Megatron's AdamW with distributed (sharded) state and float32 master weights, and its learning-rate
-schedule.
-"""
+"""Megatron's AdamW with sharded state and float32 master weights, and its learning-rate schedule."""
 
 import torch
 from megatron.core.optimizer import (

@@ -85,7 +85,7 @@ def run_stage(stage: torch.nn.Module, batch: PackedBatch) -> Tensor:
     return out
 
 
-def _output_dtype(model: torch.nn.Module) -> dict[str, bool]:
+def _output_dtype(model: Any) -> dict[str, bool]:
     """Float16Module would hold a float32 copy of the logits."""
     config = getattr(model, "config", None) or model.module.config
     return {"fp32_output": False} if config.bf16 else {}

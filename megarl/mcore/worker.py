@@ -67,10 +67,12 @@ class MegatronWorker:
         # This rank's pieces of the model: one, or vpp.
         self.chunks = build_chunks(self.arch, self.config, with_value_head=spec.role is Role.critic)
         load_hf(self.chunks, Path(spec.checkpoint), self.arch)
-        self.model = wrap_chunks(self.chunks, self.config, spec.optimizer)
+        # DistributedDataParallel where they are trained.
+        self.model: list[Any] = wrap_chunks(self.chunks, self.config, spec.optimizer)
         sum_gradients(self.config, self.model)
         self.reference = self._build_reference()
-        self.optimizer = self.scheduler = None
+        self.optimizer: Any = None
+        self.scheduler: Any = None
         self._writing: Writing | None = None
         if spec.optimizer is not None:
             self.optimizer = build_optimizer(spec.optimizer, self.config, self.model)
@@ -119,7 +121,7 @@ class MegatronWorker:
 
         Raises FloatingPointError where a gradient is not finite.
         """
-        if self.optimizer is None:
+        if self.spec.optimizer is None:
             raise ValueError(f"{self.spec.role.value} is not trained")
         self._check_tokens(samples.sequences)
         metrics = [self._step(samples.select(rows)) for rows in minibatches]
@@ -173,7 +175,7 @@ class MegatronWorker:
         dist.barrier()
 
     def save(self, directory: Path) -> None:
-        """Both at once; `load` continues from it under any layout."""
+        """Begin and finish a save; `load` continues from it under any layout."""
         self.begin_save(directory)
         self.finish_save()
 
@@ -199,7 +201,7 @@ class MegatronWorker:
         named = {entry.name: param for entry, param in named_entries(self.chunks)}
         for name, param in sorted(named.items()):
             digest.update(name.encode())
-            digest.update(param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            digest.update(param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def shards(self) -> list[tuple[Entry, Tensor]]:
@@ -246,11 +248,12 @@ class MegatronWorker:
     def _logprobs(
         self, logits: Tensor, batch: PackedBatch, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Of all the batch's response tokens; logits are of those which this rank predicts."""
+        """Log-probs of all the batch's response tokens, from the logits of those which this rank predicts."""
         logprobs, entropy = compute_logprobs(logits, batch.own_targets, temperature, self._shard(logits), with_entropy)
         return batch.gather(logprobs), None if entropy is None else batch.gather(entropy)
 
     def _full_kl(self, logits: Tensor, batch: PackedBatch, temperature: float) -> Tensor:
+        assert self.reference is not None, "a policy with a KL of estimator full holds its reference"
         with torch.no_grad():
             ref_logits = run_stage(self.reference[0], batch)
         return batch.gather(compute_full_kl(logits, ref_logits, temperature, self._shard(logits)))
@@ -322,9 +325,8 @@ class MegatronWorker:
 
 
 def _take_gradient(tensor: Tensor) -> Tensor:
-    """Of a constant beside the parameters: zeros."""
-    gradient: Tensor = tensor.main_grad if isinstance(tensor, torch.nn.Parameter) else torch.zeros_like(tensor)
-    return gradient
+    """The gradient of a parameter; zeros for a constant."""
+    return getattr(tensor, "main_grad") if isinstance(tensor, torch.nn.Parameter) else torch.zeros_like(tensor)  # noqa: B009
 
 
 def _accumulate(outputs: list[LossOutput]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -72,15 +72,15 @@ class StageParameters:
     """What each rank of one pipeline stage holds; the ranks of a stage hold equally much."""
 
     num_layers: int
-    """Of all its pieces of the model"""
+    """Layers of all its pieces of the model"""
     dense: int
     """Parameters of which every data- and context-parallel rank has a copy"""
     experts: int
     """Parameters of experts"""
     embedding: int
-    """Of `dense`: the input embedding, or a tied output layer's copy of it"""
+    """The part of `dense` in the input embedding, or a tied output layer's copy of it"""
     head: int
-    """Of `dense`: the output layer or value head"""
+    """The part of `dense` in the output layer or value head"""
 
     @property
     def total(self) -> int:

@@ -19,7 +19,7 @@ def step(worker: Any) -> None:
 
 
 def train_and_save_all(rank: int, world_size: int, specs: dict[str, WorkerSpec], scratch: str) -> None:
-    """Of each: one step, then SCRATCH/name/state as a training checkpoint has it, and SCRATCH/name/export."""
+    """For each: one step, then SCRATCH/name/state as a training checkpoint has it, and SCRATCH/name/export."""
     from megarl.mcore.worker import MegatronWorker
 
     for name, spec in specs.items():
@@ -36,7 +36,7 @@ def train_and_save_all(rank: int, world_size: int, specs: dict[str, WorkerSpec],
 
 
 def load_all(rank: int, world_size: int, specs: dict[str, WorkerSpec], scratch: str) -> dict[str, Any]:
-    """Of each: checksums of a worker that loads SCRATCH/name/converted, before and after a step, and of one that starts
+    """For each: checksums before and after a step, of a worker that loads SCRATCH/name/converted and of one that starts
     from SCRATCH/name/export.
     """
     from dataclasses import replace

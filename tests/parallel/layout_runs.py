@@ -1,6 +1,4 @@
-"""What the processes of the parallel tests run: the same training in one layout after the other, results to
-a file.
-"""
+"""What the processes of the parallel tests run: the same training in one layout after the other."""
 
 import tempfile
 import traceback
@@ -36,8 +34,7 @@ def build_spec(role: Role, checkpoint: Path, layout: str = "one", **changes: Any
         "role": role,
         "checkpoint": str(checkpoint),
         "parallel": LAYOUTS[layout],
-        # A large epsilon: Adam's first steps would otherwise turn rounding in tiny gradients into whole
-        # steps.
+        # A large epsilon: Adam's first steps would otherwise turn rounding in tiny gradients into whole steps.
         "optimizer": OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_grad=1.0) if trained else None,
         "dtype": Dtype.float32,
         "algo": AlgoConfig(entropy_coef=0.01, positive_lm_coef=0.1),
@@ -193,9 +190,7 @@ def run_rank(rank: int, world_size: int, function: Any, arguments: tuple[Any, ..
 
 
 def launch(world_size: int, function: Any, *arguments: Any) -> Any:
-    """Run function(rank, world_size, *arguments, scratch directory) in `world_size` processes; rank 0's
-    result.
-    """
+    """Run function(rank, world_size, *arguments, scratch directory) in `world_size` processes; rank 0's result."""
     with tempfile.TemporaryDirectory() as scratch:
         return launch_in(scratch, world_size, function, *arguments)
 

@@ -9,7 +9,7 @@ from megarl.mcore.worker_spec import WorkerSpec
 
 
 def evaluate_layouts(rank: int, world_size: int, specs: dict[str, WorkerSpec], scratch: str) -> dict[str, Any]:
-    """Of each layout: log-probs at temperature 0.8 of fixed sequences [B, T]."""
+    """For each layout: log-probs at temperature 0.8 of fixed sequences [B, T]."""
     from megarl.mcore.worker import MegatronWorker
 
     results = {}

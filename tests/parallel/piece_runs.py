@@ -19,7 +19,7 @@ def flatten(piece: Piece) -> tuple[Any, ...]:
 def describe_layouts(
     rank: int, world_size: int, specs: dict[str, WorkerSpec], scratch: str
 ) -> dict[str, dict[int, Held]]:
-    """Of each layout: rank -> the pieces that it says it holds."""
+    """For each layout: rank -> the pieces that it says it holds."""
     from megarl.mcore.worker import MegatronWorker
     from megarl.sync.sender import WeightSender
 

@@ -11,7 +11,7 @@ from piece_runs import Held, describe_layouts, flatten
 from safetensors.torch import load_file
 from tiny_checkpoints import build_samples, build_sequences, padded_reference_logprobs, write_checkpoint
 
-from megarl.config.schema.roles import OptimizerConfig, ParallelConfig
+from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
 from megarl.families.registry import FAMILIES
 from megarl.mcore.compare_layouts import LayoutRun, compare_runs, run_layouts
 from megarl.mcore.model.architecture import check_layout, read_architecture
@@ -81,6 +81,7 @@ def runs(models: dict[str, tuple[Path, Any]], tmp_path_factory: pytest.TempPathF
                 if fits(path, parallel):
                     changes = {"parallel": parallel, "tokens_per_microbatch": 60, "optimizer": OPTIMIZER}
                     specs[f"{name}-{role.value}-{layout}"] = build_spec(role, path, **changes)
+    specs["bfloat16"] = build_spec(Role.policy, models["glm4_moe"][0], optimizer=OPTIMIZER, dtype=Dtype.bfloat16)
     return run_layouts(specs, build_samples(), 2, tmp_path_factory.mktemp("runs"), deadline_s=120.0)
 
 
@@ -127,6 +128,18 @@ def test_training_moves_every_weight_but_the_constants(name: str, runs: dict[str
         for tensor in before.names:
             is_constant = tensor.endswith("e_score_correction_bias")
             assert torch.equal(before.read(tensor), after.read(tensor)) is is_constant, tensor
+
+
+def test_the_correction_bias_stays_in_float32_and_as_it_is_in_a_bfloat16_model(
+    models: dict[str, tuple[Path, Any]], runs: dict[str, LayoutRun]
+) -> None:
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    bias = load_file(models["glm4_moe"][0] / "model.safetensors")[name]
+    assert not bias.equal(bias.bfloat16().float())
+    for directory in ("before", "after"):
+        with CheckpointReader(runs["bfloat16"].directory / directory) as reader:
+            assert reader.read(name).equal(bias)
+            assert reader.read("model.layers.1.mlp.gate.weight").dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("name", NAMES)

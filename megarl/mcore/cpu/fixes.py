@@ -30,8 +30,7 @@ def _fix_random(module: ModuleType) -> None:
             self.states_[name] = torch.get_rng_state()
             torch.set_rng_state(outer)
 
-    module._get_cuda_rng_state = get_state
-    module._set_cuda_rng_state = set_state
+    vars(module).update(_get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)
     module.CudaRNGStatesTracker.fork = fork
 
 
@@ -111,8 +110,7 @@ def _fix_mappings(module: ModuleType) -> None:
         padded = torch.cat([pad(part, longest) for part in input_.split(input_split_sizes)])
         return stock_scatter(padded, group)[: input_split_sizes[group.rank()]]
 
-    module._gather_along_first_dim = gather
-    module._reduce_scatter_along_first_dim = scatter
+    vars(module).update(_gather_along_first_dim=gather, _reduce_scatter_along_first_dim=scatter)
 
 
 FIXES: dict[str, Callable[[ModuleType], None]] = {

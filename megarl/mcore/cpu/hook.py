@@ -1,6 +1,4 @@
-"""The import hook behind `device.install`: rewrites CUDA names in Megatron's syntax trees while its modules
-load.
-"""
+"""The import hook behind `device.install`: rewrites CUDA names in Megatron's syntax trees while it loads."""
 
 import ast
 import functools
@@ -46,7 +44,7 @@ class CpuRewriter(ast.NodeTransformer):
         result: list[ast.AST] = [ast.Import(names=rest)] if rest else []
         for alias in ours:
             value = ast.parse(f"{STANDIN}.{alias.name.removeprefix('torch.cuda.')}", mode="eval").body
-            result.append(ast.Assign(targets=[ast.Name(id=alias.asname, ctx=ast.Store())], value=value))
+            result.append(ast.Assign(targets=[ast.Name(id=str(alias.asname), ctx=ast.Store())], value=value))
         return result
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
@@ -126,14 +124,16 @@ class CpuLoader(SourceFileLoader):
     rewriting is near half of what a worker's start costs, and the wheel's bytecode cache is neither read nor written.
     """
 
-    def source_to_code(self, data: bytes, path: str, *, _optimize: int = -1) -> CodeType:
+    def source_to_code(  # type: ignore[override]  # As Python itself calls it.
+        self, data: bytes, path: str, *, _optimize: int = -1
+    ) -> CodeType:
         changes = any(name in data for name in (b"cuda", b"torch.compile", b"pin_memory"))
         return compile(rewrite(data, path) if changes else data, path, "exec", dont_inherit=True, optimize=_optimize)
 
     def get_data(self, path: str) -> bytes:
         return super().get_data(self._move(path) if path.endswith(tuple(BYTECODE_SUFFIXES)) else path)
 
-    def set_data(self, path: str, data: bytes, *, _mode: int = 0o666) -> None:
+    def set_data(self, path: str, data: bytes, *, _mode: int = 0o666) -> None:  # type: ignore[override]
         if find_bytecode_folder() is not None:
             super().set_data(self._move(path), data, _mode=_mode)
 

@@ -90,6 +90,7 @@ class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cells: Tensor, rectangle: Rectangle) -> Tensor:
         ctx.rectangle, ctx.shape = rectangle, cells.shape
+        assert rectangle.cells is not None, "a full rectangle has its tokens in order"
         return cells.index_select(0, rectangle.cells)
 
     @staticmethod
@@ -110,9 +111,7 @@ def to_tokens(rows: Tensor, rectangle: Rectangle) -> Tensor:
 
 
 def _dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention that holds the scores: query [n, H, L, D], key and value [n, K, L, D] -> [n, H, L,
-    D].
-    """
+    """Causal attention that holds the scores: query [n, H, L, D], key and value [n, K, L, D] -> [n, H, L, D]."""
     n, num_heads, width, size = query.shape
     num_groups = key.shape[1]
     # The H / K query heads of a group are rows of one product with its key: nothing is repeated.
@@ -135,12 +134,11 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tenso
 def packed_causal_attention(
     query: Tensor, key: Tensor, value: Tensor, rectangles: tuple[Rectangle, ...], scale: float
 ) -> Tensor:
-    """query [S, H, D], key and value [S, K, D] with K dividing H -> [S, H * D]; no token sees another
-    sequence.
-    """
+    """query [S, H, D], key and value [S, K, D] with K dividing H -> [S, H * D]; no token sees another sequence."""
     sizes = [rectangle.num_tokens for rectangle in rectangles]
     cut = zip(rectangles, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
     parts = [
-        to_tokens(_attention(*(to_rows(x, rectangle) for x in qkv), scale=scale), rectangle) for rectangle, *qkv in cut
+        to_tokens(_attention(to_rows(q, rectangle), to_rows(k, rectangle), to_rows(v, rectangle), scale), rectangle)
+        for rectangle, q, k, v in cut
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,6 +1,4 @@
-"""What Megatron finds in place of torch.cuda on a machine without CUDA; everything else falls through to
-torch.cuda.
-"""
+"""What Megatron finds in place of torch.cuda without CUDA; everything else falls through to torch.cuda."""
 
 import contextlib
 import types

@@ -69,8 +69,7 @@ def _own_fields(arch: Architecture, parallel: ParallelConfig, dtype: Dtype) -> d
         # Weights come from the checkpoint.
         "perform_initialization": False,
         "use_cpu_initialization": device().type == "cpu",
-        # Losses are already divided by the global counts: gradients are the pure sum over micro-batches and
-        # ranks.
+        # Losses are already divided by the global counts: gradients are pure sums over micro-batches and ranks.
         "calculate_per_token_loss": True,
         **build_expert_fields(arch, parallel),
         **FAMILIES[arch.family].megatron_fields(arch),
@@ -214,8 +213,7 @@ class PackedGPT(GPTModel):
         out = super()._preprocess(input_ids, position_ids, *args, **kwargs)
         if uses_transformer_engine():
             return out
-        # Rotary angles of the packed positions, once for all layers; Megatron's own way loops over the
-        # sequences.
+        # Rotary angles of the packed positions, once for all layers; Megatron's own way loops over sequences.
         return out[0], out[1].index_select(0, position_ids.view(-1)), *out[2:]
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedParams, **kwargs: Any) -> Tensor:
@@ -224,6 +222,7 @@ class PackedGPT(GPTModel):
         if self.config.sequence_parallel:
             # What follows gives every rank the whole gradient, so that each takes its part of it.
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        assert packed_seq_params.predictors is not None, "batches say what predicts their responses"
         hidden_states = hidden_states.index_select(0, packed_seq_params.predictors)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         out, _ = self.output_layer(hidden_states, weight=weight)

@@ -41,6 +41,8 @@ def build_expert_fields(arch: Architecture, parallel: ParallelConfig) -> dict[st
         "moe_router_pre_softmax": experts.score_function == "softmax" and not experts.normalized,
         "moe_router_topk_scaling_factor": experts.scaling_factor,
         "moe_router_enable_expert_bias": experts.has_correction_bias,
+        # The router counts no tokens for an update: the bias is the checkpoint's.
+        **({"moe_router_bias_update_rate": 0.0} if experts.has_correction_bias else {}),
         "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
         "moe_grouped_gemm": uses_transformer_engine(),
     }
@@ -68,7 +70,7 @@ def mark_experts(model: torch.nn.Module) -> None:
     """
     for name, param in model.named_parameters():
         if ".mlp.experts." in name:
-            param.allreduce = False
+            setattr(param, "allreduce", False)  # noqa: B010
             if not hasattr(param, "tensor_model_parallel"):
                 # Not a copy of another rank's weight, whatever the tensor parallelism of the rest of the model.
                 set_tensor_model_parallel_attributes(param, True, 0 if "linear_fc1" in name else 1, 1)

@@ -81,7 +81,7 @@ def _count_rank(
 
 @contextmanager
 def _playing(rank: int, parallel: ParallelConfig) -> Iterator[None]:
-    """As rank `rank` of `parallel.num_processes`."""
+    """Play rank `rank` of `parallel.num_processes`."""
     if dist.is_initialized():
         raise RuntimeError("the parameters of a layout are counted in a process that has joined no process group")
     # Megatron asks for the current GPU in order to put tensors on it; torch would set one up for that.

@@ -28,7 +28,7 @@ vars(moe_utils).setdefault("te_general_gemm", None)
 
 @dataclass
 class Load:
-    """Of one minibatch so far, on one rank and in one layer."""
+    """What one rank counted in one layer of a minibatch so far."""
 
     num_sequences: int
     num_tokens: int
@@ -50,15 +50,16 @@ class Router(TopKRouter):
     (ST-MoE, 2202.08906, eq. 5). Both for each layer, added up.
     """
 
+    expert_bias: Tensor | None
     load: Load | None = None
     packed: PackedSeqParams | None = None
-    """Of the micro-batch at hand; set by the layer"""
+    """Parameters of the micro-batch at hand, set by the layer"""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         """Move and convert everything but the correction bias, which is moved and keeps its float32 numbers."""
         bias = self.expert_bias
         super()._apply(fn, recurse)
-        if bias is not None:
+        if bias is not None and self.expert_bias is not None:
             self.expert_bias = bias.to(self.expert_bias.device)
         return self
 
@@ -66,7 +67,7 @@ class Router(TopKRouter):
         """Count nothing: the correction bias stays as the checkpoint has it."""
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """As it is: `routing` adds the term."""
+        """Return the logits as they are: `routing` adds the term."""
         return logits
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -95,6 +96,7 @@ class Router(TopKRouter):
     def _balance(self, logits: Tensor, routes: Tensor, numbers: Tensor) -> Tensor:
         """This rank's part of the load-balancing term: its tokens' probabilities with the whole sequences' routes."""
         assert self.load is not None
+        assert self.packed is not None
         # One more row for padding.
         num_rows = self.packed.cu_seqlens_q.numel()
         rows = torch.where(numbers < 0, num_rows - 1, numbers)
@@ -139,18 +141,19 @@ def start_minibatch(chunks: Sequence[torch.nn.Module], num_sequences: int, num_t
 
 
 def compute_load_metrics(chunks: Sequence[torch.nn.Module], name: str) -> dict[str, float]:
-    """Of the minibatch, over all ranks and averaged over layers; {} for a dense model. All ranks must call it.
+    """Load of the experts in the minibatch, averaged over layers; {} for a dense model. All ranks must call it.
 
     NAME/moe_max_load: tokens of the busiest expert of a layer over those of an average one; NAME/moe_aux_loss and
     NAME/moe_z_loss: the terms without their coefficients, where these are not 0.
     """
-    config = chunks[0].config
+    config: Any = chunks[0].config
     if config.num_moe_experts is None:
         return {}
     size = (config.num_layers, config.num_moe_experts + 2)
     table = torch.zeros(size, dtype=torch.float64, device=device())
     # A stage may have dense layers alone.
     for router in find_routers(chunks):
+        assert router.load is not None, "start_minibatch comes before"
         table[router.layer_number - 1] = torch.cat([router.load.tokens, router.load.terms])
     dist.all_reduce(table)
     if isinstance(config.moe_layer_freq, list):

@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ def compare_tensors(
 
 
 def compare_outputs(a: WeightSource, b: WeightSource, tokens: Tensor) -> OutputDifference:
-    """As `compute_outputs` computes them."""
+    """Outputs as `compute_outputs` gives them."""
     own, other = compute_outputs(a, tokens), compute_outputs(b, tokens)
     what = "values" if a.role is Role.critic else "logits"
     return OutputDifference(what, len(tokens), float((own - other).abs().max()), float(other.abs().max()))
@@ -102,7 +103,9 @@ def _run_hf(source: WeightSource, tokens: Tensor) -> Tensor:
     transformers.utils.logging.disable_progress_bar()
     critic = source.role is Role.critic
     kind = transformers.AutoModelForSequenceClassification if critic else transformers.AutoModelForCausalLM
-    model = kind.from_pretrained(source.directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False)
+    model: Any = kind.from_pretrained(
+        source.directory, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    )
     model.eval()
     if critic:
         states = model.base_model(tokens[None, :-1]).last_hidden_state[0]

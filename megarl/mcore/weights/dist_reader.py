@@ -6,7 +6,7 @@
 import os
 import pickle
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -148,7 +148,7 @@ class DistReader:
         try:
             with path.open("rb") as file:
                 view = _create_file_view(file, info.offset, info.length)
-                part = torch.load(view, map_location="cpu", weights_only=True)
+                part = torch.load(cast(IO[bytes], view), map_location="cpu", weights_only=True)
         except Exception as error:  # What a damaged file raises is anything.
             first = str(error).strip().splitlines()[:1]
             raise CheckpointError(f"{what} cannot be read: {type(error).__name__}: {''.join(first)}") from None

@@ -113,7 +113,7 @@ class DistWriter:
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
-        metadata = Metadata(self._tensors, storage_data=self._storage, version=CURRENT_DCP_VERSION)
+        metadata = Metadata(dict(self._tensors), storage_data=self._storage, version=CURRENT_DCP_VERSION)
         (self._directory / METADATA).write_bytes(pickle.dumps(metadata))
         torch.save({"content_metadata": dict(CONTENT)}, self._directory / COMMON)
         backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}

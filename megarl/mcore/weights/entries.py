@@ -18,9 +18,8 @@ from megarl.families.registry import list_weights
 from megarl.families.weights import Shape, Split, Weight
 from megarl.mcore.weights.hf_critic import VALUE_HEAD
 
-# The vocabulary is padded to a multiple of this, so that checkpoints of different layouts have the same
-# shapes.
 VOCAB_MULTIPLE = 64
+"""The vocabulary is padded to a multiple of this, so that checkpoints of different layouts have the same shapes."""
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 EMBEDDING, FINAL_NORM, HEAD = (
@@ -40,7 +39,7 @@ class Entry:
     """
     hf_names: tuple[str, ...]
     shapes: tuple[Shape, ...]
-    """Of the Hugging Face tensors"""
+    """Shapes of the Hugging Face tensors"""
     split: Split
     served: str
     """SGLang's tensor"""
@@ -51,9 +50,7 @@ class Entry:
 
     @property
     def parts(self) -> list[tuple[str, int, int, int]]:
-        """What the parameter is put together of: Hugging Face tensor, its first row, rows and columns; 1 column of a
-        vector.
-        """
+        """Hugging Face tensor, first row, rows and columns (of a vector 1) of what the parameter is made of."""
         found = []
         for name, shape in zip(self.hf_names, self.shapes, strict=True):
             count = 2 if self.split is Split.gate_up and len(self.hf_names) == 1 else 1
@@ -63,9 +60,7 @@ class Entry:
 
 
 def describe(name: str, arch: Architecture, with_value_head: bool) -> Entry:
-    """The entry of a parameter by its Megatron name (global layer and expert numbers). Raises KeyError for an
-    unknown one.
-    """
+    """Find a parameter by Megatron's name with global layer and expert numbers. Raises KeyError for an unknown one."""
     h, vocab = arch.hidden_size, ((arch.vocab_size, arch.hidden_size),)
     if name == HEAD and with_value_head:
         return Entry(name, (VALUE_HEAD,), ((1, h),), Split.none, VALUE_HEAD)

@@ -15,8 +15,7 @@ from megarl.mcore.weights.hf_critic import VALUE_HEAD, to_classifier_config
 from megarl.mcore.weights.hf_reader import INDEX, CheckpointReader
 from megarl.mcore.weights.safetensors_writer import MAX_FILE_BYTES, write_unknown_safetensors
 
-# Everything of the source that is not weights goes along: config, tokenizer, chat template, generation
-# settings.
+# Everything of the source that is not weights goes along: config, tokenizer, chat template, generation settings.
 _COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 
 
@@ -62,9 +61,7 @@ def copy_description(source: Path, target: Path, value_head: torch.dtype | None)
 
 
 def _publish(building: Path, directory: Path) -> None:
-    """Rename into place; an older directory is moved aside first, since a rename cannot replace a full
-    one.
-    """
+    """Rename into place; an older directory is moved aside first: a rename cannot replace a full one."""
     if directory.exists():
         old = Path(tempfile.mkdtemp(prefix=f".{directory.name}-old-", dir=directory.parent))
         os.rename(directory, old / directory.name)

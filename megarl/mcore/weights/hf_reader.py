@@ -53,11 +53,11 @@ class CheckpointReader:
         return tensor
 
     def read_shape(self, name: str) -> tuple[int, ...]:
-        """Without reading the tensor."""
+        """The shape, without reading the tensor."""
         return tuple(self._open_file(name).get_slice(name).get_shape())
 
     def read_dtype(self, name: str) -> str:
-        """As safetensors writes it: F32, BF16 ... Without reading the tensor."""
+        """The dtype as safetensors writes it (F32, BF16 ...), without reading the tensor."""
         dtype: str = self._open_file(name).get_slice(name).get_dtype()
         return dtype
 

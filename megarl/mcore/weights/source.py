@@ -56,7 +56,7 @@ class WeightSource(ABC):
 
     @abstractmethod
     def find_dtype(self, entry: Entry) -> torch.dtype:
-        """Of the stored parameter."""
+        """The dtype of the stored parameter."""
 
     @abstractmethod
     def read(self, entry: Entry) -> list[tuple[str, Tensor]]:
@@ -64,12 +64,12 @@ class WeightSource(ABC):
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
-        """Of the Hugging Face tensors, by their names"""
+        """Shapes of the Hugging Face tensors by their names."""
         return {name: shape for entry in self.entries for name, shape in zip(entry.hf_names, entry.shapes, strict=True)}
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Of what is trained"""
+        """The dtypes of what is trained."""
         return {self.find_dtype(entry) for entry in self.entries if not entry.is_constant}
 
     @property
@@ -78,7 +78,7 @@ class WeightSource(ABC):
 
     @property
     def num_bytes(self) -> int:
-        """Of the weights as stored."""
+        """Bytes of the weights as they are stored."""
         return sum(
             math.prod(shape) * self.find_dtype(entry).itemsize for entry in self.entries for shape in entry.shapes
         )

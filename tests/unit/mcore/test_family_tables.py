@@ -26,6 +26,7 @@ def read(family: str, **changes: Any) -> Architecture:
         ({"norm_topk_prob": False}, "norm_topk_prob is False; only True"),
         ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1; only 0"),
         ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5, num_experts 4"),
+        ({"first_k_dense_replace": 2}, "first_k_dense_replace is 2; it must be below num_hidden_layers, 2"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
     ],
 )
