@@ -9,7 +9,7 @@ NAMED_PATH = re.compile(r"(?<![\w./$}-])(?:megarl|tools|conf|tests|slurm)/[\w./-
 
 
 def find_missing_paths(text: str) -> Iterator[tuple[int, str]]:
-    """(line, path) of files of this repository that a text names and that do not exist; NAME in a path is a placeholder."""
+    """(line, path) of the files that a text names and that do not exist; a word in capitals is a placeholder."""
     for number, line in enumerate(text.splitlines(), start=1):
         for path in NAMED_PATH.findall(line):
             if not any(part.isupper() for part in re.split(r"[/._]", path)) and not (ROOT / path).is_file():

@@ -89,7 +89,7 @@ def test_another_value_pretraining_is_refused_by_what_differs(tmp_path):
     save_step(tmp_path, 1)
     with pytest.raises(
         CheckpointError,
-        match=r"value_pretraining: of another .*: algo\.gamma \(1\.0 there, now 0\.9\), seed \(1 there, now 2\) differ",
+        match=r"value_pretraining: belongs to another .*: algo\.gamma \(1\.0 there, now 0\.9\), seed \(1 there, now 2\) differ",
     ):
         begin(tmp_path, "seed=2", "algo.gamma=0.9")
     (tmp_path / "value_pretraining" / "resume_point.json").unlink()
@@ -102,7 +102,7 @@ def test_a_damaged_one_is_named_and_what_to_do(tmp_path):
     write_steps(tmp_path, 1, 1)
     save_step(tmp_path, 1)
     (tmp_path / "value_pretraining" / "iteration-000001" / "critic" / "weights").write_text("numbere")
-    with pytest.raises(CheckpointError, match=r"damaged: weights; once \S*value_pretraining is removed, .* anew"):
+    with pytest.raises(CheckpointError, match=r"damaged: weights; remove \S*value_pretraining to start .* over"):
         begin(tmp_path)
 
 
