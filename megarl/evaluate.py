@@ -1,6 +1,4 @@
-"""`python -m megarl.evaluate model=... data=gsm8k,aime24 [key=value] ...`: how good a checkpoint is, on one or more
-sets of problems.
-"""
+"""`python -m megarl.evaluate model=... data=gsm8k,aime24 [key=value] ...`: evaluate a checkpoint on problem sets."""
 
 import re
 import sys
@@ -21,13 +19,13 @@ from megarl.config.search_path import CONF_DIR, take_config_dirs
 from megarl.run.command import Results, end_with_config_error, run_composed
 
 DEFAULT_REWARD = "math"
-"""Of a set without a verifier of its own name."""
+"""The verifier of a set without one of its own name"""
 OF_ONE_SET = ("data.path", "data.heldout_path", "data.subset", "data.split", "data.heldout_split")
-"""Keys that can be right for one set only."""
+"""Keys that can be right for one set only"""
 
 
 def main() -> None:
-    """Check what the command line describes, then let Hydra start it."""
+    """Check the command line, then let Hydra start the evaluation."""
     try:
         arguments = take_config_dirs(sys.argv[1:])
     except ConfigError as error:
@@ -36,7 +34,7 @@ def main() -> None:
     options = [text for text in arguments if text not in overrides]
     configs: dict[str, Config] = {}
     try:
-        # Without overrides: --help and the like, which Hydra answers.
+        # Without overrides: options such as --help, which Hydra handles.
         if overrides or not options:
             configs = prepare(overrides, options)
     except ConfigError as error:
@@ -50,7 +48,7 @@ def main() -> None:
 
 
 def prepare(overrides: Sequence[str], options: Sequence[str]) -> dict[str, Config]:
-    """The configuration of each set; leaves the first one's overrides in sys.argv for Hydra. Raises ConfigError."""
+    """The configuration of each set; puts the first one's overrides into sys.argv for Hydra. Raises ConfigError."""
     if {"-m", "--multirun"} & set(options):
         raise ConfigError(["--multirun: data=a,b is one evaluation of several sets; nothing else is swept"])
     rewritten = rewrite_overrides(overrides)
@@ -58,16 +56,16 @@ def prepare(overrides: Sequence[str], options: Sequence[str]) -> dict[str, Confi
     configs = load_configs(runs)
     for line in rewritten.lines:
         print(line, flush=True)
-    # Hydra makes the folder of the run and records the configuration in it.
+    # Hydra creates the run's folder and records the configuration in it.
     first = open_overrides(next(iter(runs.values())))
     sys.argv[1:] = [*options, *choose_run_dir(overrides, configs), *first]
     return configs
 
 
 def expand_sets(overrides: Sequence[str]) -> dict[str, list[str]]:
-    """For each set named by data=a,b,c the overrides of its own configuration.
+    """The overrides of each set named by data=a,b,c, by set.
 
-    The reward is the one given, else the verifier of the set's name, else `math`. Raises ConfigError.
+    The reward is the given one, else the verifier with the set's name, else `math`. Raises ConfigError.
     """
     given = [text.split("=", 1)[1] for text in overrides if text.split("=", 1)[0] == "data"]
     choices = list_options("data", overrides)
@@ -101,7 +99,7 @@ def expand_sets(overrides: Sequence[str]) -> dict[str, list[str]]:
 
 
 def load_configs(runs: dict[str, list[str]]) -> dict[str, Config]:
-    """The checked configuration of each set. Raises ConfigError."""
+    """The checked configuration of each set, by set. Raises ConfigError."""
     configs = {name: load_config(overrides, "evaluate") for name, overrides in runs.items()}
     evaluate = next(iter(configs.values())).evaluate
     problems = list(check_evaluate(evaluate))
@@ -116,7 +114,7 @@ def load_configs(runs: dict[str, list[str]]) -> dict[str, Config]:
 
 
 def choose_run_dir(overrides: Sequence[str], configs: dict[str, Config]) -> list[str]:
-    """The override of Hydra's folder for the run, named after the model; none where one is given."""
+    """The override of Hydra's run folder, named after the model; none where one is given."""
     if any(text.startswith("hydra.run.dir=") for text in overrides):
         return []
     model = next(iter(configs.values())).model
@@ -125,7 +123,7 @@ def choose_run_dir(overrides: Sequence[str], configs: dict[str, Config]) -> list
 
 
 def evaluate(configs: dict[str, Config], run_dir: Path) -> Results:
-    # Only now: importing torch and Ray takes seconds that `--help` need not wait.
+    # Imported here: torch and Ray take seconds, for which `--help` need not wait.
     from megarl.run.evaluation import run_evaluation
 
     results = run_evaluation(configs, run_dir)

@@ -1,8 +1,8 @@
 """`python -m megarl.pretrain_value [group=option] [key=value] ...`: train the critic alone, the policy frozen.
 
-The same configuration as `python -m megarl.train`, and the same first steps; the critic is left in RUN_DIR/critic, and
-in RUN_DIR/pretrained what algo.value_pretrain.taken_from=RUN_DIR needs to go on from there. The same command with
-hydra.run.dir=RUN_DIR goes on with one that was not finished (checkpoint.save_every).
+The configuration is that of `python -m megarl.train`, and so are the first steps. The critic is left in RUN_DIR/critic,
+and in RUN_DIR/pretrained the state from which a training run starts with algo.value_pretrain.taken_from=RUN_DIR. The
+same command with hydra.run.dir=RUN_DIR resumes an unfinished one (checkpoint.save_every).
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from megarl.run.command import Results, check_command_line, run_composed
 
 
 def main() -> None:
-    """Check every run that the command line describes, then let Hydra start it."""
+    """Check every run of the command line, then let Hydra start it."""
     check_command_line("pretrain_value")
     _run_composed()
 
@@ -29,7 +29,7 @@ def _run_composed(composed: DictConfig) -> None:
 
 
 def _pretrain(config: Config, run_dir: Path) -> Results:
-    # Only now: importing torch and Ray takes seconds that `--help` need not wait.
+    # Imported here: torch and Ray take seconds, for which `--help` need not wait.
     from megarl.value_pretraining.job import run_value_pretraining
 
     try:

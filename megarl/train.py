@@ -1,6 +1,6 @@
 """`python -m megarl.train [group=option] [key=value] ...`: train with one composed configuration (-m: a sweep).
 
-`python -m megarl.train resume=RUN_DIR [key=value] ...` goes on with a run.
+`python -m megarl.train resume=RUN_DIR [key=value] ...` resumes a run.
 """
 
 import errno
@@ -24,13 +24,13 @@ from megarl.sweep.run import run_one
 
 HELDOUT = "reward/heldout"
 FULL = os.strerror(errno.ENOSPC)
-"""What the error of a full disk says, also one from a training process"""
+"""The text of a full disk's error, also of one from a training process"""
 _resumed: Path | None = None
-"""The run that goes on; set by `main`, since Hydra calls `_run_composed` with nothing but the configuration"""
+"""The resumed run; set by `main`, since Hydra calls `_run_composed` with the configuration alone"""
 
 
 def main() -> None:
-    """Check every run that the command line describes, then let Hydra start it."""
+    """Check every run of the command line, then let Hydra start it."""
     global _resumed
     try:
         sys.argv[1:], _resumed = take_resume(take_config_dirs(sys.argv[1:]))
@@ -44,7 +44,7 @@ def main() -> None:
 
 @hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
 def _run_composed(composed: DictConfig) -> float | None:
-    """The held-out reward, which a sweeper maximises; None for a run of a sweep that failed."""
+    """Run; returns the held-out reward, which a sweeper maximises, None for a failed run of a sweep."""
     if HydraConfig.get().mode is RunMode.MULTIRUN:
         results = run_one(composed)
         return results.get(HELDOUT) if results is not None else None
@@ -52,7 +52,7 @@ def _run_composed(composed: DictConfig) -> float | None:
 
 
 def _train(config: Config, run_dir: Path) -> Results:
-    # Only now: importing torch and Ray takes seconds that `--help` need not wait.
+    # Imported here: torch and Ray take seconds, for which `--help` need not wait.
     from megarl.run.recorded import run_recorded
 
     try:
@@ -64,12 +64,12 @@ def _train(config: Config, run_dir: Path) -> Results:
 
 
 def _explain(error: BaseException, run_dir: Path) -> None:
-    """Raises ConfigError, which ends the run with its lines alone, for what a person can mend."""
+    """Raise ConfigError, which ends the run without a traceback, for an error that the user can fix."""
     if isinstance(error, CheckpointError):
         raise ConfigError([str(error)]) from error
     if isinstance(error, OSError | RuntimeError) and FULL in str(error):
         first = next(line for line in str(error).splitlines() if FULL in line)
-        raise ConfigError([f"{first.strip()}; once there is room, resume={run_dir} goes on"]) from error
+        raise ConfigError([f"{first.strip()}; once there is space, resume={run_dir} resumes the run"]) from error
 
 
 if __name__ == "__main__":

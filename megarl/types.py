@@ -1,8 +1,7 @@
-"""The data of one iteration: one frozen dataclass per stage, each complete when it is made.
+"""The data of one iteration: one frozen dataclass per stage, each complete when it is created.
 
-Shapes: B samples (one response each), T response positions of the longest response, L tokens of a sequence.
-Tensors are on the CPU. Padded tensors are [B, T]; position t of row i is response token t of sample i, and
-entries past the response are zero (False in masks).
+Shapes: B samples (one response each), T tokens of the longest response. Tensors are on the CPU. Padded tensors are
+[B, T]; position t of row i is response token t of sample i, and entries past the response are zero (False in masks).
 """
 
 from collections.abc import Callable, Mapping
@@ -16,9 +15,9 @@ from torch import Tensor
 
 class FinishReason(Enum):
     stop = "stop"
-    """The policy ended its response itself (end-of-sequence token)."""
+    """The policy ended its response itself (end-of-sequence token)"""
     length = "length"
-    """Cut at the length limit."""
+    """The response was cut at the length limit"""
 
 
 @dataclass(frozen=True)
@@ -26,41 +25,41 @@ class Prompt:
     """A question, tokenized and ready to be sent to a server."""
 
     id: str
-    """Unique and stable within its source: the same task has the same id in every run."""
+    """Unique and stable within its source: the same task has the same id in every run"""
     text: str
-    """The text that `token_ids` encodes, chat template included."""
+    """The text that `token_ids` encodes, chat template included"""
     token_ids: tuple[int, ...]
     answer: str
-    """What the verifier compares with; its form is the verifier's affair."""
+    """The reference answer, in the form that the verifier expects"""
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Response:
-    """What came back for one prompt. All tuples have one entry per response token."""
+    """One response to a prompt. All tuples have one entry per response token."""
 
     token_ids: tuple[int, ...]
     text: str
     rollout_logprobs: tuple[float, ...]
-    """log pi(token) as the rollout engine sampled it, of the temperature-scaled distribution; 0 where not generated."""
+    """log pi(token) by the rollout engine, of the temperature-scaled distribution; 0 where not generated"""
     generated: tuple[bool, ...]
-    """Whether the policy generated this token; False for the output of a tool or an environment."""
+    """Whether the policy generated this token, m in the formulas; False for the output of a tool or an environment"""
     weight_versions: tuple[int, ...]
-    """Version of the weights that generated each token."""
+    """Version of the weights that generated each token"""
     finish_reason: FinishReason
 
 
 @dataclass(frozen=True)
 class Score:
-    """A verdict on one response."""
+    """The verifier's result for one response."""
 
     reward: float
     correct: bool
     details: Mapping[str, float] = field(default_factory=dict)
-    """Named parts, logged as means under reward/, for example {"format": 1.0}."""
+    """Named parts, logged as means under reward/, for example {"format": 1.0}"""
     answer: str | None = None
-    """The answer that the verifier read in the response, written so that equal answers have equal texts as a rule;
-    None where it read none, or reads none at all. Majority votes count it."""
+    """The answer that the verifier read in the response, normalized so that equal answers usually have equal texts;
+    None where there is none or the verifier reads none. Majority votes count it."""
 
 
 RewardFunction = Callable[[Prompt, Response], Score]
@@ -73,9 +72,9 @@ class Sample:
     response: Response
     score: Score
     group: int
-    """Samples of one prompt in one iteration share it; numbered from 0 within the iteration."""
+    """Number of the group, from 0 within the iteration; samples of one prompt share it"""
     age: int = 0
-    """Iterations since the one that the response was sampled for; above 0 in replay only."""
+    """Iterations since the response was sampled; above 0 in replay only"""
 
 
 @dataclass(frozen=True)
@@ -84,13 +83,13 @@ class Rollout:
 
     samples: tuple[Sample, ...]
     weight_version: int
-    """Version of the trainer's weights when it takes the rollout; tokens of it may be up to rollout.max_staleness
-    versions behind."""
+    """Version of the trainer's weights when it takes the rollout; its tokens may be up to rollout.max_staleness
+    versions behind"""
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Prompt + response token sequences, concatenated: what a forward pass needs."""
+    """Sequences of prompt and response tokens, concatenated without padding: the input of a forward pass."""
 
     tokens: Tensor
     """int64 [sum of lengths]"""
@@ -118,42 +117,42 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Experience:
-    """A rollout with what the models say of it; input of the pure math in `algo`."""
+    """A rollout with the log-probs and values of the models; input of the pure math in `algo`."""
 
     sequences: Sequences
     groups: Tensor
     """int64 [B]"""
     ages: Tensor
-    """int64 [B]: iterations since the one that the response was sampled for; 0: this one, above: replayed"""
+    """int64 [B]: iterations since the response was sampled; 0: this iteration, above: replayed"""
     rewards: Tensor
-    """float32 [B], raw, as the verifier gave them"""
+    """float32 [B]: the verifier's raw rewards"""
     truncated: Tensor
-    """bool [B]: cut at the length limit"""
+    """bool [B]: the response was cut at the length limit"""
     mask: Tensor
-    """bool [B, T]: token was generated by the policy (m)"""
+    """bool [B, T]: the token was generated by the policy; m in the formulas"""
     rollout_logprobs: Tensor
     """float32 [B, T]"""
     old_logprobs: Tensor
-    """float32 [B, T], by the training engine at the start of the update"""
+    """float32 [B, T]: computed by the training engine before the update"""
     ref_logprobs: Tensor | None
-    """float32 [B, T]; None where no KL term of sampled tokens is configured"""
+    """float32 [B, T]; None where no KL term on sampled tokens is configured"""
     ref_kl: Tensor | None
-    """float32 [B, T]: KL(old policy, reference) over the whole vocabulary; None but with kl.reward_estimator=full"""
+    """float32 [B, T]: KL(old policy, reference) over the whole vocabulary; None without kl.reward_estimator=full"""
     values: Tensor | None
     """float32 [B, T]: V of the state in which token t is chosen; None without a critic"""
 
 
 @dataclass(frozen=True)
 class TrainingSamples:
-    """What an update trains on: targets for every token of B samples."""
+    """The input of an update: targets for every token of B samples."""
 
     sequences: Sequences
     mask: Tensor
     """bool [B, T]"""
     loss_mask: Tensor
-    """bool [B, T], a subset of mask: tokens with a policy loss"""
+    """bool [B, T]: tokens with a policy loss, a subset of `mask`"""
     positive: Tensor
-    """bool [B]: correct by the raw reward (positive-example LM loss)"""
+    """bool [B]: the response is correct by the raw reward (positive-example LM loss)"""
     advantages: Tensor
     """float32 [B, T]"""
     rollout_logprobs: Tensor
@@ -181,4 +180,4 @@ class TrainingSamples:
 
 
 Metrics = dict[str, float]
-"""name -> value, for example {"reward/mean": 0.5}; see report for the names."""
+"""Metric values by name, for example {"reward/mean": 0.5}; see megarl.report for the names"""

@@ -1,1 +1,1 @@
-"""What a checkpoint directory is on disk: its manifest with checksums, and the folder of a run's checkpoints."""
+"""Checkpoints on disk: the folder of a run's checkpoints, their manifests with checksums, and the run's lock."""

@@ -1,7 +1,7 @@
 """RUN_DIR/checkpoints: iteration-000020/, iteration-000040/, ... and `latest`, which names the newest complete one.
 
-A checkpoint is built under a name that begins with a dot and renamed once its manifest is on disk, so that what has a
-name without one is whole. `latest` is replaced after that.
+A checkpoint is built under a name that begins with a dot and renamed once its manifest is on disk, so that a folder
+without the dot is complete. `latest` is replaced after that.
 """
 
 import contextlib
@@ -22,30 +22,30 @@ from megarl.checkpoint.manifest import (
 
 NAME = "checkpoints"
 PRETRAINING_NAME = "value_pretraining"
-"""Of value pretraining while it is under way, whose iterations are its steps"""
+"""The folder for an unfinished value pretraining, whose iterations are its steps"""
 LATEST = "latest"
 SCORE = "score.json"
 RUN_FILE = "run.json"
-"""In the run directory and in every checkpoint: how the run was started, and its configuration"""
+"""The overrides that the run was started with and its configuration; in the run directory and in every checkpoint"""
 _PATTERN = re.compile(r"iteration-(\d{6,})")
 
 
 class Folder:
     def __init__(self, path: Path, *, keep_last: int, keep_best: int = 0):
-        """path: made with the first checkpoint. keep_last, keep_best: how many stay (see CheckpointConfig)."""
+        """path: created with the first checkpoint. keep_last, keep_best: how many are kept (see CheckpointConfig)."""
         self.path = path
         self._keep_last = keep_last
         self._keep_best = keep_best
 
     def begin(self, iteration: int) -> Path:
-        """An empty directory to build a checkpoint in; what an earlier attempt has left in it is gone."""
+        """Create an empty directory in which to build a checkpoint; what an earlier attempt has left is removed."""
         building = self.find_building(iteration)
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
         return building
 
     def publish(self, iteration: int) -> Path:
-        """Give what was built, its manifest written, its name; remove what need not stay."""
+        """Rename the built checkpoint, whose manifest is written, to its final name; remove those no longer kept."""
         load_manifest(self.find_building(iteration))
         final = self.path / name_checkpoint(iteration)
         shutil.rmtree(final, ignore_errors=True)
@@ -59,7 +59,7 @@ class Folder:
         shutil.rmtree(self.find_building(iteration), ignore_errors=True)
 
     def list_complete(self) -> list[int]:
-        """Iterations of the complete checkpoints, in order."""
+        """The iterations of the complete checkpoints, ascending."""
         if not self.path.is_dir():
             return []
         found = (_PATTERN.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
@@ -68,8 +68,8 @@ class Folder:
     def find_newest(self, say: Callable[[str], None]) -> tuple[int, Path] | None:
         """The newest checkpoint whose checksums are right; None where there never was one.
 
-        Damaged ones that are newer are told of and put aside as NAME.damaged. Raises CheckpointError where there are or
-        were checkpoints and none is whole, and for one of another release; everything is then left as it is.
+        Newer damaged ones are reported and renamed to NAME.damaged. Raises CheckpointError where there are or were
+        checkpoints and none is intact, and for one of another release; nothing is then changed.
         """
         problems: dict[Path, CheckpointError] = {}
         for iteration in reversed(self.list_complete()):
@@ -82,30 +82,30 @@ class Folder:
                 problems[directory] = error
                 continue
             for damaged, problem in problems.items():
-                say(f"{problem}; put aside as {damaged.name}.damaged, a checkpoint before it is taken")
+                say(f"{problem}; renamed to {damaged.name}.damaged, an earlier checkpoint is used")
                 aside = damaged.with_name(f"{damaged.name}.damaged")
                 shutil.rmtree(aside, ignore_errors=True)
                 damaged.rename(aside)
             write_atomically(self.path / LATEST, f"{directory.name}\n")
             return iteration, directory
         if problems or (self.path / LATEST).is_file():
-            causes = "; ".join(map(str, problems.values())) or f"{LATEST} names one that is not there"
-            raise CheckpointError(f"{self.path}: no checkpoint is whole: {causes}")
+            causes = "; ".join(map(str, problems.values())) or f"{LATEST} names one that does not exist"
+            raise CheckpointError(f"{self.path}: no checkpoint is intact: {causes}")
         return None
 
     def clean(self) -> None:
-        """Remove what checkpoints that were never completed have left."""
+        """Remove the files of checkpoints that were never completed."""
         for left in self.path.glob(".iteration-*"):
             shutil.rmtree(left, ignore_errors=True)
 
     def list_newest(self) -> list[int]:
-        """The newest `keep_last`, which do not stay for their score only."""
+        """The newest `keep_last` checkpoints, without older ones that are kept for their score."""
         return self.list_complete()[-self._keep_last :]
 
     def score(self, iteration: int, value: float) -> None:
-        """Note the checkpoint's evaluation, which decides whether it is among the best; nothing where it is gone.
+        """Record the checkpoint's evaluation, by which the best are kept; does nothing where it has been removed.
 
-        The note is no part of what the manifest proves.
+        The record is not covered by the manifest.
         """
         scores = self._load_scores() | {iteration: value}
         known = {str(number): scores[number] for number in sorted(scores)}
@@ -120,10 +120,10 @@ class Folder:
             sorted(scores, key=lambda number: (scores[number], number))[-self._keep_best :] if self._keep_best else []
         )
         for number in set(complete) - set(self.list_newest()) - set(best):
-            # Under another name first: half of a checkpoint must not look like a whole one.
+            # Rename it first: a partly removed checkpoint must not look like a complete one.
             going = self.find_building(number)
             (self.path / name_checkpoint(number)).rename(going)
-            # What cannot be removed now, because somebody reads it, is by the next run that goes on.
+            # What cannot be removed now, because somebody reads it, is removed when the run is resumed.
             shutil.rmtree(going, ignore_errors=True)
 
     def _load_scores(self) -> dict[int, float]:
@@ -133,17 +133,17 @@ class Folder:
             return {}
 
     def find_building(self, iteration: int) -> Path:
-        """Where the checkpoint of this iteration is built."""
+        """The folder in which the checkpoint of this iteration is built."""
         return self.path / f".{name_checkpoint(iteration)}"
 
 
 def open_pretraining(run_dir: Path) -> Folder:
-    """Checkpoints of value pretraining that is under way: the newest."""
+    """The folder of an unfinished value pretraining's checkpoints, of which the newest is kept."""
     return Folder(run_dir / PRETRAINING_NAME, keep_last=1)
 
 
 def remove_pretraining(run_dir: Path) -> None:
-    """Under another name first: half of it must not look like one whose checkpoints are lost."""
+    """Remove the folder; it is renamed first, so that a partly removed one does not look damaged."""
     going = run_dir / f".{PRETRAINING_NAME}"
     shutil.rmtree(going, ignore_errors=True)
     with contextlib.suppress(OSError):
@@ -156,7 +156,7 @@ def name_checkpoint(iteration: int) -> str:
 
 
 def check_space(directory: Path, num_bytes: int) -> None:
-    """Raises CheckpointError where the file system of `directory` has no room for `num_bytes`."""
+    """Raise CheckpointError where the file system of `directory` has less than `num_bytes` free."""
     _, free = find_free(directory)
     if num_bytes > free:
         raise CheckpointError(
@@ -166,7 +166,7 @@ def check_space(directory: Path, num_bytes: int) -> None:
 
 
 def find_free(directory: Path) -> tuple[Path, int]:
-    """The directory, or the nearest above it that exists, and the free bytes of its file system."""
+    """The directory or its nearest existing parent, and the free bytes of its file system."""
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     return existing, shutil.disk_usage(existing).free
 

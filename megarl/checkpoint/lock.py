@@ -19,9 +19,9 @@ POLL_S = 1.0
 def locking(
     directory: Path, patience_s: float = 0.0, say: Callable[[str], None] = lambda _text: None
 ) -> Iterator[None]:
-    """Hold the directory's lock; it goes with this process, in whatever way that ends.
+    """Hold the directory's lock, which is freed when this process ends for whatever reason.
 
-    patience_s: how long one that another holds is waited for. `say` is told once that it is.
+    patience_s: how long to wait for another process that holds it. say: called once with a message when waiting.
     Raises CheckpointError naming the process that holds it.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ def locking(
             if not is_mine and patience_s > 0:
                 say(
                     f"waiting up to {patience_s:g} s for the lock of {directory}, which {read_holder(file)} holds:"
-                    " a network file system keeps that of a node that was lost for a while"
+                    " a network file system keeps the lock of a lost node for a while"
                 )
             end = time.monotonic() + patience_s
             while not is_mine and time.monotonic() < end:
@@ -39,13 +39,13 @@ def locking(
                 is_mine = take_lock(file)
         except OSError as error:
             raise CheckpointError(
-                f"{directory}: its file system has no locks ({error}), by which two processes would notice each other;"
-                " Lustre has them where it is mounted with -o flock"
+                f"{directory}: its file system has no locks ({error}), which keep two"
+                " processes from writing to one folder; Lustre has them where it is mounted with -o flock"
             ) from error
         if not is_mine:
-            waited = f", also after {patience_s:g} s" if patience_s else ""
+            waited = f", even after {patience_s:g} s" if patience_s else ""
             raise CheckpointError(
-                f"{directory}: {read_holder(file)} is at work there{waited}; only one process at a time may be"
+                f"{directory}: {read_holder(file)} uses it{waited}; only one process at a time may be"
             )
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -54,7 +54,7 @@ def locking(
 
 
 def take_lock(file: IO[str]) -> bool:
-    """Whether this process has it now. Raises OSError where the file system has no locks."""
+    """Try to take the lock; returns whether this process holds it. Raises OSError where there are no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,9 +1,9 @@
-"""manifest.json: what is in a checkpoint directory, with the size and SHA-256 of every file; written last.
+"""manifest.json: the files of a checkpoint directory with their sizes and SHA-256; it is written last.
 
 {"format": 1, "about": {...}, "files": {"policy/hf/config.json": {"bytes": 512, "sha256": "..."}, ...}}
 
-A directory below that has a manifest of its own answers for its files; the one above lists only that manifest. So the
-two together prove all files.
+A subdirectory with a manifest of its own covers its files; the manifest above lists only that manifest. Together they
+cover all files.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from typing import Any
 NAME = "manifest.json"
 FORMAT = 1
 NUM_THREADS = 8
-"""That hash at the same time; hashing leaves Python's lock."""
+"""Threads that hash in parallel; hashing releases Python's lock"""
 
 
 class CheckpointError(ValueError):
@@ -26,7 +26,7 @@ class CheckpointError(ValueError):
 
 
 class FormatError(CheckpointError):
-    """A checkpoint of another release."""
+    """The checkpoint has the format of another release."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class FileRecord:
 @dataclass(frozen=True)
 class Manifest:
     about: Mapping[str, Any]
-    """what kind of checkpoint it is, of which model and layout"""
+    """The kind of checkpoint, its model and layout"""
     files: Mapping[str, FileRecord]
-    """path below the directory, with / -> what the file is"""
+    """The record of each file, by path below the directory, with /"""
 
 
 def write_manifest(directory: Path, about: Mapping[str, Any]) -> None:
-    """Hash every file of `directory` and write its manifest; both are on disk, not only in memory, on return."""
+    """Hash every file of `directory` and write its manifest; all are synced to disk on return."""
     paths = sorted(_list_files(directory))
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         records = list(pool.map(_record_on_disk, [directory / path for path in paths]))
@@ -54,7 +54,7 @@ def write_manifest(directory: Path, about: Mapping[str, Any]) -> None:
 
 
 def load_manifest(directory: Path) -> Manifest:
-    """Raises CheckpointError where there is none, or where it is not one."""
+    """Read the manifest. Raises CheckpointError where there is none, or where it is not valid."""
     path = directory / NAME
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -63,7 +63,7 @@ def load_manifest(directory: Path) -> Manifest:
         files = {name: FileRecord(int(x["bytes"]), str(x["sha256"])) for name, x in content["files"].items()}
         return Manifest(dict(content["about"]), files)
     except FileNotFoundError:
-        raise CheckpointError(f"{directory}: no {NAME}: it is no checkpoint, or was not written to its end") from None
+        raise CheckpointError(f"{directory}: no {NAME}: it is not a checkpoint, or was not completed") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
     except CheckpointError:
@@ -73,7 +73,7 @@ def load_manifest(directory: Path) -> Manifest:
 
 
 def verify_files(directory: Path) -> None:
-    """Every file is as its manifest says, down to the manifests of directories below, and there is no other file.
+    """Check every file against its manifest, also in subdirectories with their own, and that there is no other file.
 
     Raises CheckpointError naming those that are missing, changed or not listed, up to five of each.
     """
@@ -94,12 +94,12 @@ def verify_files(directory: Path) -> None:
 
 
 def name_some(names: Sequence[str]) -> str:
-    """The first five, and how many more there are."""
+    """The first five names, and how many more there are."""
     return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """The file has the whole text or is as it was; on disk on return."""
+    """Replace the file's text atomically; it is synced to disk on return."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -110,7 +110,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """The names in it are on disk."""
+    """Sync the directory's entries to disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -119,7 +119,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def _list_files(directory: Path) -> Iterator[str]:
-    """Paths of the files that the manifest of `directory` lists."""
+    """The paths of the files that the manifest of `directory` lists."""
     for entry in sorted(directory.iterdir()):
         if entry.is_dir():
             if (entry / NAME).is_file():
@@ -143,7 +143,7 @@ def _record_on_disk(path: Path) -> FileRecord:
 
 
 def _matches(path: Path, record: FileRecord) -> bool | None:
-    """None: it cannot be read."""
+    """Whether the file matches its record; None: it cannot be read."""
     try:
         # The size first: it tells a truncated file without reading it.
         return path.stat().st_size == record.bytes and _record(path) == record

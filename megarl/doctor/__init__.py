@@ -1,1 +1,1 @@
-"""Says what of a run's needs is there on this machine, what is missing for the chosen configuration, how to get it."""
+"""Checks whether this machine has what a configuration needs, and says what is missing and how to get it."""

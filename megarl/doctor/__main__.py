@@ -1,6 +1,6 @@
 """`python -m megarl.doctor [group=option] [key=value] ...`: can this configuration run on this machine?
 
-Exit code 0: it can. 1: something is missing or wrong. 2: the configuration itself is.
+Exit code 0: it can. 1: something is missing or wrong. 2: the configuration itself is wrong.
 """
 
 import os

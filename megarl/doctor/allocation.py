@@ -1,4 +1,4 @@
-"""What cluster=slurm is judged by outside of a job: the allocation that slurm/train.sh asks for."""
+"""The allocation that cluster=slurm is checked against outside of a job: the one that slurm/train.sh requests."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,11 @@ from megarl.doctor.need import find_choice
 TRAIN = Path(__file__).resolve().parents[1] / "slurm" / "train.sh"
 IN_A_JOB = "SLURM_JOB_NUM_NODES"
 KEYS = {"nodes": "cluster.num_nodes", "gpus-per-node": "cluster.gpus_per_node"}
-"""Option of sbatch -> what conf/cluster/slurm.yaml takes from the allocation"""
+"""The key of conf/cluster/slurm.yaml that each option of sbatch sets"""
 
 
 def assume_allocation(overrides: Sequence[str], environment: Mapping[str, str], script: Path = TRAIN) -> list[str]:
-    """Overrides by the script's #SBATCH lines; keys that are given stand. None in a job, or for another cluster."""
+    """Overrides from the script's #SBATCH lines, for keys that are not given; empty in a job and for other clusters."""
     if find_choice(overrides, "cluster") != "slurm" or environment.get(IN_A_JOB) or not script.is_file():
         return []
     given = {text.partition("=")[0].lstrip("+") for text in overrides}

@@ -1,4 +1,4 @@
-"""What was found on this machine, before anything is judged."""
+"""The facts found on this machine, before they are judged."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class ApexKind(Enum):
-    """Two projects are called apex."""
+    """The two projects named apex."""
 
     nvidia = "NVIDIA's, with its kernels"
     python_only = "NVIDIA's, without its kernels"
@@ -22,15 +22,15 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Imports:
-    """What came of importing packages in a process of its own."""
+    """The results of importing packages in a process of its own."""
 
     torch_version: str | None = None
-    """None: torch is not there, or is broken"""
+    """None: torch is not installed, or is broken"""
     torch_cuda: str | None = None
-    """version of CUDA that torch was built for; None: a CPU build"""
+    """The CUDA version that torch was built for; None: a CPU build"""
     gpus: tuple[Gpu, ...] = ()
     problems: dict[str, str] | None = None
-    """module -> why it could not be imported, one line; modules that are not installed are not among them"""
+    """Why a module could not be imported, in one line, by module; without those that are not installed"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Checkpoint:
     key: str
     asked: str
     problem: str | None
-    """None: it is there, or is made here at the first run"""
+    """None: it exists, or the first run creates it here"""
     remedy: str | None = None
 
 
@@ -51,16 +51,16 @@ class Machine:
     num_cores: int
     memory_gb: float
     driver: str | None
-    """NVIDIA's, of nvidia-smi; None: there is none"""
+    """Version of NVIDIA's driver by nvidia-smi; None: there is none"""
     compiler: str | None
     python_header: Path
     has_python_header: bool
     shm_free_gb: float
     tmp_free_gb: float
     open_files: tuple[int, int]
-    """soft and hard limit"""
+    """Soft and hard limit"""
     slurm: str | None
-    """what `sbatch --version` says"""
+    """Output of `sbatch --version`"""
     slurm_job: str | None
     containers: tuple[str, ...]
     hub_cache: Path
@@ -70,11 +70,11 @@ class Machine:
 @dataclass(frozen=True)
 class Facts:
     versions: dict[str, str]
-    """distribution (canonical name) -> version, of everything that is installed"""
+    """The version of every installed distribution, by canonical name"""
     requirements: tuple[str, ...]
-    """of megarl's own metadata, the extra sglang included; none: megarl itself is not installed"""
+    """Requirements in megarl's metadata, with the extra sglang; empty: megarl itself is not installed"""
     pins: dict[str, dict[str, str]]
-    """platform (cpu, cuda) -> distribution -> version of tools/install/PLATFORM.lock"""
+    """The versions in tools/install/PLATFORM.lock, by platform (cpu, cuda) and distribution"""
     apex: ApexKind | None
     imports: Imports
     machine: Machine
@@ -83,24 +83,24 @@ class Facts:
 
 @dataclass(frozen=True)
 class Need:
-    """What the chosen configuration asks of one node."""
+    """The needs of the chosen configuration on one node."""
 
     cluster: str | None
-    """the option of the cluster group, where the command line chooses one"""
+    """The option of the cluster group, where the command line chooses one"""
     cuda: tuple[str, ...] = ()
-    """settings that need a GPU, as key=value; none: a CPU will do"""
+    """Settings that need a GPU, as key=value; empty: a CPU suffices"""
     num_gpus: int = 0
-    """GPUs that this machine has to have; 0 without `cuda`"""
+    """GPUs that this machine must have; 0 without `cuda`"""
     num_nodes: int = 1
     fp8: tuple[tuple[str, str, str], ...] = ()
-    """(role, format, recipe) of each role with FP8 products"""
+    """(role, format, recipe) of each role that computes in FP8"""
     object_store_gb: float = 0.0
     gpu: str | None = None
-    """the kind of GPU that the job is planned for (cluster.hardware); None: not known"""
+    """The GPU model that the job is planned for (cluster.hardware); None: not known"""
     gpu_memory_gb: float = 0.0
-    """of it"""
+    """Memory of that GPU model"""
     assumed: tuple[str, ...] = ()
-    """settings, as key=value, in place of those of a Slurm job that there is not yet"""
+    """Settings, as key=value, assumed instead of those of a Slurm job, where there is no job yet"""
 
 
 class Level(Enum):
@@ -111,9 +111,9 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not as it should be. A note keeps nothing from running."""
+    """A problem or a note. A note does not keep the configuration from running."""
 
     level: Level
     text: str
     remedy: str | None = None
-    """the command, or the key to set"""
+    """The command to run, or the key to set"""

@@ -1,4 +1,4 @@
-"""Finds the facts: metadata and commands, and imports in processes of their own. Nothing here raises."""
+"""Gathers the facts from metadata, commands, and imports in processes of their own. Nothing here raises."""
 
 import importlib.metadata
 import importlib.util
@@ -29,17 +29,17 @@ from megarl.doctor.facts import ApexKind, Checkpoint, Facts, Gpu, Imports, Machi
 LOCKS = Path(__file__).resolve().parents[1] / "tools" / "install"
 PLATFORMS = ("cpu", "cuda")
 PROBED = (("torch",), ("ray",))
-"""Modules to import, those of a tuple in one process; torch brings the CUDA packages along where it finds a GPU"""
+"""Modules to import, those of a tuple in one process; with torch, and a GPU, the CUDA packages are imported too"""
 PROBE_DEADLINE_S = 90.0
-"""For all of them; on a cold network file system torch alone takes many seconds"""
+"""Deadline of all imports; from a cold network file system torch alone takes many seconds"""
 KILL_DEADLINE_S = 3.0
-"""Of a process that was killed: one that hangs in the kernel does not end, nor does a pipe that its child holds"""
+"""Deadline of killing a process: one that hangs in the kernel does not end, nor does a pipe that its child holds"""
 COMMAND_DEADLINE_S = 5.0
 CONTAINER_TOOLS = ("docker", "podman", "apptainer", "singularity", "enroot")
 
 
 class Probe:
-    """Imports that go on while other facts are found."""
+    """Imports that run in parallel with gathering other facts."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "megarl.doctor.probe"]
@@ -53,7 +53,7 @@ class Probe:
         self._end = time.monotonic() + PROBE_DEADLINE_S
 
     def collect(self) -> Imports:
-        """Waits for the imports. One that hangs or crashes is a problem like another."""
+        """Wait for the imports. One that hangs or crashes becomes a problem like any other."""
         lines: list[dict[str, Any]] = []
         problems: dict[str, str] = {}
         for process in self._processes:
@@ -73,7 +73,7 @@ class Probe:
 
 
 def end_process(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Kills it; what it has written to stdout and stderr, as far as that is known in time."""
+    """Kill the process; returns what it wrote to stdout and stderr, as far as that can be read in time."""
     process.kill()
     try:
         return process.communicate(timeout=KILL_DEADLINE_S)
@@ -83,7 +83,7 @@ def end_process(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def read_imports(lines: list[dict[str, Any]], problems: dict[str, str]) -> Imports:
-    """The lines of probe.py, and the problems of modules whose import ended its process."""
+    """Build the result from the lines of probe.py and the problems of modules whose import ended its process."""
     problems = problems | {line["module"]: line["problem"] for line in lines if line.get("problem")}
     torch = next((line for line in lines if "torch" in line), None)
     if torch is None:
@@ -115,7 +115,7 @@ def find_versions() -> dict[str, str]:
 
 
 def find_requirements() -> tuple[str, ...]:
-    """Without the markers; those of extras but sglang's left out."""
+    """megarl's requirements without their markers and without those of extras other than sglang."""
     try:
         lines = importlib.metadata.requires("megarl") or []
     except importlib.metadata.PackageNotFoundError:
@@ -125,7 +125,7 @@ def find_requirements() -> tuple[str, ...]:
 
 
 def read_pins(lock: Path) -> dict[str, str]:
-    """Empty where the file is missing."""
+    """The versions in a lock file; empty where the file is missing."""
     if not lock.is_file():
         return {}
     lines = (line.split("#")[0].strip() for line in lock.read_text().splitlines())
@@ -135,7 +135,7 @@ def read_pins(lock: Path) -> dict[str, str]:
 
 
 def find_apex() -> ApexKind | None:
-    """Which of the two projects `import apex` finds, by its folders: nothing of it is run."""
+    """Which of the two projects `import apex` would find, by its folders: its code is not run."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return None
@@ -169,12 +169,12 @@ def locate(key: str, path: str | None) -> Checkpoint:
 
 
 def get_problem(find: Callable[[], object]) -> str | None:
-    """What `find` raises, in one line."""
+    """The error that `find` raises, in one line; None where it raises none."""
     try:
         find()
     except ConfigError as error:
         return error.problems[0]
-    except Exception as error:  # a broken package on the way
+    except Exception as error:  # for example of a broken package that it imports
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     return None
 
@@ -219,7 +219,7 @@ def find_system() -> str:
 def find_hub_cache() -> Path:
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
-    except Exception:  # its absence is told among the packages
+    except Exception:  # its absence is reported with the packages
         return Path.home() / ".cache" / "huggingface" / "hub"
     return Path(HF_HUB_CACHE)
 
@@ -232,7 +232,7 @@ def find_free_gb(folder: str) -> float:
 
 
 def ask(*command: str) -> str | None:
-    """The first line that a command prints; None where it is not there, fails or takes too long."""
+    """The first line that a command prints; None where it is not installed, fails or takes too long."""
     if shutil.which(command[0]) is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""From facts to findings: what is missing or wrong for the chosen configuration, and how to get it. Pure."""
+"""Findings from facts: what is missing or wrong for the chosen configuration, and the remedy. Pure functions."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,16 +9,16 @@ from megarl.config.schema.hardware import LEAST_OF_KIND
 from megarl.doctor.facts import ApexKind, Facts, Finding, Level, Need
 
 FOR_CUDA = ("sglang-kernel", "flashinfer-python", "triton", "torchvision")
-"""What SGLang imports on a GPU; on a CPU it has stand-ins."""
+"""Packages that SGLang imports on a GPU; on a CPU there are stand-ins"""
 TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-torch")
 MANY_FILES = 65536
 FEWEST_FILES = 4096
 LEAST_TMP_GB = 2.0
-"""Ray's session and the servers' scratch."""
+"""For Ray's session and the servers' scratch folders"""
 
 
 def judge(facts: Facts, need: Need) -> list[Finding]:
-    """In the order in which to go through them."""
+    """All findings, in the order in which to resolve them."""
     checks = (check_megarl, check_imports, check_cuda, check_cuda_packages, check_fp8, check_apex)
     found = [finding for check in checks for finding in check(facts, need)]
     found += check_checkpoints(facts)
@@ -28,7 +28,7 @@ def judge(facts: Facts, need: Need) -> list[Finding]:
 
 
 def choose_platform(facts: Facts, need: Need) -> str:
-    """Whose lock counts: cuda where there is a GPU, or the configuration needs one."""
+    """The platform whose lock file applies: cuda where there is a GPU, or the configuration needs one."""
     return "cuda" if need.cuda or facts.imports.gpus else "cpu"
 
 
@@ -37,7 +37,7 @@ def name_install(facts: Facts, need: Need) -> str:
 
 
 def check_megarl(facts: Facts, need: Need) -> Iterator[Finding]:
-    """What pyproject.toml asks for, by the versions that are installed."""
+    """Check the installed versions against the requirements of pyproject.toml."""
     if not facts.requirements:
         yield Finding(Level.missing, "megarl itself is not installed", name_install(facts, need))
     absent, other = [], []
@@ -56,7 +56,7 @@ def check_megarl(facts: Facts, need: Need) -> Iterator[Finding]:
 def parse(text: str) -> Requirement | None:
     try:
         return Requirement(text)
-    except InvalidRequirement:  # a newer form of metadata than packaging knows
+    except InvalidRequirement:  # a newer metadata format than packaging supports
         return None
 
 
@@ -66,7 +66,7 @@ def check_imports(facts: Facts, need: Need) -> Iterator[Finding]:
 
 
 def check_cuda(facts: Facts, need: Need) -> Iterator[Finding]:
-    """GPUs, and a torch that can use them, where the configuration needs them."""
+    """Check for GPUs and a torch that can use them, where the configuration needs them."""
     if not need.cuda:
         return
     why, found = join(need.cuda), facts.imports
@@ -102,7 +102,7 @@ def check_cuda(facts: Facts, need: Need) -> Iterator[Finding]:
 
 
 def check_cuda_packages(facts: Facts, need: Need) -> Iterator[Finding]:
-    """Also where a GPU is there though the configuration could do without: then it is used."""
+    """Check the CUDA packages, also where the configuration does not need the GPU: one that is there is used."""
     if choose_platform(facts, need) == "cpu":
         return
     absent = [name for name in FOR_CUDA if name not in facts.versions]
@@ -129,7 +129,7 @@ def check_cuda_packages(facts: Facts, need: Need) -> Iterator[Finding]:
 def check_fp8(facts: Facts, need: Need) -> Iterator[Finding]:
     if not need.fp8 or facts.imports.torch_version is None:
         return
-    # Imports torch, which only these configurations pay for a second time.
+    # Imports torch, for which only these configurations pay again.
     from megarl.config.schema.roles import Fp8, Fp8Recipe
     from megarl.mcore.role_fields import find_fp8_problems
 
@@ -162,7 +162,7 @@ def check_checkpoints(facts: Facts) -> Iterator[Finding]:
 
 
 def check_memory(facts: Facts, need: Need) -> Iterator[Finding]:
-    """Of files that live in memory, of scratch, of open files."""
+    """Check shared memory, the temporary folder and the limit of open files."""
     machine = facts.machine
     if machine.shm_free_gb < need.object_store_gb:
         yield Finding(
@@ -188,8 +188,8 @@ def check_slurm(facts: Facts, need: Need) -> Iterator[Finding]:
     if need.assumed:
         yield Finding(
             Level.note,
-            f"this is no Slurm job; it is judged by what slurm/train.sh asks sbatch for: {join(need.assumed)}",
-            "give these keys where you give sbatch other numbers",
+            f"this is not a Slurm job; it is checked against the request of slurm/train.sh: {join(need.assumed)}",
+            "set these keys if you request other numbers from sbatch",
         )
     if need.cluster == "slurm" and facts.machine.slurm is None and facts.machine.slurm_job is None:
         yield Finding(

@@ -1,4 +1,4 @@
-"""What the chosen configuration asks of the machine that it runs on."""
+"""The needs of the chosen configuration on the machine that it runs on."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ from megarl.config.schema.root import Config
 from megarl.doctor.facts import Need
 
 CLUSTERS_OF_ANY_NODES = ("laptop", "slurm")
-"""Options of the cluster group that also run on nodes without GPUs."""
+"""Options of the cluster group that also run on nodes without GPUs"""
 
 
 def find_need(config: Config, overrides: Sequence[str], assumed: Sequence[str] = ()) -> Need:
-    """Of `config`, which these overrides compose, together with those that are assumed of a Slurm job."""
+    """The needs of `config`, composed from these overrides and those assumed of a Slurm job."""
     cluster = find_choice(overrides, "cluster")
     roles = {"policy": config.policy, **({"critic": config.critic} if needs_critic(config.algo) else {})}
     fp8 = tuple((name, role.fp8.value, role.fp8_recipe.value) for name, role in roles.items() if role.fp8)
@@ -37,7 +37,7 @@ def find_need(config: Config, overrides: Sequence[str], assumed: Sequence[str] =
 
 
 def count_gpus(config: Config) -> int:
-    """The most GPUs that the job has on one node. Where they are not counted it has one node, and all are on it."""
+    """The largest number of GPUs that the job uses on one node; all, on one node, where they are not counted."""
     groups = list_groups(config)
     if config.cluster.gpus_per_node == 0:
         return sum(group.num_gpus for group in groups)
@@ -47,6 +47,6 @@ def count_gpus(config: Config) -> int:
 
 
 def find_choice(overrides: Sequence[str], group: str) -> str | None:
-    """The option of a group that was chosen last; None: none was."""
+    """The last option chosen of a group; None: none was."""
     chosen = [value for name, _, value in (text.partition("=") for text in overrides) if name == group]
     return chosen[-1] if chosen else None

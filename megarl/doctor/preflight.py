@@ -1,8 +1,8 @@
-"""What a Slurm job checks before Ray starts: `python -m megarl.doctor.preflight job|node|compare [key=value] ...`.
+"""The checks of a Slurm job before Ray starts: `python -m megarl.doctor.preflight job|node|compare [key=value] ...`.
 
-job      the configuration against the allocation; prints settings for train.sh as NAME=VALUE
-node     what this node has, as one line of JSON
-compare  the lines of all nodes, from stdin
+job      checks the configuration against the allocation; prints settings for train.sh as NAME=VALUE
+node     prints what this node has, as one line of JSON
+compare  checks the lines of all nodes, from stdin
 Problems end it with code 2, each in one line. Nothing here imports torch or Ray.
 """
 
@@ -32,7 +32,7 @@ from megarl.run.command import end_with_config_error
 from megarl.run.resume import take_resume
 
 ADDRESS_LATER = "cluster.ray_address=first-node:0"
-"""In place of the address that train.sh knows once Ray runs"""
+"""A placeholder for the address that train.sh knows once Ray runs"""
 ASK_S = 30.0
 """How long nvidia-smi and squeue may take"""
 FOLDER_VARIABLE = "MEGARL_JOB_DIR"
@@ -41,11 +41,11 @@ RAY_NAMES = ("raylet", "gcs_server")
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What one node has."""
+    """The GPUs, checkpoints and problems of one node."""
 
     node: str
     gpus: list[str] = field(default_factory=list)
-    """a name for each GPU that the job sees there; none where there is no nvidia-smi"""
+    """The name of each GPU that the job sees there; empty where there is no nvidia-smi"""
     problems: list[str] = field(default_factory=list)
 
 
@@ -65,9 +65,9 @@ def main() -> None:
 
 
 def print_job(config: Config) -> None:
-    """The settings that train.sh takes on stdout, where the processes will be on stderr.
+    """Print the settings for train.sh to stdout, and the placement of the processes to stderr.
 
-    Raises ConfigError for what the configuration asks for and the allocation has not.
+    Raises ConfigError where the configuration needs more than the allocation has.
     """
     allocation = read_allocation(os.environ)
     problems = [*check_allocation(config.cluster, allocation), *check_cluster(config)]
@@ -112,7 +112,7 @@ def name_node() -> str:
 
 
 def find_unseen(config: Config) -> Iterator[str]:
-    """Checkpoints that this node does not see, by their keys."""
+    """Problems with checkpoints that this node does not see, by their keys."""
     wanted = {"model.path": config.model.path} if config.model.source is ModelSource.path else {}
     if needs_critic(config.algo) and config.critic.init is not None:
         wanted["critic.init"] = config.critic.init
@@ -124,9 +124,9 @@ def find_unseen(config: Config) -> Iterator[str]:
 
 
 def find_unseen_folder(folder: str | None) -> Iterator[str]:
-    """The job's own folder, in the run's: train.sh has made it on the first node."""
+    """A problem where this node does not see the job's folder, which train.sh created in the run's."""
     if folder is not None and not os.path.isdir(folder):
-        yield f"hydra.run.dir: {folder} is not there; the run's folder must be on a file system that every node sees"
+        yield f"hydra.run.dir: {folder} does not exist; the run's folder must be on a file system that every node sees"
 
 
 def list_gpus() -> list[str]:
@@ -138,13 +138,13 @@ def list_gpus() -> list[str]:
         return []
     found = dict(line.split(", ", 1) for line in done.stdout.splitlines() if ", " in line)
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    # Where Slurm shows the job its own GPUs only, these count from 0 as well.
+    # Where Slurm shows the job its own GPUs only, their numbers also start at 0.
     numbers = [number for number in chosen.split(",") if number in found] if chosen else list(found)
     return [found[number] for number in numbers or found]
 
 
 def find_stale_ray(cluster_name: str | None) -> Iterator[str]:
-    """Ray's processes of this user that belong to no living job: they hold memory, GPUs and ports."""
+    """Problems with this user's Ray processes of jobs that have ended: they hold memory, GPUs and ports."""
     stale = [process for process in psutil.process_iter(["name", "ppid", "uids"]) if _is_own_ray(process)]
     living = list_living_jobs() if stale else set()
     for process in stale:
@@ -155,7 +155,7 @@ def find_stale_ray(cluster_name: str | None) -> Iterator[str]:
         job = environment.get("SLURM_JOB_ID")
         if job is not None and environment.get("SLURM_CLUSTER_NAME") != cluster_name:
             continue
-        # One that was started by hand is in use as long as whoever started it is there.
+        # One that was started by hand is in use as long as the process that started it lives.
         if (job is None and process.info["ppid"] == 1) or (
             job is not None and living is not None and job not in living
         ):
@@ -169,7 +169,7 @@ def _is_own_ray(process: psutil.Process) -> bool:
 
 
 def list_living_jobs() -> set[str] | None:
-    """Ids of this user's jobs that run or are about to end; None where Slurm does not say."""
+    """Ids of this user's jobs that run or are about to end; None where Slurm does not answer."""
     states = "RUNNING,COMPLETING,SUSPENDED,CONFIGURING,STOPPED"
     command = ["squeue", "--noheader", "--format=%A", f"--states={states}", f"--user={os.getuid()}"]
     try:
@@ -180,7 +180,7 @@ def list_living_jobs() -> set[str] | None:
 
 
 def compare(config: Config) -> None:
-    """Raises ConfigError for the problems of all nodes."""
+    """Check the reports of all nodes from stdin. Raises ConfigError with their problems."""
     names = os.environ.get("MEGARL_NODES", "").split(",")
     cluster = config.cluster
     reports = read_reports(sys.stdin)
@@ -190,7 +190,7 @@ def compare(config: Config) -> None:
 
 
 def read_reports(lines: TextIO) -> list[NodeReport]:
-    """Other lines, such as those of a container's start, are passed over."""
+    """Read the reports; other lines, such as those of a container's start, are skipped."""
     return [NodeReport(**json.loads(line)) for line in lines if line.startswith('{"node"')]
 
 
@@ -207,7 +207,7 @@ def find_problems(reports: Sequence[NodeReport], names: Sequence[str], gpus_per_
     for report in reports:
         for problem in report.problems:
             where[problem].append(report.node)
-        # On a partition without GPUs no node shows any.
+        # On a partition without GPUs no node has any.
         if any(each.gpus for each in reports) and len(report.gpus) < gpus_per_node:
             where[f"cluster.gpus_per_node: found {gpus_per_node}; nvidia-smi shows {len(report.gpus)}"].append(
                 report.node
@@ -225,7 +225,7 @@ def find_problems(reports: Sequence[NodeReport], names: Sequence[str], gpus_per_
 
 
 def find_kinds(gpus: Iterable[str]) -> dict[str, str]:
-    """Of each GPU the largest of its kind: of the same name, and with about the same memory."""
+    """For each GPU the largest one of the same name and about the same memory."""
     kinds: dict[str, str] = {}
     for gpu in sorted(set(gpus), key=lambda each: (-read_mib(each), each)):
         name = gpu.rpartition(", ")[0]
@@ -239,13 +239,13 @@ def find_kinds(gpus: Iterable[str]) -> dict[str, str]:
 
 
 def read_mib(gpu: str) -> int:
-    """81559 of `NVIDIA H100 80GB HBM3, 81559 MiB`; 0 where nvidia-smi did not say."""
+    """The memory in MiB, 81559 for `NVIDIA H100 80GB HBM3, 81559 MiB`; 0 where nvidia-smi did not report it."""
     size = re.search(r"(\d+) MiB$", gpu)
     return int(size[1]) if size else 0
 
 
 def find_small_gpus(reports: Sequence[NodeReport], hardware: HardwareConfig) -> Iterator[str]:
-    """GPUs with less memory than those that the job is planned for."""
+    """Problems with GPUs that have less memory than the job is planned for."""
     for kind in sorted({gpu for report in reports for gpu in report.gpus}):
         if hardware.gpu is not None and 0 < read_mib(kind) < LEAST_OF_KIND * 1024 * hardware.memory_gib:
             yield (

@@ -1,7 +1,7 @@
-"""`python -m megarl.doctor.probe MODULE ...`: imports each and prints a line of JSON for each.
+"""`python -m megarl.doctor.probe MODULE ...`: imports each module and prints a line of JSON for it.
 
-A process of its own, so that a package that is broken, hangs or crashes cannot take its caller along. Modules that
-exist only for CUDA are left out where torch finds none.
+It is a process of its own, so that a package that hangs or crashes does not affect its caller. Modules that exist only
+for CUDA are skipped where torch finds none.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def main(names: Sequence[str]) -> None:
 
 
 def try_import(name: str) -> str | None:
-    """Why it cannot be imported, in one line; None: it can, or it is not installed."""
+    """Why the module cannot be imported, in one line; None: it can be, or it is not installed."""
     try:
         if importlib.util.find_spec(name.split(".")[0]) is None:
             return None

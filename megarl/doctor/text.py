@@ -1,4 +1,4 @@
-"""The screen that the doctor prints."""
+"""The text that the doctor prints."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -13,13 +13,13 @@ SHOWN = (
 MODULES = {"megatron-core": "megatron.core", "transformer-engine": "transformer_engine.pytorch"} | {
     "sglang-kernel": "sgl_kernel", "flashinfer-python": "flashinfer",
 }  # fmt: skip
-"""What is imported of a distribution, where that has another name"""
+"""The module of a distribution, where it has another name"""
 WIDTH = 120
 INDENT = 9
 
 
 def render(title: str, facts: Facts, need: Need, findings: Sequence[Finding]) -> list[str]:
-    """Lines of at most WIDTH characters, but for what the machine's own names make longer."""
+    """The lines of the text, of at most WIDTH characters where the machine's own names are not longer."""
     return [
         f"megarl doctor: {title}",
         "",
@@ -64,8 +64,8 @@ def _render_machine(facts: Facts) -> Iterator[str]:
         "system": f"{machine.system}, {machine.num_cores} cores, {machine.memory_gb:.0f} GB; Python {machine.python}",
         "GPUs": (f"{len(gpus)} x {', '.join(kinds)}" if gpus else "none")
         + (f"; driver {machine.driver}" if machine.driver else "; no NVIDIA driver"),
-        "compiler": f"{machine.compiler or 'none'}; Python.h {'there' if machine.has_python_header else 'not there'}",
-        "Slurm": f"{machine.slurm or 'not there'}{job}; containers: {containers}",
+        "compiler": f"{machine.compiler or 'none'}; Python.h {'found' if machine.has_python_header else 'not found'}",
+        "Slurm": f"{machine.slurm or 'not found'}{job}; containers: {containers}",
         "limits": f"/dev/shm {machine.shm_free_gb:.1f} GB free, temporary folder {machine.tmp_free_gb:.1f} GB free,"
         f" open files {_count(soft)} (at most {_count(hard)})",
         "model": "; ".join(models),

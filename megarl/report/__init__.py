@@ -1,1 +1,1 @@
-"""What a run tells: metrics.jsonl, TensorBoard, and the terminal or log file."""
+"""The output of a run: metrics.jsonl, TensorBoard, the terminal or log file, and the reports of sweeps."""

@@ -1,4 +1,4 @@
-"""What differs between the runs of a sweep, and what each difference does to a metric."""
+"""The differences between the runs of a sweep, and the effect of each on a metric."""
 
 import json
 import statistics
@@ -9,7 +9,7 @@ from megarl.report.sweep import RunRecord
 
 SEED = "seed"
 BOOKKEEPING = ("algo.value_pretrain.taken_from", "cluster.", "logger.", "checkpoint.", "evaluate.")
-"""Beginnings of keys that decide nothing that a run learns"""
+"""Prefixes of keys that have no effect on what a run learns"""
 ABSENT = "—"
 
 
@@ -19,11 +19,11 @@ class Level:
 
     value: str
     points: tuple[float, ...]
-    """the metric of every run that has it, in the runs' order"""
+    """The metric of every run with this value, in the runs' order"""
     mean: float
-    """over the settings of the other parameters, each the mean of its seeds"""
+    """Mean over the settings of the other parameters, each the mean of its seeds"""
     seed_std: float | None
-    """standard deviation over seeds within a setting, pooled over the settings; None where none has two seeds"""
+    """Standard deviation over seeds within a setting, pooled over the settings; None where none has two seeds"""
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class Effect:
 
     @property
     def range(self) -> float:
-        """Between the best and the worst mean."""
+        """The difference between the best and the worst mean."""
         means = [level.mean for level in self.levels]
         return max(means) - min(means)
 
 
 def find_parameters(runs: Sequence[RunRecord]) -> list[str]:
-    """The keys that tell the runs apart, those of the command line first, the seed last.
+    """The keys whose values differ between the runs, those of the command line first, the seed last.
 
-    A key that only goes along with another one (such as those that a preset sets beside algo.name) is left out, unless
-    it stood on the command line itself.
+    A key whose value follows from another one's (such as those that a preset sets with algo.name) is left out, unless
+    the command line set it.
     """
     known = [run for run in runs if run.config]
     if not known:
@@ -63,7 +63,7 @@ def find_parameters(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _follows(key: str, other: str, runs: Sequence[RunRecord]) -> bool:
-    """Whether the value of `other` says that of `key` in every run."""
+    """Whether the value of `other` determines that of `key` in every run."""
     seen: dict[str, str] = {}
     return all(
         seen.setdefault(show_value(run.config[other]), show_value(run.config[key])) == show_value(run.config[key])
@@ -72,7 +72,7 @@ def _follows(key: str, other: str, runs: Sequence[RunRecord]) -> bool:
 
 
 def show_value(value: object) -> str:
-    """As it would be typed."""
+    """The value as it would be typed on a command line."""
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -83,10 +83,10 @@ def get_value(run: RunRecord, key: str) -> str:
 
 
 def compute_effects(runs: Sequence[RunRecord], parameters: Sequence[str], scores: Mapping[str, float]) -> list[Effect]:
-    """For each parameter but the seed what its values come to; largest range first.
+    """The effect of each parameter other than the seed; largest range first.
 
-    scores: name of the run -> its metric; runs without one do not count. A setting is one combination of the parameters
-    other than the seed; every setting weighs the same, however many seeds it has.
+    scores: the metric by run name; runs without one are left out. A setting is one combination of the parameters other
+    than the seed; every setting has the same weight, however many seeds it has.
     """
     settings: dict[tuple[str, ...], list[float]] = {}
     varied = [key for key in parameters if key != SEED]
@@ -123,7 +123,7 @@ def _build_level(
 
 
 def sort_values(values: set[str]) -> list[str]:
-    """Numbers by size, then words."""
+    """The values sorted: numbers by size, then words."""
 
     def rank(text: str) -> tuple[bool, float, str]:
         try:
@@ -135,7 +135,7 @@ def sort_values(values: set[str]) -> list[str]:
 
 
 def is_complete_grid(runs: Sequence[RunRecord], parameters: Sequence[str]) -> bool:
-    """Whether every combination of the values was run: else an effect may be another parameter's."""
+    """Whether every combination of the values was run; otherwise an effect may be another parameter's."""
     combinations = {tuple(get_value(run, key) for key in parameters) for run in runs}
     expected = 1
     for position in range(len(parameters)):

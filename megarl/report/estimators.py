@@ -1,4 +1,4 @@
-"""avg@k, pass@k and maj@k of one problem, and the mean over problems with its confidence interval; exact."""
+"""Exact avg@k, pass@k and maj@k of one problem, and the mean over problems with its confidence interval."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Votes:
-    """The responses to one problem, by what they answer."""
+    """The number of responses to one problem by answer."""
 
     num_correct: int
-    """Responses with a correct answer; they all vote for the same one, however it is written."""
+    """Responses with a correct answer; they all vote for the same answer, however it is written"""
     wrong: tuple[int, ...] = ()
-    """Responses for each different wrong answer, each 1 or more."""
+    """Responses for each different wrong answer, each 1 or more"""
     num_silent: int = 0
-    """Responses without a readable answer; they are wrong and vote for nothing."""
+    """Responses without a readable answer; they are wrong and have no vote"""
 
     @property
     def num_samples(self) -> int:
@@ -44,8 +44,8 @@ def compute_pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def compute_maj_at_k(votes: Votes, k: int) -> float:
     """Probability that the answer most frequent among `k` of the responses is correct; unbiased like pass@k.
 
-    The mean over all C(n, k) choices of k responses, computed by counting them; answers with equally many votes
-    share: of two, one right, half counts. No vote at all is wrong. Raises ValueError as `compute_pass_at_k`.
+    The mean over all C(n, k) choices of k responses, computed by counting them. Ties are split: a correct answer tied
+    with one wrong answer counts one half. No vote at all is wrong. Raises ValueError as `compute_pass_at_k`.
     """
     _check_counts(votes.num_samples, votes.num_correct, k)
     total = Fraction(0)
@@ -56,8 +56,8 @@ def compute_maj_at_k(votes: Votes, k: int) -> float:
 
 
 def _count_ways(votes: Votes, num_chosen: int, most: int) -> dict[int, int]:
-    """{j: in how many ways `num_chosen` responses that are not correct give no wrong answer more than `most` votes,
-    and j of them exactly `most`}.
+    """The number of ways to choose `num_chosen` incorrect responses so that no wrong answer has more than `most` votes,
+    by the number of wrong answers with exactly `most`.
     """
     num_free = votes.num_silent + sum(count for count in votes.wrong if count < most)
     table = {(0, 0): 1}
@@ -81,7 +81,7 @@ def compute_mean(values: Sequence[float], num_samples: int, confidence: float) -
     The interval is Wilson's (1927) for a proportion, with N / d in place of the N problems, where d is the design
     effect of cluster sampling (Kish 1965): the variance over problems divided by p (1 - p). With one response per
     problem d is 1, and this is Wilson's interval itself. With n responses d is 1 / n + (1 - 1 / n) r for the
-    correlation r within a problem, so it is held to [1 / n, 1]; where all values are 0, or all 1, r cannot be seen
+    correlation r within a problem, so it is clamped to [1 / n, 1]; where all values are 0, or all 1, r is unknown
     and d is 1. Unlike a bootstrap or t-interval it does not shrink to a point for 0 of 30. Problems count as a
     random sample of problems like them.
 
@@ -100,7 +100,7 @@ def compute_mean(values: Sequence[float], num_samples: int, confidence: float) -
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     center = (mean + z * z / (2 * size)) / (1 + z * z / size)
     reach = z / (1 + z * z / size) * sqrt(spread / size + z * z / (4 * size * size))
-    # Rounding must not put the mean outside: at 0 and 1 a bound is the mean itself.
+    # Rounding must not put the mean outside the interval: at 0 and 1 a bound is the mean itself.
     return Estimate(mean, min(mean, max(0.0, center - reach)), max(mean, min(1.0, center + reach)))
 
 

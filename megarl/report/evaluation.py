@@ -1,4 +1,4 @@
-"""What an evaluation found: one result per set, as a table and as evaluation.json."""
+"""The results of an evaluation: one per set, as a table and as evaluation.json."""
 
 import json
 from collections import Counter, defaultdict
@@ -26,15 +26,15 @@ class ProblemResult:
 class SetResult:
     name: str
     num_samples: int
-    """responses per problem"""
+    """Responses per problem"""
     estimates: Mapping[str, Estimate]
     """avg@N, pass@k, maj@k"""
     mean_reward: float
     mean_response_tokens: float
     truncated_frac: float
-    """share of the responses cut at rollout.response_length"""
+    """Share of the responses cut at rollout.response_length"""
     unread_frac: float | None
-    """share of the responses without a readable answer; None where the verifier reads none"""
+    """Share of the responses without a readable answer; None where the verifier reads none"""
     problems: tuple[ProblemResult, ...]
 
 
@@ -49,7 +49,9 @@ def summarize_set(
     problems = count_votes(samples)
     sizes = {problem.votes.num_samples for problem in problems}
     if len(sizes) != 1:
-        raise ValueError(f"{name}: found problems with {sorted(sizes)} samples; every one must have as many")
+        raise ValueError(
+            f"{name}: found problems with {sorted(sizes)} samples; every problem must have the same number"
+        )
     num_samples = sizes.pop()
     values = {f"avg@{num_samples}": [p.votes.num_correct / num_samples for p in problems]}
     for k in ks:
@@ -107,7 +109,7 @@ def format_table(results: Sequence[SetResult]) -> str:
 
 
 def write_evaluation(path: Path, results: Sequence[SetResult], settings: Mapping[str, Any]) -> None:
-    """Strict JSON: `settings`, and under "sets" each result by its name.
+    """Write strict JSON: `settings`, and under "sets" each result by its name.
 
     Raises ValueError for a number that is not finite.
     """

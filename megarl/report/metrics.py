@@ -10,12 +10,12 @@ from megarl.types import Metrics
 
 FILE_NAME = "metrics.jsonl"
 PRETRAINING_FILE_NAME = "value_pretrain.jsonl"
-"""The same format; "iteration" counts the rollouts of value pretraining."""
+"""A file of the same format, where "iteration" counts the rollouts of value pretraining"""
 ITERATION = "iteration"
 
 
 def check_metrics(metrics: Metrics) -> None:
-    """Refuse what strict JSON has no number for.
+    """Refuse values that strict JSON cannot represent as a number.
 
     Raises:
         ValueError: a value is NaN or infinite, or a metric is named "iteration".
@@ -36,15 +36,15 @@ class MetricsWriter:
     """Appends to a run's metrics.jsonl; every line is complete on disk when `write` returns."""
 
     def __init__(self, path: Path):
-        """Opens `path`, making it and its directory where they are missing."""
+        """Open or create `path`."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self.num_dropped_bytes = drop_unfinished_line(path)
-        """Length of a half-written last line, left by a killed run, that was cut off; 0 as a rule."""
+        """Length of a half-written last line, left by a killed run, that was cut off; usually 0"""
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, iteration: int, metrics: Metrics) -> None:
-        """One line. Raises as `check_metrics` does, and then writes nothing."""
+        """Write one line. Raises as `check_metrics`, and then writes nothing."""
         check_metrics(metrics)
         self._file.write(json.dumps({ITERATION: iteration, **metrics}, allow_nan=False) + "\n")
         self._file.flush()
@@ -54,7 +54,7 @@ class MetricsWriter:
 
 
 def drop_unfinished_line(path: Path) -> int:
-    """Cut the file back to its last newline. Returns the number of bytes cut."""
+    """Truncate the file to its last newline. Returns the number of bytes removed."""
     if not path.exists():
         return 0
     content = path.read_bytes()
@@ -76,9 +76,9 @@ def load_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def parse_line(line: str, where: str) -> dict[str, float]:
-    """One line of metrics.jsonl. Raises ValueError starting with `where`."""
+    """Parse one line of metrics.jsonl. Raises ValueError starting with `where`."""
     if not line.endswith("\n"):
-        raise ValueError(f"{where}: the line has no end: the run that wrote it was killed, or is still writing")
+        raise ValueError(f"{where}: the line is incomplete: the run that wrote it was killed, or is still writing")
     try:
         record = json.loads(line, parse_constant=refuse_constant, object_pairs_hook=refuse_repeated_keys)
     except ValueError as error:

@@ -1,9 +1,9 @@
-"""RUN_DIR/outcome.json: how a run has ended.
+"""RUN_DIR/outcome.json: how a run ended.
 
 {"state": "done", "why": "", "results": {"iterations": 80, "reward/heldout": 0.98}}
 
-`state` is done, failed or stopped (by a signal, its checkpoint written); `why` says why not done. A run that is at
-work, or whose process was killed, has no such file.
+`state` is done, failed or stopped (by a signal, after its checkpoint was written); `why` is the reason where it is not
+done. A run that is in progress, or whose process was killed, has no such file.
 """
 
 import contextlib
@@ -29,11 +29,11 @@ class Outcome:
     state: State
     why: str = ""
     results: Mapping[str, float] = field(default_factory=dict)
-    """the numbers of the line `done: ...`; one that is not finite is left out"""
+    """The numbers of the line `done: ...`, without those that are not finite"""
 
 
 def write_outcome(run_dir: Path, outcome: Outcome) -> None:
-    """Readers see the file before or after, never half of it. A full disk leaves none."""
+    """Write the file atomically. Where the disk is full there is no file."""
     results = {name: value for name, value in outcome.results.items() if math.isfinite(value)}
     content = {"state": outcome.state.value, "why": outcome.why[:LONGEST_WHY], "results": results}
     partial = run_dir / f".{FILE_NAME}.partial"
@@ -44,12 +44,12 @@ def write_outcome(run_dir: Path, outcome: Outcome) -> None:
 
 
 def clear_outcome(run_dir: Path) -> None:
-    """What is told of the run is again that it has not ended."""
+    """Remove the file: the run has not ended."""
     (run_dir / FILE_NAME).unlink(missing_ok=True)
 
 
 def load_outcome(run_dir: Path) -> Outcome | None:
-    """None where there is none. Raises ValueError that names the file for one that is not what a run writes."""
+    """Read the file; None where there is none. Raises ValueError naming the file where it is not valid."""
     path = run_dir / FILE_NAME
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

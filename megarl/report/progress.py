@@ -11,14 +11,14 @@ from rich.text import Text
 from megarl.report.text import format_seconds
 
 LOG_REMINDER_S = 60.0
-"""In a log file, a phase that goes on is mentioned after this time, and again each time that has doubled."""
+"""In a log file, a long phase is mentioned after this time, and again whenever its duration has doubled."""
 
 
 class Progress:
-    """Prints lines, and says what is being done now.
+    """Prints lines, and shows the current phase.
 
-    On a terminal the present phase is a live last line with a running clock. In a file nothing is ever
-    rewritten: a phase is mentioned only when it takes longer than LOG_REMINDER_S.
+    On a terminal the phase is a live last line with a running clock. In a file nothing is ever rewritten: a phase is
+    mentioned only when it takes longer than LOG_REMINDER_S.
     """
 
     def __init__(self, stream: TextIO, reminder_s: float = LOG_REMINDER_S):
@@ -39,7 +39,7 @@ class Progress:
             self._reminder.start()
 
     def line(self, text: str) -> None:
-        """Print `text` and a newline, now. Characters that the stream's encoding lacks are escaped."""
+        """Print `text` and a newline, and flush. Characters that the stream cannot encode are escaped."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         text = text.encode(encoding, "backslashreplace").decode(encoding)
         if self._live is not None:
@@ -50,16 +50,16 @@ class Progress:
             self._stream.flush()
 
     def show_iteration(self, text: str) -> None:
-        """Where the run is, for example "iteration 3/20"; stands before the phase."""
+        """Set the text shown before the phase, for example "iteration 3/20"."""
         self._iteration = text
 
     def enter(self, phase: str) -> None:
-        """`phase` begins; phases may be nested, and the innermost is shown."""
+        """Begin `phase`; phases may be nested, and the innermost is shown."""
         self._phases.append((phase, time.monotonic()))
         self._redraw()
 
     def leave(self) -> None:
-        """The innermost phase ended."""
+        """End the innermost phase."""
         self._phases.pop()
         self._redraw()
 
@@ -72,7 +72,7 @@ class Progress:
             self._reminder.join(timeout=5)
 
     def describe_phase(self) -> str:
-        """What is being done now, for example "iteration 3/20  rollout ... 12 s"; empty between phases."""
+        """The current phase, for example "iteration 3/20  rollout ... 12 s"; empty between phases."""
         phases = self._phases[-1:]
         if not phases:
             return ""

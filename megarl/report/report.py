@@ -1,4 +1,4 @@
-"""The report of a run: what the trainer calls to tell what it does and what came out."""
+"""The report of a run: the trainer reports phases, metrics, messages and samples to it."""
 
 import sys
 import time
@@ -20,14 +20,14 @@ from megarl.types import Metrics, Sample
 
 @dataclass
 class Phase:
-    """A timed part of an iteration; `seconds` is its duration, right once it has ended."""
+    """A timed part of an iteration; `seconds` is its duration, valid once it has ended."""
 
     name: str
     seconds: float = 0.0
 
 
 class Report:
-    """Sends metrics to metrics.jsonl, TensorBoard and the terminal, as configured. Made by `build_report`."""
+    """Writes metrics to metrics.jsonl, TensorBoard and the terminal, as configured. `build_report` builds it."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Report:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """Time what is done inside, as time/NAME in the next `log`, and show it while it runs.
+        """Time the block, as time/NAME in the next `log`, and show the phase while it runs.
 
         A name used more than once before a `log` gives the sum, in seconds.
         """
@@ -92,7 +92,7 @@ class Report:
             self._progress.show_iteration(f"iteration {iteration + 1}/{self._num_iterations}" if more else "")
 
     def log_pretraining(self, step: int, num_steps: int, metrics: Metrics) -> None:
-        """Write the metrics of one step of value pretraining, to value_pretrain.jsonl; else as `log`."""
+        """Write the metrics of one step of value pretraining to value_pretrain.jsonl; otherwise as `log`."""
         check_metrics(metrics)
         times, self._times = self._times, {}
         if self._pretraining is None:
@@ -106,26 +106,26 @@ class Report:
             self._progress.line(f"value pretraining {step}/{num_steps}  {shown} | {seconds} s")
 
     def rewind(self, iteration: int) -> None:
-        """`iteration` is the next to be logged, for whatever reason it is not the one after the last."""
+        """Make `iteration` the next one to be logged, in a run that resumes from a checkpoint."""
         self._times = {}
         self._iteration = iteration
         if self._tensorboard:
             self._tensorboard.rewind(iteration)
 
     def rewind_pretraining(self, step: int) -> None:
-        """The step of value pretraining after `step` is the next to be logged."""
+        """Make the step of value pretraining after `step` the next one to be logged."""
         self._times = {}
         self._iteration = 0
         if self._tensorboard:
             self._tensorboard.rewind(step + 1)
 
     def message(self, text: str) -> None:
-        """A line, or a few, for the person who watches."""
+        """Print one or more lines for the user."""
         if self._progress:
             self._progress.line(text)
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """Print logger.num_logged_samples of them, where possible a correct and a wrong one."""
+        """Print logger.num_logged_samples of the samples, where possible a correct and a wrong one."""
         if self._progress and samples and self._num_logged_samples > 0:
             self._progress.line(format_samples(samples, self._num_logged_samples))
 

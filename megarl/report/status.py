@@ -1,8 +1,8 @@
-"""RUN_DIR/status.json: what a run does at this moment, for whoever watches it from outside.
+"""RUN_DIR/status.json: the current phase of a run, for monitoring from outside.
 
 {"iteration": 3, "phase": "rollout", "since": 1790000000.0, "pid": 4711}
 
-`iteration` is the one under way; `phase` is null between phases; `since` in seconds of Unix time.
+`iteration` is the current one; `phase` is null between phases; `since` is in seconds of Unix time.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ class StatusFile:
         self._partial = path.with_name(f".{path.name}.partial")
 
     def write(self, iteration: int, phase: str | None) -> None:
-        """Readers see the file before or after, never half of it.
+        """Write the file atomically.
 
-        It is a courtesy: it need not survive the machine, and a full disk is told of by those that need the space.
+        The file is not essential: it is not synced to disk, and an error of a full disk is left to other writers.
         """
         content = {"iteration": iteration, "phase": phase, "since": time.time(), "pid": os.getpid()}
         with contextlib.suppress(OSError):
@@ -33,7 +33,7 @@ class StatusFile:
 
 
 def load_status(path: Path) -> dict[str, Any] | None:
-    """None where there is none."""
+    """Read the file; None where there is none."""
     try:
         return dict(json.loads(path.read_text()))
     except FileNotFoundError:

@@ -22,18 +22,18 @@ OUTLIER = 20.0
 @dataclass(frozen=True)
 class Curve:
     run: str
-    """its name, by which the page finds all that is of one run"""
+    """The run's name, by which the page finds all its elements"""
     label: str
-    """what the pointer shows"""
+    """The tooltip"""
     group: int
-    """number of its colour"""
+    """Number of its colour"""
     points: Sequence[tuple[float, float]]
     """(iteration, value), finite"""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """From data to pixels."""
+    """A linear map from data to pixels."""
 
     low: float
     high: float
@@ -45,7 +45,7 @@ class Axis:
 
 
 def build_axis(values: Iterable[float], start: float, end: float, margin: float = 0.0) -> Axis:
-    """From the least to the greatest value, `margin` of their distance left free at each end."""
+    """An axis from the least to the greatest value, with a share `margin` of the range left free at each end."""
     found = list(values)
     low, high = min(found), max(found)
     if high - low < 1e-12 * max(1.0, abs(high)):
@@ -65,12 +65,12 @@ def choose_ticks(axis: Axis, number: int = NUM_TICKS) -> list[float]:
 
 
 def needs_log(values: Sequence[float]) -> bool:
-    """Whether few values, all above 0, are so large that the others would lie on the axis."""
+    """Whether a few of the values, all above 0, are so large that the others would lie on the axis."""
     return min(values) > 0 and max(values) > OUTLIER * statistics.median(values)
 
 
 def draw_lines(curves: Sequence[Curve]) -> str:
-    """One chart of all curves over the iteration, where `needs_log` in logarithms; a curve of one point is a dot."""
+    """A chart of all curves over the iteration, logarithmic where `needs_log`; a curve of one point is a dot."""
     drawn = [curve for curve in curves if curve.points]
     values = [point[1] for curve in drawn for point in curve.points]
     is_log = needs_log(values)
@@ -105,14 +105,14 @@ ROW, LABEL = 30, 110
 
 
 def build_effect_axis(effects: Sequence[Effect]) -> Axis:
-    """One for all, so that the charts can be compared."""
+    """One axis for all effects, so that their charts can be compared."""
     levels = [level for effect in effects for level in effect.levels]
     ends = [level.mean + sign * (level.seed_std or 0.0) for level in levels for sign in (-1, 1)]
     return build_axis([*ends, *(point for level in levels for point in level.points)], LABEL, WIDTH - RIGHT, 0.04)
 
 
 def draw_effect(effect: Effect, x: Axis) -> str:
-    """A row per value: each run a dot, the mean a bar, the spread over seeds a band around it."""
+    """A chart with a row per value: each run is a dot, the mean a bar, the spread over seeds a band around it."""
     height = ROW * len(effect.levels) + BOTTOM
     parts = []
     for value in choose_ticks(x, 5):

@@ -1,4 +1,4 @@
-"""What the runs of a sweep wrote, read from SWEEP_DIR; what is missing or damaged is named, and nothing raises."""
+"""The runs of a sweep, read from SWEEP_DIR; missing and damaged files are recorded as problems, and nothing raises."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,33 +18,33 @@ RUN_FILE = "run.json"
 HYDRA_FOLDER = ".hydra"
 PRETRAINING_PREFIX = "value_pretrain_"
 UNFINISHED = "unfinished"
-"""The state of a run that is at work, or was killed: it has no outcome.json"""
+"""The state of a run that is in progress or was killed: it has no outcome.json"""
 HELDOUT = "reward/heldout"
 Line = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run of a sweep, as its folder tells."""
+    """One run of a sweep, read from its folder."""
 
     name: str
-    """of its folder"""
+    """The name of its folder"""
     state: str
     """done, failed, stopped or unfinished"""
     why: str
-    """not done; empty where it is"""
+    """The reason why it is not done; empty where it is"""
     config: Mapping[str, Any]
-    """dotted key -> plain value"""
+    """The plain value of each dotted key"""
     overrides: Sequence[str]
     lines: Sequence[Line]
-    """of metrics.jsonl"""
+    """The lines of metrics.jsonl"""
     pretraining: Sequence[Line]
-    """of value_pretrain.jsonl"""
+    """The lines of value_pretrain.jsonl"""
     problems: Sequence[str]
-    """files that are missing or damaged"""
+    """Messages about files that are missing or damaged"""
 
     def last(self, metric: str) -> float | None:
-        """The newest value; None where there is none."""
+        """The metric's newest value; None where there is none."""
         return next((line[metric] for line in reversed(self.lines) if metric in line), None)
 
     def best(self, metric: str) -> float | None:
@@ -56,7 +56,7 @@ class RunRecord:
 
     @property
     def seconds(self) -> float:
-        """Spent in the timed phases of its iterations."""
+        """The sum of the timed phases of all iterations."""
         return sum(value for line in self.lines for key, value in line.items() if key.startswith("time/"))
 
 
@@ -64,13 +64,13 @@ class RunRecord:
 class Sweep:
     directory: Path
     runs: Sequence[RunRecord]
-    """in the order of their names"""
+    """Sorted by name"""
     pretrainings: Sequence[RunRecord]
-    """the value pretrainings that runs have shared"""
+    """The value pretrainings that runs have shared"""
 
 
 def load_sweep(directory: Path) -> Sweep:
-    """Every folder below `directory` that a run has begun in. A folder that is missing has no runs."""
+    """All folders below `directory` in which a run has begun. A missing folder has no runs."""
     folders = sorted(path for path in directory.iterdir() if path.is_dir()) if directory.is_dir() else []
     records = [
         load_run_record(path)
@@ -109,15 +109,15 @@ def _load_state(folder: Path, problems: list[str]) -> tuple[str, str]:
         status = json.loads((folder / STATUS_NAME).read_text(encoding="utf-8"))
         at = f"at iteration {int(status['iteration'])}, in {status['phase'] or 'no phase'}"
     except FileNotFoundError:
-        at = "before its processes stood"
+        at = "before its processes were started"
     except (OSError, ValueError, KeyError, TypeError) as error:
         problems.append(f"{folder / STATUS_NAME}: is not what a run writes: {error!r}")
-        at = "nobody knows where"
-    return UNFINISHED, f"at work, or killed, {at}"
+        at = "at an unknown point"
+    return UNFINISHED, f"in progress or killed, {at}"
 
 
 def _load_lines(path: Path, problems: list[str], needed: bool = False) -> list[Line]:
-    """The readable ones; the first that is not is told of, with the number of all."""
+    """The readable lines; a problem names the first unreadable one and the number of the others."""
     try:
         texts = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except FileNotFoundError:
@@ -140,7 +140,7 @@ def _load_lines(path: Path, problems: list[str], needed: bool = False) -> list[L
 
 
 def _load_config(folder: Path, problems: list[str]) -> dict[str, Any]:
-    """From run.json; of a run that ended before it wrote it, from what Hydra composed."""
+    """The configuration from run.json or, where the run ended before it was written, from Hydra's files."""
     try:
         return dict(json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["config"])
     except FileNotFoundError:
@@ -160,7 +160,7 @@ def _resolve(composed: Any) -> Any:
     try:
         return OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException:
-        # Some values, such as the nodes of a Slurm job, are known only where it runs.
+        # Some values, such as the nodes of a Slurm job, are known only where the run executes.
         return OmegaConf.to_container(composed, resolve=False)
 
 
@@ -183,7 +183,7 @@ def _load_overrides(folder: Path, problems: list[str]) -> list[str]:
 
 
 def format_outcomes(runs: Sequence[RunRecord]) -> str:
-    """A table for the terminal: how each run ended, and why not well."""
+    """A table for the terminal: how each run ended, and why where it is not done."""
     rows = [["run", "state", "iterations", "held-out reward", "why"]]
     for run in runs:
         heldout = run.last(HELDOUT)

@@ -1,4 +1,4 @@
-"""The page of a sweep: one HTML file that needs nothing else, from what the runs wrote."""
+"""The page of a sweep: one self-contained HTML file, built from what the runs wrote."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ CHARTS = (
     ("mismatch/kl", "Mismatch", "KL to the rollout engine"),
     ("pretrain/explained_variance", "Value pretraining", "explained variance"),
 )
-"""(metric, title, unit); those that some run has are drawn"""
+"""(metric, title, unit) of each chart; those that some run has are drawn"""
 NUM_COLOURS = 8
 OTHERS = "others"
 LONGEST_NAME = 24
@@ -41,12 +41,12 @@ LONGEST_NAME = 24
 
 @dataclass(frozen=True)
 class Coloring:
-    """Runs by the value of one parameter, at most NUM_COLOURS of them; the last group holds the others."""
+    """Runs grouped by the value of one parameter, in at most NUM_COLOURS groups; the last one has all others."""
 
     key: str
     values: tuple[str, ...]
     group_of: Mapping[str, int]
-    """name of a run -> number of its colour"""
+    """Number of the colour of each run, by its name"""
 
 
 def format_page(sweep: Sweep) -> str:
@@ -91,7 +91,7 @@ def color_runs(runs: Sequence[RunRecord], key: str) -> Coloring:
 
 
 def name_setting(run: RunRecord, parameters: Sequence[str]) -> str:
-    """What tells it apart, for a reader."""
+    """A name that tells the run apart for a reader."""
     return ", ".join(f"{key}={get_value(run, key)}" for key in parameters) or run.name
 
 
@@ -169,7 +169,7 @@ def _format_effects(
     spread = (
         f"The band is one standard deviation over the {seeds} seeds, within a setting of the other parameters."
         if any(level.seed_std is not None for effect in effects for level in effect.levels)
-        else "Every setting has one seed, so that nobody knows how much of this is chance."
+        else "Every setting has one seed, so that the share of chance in this is unknown."
     )
     yield (
         "<p>Held-out reward at the end. A dot is a run that is done; the bar is the mean over the settings of the other"
@@ -241,7 +241,7 @@ def _format_problems(sweep: Sweep) -> Iterator[str]:
 
 
 def _shorten_name(name: str) -> str:
-    """The values in it stand beside it in the table; its last digits find it."""
+    """The name without its values, which the table shows in columns; its last digits identify it."""
     return name if len(name) <= LONGEST_NAME else f"…{name[-8:]}"
 
 

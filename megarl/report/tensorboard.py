@@ -22,7 +22,7 @@ class TensorBoardWriter:
         self._writer.flush()
 
     def rewind(self, iteration: int) -> None:
-        """What was written of this iteration and later ones is not shown any more."""
+        """Hide what was written for this iteration and later ones."""
         self._writer.close()
         self._writer = load_tensorboard().SummaryWriter(log_dir=str(self._directory), purge_step=iteration)
 

@@ -1,4 +1,4 @@
-"""How metrics and samples read in one line or a few."""
+"""Metrics and samples as one line or a few."""
 
 from collections.abc import Sequence
 
@@ -13,18 +13,18 @@ KEY_METRICS = (
     ("critic/explained_variance", "ev"),
     ("mismatch/kl", "mismatch kl"),
 )
-"""The metrics shown for every iteration, in this order, where they are there; all are in metrics.jsonl."""
+"""The metrics shown for every iteration that has them, in this order; all metrics are in metrics.jsonl."""
 LONGEST_TEXT = 600
-"""Characters of a prompt or response that are printed; the middle of a longer one is left out."""
+"""Maximum characters printed of a prompt or response; the middle of a longer one is left out"""
 
 
 def format_number(value: float) -> str:
-    """At most 4 significant digits: 0.0312, 12.5, 3.1e-05."""
+    """The number with at most 4 significant digits: 0.0312, 12.5, 3.1e-05."""
     return f"{value:.0f}" if abs(value) >= 1000 and abs(value) < 1e6 else f"{value:.3g}"
 
 
 def format_seconds(seconds: float) -> str:
-    """0.4 s, 12 s, 3 min 20 s, 2 h 01 min."""
+    """The duration as 0.4 s, 12 s, 3 min 20 s, 2 h 01 min."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -36,7 +36,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_iteration(iteration: int, num_iterations: int, metrics: Metrics) -> str:
-    """One compact line: the key metrics that are there, then the seconds of each phase."""
+    """One compact line: the key metrics, then the seconds of each phase."""
     shown = [f"{label} {format_number(metrics[name])}" for name, label in KEY_METRICS if name in metrics]
     times = [f"{name.removeprefix(TIME)} {format_number(v)}" for name, v in metrics.items() if name.startswith(TIME)]
     if times:
@@ -45,7 +45,7 @@ def format_iteration(iteration: int, num_iterations: int, metrics: Metrics) -> s
 
 
 def format_sample(sample: Sample) -> str:
-    """Prompt, response, what was expected and the verdict, four lines, safe to print."""
+    """Verdict, prompt, response and expected answer in four lines, safe to print."""
     response, score = sample.response, sample.score
     verdict = "correct" if score.correct else "wrong"
     numbers = {"reward": score.reward, **score.details}
@@ -62,7 +62,7 @@ def format_sample(sample: Sample) -> str:
 
 
 def format_samples(samples: Sequence[Sample], num_samples: int) -> str:
-    """The first `num_samples`; where both kinds are there, at least one correct and one wrong."""
+    """The first `num_samples`; where there are both, at least one correct and one wrong."""
     chosen = list(samples[:num_samples])
     for wanted in (True, False):
         others = [s for s in samples if s.score.correct is wanted]
@@ -72,12 +72,12 @@ def format_samples(samples: Sequence[Sample], num_samples: int) -> str:
 
 
 def make_printable(text: str) -> str:
-    """Control characters as escapes: a sampled response must not move the cursor or break the line."""
+    """The text with control characters escaped: a response must not move the cursor or break the line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def shorten(text: str) -> str:
-    """`text`, or its two ends around the number of characters left out."""
+    """The text, or its two ends around the number of characters left out."""
     if len(text) <= LONGEST_TEXT:
         return text
     end = LONGEST_TEXT // 2

@@ -23,13 +23,13 @@ OPTUNA = {
     "hydra.sweeper.max_failure_rate": "1.0",
     "hydra.sweeper.sampler.seed": "1",
 }
-"""Of hydra/sweeper=optuna, unless the command line says otherwise. The objective is the held-out reward. A sampler with
-a seed asks a sweep that is started again for the same runs, which finds those that are done and goes on after them."""
+"""Defaults with hydra/sweeper=optuna. The objective is the held-out reward. A sampler with a seed proposes the same
+runs when the sweep is started again, which skips those that are done."""
 LOCAL = {"hydra.launcher.timeout_min": "14400"}
-"""Of hydra/launcher=submitit_local, which else ends every run after an hour"""
+"""Defaults with hydra/launcher=submitit_local, which would end every run after an hour"""
 ON_SLURM = "hydra/launcher=slurm"
 NODES, NODES_OF_JOB = "hydra.launcher.nodes=", "hydra.launcher.additional_parameters.nodes="
-"""submitit waits for a result from every node that it knows of; under hydra/launcher=slurm only the first gives one"""
+"""submitit waits for a result from every node it knows of; with hydra/launcher=slurm only the first node gives one"""
 NO_SEED = "hydra/sweeper/sampler=grid"
 
 
@@ -38,9 +38,9 @@ def is_sweep(arguments: Sequence[str]) -> bool:
 
 
 def run_sweep(start: Callable[[], object]) -> int:
-    """Have Hydra start every run of sys.argv; then print how each ended. Returns the exit code.
+    """Have Hydra start every run of sys.argv, then print how each ended. Returns the exit code.
 
-    start: Hydra's entry. The code is 0 where every run in SWEEP_DIR is done, else 1; 128 + its number for a signal.
+    start: Hydra's entry point. The code is 0 where every run in SWEEP_DIR is done, else 1; 128 + number for a signal.
     """
     try:
         sys.argv[1:], sweep_dir = complete_arguments(sys.argv[1:])
@@ -58,7 +58,7 @@ def run_sweep(start: Callable[[], object]) -> int:
         print(f"{stopped}; every process was ended", file=sys.stderr)
         code = stopped.exit_code
     except SystemExit as end:
-        # Hydra has said why.
+        # Hydra has printed the reason.
         code = end.code if isinstance(end.code, int) else EXIT_FAILED
     runs = load_sweep(sweep_dir).runs
     if not runs:
@@ -67,7 +67,7 @@ def run_sweep(start: Callable[[], object]) -> int:
     print(format_outcomes(runs))
     print(f"{len(runs) - len(missing)} of {len(runs)} runs done; sweep_dir={sweep_dir}")
     if missing or code:
-        print(f"the same command with {SWEEP_DIR}{quote(sweep_dir)} does what is missing")
+        print(f"the same command with {SWEEP_DIR}{quote(sweep_dir)} runs those that are missing")
     return code or (EXIT_FAILED if missing else 0)
 
 
@@ -81,7 +81,7 @@ def start_runs(start: Callable[[], object], sweep_dir: Path) -> None:
 
 
 def complete_arguments(arguments: Sequence[str]) -> tuple[list[str], Path]:
-    """The command line with the folder of the sweep, what names the runs' folders (the swept keys), and OPTUNA."""
+    """The command line with the sweep's folder, the names of the runs' folders (by the swept keys), and OPTUNA."""
     if "hydra/launcher=submitit_slurm" in arguments:
         problem = f"would start the run once on every node; {ON_SLURM} is the same plugin, set up for slurm/train.sh"
         raise ConfigError([f"hydra/launcher: found submitit_slurm, which {problem}"])

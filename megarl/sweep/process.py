@@ -1,4 +1,4 @@
-"""A run of a sweep as a process of its own: nothing that it leaves in memory, and no way it ends, hurts the next."""
+"""A run of a sweep as a process of its own, so that neither its memory nor its end affects the next run."""
 
 import contextlib
 import ctypes
@@ -18,11 +18,11 @@ _libc = ctypes.CDLL(None)
 
 
 def run_process(command: Sequence[str], log: Path, stop_deadline_s: float, end_at: float | None = None) -> int:
-    """Run it to its end, what it prints appended to `log`. Returns its exit code, minus the signal that killed it.
+    """Run the command to its end and append its output to `log`. Returns its exit code, -N where signal N killed it.
 
-    A signal that asks this process to end is passed on; Stopped is raised once the command has ended, which it is made
-    to after `stop_deadline_s`. If this process dies itself, the command gets SIGTERM. end_at (Unix time): when the
-    command is told (SIGUSR1) to save and end, because the machine will be gone.
+    A signal that asks this process to end is passed on; Stopped is raised once the command has ended, for which it is
+    killed after `stop_deadline_s`. If this process dies, the command gets SIGTERM. end_at (Unix time): when the command
+    is asked (SIGUSR1) to save and end, because the allocation ends.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output, stopping_on_signals():
@@ -37,7 +37,7 @@ def run_process(command: Sequence[str], log: Path, stop_deadline_s: float, end_a
             return _wait(child, stop_deadline_s, end_at)
         except BaseException as error:
             number = error.number if isinstance(error, Stopped) else signal.SIGTERM
-            # A terminal's Ctrl-C has reached it already; it heeds the first signal only.
+            # A terminal's Ctrl-C has reached it already; it handles the first signal only.
             with contextlib.suppress(ProcessLookupError):
                 child.send_signal(number)
             _end(child, stop_deadline_s)
@@ -66,7 +66,7 @@ def _end_with_parent() -> None:
 
 
 def explain_exit(code: int, log: Path) -> str:
-    """Why a command failed, in one line: how it ended and its last words."""
+    """Why a command failed, in one line: its exit code or signal, and its last lines of output."""
     ended = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
     try:
         with log.open("rb") as file:

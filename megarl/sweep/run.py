@@ -1,7 +1,7 @@
-"""One run of a sweep: skipped where it is done, gone on with where it has begun, in a process of its own.
+"""One run of a sweep, in a process of its own: skipped where it is done, resumed where it has begun.
 
-Hydra's launchers call it, each in its own way: one after the other here, or as jobs. It does not raise for a run that
-fails: the sweep goes on, and the run's folder says why (outcome.json).
+Hydra's launchers call it: one run after the other here, or as jobs. It does not raise for a run that fails: the sweep
+continues, and the run's folder has the reason (outcome.json).
 """
 
 import os
@@ -27,16 +27,16 @@ from megarl.sweep.sharing import OTHERS_DEADLINE_S, share_pretraining
 
 SLURM_SCRIPT = (Path(__file__).resolve().parents[1] / "slurm").resolve() / "train.sh"
 NOTICE_S = 600.0
-"""Before the time limit, as in slurm/train.sh"""
+"""How long before the time limit a run is asked to save, as in slurm/train.sh"""
 ASK_S = 30.0
 """How long Slurm may take to answer"""
 END_MARGIN_S = 60.0
-"""Beyond its own deadlines, for the processes of a run to end"""
+"""Time for the processes of a run to end, beyond its own deadlines"""
 TRAIN, PRETRAIN = "megarl.train", "megarl.pretrain_value"
 MODULE_VARIABLE = "MEGARL_MODULE"
-"""Tells slurm/train.sh what to run, if not megarl.train"""
+"""Environment variable: the module that slurm/train.sh runs, if not megarl.train"""
 HOME_VARIABLE = "MEGARL_HOME"
-"""Tells it where it is"""
+"""Environment variable: the repository's folder, for slurm/train.sh"""
 
 
 def run_one(composed: DictConfig) -> Results | None:
@@ -45,7 +45,7 @@ def run_one(composed: DictConfig) -> Results | None:
     run_dir, sweep_dir = Path(hydra.runtime.output_dir), Path(hydra.sweep.dir).resolve()
     known = read_outcome(run_dir)
     if known is not None and known.state is State.done:
-        _say(f"{run_dir.name}: done before: {format_results(known.results)}")
+        _say(f"{run_dir.name}: already done: {format_results(known.results)}")
         return known.results
     try:
         config = to_config(composed)
@@ -61,7 +61,7 @@ def run_one(composed: DictConfig) -> Results | None:
         arguments = [*overrides, f"hydra.run.dir={quote(run_dir)}"]
         arguments += [f"++algo.value_pretrain.taken_from={quote(taken)}"] if taken else []
     clear_outcome(run_dir)
-    _say(f"{run_dir.name}: {'goes on' if arguments[0].startswith('resume=') else 'begins'}; {run_dir / LOG}")
+    _say(f"{run_dir.name}: {'resumes' if arguments[0].startswith('resume=') else 'starts'}; {run_dir / LOG}")
     code = runner.run(TRAIN, arguments, run_dir)
     outcome = read_outcome(run_dir)
     if outcome is None or (code != 0 and outcome.state is State.done):
@@ -73,23 +73,23 @@ def run_one(composed: DictConfig) -> Results | None:
 
 
 class Runner:
-    """Starts commands as this sweep's launcher wants them started."""
+    """Starts the commands of a sweep's runs: here, or within a Slurm allocation."""
 
     def __init__(self, config: Config, on_slurm: bool):
         self.on_slurm = on_slurm
         cluster = config.cluster
-        # The update under way is finished, a checkpoint written, processes are ended.
+        # Time to finish the current update, write a checkpoint and end the processes.
         self.stop_deadline_s = (
             cluster.call_deadline_s + config.checkpoint.stop_deadline_s + cluster.shutdown_deadline_s + END_MARGIN_S
         )
 
     @property
     def wait_s(self) -> float:
-        """An allocation does not wait for another's value pretraining: there it is a job that comes first."""
+        """How long to wait for another run's value pretraining: not at all on Slurm, where it is a job of its own."""
         return 0.0 if self.on_slurm else OTHERS_DEADLINE_S
 
     def run(self, module: str, arguments: Sequence[str], folder: Path) -> int:
-        """The exit code."""
+        """Run the module with these arguments; returns the exit code."""
         command = [sys.executable, "-m", module, *arguments]
         if self.on_slurm:
             settings = [f"{MODULE_VARIABLE}={module}", f"{HOME_VARIABLE}={SLURM_SCRIPT.parents[1]}"]
@@ -97,18 +97,18 @@ class Runner:
         return run_process(command, folder / LOG, self.stop_deadline_s, self.find_end())
 
     def find_end(self) -> float | None:
-        """When (Unix time) to ask a run to save: before the time limit of its allocation."""
+        """When (Unix time) a run is asked to save, before its allocation's time limit; None: there is no limit."""
         limit = find_time_limit(os.environ["SLURM_JOB_ID"]) if self.on_slurm else None
         return limit - NOTICE_S if limit is not None else None
 
     def pretrain(self, overrides: Sequence[str], folder: Path) -> str | None:
-        """Why value pretraining failed; None: it did not."""
+        """Run value pretraining; returns why it failed, None where it succeeded."""
         code = self.run(PRETRAIN, [*overrides, f"hydra.run.dir={quote(folder)}"], folder)
         return explain_exit(code, folder / LOG) if code else None
 
 
 def find_time_limit(job: str) -> float | None:
-    """When (Unix time) Slurm ends the job; None where it has no limit, or Slurm does not say."""
+    """When (Unix time) Slurm ends the job; None where it has no limit, or Slurm does not answer."""
     command = ["scontrol", "show", "job", job]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
@@ -119,9 +119,9 @@ def find_time_limit(job: str) -> float | None:
 
 
 def resume_arguments(run_dir: Path, config: Config, overrides: Sequence[str]) -> list[str] | None:
-    """How a run that has begun goes on; None for one that has not.
+    """The arguments that resume a run; None for one that has not begun.
 
-    One that was started without checkpoints cannot: what it has left is put aside, as NAME.aside-1.
+    A run without checkpoints cannot be resumed: its folder is renamed to NAME.aside-1.
     """
     if not (run_dir / RUN_FILE).is_file():
         return None
@@ -133,7 +133,7 @@ def resume_arguments(run_dir: Path, config: Config, overrides: Sequence[str]) ->
 
 
 def read_outcome(run_dir: Path) -> Outcome | None:
-    """None too for one that is damaged: the run is then done again, from its checkpoint."""
+    """The run's outcome; None where there is none or it is damaged: the run then resumes from its checkpoint."""
     try:
         return load_outcome(run_dir)
     except ValueError as error:

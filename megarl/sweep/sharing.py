@@ -1,9 +1,9 @@
-"""One value pretraining for all runs of a sweep that would do the same: SWEEP_DIR/value_pretrain_DIGEST.
+"""One value pretraining shared by the runs of a sweep that would do the same: SWEEP_DIR/value_pretrain_DIGEST.
 
-It is a run of `python -m megarl.pretrain_value` of its own, made by the first run that needs it. The runs start from it
-with algo.value_pretrain.taken_from: megarl/value_pretraining/result.py says what then differs from a run alone, which
-is times. Which runs agree is read off the configuration (megarl/value_pretraining/inputs.py): a sweep over clip_high or
-the policy's learning rate has one value pretraining, one over seeds or models one for each.
+It is a run of `python -m megarl.pretrain_value`, started by the first run that needs it. The runs start from it with
+algo.value_pretrain.taken_from; only times then differ from a run alone (megarl/value_pretraining/result.py). The
+configuration decides which runs share one (megarl/value_pretraining/inputs.py): a sweep over clip_high or the policy's
+learning rate has one value pretraining, a sweep over seeds or models one for each.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ from megarl.value_pretraining.inputs import list_pretraining_inputs
 
 STATE_FOLDER = "pretrained"
 OTHERS_DEADLINE_S = 4 * 3600.0
-"""How long a run waits for the value pretraining that another run of the sweep is making."""
+"""How long a run waits for the value pretraining of another run of the sweep."""
 POLL_S = 1.0
 _failed: set[Path] = set()
-"""Those that this process has tried in vain"""
+"""Folders in which value pretraining has failed in this process"""
 
 
 def find_folder(config: Config, sweep_dir: Path) -> Path | None:
-    """Where the value pretraining of this configuration is, or belongs; None where the run needs none made."""
+    """The folder of this configuration's value pretraining, whether it exists or not; None where none is needed."""
     settings = config.algo.value_pretrain
     if not needs_critic(config.algo) or settings.num_steps == 0 or settings.taken_from is not None:
         return None
@@ -56,10 +56,10 @@ def share_pretraining(
     say: Callable[[str], None],
     wait_s: float = OTHERS_DEADLINE_S,
 ) -> Path | None:
-    """The folder of a complete value pretraining for this run, made, or gone on with, where there is none.
+    """The folder of a complete value pretraining for this run, which is started or resumed where it is not complete.
 
-    run: runs `megarl.pretrain_value` with these overrides in a folder, and gives why it failed, or None. Returns None
-    where the run has to do its own: it needs none, making one has failed, or another process is still at it after
+    run: runs `megarl.pretrain_value` with these overrides in a folder, and returns why it failed, or None. Returns
+    None where the run has to do its own: it needs none, it has failed, or another process still runs it after
     `wait_s`.
     """
     folder = find_folder(config, sweep_dir)
@@ -70,7 +70,7 @@ def share_pretraining(
             remove_pretraining(folder)
             return folder
         if not is_mine:
-            say(f"{folder.name}: still at work in another process after {wait_s:g} s; this run does its own")
+            say(f"{folder.name}: another process still runs it after {wait_s:g} s; this run does its own")
             return None
         why = _make(folder, lambda: run(list_pretraining_overrides(config, overrides), folder), say)
         write_outcome(folder, Outcome(State.failed, why) if why else Outcome(State.done))
@@ -82,29 +82,29 @@ def share_pretraining(
 
 
 def _make(folder: Path, run: Callable[[], str | None], say: Callable[[str], None]) -> str | None:
-    """Why it failed, or None. One that was not finished is gone on with; where its checkpoint is damaged, made anew."""
+    """Start or resume it; returns why it failed, or None. With a damaged checkpoint it is started over."""
     while True:
         begun = open_pretraining(folder).list_complete()
         if not begun:
             shutil.rmtree(folder, ignore_errors=True)
         clear_outcome(folder)
-        again = " goes on" if begun else ""
+        again = " resumes" if begun else ""
         say(f"{folder.name}: value pretraining{again}, shared by all runs of the sweep that would do the same")
         why = run()
         if why is None and not is_complete(folder):
-            why = f"it ended well and left no {STATE_FOLDER}/{MANIFEST}"
+            why = f"it succeeded, but left no {STATE_FOLDER}/{MANIFEST}"
         if why is None or not begun:
             return why
         try:
             open_pretraining(folder).find_newest(say)
             return why
         except CheckpointError as error:
-            say(f"{folder.name}: {error}; it begins anew")
+            say(f"{folder.name}: {error}; it is started over")
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def list_pretraining_overrides(config: Config, overrides: Sequence[str]) -> list[str]:
-    """Those that `megarl.pretrain_value` takes: without the keys that have no effect there."""
+    """The overrides that `megarl.pretrain_value` accepts: without the keys that have no effect there."""
     kept: list[str] = []
     for text in overrides:
         keys = list_set_keys(text)
@@ -132,7 +132,7 @@ def _flatten(override: str) -> Iterator[tuple[str, str]]:
 
 @contextlib.contextmanager
 def _locking(path: Path, wait_s: float) -> Iterator[bool]:
-    """Whether this process holds the lock, after at most `wait_s`; it goes with the process, however that ends."""
+    """Takes the lock, waiting at most `wait_s`; yields whether this process holds it. Its end frees the lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + wait_s
     with path.open("a+") as file:

@@ -1,7 +1,7 @@
-"""Value pretraining of a sweep on Slurm: jobs of their own, which the runs wait for in the queue.
+"""Value pretraining of a sweep on Slurm: jobs of their own, on which the runs' jobs depend.
 
-They are submitted as the runs are, with the parameters of hydra-submitit-launcher. A run whose
-value pretraining has failed does its own.
+They are submitted like the runs, with the parameters of hydra-submitit-launcher. A run whose value pretraining has
+failed does its own.
 """
 
 import contextlib
@@ -23,26 +23,23 @@ from megarl.sweep.sharing import find_folder, is_complete, share_pretraining
 DEPENDENCY = "++hydra.launcher.additional_parameters.dependency="
 OF_THE_PLUGIN = ("_target_", "submitit_folder")
 OF_ALL_EXECUTORS = ("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes", "name")
-"""Parameters that submitit takes without the executor's name before them"""
+"""Parameters that submitit takes without the executor's name as a prefix"""
 
 
 class RefusedError(BaseException):
     """sbatch has refused a job. Not an Exception: Hydra would end the process with a traceback of it."""
 
     def __init__(self, said: str, submitted: Sequence[str]):
-        """said: by sbatch. submitted: ids of the jobs that it took before."""
+        """said: the output of sbatch. submitted: ids of the jobs that it accepted before."""
         lines = [line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in said.splitlines()]
         super().__init__(f"hydra.launcher: sbatch: {'; '.join(filter(None, lines)) or 'failed without a message'}")
         if submitted:
-            self.args = (f"{self}; submitted before: `scancel {' '.join(submitted)}` takes that back",)
+            self.args = (f"{self}; submitted before: `scancel {' '.join(submitted)}` cancels them",)
 
 
 @contextlib.contextmanager
 def raise_on_refusal() -> Iterator[None]:
-    """Whatever submitit submits within the block: RefusedError is raised for what sbatch refuses.
-
-    Raises ConfigError where there is no sbatch.
-    """
+    """Within the block a job that sbatch refuses raises RefusedError. Raises ConfigError where there is no sbatch."""
     from submitit.core.utils import FailedJobError, FailedSubmissionError
     from submitit.slurm.slurm import SlurmExecutor
 
@@ -70,7 +67,7 @@ def raise_on_refusal() -> Iterator[None]:
 
 
 def submit_pretrainings(arguments: Sequence[str], sweep_dir: Path) -> list[str]:
-    """Submit what the runs of this command line can share and is not there; the override that has them wait for it."""
+    """Submit the missing value pretrainings of this command line's runs; returns the override that makes runs wait."""
     overrides = [text for text in arguments if not text.startswith("-")]
     missing: dict[Path, list[str]] = {}
     for run in expand_sweep(overrides):
@@ -82,20 +79,20 @@ def submit_pretrainings(arguments: Sequence[str], sweep_dir: Path) -> list[str]:
     executor = build_executor(overrides, sweep_dir)
     jobs = {folder: executor.submit(pretrain_in_job, run, sweep_dir) for folder, run in missing.items()}
     for folder, job in jobs.items():
-        print(f"{folder.name}: value pretraining, job {job.job_id}; the runs that share it come after it", flush=True)
-    # afterany: a dependency that failed would leave the runs in the queue for ever.
+        print(f"{folder.name}: value pretraining, job {job.job_id}; the runs that share it start after it", flush=True)
+    # afterany: with afterok a failed job would leave the runs in the queue forever.
     return [f"{DEPENDENCY}'afterany:{':'.join(job.job_id for job in jobs.values())}'"]
 
 
 def pretrain_in_job(overrides: Sequence[str], sweep_dir: Path) -> None:
-    """What the job does."""
+    """The function that the job runs."""
     config = load_config(overrides)
     runner = Runner(config, on_slurm=True)
     share_pretraining(config, overrides, sweep_dir, runner.pretrain, lambda text: print(text, flush=True))
 
 
 def build_executor(overrides: Sequence[str], sweep_dir: Path) -> Any:
-    """submitit's, with the parameters that the launcher will use."""
+    """submitit's executor, with the parameters that Hydra's launcher will use."""
     import submitit
 
     register()

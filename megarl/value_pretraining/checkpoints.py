@@ -1,10 +1,10 @@
-"""RUN_DIR/value_pretraining: checkpoints of value pretraining while it is under way, iteration-000003/ after step 3.
+"""RUN_DIR/value_pretraining: checkpoints of an unfinished value pretraining, iteration-000003/ after step 3.
 
-    state.json, critic/, manifest.json   as in training's, of the critic alone
-    begun.json                           beside them, of python -m megarl.pretrain_value: what it was started with
+    state.json, critic/, manifest.json   as in training's checkpoints, of the critic alone
+    begun.json                           beside them: the inputs that python -m megarl.pretrain_value was started with
 
-A run that is started again goes on after the newest and gives, on a CPU, bit for bit what an uninterrupted one gives.
-The folder goes when training's first checkpoint, or what megarl.pretrain_value leaves, is complete.
+A resumed run continues after the newest one and gives, on a CPU, bit for bit the results of an uninterrupted run. The
+folder is removed when training's first checkpoint, or the result of megarl.pretrain_value, is complete.
 """
 
 import contextlib
@@ -34,22 +34,22 @@ BEGUN = "begun.json"
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A value pretraining to go on with; the run's files are as they were after its last step."""
+    """An unfinished value pretraining to resume; the run's files are as they were after its last step."""
 
     state: TrainerState
-    """its iteration: the last step"""
+    """Its iteration is the last step"""
     directory: Path
     curve: tuple[float, ...]
-    """explained variance of each step"""
+    """Explained variance of each step"""
 
 
 @contextlib.contextmanager
 def open_saver(
     config: Config, run_dir: Path, critic: TrainBackend | None, spec: WorkerSpec | None, report: Report, how: str
 ) -> Iterator[LoopSaver]:
-    """Saves value pretraining as training is saved, its steps for iterations.
+    """A saver for value pretraining, whose iterations are its steps; NoSaver where nothing is to be saved.
 
-    NoSaver where there is nothing to save, and where checkpoint.save_every is null. how: as in `CheckpointSaver`.
+    how: as in `CheckpointSaver`.
     """
     has_steps = config.algo.value_pretrain.num_steps > 0
     if critic is None or spec is None or not has_steps or config.checkpoint.save_every is None:
@@ -70,40 +70,40 @@ def open_saver(
 
 
 def find_checkpoint(run_dir: Path, say: Callable[[str], None]) -> tuple[TrainerState, Path] | None:
-    """The newest one; None where there never was one. Raises CheckpointError where there were and none is whole."""
+    """The newest checkpoint; None where there never was one. Raises CheckpointError where all are damaged."""
     folder = open_pretraining(run_dir)
     folder.clean()
     try:
         found = folder.find_newest(say)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; once {folder.path} is removed, value pretraining begins anew") from error
+        raise CheckpointError(f"{error}; remove {folder.path} to start value pretraining over") from error
     return (load_trainer_state(found[1]), found[1]) if found is not None else None
 
 
 def resume_from(run_dir: Path, state: TrainerState, directory: Path, report: Report) -> ResumePoint:
-    """Cut the run's files back to the checkpoint. Raises CheckpointError where lines of them are lost."""
+    """Truncate the run's files to the checkpoint. Raises CheckpointError where lines of them are lost."""
     cut_files(run_dir, state.sizes)
     curve = load_explained(run_dir / PRETRAINING_FILE_NAME, state.iteration)
     report.rewind_pretraining(state.iteration)
-    report.message(f"value pretraining goes on after step {state.iteration}: {directory}")
+    report.message(f"value pretraining resumes after step {state.iteration}: {directory}")
     return ResumePoint(state, directory, curve)
 
 
 def load_explained(path: Path, num_steps: int) -> tuple[float, ...]:
-    """Explained variance of steps 1 to `num_steps`, the last lines. Raises CheckpointError where they are others."""
+    """Explained variance of steps 1 to `num_steps`. Raises CheckpointError where the last lines are of other steps."""
     try:
         lines = load_metrics(path)[-num_steps:]
         if [line[ITERATION] for line in lines] != list(range(1, num_steps + 1)):
             raise ValueError(f"{path}: its last lines are not those of steps 1 to {num_steps}")
         return tuple(line[EXPLAINED] for line in lines)
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path}: is not of the checkpoint's value pretraining: {error}") from error
+        raise CheckpointError(f"{path}: does not belong to the checkpoint's value pretraining: {error}") from error
 
 
 def begin_job(config: Config, run_dir: Path, spec: WorkerSpec, report: Report) -> ResumePoint | None:
-    """What python -m megarl.pretrain_value goes on from in its folder; None: it begins, its inputs noted there.
+    """Where python -m megarl.pretrain_value resumes in its folder; None: it starts, and records its inputs there.
 
-    spec: of the critic. Raises CheckpointError where what is there is of other inputs, and where there is no room.
+    spec: of the critic. Raises CheckpointError where the folder has other inputs, and where there is no disk space.
     """
     is_saving = config.checkpoint.save_every is not None
     if is_saving:
@@ -116,7 +116,7 @@ def begin_job(config: Config, run_dir: Path, spec: WorkerSpec, report: Report) -
         _check_note(run_dir, noted, differing, config)
     if found is not None:
         return resume_from(run_dir, *found, report)
-    # What a start has left that came to no checkpoint; its responses are found again in the journal.
+    # Remove what a start without a checkpoint has left; its responses are found in the journal.
     if noted:
         cut_files(run_dir, noted["sizes"])
     else:
@@ -141,11 +141,13 @@ def _load_note(path: Path) -> dict[str, Any] | None:
 def _check_note(run_dir: Path, noted: dict[str, Any] | None, differing: list[str], config: Config) -> None:
     folder = run_dir / PRETRAINING_NAME
     if noted is None:
-        raise CheckpointError(f"{folder}: a training run's; python -m megarl.train resume={run_dir} goes on with it")
+        raise CheckpointError(
+            f"{folder}: belongs to a training run; python -m megarl.train resume={run_dir} resumes it"
+        )
     if differing:
         before, now = noted["inputs"], list_pretraining_inputs(config)
         named = [f"{key} ({before.get(key)!r} there, now {now.get(key)!r})" for key in differing]
         raise CheckpointError(
-            f"{folder}: of another value pretraining, which was not finished: {name_some(named)} differ; set them as"
-            " there to go on with it, take another hydra.run.dir, or remove the folder and what that one left beside it"
+            f"{folder}: belongs to another value pretraining, not finished: {name_some(named)} differ; set them as"
+            " there to resume it, choose another hydra.run.dir, or remove the folder and the files beside it"
         )

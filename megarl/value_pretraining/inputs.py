@@ -1,4 +1,4 @@
-"""What value pretraining depends on, read off the configuration: runs that agree in it can share one."""
+"""The keys that value pretraining depends on: runs with equal values of them can share one."""
 
 import json
 from collections.abc import Mapping
@@ -10,19 +10,19 @@ from megarl.config.schema.root import Config
 from megarl.run.resume import list_values
 
 NOT_INPUTS = ("algo.name", "algo.value_pretrain.taken_from", "checkpoint.", "cluster.", "evaluate.", "logger.")
-"""Beginnings of keys that change nothing that the critic learns"""
+"""Prefixes of keys that do not change what the critic learns"""
 _DEADLINES = ("_deadline_s", ".max_server_restarts")
 
 
 def list_pretraining_inputs(config: Config) -> dict[str, Any]:
-    """(dotted key: plain value) of everything that has an effect on value pretraining.
+    """The plain value of every key that has an effect on value pretraining, by dotted key.
 
-    That is all but what python -m megarl.pretrain_value would refuse as without effect (the policy's loss, its
-    optimizer, lambda_policy, the number of iterations ...) and but where and how patiently it is computed.
-    logger.save_rollouts is kept: a run that saves its responses needs those of value pretraining too.
+    Left out are the keys that python -m megarl.pretrain_value refuses as without effect (the policy's loss, its
+    optimizer, lambda_policy, the number of iterations ...), and those of where it computes and of deadlines.
+    logger.save_rollouts is included: a run that saves its responses needs those of value pretraining too.
     """
     values = dict(list_values(config))
-    # A reference model that only the policy's loss asks for has no effect either.
+    # A reference model that only the policy's loss needs has no effect either.
     without_loss = replace(config, algo=replace(config.algo, kl=replace(config.algo.kl, in_loss=False)))
     unused = {key for key, _ in find_unused(without_loss, values, "pretrain_value")}
     return {
@@ -35,6 +35,6 @@ def list_pretraining_inputs(config: Config) -> dict[str, Any]:
 
 
 def find_differing(before: Mapping[str, Any], config: Config) -> list[str]:
-    """The keys whose values in `before`, inputs read from JSON, are not the configuration's, in order."""
+    """The keys whose values in `before`, inputs read from JSON, differ from the configuration's, sorted."""
     now = json.loads(json.dumps(list_pretraining_inputs(config)))
     return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))

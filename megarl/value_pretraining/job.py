@@ -1,5 +1,6 @@
-"""Value pretraining as a job of its own: inputs, processes, clean end; online with the parts of a training run, or
-offline with the critic's workers alone.
+"""Value pretraining as a job of its own: inputs, processes, clean shutdown.
+
+Online it uses the components of a training run, offline the critic's workers alone.
 """
 
 import contextlib
@@ -39,11 +40,12 @@ from megarl.value_pretraining.result import PretrainedState, load_curve, save_pr
 
 
 def run_value_pretraining(config: Config, run_dir: Path) -> PretrainingSummary:
-    """Train the critic alone; it is left in `run_dir`/critic, its curves in value_pretrain.jsonl, and what a training
-    run needs to go on from there in `run_dir`/pretrained. One that was not finished there is gone on with.
+    """Train the critic alone, or resume it where it was not finished in `run_dir`.
 
-    Raises ConfigError, before any process is started, for what does not fit; CheckpointError where one of other inputs
-    has begun there, where another process is at work there, and for what is wrong with its checkpoint.
+    The critic is left in `run_dir`/critic, its curves in value_pretrain.jsonl, and the state that a training run
+    starts from in `run_dir`/pretrained. Raises ConfigError, before any process is started, where the configuration
+    does not fit; CheckpointError where a value pretraining with other inputs has begun there, where another process
+    uses the folder, and for problems of its checkpoint.
     """
     problems = list(check_pretraining(config))
     if problems:
@@ -51,7 +53,7 @@ def run_value_pretraining(config: Config, run_dir: Path) -> PretrainingSummary:
     if (run_dir / pretrained.NAME / MANIFEST).is_file():
         raise ConfigError(
             [
-                f"hydra.run.dir: {run_dir} holds a value pretraining that was finished; training goes on from it with"
+                f"hydra.run.dir: {run_dir} has a finished value pretraining; training starts from it with"
                 f" {pretrained.KEY}={run_dir}, another one needs a folder of its own"
             ]
         )
@@ -63,7 +65,7 @@ def run_value_pretraining(config: Config, run_dir: Path) -> PretrainingSummary:
 
 
 def check_pretraining(config: Config) -> list[str]:
-    """Why there is nothing to pretrain, one message each."""
+    """The reasons why there is nothing to pretrain, one message each."""
     advantage, settings = config.algo.advantage, config.algo.value_pretrain
     if not needs_critic(config.algo):
         right = f"{name_advantages(needs_critic=True)} (algo=vapo)"
@@ -76,7 +78,7 @@ def check_pretraining(config: Config) -> list[str]:
 
 
 def _run_online(config: Config, run_dir: Path) -> PretrainingSummary:
-    """On fresh responses of the policy, which a training run's own processes sample and score."""
+    """Pretrain on fresh responses of the policy, which a training run's own processes sample and score."""
     inputs = load_inputs(config)
     spec = inputs.specs[Role.critic]
     journal = Journal(run_dir / rollout_journal.NAME) if config.checkpoint.save_every is not None else None
@@ -109,11 +111,11 @@ def _run_online(config: Config, run_dir: Path) -> PretrainingSummary:
 
 
 def _run_offline(config: Config, run_dir: Path) -> PretrainingSummary:
-    """On saved responses with their rewards: no server, no policy, no reward function."""
+    """Pretrain on saved responses with their rewards: no server, no policy, no reward function."""
     models = load_models(config)
     spec = load_specs(config, models)[Role.critic]
     saved = load_saved_rollouts(config, models)
-    assert saved is not None  # check_pretraining has seen to it
+    assert saved is not None  # check_pretraining has verified it
     with contextlib.ExitStack() as stack:
         report = _start_report(stack, config, run_dir)
         report.message(describe_start(config, spec, saved))
@@ -133,7 +135,7 @@ def _run_offline(config: Config, run_dir: Path) -> PretrainingSummary:
 
 
 def _leave(run_dir: Path, critic: TrainBackend, spec: WorkerSpec, state: PretrainedState, saver: LoopSaver) -> None:
-    """What the job is for. A signal that comes meanwhile has the last step saved, where it is not."""
+    """Write the results. A signal that arrives meanwhile makes the last step be saved, where it is not."""
     with saver.saving_stops():
         critic.export_weights(run_dir / "critic").result()
         save_pretrained(run_dir, critic, spec, state)
@@ -151,7 +153,10 @@ def pretrain_offline(
     saver: LoopSaver | None = None,
     resume_point: ResumePoint | None = None,
 ) -> PretrainingSummary:
-    """`train.max_minutes` counts from here. saver: None: no checkpoints. resume_point: what it goes on with."""
+    """Pretrain on the saved responses, at most `train.max_minutes` from here.
+
+    saver: None: no checkpoints. resume_point: where to resume; None: it starts.
+    """
     minutes, started = config.train.max_minutes, time.monotonic()
     pretraining = ValuePretraining(config, critic, report, saver=saver)
     if resume_point is not None:

@@ -1,12 +1,12 @@
-"""RUN_DIR/pretrained: what `python -m megarl.pretrain_value` leaves; training goes on from it as from its own.
+"""RUN_DIR/pretrained: the result of `python -m megarl.pretrain_value`, from which training starts as from its own.
 
-    state.json     place in the data, number of responses, running reward moments, the curve, the inputs
+    state.json     position in the data, number of responses, running reward moments, the curve, the inputs
     critic/        weights, optimizer, schedule and random state of the critic
-    manifest.json  checksums of all of it; written last
+    manifest.json  checksums of all files; written last
 
 A run that starts from it (algo.value_pretrain.taken_from) gives, on a CPU, bit for bit the weights, metrics and
-rollouts of a run that does the value pretraining itself, but for seconds: time/* of metrics.jsonl and of
-value_pretrain.jsonl. The policy is not in it: value pretraining leaves it as it was loaded.
+rollouts of a run that does the value pretraining itself, except for time/* of metrics.jsonl and value_pretrain.jsonl.
+The policy is not part of it: value pretraining does not change the policy.
 """
 
 import dataclasses
@@ -39,26 +39,26 @@ STATE = "state.json"
 
 @dataclass(frozen=True)
 class PretrainedState:
-    """Of the training loop after value pretraining."""
+    """The state of the training loop after value pretraining."""
 
     num_samples: int
-    """responses sampled for it"""
+    """Number of responses sampled for it"""
     reward_moments: RunningMoments
     sampler: Mapping[str, int | str] | None
     """PromptSampler.state(); None: no prompt was drawn"""
     curve: tuple[Mapping[str, float], ...]
-    """the lines of value_pretrain.jsonl"""
+    """The lines of value_pretrain.jsonl"""
     inputs: Mapping[str, Any]
-    """list_pretraining_inputs"""
+    """As `list_pretraining_inputs` gives them"""
 
 
 def save_pretrained(run_dir: Path, critic: TrainBackend, spec: WorkerSpec, state: PretrainedState) -> None:
-    """Write RUN_DIR/pretrained; it appears whole or not at all."""
+    """Write RUN_DIR/pretrained; it appears complete or not at all."""
     building, final = run_dir / f".{NAME}", run_dir / NAME
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
     with deferring_stops():
-        # Else the save of a run that is asked to stop here would find this one half done.
+        # Otherwise the checkpoint of a run that is stopped here would find this one incomplete.
         critic.begin_save(building / CRITIC).result()
         finishing = critic.finish_save()
     finishing.result()
@@ -73,9 +73,9 @@ def save_pretrained(run_dir: Path, critic: TrainBackend, spec: WorkerSpec, state
 
 
 def load_pretrained(config: Config) -> tuple[PretrainedState, Path] | None:
-    """What the run starts from, and its folder; None where it pretrains itself.
+    """The value pretraining that the run starts from, and its folder; None where it pretrains itself.
 
-    Raises ConfigError that names the key for what is missing, damaged, or of another value pretraining.
+    Raises ConfigError naming the key where it is missing, damaged or has other inputs.
     """
     settings = config.algo.value_pretrain
     if settings.taken_from is None or settings.num_steps == 0:
@@ -94,7 +94,7 @@ def load_pretrained(config: Config) -> tuple[PretrainedState, Path] | None:
     if differing:
         raise ConfigError(
             [
-                f"{KEY}: {directory} is of another configuration: {name_some(differing)}"
+                f"{KEY}: {directory} has another configuration: {name_some(differing)}"
                 " differ, on which value pretraining depends; leave the key out, or set them as there"
             ]
         )
@@ -107,7 +107,7 @@ def load_curve(run_dir: Path) -> tuple[Mapping[str, float], ...]:
 
 
 def split_times(curve: Sequence[Mapping[str, float]]) -> list[tuple[int, dict[str, float]]]:
-    """(step, metrics) of each line, without the seconds that it took elsewhere."""
+    """(step, metrics) of each line, without its times."""
     return [
         (
             int(line[metrics_file.ITERATION]),
@@ -118,7 +118,7 @@ def split_times(curve: Sequence[Mapping[str, float]]) -> list[tuple[int, dict[st
 
 
 def copy_rollouts(directory: Path, run_dir: Path) -> None:
-    """The responses of value pretraining come first in the run's own rollouts.jsonl, which is open for appending."""
+    """Copy the responses of value pretraining to the start of the run's rollouts.jsonl, which is open for appending."""
     saved = directory / rollout_file.FILE_NAME
     if saved.is_file():
         with saved.open("rb") as source, (run_dir / saved.name).open("ab") as target:

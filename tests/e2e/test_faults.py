@@ -44,7 +44,7 @@ def test_a_run_with_a_killed_process_ends_with_the_same_weights_metrics_and_roll
     text = (out / f"kill-{number:02d}.log").read_text()
     assert outcome.problem is None, text[-5000:]
     if phase == faults.PRETRAINING:
-        assert re.search(r"goes on after step 2: \S*/value_pretraining/iteration-000002\n", text)
+        assert re.search(r"resumes after step 2: \S*/value_pretraining/iteration-000002\n", text)
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_in_another_layout_from_the_checkpoint_that_is_whole(
@@ -69,7 +69,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_in_another_layout_from_th
     two = ["policy.parallel.num_processes=2", "policy.parallel.tp=2", "critic.parallel.num_processes=2"]
     assert faults.wait_end(faults.start(run_dir, log, f"resume={run_dir}", *two)) == 0, log.read_text()
     text = log.read_text()
-    assert f"critic: damaged: {damaged.name}; put aside as iteration-000003.damaged" in text
+    assert f"critic: damaged: {damaged.name}; renamed to iteration-000003.damaged" in text
     assert re.search(r"going on from \S*iteration-000002", text)
     lines = faults.summarize(run_dir)["metrics"]
     assert [line["iteration"] for line in lines] == [0, 1, 2, 3, 4]

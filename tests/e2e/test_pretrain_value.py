@@ -141,7 +141,7 @@ def check_that_one_that_is_stopped_goes_on_to_the_same_end(run_dir: Path, rollou
     run = start(run_dir, rollouts)
     output, _ = run.communicate(timeout=300)
     assert run.returncode == 0, output
-    assert f"value pretraining goes on after step {num_saved}: {run_dir}/value_pretraining/iteration-" in output
+    assert f"value pretraining resumes after step {num_saved}: {run_dir}/value_pretraining/iteration-" in output
     assert f"value pretraining {num_saved}/9" not in output
     assert load_curve(run_dir) == load_curve(uninterrupted)
     weights = Path("critic", "model.safetensors")

@@ -57,4 +57,4 @@ def test_runs_that_share_a_value_pretraining_equal_a_run_alone_and_make_a_page(t
         assert text in page
     assert not json.loads((shared / "outcome.json").read_text())["why"]
     again = train("-m", "algo.clip_high=0.2,0.28", f"hydra.sweep.dir={tmp_path}/sweep")
-    assert again.count("done before") == 2
+    assert again.count("already done") == 2

@@ -40,7 +40,7 @@ def test_what_is_being_built_is_no_checkpoint_and_is_cleaned_away(tmp_path: Path
     publish(folder, 20)
     (folder.begin(40) / "state.json").write_text("half")
     assert folder.list_complete() == [20]
-    with pytest.raises(CheckpointError, match="was not written to its end"):
+    with pytest.raises(CheckpointError, match="was not completed"):
         folder.publish(40)
     folder.clean()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["iteration-000020", LATEST]
@@ -68,13 +68,13 @@ def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_and_all_is_left_as_i
     for name in ("iteration-000020", "iteration-000040"):
         (tmp_path / name / "state.json").unlink()
     with pytest.raises(
-        CheckpointError, match=r"no checkpoint is whole: .*000040: missing: state.json.*000020: missing"
+        CheckpointError, match=r"no checkpoint is intact: .*000040: missing: state.json.*000020: missing"
     ):
         folder.find_newest(refuse)
     assert folder.list_complete() == [20, 40]
     shutil.rmtree(tmp_path / "iteration-000020")
     shutil.rmtree(tmp_path / "iteration-000040")
-    with pytest.raises(CheckpointError, match="latest names one that is not there"):
+    with pytest.raises(CheckpointError, match="latest names one that does not exist"):
         folder.find_newest(refuse)
 
 
@@ -96,7 +96,7 @@ def test_only_one_process_at_a_time_may_write_to_a_directory(tmp_path: Path):
         command = [sys.executable, "-c", code, str(tmp_path)]
         other = subprocess.run(command, capture_output=True, text=True, check=False)
         assert f"process {os.getpid()} on " in other.stderr
-        assert "is at work there" in other.stderr
+        assert "uses it" in other.stderr
     with locking(tmp_path):
         pass
 
@@ -117,7 +117,7 @@ def test_a_lock_that_becomes_free_in_time_is_taken_and_the_wait_is_told_once(tmp
 def test_a_lock_that_stays_taken_is_told_after_the_wait(tmp_path: Path):
     with (
         locking(tmp_path),
-        pytest.raises(CheckpointError, match=rf"process {os.getpid()} on \S+ is at work there, also after 0.2 s;"),
+        pytest.raises(CheckpointError, match=rf"process {os.getpid()} on \S+ uses it, even after 0.2 s;"),
         locking(tmp_path, 0.2),
     ):
         pass

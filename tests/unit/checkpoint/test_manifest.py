@@ -66,7 +66,7 @@ def test_what_is_no_manifest_is_an_error_that_names_it(tmp_path: Path, content: 
 
 
 def test_a_directory_without_a_manifest_was_not_written_to_its_end(tmp_path: Path):
-    with pytest.raises(CheckpointError, match="was not written to its end"):
+    with pytest.raises(CheckpointError, match="was not completed"):
         verify_files(tmp_path)
 
 

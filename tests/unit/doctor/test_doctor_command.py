@@ -45,7 +45,7 @@ def test_slurms_cluster_is_judged_on_a_login_node_by_what_the_script_asks_for() 
     done = run("algo=vapo", "model=qwen32b", "cluster=slurm", "rollout.kv_cache_tokens=20000")
     assert done.returncode == (0 if done.stdout.endswith("it can run here\n") else 1), done.stdout + done.stderr
     screen = " ".join(done.stdout.split())
-    assert "slurm/train.sh asks sbatch for: cluster.num_nodes=8, cluster.gpus_per_node=8 -> give these keys" in screen
+    assert "request of slurm/train.sh: cluster.num_nodes=8, cluster.gpus_per_node=8 -> set these keys" in screen
     assert done.stderr == ""
 
 

@@ -103,7 +103,7 @@ def test_gpus_that_are_smaller_than_planned_are_named() -> None:
 def test_a_folder_that_a_node_does_not_see_is_named_by_its_key(tmp_path: Path) -> None:
     assert not list(find_unseen_folder(str(tmp_path)))
     (problem,) = find_unseen_folder(str(tmp_path / "gone"))
-    assert problem.startswith(f"hydra.run.dir: {tmp_path / 'gone'} is not there; ")
+    assert problem.startswith(f"hydra.run.dir: {tmp_path / 'gone'} does not exist; ")
 
 
 def test_reports_are_found_among_other_lines() -> None:

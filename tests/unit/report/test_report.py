@@ -97,7 +97,7 @@ def test_a_metric_may_not_take_the_name_of_the_line_itself(tmp_path: Path) -> No
         ('{"iteration": 2, "reward/mean": 1e999}\n', "metric 'reward/mean' is inf"),
         ('{"iteration": 2, "reward/mean": "0.5"}\n', "metric 'reward/mean' is str"),
         ('{"iteration": 2, "a": 1, "a": 2}\n', "the same key twice: a"),
-        ('{"iteration": 2}', "the line has no end"),
+        ('{"iteration": 2}', "the line is incomplete"),
     ],
 )
 def test_a_bad_line_is_an_error_with_file_and_line(tmp_path: Path, line: str, message: str) -> None:

@@ -44,7 +44,7 @@ def test_the_jobs_that_sbatch_took_before_are_named(tmp_path: Path) -> None:
     done = sweep(tmp_path, TAKE_ONE, "algo=vapo")
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
-    assert last == f"error: {SAID} specified; submitted before: `scancel 17` takes that back"
+    assert last == f"error: {SAID} specified; submitted before: `scancel 17` cancels them"
     assert "value pretraining, job 17" in done.stdout
 
 

@@ -108,7 +108,7 @@ def test_a_value_pretraining_that_was_not_finished_is_gone_on_with_where_it_has_
 
     assert share_pretraining(config, ["algo=vapo"], tmp_path, run, said.append) == folder
     assert found == [has_checkpoint]
-    assert ("goes on" in said[0]) is has_checkpoint
+    assert ("resumes" in said[0]) is has_checkpoint
 
 
 @pytest.mark.parametrize("is_damaged", [True, False])
@@ -137,7 +137,7 @@ def test_one_that_cannot_go_on_is_made_anew_where_its_checkpoint_is_damaged(tmp_
         sharing._failed.clear()
     assert shared == (folder if is_damaged else None)
     assert found == ([True, False] if is_damaged else [True])
-    assert any("damaged: weights; it begins anew" in text for text in said) is is_damaged
+    assert any("damaged: weights; it is started over" in text for text in said) is is_damaged
     assert kept.is_dir() is not is_damaged
 
 

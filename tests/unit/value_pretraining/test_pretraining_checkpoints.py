@@ -89,11 +89,11 @@ def test_another_value_pretraining_is_refused_by_what_differs(tmp_path):
     save_step(tmp_path, 1)
     with pytest.raises(
         CheckpointError,
-        match=r"value_pretraining: of another .*: algo\.gamma \(1\.0 there, now 0\.9\), seed \(1 there, now 2\) differ",
+        match=r"belongs to another .*: algo\.gamma \(1\.0 there, now 0\.9\), seed \(1 there, now 2\) differ",
     ):
         begin(tmp_path, "seed=2", "algo.gamma=0.9")
     (tmp_path / "value_pretraining" / "begun.json").unlink()
-    with pytest.raises(CheckpointError, match=r"a training run's; python -m megarl\.train resume="):
+    with pytest.raises(CheckpointError, match=r"belongs to a training run; python -m megarl\.train resume="):
         begin(tmp_path)
 
 
@@ -102,7 +102,7 @@ def test_a_damaged_one_is_named_and_what_to_do(tmp_path):
     write_steps(tmp_path, 1, 1)
     save_step(tmp_path, 1)
     (tmp_path / "value_pretraining" / "iteration-000001" / "critic" / "weights").write_text("numbere")
-    with pytest.raises(CheckpointError, match=r"damaged: weights; once \S*value_pretraining is removed, .* anew"):
+    with pytest.raises(CheckpointError, match=r"damaged: weights; remove \S*value_pretraining to start .* over"):
         begin(tmp_path)
 
 
@@ -127,7 +127,9 @@ def test_what_a_start_of_other_inputs_left_is_not_cut_off(tmp_path):
 def test_a_folder_with_a_finished_one_is_not_written_to_again(tmp_path):
     (tmp_path / "pretrained").mkdir()
     (tmp_path / "pretrained" / "manifest.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"finished; training goes on .* with algo\.value_pretrain\.taken_from="):
+    with pytest.raises(
+        ConfigError, match=r"finished value pretraining; training starts from it with algo\.value_pretrain\.taken_from="
+    ):
         run_value_pretraining(load_config(["algo=vapo", "model=tiny"]), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["pretrained"]
 

@@ -49,7 +49,7 @@ def test_a_run_without_the_key_has_nothing_to_load():
 def test_another_configuration_is_refused_by_the_keys_that_differ(tmp_path):
     write_pretrained(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"taken_from: .* is of another configuration: critic\.optimizer\.lr, seed differ"
+        ConfigError, match=r"taken_from: .* has another configuration: critic\.optimizer\.lr, seed differ"
     ):
         load(tmp_path, "seed=2", "critic.optimizer.lr=1e-4")
 
