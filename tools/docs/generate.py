@@ -14,9 +14,10 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING as REQUIRED
 
@@ -39,9 +40,9 @@ INTRODUCTION = """\
 
 <!-- made by tools/docs/generate.py from megarl/config/schema; change the docstrings there -->
 
-Every key, with its type, its default and its meaning. Set one on the command line, `python -m megarl.train KEY=VALUE`. A
-group is chosen by name, `algo=vapo`, which takes `conf/algo/vapo.yaml`; the files of `conf/` hold only what differs from
-the defaults below. The final configuration of a run is printed without starting it by:
+Every key, with its type, its default and its meaning. Keys are set on the command line: `python -m megarl.train
+KEY=VALUE`. `algo=vapo` takes a whole group of values, those of `conf/algo/vapo.yaml`; the files of `conf/` hold only
+what differs from the defaults below. To print the final configuration of a run without starting it:
 
 ```bash
 python -m megarl.train --cfg job algo=grpo
@@ -131,7 +132,7 @@ def _list_enums(hint: Any) -> list[type[Enum]]:
 
 
 def _format_type(hint: Any) -> str:
-    if get_origin(hint) is UnionType or len(get_args(hint)) > 1 and NoneType in get_args(hint):
+    if get_origin(hint) in (UnionType, Union):
         return " or ".join("null" if part is NoneType else _format_type(part) for part in get_args(hint))
     if get_origin(hint) is not None:
         inner = ", ".join("any" if part is Any else _format_type(part) for part in get_args(hint))
@@ -164,7 +165,7 @@ def _describe(schema: type) -> str:
 def _find_text(owner: type, name: str) -> str:
     """The docstring below the field, in the class that defines it."""
     for base in owner.__mro__:
-        if is_dataclass(base) and name in base.__dict__.get("__annotations__", {}):
+        if is_dataclass(base) and name in inspect.get_annotations(base):
             found = _find_texts(base).get(name)
             if found:
                 return found
@@ -177,7 +178,7 @@ def _find_texts(schema: type) -> dict[str, str]:
         return {}
     body = _parse(schema).body
     found = {}
-    for node, below in zip(body, body[1:], strict=False):
+    for node, below in pairwise(body):
         target = node.target if isinstance(node, ast.AnnAssign) else None
         if isinstance(node, ast.Assign):
             target = node.targets[0]
