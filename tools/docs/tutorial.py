@@ -159,6 +159,7 @@ class Recorder(Trainer):
         lambda_ = compute_adaptive_lambda(mask.sum()[None], algo.length_alpha, algo.lambda_min)
         return {
             "text": sample.response.text,
+            "token_ids": list(sample.response.token_ids),
             "num_tokens": int(mask.sum()),
             "finish_reason": sample.response.finish_reason.value,
             "reward": sample.score.reward,
