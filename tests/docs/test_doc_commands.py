@@ -6,6 +6,8 @@ A fenced block of bash, console or python is one of:
 - composed: megarl.train, pretrain_value, evaluate and sbatch, whose overrides are checked as the command would; make,
   pytest and the other tools, whose targets, paths and options must exist;
 - marked as neither, by a comment above the block: <!-- not run: REASON -->.
+
+A block below <!-- file: NAME --> is written to that file, which the python blocks and commands of the same text find.
 """
 
 import contextlib
@@ -36,7 +38,7 @@ TEXTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"
     (ROOT / "docs").rglob("*.md")
 )
 LANGUAGES = ("bash", "console", "python")
-MARK = re.compile(r"<!-- not run: (.+) -->")
+MARK = re.compile(r"<!-- (not run|file): (.+) -->")
 NUM_MARKED = 4
 """Blocks that are neither run nor composed. A new one raises it, with its reason above the block."""
 ARRIVING = {"make test-all"}
@@ -50,8 +52,13 @@ class Block:
     line: int
     language: str
     text: str
-    reason: str | None
-    """why it is neither run nor composed; None: it is"""
+    marks: dict[str, str]
+    """what the comment above it says: `not run` with the reason, or `file` with its name"""
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is neither run nor composed; None: it is."""
+        return self.marks.get("not run")
 
     @property
     def name(self) -> str:
@@ -71,7 +78,7 @@ def find_blocks(file: Path) -> Iterator[Block]:
         above = next((text for text in reversed(lines[:start]) if text.strip()), "")
         mark = MARK.fullmatch(above.strip())
         text = "\n".join(lines[start + 1 : number])
-        yield Block(file, start + 1, lines[start].strip().strip("`"), text, mark.group(1) if mark else None)
+        yield Block(file, start + 1, lines[start].strip().strip("`"), text, dict([mark.groups()]) if mark else {})
         start = None
 
 
@@ -156,6 +163,26 @@ def plan(arguments: tuple[str, ...]) -> tuple[int, str]:
     return code, printed.getvalue()
 
 
+def write_files(text: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files that the blocks of this text show, where its commands and python blocks find them."""
+    for block in BLOCKS:
+        if block.file == text and (name := block.marks.get("file")):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(block.text + "\n")
+            monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)
+    monkeypatch.syspath_prepend(folder)
+
+
+def normalize(words: Sequence[str]) -> list[str]:
+    """The command without variables of its environment, a tool of the installed package as the one in tools/."""
+    start = next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
+    match list(words[start:]):
+        case ["python", "-m", module, *arguments] if module.startswith("megarl.tools."):
+            return ["python", f"tools/{module.removeprefix('megarl.tools.').replace('.', '/')}.py", *arguments]
+        case rest:
+            return rest
+
+
 def find_handler(words: Sequence[str]) -> Callable[[], object] | None:
     """What runs or composes the command; None: nothing does."""
     match list(words):
@@ -218,9 +245,10 @@ def check_paths(arguments: Sequence[str]) -> None:
 @pytest.mark.parametrize(
     "block", [b for b in BLOCKS if b.language == "bash" and not b.reason], ids=lambda block: block.name
 )
-def test_a_command_runs_or_composes(block: Block) -> None:
+def test_a_command_runs_or_composes(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(block.file, tmp_path, monkeypatch)
     for words in list_commands(block.text):
-        handle = find_handler(words)
+        handle = find_handler(normalize(words))
         assert handle is not None, f"{shlex.join(words)}: neither run nor composed; mark the block with the reason"
         handle()
 
@@ -232,7 +260,7 @@ def test_a_command_prints_what_is_shown(
     block: Block, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for command, shown in list_sessions(block.text):
-        match shlex.split(command, comments=True):
+        match normalize(shlex.split(command, comments=True)):
             case ["python", "-m", "megarl.train", *arguments]:
                 assert run_refused(arguments, monkeypatch) == EXIT_BAD_CONFIG
                 printed = "".join(capsys.readouterr())
@@ -251,6 +279,7 @@ def test_a_command_prints_what_is_shown(
     "block", [b for b in BLOCKS if b.language == "python" and not b.reason], ids=lambda block: block.name
 )
 def test_a_python_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(block.file, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     exec(compile(block.text, block.name, "exec"), {"__name__": "example"})
 
