@@ -1,0 +1,302 @@
+"""README.md, CONTRIBUTING.md, CHANGELOG.md and docs/: every command is run or composed.
+
+A fenced block of bash, console or python is one of:
+- run: the doctor, the planner, --help and --cfg, examples of errors, python; a console block's output is compared,
+  where `...` stands for any text and a line of it for any lines;
+- composed: megarl.train, pretrain_value, evaluate and sbatch, whose overrides are checked as the command would; make,
+  pytest and the other tools, whose targets, paths and options must exist;
+- marked as neither, by a comment above the block: <!-- not run: REASON -->.
+
+A block below <!-- file: NAME --> is written to that file, which the python blocks and commands of the same text find.
+"""
+
+import contextlib
+import functools
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tool_loading import load_tool
+
+from megarl import evaluate
+from megarl.config.load import check_overrides, load_config
+from megarl.config.placement import list_contradictions
+from megarl.config.schema.cluster import ClusterConfig
+from megarl.doctor.allocation import assume_allocation
+from megarl.run.command import EXIT_BAD_CONFIG, check_command_line
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+    (ROOT / "docs").rglob("*.md")
+)
+LANGUAGES = ("bash", "console", "python")
+MARK = re.compile(r"<!-- (not run|file): (.+) -->")
+NUM_MARKED = 4
+"""Blocks that are neither run nor composed. A new one raises it, with its reason above the block."""
+ARRIVING = {"make test-all"}
+"""Made on other branches of the same change; to be empty once they are merged"""
+TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class Block:
+    file: Path
+    line: int
+    language: str
+    text: str
+    marks: dict[str, str]
+    """what the comment above it says: `not run` with the reason, or `file` with its name"""
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is neither run nor composed; None: it is."""
+        return self.marks.get("not run")
+
+    @property
+    def name(self) -> str:
+        return f"{self.file.relative_to(ROOT)}:{self.line}"
+
+
+def find_blocks(file: Path) -> Iterator[Block]:
+    """The fenced blocks, indented ones included."""
+    lines = file.read_text().splitlines()
+    start = None
+    for number, line in enumerate(lines):
+        if not line.lstrip().startswith("```"):
+            continue
+        if start is None:
+            start = number
+            continue
+        above = next((text for text in reversed(lines[:start]) if text.strip()), "")
+        mark = MARK.fullmatch(above.strip())
+        text = "\n".join(lines[start + 1 : number])
+        yield Block(file, start + 1, lines[start].strip().strip("`"), text, dict([mark.groups()]) if mark else {})
+        start = None
+
+
+BLOCKS = [block for file in TEXTS for block in find_blocks(file)]
+
+
+def list_commands(text: str) -> list[list[str]]:
+    """The words of each command; comments are left out, a backslash joins lines."""
+    joined = text.replace("\\\n", " ")
+    return [words for line in joined.splitlines() if (words := shlex.split(line, comments=True))]
+
+
+def list_sessions(text: str) -> list[tuple[str, list[str]]]:
+    """Each `$ command` of a console block and the lines of output below it."""
+    sessions: list[tuple[str, list[str]]] = []
+    for line in text.splitlines():
+        if line.startswith("$ "):
+            sessions.append((line[2:], []))
+        else:
+            sessions[-1][1].append(line.rstrip())
+    return sessions
+
+
+def matches(shown: Sequence[str], found: str) -> bool:
+    """Whether the output is what is shown."""
+    patterns = [
+        r"(?:.*\n)*?" if line == "..." else ".*".join(map(re.escape, line.split("..."))) + r"\n" for line in shown
+    ]
+    printed = "".join(f"{line.rstrip()}\n" for line in found.strip().splitlines())
+    return re.fullmatch("".join(patterns), printed) is not None
+
+
+# What runs, and what is composed, by the first words of a command.
+
+
+def compose_run(module: str, arguments: Sequence[str]) -> None:
+    """Check overrides as `python -m megarl.MODULE` does before it starts anything."""
+    overrides = [text for text in arguments if not text.startswith("-") and not text.startswith("resume=")]
+    if module == "evaluate":
+        evaluate.load_configs(evaluate.expand_sets(overrides))
+    else:
+        check_overrides(overrides, module)
+
+
+def compose_job(arguments: Sequence[str]) -> None:
+    """sbatch [options] slurm/train.sh [overrides]: the configuration, and whether its roles fit the allocation."""
+    script = arguments.index("slurm/train.sh")
+    overrides = list(arguments[script + 1 :])
+    if overrides[0].startswith("resume="):
+        return
+    options = dict(text.lstrip("-").split("=", 1) for text in arguments[:script])
+    given = [f"cluster.num_nodes={options['nodes']}"] if "nodes" in options else []
+    overrides = ["cluster=slurm", *overrides, *given]
+    config = load_config([*overrides, *assume_allocation(overrides, {})])
+    assert isinstance(config.cluster, ClusterConfig)
+    assert list_contradictions(config) == []
+
+
+def run_refused(arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code of a command line that megarl.train refuses before it starts anything."""
+    monkeypatch.setattr(sys, "argv", ["megarl.train", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        check_command_line()
+    return int(ended.value.code or 0)
+
+
+def run_process(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable if words[0] == "python" else words[0], *words[1:]]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment | {"MEGARL_PYTHON": sys.executable}, capture_output=True, text=True,
+        timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+
+
+@functools.cache
+def plan(arguments: tuple[str, ...]) -> tuple[int, str]:
+    """Exit code and output of tools/plan.py."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = load_tool("plan.py").main(arguments)
+    return code, printed.getvalue()
+
+
+def write_files(text: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files that the blocks of this text show, where its commands and python blocks find them."""
+    for block in BLOCKS:
+        if block.file == text and (name := block.marks.get("file")):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(block.text + "\n")
+            monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)
+    monkeypatch.syspath_prepend(folder)
+
+
+def normalize(words: Sequence[str]) -> list[str]:
+    """The command without variables of its environment, a tool of the installed package as the one in tools/."""
+    start = next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
+    match list(words[start:]):
+        case ["python", "-m", module, *arguments] if module.startswith("megarl.tools."):
+            return ["python", f"tools/{module.removeprefix('megarl.tools.').replace('.', '/')}.py", *arguments]
+        case rest:
+            return rest
+
+
+def find_handler(words: Sequence[str]) -> Callable[[], object] | None:
+    """What runs or composes the command; None: nothing does."""
+    match list(words):
+        case ["python", "-m", "megarl.train" | "megarl.pretrain_value" | "megarl.evaluate" as module, *arguments]:
+            if {"--cfg", "--help", "--version"} & set(arguments):
+                return lambda: expect(run_process(words))
+            return lambda: compose_run(module.split(".")[1], arguments)
+        case ["python", "-m", "megarl.doctor", *_]:
+            return lambda: expect(run_process(words))
+        case ["python", "tools/plan.py", *arguments]:
+            return lambda: expect_code(plan(tuple(arguments))[0])
+        case ["python", "tools/docs/generate.py", "--check"]:
+            return lambda: expect(run_process(words))
+        case ["python", tool, *arguments] if tool.startswith("tools/"):
+            return lambda: check_tool(tool, arguments)
+        case ["slurm/train.sh", "--local", *_]:
+            return lambda: expect(run_process(words))
+        case ["sbatch", *arguments] if "slurm/train.sh" in arguments:
+            return lambda: compose_job(arguments)
+        case ["make", *arguments]:
+            return lambda: check_target(arguments)
+        case [program, "-m", "pytest", *arguments] if program.endswith("python"):
+            return lambda: check_paths(arguments)
+    return None
+
+
+def expect(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def expect_code(found: int) -> None:
+    assert found == 0
+
+
+def check_target(arguments: Sequence[str]) -> None:
+    """The target and the variables are those of the Makefile; nothing is made."""
+    targets = [text for text in arguments if "=" not in text]
+    if f"make {targets[0]}" not in ARRIVING:
+        expect(run_process(["make", "--dry-run", *arguments]))
+    makefile = (ROOT / "Makefile").read_text()
+    for name in (text.split("=")[0] for text in arguments if "=" in text):
+        assert re.search(rf"\b{name} \?=|\$\({name}\)", makefile), f"the Makefile does not read {name}"
+
+
+def check_tool(tool: str, arguments: Sequence[str]) -> None:
+    """The script exists and knows each word of the command that is not a file's name; overrides compose."""
+    source = (ROOT / tool).read_text()
+    for word in (text.split("=")[0] for text in arguments):
+        is_action = re.fullmatch("[a-z]+(-[a-z]+)*", word) is not None and "=" not in word
+        if word.startswith("--") or (is_action and f"{word}=" not in " ".join(arguments)):
+            assert re.search(rf"{re.escape(word)}\b", source), f"{tool} has no {word}"
+    check_overrides([text for text in arguments if re.match(r"[a-z_.]+=", text)])
+
+
+def check_paths(arguments: Sequence[str]) -> None:
+    for path in (text.split("::")[0] for text in arguments if text.startswith("tests")):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in BLOCKS if b.language == "bash" and not b.reason], ids=lambda block: block.name
+)
+def test_a_command_runs_or_composes(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(block.file, tmp_path, monkeypatch)
+    for words in list_commands(block.text):
+        handle = find_handler(normalize(words))
+        assert handle is not None, f"{shlex.join(words)}: neither run nor composed; mark the block with the reason"
+        handle()
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in BLOCKS if b.language == "console" and not b.reason], ids=lambda block: block.name
+)
+def test_a_command_prints_what_is_shown(
+    block: Block, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command, shown in list_sessions(block.text):
+        match normalize(shlex.split(command, comments=True)):
+            case ["python", "-m", "megarl.train", *arguments]:
+                assert run_refused(arguments, monkeypatch) == EXIT_BAD_CONFIG
+                printed = "".join(capsys.readouterr())
+            case ["python", "tools/plan.py", *arguments]:
+                printed = plan(tuple(arguments))[1]
+            case ["python", "-m", "megarl.doctor", *_] as words:
+                if shutil.which("nvidia-smi"):
+                    pytest.skip("what is shown is the report of a machine without GPUs")
+                printed = run_process(words).stdout
+            case words:
+                pytest.fail(f"{shlex.join(words)}: not run; mark the block with the reason")
+        assert matches(shown, printed), f"$ {command}\n{printed}"
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in BLOCKS if b.language == "python" and not b.reason], ids=lambda block: block.name
+)
+def test_a_python_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(block.file, tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block.text, block.name, "exec"), {"__name__": "example"})
+
+
+def test_the_blocks_that_are_not_run_are_counted() -> None:
+    marked = [block for block in BLOCKS if block.reason]
+    assert len(marked) == NUM_MARKED, "\n".join(f"{block.name}: {block.reason}" for block in marked)
+
+
+def test_a_block_without_a_language_holds_no_command() -> None:
+    commands = re.compile(r"^\s*(\$ |python |make |sbatch |pip |git )", re.MULTILINE)
+    wrong = [b.name for b in BLOCKS if b.language not in LANGUAGES and commands.search(b.text)]
+    assert not wrong, wrong
+
+
+def test_output_with_dots_matches_any_text_and_a_line_of_dots_any_lines() -> None:
+    assert matches(["a ... c", "...", "z"], "a b c\nx\ny\nz\n")
+    assert matches(["...", "z"], "z\n")
+    assert not matches(["a ... c"], "a b d\n")
+    assert not matches(["a"], "a\nb\n")

@@ -1,0 +1,97 @@
+"""README.md, CONTRIBUTING.md, CHANGELOG.md and docs/ as texts: links, lengths of lines, and generated parts."""
+
+import json
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from tool_loading import load_tool
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+    (ROOT / "docs").rglob("*.md")
+)
+LONGEST_README = 150
+LONGEST_LINE = 120
+ARRIVING = {"docs/installed.md", "docs/extending/algorithm.md", "docs/extending/model-family.md", "docs/python-api.md"}
+"""Written on other branches of the same change; to be empty once they are merged"""
+
+
+@pytest.mark.parametrize("file", TEXTS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_links_lead_to_a_file_and_a_heading(file: Path) -> None:
+    for text, target in re.findall(
+        r"\[([^\]]*)\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", file.read_text(), flags=re.S)
+    ):
+        if target.startswith("http"):
+            continue
+        path, _, heading = unquote(target).partition("#")
+        found = (file.parent / path).resolve() if path else file
+        if str(found.relative_to(ROOT)) in ARRIVING:
+            continue
+        assert found.exists(), f"[{text}]({target})"
+        assert not heading or heading in list_anchors(found), f"[{text}]({target})"
+
+
+def list_anchors(file: Path) -> set[str]:
+    """The anchors that GitHub makes of the headings, and those written as <a name>."""
+    text = file.read_text()
+    heads = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+    return slugs | set(re.findall(r'<a name="([^"]+)">', text))
+
+
+def test_names_of_files_are_in_kebab_case() -> None:
+    wrong = [str(path) for path in (ROOT / "docs").rglob("*.md") if not re.fullmatch(r"[a-z0-9-]+", path.stem)]
+    assert not wrong, wrong
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= LONGEST_README
+
+
+def test_lines_are_short_but_for_tables_and_blocks() -> None:
+    for file in TEXTS:
+        text = re.sub(r"^( *)```.*?^ *```", "", file.read_text(), flags=re.S | re.M)
+        long = [line for line in text.splitlines() if len(line) > LONGEST_LINE and not line.startswith("|")]
+        assert not long, f"{file.relative_to(ROOT)}: {long[0]}"
+
+
+def test_the_configuration_and_the_objectives_are_current() -> None:
+    tool = load_tool("docs/generate.py")
+    assert tool.CONFIGURATION.read_text() == tool.render_configuration(), "python tools/docs/generate.py"
+    assert tool.ALGORITHMS.read_text() == tool.render_algorithms(), "python tools/docs/generate.py"
+
+
+def test_the_tutorial_is_what_the_template_gives_with_the_recorded_numbers() -> None:
+    tool = load_tool("docs/tutorial_text.py")
+    numbers = json.loads(tool.NUMBERS.read_text())
+    assert tool.TUTORIAL.read_text() == tool.render(numbers), "python tools/docs/tutorial.py write"
+
+
+def test_recorded_numbers_differ_where_they_differ_by_more_than_rounding() -> None:
+    tool = load_tool("docs/tutorial_text.py")
+    assert tool.find_differences({"a": [1.0, "x"]}, {"a": [1.0 + 1e-6, "x"]}) == []
+    assert tool.find_differences({"a": [1.0, "x"]}, {"a": [1.01, "y"]}) == [
+        "tutorial.a[0]: 1.0 found, 1.01 recorded",
+        "tutorial.a[1]: 'x' found, 'y' recorded",
+    ]
+    assert tool.find_differences({"a": 1}, {"b": 1}) == [
+        "tutorial.a: only in one of them",
+        "tutorial.b: only in one of them",
+    ]
+
+
+def test_the_recorded_numbers_agree_with_the_formulas_of_the_tutorial() -> None:
+    tool = load_tool("docs/tutorial_text.py")
+    numbers = json.loads(tool.NUMBERS.read_text())
+    followed, tokens = numbers["responses"][numbers["followed"]], numbers["tokens"]
+    assert len(tokens) == followed["num_tokens"]
+    lambda_, advantage, value = followed["lambda"], 0.0, 0.0
+    for t in reversed(range(len(tokens))):
+        reward = followed["reward"] if t == len(tokens) - 1 else 0.0
+        advantage = reward + value - tokens[t]["value"] + lambda_ * advantage
+        value = tokens[t]["value"]
+        assert tokens[t]["advantage"] == pytest.approx(advantage, abs=1e-4)
+        assert tokens[t]["return"] == pytest.approx(followed["reward"], abs=1e-4)
+    assert numbers["sync"]["policy_checksum"] == numbers["sync"]["server_checksum"]
