@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import running_server, write_tiny_checkpoint
 from safetensors.torch import load_file
+from servers import running_server, write_tiny_checkpoint
 from torch import Tensor
 
 from megarl.cluster.opened import open_ray

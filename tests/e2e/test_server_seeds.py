@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import running_server
+from servers import running_server
 from test_server import build_prompts
 from transformers import AutoTokenizer
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import running_server
 from loop_parts import hosts_of, open_trainer
+from servers import running_server
 from test_server import TransformersPolicy, build_sync
 from transformers import AutoTokenizer
 
