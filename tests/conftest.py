@@ -40,12 +40,11 @@ def has_cuda() -> bool:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def use_one_thread(request: pytest.FixtureRequest) -> None:
-    """Each of several workers computes with one thread: there is a core for each."""
-    if hasattr(request.config, "workerinput"):
-        import torch
+def use_one_thread() -> None:
+    """The tensors of tests are small: a second thread would mostly wait, and take the core of another worker."""
+    import torch
 
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
 
 
 @pytest.hookimpl(optionalhook=True)

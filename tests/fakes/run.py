@@ -1,8 +1,10 @@
 """Whole runs over the fakes: what `megarl.run.job` opens, in this process."""
 
 import contextlib
+import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from megarl.run import attempts
 from megarl.run.inputs import Inputs, load_inputs
 from megarl.run.job import RunResources
 from megarl.trainer import Trainer, TrainerComponents
+from megarl.types import Prompt, Response, RewardFunction, Score
 
 SMALL = (
     "model=tiny",
@@ -38,6 +41,23 @@ SMALL = (
 """Few samples, and a learning rate for a table"""
 
 
+def reward_length(_prompt: Prompt, response: Response) -> Score:
+    """Nearly every group's rewards differ, which those of random letters do not."""
+    return Score(len(response.token_ids) / 16, len(response.token_ids) > 4)
+
+
+@functools.cache
+def _load(overrides: tuple[str, ...]) -> tuple[Config, Inputs]:
+    config = load_config([*SMALL, *overrides])
+    return config, load_inputs(config)
+
+
+def load(overrides: Sequence[str]) -> tuple[Config, Inputs]:
+    """The configuration and its inputs; composing takes longer than a run."""
+    config, inputs = _load(tuple(overrides))
+    return copy.deepcopy(config), inputs
+
+
 @dataclass
 class World:
     """What the fakes of one run have in common, for a test to look at and to disturb."""
@@ -46,6 +66,7 @@ class World:
     """told (role, verb) before each verb is done, ("servers", "publish") too; what it raises, the verb raises"""
     on_token: Callable[[str | None, int], None] = lambda _key, _number: None
     """as `FakeEngine`'s"""
+    reward: RewardFunction = reward_length
     log: list[tuple[str, str]] = field(default_factory=list)
     """every (role, verb), in order"""
     components: list[TrainerComponents] = field(default_factory=list)
@@ -91,7 +112,7 @@ class World:
                     critic=roles.get(Role.critic),
                     reference=roles.get(Role.reference),
                     engine=engine,
-                    collector=Collector(engine, inputs.reward, temperature=config.rollout.temperature, journal=journal),
+                    collector=Collector(engine, self.reward, temperature=config.rollout.temperature, journal=journal),
                     sync=FakeSync(roles[Role.policy], servers, self.note),
                     sampler=PromptSampler(inputs.data.train, config.seed),
                     heldout=inputs.data.heldout[: config.train.num_eval_prompts],
@@ -105,10 +126,7 @@ class World:
     @contextlib.contextmanager
     def open_trainer(self, run_dir: Path, overrides: Sequence[str], **replaced: Any) -> Iterator[Trainer]:
         """A trainer of this configuration, not started. replaced: components in place of the world's."""
-        from dataclasses import replace
-
-        config = load_config([*SMALL, *overrides])
-        inputs = load_inputs(config)
+        config, inputs = load(overrides)
         with (
             contextlib.closing(build_report(config.logger, run_dir, config.train.num_iterations)) as report,
             self.open_resources(config, inputs, run_dir / "logs") as resources,
@@ -120,4 +138,6 @@ class World:
         """`megarl.run.attempts.run_job` of this configuration over the fakes."""
         monkeypatch.setattr(attempts, "open_resources", self.open_resources)
         monkeypatch.setattr(attempts, "open_components", self.open_components)
-        return attempts.run_job(load_config([*SMALL, *overrides]), run_dir, **keys)
+        config, inputs = load(overrides)
+        monkeypatch.setattr(attempts, "load_inputs", lambda _config: inputs)
+        return attempts.run_job(config, run_dir, **keys)
