@@ -274,6 +274,6 @@ def test_a_cancelled_call_raises_and_later_ones_are_as_ever(trainer):
 
 def test_prompts_that_no_server_could_take_are_refused(trainer):
     for ids in ((5, 10_000), ()):
-        with pytest.raises(ValueError, match="bad|prompt 0"):
+        with pytest.raises(ValueError, match=r"bad|prompt 0"):
             trainer.components.engine.generate([Prompt("bad", "", ids, "")], num_responses=1, temperature=1.0)
     trainer.components.engine.check_health()

@@ -28,6 +28,8 @@ from megarl.sync.disk import DiskSync
 from megarl.sync.ranks import Ranks
 from megarl.sync.reshard import ShardSync
 
+pytestmark = pytest.mark.slow
+
 TP = 2
 
 
