@@ -1,5 +1,7 @@
-# make run    install what is pinned and run the main job      ARGS="model=... train.num_iterations=5" overrides
-# make test   install, check style and types, run the tests    PYTEST_ARGS="-k gae" chooses
+# make run        install what is pinned and run the main job      ARGS="model=... train.num_iterations=5" overrides
+# make test       install, check style and types, run the tests of minutes: all but those marked slow
+# make test-all   the same and every test: kills, Slurm, sweeps, all layouts; what CI runs
+#                 PYTEST_ARGS="-k gae" chooses; JOBS=4 runs so many at once
 # make install | lock | clean
 # PLATFORM=cuda installs for NVIDIA GPUs; EXTRAS=smollm2 adds the extra that model=smollm2_135m needs.
 
@@ -9,8 +11,9 @@ PLATFORM ?= cpu
 EXTRAS ?=
 ARGS ?=
 PYTEST_ARGS ?=
+JOBS ?= 2
 
-.PHONY: install run test lock clean
+.PHONY: install run test test-all check lock clean
 
 install:
 	@tools/install/install.sh $(PLATFORM) $(EXTRAS)
@@ -18,11 +21,19 @@ install:
 run: install
 	$(PYTHON) -m megarl.train $(ARGS)
 
-test: install
+# Compiling is a third of a process's start.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -q --durations=15 --numprocesses=$(JOBS) --dist=loadgroup
+
+test: check
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-all: check
+	$(PYTEST) $(PYTEST_ARGS)
+
+check: install
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
-	PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -q --durations=15 $(PYTEST_ARGS) # compiling is a third of a process's start
 
 # The pins, made anew from pyproject.toml (tools/install/lock.py says how). UPGRADE=--upgrade takes the newest releases.
 lock:

@@ -17,6 +17,8 @@ from megarl.config.schema.cluster import ClusterConfig
 from megarl.interfaces import DeadlineError, wait_all
 from megarl.rollout.server import pick_free_port
 
+pytestmark = pytest.mark.slow
+
 
 @ray.remote(num_cpus=1, max_restarts=0)
 class Worker:

@@ -1,7 +1,4 @@
-"""An evaluation on a real server: every problem asked, every response written, the counts those of the responses.
-
-After test_server.py, whose tests of the random state need the server as it was started.
-"""
+"""An evaluation on a real server: every problem asked, every response written, the counts those of the responses."""
 
 import json
 from collections import Counter
@@ -19,7 +16,7 @@ from megarl.rollout.engine import SGLangEngine
 from megarl.run.evaluation import EvaluationSet, evaluate_sets
 from megarl.types import FinishReason, Prompt, Response, Score
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 
 def read_first_letter(prompt: Prompt, response: Response) -> Score:

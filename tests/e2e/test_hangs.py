@@ -26,7 +26,9 @@ from megarl.interfaces import DeadlineError
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.types import Sequences
 
-DEADLINE_S = 30.0
+pytestmark = pytest.mark.slow
+
+DEADLINE_S = 15.0
 START_DEADLINE_S = 240.0
 
 

@@ -1,8 +1,15 @@
-"""The command tools/check_layouts.py: real updates under every layout of four processes, and its exit codes."""
+"""The command tools/check_layouts.py: real updates under every layout of two processes, and its exit codes.
+
+Four processes: tests/parallel/test_equal_layouts.py, the same comparison.
+"""
 
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -13,19 +20,18 @@ def run_tool(*arguments: str) -> tuple[int, list[str], str]:
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 
-def test_policy_and_critic_compute_the_same_under_every_layout_of_four_processes() -> None:
+def test_policy_and_critic_compute_the_same_under_every_layout_of_two_processes() -> None:
     overrides = ("model=tiny", "model.random.num_layers=4", "algo.value_clip=0.2", "algo.entropy_coef=0.01")
-    code, lines, errors = run_tool("--processes", "4", "--rows", "8", *overrides)
+    code, lines, errors = run_tool("--processes", "2", "--rows", "8", *overrides)
     assert code == 0, "\n".join([*lines, errors])
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith(("| policy", "| critic"))]
     layouts = {"one", "one-small-microbatches", "dp2", "cp2", "pp2", "pp2-vpp2", "tp2", "tp2-sp"}
-    layouts |= {"dp4", "cp4", "tp4", "pp4", "pp2-dp2", "tp2-cp2", "tp2-sp-pp2", "tp2-sp-pp2-vpp2", "pp2-vpp2-cp2"}
     found = {(row[0], row[1]) for row in rows}
-    assert found > {(role, name) for role in ("policy", "critic") for name in layouts}
-    assert len(found) == len(rows) == 52
+    assert found == {(role, name) for role in ("policy", "critic") for name in layouts}
+    assert len(rows) == 16
     assert all(row[-1] == "equal" for row in rows)
     assert all(float(row[4]) > 0 for row in rows), "a gradient that is zero everywhere is equal to anything"
-    assert lines[-1] == "equal: all 52 compute what one process computes"
+    assert lines[-1] == "equal: all 16 compute what one process computes"
 
 
 def test_a_wrong_key_ends_it_with_code_2_before_anything_starts() -> None:

@@ -7,17 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from megarl.report.metrics import load_metrics
 from megarl.types import Metrics
 
+pytestmark = pytest.mark.slow
+
 NUM_ITERATIONS = 2
+SMALL = ("train.prompts_per_iteration=4", "train.num_eval_prompts=8", "rollout.response_length=24")
 
 
 def train(directory: Path, *overrides: str) -> list[Metrics]:
     """Run `megarl.train` to its end; the metrics of each iteration."""
-    fixed = [f"train.num_iterations={NUM_ITERATIONS}", f"hydra.run.dir={directory}/run"]
+    fixed = [f"train.num_iterations={NUM_ITERATIONS}", *SMALL, f"hydra.run.dir={directory}/run"]
     command = [sys.executable, "-m", "megarl.train", *overrides, *fixed]
     environment = os.environ | {"TMPDIR": str(directory)}
     run = subprocess.run(command, capture_output=True, text=True, timeout=580, env=environment)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import running_server, write_tiny_checkpoint
 from safetensors.torch import load_file
+from servers import running_server, write_tiny_checkpoint
 from torch import Tensor
 
 from megarl.cluster.opened import open_ray
@@ -27,6 +27,8 @@ from megarl.rollout.client import SGLangClient
 from megarl.sync.disk import DiskSync
 from megarl.sync.ranks import Ranks
 from megarl.sync.reshard import ShardSync
+
+pytestmark = pytest.mark.slow
 
 TP = 2
 
@@ -235,12 +237,12 @@ def test_a_server_of_another_model_is_refused_before_a_byte_moves(
 
 def test_a_receiver_that_fails_takes_no_server_down(sync: PlantingSync, client: SGLangClient) -> None:
     sync.publish(10)
-    real = sync._describe_link
+    real = sync._describe_transport
     sync.reconnect()
-    sync._describe_link = lambda *args: real(*args) | {"directory": "/nowhere", "deadline_s": 2.0}
+    sync._describe_transport = lambda *args: real(*args) | {"directory": "/nowhere", "deadline_s": 2.0}
     with pytest.raises((SyncError, RuntimeError), match="nowhere"):
         sync.publish(11)
-    sync._describe_link = real
+    sync._describe_transport = real
     sync.publish(11)
     assert client.is_healthy()
     assert client.load_weight_version() == 11

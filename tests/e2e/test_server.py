@@ -28,7 +28,7 @@ from megarl.types import FinishReason, Prompt, Score, Sequences
 KEY = "0123456789abcdef"
 
 EOS = 2
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 
 class Done:
@@ -104,8 +104,8 @@ def compute_worst_gap(policy, prompts, groups, temperature) -> float:
     )
 
 
-def generate_first(server: SGLangServer, engine: SGLangEngine):
-    return engine.generate(build_prompts(8), num_responses=4, temperature=1.0)
+def generate_first(engine: SGLangEngine):
+    return engine.generate(build_prompts(8), num_responses=4, temperature=1.0, key="first")
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,8 @@ def policy(tiny_checkpoint):
 
 
 @pytest.fixture(scope="module")
-def engine(server, tiny_checkpoint, rollout_config):
+def engine(server, tiny_checkpoint, rollout_config, tmp_path_factory):
+    """Of the session's server with its checkpoint's weights as version 0, whoever used it before."""
     made = SGLangEngine(
         [server.url],
         tiny_checkpoint,
@@ -122,14 +123,16 @@ def engine(server, tiny_checkpoint, rollout_config):
         AutoTokenizer.from_pretrained(tiny_checkpoint),
         check_processes=server.check_alive,
     )
+    checkpoint = TransformersPolicy(tiny_checkpoint)
+    tokens = build_probe_tokens((), checkpoint.model.config.vocab_size)
+    build_sync(checkpoint, made, rollout_config, tmp_path_factory.mktemp("first"), tokens).publish(0)
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
-def first_responses(server, engine):
-    """Asked for before anything else has drawn random numbers in the server."""
-    return generate_first(server, engine)
+def first_responses(engine):
+    return generate_first(engine)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -299,7 +302,7 @@ def test_a_server_that_exits_at_start_shows_the_end_of_its_log(tiny_checkpoint, 
     failing.stop()
 
 
-def test_the_same_seed_repeats_a_key_keeps_others_out_and_stop_leaves_nothing(
+def test_a_server_started_anew_repeats_a_key_keeps_others_out_and_stop_leaves_nothing(
     first_responses, tiny_checkpoint, rollout_config, server_seed, tmp_path
 ):
     log_file, tokenizer = tmp_path / "again.log", AutoTokenizer.from_pretrained(tiny_checkpoint)
@@ -318,7 +321,7 @@ def test_the_same_seed_repeats_a_key_keeps_others_out_and_stop_leaves_nothing(
         ):
             with pytest.raises(RequestError, match="answered 401"):
                 call()
-    assert generate_first(again, engine) == first_responses
+    assert generate_first(engine) == first_responses
     guard = psutil.Process(again.pid)
     processes = [guard, *guard.children(recursive=True)]
     assert len(processes) >= 4

@@ -22,7 +22,7 @@ from megarl.run.inputs import load_inputs
 from megarl.run.job import open_resources
 from megarl.trainer import Trainer
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 KILL_AFTER_S = 2.0
 OVERRIDES = [
     "train.num_iterations=2",

@@ -1,7 +1,4 @@
-"""Sampling that follows the run's seed and a call's key alone, with real servers. On a CPU.
-
-After test_server.py, whose first tests need the session's server as it was started.
-"""
+"""Sampling that follows the run's seed and a call's key alone, with real servers. On a CPU."""
 
 import contextlib
 import random
@@ -11,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import running_server
+from servers import running_server
 from test_server import build_prompts
 from transformers import AutoTokenizer
 
@@ -21,6 +18,7 @@ from megarl.rollout.server import SGLangServer, pick_free_port
 from megarl.types import Prompt, Response
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.server,
     pytest.mark.skipif(torch.cuda.is_available(), reason="the sampling that is tested is for machines without CUDA"),
 ]

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import running_server
 from loop_parts import hosts_of, open_trainer
+from servers import running_server
 from test_server import TransformersPolicy, build_sync
 from transformers import AutoTokenizer
 
 from megarl.data.sampler import PromptSampler
-from megarl.report.metrics import load_metrics
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.rollout.server import SGLangServer
@@ -24,7 +23,7 @@ from megarl.run.inputs import load_inputs
 from megarl.sync.probe import build_probe_tokens
 from megarl.types import Prompt
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 LENGTH = 300
 
 
@@ -101,14 +100,14 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
 ):
     overrides = [
         *("rollout.max_staleness=1", "algo.value_pretrain.steps=0", "logger.save_rollouts=true"),
-        *("train.num_iterations=4", "train.prompts_per_iteration=4", "train.responses_per_prompt=16"),
+        *("train.num_iterations=3", "train.prompts_per_iteration=4", "train.responses_per_prompt=16"),
         *("train.samples_per_minibatch=32", f"rollout.response_length={LENGTH}", "rollout.max_running_requests=8"),
         f"model.path={tiny_checkpoint}",
     ]
     with hosts_of(stale_server, num_workers=2) as hosts, open_trainer(hosts, run_dir, overrides) as trainer:
         trainer.publish(0)
         num_tokens: Counter[int] = Counter()
-        for iteration in range(1, 5):
+        for iteration in range(1, 4):
             rollout, metrics = trainer.collect(iteration)
             experience, _ = trainer.build_experience(rollout)
             versions = [v for sample in rollout.samples for v in sample.response.weight_versions]
@@ -131,27 +130,7 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
     saved = load_rollouts(run_dir / "rollouts.jsonl")
     drawn = PromptSampler(load_inputs(trainer.config).data.train, trainer.config.seed)
     assert [[s.prompt.id for s in rollout.samples[::16]] for rollout in saved] == [
-        [prompt.id for prompt in drawn.next_batch(4)] for _ in range(4)
+        [prompt.id for prompt in drawn.next_batch(4)] for _ in range(3)
     ]
-    assert [rollout.weight_version for rollout in saved] == [0, 1, 2, 3]
+    assert [rollout.weight_version for rollout in saved] == [0, 1, 2]
     assert any(len(set(s.response.weight_versions)) == 2 for rollout in saved for s in rollout.samples)
-
-
-def test_a_run_that_reaches_its_goal_says_what_it_drops_and_ends_its_thread(
-    stale_server, tiny_checkpoint, run_dir, capsys
-):
-    overrides = [
-        *("rollout.max_staleness=1", "algo.value_pretrain.steps=0", "logger.terminal=true"),
-        *("train.num_iterations=9", "train.prompts_per_iteration=2", "train.responses_per_prompt=4"),
-        *("train.samples_per_minibatch=8", f"rollout.response_length={LENGTH}", "rollout.max_running_requests=8"),
-        *("train.max_samples=16", f"model.path={tiny_checkpoint}"),
-    ]
-    with hosts_of(stale_server, num_workers=2) as hosts, open_trainer(hosts, run_dir / "b", overrides) as trainer:
-        assert trainer.run().num_iterations == 2
-        assert trainer.num_samples == 16
-    # The third iteration's responses were being generated while the second was trained on.
-    assert "8 responses that ran ahead of iteration 2 are dropped" in capsys.readouterr().out
-    lines = load_metrics(run_dir / "b" / "metrics.jsonl")
-    assert [line["iteration"] for line in lines] == [0, 1, 2]
-    assert lines[2]["sampling/total_samples"] == 16
-    assert not any(thread.name == "megarl-ahead" for thread in threading.enumerate())

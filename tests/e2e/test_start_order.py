@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
+import pytest
 from loop_parts import SIZES, find_server, open_trainer
 
 from megarl.config.load import load_config
 from megarl.interfaces import UNPUBLISHED
 from megarl.run.inputs import load_inputs
 from megarl.run.job import open_resources
+
+pytestmark = pytest.mark.slow
 
 OVERRIDES = ["algo=grpo", "cluster.gpus_per_node=1", "cluster.placement=colocated"]
 

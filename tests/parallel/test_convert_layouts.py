@@ -17,6 +17,8 @@ from megarl.mcore.weights.convert import hf_to_megatron, megatron_to_hf
 from megarl.mcore.weights.source import open_source
 from megarl.mcore.worker_spec import Role
 
+pytestmark = pytest.mark.slow
+
 DENSE = ParallelConfig(num_processes=4, tp=2, sp=True, pp=2)
 EXPERTS = ParallelConfig(num_processes=4, tp=2, sp=True, pp=2, ep=2)
 OTHER = {

@@ -51,6 +51,12 @@ MIXTURES = [
     ParallelConfig(num_processes=4, tp=4),
     ParallelConfig(num_processes=4, pp=2, vpp=2, cp=2),
     ParallelConfig(num_processes=4, tp=2, sp=True, pp=2, vpp=2),
+    ParallelConfig(num_processes=4),
+    ParallelConfig(num_processes=4, cp=4),
+    ParallelConfig(num_processes=4, cp=2),
+    ParallelConfig(num_processes=4, pp=4),
+    ParallelConfig(num_processes=4, pp=2, cp=2),
+    ParallelConfig(num_processes=4, tp=2, sp=True),
 ]
 CUTS = (2, 4, 8)
 ROLES = {

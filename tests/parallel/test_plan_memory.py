@@ -20,6 +20,8 @@ from megarl.plan.jobs import build_jobs, find_models
 from megarl.plan.roles import StageMemory, estimate_stages
 from megarl.run.inputs import build_specs
 
+pytestmark = pytest.mark.slow
+
 WITHIN = 0.10
 PROMPT = 4
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from mini_slurm import HIDDEN_ON, MiniSlurm
 
+pytestmark = pytest.mark.slow
+
 TRAIN = str(Path(__file__).resolve().parents[2] / "slurm" / "train.sh")
 TWO_NODES = ("--nodes=2", "--gpus-per-node=2")
 

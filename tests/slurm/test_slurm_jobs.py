@@ -3,8 +3,11 @@
 import os
 
 import psutil
+import pytest
 from mini_slurm import MiniSlurm, wait_until
 from slurm_job import Job
+
+pytestmark = pytest.mark.slow
 
 TINY = (
     "rollout.transport=split",
@@ -42,8 +45,8 @@ def name_steps(job: Job) -> dict[str, str]:
 
 def test_a_job_over_two_nodes_stops_for_the_time_limit_goes_on_and_ends(slurm: MiniSlurm, submit) -> None:
     """The policy on one node, the server on the other; the checkpoint it goes on from is the signal's."""
-    job = submit(*WITH_CRITIC, "train.num_iterations=40", "checkpoint.save_every=100", options=TWO_NODES)
-    job.wait_for("iteration 1/40")
+    job = submit(*WITH_CRITIC, "train.num_iterations=15", "checkpoint.save_every=100", options=TWO_NODES)
+    job.wait_for("iteration 1/15")
     assert sorted(name_steps(job).values()) == ["batch", "driver", "ray", "ray"]
     assert find_node(job, "policy-0.log") == ("n1", "ray")
     assert find_node(job, "critic-0.log") == ("n1", "ray")
@@ -58,10 +61,10 @@ def test_a_job_over_two_nodes_stops_for_the_time_limit_goes_on_and_ends(slurm: M
     first, checkpoint = sorted(job.run_dir.glob("checkpoints/iteration-*"))
     assert first.name == "iteration-000000"
     job.start_again()
-    job.wait_for("done: iterations=40")
+    job.wait_for("done: iterations=15")
     job.wait_state("COMPLETED")
     assert f"going on from {checkpoint}" in job.output
-    assert job.list_iterations() == list(range(41))
+    assert job.list_iterations() == list(range(16))
     job.expect_nothing_left()
 
 

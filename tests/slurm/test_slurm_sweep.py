@@ -11,6 +11,8 @@ from mini_slurm import MiniSlurm
 
 from megarl.report.sweep import load_sweep
 
+pytestmark = pytest.mark.slow
+
 TINY = (
     *("rollout.transport=split", "rollout.response_length=16", "cluster.object_store_mb=100"),
     *("train.prompts_per_iteration=4", "train.responses_per_prompt=4", "train.samples_per_minibatch=16"),

@@ -1,0 +1,230 @@
+"""A `TrainBackend` in this process: a table model trained by torch through megarl.algo's own losses."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from fakes.model import ResponseTokens, TableModel, build_critic, build_policy, list_response_tokens
+from megarl.algo.losses import LossOutput, TokenTargets, count_minibatch, critic_loss, policy_loss
+from megarl.config.schema.algo import needs_entropy, needs_full_kl
+from megarl.config.schema.roles import LrDecay, OptimizerConfig
+from megarl.mcore.model.architecture import read_architecture
+from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.types import Metrics, Sequences, TrainingSamples
+
+T = TypeVar("T")
+STATE = "state.pt"
+
+
+@dataclass(frozen=True)
+class Done(Generic[T]):
+    """A `Pending` that has ended: well, or with `error`."""
+
+    value: T
+    error: Exception | None = None
+
+    def wait(self, timeout_s: float) -> bool:
+        self.result()
+        return True
+
+    def result(self) -> T:
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+def run(work: Callable[[], T]) -> Done[T | None]:
+    """What a call to another process gives: an Exception comes when it is waited for."""
+    try:
+        return Done(work())
+    except Exception as error:
+        return Done(None, error)
+
+
+class FakeBackend:
+    """One role. `watch` is told of each verb before it is done, and may raise for it."""
+
+    def __init__(self, spec: WorkerSpec, watch: Callable[[str, str], None] = lambda _role, _verb: None):
+        self.spec, self.role, self._watch = spec, spec.role.value, watch
+        self.vocab_size = read_architecture(Path(spec.checkpoint)).vocab_size
+        self.model = (build_critic if spec.role is Role.critic else build_policy)(self.vocab_size)
+        self.reference = build_policy(self.vocab_size) if needs_full_kl(spec.algo) else None
+        self.optimizer = None
+        if spec.optimizer is not None:
+            config = spec.optimizer
+            self.optimizer = torch.optim.AdamW(
+                self.model.parameters(),
+                lr=config.lr,
+                betas=(config.beta1, config.beta2),
+                eps=config.eps,
+                weight_decay=config.weight_decay,
+            )
+        self.num_steps = 0
+        self._saving: tuple[Path, dict[str, Any]] | None = None
+
+    def _call(self, verb: str, work: Callable[[], T]) -> Done[Any]:
+        def watched() -> T:
+            self._watch(self.role, verb)
+            return work()
+
+        return run(watched)
+
+    def logprobs(self, sequences: Sequences, temperature: float) -> Done[Tensor]:
+        def compute(tokens: ResponseTokens) -> Tensor:
+            return self._log_softmax(self.model, tokens, temperature).gather(1, tokens.chosen[:, None])[:, 0]
+
+        return self._call("logprobs", lambda: self._evaluate(sequences, compute))
+
+    def values(self, sequences: Sequences) -> Done[Tensor]:
+        def compute(tokens: ResponseTokens) -> Tensor:
+            return self.model(tokens.before, tokens.first)[:, 0]
+
+        return self._call("values", lambda: self._evaluate(sequences, compute))
+
+    def reference_kl(self, sequences: Sequences, temperature: float) -> Done[Tensor]:
+        def compute(tokens: ResponseTokens) -> Tensor:
+            return self._full_kl(tokens, temperature)
+
+        return self._call("reference_kl", lambda: self._evaluate(sequences, compute))
+
+    def update(self, samples: TrainingSamples, minibatches: Sequence[Tensor]) -> Done[list[Metrics]]:
+        return self._call("update", lambda: [self._step(samples.select(rows)) for rows in minibatches])
+
+    def export_weights(self, directory: Path) -> Done[None]:
+        def write() -> None:
+            from safetensors.torch import save_file
+
+            directory.mkdir(parents=True, exist_ok=True)
+            save_file(self.copy_weights(), directory / "model.safetensors")
+
+        return self._call("export_weights", write)
+
+    def call_senders(self, verb: str, arguments: Any, deadline_s: float) -> Done[list[Any]]:
+        raise AssertionError("the fake WeightSync copies weights itself")
+
+    def begin_save(self, directory: Path) -> Done[None]:
+        def begin() -> None:
+            if self._saving is not None:
+                raise RuntimeError("begin_save: the save before has not been finished")
+            assert self.optimizer is not None
+            # A copy: updates go on while it is written.
+            state = {
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "steps": self.num_steps,
+            }
+            self._saving = directory, torch.utils._pytree.tree_map(clone, state)
+
+        return self._call("begin_save", begin)
+
+    def finish_save(self) -> Done[None]:
+        def finish() -> None:
+            if self._saving is None:
+                raise RuntimeError("finish_save: no save was begun")
+            (directory, state), self._saving = self._saving, None
+            directory.mkdir(parents=True)
+            torch.save(state, directory / STATE)
+
+        return self._call("finish_save", finish)
+
+    def load(self, directory: Path) -> Done[None]:
+        def load() -> None:
+            state = torch.load(directory / STATE, weights_only=True)
+            self.model.load_state_dict(state["model"])
+            assert self.optimizer is not None
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.num_steps = state["steps"]
+
+        return self._call("load", load)
+
+    def copy_weights(self) -> dict[str, Tensor]:
+        return {name: x.detach().clone() for name, x in self.model.state_dict().items()}
+
+    @torch.no_grad()
+    def _evaluate(self, sequences: Sequences, compute: Callable[[ResponseTokens], Tensor]) -> Tensor:
+        tokens = list_response_tokens(sequences)
+        return tokens.pad(compute(tokens), sequences.num_samples)
+
+    def _log_softmax(self, model: TableModel, tokens: ResponseTokens, temperature: float) -> Tensor:
+        return (model(tokens.before, tokens.first) / temperature).log_softmax(-1)
+
+    def _full_kl(self, tokens: ResponseTokens, temperature: float) -> Tensor:
+        assert self.reference is not None
+        own = self._log_softmax(self.model, tokens, temperature)
+        with torch.no_grad():
+            ref = self._log_softmax(self.reference, tokens, temperature)
+        return (own.exp() * (own - ref)).sum(-1)
+
+    def _compute_loss(self, samples: TrainingSamples) -> LossOutput:
+        tokens, algo, counts = list_response_tokens(samples.sequences), self.spec.algo, count_minibatch(samples)
+        targets = build_targets(samples, tokens)
+        if self.spec.role is Role.critic:
+            return critic_loss(self.model(tokens.before, tokens.first)[:, 0], targets, algo, counts)
+        log_p = self._log_softmax(self.model, tokens, self.spec.temperature)
+        entropy = -(log_p.exp() * log_p).sum(-1) if needs_entropy(algo) else None
+        full_kl = self._full_kl(tokens, self.spec.temperature) if needs_full_kl(algo) and algo.kl.in_loss else None
+        logprobs = log_p.gather(1, tokens.chosen[:, None])[:, 0]
+        return policy_loss(logprobs, entropy, targets, algo, counts, self.spec.response_length, full_kl)
+
+    def _step(self, samples: TrainingSamples) -> Metrics:
+        assert self.optimizer is not None
+        assert self.spec.optimizer is not None
+        self.optimizer.zero_grad()
+        output = self._compute_loss(samples)
+        output.loss.backward()
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.optimizer.clip_grad))
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(f"{self.role}: the gradient norm is {grad_norm}")
+        self.num_steps += 1
+        rate = compute_lr(self.spec.optimizer, self.num_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        metrics = {name: float(value) for name, value in (output.sums | output.maxima).items()}
+        return {
+            f"{self.role}/grad_norm": grad_norm,
+            f"{self.role}/lr": rate,
+            **metrics,
+            f"{self.role}/real_tokens_frac": 1.0,
+        }
+
+
+def clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def compute_lr(config: OptimizerConfig, step: int) -> float:
+    """Megarl's schedules without warm-up, step counted from 1."""
+    assert config.warmup_steps == 0
+    if config.decay is LrDecay.constant:
+        return config.lr
+    assert config.decay is LrDecay.linear
+    assert config.decay_steps is not None
+    left = 1 - min(step, config.decay_steps) / config.decay_steps
+    lowest = min(config.min_lr, config.lr)
+    return lowest + (config.lr - lowest) * left
+
+
+def build_targets(samples: TrainingSamples, tokens: ResponseTokens) -> TokenTargets:
+    def flat(padded: Tensor | None) -> Tensor | None:
+        return None if padded is None else padded[tokens.rows, tokens.columns]
+
+    return TokenTargets(
+        rows=tokens.rows,
+        num_rows=samples.sequences.num_samples,
+        row_lengths=samples.mask.sum(1),
+        mask=flat(samples.mask),
+        loss_mask=flat(samples.loss_mask),
+        positive=samples.positive[tokens.rows],
+        advantages=flat(samples.advantages),
+        old_logprobs=flat(samples.old_logprobs),
+        rollout_logprobs=flat(samples.rollout_logprobs),
+        ref_logprobs=flat(samples.ref_logprobs),
+        old_values=flat(samples.old_values),
+        returns=flat(samples.returns),
+    )

@@ -1,0 +1,143 @@
+"""Whole runs over the fakes: what `megarl.run.job` opens, in this process."""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.backend import FakeBackend
+from fakes.rollout import FakeEngine, FakeServers, FakeSync
+from megarl.cluster.nodes import Cluster
+from megarl.config.load import load_config
+from megarl.config.schema.root import Config
+from megarl.data.sampler import PromptSampler
+from megarl.mcore.worker_spec import Role
+from megarl.report.report import Report, build_report
+from megarl.rollout.collector import Collector
+from megarl.rollout.journal import Journal
+from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter
+from megarl.run import attempts
+from megarl.run.inputs import Inputs, load_inputs
+from megarl.run.job import RunResources
+from megarl.trainer import Trainer, TrainerComponents
+from megarl.types import Prompt, Response, RewardFunction, Score
+
+SMALL = (
+    "model=tiny",
+    "rollout.response_length=16",
+    "train.prompts_per_iteration=6",
+    "train.responses_per_prompt=4",
+    "train.samples_per_minibatch=12",
+    "train.num_eval_prompts=8",
+    "policy.optimizer.lr=0.1",
+    "logger.terminal=false",
+    "logger.tensorboard=false",
+)
+"""Few samples, and a learning rate for a table"""
+
+
+def reward_length(_prompt: Prompt, response: Response) -> Score:
+    """Nearly every group's rewards differ, which those of random letters do not."""
+    return Score(len(response.token_ids) / 16, len(response.token_ids) > 4)
+
+
+@functools.cache
+def _load(overrides: tuple[str, ...]) -> tuple[Config, Inputs]:
+    config = load_config([*SMALL, *overrides])
+    return config, load_inputs(config)
+
+
+def load(overrides: Sequence[str]) -> tuple[Config, Inputs]:
+    """The configuration and its inputs; composing takes longer than a run."""
+    config, inputs = _load(tuple(overrides))
+    return copy.deepcopy(config), inputs
+
+
+@dataclass
+class World:
+    """What the fakes of one run have in common, for a test to look at and to disturb."""
+
+    watch: Callable[[str, str], None] = lambda _role, _verb: None
+    """told (role, verb) before each verb is done, ("servers", "publish") too; what it raises, the verb raises"""
+    on_token: Callable[[str | None, int], None] = lambda _key, _number: None
+    """as `FakeEngine`'s"""
+    reward: RewardFunction = reward_length
+    log: list[tuple[str, str]] = field(default_factory=list)
+    """every (role, verb), in order"""
+    components: list[TrainerComponents] = field(default_factory=list)
+    """of each attempt"""
+
+    def note(self, role: str, verb: str) -> None:
+        self.log.append((role, verb))
+        self.watch(role, verb)
+
+    @contextlib.contextmanager
+    def open_resources(self, config: Config, inputs: Inputs, log_dir: Path) -> Iterator[RunResources]:
+        servers = FakeServers(config.rollout.num_servers, inputs.architecture.vocab_size)
+        yield RunResources(servers.start, servers.check_alive, Cluster.__new__(Cluster), None, servers)
+
+    @contextlib.contextmanager
+    def open_components(
+        self,
+        config: Config,
+        inputs: Inputs,
+        resources: RunResources,
+        run_dir: Path,
+        report: Report,
+        journal: Journal | None = None,
+    ) -> Iterator[TrainerComponents]:
+        servers = resources.servers
+        assert isinstance(servers, FakeServers)
+        resources.start_servers().result()
+        roles = {role: FakeBackend(spec, self.note) for role, spec in inputs.specs.items()}
+        engine = FakeEngine(
+            servers,
+            seed=config.seed,
+            response_length=config.rollout.response_length,
+            decode=lambda tokens: inputs.tokenizer.decode(tokens, skip_special_tokens=True),
+            on_token=lambda key, number: self.on_token(key, number),
+        )
+        with contextlib.ExitStack() as stack:
+            file = RolloutWriter(run_dir / FILE_NAME) if config.logger.save_rollouts else None
+            if file is not None:
+                stack.callback(file.close)
+            self.components.append(
+                TrainerComponents(
+                    policy=roles[Role.policy],
+                    critic=roles.get(Role.critic),
+                    reference=roles.get(Role.reference),
+                    engine=engine,
+                    collector=Collector(engine, self.reward, temperature=config.rollout.temperature, journal=journal),
+                    sync=FakeSync(roles[Role.policy], servers, self.note),
+                    sampler=PromptSampler(inputs.data.train, config.seed),
+                    heldout=inputs.data.heldout[: config.train.num_eval_prompts],
+                    report=report,
+                    rollout_file=file,
+                    servers=servers,
+                )
+            )
+            yield self.components[-1]
+
+    @contextlib.contextmanager
+    def open_trainer(self, run_dir: Path, overrides: Sequence[str], **replaced: Any) -> Iterator[Trainer]:
+        """A trainer of this configuration, not started. replaced: components in place of the world's."""
+        config, inputs = load(overrides)
+        with (
+            contextlib.closing(build_report(config.logger, run_dir, config.train.num_iterations)) as report,
+            self.open_resources(config, inputs, run_dir / "logs") as resources,
+            self.open_components(config, inputs, resources, run_dir, report) as components,
+        ):
+            yield Trainer(config, replace(components, **replaced))
+
+    def run_job(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, overrides: Sequence[str], **keys: Any) -> Any:
+        """`megarl.run.attempts.run_job` of this configuration over the fakes."""
+        monkeypatch.setattr(attempts, "open_resources", self.open_resources)
+        monkeypatch.setattr(attempts, "open_components", self.open_components)
+        config, inputs = load(overrides)
+        monkeypatch.setattr(attempts, "load_inputs", lambda _config: inputs)
+        return attempts.run_job(config, run_dir, **keys)

@@ -1,0 +1,232 @@
+"""The loop under every preset, over the fakes of its interfaces (tests/fakes)."""
+
+from math import isfinite
+from pathlib import Path
+
+import pytest
+import torch
+from fakes.run import World, reward_length
+
+from megarl.algo.finite import NonFiniteError
+from megarl.config.load import list_options
+from megarl.config.schema.algo import needs_critic, needs_reference
+from megarl.data.sampler import PromptSampler
+from megarl.report.metrics import load_metrics
+from megarl.rollout.collector import Collector
+from megarl.rollout.dynamic_sampling import NoSignalError
+from megarl.rollout.rollout_file import load_rollouts
+from megarl.trainer import Trainer, split_minibatches
+from megarl.types import Prompt, Response, RewardFunction, Score
+
+CRITICS = ("ppo", "vc_ppo", "vapo")
+WITH_KL = ("reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo")
+ONE_STEP = "train.samples_per_minibatch=24"
+TWO_ITERATIONS = ("train.num_iterations=2", "train.eval_every=2")
+
+
+def set_reward(trainer: Trainer, reward: RewardFunction) -> None:
+    """Another verdict on the same responses."""
+    trainer.components.collector._reward = reward
+
+
+@pytest.mark.parametrize("algo", list_options("algo"))
+def test_every_preset_trains_with_the_roles_it_needs_and_no_other(algo: str, tmp_path: Path) -> None:
+    world = World()
+    pretraining = ["algo.value_pretrain.steps=0"] if algo in ("vc_ppo", "vapo") else []
+    with world.open_trainer(tmp_path, [f"algo={algo}", ONE_STEP, *TWO_ITERATIONS, *pretraining]) as trainer:
+        components, config = trainer.components, trainer.config.algo
+        assert (components.critic is not None) == needs_critic(config) == (algo in CRITICS)
+        assert (components.reference is not None) == needs_reference(config) == (algo in WITH_KL)
+        before = components.policy.copy_weights()
+        assert trainer.run().num_iterations == 2
+        after = components.policy.copy_weights()
+    assert not any(torch.equal(after[name], before[name]) for name in before)
+    lines = load_metrics(tmp_path / "metrics.jsonl")
+    assert [line["iteration"] for line in lines] == [0, 1, 2]
+    assert all(isfinite(line["policy/loss"]) and line["policy/grad_norm"] > 0 for line in lines[1:])
+    assert all(("kl/mean" in line) == (algo in WITH_KL) for line in lines[1:])
+    assert all(("critic/loss" in line) == (algo in CRITICS) for line in lines[1:])
+    # The servers have the trainer's weights in every iteration.
+    assert all(abs(line["mismatch/kl"]) < 1e-6 for line in lines[1:])
+    order = [each for each in world.log if each[0] == "servers" or each[1] == "update"]
+    updates = [("critic", "update")] * (algo in CRITICS) + [("policy", "update")]
+    assert order == [("servers", "publish"), *[*updates, ("servers", "publish")] * 2]
+
+
+def test_ratios_leave_1_from_the_second_minibatch_on(tmp_path: Path) -> None:
+    with World().open_trainer(tmp_path, ["algo=grpo", *TWO_ITERATIONS]) as trainer:
+        trainer.run()
+    lines = load_metrics(tmp_path / "metrics.jsonl")[1:]
+    assert all(line["policy/ratio_max"] > 1.01 for line in lines)
+
+
+def test_the_last_evaluation_is_the_summary_and_is_of_the_last_weights(tmp_path: Path) -> None:
+    with World().open_trainer(tmp_path, ["algo=grpo", "train.num_iterations=3", "train.eval_every=2"]) as trainer:
+        summary = trainer.run()
+        assert trainer.version == summary.num_iterations == 3
+        again = trainer.components.collector.collect_greedy(trainer.components.heldout, weight_version=3)
+    rewards = [sample.score.reward for sample in again.samples]
+    assert summary.heldout_reward == pytest.approx(sum(rewards) / len(rewards))
+    lines = load_metrics(tmp_path / "metrics.jsonl")
+    assert [line["iteration"] for line in lines if "reward/heldout" in line] == [0, 2, 3]
+    assert lines[3]["reward/heldout"] == summary.heldout_reward
+
+
+def test_a_rollout_has_whole_groups_in_order_and_none_of_the_heldout_prompts(tmp_path: Path) -> None:
+    with World().open_trainer(tmp_path, ["algo=grpo"]) as trainer:
+        trainer.publish(0)
+        rollout, _ = trainer.collect(1)
+        heldout = {prompt.id for prompt in trainer.components.heldout}
+        expected = [p.id for p in PromptSampler(trainer.components.sampler._prompts, trainer.config.seed).next_batch(6)]
+    samples = rollout.samples
+    assert [s.group for s in samples] == [g for g in range(6) for _ in range(4)]
+    assert [s.prompt.id for s in samples] == [id for id in expected for _ in range(4)]
+    assert not heldout & set(expected)
+
+
+def test_every_sampled_rollout_is_in_the_file_bit_by_bit(tmp_path: Path) -> None:
+    with World().open_trainer(tmp_path, ["algo=grpo", "logger.save_rollouts=true"]) as trainer:
+        trainer.publish(0)
+        taken = [trainer.collect(iteration)[0] for iteration in (1, 2)]
+    assert list(load_rollouts(tmp_path / "rollouts.jsonl")) == taken
+
+
+def test_minibatches_cover_every_sample_once_per_epoch_in_an_order_of_their_own(tmp_path: Path) -> None:
+    with World().open_trainer(tmp_path, ["algo=grpo"]) as trainer:
+        first, again, second = (split_minibatches(trainer.config, 24, iteration) for iteration in (1, 1, 2))
+    assert torch.cat(first).sort().values.tolist() == list(range(24))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(torch.cat(first), torch.cat(second))
+
+
+def test_the_critic_takes_its_own_number_of_passes_and_both_roles_every_epoch(tmp_path: Path) -> None:
+    """Seen in the learning rates, which fall by a step at every optimizer step."""
+    schedule = ["lr=0.1", "min_lr=0", "decay=linear", "decay_steps=10"]
+    given = [
+        *[f"{role}.optimizer.{text}" for role in ("policy", "critic") for text in schedule],
+        *("train.epochs_per_iteration=2", "critic.updates_per_policy_update=2"),
+    ]
+    with World().open_trainer(tmp_path, ["algo=ppo", *given]) as trainer:
+        trainer.publish(0)
+        trainer.train(1)
+        metrics = trainer.state.metrics
+    # 2 minibatches x 2 epochs: the mean of 0.09 ... 0.06; the critic's 8 steps: of 0.09 ... 0.02.
+    assert metrics["policy/lr"] == pytest.approx(0.075)
+    assert metrics["critic/lr"] == pytest.approx(0.055)
+
+
+def test_dynamic_sampling_trains_on_groups_of_different_rewards_only(tmp_path: Path) -> None:
+    def reward(prompt: Prompt, response: Response) -> Score:
+        # Half of the letters are always right: their groups carry no signal.
+        return Score(1.0, True) if prompt.text[0] in "abc" else reward_length(prompt, response)
+
+    with World().open_trainer(tmp_path, ["algo=dapo"]) as trainer:
+        set_reward(trainer, reward)
+        trainer.publish(0)
+        rollout, metrics = trainer.collect(1)
+        assert {s.prompt.text[0] for s in rollout.samples} <= {"d", "e", "f"}
+        assert len(rollout.samples) == 24
+        assert metrics["sampling/rounds"] > 1
+        assert metrics["sampling/total_samples"] == trainer.num_samples == 4 * metrics["sampling/num_prompts"]
+        set_reward(trainer, lambda _prompt, _response: Score(1.0, True))
+        with pytest.raises(NoSignalError, match="too easy"):
+            trainer.collect(2)
+
+
+def test_replayed_samples_are_of_the_policy_that_sampled_them(tmp_path: Path) -> None:
+    given = ["algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=0.5", ONE_STEP, "train.num_iterations=3"]
+    with World().open_trainer(tmp_path, given) as trainer:
+        trainer.publish(0)
+        trainer.train(1)
+        assert "replay/frac" not in trainer.state.metrics
+        trainer.publish(1)
+        experience, _ = trainer.build_experience(trainer.collect(2)[0])
+        assert experience.ages.tolist() == [0] * 12 + [1] * 12
+        fresh, old = experience.ages == 0, experience.ages == 1
+        gap = (experience.old_logprobs - experience.rollout_logprobs).abs()
+        assert gap[fresh][experience.mask[fresh]].max() < 1e-5
+        assert gap[old][experience.mask[old]].max() > 1e-3
+        samples, metrics = trainer.build_targets(experience, trainer.config.algo)
+        assert metrics["replay/frac"] == 0.5
+        assert metrics["mismatch/kl"] < 1e-6 < metrics["replay/kl"]
+        assert torch.equal(samples.rollout_logprobs, experience.rollout_logprobs)
+        assert isfinite(trainer.update(samples, 2)["policy/loss"])
+
+
+def test_a_kl_over_the_whole_vocabulary_is_zero_at_first_and_grows_with_the_updates(tmp_path: Path) -> None:
+    full = ["algo.kl.reward_estimator=full", "algo.kl.in_loss=true", "algo.kl.loss_estimator=full"]
+    with World().open_trainer(tmp_path, ["algo=reinforce_pp", *full, *TWO_ITERATIONS]) as trainer:
+        assert trainer.components.reference is None  # The policy holds it itself.
+        trainer.run()
+    first, second = load_metrics(tmp_path / "metrics.jsonl")[1:]
+    assert first["kl/mean"] == pytest.approx(0, abs=1e-7)
+    assert second["kl/mean"] > 1e-3
+    assert first["policy/kl_loss"] > 0
+
+
+def test_the_kl_of_the_reward_is_to_the_policy_of_the_start(tmp_path: Path) -> None:
+    with World().open_trainer(tmp_path, ["algo=reinforce_pp", "train.num_iterations=3"]) as trainer:
+        trainer.run()
+    kl = [line["kl/mean"] for line in load_metrics(tmp_path / "metrics.jsonl")[1:]]
+    assert kl[0] == pytest.approx(0, abs=1e-6)
+    assert kl[1] != pytest.approx(0, abs=1e-4)
+    assert kl[2] != pytest.approx(kl[1], abs=1e-4)
+
+
+def test_a_run_ends_after_its_number_of_samples_and_is_evaluated_then(tmp_path: Path) -> None:
+    given = ["algo=lite_ppo", "train.num_iterations=50", "train.max_samples=30"]
+    with World().open_trainer(tmp_path, given) as trainer:
+        assert trainer.run().num_iterations == 2
+        assert trainer.num_samples == 48
+    assert "reward/heldout" in load_metrics(tmp_path / "metrics.jsonl")[-1]
+
+
+def test_a_run_ends_at_the_heldout_reward_it_aims_at(tmp_path: Path) -> None:
+    given = ["algo=grpo", "train.num_iterations=50", "train.eval_every=1", "train.stop_at_heldout_reward=0.5"]
+    with World().open_trainer(tmp_path, given) as trainer:
+        rewards = iter([0.0] * (8 + 24 + 8) + [1.0] * 1000)
+        set_reward(trainer, lambda _prompt, _response: Score(next(rewards), False))
+        assert trainer.run().num_iterations == 2
+
+
+def test_another_seed_of_the_run_draws_and_samples_others_and_the_same_repeats(tmp_path: Path) -> None:
+    def run(name: str, seed: int) -> tuple[list[dict[str, float]], list[str]]:
+        world = World()
+        with world.open_trainer(tmp_path / name, ["algo=grpo", *TWO_ITERATIONS, f"seed={seed}"]) as trainer:
+            trainer.run()
+        lines = load_metrics(tmp_path / name / "metrics.jsonl")
+        keys = [key for key, _ in world.components[0].engine.asked]
+        return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines], keys
+
+    first, again, other = run("a", 1), run("b", 1), run("c", 2)
+    assert first == again
+    assert first[0] != other[0]
+    assert first[1] == ["evaluation-0", "iteration-1/round-1", "iteration-2/round-1", "evaluation-2"]
+
+
+def test_values_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
+    with World().open_trainer(tmp_path, ["algo=ppo"]) as trainer:
+        with torch.no_grad():
+            trainer.components.critic.model.before.fill_(torch.inf)
+        with pytest.raises(NonFiniteError, match="values"):
+            trainer.run()
+
+
+def test_responses_of_other_weights_than_the_trainers_end_the_run(tmp_path: Path) -> None:
+    with World().open_trainer(tmp_path, ["algo=grpo"]) as trainer:
+        trainer.publish(0)
+        trainer.train(1)
+        trainer.version = trainer.iteration
+        with pytest.raises(
+            RuntimeError, match="weight version 0; the trainer's is 1: the servers missed a weight sync"
+        ):
+            trainer.collect(2)
+
+
+def test_the_collector_scores_under_the_key_it_was_asked_with(tmp_path: Path) -> None:
+    with World().open_trainer(tmp_path, ["algo=grpo"]) as trainer:
+        trainer.publish(0)
+        collector = Collector(trainer.components.engine, reward_length, temperature=1.0)
+        prompts = trainer.components.sampler.next_batch(3)
+        first, same, other = (collector.sample(prompts, 4, key=key) for key in ("a", "a", "b"))
+    assert first == same != other

@@ -1,0 +1,284 @@
+"""Runs that are killed, lose a process or are asked to stop end as the one that nobody touched, bit for bit.
+
+Over the fakes (tests/fakes), in one process: a kill is an exception that nothing catches, raised where the kill would
+come, and what is left in the run's folder is what the next start finds. tests/e2e/test_faults.py kills real processes.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.run import World
+
+from megarl.checkpoint.manifest import CheckpointError
+from megarl.cluster.waiting import WorkerError
+from megarl.config.errors import ConfigError
+from megarl.report.metrics import load_metrics
+from megarl.run.signals import Stopped, stopping_on_signals
+
+RUN = (
+    *("algo=vapo", "algo.value_pretrain.steps=3", "algo.value_pretrain.patience=null", "critic.optimizer.lr=0.1"),
+    *("train.num_iterations=4", "train.eval_every=2", "checkpoint.save_every=2", "logger.save_rollouts=true"),
+)
+
+
+class Killed(BaseException):
+    """The driver is gone: nothing of ours handles it."""
+
+
+class Disturbance:
+    """Raises `error` at one place: before the `number`-th call of a role's verb, or of a token of a call with `key`."""
+
+    def __init__(
+        self, error: Callable[[], BaseException], role: str = "", verb: str = "", number: int = 1, key: str = ""
+    ):
+        self.error, self.place, self.number, self.key = error, (role, verb), number, key
+        self.num_seen = 0
+        self.has_come = False
+
+    def watch(self, role: str, verb: str) -> None:
+        if (role, verb) == self.place:
+            self._count()
+
+    def on_token(self, key: str | None, number: int) -> None:
+        if self.key and key is not None and key == self.key and number == 3:
+            self._count()
+
+    def _count(self) -> None:
+        self.num_seen += 1
+        if self.num_seen == self.number and not self.has_come:
+            self.has_come = True
+            raise self.error()
+
+
+def summarize(run_dir: Path) -> dict[str, Any]:
+    """What two equal runs have in common."""
+    curves = {
+        name: [{k: v for k, v in line.items() if not k.startswith("time/")} for line in load_metrics(run_dir / name)]
+        for name in ("metrics.jsonl", "value_pretrain.jsonl")
+    }
+    weights = {role: (run_dir / role / "model.safetensors").read_bytes() for role in ("policy", "critic")}
+    return {**curves, **weights, "rollouts": (run_dir / "rollouts.jsonl").read_bytes()}
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    run_dir = tmp_path_factory.mktemp("untouched") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        World().run_job(patch, run_dir, RUN)
+    return summarize(run_dir)
+
+
+def test_the_untouched_run_has_learned_and_kept_its_newest_checkpoints(untouched: dict[str, Any]) -> None:
+    assert [line["iteration"] for line in untouched["metrics.jsonl"]] == [0, 1, 2, 3, 4]
+    assert [line["iteration"] for line in untouched["value_pretrain.jsonl"]] == [1, 2, 3]
+    assert len(untouched["rollouts"].splitlines()) == (3 + 4) * 24
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "rollout of value pretraining": {"key": "pretraining-2"},
+    "update of value pretraining": {"role": "critic", "verb": "update", "number": 2},
+    "save of value pretraining": {"role": "critic", "verb": "begin_save", "number": 1},
+    "files of value pretraining": {"role": "critic", "verb": "finish_save", "number": 1},
+    "start's checkpoint": {"role": "policy", "verb": "begin_save", "number": 1},
+    "rollout": {"key": "iteration-3/round-1"},
+    "evaluation": {"key": "evaluation-2"},
+    "experience": {"role": "policy", "verb": "logprobs", "number": 3},
+    "values": {"role": "critic", "verb": "values", "number": 5},
+    "update of the critic": {"role": "critic", "verb": "update", "number": 6},
+    "update of the policy": {"role": "policy", "verb": "update", "number": 3},
+    "begin of a checkpoint": {"role": "policy", "verb": "begin_save", "number": 2},
+    "files of a checkpoint": {"role": "critic", "verb": "finish_save", "number": 3},
+    "sync": {"role": "servers", "verb": "publish", "number": 4},
+    "export": {"role": "policy", "verb": "export_weights", "number": 1},
+}
+
+
+def run_disturbed(
+    monkeypatch: pytest.MonkeyPatch, run_dir: Path, disturbance: Disturbance, *overrides: str, **keys: Any
+) -> World:
+    world = World(watch=disturbance.watch, on_token=disturbance.on_token)
+    world.run_job(monkeypatch, run_dir, [*RUN, *overrides], **keys)
+    return world
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_killed_driver_is_gone_on_from_to_the_same_end(
+    place: str, untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    disturbance = Disturbance(Killed, **PLACES[place])
+    with pytest.raises(Killed):
+        run_disturbed(monkeypatch, run_dir, disturbance)
+    assert disturbance.has_come
+    World().run_job(monkeypatch, run_dir, RUN)
+    assert summarize(run_dir) == untouched
+
+
+@pytest.mark.parametrize("place", [name for name, at in PLACES.items() if at.get("role") in ("policy", "critic")])
+def test_a_lost_training_process_begins_another_attempt_that_ends_the_same(
+    place: str,
+    untouched: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    disturbance = Disturbance(lambda: WorkerError("rank 0/1 died", lost=True), **PLACES[place])
+    world = run_disturbed(monkeypatch, tmp_path / "run", disturbance, "logger.terminal=true")
+    assert disturbance.has_come
+    assert "restart 1 of at most 3 (checkpoint.max_restarts)" in capsys.readouterr().out
+    assert len(world.components) == 2
+    assert summarize(tmp_path / "run") == untouched
+
+
+def test_what_would_fail_again_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disturbance = Disturbance(lambda: FloatingPointError("the gradient norm is nan"), "policy", "update", 2)
+    with pytest.raises(FloatingPointError):
+        run_disturbed(monkeypatch, tmp_path / "run", disturbance)
+
+
+def test_attempts_without_a_new_checkpoint_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+
+    def lose(role: str, verb: str) -> None:
+        if (role, verb) == ("policy", "update"):
+            raise WorkerError("policy rank 0/1 died", lost=True)
+
+    world.watch = lose
+    with pytest.raises(WorkerError) as caught:
+        world.run_job(monkeypatch, tmp_path / "run", [*RUN, "checkpoint.max_restarts=2"])
+    assert caught.value.__notes__ == ["checkpoint.max_restarts=2 have been made without a new checkpoint"]
+    # The first, and two in a row after the checkpoint of the start, which the first had written.
+    assert len(world.components) == 3
+
+
+def stop() -> BaseException:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return AssertionError("the signal was not noticed")
+
+
+@pytest.mark.parametrize("place", ["rollout", "experience", "evaluation", "sync", "rollout of value pretraining"])
+def test_a_run_that_is_asked_to_stop_saves_what_it_has_and_goes_on_to_the_same_end(
+    place: str,
+    untouched: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run_dir = tmp_path / "run"
+    with pytest.raises(Stopped) as stopped, stopping_on_signals():
+        run_disturbed(monkeypatch, run_dir, Disturbance(stop, **PLACES[place]), "logger.terminal=true")
+    assert stopped.value.exit_code == 128 + signal.SIGUSR1
+    assert f"saved: resume={run_dir} goes on" in capsys.readouterr().out
+    folder = run_dir / ("value_pretraining" if "pretraining" in place else "checkpoints")
+    # Its newest state, whether or not checkpoint.save_every=2 asks for it.
+    reached = {"rollout of value pretraining": 1}.get(place, 2)
+    assert (folder / "latest").read_text() == f"iteration-{reached:06}\n"
+    World().run_job(monkeypatch, run_dir, RUN)
+    assert summarize(run_dir) == untouched
+
+
+@pytest.mark.parametrize("place", ["update of the policy", "update of value pretraining"])
+def test_a_stop_in_an_update_waits_for_its_end(
+    place: str, untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, at = tmp_path / "run", PLACES[place]
+    seen = {"num": 0}
+
+    def watch(role: str, verb: str) -> None:
+        seen["num"] += (role, verb) == (at["role"], at["verb"])
+        if (role, verb) == (at["role"], at["verb"]) and seen["num"] == at["number"]:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    with pytest.raises(Stopped), stopping_on_signals():
+        World(watch=watch).run_job(monkeypatch, run_dir, RUN)
+    folder = run_dir / ("value_pretraining" if "pretraining" in place else "checkpoints")
+    assert (folder / "latest").read_text() == f"iteration-{at['number']:06}\n"
+    World().run_job(monkeypatch, run_dir, RUN)
+    assert summarize(run_dir) == untouched
+
+
+def test_what_was_sampled_before_a_kill_is_found_again_and_not_sampled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Killed):
+        run_disturbed(monkeypatch, tmp_path / "run", Disturbance(Killed, **PLACES["update of the policy"]))
+    world = World()
+    world.run_job(monkeypatch, tmp_path / "run", RUN)
+    keys = [key for key, _ in world.components[0].engine.asked]
+    assert "iteration-3/round-1" not in keys
+    assert "iteration-4/round-1" in keys
+
+
+def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_gone_on_from(
+    untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    with pytest.raises(Killed):
+        run_disturbed(monkeypatch, run_dir, Disturbance(Killed, "policy", "update", 4), "checkpoint.save_every=1")
+    newest = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
+    damaged = newest / "critic" / "state.pt"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(bytes(content))
+    World().run_job(monkeypatch, run_dir, [*RUN, "logger.terminal=true"])
+    out = capsys.readouterr().out
+    assert f"put aside as {newest.name}.damaged" in out
+    assert "going on from" in out
+    assert summarize(run_dir) == untouched
+
+
+def test_a_checkpoint_says_where_the_loop_is_and_is_of_the_weights_after_its_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    world = World()
+    world.run_job(monkeypatch, run_dir, [*RUN, "checkpoint.save_every=4"])
+    newest = run_dir / "checkpoints" / "iteration-000004"
+    assert json.loads((newest / "state.json").read_text())["iteration"] == 4
+    for role in ("policy", "critic"):
+        saved = torch.load(newest / role / "state.pt", weights_only=True)["model"]
+        held = getattr(world.components[0], role).copy_weights()
+        assert all(torch.equal(saved[name], held[name]) for name in held)
+
+
+def test_a_folder_of_another_run_is_refused_and_so_are_other_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    World().run_job(monkeypatch, run_dir, RUN)
+    with pytest.raises(ConfigError, match=r"hydra.run.dir: .* holds metrics.jsonl"):
+        World().run_job(monkeypatch, run_dir, RUN, is_new=True)
+    with pytest.raises(CheckpointError, match="the data have changed"):
+        World().run_job(monkeypatch, run_dir, [*RUN, "seed=2"])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=0.5", "train.samples_per_minibatch=24"],
+        ["algo=dapo", "algo.dynamic_sampling.enabled=true"],
+        ["algo=reinforce_pp", "algo.kl.target=0.1", "train.samples_per_minibatch=24"],
+    ],
+    ids=["replay", "dynamic sampling", "adaptive KL"],
+)
+def test_what_an_algorithm_keeps_over_the_iterations_goes_on_too(
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = [*given, "train.num_iterations=5", "train.eval_every=5", "checkpoint.save_every=1"]
+
+    def load(name: str) -> list[dict[str, float]]:
+        lines = load_metrics(tmp_path / name / "metrics.jsonl")
+        return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+
+    World().run_job(monkeypatch, tmp_path / "whole", run)
+    disturbance = Disturbance(Killed, "policy", "update", 4)
+    with pytest.raises(Killed):
+        World(watch=disturbance.watch).run_job(monkeypatch, tmp_path / "killed", run)
+    World().run_job(monkeypatch, tmp_path / "killed", run)
+    assert load("killed") == load("whole")
