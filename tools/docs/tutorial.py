@@ -20,7 +20,7 @@ from typing import Any
 
 from tutorial_text import NUMBERS, TUTORIAL, find_differences, render
 
-from megarl.algo.advantages import compute_adaptive_lambda
+from megarl.algo.advantages.gae import compute_adaptive_lambda
 from megarl.config.load import load_config
 from megarl.report.report import build_report
 from megarl.run.inputs import load_inputs

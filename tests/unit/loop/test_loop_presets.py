@@ -8,12 +8,13 @@ import torch
 from fakes.run import World, reward_length
 
 from megarl.algo.finite import NonFiniteError
+from megarl.algo.registry import needs_critic
 from megarl.config.load import list_options
-from megarl.config.schema.algo import needs_critic, needs_reference
+from megarl.config.schema.algo import needs_reference
 from megarl.data.sampler import PromptSampler
 from megarl.report.metrics import load_metrics
 from megarl.rollout.collector import Collector
-from megarl.rollout.dynamic_sampling import NoSignalError
+from megarl.rollout.dynamic_sampling import NoRewardVarianceError
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.trainer import Trainer, split_minibatches
 from megarl.types import Prompt, Response, RewardFunction, Score
@@ -129,7 +130,7 @@ def test_dynamic_sampling_trains_on_groups_of_different_rewards_only(tmp_path: P
         assert metrics["sampling/rounds"] > 1
         assert metrics["sampling/total_samples"] == trainer.num_samples == 4 * metrics["sampling/num_prompts"]
         set_reward(trainer, lambda _prompt, _response: Score(1.0, True))
-        with pytest.raises(NoSignalError, match="too easy"):
+        with pytest.raises(NoRewardVarianceError, match="too easy"):
             trainer.collect(2)
 
 
