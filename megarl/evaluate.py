@@ -21,7 +21,7 @@ from megarl.config.search_path import take_config_dirs
 from megarl.run.command import Results, end_with_config_error, run_composed
 
 DEFAULT_REWARD = "math"
-"""Of a set without a verifier of its own name."""
+"""The reward of a set without a verifier of its own name."""
 OF_ONE_SET = ("data.path", "data.heldout_path", "data.subset", "data.split", "data.heldout_split")
 """Keys that can be right for one set only."""
 

@@ -1,8 +1,8 @@
 """`python -m megarl.pretrain_value [group=option] [key=value] ...`: train the critic alone, the policy frozen.
 
 The same configuration as `python -m megarl.train`, and the same first steps; the critic is left in RUN_DIR/critic, and
-in RUN_DIR/pretrained what algo.value_pretrain.taken_from=RUN_DIR needs to go on from there. The same command with
-hydra.run.dir=RUN_DIR goes on with one that was not finished (checkpoint.save_every).
+in RUN_DIR/pretrained what algo.value_pretrain.taken_from=RUN_DIR needs to train on from there. The same command with
+hydra.run.dir=RUN_DIR resumes one that was not finished (checkpoint.save_every).
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """`python -m megarl.train [group=option] [key=value] ...`: train with one composed configuration (-m: a sweep).
 
-`python -m megarl.train resume=RUN_DIR [key=value] ...` goes on with a run.
+`python -m megarl.train resume=RUN_DIR [key=value] ...` resumes a run.
 """
 
 import errno
@@ -25,9 +25,9 @@ from megarl.sweep.run import run_one
 
 HELDOUT = "reward/heldout"
 FULL = os.strerror(errno.ENOSPC)
-"""What the error of a full disk says, also one from a training process"""
+"""What the error of a full disk says, also one from a training process."""
 _resumed: Path | None = None
-"""The run that goes on; set by `main`, since Hydra calls `_run_composed` with nothing but the configuration"""
+"""The run that is resumed; set by `main`, since Hydra calls `_run_composed` with nothing but the configuration."""
 
 
 def main() -> None:
@@ -65,12 +65,12 @@ def _train(config: Config, run_dir: Path) -> Results:
 
 
 def _explain(error: BaseException, run_dir: Path) -> None:
-    """Raises ConfigError, which ends the run with its lines alone, for what a person can mend."""
+    """Raise ConfigError, which ends the run with its lines alone, for what a person can mend."""
     if isinstance(error, CheckpointError):
         raise ConfigError([str(error)]) from error
     if isinstance(error, OSError | RuntimeError) and FULL in str(error):
         first = next(line for line in str(error).splitlines() if FULL in line)
-        raise ConfigError([f"{first.strip()}; once there is room, resume={run_dir} goes on"]) from error
+        raise ConfigError([f"{first.strip()}; once there is room, resume={run_dir} continues the run"]) from error
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the commands share: the command line is checked before anything starts; a run ends with a line and a code."""
+"""What the commands share: they check the command line before anything starts, and end with a line and a code."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from megarl.run.signals import Stopped, stopping_on_signals
 
 EXIT_BAD_CONFIG = 2
 Results = Mapping[str, float]
-"""What a run came to, in the order of the line `done: ...`"""
+"""Results of a run, in the order of the line `done: ...`."""
 
 
 def check_command_line(command: str = "train") -> None:

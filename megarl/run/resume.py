@@ -1,4 +1,4 @@
-"""`resume=RUN_DIR`: the command line that a run was started with, again, and what may differ from it."""
+"""`resume=RUN_DIR`: repeats the command line that a run was started with; says which keys may differ from it."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,15 +47,15 @@ MAY_CHANGE = (
     "rollout.request_deadline_s",
     "rollout.sync_deadline_s",
 )
-"""Beginnings of the keys that a run which goes on may change: how long it trains, where and over how many processes it
-computes, what is kept and shown. All others decide what is learned."""
+"""Beginnings of the keys that may differ when a run is resumed: how long it trains, where and over how many processes
+it computes, what is kept and shown. All others decide what is learned."""
 
 
 def take_resume(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
     """The command line without resume=RUN_DIR, in its place the overrides that the run was started with.
 
     A key that is given again takes the place of the run's. Raises ConfigError where RUN_DIR holds no run, and for a
-    sweep, which goes on job by job.
+    sweep, which is resumed run by run.
     """
     directories = [text.removeprefix(PREFIX) for text in arguments if text.startswith(PREFIX)]
     own = [text for text in arguments if not text.startswith(PREFIX)]
@@ -65,7 +65,10 @@ def take_resume(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
         raise ConfigError([f"resume: found {', '.join(directories) or 'nothing'}; one run directory is needed"])
     if any(text in ("-m", "--multirun") for text in own):
         raise ConfigError(
-            ["resume: a sweep goes on by its own command and hydra.sweep.dir=SWEEP_DIR; resume=SWEEP_DIR/RUN is a run"]
+            [
+                "resume: a sweep is resumed by its own command with hydra.sweep.dir=SWEEP_DIR;"
+                " resume=SWEEP_DIR/RUN resumes one run"
+            ]
         )
     run_dir = Path(directories[0]).expanduser().resolve()
     given = {_name_key(text) for text in own}
@@ -76,7 +79,7 @@ def take_resume(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
 def save_run(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
     """What `resume=RUN_DIR` needs to know: {"overrides": [...], "config": {dotted key: value}}."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    # Of one start alone.
+    # The address of Ray is that of one start alone.
     kept = [text for text in overrides if _name_key(text) != "cluster.ray_address"]
     content = {"overrides": kept, "config": dict(list_values(config))}
     write_atomically(run_dir / RUN_FILE, json.dumps(content, indent=1))
@@ -97,7 +100,7 @@ def load_run(run_dir: Path) -> dict[str, Any]:
 def check_changes(before: Mapping[str, Any], config: Config) -> list[str]:
     """One message for each key that differs from the run's and may not."""
     if None in (config.checkpoint.save_every, before.get("checkpoint.save_every")):
-        return ["checkpoint.save_every: null, now or in the run, which then has no checkpoint to go on from"]
+        return ["checkpoint.save_every: null, now or in the run, which then has no checkpoint to resume from"]
     return [
         f"{key}: the run has {before[key]!r}, now {value!r}; it decides what is learned and may not change."
         f" What may: {', '.join(name + '*' if name.endswith('.') else name for name in MAY_CHANGE)}"
@@ -133,6 +136,6 @@ def _name_key(override: str) -> str:
 
 
 def quote(path: Path) -> str:
-    """As Hydra's grammar reads it back."""
+    """The path in quotes, as Hydra's grammar reads it back."""
     escaped = str(path).replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"

@@ -36,7 +36,7 @@ def test_resume_stands_for_the_overrides_of_the_run_and_given_ones_replace_them(
     [
         (["resume="], "resume: found nothing; one run directory is needed"),
         (["resume=a", "resume=b"], "resume: found a, b; one run directory"),
-        (["resume=a", "-m"], "a sweep goes on by its own command and hydra.sweep.dir=SWEEP_DIR"),
+        (["resume=a", "-m"], "a sweep is resumed by its own command with hydra.sweep.dir=SWEEP_DIR"),
         (["resume=/nowhere"], "/nowhere holds no run: it has no run.json"),
     ],
 )
