@@ -6,7 +6,7 @@ show_local() {
   num_nodes=$(read_default nodes) gpus_per_node=$(read_default gpus-per-node)
   for text in "$@"; do
     case $text in
-      -m | --multirun) rest+=("$text") && continue ;;
+      -m | --multirun | --config-dir=*) rest+=("$text") && continue ;;
       -N[0-9]*) option=--nodes options+=("$text") text=${text#-N} ;;
       -N) option=--nodes options+=("$text") && continue ;;
       --*=*) option=${text%%=*} options+=("$text") text=${text#*=} ;;

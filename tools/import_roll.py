@@ -1,11 +1,12 @@
 """ROLL's RLVR configuration as overrides of ours, and key by key what became of it.
 
-    python tools/import_roll.py FILE.yaml [--write NAME]
+    python -m megarl.tools.import_roll FILE.yaml [--write NAME [--config-dir DIR]]
 
 The overrides go to standard output, one a line, to be given to `python -m megarl.train`; the report goes to standard
 error. What the file leaves out has ROLL's default, and an override is printed for it where ours differs. The overrides
 are composed and checked before they are printed: exit code 0 where they load, 1 where they do not, 2 where the file
-cannot be read. --write also saves them as conf/experiment/NAME.yaml.
+cannot be read. --write also saves them as experiment/NAME.yaml in DIR, a directory of your own (megarl's conf/
+where none is given), for `python -m megarl.train --config-dir DIR experiment=NAME`.
 """
 
 import argparse
@@ -61,9 +62,10 @@ class Outcome:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--write", metavar="NAME", help="save as conf/experiment/NAME.yaml, too")
+    parser.add_argument("--write", metavar="NAME", help="save as DIR/experiment/NAME.yaml, too")
+    parser.add_argument("--config-dir", metavar="DIR", type=Path, default=CONF_DIR, help="default: megarl's conf/")
     arguments = parser.parse_args()
-    target = CONF_DIR / "experiment" / f"{arguments.write}.yaml"
+    target = arguments.config_dir / "experiment" / f"{arguments.write}.yaml"
     try:
         if arguments.write and target.exists():
             raise ValueError(f"--write: {target} is there already; choose another name")
@@ -227,7 +229,7 @@ def _drop_unused(outcomes: list[Outcome], unused: Mapping[str, str]) -> Iterator
 
 
 def write_experiment(path: Path, overrides: Mapping[str, str], source: str) -> None:
-    """The overrides as an option of conf/experiment/; never over an existing file."""
+    """The overrides as an option of the group experiment; never over an existing file."""
     tree: dict[str, Any] = {}
     groups = [{f"override /{key}": text} for key, text in overrides.items() if key in ("algo", "data", "reward")]
     for key, text in overrides.items():
@@ -239,6 +241,7 @@ def write_experiment(path: Path, overrides: Mapping[str, str], source: str) -> N
             node = node.setdefault(name, {})
         value = OverridesParser.create().parse_override(f"{leaf}={text}").value()
         node[leaf] = getattr(value, "text", value)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("x") as file:
         file.write(f"# @package _global_\n# From ROLL's {source}, by tools/import_roll.py.\n")
         file.write(safe_dump({"defaults": groups, **tree}, sort_keys=False))

@@ -13,7 +13,7 @@ class Allocation:
     job_id: str
     num_nodes: int
     gpus_per_node: int
-    """of the node that asks; 0: the job has none"""
+    """GPUs of the node that asks; 0: the job has none."""
 
 
 def read_allocation(environment: Mapping[str, str]) -> Allocation:

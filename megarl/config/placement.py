@@ -12,7 +12,7 @@ from megarl.config.schema.root import Config
 
 SERVERS = "servers"
 CONTRADICTIONS = ("rollout.transport", "cluster.listen_host", "cluster.gpus_per_node", "cluster.num_nodes")
-"""Keys of problems that are no question of room"""
+"""Keys of problems that more GPUs would not solve."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class DeviceSlot:
 
     node: int = 0
     gpus: tuple[int, ...] = ()
-    """their numbers on that node; none: GPUs are not counted"""
+    """Numbers of its GPUs on that node; empty: GPUs are not counted."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Group:
     """Processes that get their GPUs together."""
 
     name: str
-    """a role's, or `servers`"""
+    """Name of a role, or `servers`."""
     num_processes: int
     gpus_per_process: int
     unit: int
-    """so many GPUs in a row are kept within a node, where a node has so many"""
+    """GPUs in a row that are kept within one node, where a node has as many."""
 
     @property
     def num_gpus(self) -> int:
@@ -142,7 +142,7 @@ def check_cluster(config: Config, command: str = "train") -> Iterator[str]:
 
 
 def list_contradictions(config: Config) -> list[str]:
-    """Of what `check_cluster` says of a training job: keys that contradict each other, however much room there is."""
+    """Keys of a training job that contradict each other, however many GPUs there are; one message each."""
     return [message for message in check_cluster(config) if message.startswith(CONTRADICTIONS)]
 
 

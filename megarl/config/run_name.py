@@ -32,7 +32,7 @@ def digest_config(composed: DictConfig) -> str:
 
 
 def digest(values: Any, digits: int = DIGITS) -> str:
-    """Of anything that JSON can hold; the order of keys does not count."""
+    """The digest of anything that JSON can hold; the order of keys does not count."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:digits]
 
 

@@ -40,7 +40,7 @@ def pack(
 
 
 def _assign(order: Sequence[int], costs: Sequence[float], num_ranks: int) -> list[list[int]]:
-    """Each row in turn to the rank that has cost least so far."""
+    """Give each row in turn to the rank that has cost least so far."""
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     heap = [(0.0, rank) for rank in range(num_ranks)]
     for row in order:
@@ -61,7 +61,7 @@ def _fewest(lengths: Sequence[int], budget: int) -> int:
 def _fill(
     order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], budget: int, num_bins: int
 ) -> list[list[int]] | None:
-    """Each row in turn to the bin that has cost least so far and has room; costliest bin first. None: no room."""
+    """Give each row in turn to the bin with room that has cost least so far; costliest bin first. None: no room."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     tokens, totals = [0] * num_bins, [0.0] * num_bins
     heap = [(0.0, number) for number in range(num_bins)]

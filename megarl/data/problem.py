@@ -1,4 +1,4 @@
-"""What a source of prompts gives: problems as text, before any tokenizer sees them."""
+"""Problems as a source of prompts gives them: text, before any tokenizer sees it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import Protocol
 @dataclass(frozen=True)
 class Message:
     role: str
-    """system, user or assistant"""
+    """system, user or assistant."""
     content: str
 
 
@@ -30,7 +30,7 @@ class Problem:
 class ProblemSplits:
     train: Sequence[Problem]
     heldout: Sequence[Problem] | None
-    """None: the source has no held-out part of its own."""
+    """Held-out problems; None: the source has no held-out part of its own."""
 
 
 class Source(Protocol):

@@ -36,7 +36,7 @@ ANSWER_FIELDS = (
 )
 CHAT_FIELDS = ("messages", "conversations")
 ROLES = {"human": "user", "gpt": "assistant", "developer": "system"}
-"""Other names of the roles."""
+"""Names of roles in other data sets, and ours."""
 
 Located = tuple[str, Mapping[str, Any]]
 """Where a record was found ("train.jsonl:17"), and the record."""

@@ -44,7 +44,7 @@ class PromptSampler:
         }
 
     def restore(self, state: Mapping[str, int | str]) -> None:
-        """Go on where `state()` was taken.
+        """Continue where `state()` was taken.
 
         Raises ValueError where the state is of other prompts or another seed, or is not one at all.
         """

@@ -1,4 +1,4 @@
-"""Sources that make their problems by rule."""
+"""Sources that generate their problems by a rule."""
 
 import itertools
 import random
@@ -30,6 +30,7 @@ class LetterCountSource:
         num_pairs = len(config.letters) * config.max_dots
         num_heldout = num_pairs // 4 if config.num_heldout is None else config.num_heldout
         _check_num_heldout(num_heldout, num_pairs, "pairs of a letter and a number of dots")
+        # The task's first name: with another seed text the same seed would draw other prompts than in recorded runs.
         generator = random.Random(f"about/{seed}")
         heldout = draw_pairs(config.letters, config.max_dots, num_heldout, generator)
         chosen = set(heldout)

@@ -27,7 +27,7 @@ NODES: tuple[type[ast.AST], ...] = (
 
 
 def guard_sympy() -> None:
-    """From now on sympy evaluates arithmetic, names and common functions; other text raises ValueError."""
+    """Make sympy evaluate only arithmetic, names and common functions; other text raises ValueError."""
     from sympy.parsing import sympy_parser
 
     stringify = sympy_parser.stringify_expr

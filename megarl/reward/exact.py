@@ -11,5 +11,5 @@ def score_exact(prompt: Prompt, response: Response) -> Score:
 
 
 def normalize_text(text: str) -> str:
-    """Without case, runs of white space as one space, none at the ends, no full stop at the end."""
+    """The text in lower case, runs of white space as one space, none at the ends, no full stop at the end."""
     return " ".join(text.casefold().split()).rstrip(".").rstrip()

@@ -1,4 +1,4 @@
-"""The tiny task: "b37" asks for about 37 times the letter b."""
+"""The tiny task: a prompt `b...=` has the answer "b12", which asks for about 12 letters b."""
 
 import math
 import re

@@ -18,9 +18,9 @@ from typing import Any
 from megarl.config.errors import ConfigError
 
 START_DEADLINE_S = 180.0
-"""For importing the scorers' packages on a busy machine."""
+"""Seconds for importing the scorers' packages on a busy machine."""
 GRACE_S = 20.0
-"""Beyond the process's own time limit: it was stopped or swapped out, and is killed."""
+"""Seconds beyond the process's own time limit before it is killed: it must have been stopped or swapped out."""
 
 
 class ScoringProcess:

@@ -14,7 +14,7 @@ from typing import Any
 from megarl.reward.evaluation_guard import guard_module, guard_sympy
 
 MEMORY_BYTES = 8 * 2**30
-"""Address space; a power of powers runs into it instead of into the machine's."""
+"""Address space of the process, in bytes; a power of powers runs into it instead of into the machine's."""
 Scorer = Callable[[dict[str, Any]], dict[str, Any]]
 
 

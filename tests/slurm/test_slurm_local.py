@@ -42,6 +42,17 @@ def test_local_takes_the_options_of_sbatch_and_refuses_what_does_not_fit(tmp_pat
     assert "need 8 nodes of 8 GPUs (cluster.gpus_per_node); there are 4 (cluster.num_nodes)" in done.stderr
 
 
+def test_a_users_configuration_directory_is_passed_on_by_its_full_path(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "algo").mkdir(parents=True)
+    (tmp_path / "mine" / "algo" / "my_algo.yaml").write_text("# @package _global_\ndefaults: [vapo]\n")
+    done = call(tmp_path, "--local", "--nodes=2", "--config-dir=mine", "algo=my_algo", "model=qwen3_8b")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"-m megarl.train cluster=slurm --config-dir={tmp_path}/mine algo=my_algo" in done.stdout
+    missing = call(tmp_path, "--local", "--config-dir=other", "algo=vapo", "model=qwen32b")
+    assert missing.returncode == 2
+    assert "--config-dir: no such directory" in missing.stderr
+
+
 def test_a_container_is_put_around_every_command(tmp_path: Path) -> None:
     image = {"MEGARL_IMAGE": "megarl.sif", "MEGARL_MOUNTS": "/data"}
     apptainer = call(tmp_path, "--local", "--nodes=1", MEGARL_CONTAINER="apptainer", **image).stdout

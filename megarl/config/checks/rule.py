@@ -11,9 +11,9 @@ class Rule:
     """When keys have an effect. A key that none of the rules names always has."""
 
     keys: tuple[str, ...]
-    """each with everything below it"""
+    """Dotted keys, each with everything below it."""
     counts: Callable[[Config], bool]
     reason: str
-    """why not and what would make it count; {c} is the configuration"""
+    """Why they have none and what would give them one; {c} is the configuration."""
     switch: bool = False
-    """off (null, false, 0, none) is allowed all the same: there is nothing to switch off"""
+    """Whether a value that means off (null, false, 0, none) is allowed all the same: there is nothing to switch off."""

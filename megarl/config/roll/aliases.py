@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Alias:
     targets: tuple[str, ...]
-    """our keys; () where there is no such thing here, and then `text` says why"""
+    """Our keys; () where there is no such thing here, and then `text` says why."""
     text: str
     choices: Mapping[str, str] = field(default_factory=dict)
-    """ROLL's value -> ours, where they differ; empty: the value as it is"""
+    """ROLL's value -> ours, where they differ; empty: the value as it is."""
     off: tuple[object, ...] = ()
-    """without targets: the values that ask for nothing"""
+    """Where there are no targets: the values that ask for nothing."""
 
 
 _KL_PENALTIES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "k3": "k3", "full": "full"}

@@ -15,7 +15,7 @@ class Value:
     """What was given under a name."""
 
     text: str
-    """as it is written in an override"""
+    """The value as it is written in an override."""
     parsed: object
 
 
@@ -25,7 +25,7 @@ class Rewriting:
 
     names: tuple[str, ...]
     assignments: dict[str, str]
-    """our key -> text of its value; empty where ROLL's value switches off what is off here anyway"""
+    """Our key -> text of its value; empty where ROLL's value switches off what is off here anyway."""
     text: str
 
 

@@ -23,9 +23,9 @@ _OWN = {f"algo.{field.name}" for field in fields(AlgoConfig)}
 class Rewritten:
     overrides: list[str]
     lines: list[str]
-    """what was rewritten, one line each, to be printed"""
+    """What was rewritten, one line each, to be printed."""
     origins: dict[str, str]
-    """our key -> the override that it came from"""
+    """Our key -> the override that it came from."""
 
 
 def rewrite_overrides(overrides: Sequence[str]) -> Rewritten:

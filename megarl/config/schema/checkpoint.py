@@ -16,8 +16,8 @@ class CheckpointConfig:
     best_metric: str = "reward/heldout"
     """A metric of metrics.jsonl; higher is better."""
     stop_deadline_s: float = 120.0
-    """Of the checkpoint that is written after SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C. It counts from the end of the update
-    under way, if there is one."""
+    """Seconds for the checkpoint that is written after SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C, counted from the end of the
+    update under way, if there is one."""
     max_restarts: int = 3
-    """Times in a row, without a new checkpoint in between, that training goes on from the newest checkpoint after a
+    """Times in a row, without a new checkpoint in between, that training resumes from the newest checkpoint after a
     training process died or gave no answer."""

@@ -13,9 +13,8 @@ class DataConfig:
     prompt_length: int = 512
     """Most tokens of a prompt; longer ones are dropped and counted."""
     num_heldout: int | None = None
-    """Held-out prompts. null: a tenth of the problems, 256 at most; all of data.heldout_path or
-    data.heldout_split where one is given.
-    """
+    """Held-out prompts; null: a tenth of the problems, 256 at most, or all of data.heldout_path or data.heldout_split
+    where one is given."""
     chat_template: bool = True
     """Use the tokenizer's chat template, where it has one."""
     system: str | None = None
@@ -31,10 +30,15 @@ class LetterCountDataConfig(DataConfig):
     """The tiny task: `b...=` asks for about letters_per_dot letters b for each dot."""
 
     prompt_length: int = 32
+    """Most tokens of a prompt, each a character here."""
     num_heldout: int | None = 24
+    """Held-out prompts; null: a quarter of them."""
     letters: str = "abcdef"
+    """Letters that a prompt may ask for, each a different task."""
     max_dots: int = 16
+    """Most dots of a prompt; each number from 1 on is used."""
     letters_per_dot: int = 4
+    """Letters that a prompt asks for with each dot."""
 
 
 @dataclass
@@ -42,12 +46,17 @@ class AdditionDataConfig(DataConfig):
     """Sums of two numbers of two digits (10 to 99)."""
 
     prompt_length: int = 64
+    """Most tokens of a prompt."""
     num_heldout: int | None = 500
+    """Held-out sums, none of them trained on; null: 500."""
     system: str | None = ""
     """Empty: SmolLM2's template otherwise adds 16 tokens of its own to each prompt."""
     instruction: str | None = "Reply with only the number: {question}"
+    """Text around the question; null: the question alone."""
     response_prefix: str | None = "{question} = "
+    """Text that the assistant's turn begins with; part of the prompt, not generated. null: none."""
     num_train: int = 4096
+    """Sums to train on."""
 
 
 @dataclass
@@ -55,10 +64,11 @@ class ReasoningGymDataConfig(DataConfig):
     """Problems that the package reasoning-gym generates."""
 
     num_heldout: int | None = 256
+    """Held-out problems, of other questions than those to train on; null: 256."""
     task: str = "chain_sum"
     """A task name of reasoning-gym."""
     size: int = 4096
-    """Training problems."""
+    """Problems to train on."""
     options: dict[str, Any] = field(default_factory=dict)
     """The task's own options, for example {max_terms: 3}; each key is checked against the real ones."""
 
@@ -68,6 +78,7 @@ class FileDataConfig(DataConfig):
     """The keys of a source that reads records with named fields."""
 
     path: str | None = None
+    """The file, or the name or directory of the dataset."""
     prompt_field: str | None = None
     """Name of the field with the question; null: the first of the usual names that the first record has."""
     answer_field: str | None = None
@@ -79,6 +90,7 @@ class JsonlDataConfig(FileDataConfig):
     """A file with one JSON object a line."""
 
     heldout_path: str | None = None
+    """File of the held-out problems; null: a part of `path` is held out."""
 
 
 @dataclass
@@ -86,6 +98,7 @@ class ParquetDataConfig(FileDataConfig):
     """A parquet file."""
 
     heldout_path: str | None = None
+    """File of the held-out problems; null: a part of `path` is held out."""
 
 
 @dataclass
@@ -95,7 +108,9 @@ class HuggingFaceDataConfig(FileDataConfig):
     subset: str | None = None
     """The dataset's configuration, for example "main"."""
     split: str = "train"
+    """The dataset's split to train on."""
     heldout_split: str | None = None
+    """The split that is held out; null: a part of `split` is."""
 
 
 SCHEMAS: dict[str, type[DataConfig]] = {

@@ -10,7 +10,7 @@ class EvaluateConfig:
     num_samples: int = 1
     """Responses per problem."""
     temperature: float | None = None
-    """0 is greedy. null: greedy for one sample, 1 for more."""
+    """Logits are divided by this; 0 is greedy. null: greedy for one sample, 1 for more."""
     top_p: float = 1.0
     """Sample from the likeliest tokens that have this much probability together; 1: from all."""
     top_k: int = -1
@@ -18,9 +18,9 @@ class EvaluateConfig:
     k: list[int] | None = None
     """The k of pass@k and maj@k. null: 2, 4, 8, ... up to num_samples (for k = 1 both are avg)."""
     num_problems: int | None = None
-    """Of each set, so many problems, drawn at random under `seed`; null: every problem."""
+    """Problems of each set, drawn at random under `seed`; null: every problem."""
     confidence: float = 0.95
-    """Of the intervals."""
+    """Coverage of the confidence intervals, between 0 and 1."""
     paths: dict[str, str] = field(default_factory=dict)
     """A local file (.jsonl, .parquet) or dataset directory in place of the hub's, by the name of the set:
     evaluate.paths.gsm8k=test.jsonl.

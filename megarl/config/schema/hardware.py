@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from math import isfinite
 
 LEAST_OF_KIND = 0.95
-"""Share of the memory of a GPU; the same kind differs a little, by driver and ECC"""
+"""Least share of memory_gib that a GPU of the kind has: it differs a little, by driver and ECC."""
 
 
 @dataclass
@@ -13,19 +13,21 @@ class HardwareConfig:
     """One kind of GPU, the same on every node. Peaks are those of the data sheet, without sparsity."""
 
     gpu: str | None = None
-    """Its name; null: the hardware is not known, and nothing is planned"""
+    """Name of the GPU; null: the hardware is not known, and nothing is planned."""
     memory_gib: float = 0.0
-    """Of a GPU, as torch.cuda.get_device_properties tells it, in GiB"""
+    """Memory of a GPU in GiB, as torch.cuda.get_device_properties tells it."""
     bf16_tflops: float = 0.0
+    """Peak of a GPU's matrix products in bfloat16, in 1e12 operations a second."""
     fp8_tflops: float = 0.0
+    """Peak of a GPU's matrix products in FP8, in 1e12 operations a second."""
     hbm_gb_s: float = 0.0
-    """Between a GPU and its memory, in 1e9 bytes a second"""
+    """Bandwidth between a GPU and its memory, in 1e9 bytes a second."""
     nvlink_gb_s: float = 0.0
-    """Out of a GPU to others of its node, one direction, in 1e9 bytes a second"""
+    """Bandwidth out of a GPU to others of its node, in one direction, in 1e9 bytes a second."""
     network_gb_s: float = 0.0
-    """Out of a GPU to other nodes, one direction, in 1e9 bytes a second"""
+    """Bandwidth out of a GPU to other nodes, in one direction, in 1e9 bytes a second."""
     host_memory_gib: float = 0.0
-    """Of a node"""
+    """Memory of a node in GiB."""
 
 
 def check_hardware(hardware: HardwareConfig) -> Iterator[str]:

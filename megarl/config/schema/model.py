@@ -19,31 +19,42 @@ class RandomModelConfig:
     """A random checkpoint, the same for the same numbers and seed. Used where model.source=random."""
 
     family: str = "qwen3"
+    """Architecture, as the `model_type` of a Hugging Face config.json."""
     alphabet: str = "abcdefghijklmnopqrstuvwxyz0123456789 =+-*/()<>[],.:?"
+    """Characters of the tokenizer, one token each, beside those for padding, begin and end."""
     num_layers: int = 2
+    """Transformer layers."""
     hidden_size: int = 128
+    """Width of the residual stream."""
     ffn_size: int = 384
-    """Rows of the MLP; in a family with experts, of one expert"""
+    """Width of the MLP; with experts, of one expert."""
     num_heads: int = 4
+    """Attention heads for queries."""
     num_kv_heads: int = 2
+    """Attention heads for keys and values; divides num_heads."""
     max_length: int = 256
+    """Positions: most tokens of prompt and response together."""
     tie_embeddings: bool = False
+    """Whether the output layer is the embedding matrix."""
     num_experts: int = 4
-    """Experts of a layer, in a family that has any"""
+    """Experts in each layer; only of a family with experts."""
     experts_per_token: int = 2
-    """Experts that each token goes to, in a family that has any"""
+    """Experts that each token goes through; only of a family with experts."""
     init_std: float = 0.1
-    """Standard deviation of the initial weights. The usual 0.02 leaves so small a model nearly blind to its
-    prompt.
-    """
+    """Standard deviation of the initial weights. The usual 0.02 leaves so small a model nearly blind to its prompt."""
     seed: int = 1
+    """Seed of the weights, apart from the run's `seed`."""
 
 
 @dataclass
 class ModelConfig:
     name: str = "???"
+    """The preset's name, in the name of the run's directory."""
     source: ModelSource = ModelSource.path
+    """Where the checkpoint comes from."""
     path: str | None = None
+    """Checkpoint directory, or a name in the local Hugging Face cache; only with source=path."""
     random: RandomModelConfig = field(default_factory=RandomModelConfig)
+    """The random model; only with source=random."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Passed through to Megatron's TransformerConfig; each key is checked against its real fields."""

@@ -8,7 +8,7 @@ from omegaconf import MISSING
 
 @dataclass
 class RewardConfig:
-    """Every kind of reward derives from it."""
+    """The base of every kind of reward; it has no keys."""
 
 
 @dataclass
@@ -18,10 +18,10 @@ class ExactRewardConfig(RewardConfig):
 
 @dataclass
 class LetterCountRewardConfig(RewardConfig):
-    """The tiny task: "b37" asks for about 37 times the letter b."""
+    """The tiny task: "b...=" asks for about 12 letters b, four for each dot."""
 
     tolerance: float = 1.25
-    """Lengths within this factor of the number count fully."""
+    """Lengths within this factor of the number that was asked for count fully."""
     falloff: float = 4.0
     """A length off by a further factor of this counts nothing; linear in the logarithm between."""
 
@@ -54,7 +54,7 @@ class FunctionRewardConfig(RewardConfig):
     """Your own function from (Prompt, Response) to Score."""
 
     path: str = MISSING
-    """package.module:callable"""
+    """The function, as package.module:callable."""
 
 
 SCHEMAS: dict[str, type[RewardConfig]] = {

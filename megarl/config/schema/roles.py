@@ -5,14 +5,19 @@ from enum import Enum
 
 
 class Dtype(Enum):
+    """Type of numbers."""
+
     float32 = "float32"
+    """32 bits"""
     bfloat16 = "bfloat16"
+    """16 bits, with the range of float32"""
 
 
 class Recompute(Enum):
     """Which activations the backward pass computes again instead of keeping them."""
 
     none = "none"
+    """None: all are kept"""
     selective = "selective"
     """The core attention of each layer, or model.megatron.recompute_modules"""
     full = "full"
@@ -41,21 +46,31 @@ class Fp8(Enum):
     hybrid = "hybrid"
     """e4m3 forward, e5m2 for gradients"""
     e4m3 = "e4m3"
+    """e4m3 for both"""
 
 
 class Fp8Recipe(Enum):
     """How FP8 numbers are scaled."""
 
     delayed = "delayed"
+    """By the largest values of earlier steps"""
     tensorwise = "tensorwise"
+    """By the largest value of each tensor"""
     blockwise = "blockwise"
+    """By the largest value of each block of a tensor"""
     mxfp8 = "mxfp8"
+    """By a power of two for each 32 values, as the hardware of Blackwell does"""
 
 
 class LrDecay(Enum):
+    """How a learning rate falls after the warm-up."""
+
     constant = "constant"
+    """It stays"""
     linear = "linear"
+    """In a straight line"""
     cosine = "cosine"
+    """Along half a cosine"""
 
 
 @dataclass
@@ -67,6 +82,7 @@ class ParallelConfig:
     """
 
     num_processes: int = 1
+    """Processes of the role, one for each GPU (on a CPU they share its cores)."""
     tp: int = 1
     """Tensor parallel: ranks that share each matrix"""
     sp: bool = False
@@ -132,16 +148,23 @@ class TrainedRoleConfig:
     """What policy and critic have in common."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How the model is split over the role's processes."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW and its learning rate."""
     dtype: Dtype = Dtype.bfloat16
+    """Type of weights and activations; bfloat16 has float32 master weights and gradients beside it."""
     recompute: Recompute = Recompute.none
+    """Which activations the backward pass computes again instead of keeping them."""
     recompute_method: RecomputeMethod = RecomputeMethod.uniform
+    """With recompute=full: which layers."""
     recompute_num_layers: int = 1
+    """With recompute=full: layers of a block, or of a stage, as recompute_method says."""
     offload: Offload | None = None
     """What leaves the GPU between the calls of this role; null: nothing. For roles that share GPUs with others."""
     fp8: Fp8 | None = None
     """FP8 matrix products, by Transformer Engine; null: none"""
     fp8_recipe: Fp8Recipe = Fp8Recipe.delayed
+    """How FP8 numbers are scaled; only where fp8 is set."""
 
 
 @dataclass
@@ -154,6 +177,7 @@ class CriticConfig(TrainedRoleConfig):
     """The model that estimates values."""
 
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-6))
+    """AdamW and its learning rate, by default twice the policy's."""
     updates_per_policy_update: int = 1
     """Passes of the critic over the minibatches for each pass of the policy."""
     init: str | None = None
@@ -166,6 +190,8 @@ class ReferenceConfig:
     """The frozen model that KL terms compare with."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How the model is split over the reference's processes."""
     dtype: Dtype = Dtype.bfloat16
+    """Type of weights and activations."""
     offload: Offload | None = None
     """all: the weights wait in host memory while the reference is not called; null: nothing leaves the GPU."""

@@ -27,19 +27,33 @@ class Config:
     """Everything one run is made from; `conf/*.yaml` hold only what differs from these defaults."""
 
     seed: int = 1
+    """Seed of everything random: order and split of the prompts, sampling, minibatches, new value heads."""
     algo: AlgoConfig = field(default_factory=AlgoConfig)
+    """The algorithm: advantages, rewards, losses."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    """The checkpoint that the run starts from."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    """The model that is trained to answer."""
     critic: CriticConfig = field(default_factory=CriticConfig)
+    """The model that estimates values; only with algo.advantage=gae."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    """The frozen model that KL terms compare with; only where there is one."""
     data: DataConfig = MISSING
+    """Where the prompts come from; its keys are those of the chosen source."""
     reward: RewardConfig = MISSING
+    """How a response is scored; its keys are those of the chosen kind."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Generation of responses, and the weight sync to the servers."""
     train: TrainConfig = field(default_factory=TrainConfig)
+    """Sizes of an iteration, how long to train, evaluation in training."""
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    """How python -m megarl.evaluate asks and counts; training does not read it."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Where the processes run."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """What of a run survives its processes."""
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    """Where metrics go besides metrics.jsonl."""
 
 
 @functools.cache

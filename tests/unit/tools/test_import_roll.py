@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from megarl.config.load import CONF_DIR, load_config
+from megarl.config.load import load_config
+from megarl.config.search_path import write_search_path
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = Path(__file__).parent / "roll"
@@ -114,15 +115,12 @@ def test_a_file_that_is_no_configuration_ends_with_code_2_and_its_name(tmp_path,
     assert "Traceback" not in report
 
 
-def test_a_written_experiment_composes_to_the_same_configuration():
-    target = CONF_DIR / "experiment" / "zz_import_roll_test.yaml"
-    try:
-        code, overrides, report = run_import(FILES / "rlvr_reinforce.yaml", "--write", target.stem)
-        assert code == 0, report
-        assert load_config([f"experiment={target.stem}"]) == load_config(overrides)
-        assert run_import(FILES / "rlvr_reinforce.yaml", "--write", target.stem)[0] == 2
-    finally:
-        target.unlink(missing_ok=True)
+def test_a_written_experiment_composes_to_the_same_configuration(tmp_path):
+    options = ("--write", "from_roll", "--config-dir", str(tmp_path))
+    code, overrides, report = run_import(FILES / "rlvr_reinforce.yaml", *options)
+    assert code == 0, report
+    assert load_config([write_search_path([tmp_path]), "experiment=from_roll"]) == load_config(overrides)
+    assert run_import(FILES / "rlvr_reinforce.yaml", *options)[0] == 2
 
 
 def test_devices_per_server_become_tp_and_the_number_of_servers_is_the_quotient(tmp_path):
