@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parent
-ALONE = ("e2e", "gpu", "parallel", "slurm")
-"""Folders whose tests start processes: one worker runs them one after the other, and shares what they share"""
+WITH_PROCESSES = ("e2e", "gpu", "parallel", "slurm")
+"""Folders whose tests start processes: one worker runs a folder, test after test, and shares what they share"""
 NUM_GPU = "num_gpu_tests_deselected"
 DESELECTED = pytest.StashKey[int]()
 
@@ -17,8 +17,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     deselect_gpu(config, items)
     for item in items:
         path = item.path.relative_to(TESTS)
-        # A file stays together, for the sake of its fixtures.
-        item.add_marker(pytest.mark.xdist_group("processes" if path.parts[0] in ALONE else path.stem))
+        # Elsewhere a file stays together, for the sake of its fixtures.
+        item.add_marker(pytest.mark.xdist_group(path.parts[0] if path.parts[0] in WITH_PROCESSES else path.stem))
 
 
 def deselect_gpu(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -81,7 +81,7 @@ def test_a_signal_ends_every_process_in_time_and_leaves_nothing(tmp_path):
     took = time.monotonic() - asked
     assert run.returncode == 128 + number, output
     assert f"stopped by {number.name}" in output
-    assert took < SHUTDOWN_S
+    assert took < 2 * SHUTDOWN_S
     _, alive = psutil.wait_procs(children, timeout=1)
     assert alive == []
     assert not shared & {entry.inode() for entry in os.scandir("/dev/shm")}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fakes.backend import FakeBackend
+from fakes.backend import Done, FakeBackend
 from fakes.rollout import FakeEngine, FakeServers, FakeSync
 from megarl.cluster.nodes import Cluster
 from megarl.config.load import load_config
@@ -26,6 +26,8 @@ from megarl.run.inputs import Inputs, load_inputs
 from megarl.run.job import RunResources
 from megarl.trainer import Trainer, TrainerComponents
 from megarl.types import Prompt, Response, RewardFunction, Score
+from megarl.value_pretraining import job as pretraining_job
+from megarl.value_pretraining.loop import PretrainingSummary
 
 SMALL = (
     "model=tiny",
@@ -141,3 +143,20 @@ class World:
         config, inputs = load(overrides)
         monkeypatch.setattr(attempts, "load_inputs", lambda _config: inputs)
         return attempts.run_job(config, run_dir, **keys)
+
+    def pretrain(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, overrides: Sequence[str]) -> PretrainingSummary:
+        """`megarl.value_pretraining.job.run_value_pretraining` of this configuration over the fakes."""
+        monkeypatch.setattr(pretraining_job, "open_resources", self.open_resources)
+        monkeypatch.setattr(pretraining_job, "open_components", self.open_components)
+        monkeypatch.setattr(pretraining_job, "open_ray", lambda *_args: contextlib.nullcontext())
+        monkeypatch.setattr(pretraining_job, "WorkerGroup", lambda spec, *_args: FakeGroup(spec, self.note))
+        return pretraining_job.run_value_pretraining(load(overrides)[0], run_dir)
+
+
+class FakeGroup(FakeBackend):
+    """A role that is started and closed by who uses it."""
+
+    def start(self) -> Done[str]:
+        return Done("a table")
+
+    def close(self) -> None: ...

@@ -1,6 +1,9 @@
 """Value pretraining over the fakes (tests/fakes): online with a trainer's parts, and from saved rollouts."""
 
 import contextlib
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from megarl.report.metrics import load_metrics
 from megarl.report.report import build_report
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.run.inputs import load_models, load_saved_rollouts
+from megarl.run.signals import Stopped, stopping_on_signals
 from megarl.types import Prompt, Response, Score
 from megarl.value_pretraining.job import pretrain_offline
 from megarl.value_pretraining.loop import pretrain_critic
@@ -70,6 +74,86 @@ def test_from_saved_rollouts_it_is_the_same_as_from_fresh_ones(tmp_path: Path) -
         summary = pretrain_offline(config, critic, report, rollouts)
     assert summary.num_rollouts == 8
     assert all(torch.equal(x, expected[name]) for name, x in critic.copy_weights().items())
+
+
+class Killed(BaseException):
+    """The driver is gone: nothing of ours handles it."""
+
+
+def kill() -> None:
+    raise Killed
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("online")
+    with pytest.MonkeyPatch.context() as patch:
+        World(reward=reward_letter).pretrain(patch, run_dir, [*VAPO, STEPS])
+    return run_dir
+
+
+@pytest.mark.parametrize("is_online", [True, False])
+@pytest.mark.parametrize("end", [kill, stop])
+@pytest.mark.parametrize("save_every", [1, 3])
+def test_the_job_that_is_killed_or_stopped_goes_on_to_the_same_end(
+    save_every: int,
+    end: Callable[[], None],
+    is_online: bool,
+    rollouts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = [*VAPO, STEPS, f"checkpoint.save_every={save_every}"]
+    if not is_online:
+        given.append(f"algo.value_pretrain.rollouts={rollouts}/rollouts.jsonl")
+    num_updates = 0
+
+    def watch(role: str, verb: str) -> None:
+        nonlocal num_updates
+        num_updates += (role, verb) == ("critic", "update")
+        if num_updates == 5:
+            end()
+
+    run_dir = tmp_path / "run"
+    with pytest.raises(Killed if end is kill else Stopped), stopping_on_signals():
+        World(watch, reward=reward_letter).pretrain(monkeypatch, run_dir, given)
+    latest = {(1, kill): 4, (3, kill): 3}.get((save_every, end), 5)
+    assert (run_dir / "value_pretraining" / "latest").read_text() == f"iteration-{latest:06}\n"
+    world = World(reward=reward_letter)
+    world.pretrain(monkeypatch, run_dir, given)
+    assert sum(each == ("critic", "update") for each in world.log) == 8 - latest
+    assert not (run_dir / "value_pretraining").exists()
+    assert summarize(run_dir) == summarize(rollouts)
+
+
+def summarize(run_dir: Path) -> tuple[list[dict[str, float]], bytes]:
+    lines = load_metrics(run_dir / "value_pretrain.jsonl")
+    curve = [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+    return curve, (run_dir / "critic" / "model.safetensors").read_bytes()
+
+
+def test_runs_that_take_a_value_pretraining_equal_one_that_makes_its_own(
+    rollouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metrics, weights and saved rollouts: what a sweep shares changes nothing."""
+    given = [*VAPO, STEPS, "train.num_iterations=2", "train.eval_every=2"]
+    World(reward=reward_letter).run_job(monkeypatch, tmp_path / "own", given)
+    taken = [*given, f"algo.value_pretrain.taken_from={rollouts}"]
+    world = World(reward=reward_letter)
+    world.run_job(monkeypatch, tmp_path / "taken", taken)
+    assert sum(each == ("critic", "update") for each in world.log) == 2
+    for name in ("metrics.jsonl", "value_pretrain.jsonl"):
+        own, found = (
+            [{k: v for k, v in line.items() if not k.startswith("time/")} for line in load_metrics(tmp_path / x / name)]
+            for x in ("own", "taken")
+        )
+        assert found == own
+    for name in ("rollouts.jsonl", "policy/model.safetensors", "critic/model.safetensors"):
+        assert (tmp_path / "taken" / name).read_bytes() == (tmp_path / "own" / name).read_bytes()
 
 
 def test_training_goes_on_after_it_from_the_pretrained_critic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,8 +264,9 @@ def test_a_folder_of_another_run_is_refused_and_so_are_other_data(
         ["algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=0.5", "train.samples_per_minibatch=24"],
         ["algo=dapo", "algo.dynamic_sampling.enabled=true"],
         ["algo=reinforce_pp", "algo.kl.target=0.1", "train.samples_per_minibatch=24"],
+        ["algo=ppo", "algo.reward_norm.mean=running", "algo.reward_norm.std=running"],
     ],
-    ids=["replay", "dynamic sampling", "adaptive KL"],
+    ids=["replay", "dynamic sampling", "adaptive KL", "running reward moments"],
 )
 def test_what_an_algorithm_keeps_over_the_iterations_goes_on_too(
     given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ONE_RUN_EACH = ("hydra/launcher=slurm", "algo.clip_high=0.2,0.28")
 REFUSE = """echo 'sbatch: error: invalid partition specified: none' >&2
 echo 'sbatch: error: Batch job submission failed: Invalid partition name specified' >&2
@@ -32,9 +30,8 @@ def sweep(folder: Path, sbatch: str | None, *overrides: str) -> subprocess.Compl
     )
 
 
-@pytest.mark.parametrize("algo", ["grpo", "vapo"])
-def test_a_refused_sweep_ends_with_what_sbatch_says(tmp_path: Path, algo: str) -> None:
-    done = sweep(tmp_path, REFUSE, f"algo={algo}")
+def test_a_refused_sweep_ends_with_what_sbatch_says(tmp_path: Path) -> None:
+    done = sweep(tmp_path, REFUSE, "algo=grpo")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == f"error: {SAID} specified"
     assert "Traceback" not in done.stderr

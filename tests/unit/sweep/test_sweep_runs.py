@@ -58,6 +58,7 @@ def test_a_failing_run_does_not_end_the_sweep_and_a_rerun_does_only_what_is_miss
     assert [call[0] for call in calls] == ["megarl.train"] * 2
 
 
+@pytest.mark.slow
 def test_optuna_maximises_the_held_out_reward_and_goes_on_where_it_was(tmp_path):
     arguments = ("hydra/sweeper=optuna", "algo=vapo", "algo.clip_high=interval(0.2,0.28)", "hydra.sweeper.n_trials=6")
     first = sweep(tmp_path, *arguments)

@@ -125,6 +125,7 @@ def measure_peak(*args: object) -> int:
     return peak
 
 
+@pytest.mark.slow
 def test_memory_is_at_most_twice_the_largest_layer(tmp_path: Path) -> None:
     large, layer = write_model(tmp_path / "large", 768)
     small, _ = write_model(tmp_path / "small", 16)
