@@ -1,4 +1,4 @@
-"""A run's checkpoints: the loop's own state and that of its roles, written while training goes on, and found again."""
+"""A run's checkpoints: the loop's own state and that of its roles, written while training continues, and loaded."""
 
 import contextlib
 import dataclasses
@@ -34,31 +34,31 @@ REPLAY = "replay.jsonl"
 POLL_S = 0.05
 CLOSE_DEADLINE_S = 10.0
 TRACKED = (metrics_file.FILE_NAME, metrics_file.PRETRAINING_FILE_NAME, rollout_file.FILE_NAME)
-"""Files of a run that grow with it; one that goes on cuts them back to what they were."""
+"""Files that a run appends to; a resumed run truncates them to their size at the checkpoint"""
 WEIGHT_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 OPTIMIZER_BYTES = 12
-"""Of each parameter in a checkpoint: a float32 master weight and the two moments of Adam"""
+"""Per parameter in a checkpoint: a float32 master weight and the two moments of Adam"""
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The loop after the update of an iteration, before the new weights are published and its metrics logged."""
+    """The loop's state after the update of an iteration, before its weights are published and its metrics logged."""
 
     iteration: int
     metrics: Metrics
-    """of the iteration so far"""
+    """Metrics of the iteration so far"""
     num_samples: int
     heldout_reward: float | None
-    """of the last evaluation; None: there was none"""
+    """Of the last evaluation; None: there was none"""
     kl_coef: float
     reward_moments: RunningMoments
     source: SourceState
     sizes: Mapping[str, int]
-    """bytes of each of TRACKED that is there"""
+    """Size in bytes of each existing file of TRACKED"""
 
 
 def save_trainer_state(directory: Path, state: TrainerState) -> None:
-    """state.json, numbers as they are bit by bit, and replay.jsonl where past groups are kept for replay."""
+    """Write state.json, whose numbers are read back bit for bit, and replay.jsonl where there are groups to replay."""
     content = dataclasses.asdict(dataclasses.replace(state, source=SourceState(state.source.sampler, ())))
     content["source"] = dict(state.source.sampler)
     write_atomically(directory / STATE, json.dumps(content, indent=1, allow_nan=False))
@@ -68,7 +68,7 @@ def save_trainer_state(directory: Path, state: TrainerState) -> None:
 
 
 def load_trainer_state(directory: Path) -> TrainerState:
-    """Raises CheckpointError where state.json is not what `save_trainer_state` writes."""
+    """Read what `save_trainer_state` wrote. Raises CheckpointError where it is not valid."""
     try:
         content = json.loads((directory / STATE).read_text(encoding="utf-8"))
         replay: tuple[Any, ...] = ()
@@ -87,7 +87,7 @@ def measure_files(run_dir: Path) -> dict[str, int]:
 
 
 def sync_files(run_dir: Path) -> None:
-    """What has been written to TRACKED is on disk, as the checkpoint will be that counts on it."""
+    """Sync the files of TRACKED to disk, since the checkpoint relies on them."""
     for name in TRACKED:
         if (run_dir / name).is_file():
             with (run_dir / name).open("rb") as file:
@@ -95,9 +95,9 @@ def sync_files(run_dir: Path) -> None:
 
 
 def cut_files(run_dir: Path, sizes: Mapping[str, int]) -> None:
-    """Cut the files back to these sizes, to nothing where none is given.
+    """Truncate the files to these sizes, to 0 where none is given.
 
-    Raises CheckpointError for one that is shorter: lines of it are lost.
+    Raises CheckpointError where a file is shorter, that is where lines are lost.
     """
     for name in TRACKED:
         path, size = run_dir / name, sizes.get(name, 0)
@@ -109,12 +109,12 @@ def cut_files(run_dir: Path, sizes: Mapping[str, int]) -> None:
 
 
 def estimate_bytes(specs: Iterable[WorkerSpec]) -> int:
-    """About what a checkpoint of these roles takes."""
+    """The approximate size of a checkpoint of these roles."""
     return sum(count_parameters(Path(spec.checkpoint)) * (WEIGHT_BYTES[spec.dtype] + OPTIMIZER_BYTES) for spec in specs)
 
 
 class Saver:
-    """Writes checkpoints beside training: the roles write their parts, a thread hashes and publishes."""
+    """Writes checkpoints while training continues: the roles write their parts, a thread hashes and publishes."""
 
     def __init__(
         self,
@@ -128,14 +128,16 @@ class Saver:
         kind: str = "training",
         unit: str = "iteration",
     ):
-        """specs: of these roles at least. forget: removes what is superfluous once a checkpoint is complete, given the
-        oldest iteration that is kept. kind: what its manifest says. unit: what the iterations are, in messages.
+        """Arguments that need a word:
+
+        specs: of these roles at least. forget: called when a checkpoint is complete with the oldest iteration kept,
+        removes what is no longer needed. kind: recorded in the manifest. unit: the iterations' name in messages.
         """
         self.run_dir = run_dir
         self.folder = folder
         self.unit = unit
         self.last: int | None = None
-        """Iteration of the newest checkpoint that is complete or under way"""
+        """Iteration of the newest checkpoint that is complete or in progress"""
         self._roles, self._forget, self._say = roles, forget, say
         self._specs = {name: specs[Role(name)] for name in roles}
         self._num_bytes = estimate_bytes(self._specs.values())
@@ -145,9 +147,9 @@ class Saver:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="megarl-publish")
 
     def begin(self, state: TrainerState, end: float | None = None) -> None:
-        """Begin a checkpoint of `state` and of what the roles hold now; the one before is completed first.
+        """Begin a checkpoint of `state` and of the roles' current state; an earlier one is completed first.
 
-        Raises CheckpointError where there is no room for it, what the roles raise, and DeadlineError at `end`
+        Raises CheckpointError where there is no disk space, what the roles raise, and DeadlineError at `end`
         (time.monotonic).
         """
         self.settle(end)
@@ -162,7 +164,7 @@ class Saver:
             wait_all([role.begin_save(building / name) for name, role in self._roles.items()], end=end)
 
     def proceed(self, end: float | None = None) -> None:
-        """Wait until the roles' files are written, and have them hashed and published beside what comes next."""
+        """Wait until the roles' files are written, and start hashing and publishing them in the background."""
         if self._publishing is not None:
             if self._publishing.done():
                 self._complete()
@@ -172,7 +174,7 @@ class Saver:
                 self._publishing = self._pool.submit(self._publish, self._under_way)
 
     def settle(self, end: float | None = None) -> None:
-        """Afterwards no checkpoint is under way. Raises what failed, DeadlineError at `end`."""
+        """Wait until no checkpoint is in progress. Raises what failed, DeadlineError at `end`."""
         self.proceed(end)
         while self._publishing is not None:
             if self._publishing.done():
@@ -183,12 +185,12 @@ class Saver:
                 time.sleep(POLL_S)
 
     def score(self, iteration: int, value: float | None) -> None:
-        """The evaluation of the iteration, where a checkpoint of it is there or under way."""
+        """Record the evaluation of the iteration, where it has a checkpoint, complete or in progress."""
         if value is not None and iteration == self.last:
             self.folder.score(iteration, value)
 
     def close(self) -> None:
-        """Give up what is under way; what is complete stays."""
+        """Abandon a checkpoint in progress; complete ones stay."""
         if self._publishing is not None:
             wait([self._publishing], CLOSE_DEADLINE_S)
         if self._publishing is None or not self._publishing.done():
@@ -223,16 +225,16 @@ class LoopSaver:
     """
 
     def __init__(self, settings: CheckpointConfig, saver: Saver, report: Report, how: str):
-        """how: what goes on with the checkpoints, in messages."""
+        """how: what resumes from the checkpoints, in messages."""
         self.run_dir = saver.run_dir
         self._settings, self._saver, self._report, self._how = settings, saver, report, how
         self._state: TrainerState | None = None
         self._is_whole = True
         self._score: float | None = None
-        """Of the present weights, once they are evaluated"""
+        """Score of the current weights, once they are evaluated"""
 
     def restore(self, state: TrainerState) -> None:
-        """Go on after the checkpoint that `state` is of."""
+        """Resume after the checkpoint of `state`."""
         self._state, self._saver.last = state, state.iteration
 
     def proceed(self) -> None:
@@ -240,15 +242,15 @@ class LoopSaver:
         self._saver.proceed()
 
     def begin_update(self) -> None:
-        """Until `commit` the weights are those of no iteration."""
+        """Mark the weights as those of no iteration, until `commit`."""
         self._is_whole, self._score = False, None
 
     def commit(self, state: TrainerState) -> None:
-        """The roles hold what `state` says."""
+        """Record `state`, with which the roles' weights now agree."""
         self._state, self._is_whole = state, True
 
     def score(self, value: float | None) -> None:
-        """By checkpoint.best_metric, where the present weights have been evaluated."""
+        """Record the value of checkpoint.best_metric, where the current weights have been evaluated."""
         assert self._state is not None
         self._score = value
         self._saver.score(self._state.iteration, value)
@@ -259,9 +261,9 @@ class LoopSaver:
             self.save(wait=False)
 
     def save(self, wait: bool = True, end: float | None = None) -> None:
-        """A checkpoint of the present state, unless there is one; without `wait` it is written beside what follows.
+        """Write a checkpoint of the current state, unless there is one; without `wait` in the background.
 
-        Raises DeadlineError at `end` (time.monotonic), RuntimeError after an update that was broken off.
+        Raises DeadlineError at `end` (time.monotonic), RuntimeError after an aborted update.
         """
         assert self._state is not None
         iteration = self._state.iteration
@@ -276,7 +278,7 @@ class LoopSaver:
                 self._saver.settle(end)
 
     def settle(self) -> None:
-        """Afterwards no checkpoint is under way."""
+        """Wait until no checkpoint is in progress."""
         with self._report.phase("checkpoint"):
             self._saver.settle()
 
@@ -286,8 +288,7 @@ class LoopSaver:
 
     @contextlib.contextmanager
     def saving_stops(self) -> Iterator[None]:
-        """A signal that raises Stopped within has the newest state saved, within checkpoint.stop_deadline_s, before it
-        goes on."""
+        """Saves the newest state where a signal raises Stopped within the block, within checkpoint.stop_deadline_s."""
         try:
             yield
         except Stopped as stopped:
@@ -299,7 +300,7 @@ class LoopSaver:
         deadline_s, say = self._settings.stop_deadline_s, self._report.message
         say(f"{stopped}: saving {what}, within {deadline_s:g} s")
         try:
-            # From here: the update that was under way may have taken longer than that.
+            # The deadline counts from here: finishing the update may have taken longer than that.
             self.save(end=time.monotonic() + deadline_s)
             say(f"saved: {self._how} goes on")
         except Exception as error:
