@@ -92,7 +92,7 @@ def test_another_value_pretraining_is_refused_by_what_differs(tmp_path):
         match=r"belongs to another .*: algo\.gamma \(1\.0 there, now 0\.9\), seed \(1 there, now 2\) differ",
     ):
         begin(tmp_path, "seed=2", "algo.gamma=0.9")
-    (tmp_path / "value_pretraining" / "resume_point.json").unlink()
+    (tmp_path / "value_pretraining" / "begun.json").unlink()
     with pytest.raises(CheckpointError, match=r"belongs to a training run; python -m megarl\.train resume="):
         begin(tmp_path)
 
