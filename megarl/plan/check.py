@@ -13,9 +13,8 @@ from megarl.run.inputs import Inputs
 def check_plan(config: Config, inputs: Inputs) -> list[str]:
     """Why the job does not fit, as messages of a ConfigError, the last with a change that would make it fit; else [].
 
-    Memory is planned on clusters whose hardware is known (cluster.hardware); elsewhere only batches are checked.
-    There Megatron is imported and its parameters are counted, which takes seconds, in a process that is in no process
-    group.
+    Memory is planned on clusters whose hardware is known (cluster.hardware); elsewhere only batches are checked. There
+    Megatron is imported and its parameters are counted, which takes seconds, in a process that is in no process group.
     """
     critic = inputs.specs.get(Role.critic)
     own = read_architecture(Path(critic.checkpoint)) if critic else inputs.architecture

@@ -205,8 +205,7 @@ def describe_stop(config: Config, seconds: Seconds) -> Iterator[str]:
     yield (
         f"On Slurm SIGUSR1 comes {a.SIGNAL_S} s before the time limit; an update in progress, of"
         f" {seconds.update:,.0f} s, does not end by then, and the job resumes from the last"
-        f" checkpoint. {advice}: the update,"
-        f" checkpoint.stop_deadline_s={deadline_s:g}, and {a.REQUEUE_S} s to requeue."
+        f" checkpoint. {advice}: the update, checkpoint.stop_deadline_s={deadline_s:g}, and {a.REQUEUE_S} s to requeue."
     )
 
 

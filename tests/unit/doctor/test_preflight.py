@@ -141,7 +141,10 @@ def test_a_ray_of_a_living_job_or_of_another_slurm_is_not(programs: Path, raylet
 
 
 def test_a_job_is_refused_in_a_second_without_torch_or_ray(tmp_path: Path) -> None:
-    code = "import sys; from megarl.doctor import preflight; sys.exit(bool({'torch', 'ray', 'megatron'} & set(sys.modules)))"
+    code = (
+        "import sys; from megarl.doctor import preflight;"
+        " sys.exit(bool({'torch', 'ray', 'megatron'} & set(sys.modules)))"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     environment = os.environ | {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "1"}
     command = [sys.executable, "-m", "megarl.doctor.preflight", "job", "cluster=slurm", "rollout.transport=split"]
