@@ -103,7 +103,7 @@ def count_in_flight(parallel: ParallelConfig, stage: int, num_microbatches: int)
     """The maximum number of micro-batches of which a stage holds the activations of all its layers.
 
     1F1B: pp - stage (Narayanan et al. 2104.04473, section 2.2.1). Interleaved: a stage warms up with
-    2 (pp - stage - 1) + (vpp - 1) pp pieces and has one more under way, each 1 / vpp of its layers
+    2 (pp - stage - 1) + (vpp - 1) pp pieces and has one more in progress, each 1 / vpp of its layers
     (megatron/core/pipeline_parallel/schedules.py, get_pp_rank_microbatches).
     """
     if parallel.pp == 1:
