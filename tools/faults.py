@@ -196,7 +196,7 @@ def strike(plan: Plan, out: Path, reference: dict[str, Any], overrides: list[str
     text = log.read_text(errors="replace")
     if problem is None:
         shutil.rmtree(run_dir)
-    begun = [int(n) for n in re.findall(r"going on from \S*iteration-(\d+)", text)]
+    begun = [int(n) for n in re.findall(r"resuming from \S*iteration-(\d+)", text)]
     reached = int(hit.split()[-1]) if hit else 0
     return Outcome(
         asdict(plan),

@@ -55,8 +55,8 @@ def run_job(
         if held:
             raise ConfigError(
                 [
-                    f"hydra.run.dir: {run_dir} holds {', '.join(held)} of another; a run's is its own"
-                    f" (resume={run_dir} goes on with it)"
+                    f"hydra.run.dir: {run_dir} has {', '.join(held)} of another run; each run needs a folder of its own"
+                    f" (resume={run_dir} resumes that run)"
                 ]
             )
         note_start()
@@ -151,7 +151,7 @@ class _Attempts:
         pretrained = self.pretrained or load_pretrained(self.config)
         if pretrained is not None:
             state, directory = pretrained
-            self.report.message(f"critic: goes on from the value pretraining in {directory}")
+            self.report.message(f"critic: starts from the value pretraining in {directory}")
             start_pretrained(trainer, state, directory, self.run_dir)
             return
         if Role.critic in specs:
@@ -179,7 +179,7 @@ class _Attempts:
         self.check_prompts(state)
         cut_files(self.run_dir, state.sizes)
         self.report.rewind(state.iteration)
-        self.report.message(f"going on from {found[1]}")
+        self.report.message(f"resuming from {found[1]}")
         return state, found[1]
 
     def find_resume_point(self) -> ResumePoint | None:

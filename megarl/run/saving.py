@@ -180,7 +180,7 @@ class Saver:
             if self._publishing.done():
                 self._complete()
             elif end is not None and time.monotonic() > end:
-                raise DeadlineError(f"checkpoint of {self.unit} {self._under_way}: hashing has not come to its end")
+                raise DeadlineError(f"checkpoint of {self.unit} {self._under_way}: hashing is not finished")
             else:
                 time.sleep(POLL_S)
 
@@ -268,7 +268,7 @@ class LoopSaver:
         assert self._state is not None
         iteration = self._state.iteration
         if not self._is_whole:
-            message = f"the update of {self._saver.unit} {iteration + 1} was broken off: its weights are no state"
+            message = f"the update of {self._saver.unit} {iteration + 1} was aborted: its weights cannot be saved"
             raise RuntimeError(message)
         with self._report.phase("checkpoint"):
             if self._saver.last != iteration:
@@ -302,7 +302,7 @@ class LoopSaver:
         try:
             # The deadline counts from here: finishing the update may have taken longer than that.
             self.save(end=time.monotonic() + deadline_s)
-            say(f"saved: {self._how} goes on")
+            say(f"saved: {self._how} resumes it")
         except Exception as error:
             causes = [f"{what} was not saved: {error}"]
             if isinstance(stopped.__context__, Exception):

@@ -137,7 +137,7 @@ def check_that_one_that_is_stopped_goes_on_to_the_same_end(run_dir: Path, rollou
     assert run.returncode == 128 + signal.SIGUSR1, output
     num_saved = int(latest.read_text().strip().removeprefix("iteration-"))
     assert f"saving value pretraining step {num_saved}, within 120 s" in output
-    assert f"saved: the same command with hydra.run.dir={run_dir} goes on" in output
+    assert f"saved: the same command with hydra.run.dir={run_dir} resumes it" in output
     run = start(run_dir, rollouts)
     output, _ = run.communicate(timeout=300)
     assert run.returncode == 0, output

@@ -60,7 +60,7 @@ def test_a_job_over_two_nodes_stops_for_the_time_limit_goes_on_and_ends(slurm: M
     job.start_again()
     job.wait_for("done: iterations=40")
     job.wait_state("COMPLETED")
-    assert f"going on from {checkpoint}" in job.output
+    assert f"resuming from {checkpoint}" in job.output
     assert job.list_iterations() == list(range(41))
     job.expect_nothing_left()
 
@@ -89,7 +89,7 @@ def test_two_jobs_share_nodes_one_is_cancelled_the_other_loses_a_node_and_goes_o
     slurm.start_node("n2")
     slurm.call("scontrol", "update", "nodename=n2", "state=resume")
     going.start_again()
-    going.wait_for("going on from")
+    going.wait_for("resuming from")
     going.wait_for(f"iteration {before + 2}/100000")
     iterations = going.list_iterations()
     assert iterations == list(range(len(iterations)))
