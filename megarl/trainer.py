@@ -1,4 +1,4 @@
-"""THE loop: rollout, experience, targets, update, checkpoint, publish; the same for every algorithm and layout."""
+"""The training loop: rollout, experience, targets, update, checkpoint, publish; the same for every algorithm."""
 
 import math
 import time
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TrainerComponents:
-    """What the loop is made of; all of it runs in other processes but the sampler and the report."""
+    """The components of the loop; all but the sampler and the report run in other processes."""
 
     policy: TrainBackend
     critic: TrainBackend | None
@@ -49,9 +49,9 @@ class TrainerComponents:
     heldout: Sequence[Prompt]
     report: Report
     rollout_file: RolloutWriter | None = None
-    """Where every sampled response of training goes, where logger.save_rollouts asks for it"""
+    """Writes every sampled response of training, with logger.save_rollouts; None: they are not saved"""
     servers: RolloutServers | None = None
-    """None: they are not this run's own, and losing one ends it"""
+    """None: the servers are not this run's own, and losing one ends it"""
     saver: LoopSaver = field(default_factory=NoSaver)
 
 
@@ -86,13 +86,13 @@ class Trainer:
 
     @property
     def iteration(self) -> int:
-        """The last one whose update is done."""
+        """The last iteration whose update is done."""
         return self.state.iteration
 
     def run(self) -> Summary:
-        """Iterate until the last one, the held-out reward aimed at, or the limit of time or samples.
+        """Iterate until the last iteration, the target of the held-out reward, or the limit of time or samples.
 
-        A signal that raises Stopped has the state saved before it goes on.
+        A signal that raises Stopped makes the state be saved first.
         """
         try:
             with self.saver.saving_stops():
@@ -109,13 +109,13 @@ class Trainer:
         return Summary(self.iteration, self.heldout_reward)
 
     def train(self, iteration: int) -> None:
-        """One iteration up to its update; `publish_and_evaluate` does what is left."""
+        """One iteration up to its update; `publish_and_evaluate` does the rest."""
         rollout, metrics = self.collect(iteration)
         self.saver.proceed()
         experience, experience_metrics = self.build_experience(rollout)
         samples, target_metrics = self.build_targets(experience, self.config.algo)
         metrics |= experience_metrics | target_metrics
-        # The weights and the loop's own state change together, also where a signal comes.
+        # The weights and the loop's own state change together, even when a signal arrives.
         with deferring_stops():
             self.saver.begin_update()
             metrics |= self.update(samples, iteration)
@@ -123,7 +123,7 @@ class Trainer:
             self.commit(self.get_state(iteration, metrics | kl_metrics))
 
     def publish_and_evaluate(self) -> None:
-        """Bring the weights of the iteration to the servers, evaluate where it is time, and log it."""
+        """Publish the iteration's weights to the servers, evaluate where it is due, and log the iteration."""
         metrics = self.state.metrics | self.publish(self.iteration)
         if self.is_last() or self.iteration % self.config.train.eval_every == 0:
             metrics |= self.evaluate()
@@ -131,7 +131,7 @@ class Trainer:
         self.saver.score(metrics.get(self.config.checkpoint.best_metric))
 
     def get_state(self, iteration: int, metrics: Metrics) -> TrainerState:
-        """What a checkpoint says of the loop itself."""
+        """The loop's own state for a checkpoint."""
         return TrainerState(
             iteration=iteration,
             metrics=metrics,
@@ -144,7 +144,7 @@ class Trainer:
         )
 
     def restore(self, state: TrainerState) -> None:
-        """Go on where `state` was captured; the roles have been loaded."""
+        """Resume from `state`; the roles have been loaded."""
         self.num_samples, self.reward_moments = state.num_samples, state.reward_moments
         self.heldout_reward = float("nan") if state.heldout_reward is None else state.heldout_reward
         self.kl = replace(self.kl, coef=state.kl_coef)
@@ -153,13 +153,15 @@ class Trainer:
         self.saver.restore(state)
 
     def commit(self, state: TrainerState) -> None:
-        """The roles hold what `state` says."""
+        """Record `state`, with which the roles' weights now agree."""
         self.state = state
         self.saver.commit(state)
 
     def collect(self, iteration: int) -> tuple[Rollout, Metrics]:
-        """The groups of one iteration: fresh ones, with `algo.dynamic_sampling` only those of different rewards, and
-        with `algo.replay` older ones beside them."""
+        """The groups of one iteration and their metrics.
+
+        With `algo.dynamic_sampling` only groups whose rewards differ; with `algo.replay` also older groups.
+        """
         with self.report.phase("rollout"):
             batch = self.source.take(iteration, self.version)
         for samples in batch.sampled:
@@ -169,11 +171,11 @@ class Trainer:
         return rollout, metrics | {"sampling/total_samples": self.num_samples}
 
     def is_last(self) -> bool:
-        """Whether no iteration may follow, whatever the rewards."""
+        """Whether the number of iterations, or the limit of time or samples, allows no further iteration."""
         return self.iteration >= self.config.train.num_iterations or self.reached_limit()
 
     def generate(self, prompts: Sequence[Prompt], key: str) -> Rollout:
-        """Responses of the policy before its first update, with their rewards; key: as in `RolloutEngine.generate`."""
+        """Scored responses of the policy before its first update; key: as in `RolloutEngine.generate`."""
         num_responses = self.config.train.responses_per_prompt
         rollout = self.with_servers(
             lambda: self.components.collector.collect(prompts, num_responses, weight_version=self.version, key=key)
@@ -182,21 +184,21 @@ class Trainer:
         return rollout
 
     def record(self, rollout: Rollout, iteration: int) -> None:
-        """Count the responses and, where a file is asked for, save them."""
+        """Count the responses and, with logger.save_rollouts, save them."""
         self.num_samples += len(rollout.samples)
         if self.components.rollout_file:
             self.components.rollout_file.write(rollout, iteration)
 
     def check_servers(self) -> None:
-        """Afterwards every server answers and holds the current weights, or RuntimeError says which does not."""
+        """Check that every server answers, and restart lost ones. Raises RuntimeError naming a server that is down."""
         self.with_servers(self.components.engine.check_health)
 
     def with_servers(self, ask: Callable[[], T]) -> T:
-        """What `ask` gives, asked again where servers were lost, once they are back with the current weights."""
+        """The result of `ask`, repeated where servers were lost, once they run again with the current weights."""
         return self.recovery.run(ask, lambda: self.components.sync.publish(self.version))
 
     def build_experience(self, rollout: Rollout) -> tuple[Experience, Metrics]:
-        """What policy, reference and critic say of the responses; the three run side by side."""
+        """The responses with the log-probs and values of policy, reference and critic, which compute in parallel."""
         tensors = build_tensors(rollout)
         sequences, temperature = tensors.sequences, self.config.rollout.temperature
         kl = self.config.algo.kl
@@ -223,7 +225,7 @@ class Trainer:
         return experience, compute_batch_metrics(experience)
 
     def build_targets(self, experience: Experience, algo: AlgoConfig) -> tuple[TrainingSamples, Metrics]:
-        """Advantages and returns over the global batch, with the statistics that run along over the iterations."""
+        """Advantages and returns over the global batch, with the running statistics over the iterations."""
         response_length = self.config.rollout.response_length
         if needs_reward_moments(algo):
             self.reward_moments = update_reward_moments(self.reward_moments, experience, algo, response_length)
@@ -236,7 +238,7 @@ class Trainer:
         )
 
     def update(self, samples: TrainingSamples, iteration: int) -> Metrics:
-        """Optimizer steps of critic and policy on the same minibatches, side by side: neither reads the other's."""
+        """Optimizer steps of critic and policy on the same minibatches, in parallel: they are independent."""
         minibatches = split_minibatches(self.config, samples.sequences.num_samples, iteration)
         running: list[Pending[list[Metrics]]] = []
         with self.report.phase("update"):
@@ -248,7 +250,7 @@ class Trainer:
             return {name: value for call in running for name, value in average_steps(call.result()).items()}
 
     def publish(self, version: int) -> Metrics:
-        """Bring the policy's weights to the servers as `version`, proved."""
+        """Publish the policy's weights to the servers as `version`, verified."""
         with self.report.phase("sync"):
             metrics = self.recovery.run(lambda: self.components.sync.publish(version))
         self.version = version
@@ -278,7 +280,7 @@ class Trainer:
 
 
 def split_minibatches(config: Config, num_samples: int, iteration: int) -> list[Tensor]:
-    """Row numbers (int64) of each optimizer step: every epoch a new order, the same for the same seed."""
+    """Row numbers (int64) of each optimizer step: a new order in every epoch, the same for the same seed."""
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + iteration)
     size = config.train.minibatch_size
     return [
@@ -289,7 +291,7 @@ def split_minibatches(config: Config, num_samples: int, iteration: int) -> list[
 
 
 def average_steps(steps: Sequence[Metrics]) -> Metrics:
-    """One value per metric: the largest over the optimizer steps for names ending in _max, else the mean."""
+    """One value per metric: the maximum over the optimizer steps for names ending in _max, else the mean."""
     values = defaultdict(list)
     for step in steps:
         for name, value in step.items():
@@ -298,7 +300,7 @@ def average_steps(steps: Sequence[Metrics]) -> Metrics:
 
 
 def compute_score_metrics(samples: Sequence[Sample]) -> Metrics:
-    """Means of the verifier's named parts and of correctness."""
+    """Means over the samples of the verifier's named parts and of correctness."""
     names = samples[0].score.details.keys() if samples else ()
     return {
         **{f"reward/{name}": sum(s.score.details[name] for s in samples) / len(samples) for name in names},

@@ -42,7 +42,7 @@ show_local() {
   echo "2. Ray, first on ${nodes[0]}, which writes its address to $MEGARL_JOB_DIR/address."
   print_command "${start_head[@]}"
   if ((num_nodes > 1)); then print_command "${start_others[@]}"; fi
-  echo "3. The run; SIGUSR1 is passed on to it, and it is queued again after the checkpoint."
+  echo "3. The run; SIGUSR1 is passed on to it, and it is requeued after the checkpoint."
   print_command "${start_driver[@]}" cluster.ray_address=HOST:PORT
   echo
   echo "environment ($site):"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # sbatch slurm/train.sh algo=vapo model=qwen32b [overrides]     train over the nodes of one job
-# sbatch --nodes=2 slurm/train.sh resume=RUN_DIR                go on with a run
+# sbatch --nodes=2 slurm/train.sh resume=RUN_DIR                resume a run
 # slurm/train.sh --local [--nodes=N --gpus-per-node=N] [...]    print what that would do, and do nothing
 #
 # The run's folder is runs/slurm_JOBID under the directory of sbatch, or hydra.run.dir=DIR. Before the time limit
-# (--signal) a checkpoint is written and the job is queued again, as it is when a node is lost; it goes on from there.
+# (--signal) a checkpoint is written and the job is requeued, as it is when a node is lost; it resumes from there.
 # `scancel --signal=USR1 --batch JOBID` asks for that at any time, `scancel JOBID` ends the job. What differs from site
 # to site is in slurm/site.sh (or MEGARL_SITE=FILE).
 #
@@ -28,7 +28,7 @@ PREFLIGHT_S=${MEGARL_PREFLIGHT_S:-300} # of a step that looks at the nodes; the 
 HEAD_S=${MEGARL_HEAD_S:-300}           # until the first node's Ray answers; it may have a container to unpack
 WITHOUT_NODES_S=60 # the driver may take to end, after a node's Ray has
 TEARDOWN_S=15     # of the steps that hold Ray
-MARGIN_S=60       # before the time limit the job is queued again, whatever the checkpoint does
+MARGIN_S=60       # before the time limit the job is requeued, with or without the checkpoint
 SLURM_S=20        # of a word with Slurm's controller
 REQUEUE_S=40      # of trying to queue the job again
 EXIT_USR1=138
@@ -189,7 +189,7 @@ run_driver() {
   say "the driver has ended with code $code"
 }
 
-# Seconds since 1970 at which a job that was asked to stop must be queued again; far off where Slurm does not tell.
+# Seconds since 1970 at which a job that was asked to stop must be requeued; far off where Slurm does not answer.
 find_time_limit() {
   local end
   end=$(timeout "$SLURM_S" scontrol show job "$SLURM_JOB_ID" | sed -n 's/.* EndTime=\([^ ]*\).*/\1/p') || true
@@ -213,7 +213,7 @@ forward() {
   fi
 }
 
-# What the job ends with: it is queued again after USR1, or where a node is lost; else the driver's code counts.
+# How the job ends: it is requeued after USR1, or where a node is lost; else the driver's code counts.
 end() {
   local code=${1:-$EXIT_USR1}
   tear_down
@@ -234,28 +234,28 @@ expect_progress() {
   local now newest
   now=$(date +%s) newest=$(read_newest)
   [[ $newest == "$begun_from" ]] && ((now - begun_at > $(find_time_limit) - now)) || return 0
-  say "SIGUSR1: not queued again: this start's time is over, and in $((now - begun_at)) s it wrote no checkpoint (newest:" \
+  say "SIGUSR1: not requeued: this start's time is over, and in $((now - begun_at)) s it wrote no checkpoint (newest:" \
     "${newest:-none}). Give it more (sbatch --time=, --signal=B:USR1@SECONDS), or make iterations shorter" \
-    "(checkpoint.save_every=1)${newest:+; to go on: $(tell_again)}"
+    "(checkpoint.save_every=1)${newest:+; to resume: $(tell_again)}"
   exit "$EXIT_USR1"
 }
 
 # The newest checkpoints, of training and of value pretraining.
 read_newest() { (cd "$run_dir" && grep -s '' {checkpoints,value_pretraining}/latest | sed 's,/latest:,/,' | xargs) || true; }
 
-# Value pretraining on its own goes on in its folder with the command that it was started with.
+# Value pretraining on its own is resumed in its folder by the command that it was started with.
 tell_again() {
   if [[ -f $run_dir/run.json ]]; then echo "sbatch slurm/train.sh resume=$run_dir"; else echo "the same again, hydra.run.dir=$run_dir"; fi
 }
 
 requeue() {
-  say "$1: queued again; it goes on from the newest checkpoint in $run_dir"
+  say "$1: requeued; it resumes from the newest checkpoint in $run_dir"
   stop=''
   # Slurm ends this start of the job, scontrol included.
   if wait_until "$REQUEUE_S" ask_for_requeue; then
     wait_until 60 is_ended_by_slurm && exit "$EXIT_USR1"
   fi
-  say "Slurm does not queue the job again; by hand: $(tell_again)"
+  say "Slurm does not requeue the job; by hand: $(tell_again)"
   exit "$EXIT_USR1"
 }
 

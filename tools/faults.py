@@ -3,8 +3,8 @@
     python tools/faults.py --kills 20    # every process in every phase once
     python tools/faults.py --kills 50    # then at random
 
-Each kill has a run of its own. What is left after the driver's death goes on with resume=RUN_DIR. The runs' folders and
-results.jsonl are in --out, and the command goes on where it was ended. Exit status 1 where a run ended otherwise.
+Each kill has a run of its own. After the driver's death the run is resumed with resume=RUN_DIR. The runs' folders and
+results.jsonl are in --out, and the command resumes where it was ended. Exit status 1 where a run ended otherwise.
 """
 
 import argparse
@@ -196,7 +196,7 @@ def strike(plan: Plan, out: Path, reference: dict[str, Any], overrides: list[str
     text = log.read_text(errors="replace")
     if problem is None:
         shutil.rmtree(run_dir)
-    begun = [int(n) for n in re.findall(r"going on from \S*iteration-(\d+)", text)]
+    begun = [int(n) for n in re.findall(r"resuming from \S*iteration-(\d+)", text)]
     reached = int(hit.split()[-1]) if hit else 0
     return Outcome(
         asdict(plan),

@@ -70,7 +70,7 @@ def count_numbers(text: str) -> int:
 
 
 def is_restarted(environment: Mapping[str, str]) -> bool:
-    """Whether this process belongs to a job that Slurm has queued again, and so to its second start or a later one."""
+    """Whether this process belongs to a job that Slurm has requeued, that is to its second start or a later one."""
     return environment.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 

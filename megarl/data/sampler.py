@@ -1,4 +1,4 @@
-"""Which prompts each iteration asks: shuffled anew every epoch, resumable at any point."""
+"""The prompts of each iteration: reshuffled every epoch, resumable at any point."""
 
 import hashlib
 import random

@@ -79,7 +79,8 @@ def end_process(process: subprocess.Popen[str]) -> tuple[str, str]:
         return process.communicate(timeout=KILL_DEADLINE_S)
     except subprocess.TimeoutExpired as late:
         # Bytes, whatever the pipe's mode.
-        return tuple(text.decode(errors="replace") if text else "" for text in (late.output, late.stderr))  # type: ignore
+        out, err = (text.decode(errors="replace") if text else "" for text in (late.output, late.stderr))
+        return out, err
 
 
 def read_imports(lines: list[dict[str, Any]], problems: dict[str, str]) -> Imports:

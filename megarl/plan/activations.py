@@ -1,8 +1,8 @@
-"""What one rank keeps of one micro-batch between its forward and its backward pass, in bytes.
+"""Bytes that one rank keeps of one micro-batch between its forward and its backward pass.
 
-In the manner of Korthikanti et al. (2205.05198, section 4: what each operation saves, and who of the tensor- and
-sequence-parallel ranks holds it), for the layers built here: RMSNorm, rotary positions, grouped queries, SwiGLU, no
-biases and no dropout, and for Megatron's own operations where they are not fused (megatron/core/transformer/mlp.py,
+After Korthikanti et al. (2205.05198, section 4: what each operation saves, and which tensor- and sequence-parallel
+ranks hold it), for the layers built here: RMSNorm, rotary positions, grouped queries, SwiGLU, no biases and no
+dropout, and for Megatron's own operations where they are not fused (megatron/core/transformer/mlp.py,
 attention.py, moe/experts.py; megarl/mcore/model/layers.py, logprobs.py).
 
 Symbols: S tokens on this rank (of a context-parallel group its part), s = S / tp of them under sequence parallelism
@@ -20,53 +20,53 @@ from megarl.mcore.weights.entries import padded_vocab_size
 
 ELEMENT_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 LOSS_BYTES = 48
-"""Of each response token: its target, log-prob, and what the loss keeps (int64 and float32 vectors)"""
+"""Per response token: its target, log-prob, and what the loss keeps (int64 and float32 vectors)"""
 DENSE_WIDTH = 256
-"""On a CPU sequences up to this long have their scores held in bfloat16 (megarl/mcore/cpu/segments.py)"""
+"""On a CPU attention scores of sequences up to this length are held in bfloat16 (megarl/mcore/cpu/segments.py)"""
 
 
 class Attention(Enum):
     flash = "flash"
     """2205.14135: inputs, output, and a float32 logsumexp for each token and head"""
     scores = "scores"
-    """The probabilities themselves"""
+    """The full matrix of attention probabilities"""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Tokens of the largest micro-batch, on one rank."""
+    """The largest micro-batch, in tokens of one rank."""
 
     num_tokens: int
     num_response_tokens: int
     longest: int
-    """Tokens of the longest sequence, on all context-parallel ranks together"""
+    """Tokens of the longest sequence, over all context-parallel ranks"""
 
 
 @dataclass(frozen=True)
 class Saving:
-    """policy.recompute and its companions."""
+    """The settings of activation recomputation, as policy.recompute."""
 
     recompute: Recompute = Recompute.none
     method: RecomputeMethod = RecomputeMethod.uniform
     num_layers: int = 1
     modules: tuple[str, ...] = ("core_attn",)
-    """What recompute=selective computes again; those that are not known here count as kept"""
+    """Modules that recompute=selective recomputes; those that are not known here count as kept"""
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Of one layer and one micro-batch."""
+    """Bytes of one layer for one micro-batch."""
 
     input: int
     """s h b"""
     core_attention: int
-    """What recompute_modules=[core_attn] does not keep"""
+    """Not kept with recompute_modules=[core_attn]"""
     mlp: int
-    """What recompute_modules=[mlp] does not keep"""
+    """Not kept with recompute_modules=[mlp]"""
     rest: int
-    """Everything else, the input left out"""
+    """Everything else, without the input"""
     gradient: int
-    """Most that the layer's backward pass holds besides, less what it has freed by then"""
+    """Additional peak of the layer's backward pass, less what it has freed by then"""
 
     @property
     def total(self) -> int:
@@ -75,13 +75,13 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class HeadBytes:
-    """Of the last stage and one micro-batch."""
+    """Bytes of the last stage's head for one micro-batch."""
 
     saved: int
     gradient: int
-    """Most that its backward pass holds besides, less what it has freed by then"""
+    """Additional peak of its backward pass, less what it has freed by then"""
     forward: int
-    """Held at once where nothing is kept for a backward pass"""
+    """Peak of a forward pass that keeps nothing for a backward pass"""
 
 
 def choose_attention(dtype: Dtype, longest: int, on_gpu: bool) -> Attention:
@@ -113,7 +113,7 @@ def compute_layer(
         core = 4 * tokens * heads
     else:
         core = tokens * heads * batch.longest * b
-        # Values are copied for the product, so that nothing keeps what linear_qkv made.
+        # Values are copied for the product, so that nothing keeps the output of linear_qkv.
         held = held + keys if arch.qk_norm else keys
     mlp, work = _compute_mlp(arch, parallel, b, split, tokens)
     return LayerBytes(
@@ -121,14 +121,14 @@ def compute_layer(
         core_attention=core,
         mlp=mlp,
         rest=norms + held + turned + angles + queries,
-        # Under sequence parallelism a matrix's whole input is gathered again, in a buffer that stays, and the gradient
-        # of it is whole before it is cut (megatron/core/tensor_parallel/layers.py).
+        # Under sequence parallelism a matrix's whole input is gathered again, in a buffer that stays, and its gradient
+        # is whole before it is scattered (megatron/core/tensor_parallel/layers.py).
         gradient=work + 2 * split * h * b + (2 * tokens * h * b if parallel.sp else 0),
     )
 
 
 def _compute_mlp(arch: Architecture, parallel: ParallelConfig, b: int, split: int, tokens: int) -> tuple[int, int]:
-    """Kept by the MLP or the experts; most that their backward pass holds besides.
+    """Bytes kept by the MLP or the experts, and the additional peak of their backward pass.
 
     Where some layers have experts and others do not, each layer counts as the larger of both.
     """
@@ -146,7 +146,7 @@ def _compute_mlp(arch: Architecture, parallel: ParallelConfig, b: int, split: in
     # an expert gather their tokens.
     routed, rows = split * experts.top_k * parallel.etp, experts.ffn_size // parallel.etp
     routes = split * (experts.num_experts * 5 + experts.top_k * 24)
-    # One half more than a dense MLP keeps: its output before it is weighed.
+    # One half more than a dense MLP keeps: its output before it is weighted by the router.
     kept = routed * h * b + 6 * routed * rows * b + routes
     work = routed * (h + rows) * b + 2 * rows * h * b
     if experts.shared_ffn_size:
@@ -184,7 +184,7 @@ def compute_head(
 
 
 def sum_layers(layer: LayerBytes, num_layers: int, saving: Saving, num_pieces: int = 1) -> tuple[int, int]:
-    """Kept of one micro-batch by so many layers of a stage; what is computed again at once, for one block of them.
+    """Bytes kept of one micro-batch by the layers of a stage, and bytes recomputed at once, of one block of layers.
 
     Under recompute=full only the input of each block is kept (2205.05198, section 5). num_pieces: virtual pipeline
     stages; Megatron cuts each of them into blocks of its own (megatron/core/transformer/transformer_block.py,
@@ -204,9 +204,9 @@ def sum_layers(layer: LayerBytes, num_layers: int, saving: Saving, num_pieces: i
 
 
 def _sum_blocks(layer: LayerBytes, pieces: Sequence[int], num_recomputed: int) -> tuple[int, int]:
-    """As `sum_layers`, where the first layers of each piece are computed again, one at a time.
+    """As `sum_layers`, where the first layers of each piece are recomputed, one at a time.
 
-    The layers that keep theirs come last in a piece, and are done with when the others are computed again.
+    The layers that keep their activations come last in a piece; they have freed them when the others are recomputed.
     """
     again = [min(num_recomputed, piece) for piece in pieces]
     keeping = [piece - number for piece, number in zip(pieces, again, strict=True)]

@@ -22,13 +22,13 @@ from megarl.plan.estimate import JobPlan, Problem, build_plan
 from megarl.plan.jobs import PlannedModels
 
 MAX_ROUNDS = 4
-"""Problems that are mended one after the other"""
+"""The number of problems that are fixed one after the other"""
 LEAST_TOKENS = 1024
-"""A micro-batch is not cut below this many tokens"""
+"""A micro-batch is not reduced below this many tokens"""
 FRACTIONS = (0.2, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.82, 0.84, 0.86, 0.88, 0.9, 0.92, 0.94)
 
 Values = Mapping[str, Any]
-"""Dotted key -> value"""
+"""Values by dotted key"""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Change:
     overrides: tuple[str, ...]
     """As on the command line"""
     plan: JobPlan
-    """Of the changed job, which fits"""
+    """The plan of the changed job, which fits"""
 
 
 def find_change(config: Config, models: PlannedModels, plan: JobPlan) -> Change | None:
-    """What to add to the command line so that the job fits; None where nothing that is tried here does."""
+    """The overrides with which the job fits; None where no change that is tried here helps."""
     start, rounds = config, list[Values]()
     for _ in range(MAX_ROUNDS):
         if not plan.problems:
@@ -54,7 +54,7 @@ def find_change(config: Config, models: PlannedModels, plan: JobPlan) -> Change 
 
 
 def _prune(config: Config, models: PlannedModels, rounds: list[Values], plan: JobPlan) -> Change:
-    """Without the rounds that a later one has made superfluous. plan: of the job with all of them."""
+    """The change without rounds that a later one has made superfluous. plan: of the job with all rounds."""
     known = set(list_contradictions(config))
     for each in list(rounds):
         fewer = [other for other in rounds if other is not each]
@@ -71,7 +71,7 @@ def _join(rounds: list[Values]) -> Values:
 def _mend(
     config: Config, models: PlannedModels, plan: JobPlan, problem: Problem
 ) -> tuple[Values, Config, JobPlan] | None:
-    """The first candidate that rids the job of this problem and gives it no new one."""
+    """The first candidate that fixes this problem and causes no new one."""
     before = {other.where for other in plan.problems}
     known = set(list_contradictions(config))
     for values in list_candidates(config, plan, problem):
@@ -96,7 +96,7 @@ def _try(config: Config, models: PlannedModels, known: set[str]) -> JobPlan | No
 
 
 def apply(config: Config, values: Values) -> Config:
-    """A copy with these values."""
+    """A copy of the configuration with these values."""
     changed = copy.deepcopy(config)
     for key, value in values.items():
         *path, name = key.split(".")
@@ -109,7 +109,7 @@ def apply(config: Config, values: Values) -> Config:
 
 
 def list_candidates(config: Config, plan: JobPlan, problem: Problem) -> Iterator[Values]:
-    """For one problem, nearest first. Some contradict other keys: those are passed over."""
+    """The candidates for one problem, nearest first. Some contradict other keys; the caller skips those."""
     if problem.where == "gpus":
         yield from _list_gpu_changes(config, plan)
     elif problem.where == "host":
@@ -137,7 +137,7 @@ def _list_gpu_changes(config: Config, plan: JobPlan) -> Iterator[Values]:
 
 
 def _list_nodes(config: Config, number: int) -> dict[str, Any]:
-    """So many nodes, and what the first one more than one needs."""
+    """The values for this number of nodes, and those that a job of several nodes needs."""
     values: dict[str, Any] = {"cluster.num_nodes": number}
     if config.cluster.num_nodes == 1 and config.cluster.listen_host != AUTO:
         values["cluster.listen_host"] = AUTO
@@ -170,7 +170,7 @@ def _list_server_changes(config: Config) -> Iterator[Values]:
 
 
 def _list_role_changes(config: Config, plan: JobPlan, name: str) -> Iterator[Values]:
-    """Of the role, then of those that share its GPUs; then two of them at once."""
+    """Changes of the role, then of those that share its GPUs, then two of them at once."""
     is_shared = config.cluster.placement is not Placement.apart
     names = [name, *(other for other in plan.jobs if is_shared and other != name)]
     single = [values for other in names for values in _list_own_changes(config, other, is_shared)]
@@ -186,7 +186,7 @@ def _list_role_changes(config: Config, plan: JobPlan, name: str) -> Iterator[Val
 
 
 def _list_own_changes(config: Config, name: str, is_shared: bool) -> Iterator[Values]:
-    """With the same GPUs."""
+    """Changes of the role that keep its GPUs."""
     node, parallel = getattr(config, name), getattr(config, name).parallel
     if isinstance(node, TrainedRoleConfig) and node.recompute is not Recompute.full:
         yield {f"{name}.recompute": Recompute.full}
@@ -208,7 +208,7 @@ def _list_own_changes(config: Config, name: str, is_shared: bool) -> Iterator[Va
 
 
 def _list_less_shared(config: Config) -> Iterator[Values]:
-    """Placements in which fewer share a GPU, the nearest first, on as many nodes as it takes."""
+    """Placements in which fewer processes share a GPU, nearest first, on as many nodes as needed."""
     order = [Placement.colocated, Placement.split, Placement.apart]
     for placement in order[order.index(config.cluster.placement) + 1 :]:
         values: dict[str, Any] = {"cluster.placement": placement}
@@ -218,9 +218,7 @@ def _list_less_shared(config: Config) -> Iterator[Values]:
 
 
 def _list_larger(config: Config, name: str) -> Iterator[Values]:
-    """With more GPUs for the role: spread over more replicas, then the model cut further; more nodes where the cluster
-    has too few.
-    """
+    """Changes with more GPUs for the role: more replicas, then more model parallelism; more nodes where needed."""
     parallel = getattr(config, name).parallel
     for factor in (2, 4, 8):
         number = {f"{name}.parallel.num_processes": parallel.num_processes * factor}

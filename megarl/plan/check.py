@@ -1,4 +1,4 @@
-"""The check at the start of every job: what its plan says does not fit."""
+"""The check at the start of every job: whether its plan fits the cluster."""
 
 from pathlib import Path
 
@@ -11,11 +11,10 @@ from megarl.run.inputs import Inputs
 
 
 def check_plan(config: Config, inputs: Inputs) -> list[str]:
-    """Why the job does not fit, as the messages of a ConfigError, the last with what would make it fit; [] if it does.
+    """Why the job does not fit, as messages of a ConfigError, the last with a change that would make it fit; else [].
 
-    Memory is planned on clusters whose hardware is known (cluster.hardware); elsewhere only batches are looked at.
-    There Megatron is imported and its parameters are counted, which takes seconds, in a process that is in no process
-    group.
+    Memory is planned on clusters whose hardware is known (cluster.hardware); elsewhere only batches are checked. There
+    Megatron is imported and its parameters are counted, which takes seconds, in a process that is in no process group.
     """
     critic = inputs.specs.get(Role.critic)
     own = read_architecture(Path(critic.checkpoint)) if critic else inputs.architecture
@@ -36,7 +35,7 @@ def _describe_problems(config: Config, models: PlannedModels) -> list[str]:
     if not plan.problems:
         return []
     change = find_change(config, models, plan)
-    advice = "no single change of those that were tried makes it fit"
+    advice = "none of the changes that were tried makes it fit"
     if change is not None:
         advice = f"it fits with {' '.join(change.overrides)}"
     messages = [problem.message for problem in plan.problems]

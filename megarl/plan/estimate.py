@@ -1,4 +1,4 @@
-"""A job's plan: what every GPU and node holds in each phase, what travels, how long it takes, and what does not fit."""
+"""A job's plan: memory of every GPU and node in each phase, bytes of a sync, seconds, and what does not fit."""
 
 import functools
 import json
@@ -24,13 +24,13 @@ from megarl.plan.serving import ServerMemory, compute_server_weights, estimate_s
 from megarl.plan.transfer import Transfer, estimate_transfer
 
 SAMPLE_BYTES = 64
-"""Of each token of an iteration in the driver: ids, log-probs, values, advantages, returns and masks"""
+"""Bytes per token of an iteration in the driver: ids, log-probs, values, advantages, returns and masks"""
 
 
 @dataclass(frozen=True)
 class Problem:
     where: str
-    """Who does not fit: gpus, a role, servers, host or batches"""
+    """The part that does not fit: gpus, a role, servers, host or batches"""
     message: str
 
 
@@ -49,16 +49,16 @@ class JobPlan:
     """The GPU of every rank of each role and of the servers"""
     gpus: tuple[GpuPlan, ...]
     server: ServerMemory
-    """Of the rank that has least room"""
+    """The server rank with the least free memory"""
     transfer: Transfer
     seconds: Seconds
     host_bytes: int
-    """Of the fullest node"""
+    """Host memory of the fullest node"""
     problems: tuple[Problem, ...]
 
     @property
     def num_gpus(self) -> int:
-        """That are used."""
+        """The number of GPUs that are used."""
         return count_gpus(self.places)
 
     @property
@@ -101,7 +101,7 @@ def build_plan(config: Config, models: PlannedModels) -> JobPlan:
 
 
 def count_job(config: Config, job: RoleJob) -> tuple[StageParameters, ...]:
-    """The parameters of a rank of each stage. Raises ConfigError for what Megatron refuses."""
+    """The parameters of one rank of each stage. Raises ConfigError for settings that Megatron refuses."""
     megatron = json.dumps(config.model.megatron, sort_keys=True)
     try:
         return _count(job.arch, astuple(job.parallel), job.dtype, megatron, job.has_value_head)
@@ -127,8 +127,10 @@ def compute_host(
     stages: Mapping[str, tuple[StageMemory, ...]],
     places: Mapping[str, Sequence[int]],
 ) -> int:
-    """Memory of the fullest node: processes, Ray's object store, what is offloaded, what a checkpoint copies before it
-    is written (weights and optimizer of each rank), and on the first node an iteration's samples.
+    """Host memory of the fullest node in bytes.
+
+    It has processes, Ray's object store, what is offloaded, the copy that a checkpoint makes before it is written
+    (weights and optimizer of each rank), and on the first node an iteration's samples.
     """
     per_node = config.cluster.gpus_per_node
     process = int(HOST_PROCESS_GIB * GIB)
@@ -169,7 +171,7 @@ def _check_server(config: Config, server: ServerMemory, longest: int) -> Iterato
     if server.num_longest < 1:
         yield Problem(
             "servers",
-            f"{key}: found {server.fraction:g}; beside weights of {server.weights / GIB:.1f} GiB it leaves room for"
+            f"{key}: found {server.fraction:g}; beside weights of {server.weights / GIB:.1f} GiB it leaves memory for"
             f" {server.kv_tokens} tokens of KV cache on each GPU; one sequence may have {longest}",
         )
     if server.reserve < SERVER_GIB * GIB and config.rollout.kv_cache_tokens is None:
@@ -181,7 +183,7 @@ def _check_server(config: Config, server: ServerMemory, longest: int) -> Iterato
 
 
 def _check_memory(gpus: tuple[GpuPlan, ...], gpu_bytes: int) -> Iterator[Problem]:
-    """One problem for each set of processes that does not fit, in the phase that takes most."""
+    """One problem for each set of processes that does not fit, in the phase that needs most."""
     seen = set()
     for plan in gpus:
         phase = max(plan.phases, key=lambda name: plan.phases[name])

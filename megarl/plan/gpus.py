@@ -1,4 +1,4 @@
-"""Which processes share a GPU, and what each GPU holds in each phase of an iteration."""
+"""Which processes share a GPU, and the memory of each GPU in each phase of an iteration."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ class Tenant:
 
 @dataclass(frozen=True)
 class GpuKind:
-    """GPUs that hold the same."""
+    """GPUs with the same processes."""
 
     gpus: tuple[int, ...]
-    """Their numbers, from 0 on the first node on"""
+    """Their numbers, from 0 on the first node"""
     tenants: tuple[Tenant, ...]
     has_server: bool
 
@@ -33,7 +33,7 @@ class GpuKind:
 def place_job(config: Config) -> dict[str, tuple[int, ...]]:
     """The GPU of every rank of each role and of the servers, in the order policy, critic, reference, servers.
 
-    Numbers beyond the cluster's: the job asks for more than it has. cluster.gpus_per_node must be known.
+    Numbers beyond the cluster's mean that the job needs more GPUs than it has. cluster.gpus_per_node must be known.
     """
     per_node = config.cluster.gpus_per_node
     return {
@@ -43,12 +43,12 @@ def place_job(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def count_gpus(places: Mapping[str, Sequence[int]]) -> int:
-    """Those that are used."""
+    """The number of GPUs that are used."""
     return len({gpu for gpus in places.values() for gpu in gpus})
 
 
 def list_kinds(places: Mapping[str, Sequence[int]], jobs: Mapping[str, RoleJob]) -> tuple[GpuKind, ...]:
-    """The GPUs that are used, those with the same tenants together."""
+    """The GPUs that are used, grouped by their tenants."""
     tenants: dict[int, list[Tenant]] = {}
     for role, job in jobs.items():
         per_stage = job.parallel.num_processes // job.parallel.pp
@@ -68,7 +68,7 @@ def compute_phases(
     server: ServerMemory | None,
     bucket_bytes: int,
 ) -> dict[str, int]:
-    """Bytes of one GPU in each phase, by PHASES. Those who share it compute side by side.
+    """Bytes of one GPU in each phase, by PHASES. Processes that share it compute in parallel.
 
     bucket_bytes: rollout.sync_bucket_mb; every rank of a sync holds two messages.
     """
@@ -83,14 +83,16 @@ def compute_phases(
         phases["generation"] += add_overhead(held)
         phases["sync"] += add_overhead(max(held, memory.weights) + 2 * bucket_bytes if is_sender else held)
         phases["log-probs, values"] += add_overhead(max(held, memory.forward))
-        # The first one: the optimizer's state is made in it, the model before it.
+        # The first update: it creates the optimizer's state, after the model was built.
         phases["update"] += add_overhead(max(held, memory.update, memory.building))
     return phases
 
 
 def hold(memory: StageMemory, job: RoleJob, is_shared: bool) -> int:
-    """Bytes of a training process between its calls. torch's allocator keeps what the calls had at most, from those who
-    share the GPU; where something is offloaded it gives that back (megarl/mcore/offload.py).
+    """Bytes of a training process between its calls.
+
+    torch's allocator keeps the peak of the calls, which others on the GPU cannot use; where something is offloaded,
+    it releases that memory (megarl/mcore/offload.py).
     """
     return memory.peak if is_shared and job.offload is None else memory.resident
 

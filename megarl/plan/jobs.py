@@ -1,4 +1,4 @@
-"""From a checked configuration to what is planned: the models, and each role as far as its memory is concerned."""
+"""From a checked configuration to the inputs of a plan: the models, and what each role's memory depends on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,20 +21,20 @@ from megarl.plan.roles import RoleJob
 from megarl.sync.serving_pieces import check_serving_layout
 
 DEFAULT_MODULES = ("core_attn",)
-"""What Megatron computes again under recompute=selective (transformer_config.py, recompute_modules)"""
+"""Modules that Megatron recomputes under recompute=selective (transformer_config.py, recompute_modules)"""
 
 
 @dataclass(frozen=True)
 class PlannedModels:
     policy: Architecture
-    """Of the reference too"""
+    """Also the reference's"""
     critic: Architecture
 
 
 def find_models(config: Config) -> PlannedModels:
-    """The sizes of the models, from their files where they are here, else as published; nothing is downloaded.
+    """The sizes of the models, from their files where they exist locally, else as published; nothing is downloaded.
 
-    Raises ConfigError that names model.path or critic.init.
+    Raises ConfigError naming model.path or critic.init.
     """
     if config.model.source is ModelSource.random:
         policy = describe_random(config.model.random)
@@ -47,7 +47,7 @@ def find_models(config: Config) -> PlannedModels:
 
 
 def find_architecture(name: str, key: str) -> Architecture:
-    """Of a checkpoint directory, of a model in the Hugging Face cache, or of one whose sizes are known here."""
+    """The sizes of a checkpoint directory, a model in the Hugging Face cache, or one of PUBLISHED."""
     directory = Path(name).expanduser()
     if (directory / "config.json").is_file():
         return _read(directory, key)
@@ -83,7 +83,7 @@ def _read(directory: Path, key: str) -> Architecture:
 
 
 def describe_random(random: RandomModelConfig) -> Architecture:
-    """Of model.source=random, whose files need not have been made."""
+    """The sizes of model.source=random, whose files need not exist yet."""
     fields = build_random_fields(random, len(random.alphabet) + len(SPECIAL_TOKENS))
     return parse_architecture({"model_type": random.family, **fields}, Path("model.random"))
 
@@ -134,13 +134,13 @@ def _build_job(
 
 
 def find_longest(config: Config) -> int:
-    """Most tokens of a sequence."""
+    """The maximum number of tokens of a sequence."""
     return config.data.prompt_length + config.rollout.response_length
 
 
 def find_microbatch(config: Config, parallel: ParallelConfig) -> tuple[MicroBatch, int]:
-    """The largest micro-batch that packing makes (megarl/data/packing.py), nearly all of it response tokens, and how
-    many a data-parallel rank has of each minibatch where every sequence is as long as it may be.
+    """The largest micro-batch that packing makes (megarl/data/packing.py), nearly all of it response tokens, and the
+    number of micro-batches per minibatch on a data-parallel rank if every sequence has its maximum length.
     """
     train, longest = config.train, find_longest(config)
     budget = train.tokens_per_microbatch * parallel.cp
@@ -152,7 +152,7 @@ def find_microbatch(config: Config, parallel: ParallelConfig) -> tuple[MicroBatc
 
 
 def check_batches(config: Config, jobs: Mapping[str, RoleJob]) -> list[str]:
-    """What of an iteration does not divide over the ranks of a role; one message each."""
+    """Problems with dividing an iteration's samples over the ranks of a role, one message each."""
     samples, problems = config.train.minibatch_size, []
     for name, job in jobs.items():
         if job.is_trained and samples < job.parallel.dp:

@@ -1,6 +1,6 @@
-"""The config.json of models on the Hugging Face hub, so that a job can be planned where no file of them is.
+"""The config.json of models on the Hugging Face hub, so that a job can be planned without their files.
 
-Only the fields that decide sizes and layers; as published on the models' pages at huggingface.co.
+Only the fields that determine sizes and layers; as published on the models' pages at huggingface.co.
 """
 
 from typing import Any
@@ -98,4 +98,4 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
-"""By the name on the hub, as in model.path"""
+"""Fields of config.json by the name on the hub, as in model.path"""

@@ -17,19 +17,19 @@ from megarl.plan.activations import (
 )
 
 FP8_BYTES = 2
-"""Of a parameter of a linear layer that computes in FP8: Transformer Engine casts the weight at the first micro-batch
+"""Per parameter of a linear layer that computes in FP8: Transformer Engine casts the weight at the first micro-batch
 and keeps it, and its transpose for the backward pass (transformer_engine/pytorch/module/linear.py, is_first_microbatch;
 module/base.py, get_weight_workspace; megatron/core/extensions/transformer_engine.py).
 """
 GRADIENT_BYTES = 4
-"""Of a parameter: Megatron sums gradients in float32 (grad_reduce_in_fp32)"""
+"""Per parameter: Megatron sums gradients in float32 (grad_reduce_in_fp32)"""
 CHUNK_BYTES = {True: 3 * 4 * (1 << 23), False: 4 * (1 << 18)}
-"""On a GPU or not: the float32 buffers of log-probs (megarl/mcore/logprobs.py)"""
+"""The float32 buffers of log-probs, on a GPU or not (megarl/mcore/logprobs.py)"""
 
 
 @dataclass(frozen=True)
 class RoleJob:
-    """One role, as far as its memory is concerned."""
+    """One role, with what its memory depends on."""
 
     name: str
     arch: Architecture
@@ -38,12 +38,12 @@ class RoleJob:
     is_trained: bool
     has_value_head: bool
     holds_reference: bool
-    """A KL of estimator full: the policy's processes hold the reference too"""
+    """With a KL of estimator full the policy's processes hold the reference too"""
     offload: Offload | None
     saving: Saving
     batch: MicroBatch
     num_microbatches: int
-    """Of a minibatch, on each data-parallel rank"""
+    """Per minibatch, on each data-parallel rank"""
     on_gpu: bool
     fp8: bool = False
     caches_fp8: bool = False
@@ -52,34 +52,34 @@ class RoleJob:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of one rank of a pipeline stage."""
+    """Memory of one rank of a pipeline stage, in bytes."""
 
     parameters: StageParameters
     in_flight: int
-    """Micro-batches whose activations are held at once"""
+    """Number of micro-batches whose activations are held at once"""
     weights: int
     fp8: int
-    """Copies of the weights in FP8, and their transposes; `offload` leaves them"""
+    """Copies of the weights in FP8, and their transposes; `offload` does not move them"""
     gradients: int
     optimizer: int
     activations: int
-    """Kept for the backward passes under way, logits left out"""
+    """Kept for pending backward passes, without logits"""
     head: int
-    """Logits or values, and what goes with them"""
+    """Logits or values, with their inputs and gradients"""
     work: int
-    """Held besides in the moment of the peak: recomputed layers, gradients of activations"""
+    """Additional memory at the peak: recomputed layers, gradients of activations"""
     forward_work: int
-    """The same where nothing is kept: log-probs and values"""
+    """The same for a forward pass alone: log-probs and values"""
     resident: int
     """Between the calls"""
     offloaded: int
-    """Bytes that wait in host memory between the calls"""
+    """Held in host memory between the calls"""
     building: int
     """While the model is built: gradients, and the weights twice or the optimizer's float32 copy of them"""
 
     @property
     def update(self) -> int:
-        """The peak of an update; of a role that is not trained, that of a forward pass."""
+        """The peak of an update; for a role that is not trained, that of a forward pass."""
         if self.gradients == 0:
             return self.forward
         model = self.weights + self.fp8 + self.gradients + self.optimizer
@@ -100,10 +100,10 @@ def estimate_stages(job: RoleJob, stages: tuple[StageParameters, ...]) -> tuple[
 
 
 def count_in_flight(parallel: ParallelConfig, stage: int, num_microbatches: int) -> float:
-    """Micro-batches of which a stage holds the activations of all its layers, at most.
+    """The maximum number of micro-batches of which a stage holds the activations of all its layers.
 
     1F1B: pp - stage (Narayanan et al. 2104.04473, section 2.2.1). Interleaved: a stage warms up with
-    2 (pp - stage - 1) + (vpp - 1) pp pieces and has one more under way, each 1 / vpp of its layers
+    2 (pp - stage - 1) + (vpp - 1) pp pieces and has one more in progress, each 1 / vpp of its layers
     (megatron/core/pipeline_parallel/schedules.py, get_pp_rank_microbatches).
     """
     if parallel.pp == 1:
@@ -125,7 +125,7 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
     in_flight = count_in_flight(parallel, stage, job.num_microbatches)
     kept, again = sum_layers(layer, parameters.num_layers, job.saving, parallel.vpp)
     is_last = stage == parallel.pp - 1
-    # Stages but the last keep what they sent until its gradient comes back.
+    # All stages but the last keep what they sent until its gradient arrives.
     activations = ceil(in_flight * (kept + (0 if is_last else layer.input)))
     head = None
     if is_last:
@@ -133,7 +133,7 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
         head = compute_head(job.arch, parallel, job.dtype, job.batch, job.has_value_head, chunk)
     in_layers = again + layer.gradient
     in_head = head.saved + head.gradient if head else 0
-    # Either the head's backward pass or, the head done with, that of a layer.
+    # The peak is in the head's backward pass or, after it, in that of a layer.
     work = max(in_layers - (head.saved if head else 0), in_head - (head.saved if head else 0), 0)
     copies = max(parameters.total * b, optimizer // 3 if job.dtype is Dtype.bfloat16 else 0)
     moved = _list_offloaded(job.offload, weights, gradients, optimizer)
@@ -157,7 +157,7 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
 
 
 def compute_optimizer(job: RoleJob, parameters: StageParameters) -> int:
-    """Adam's two float32 moments and, of bfloat16 weights, a float32 copy, cut over the data-parallel ranks: over
+    """Adam's two float32 moments and, for bfloat16 weights, a float32 copy, sharded over the data-parallel ranks: over
     dp x cp of them (Rajbhandari et al. 1910.02054, section 5.1, P_os; megatron/core/optimizer/distrib_optimizer.py),
     of experts over those that hold the same ones.
     """

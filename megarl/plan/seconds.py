@@ -31,11 +31,11 @@ class PretrainingStep:
     """One rollout of value pretraining (megarl/value_pretraining/loop.py)."""
 
     generation: float
-    """0 of saved rollouts"""
+    """0 with saved rollouts"""
     scoring: float
-    """Values; where a KL is in the reward, also log-probs of policy and reference"""
+    """Values, and with a KL in the reward also log-probs of policy and reference"""
     update: float
-    """Of the critic"""
+    """The critic's update"""
 
     @property
     def total(self) -> float:
@@ -51,11 +51,11 @@ class Seconds:
     sync: float | None
     """None: not estimated (rollout.transport=disk)"""
     pretraining: PretrainingStep | None
-    """None: there is none"""
+    """None: there is no value pretraining"""
 
     @property
     def iteration(self) -> float:
-        """A sync that is not estimated left out."""
+        """The whole iteration, without a sync that is not estimated."""
         return self.generation + self.scoring + self.update + (self.sync or 0.0)
 
 
@@ -63,7 +63,7 @@ def estimate_seconds(config: Config, jobs: Mapping[str, RoleJob], server: Server
     num_samples = config.train.num_samples
     forward = {name: _compute_forward(config, job, num_samples) for name, job in jobs.items()}
     updates = {name: _compute_update(config, job, forward[name]) for name, job in jobs.items() if job.is_trained}
-    # Those who share GPUs take turns on them.
+    # Roles that share GPUs take turns on them.
     join = max if config.cluster.placement is Placement.apart else sum
     generation = _compute_generation(config, jobs["policy"], num_samples, server)
     scoring = join(forward.values())
@@ -79,9 +79,9 @@ def estimate_seconds(config: Config, jobs: Mapping[str, RoleJob], server: Server
 
 
 def _compute_update(config: Config, job: RoleJob, forward: float) -> float:
-    """Of a role in one iteration, every epoch of it. forward: seconds of its forward pass over the samples."""
+    """A role's update in one iteration, over all epochs. forward: seconds of its forward pass over the samples."""
     repeats = config.critic.updates_per_policy_update if job.has_value_head else 1
-    # Backward: twice the forward pass; whatever is computed again: once more (2205.05198, section 5).
+    # Backward: twice the forward pass; what is recomputed: once more (2205.05198, section 5).
     passes = 4 if job.saving.recompute is Recompute.full else 3
     return forward * FORWARD_MFU / UPDATE_MFU * passes * config.train.epochs_per_iteration * repeats
 
@@ -104,8 +104,8 @@ def compute_mean_cost(config: Config, job: RoleJob) -> float:
 
 
 def _compute_generation(config: Config, job: RoleJob, num_samples: int, server: ServerMemory) -> float:
-    """Prompts once, then a step for each token of as many sequences as run at once; a step reads the weights and the
-    KV cache of each sequence. No shorter than one response of full length.
+    """Prefill, then one step per token for the sequences that run at once; each step reads the weights and their KV
+    cache. At least the time of one response of full length.
     """
     rollout, hardware = config.rollout, config.cluster.hardware
     response = MEAN_RESPONSE * rollout.response_length
@@ -123,8 +123,8 @@ def _compute_generation(config: Config, job: RoleJob, num_samples: int, server: 
 
 
 def compute_sync_seconds(transfer: Transfer, config: Config) -> float | None:
-    """The busiest port decides; between nodes, or inside the one there is. None where a file system carries the
-    weights, whose speed is not known.
+    """Seconds of a sync by its busiest port, over the network or, on a single node, NVLink. None with transport=disk:
+    the speed of the file system is not known.
     """
     if config.rollout.transport is Transport.disk:
         return None

@@ -10,24 +10,24 @@ from megarl.sync.serving_pieces import predict_server_rank
 from megarl.sync.slices import Piece
 
 DEFAULT_FRACTION = 0.87
-"""What SGLang chooses on a GPU of 80 GB, about, where rollout.sglang.mem_fraction_static is not set"""
+"""SGLang's approximate default on a GPU of 80 GB, where rollout.sglang.mem_fraction_static is not set"""
 
 
 @dataclass(frozen=True)
 class ServerMemory:
     weights: int
     kv_cache: int
-    """Bytes; 0 or less: there is no room for any"""
+    """Bytes; 0 or less: there is no memory for it"""
     kv_tokens: int
-    """Of one server: each rank has its heads of all of them"""
+    """Tokens of one server, of which each rank has its own heads"""
     bytes_per_token: int
-    """Of KV cache, on each rank"""
+    """Bytes of KV cache per token, on each rank"""
     num_longest: int
-    """Sequences of full length that fit at once"""
+    """Number of sequences of full length that fit at once"""
     fraction: float
     """mem_fraction_static"""
     reserve: int
-    """What the fraction leaves free for everything else"""
+    """Bytes that the fraction leaves free for everything else"""
 
     @property
     def total(self) -> int:
@@ -35,12 +35,12 @@ class ServerMemory:
 
 
 def compute_server_weights(arch: Architecture, rollout: RolloutConfig) -> int:
-    """Of a rank; padding rows of the vocabulary left out."""
+    """Bytes of the weights on one rank, without padding rows of the vocabulary."""
     return sum(piece.region.size for piece in list_pieces(arch, rollout)) * ELEMENT_BYTES[rollout.dtype]
 
 
 def list_pieces(arch: Architecture, rollout: RolloutConfig) -> list[Piece]:
-    """Of rank 0; the others hold as much."""
+    """The pieces of rank 0; the other ranks hold as much."""
     return predict_server_rank(arch, rollout.tp, 0)
 
 

@@ -1,4 +1,4 @@
-"""A plan as tables to read."""
+"""A plan as tables for the terminal."""
 
 from collections.abc import Iterator
 from math import ceil
@@ -18,11 +18,11 @@ from megarl.plan.roles import FP8_BYTES, RoleJob
 from megarl.plan.seconds import Seconds
 
 ENDS = ("patience", "stop_at_explained_variance")
-"""Keys of algo.value_pretrain by which it may end before its last step"""
+"""Keys of algo.value_pretrain that may end it before its last step"""
 
 
 def list_tables(config: Config, plan: JobPlan) -> Iterator[Table | str]:
-    """What is printed, in order; the verdict is not among it."""
+    """The tables and texts of a plan in order, without the verdict."""
     cluster = config.cluster
     hardware = cluster.hardware
     yield (
@@ -167,7 +167,7 @@ def _tabulate_seconds(config: Config, plan: JobPlan) -> Table:
 
 
 def describe_pretraining(config: Config, seconds: Seconds) -> Iterator[str]:
-    """What value pretraining takes, where there is one."""
+    """The time of value pretraining, where there is one."""
     step, settings = seconds.pretraining, config.algo.value_pretrain
     if step is None:
         return
@@ -190,9 +190,9 @@ def _format_seconds(seconds: float) -> str:
 
 
 def describe_stop(config: Config, seconds: Seconds) -> Iterator[str]:
-    """How early Slurm has to say that a job's time is over, where what it does by default is too late.
+    """How early Slurm must signal a job before its time limit, where the default is too late.
 
-    What is generated or scored when the signal comes is broken off (and the responses kept); an update ends first
+    Generation and scoring are aborted by the signal (and responses kept); an update is finished first
     (megarl/run/signals.py, deferring_stops).
     """
     a, deadline_s = assumptions, config.checkpoint.stop_deadline_s
@@ -203,9 +203,9 @@ def describe_stop(config: Config, seconds: Seconds) -> Iterator[str]:
     if enough > a.LONGEST_SIGNAL_S:
         advice = f"{enough} would suffice, but sbatch takes no more than --signal=B:USR1@{a.LONGEST_SIGNAL_S}"
     yield (
-        f"On Slurm SIGUSR1 comes {a.SIGNAL_S} s before the time limit; an update under way, of {seconds.update:,.0f} s,"
-        f" does not end by then, and the job comes back to the last checkpoint. {advice}: the update,"
-        f" checkpoint.stop_deadline_s={deadline_s:g}, and {a.REQUEUE_S} s to queue again."
+        f"On Slurm SIGUSR1 comes {a.SIGNAL_S} s before the time limit; an update in progress, of"
+        f" {seconds.update:,.0f} s, does not end by then, and the job resumes from the last"
+        f" checkpoint. {advice}: the update, checkpoint.stop_deadline_s={deadline_s:g}, and {a.REQUEUE_S} s to requeue."
     )
 
 

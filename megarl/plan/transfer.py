@@ -1,4 +1,4 @@
-"""Bytes of a weight sync: every element that a server rank holds travels to it once (megarl/sync/plan.py)."""
+"""Bytes of a weight sync: every element that a server rank holds is sent to it once (megarl/sync/plan.py)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from megarl.plan.roles import RoleJob, StageMemory
 class Transfer:
     total: int
     received: int
-    """By each server rank"""
+    """Bytes received by each server rank"""
     sent: int
-    """By the training rank that sends most, where replicas share evenly"""
+    """Bytes sent by the training rank that sends most, where replicas share evenly"""
 
     @property
     def busiest(self) -> int:

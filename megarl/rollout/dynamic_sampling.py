@@ -43,9 +43,8 @@ def collect_groups_with_reward_variance(
     """Collect `num_groups` groups whose rewards differ; returns them and the metrics sampling/*.
 
     draw: `draw(n)` gives n further prompts. collect: samples responses to them. From the second round on the number
-    of prompts follows from the share of groups kept so far, at most `num_groups` at once. What is missing after
-    `max_rounds` is filled up with groups of equal rewards, with a warning. Raises NoRewardVarianceError where no
-    group at all has rewards that differ.
+    of prompts, `num_groups` at most, follows from the share of groups kept so far. After `max_rounds` the rest is
+    filled up with groups of equal rewards, with a warning. Raises NoRewardVarianceError where no rewards differ.
     """
     kept: list[Group] = []
     equal: list[Group] = []

@@ -196,7 +196,7 @@ class SGLangEngine:
         def send_to_any(ids: Sequence[Sequence[int]], params: Sequence[Params]) -> Answers:
             return self._attempt(clients, lambda client: client.generate(ids, params, **request.fields), stop)
 
-        def generate_anew(client: SGLangClient) -> dict[int, list[Response]]:
+        def generate_uncached(client: SGLangClient) -> dict[int, list[Response]]:
             def send(ids: Sequence[Sequence[int]], params: Sequence[Params]) -> Answers:
                 stop.check()
                 return client.generate(ids, params, **request.fields)
@@ -207,7 +207,7 @@ class SGLangEngine:
 
         if request.key is None or self._config.max_staleness > 0:
             return self._generate_rows(request, rows, send_to_any)
-        return self._attempt(clients[:1], generate_anew, stop)
+        return self._attempt(clients[:1], generate_uncached, stop)
 
     def _generate_rows(
         self,

@@ -32,8 +32,8 @@ OWN_OPTIONS = {
 def load_option_names() -> dict[str, str]:
     """The flag of each of SGLang's server arguments, by field name, read from the installed source.
 
-    Importing SGLang takes seconds and loads its whole runtime, so the source is parsed instead.
-    Raises ConfigError where SGLang is not installed or its source has another form.
+    Importing SGLang takes seconds and loads its whole runtime, so the source is parsed instead. Raises ConfigError
+    where SGLang is not installed or its source has another form.
     """
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:

@@ -1,4 +1,4 @@
-"""One training run from a checked configuration: attempts, each from the newest checkpoint, until one ends well."""
+"""One training run from a checked configuration: attempts, each from the newest checkpoint, until one succeeds."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -33,16 +33,16 @@ from megarl.value_pretraining.result import PretrainedState, load_pretrained
 def run_job(
     config: Config, run_dir: Path, *, is_new: bool = False, note_start: Callable[[], None] = lambda: None
 ) -> Summary:
-    """Train as configured; everything the run writes is under `run_dir`, the trained policy in `policy/`,
-    the critic, where there is one, in `critic/`. It goes on from the newest checkpoint in `run_dir`, if there is one.
+    """Train as configured, resuming from the newest checkpoint in `run_dir`, if there is one.
 
-    is_new: `run_dir` may not hold anything of another. note_start: called when nothing but the processes can fail.
+    Everything the run writes is under `run_dir`, the trained policy in `policy/`, the critic, where there is one, in
+    `critic/`. is_new: `run_dir` may not have files of another run. note_start: called once all inputs are checked.
 
-    Raises ConfigError, before any process is started, for what only the inputs can tell; CheckpointError where there is
-    no room for a checkpoint, where another process is at work in `run_dir`, and for what is wrong with the checkpoints.
+    Raises ConfigError, before any process is started, for problems of the inputs; CheckpointError where there is no
+    disk space for a checkpoint, where another process uses `run_dir`, and for problems of its checkpoints.
     """
     inputs = load_inputs(config)
-    # Nothing of it is needed where a checkpoint is there.
+    # It is not needed where there is a checkpoint.
     has_begun = bool(Folder(run_dir / checkpoints.NAME, keep_last=config.checkpoint.keep_last).list_complete())
     pretrained = None if has_begun else load_pretrained(config)
     problems = check_plan(config, inputs)
@@ -56,8 +56,8 @@ def run_job(
         if held:
             raise ConfigError(
                 [
-                    f"hydra.run.dir: {run_dir} holds {', '.join(held)} of another; a run's is its own"
-                    f" (resume={run_dir} goes on with it)"
+                    f"hydra.run.dir: {run_dir} has {', '.join(held)} of another run; each run needs a folder of its own"
+                    f" (resume={run_dir} resumes that run)"
                 ]
             )
         note_start()
@@ -91,7 +91,7 @@ class _Attempts:
         self.is_saving = keep.save_every is not None
 
     def run(self) -> Summary:
-        """Attempts until one ends well; a lost training process begins the next, at most max_restarts in a row."""
+        """Repeat attempts until one succeeds; a lost process starts the next, at most max_restarts in a row."""
         num_restarts, newest = 0, self.find_progress()
         while True:
             try:
@@ -101,7 +101,7 @@ class _Attempts:
                 num_restarts = 1 if newest > before else num_restarts + 1
                 if not self.is_saving:
                     raise
-                # Those that are not lost are brought to rest by it.
+                # It also resets the servers that are not lost.
                 lost = self.resources.servers.find_lost() if self.resources.servers is not None else {}
                 if not (lost or is_loss(error)):
                     raise
@@ -146,12 +146,12 @@ class _Attempts:
         return self.folder.list_complete()[-1:], open_pretraining(self.run_dir).list_complete()[-1:]
 
     def start(self, trainer: Trainer, resume_point: ResumePoint | None) -> None:
-        """What comes before training: value pretraining, gone on with where it has resume_point."""
+        """Prepare training: value pretraining, resumed where there is a resume_point."""
         specs = self.inputs.specs
         pretrained = self.pretrained or load_pretrained(self.config)
         if pretrained is not None:
             state, directory = pretrained
-            self.report.message(f"critic: goes on from the value pretraining in {directory}")
+            self.report.message(f"critic: starts from the value pretraining in {directory}")
             start_pretrained(trainer, state, directory, self.run_dir)
             return
         if Role.critic in specs:
@@ -167,7 +167,7 @@ class _Attempts:
             pretrain_critic(trainer, saver, resume_point)
 
     def find_state(self) -> tuple[TrainerState, Path] | None:
-        """The newest checkpoint of training; the run's files are cut back to it."""
+        """The newest checkpoint of training; the run's files are truncated to it."""
         if not self.is_saving:
             return None
         self.folder.clean()
@@ -179,11 +179,11 @@ class _Attempts:
         self.check_prompts(state)
         cut_files(self.run_dir, state.sizes)
         self.report.rewind(state.iteration)
-        self.report.message(f"going on from {found[1]}")
+        self.report.message(f"resuming from {found[1]}")
         return state, found[1]
 
     def find_resume_point(self) -> ResumePoint | None:
-        """The value pretraining to go on with; the run's files are cut back to it, to nothing where there is none."""
+        """The value pretraining to resume; the run's files are truncated to it, or emptied where there is none."""
         if not self.is_saving:
             return None
         is_taken = self.config.algo.value_pretrain.taken_from is not None
@@ -218,7 +218,7 @@ class _Attempts:
 
 
 def is_loss(error: BaseException | None) -> bool:
-    """Whether a training process died, or something gave no answer, so that another attempt may go well."""
+    """Whether a training process died, or a call was not answered, so that another attempt may succeed."""
     while error is not None:
         if isinstance(error, DeadlineError) or (isinstance(error, WorkerError) and error.lost):
             return True
@@ -227,7 +227,7 @@ def is_loss(error: BaseException | None) -> bool:
 
 
 def list_roles(components: TrainerComponents) -> Mapping[str, TrainBackend]:
-    """The trained ones."""
+    """The trained roles, by name."""
     return {Role.policy.value: components.policy} | (
         {Role.critic.value: components.critic} if components.critic else {}
     )

@@ -24,16 +24,16 @@ POLL_S = 0.05
 CLOSE_DEADLINE_S = 10.0
 WEIGHT_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 OPTIMIZER_BYTES = 12
-"""Of each parameter in a checkpoint: a float32 master weight and the two moments of Adam"""
+"""Per parameter in a checkpoint: a float32 master weight and the two moments of Adam"""
 
 
 def estimate_bytes(specs: Iterable[WorkerSpec]) -> int:
-    """About what a checkpoint of these roles takes."""
+    """The approximate size of a checkpoint of these roles."""
     return sum(count_parameters(Path(spec.checkpoint)) * (WEIGHT_BYTES[spec.dtype] + OPTIMIZER_BYTES) for spec in specs)
 
 
 class CheckpointWriter:
-    """Writes checkpoints beside training: the roles write their parts, a thread hashes and publishes."""
+    """Writes checkpoints while training continues: the roles write their parts, a thread hashes and publishes."""
 
     def __init__(
         self,
@@ -47,14 +47,16 @@ class CheckpointWriter:
         kind: str = "training",
         unit: str = "iteration",
     ):
-        """specs: of these roles at least. forget: removes what is superfluous once a checkpoint is complete, given the
-        oldest iteration that is kept. kind: what its manifest says. unit: what the iterations are, in messages.
+        """Arguments that need a word:
+
+        specs: of these roles at least. forget: called when a checkpoint is complete with the oldest iteration kept,
+        removes what is no longer needed. kind: recorded in the manifest. unit: the iterations' name in messages.
         """
         self.run_dir = run_dir
         self.folder = folder
         self.unit = unit
         self.last: int | None = None
-        """Iteration of the newest checkpoint that is complete or under way"""
+        """Iteration of the newest checkpoint that is complete or in progress"""
         self._roles, self._forget, self._say = roles, forget, say
         self._specs = {name: specs[Role(name)] for name in roles}
         self._num_bytes = estimate_bytes(self._specs.values())
@@ -64,9 +66,9 @@ class CheckpointWriter:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="megarl-publish")
 
     def begin(self, state: TrainerState, end: float | None = None) -> None:
-        """Begin a checkpoint of `state` and of what the roles hold now; the one before is completed first.
+        """Begin a checkpoint of `state` and of the roles' current state; an earlier one is completed first.
 
-        Raises CheckpointError where there is no room for it, what the roles raise, and DeadlineError at `end`
+        Raises CheckpointError where there is no disk space, what the roles raise, and DeadlineError at `end`
         (time.monotonic).
         """
         self.settle(end)
@@ -81,7 +83,7 @@ class CheckpointWriter:
             wait_all([role.begin_save(building / name) for name, role in self._roles.items()], end=end)
 
     def proceed(self, end: float | None = None) -> None:
-        """Wait until the roles' files are written, and have them hashed and published beside what comes next."""
+        """Wait until the roles' files are written, and start hashing and publishing them in the background."""
         if self._publishing is not None:
             if self._publishing.done():
                 self._complete()
@@ -91,23 +93,23 @@ class CheckpointWriter:
                 self._publishing = self._pool.submit(self._publish, self._under_way)
 
     def settle(self, end: float | None = None) -> None:
-        """Afterwards no checkpoint is under way. Raises what failed, DeadlineError at `end`."""
+        """Wait until no checkpoint is in progress. Raises what failed, DeadlineError at `end`."""
         self.proceed(end)
         while self._publishing is not None:
             if self._publishing.done():
                 self._complete()
             elif end is not None and time.monotonic() > end:
-                raise DeadlineError(f"checkpoint of {self.unit} {self._under_way}: hashing has not come to its end")
+                raise DeadlineError(f"checkpoint of {self.unit} {self._under_way}: hashing is not finished")
             else:
                 time.sleep(POLL_S)
 
     def score(self, iteration: int, value: float | None) -> None:
-        """The evaluation of the iteration, where a checkpoint of it is there or under way."""
+        """Record the evaluation of the iteration, where it has a checkpoint, complete or in progress."""
         if value is not None and iteration == self.last:
             self.folder.score(iteration, value)
 
     def close(self) -> None:
-        """Give up what is under way; what is complete stays."""
+        """Abandon a checkpoint in progress; complete ones stay."""
         if self._publishing is not None:
             wait([self._publishing], CLOSE_DEADLINE_S)
         if self._publishing is None or not self._publishing.done():
@@ -169,7 +171,7 @@ class LoopSaver(Protocol):
     def save(self, wait: bool = True, end: float | None = None) -> None:
         """Checkpoint the present state, unless there is one; without `wait` it is written while the loop runs on.
 
-        Raises DeadlineError at `end` (time.monotonic), RuntimeError after an update that was broken off.
+        Raises DeadlineError at `end` (time.monotonic), RuntimeError after an aborted update.
         """
         ...
 
@@ -218,12 +220,12 @@ class CheckpointSaver:
     """Saves a loop every `checkpoint.save_every` iterations, at its end, and when it is asked to stop."""
 
     def __init__(self, settings: CheckpointConfig, writer: CheckpointWriter, report: Report, how: str):
-        """how: what goes on with the checkpoints, in messages."""
+        """how: what resumes from the checkpoints, in messages."""
         self._settings, self._writer, self._report, self._how = settings, writer, report, how
         self._state: TrainerState | None = None
         self._is_whole = True
         self._score: float | None = None
-        """Of the present weights, once they are evaluated"""
+        """Score of the current weights, once they are evaluated"""
 
     def measure_files(self) -> dict[str, int]:
         return measure_files(self._writer.run_dir)
@@ -254,7 +256,7 @@ class CheckpointSaver:
         assert self._state is not None
         iteration = self._state.iteration
         if not self._is_whole:
-            message = f"the update of {self._writer.unit} {iteration + 1} was broken off: its weights are no state"
+            message = f"the update of {self._writer.unit} {iteration + 1} was aborted: its weights cannot be saved"
             raise RuntimeError(message)
         with self._report.phase("checkpoint"):
             if self._writer.last != iteration:
@@ -283,9 +285,9 @@ class CheckpointSaver:
         deadline_s, say = self._settings.stop_deadline_s, self._report.message
         say(f"{stopped}: saving {what}, within {deadline_s:g} s")
         try:
-            # From here: the update that was under way may have taken longer than that.
+            # The deadline counts from here: finishing the update may have taken longer than that.
             self.save(end=time.monotonic() + deadline_s)
-            say(f"saved: {self._how} goes on")
+            say(f"saved: {self._how} resumes it")
         except Exception as error:
             causes = [f"{what} was not saved: {error}"]
             if isinstance(stopped.__context__, Exception):

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the loop itself, and the files of a run that grow with it."""
+"""The loop's own state in a checkpoint, and the files that a run appends to."""
 
 import dataclasses
 import json
@@ -19,28 +19,28 @@ from megarl.types import Metrics
 STATE = "state.json"
 REPLAY = "replay.jsonl"
 TRACKED = (metrics_file.FILE_NAME, metrics_file.PRETRAINING_FILE_NAME, rollout_file.FILE_NAME)
-"""Files of a run that grow with it; one that goes on cuts them back to what they were."""
+"""Files that a run appends to; a resumed run truncates them to their size at the checkpoint"""
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The loop after the update of an iteration, before the new weights are published and its metrics logged."""
+    """The loop's state after the update of an iteration, before its weights are published and its metrics logged."""
 
     iteration: int
     metrics: Metrics
-    """of the iteration so far"""
+    """Metrics of the iteration so far"""
     num_samples: int
     heldout_reward: float | None
-    """of the last evaluation; None: there was none"""
+    """Of the last evaluation; None: there was none"""
     kl_coef: float
     reward_moments: RunningMoments
     source: SourceState
     sizes: Mapping[str, int]
-    """bytes of each of TRACKED that is there"""
+    """Size in bytes of each existing file of TRACKED"""
 
 
 def save_trainer_state(directory: Path, state: TrainerState) -> None:
-    """state.json, numbers as they are bit by bit, and replay.jsonl where past groups are kept for replay."""
+    """Write state.json, whose numbers are read back bit for bit, and replay.jsonl where there are groups to replay."""
     content = dataclasses.asdict(dataclasses.replace(state, source=SourceState(state.source.sampler, ())))
     content["source"] = dict(state.source.sampler)
     write_atomically(directory / STATE, json.dumps(content, indent=1, allow_nan=False))
@@ -50,7 +50,7 @@ def save_trainer_state(directory: Path, state: TrainerState) -> None:
 
 
 def load_trainer_state(directory: Path) -> TrainerState:
-    """Raises CheckpointError where state.json is not what `save_trainer_state` writes."""
+    """Read what `save_trainer_state` wrote. Raises CheckpointError where it is not valid."""
     try:
         content = json.loads((directory / STATE).read_text(encoding="utf-8"))
         replay: tuple[Any, ...] = ()
@@ -69,7 +69,7 @@ def measure_files(run_dir: Path) -> dict[str, int]:
 
 
 def sync_files(run_dir: Path) -> None:
-    """What has been written to TRACKED is on disk, as the checkpoint will be that counts on it."""
+    """Sync the files of TRACKED to disk, since the checkpoint relies on them."""
     for name in TRACKED:
         if (run_dir / name).is_file():
             with (run_dir / name).open("rb") as file:
@@ -77,9 +77,9 @@ def sync_files(run_dir: Path) -> None:
 
 
 def cut_files(run_dir: Path, sizes: Mapping[str, int]) -> None:
-    """Cut the files back to these sizes, to nothing where none is given.
+    """Truncate the files to these sizes, to 0 where none is given.
 
-    Raises CheckpointError for one that is shorter: lines of it are lost.
+    Raises CheckpointError where a file is shorter, that is where lines are lost.
     """
     for name in TRACKED:
         path, size = run_dir / name, sizes.get(name, 0)

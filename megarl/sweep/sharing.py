@@ -58,9 +58,8 @@ def share_pretraining(
 ) -> Path | None:
     """The folder of a complete value pretraining for this run, which is started or resumed where it is not complete.
 
-    run: runs `megarl.pretrain_value` with these overrides in a folder, and returns why it failed, or None. Returns
-    None where the run has to do its own: it needs none, it has failed, or another process still runs it after
-    `wait_s`.
+    run: runs `megarl.pretrain_value` with these overrides in a folder, and returns why it failed, or None. Returns None
+    where the run has to do its own: it needs none, it has failed, or another process still runs it after `wait_s`.
     """
     folder = find_folder(config, sweep_dir)
     if folder is None or folder in _failed or is_complete(folder):

@@ -61,8 +61,7 @@ def verify_logprobs(client: SGLangClient, token_ids: Sequence[int], expected: Se
         raise SyncError(
             f"SGLang server {client.url} does not hold the policy's weights: on the probe text's token "
             f"{at + 1} (id {token_ids[at + 1]}) its log-prob is {found[at]:.6f}, "
-            f"the policy's {expected[at]:.6f}; gap {gap:.3g}, allowed {max_gap:g} "
-            "(rollout.max_probe_logprob_gap)"
+            f"the policy's {expected[at]:.6f}; gap {gap:.3g}, allowed {max_gap:g} (rollout.max_probe_logprob_gap)"
         )
     return gap
 

@@ -150,7 +150,7 @@ class _Times:
 
     def to_metrics(self) -> Metrics:
         total = sum(self.spent.values())
-        proof = self.spent["checksum"] + self.spent["probe"]
+        verification = self.spent["checksum"] + self.spent["probe"]
         return {f"sync/seconds_{step}": seconds for step, seconds in self.spent.items()} | {
-            "sync/proof_share": proof / total
+            "sync/proof_share": verification / total
         }

@@ -32,15 +32,15 @@ class PretrainingSummary:
 
     num_rollouts: int
     explained_variance: float
-    """Of the last rollout, before the critic learned from it; NaN where there was none"""
+    """Explained variance on the last rollout, before the critic learned from it; NaN where there was none"""
     reward_moments: RunningMoments = field(default_factory=RunningMoments)
-    """Under which training has to go on"""
+    """Running reward moments, with which training must continue"""
 
 
 class ValuePretraining:
     """Regresses a critic on the Monte-Carlo returns of rollouts.
 
-    Each rollout is scored before the critic trains on it, so that `pretrain/explained_variance` is a held-out figure.
+    Explained variance is measured before the critic trains on a rollout, so that it is a held-out figure.
     """
 
     def __init__(
@@ -51,9 +51,7 @@ class ValuePretraining:
         trainer: Trainer | None = None,
         saver: LoopSaver | None = None,
     ):
-        """`trainer`: asked for policy and reference, which a KL in the reward needs; without one, None. saver: None: no
-        checkpoints.
-        """
+        """trainer: has policy and reference, for a KL in the reward; None without one. saver: None: no checkpoints."""
         self.config = config
         self.settings = config.algo.value_pretrain
         self.algo = build_pretraining_algo(config.algo)
@@ -62,11 +60,11 @@ class ValuePretraining:
         self.trainer = trainer
         self.saver = saver or NoSaver()
         self.curve: list[float] = []
-        """explained variance of each step so far"""
+        """Explained variance of each step so far"""
         self.reward_moments = RunningMoments()
 
     def restore(self, resume_point: ResumePoint) -> None:
-        """Go on after a step that was saved. Raises CheckpointError where the data are not those that it drew from."""
+        """Resume after a saved step. Raises CheckpointError where the data have changed."""
         with self.report.phase("load"):
             self.critic.load(resume_point.directory / CRITIC).result()
         self.curve, self.reward_moments = list(resume_point.curve), resume_point.state.reward_moments
@@ -79,10 +77,10 @@ class ValuePretraining:
         self.saver.restore(resume_point.state)
 
     def run(self, rollouts: Iterable[Rollout]) -> PretrainingSummary:
-        """One step for each rollout, up to `algo.value_pretrain.steps` of them with those before `restore`.
+        """One step for each rollout, `algo.value_pretrain.steps` at most, including those before `restore`.
 
         It ends early at `stop_at_explained_variance`, and when the explained variance has not risen by
-        `min_improvement` for `patience` rollouts. A signal that raises Stopped has the newest step saved.
+        `min_improvement` for `patience` rollouts. A signal that raises Stopped makes the newest step be saved.
         """
         with self.saver.saving_stops():
             reason = find_end(self.settings, self.curve)
@@ -90,7 +88,7 @@ class ValuePretraining:
                 self.take_step(rollout)
                 reason = find_end(self.settings, self.curve)
                 if reason or len(self.curve) == self.settings.num_steps:
-                    # What follows saves the critic.
+                    # The caller saves the critic.
                     break
                 self.saver.save_if_due()
             if reason is None and len(self.curve) < self.settings.num_steps:
@@ -102,7 +100,7 @@ class ValuePretraining:
         return PretrainingSummary(len(self.curve), explained, self.reward_moments)
 
     def take_step(self, rollout: Rollout) -> None:
-        """One rollout, measured and then learned."""
+        """Measure explained variance on one rollout, then train on it."""
         step = len(self.curve) + 1
         self.saver.proceed()
         experience = self.build_experience(rollout)
@@ -110,7 +108,7 @@ class ValuePretraining:
         assert samples.returns is not None
         assert experience.values is not None
         explained = compute_explained_variance(experience.values, samples.returns, samples.mask)
-        # The weights and what is noted of them change together, also where a signal comes.
+        # The weights and the recorded state change together, even when a signal arrives.
         with deferring_stops():
             self.saver.begin_update()
             metrics = {EXPLAINED: explained, "pretrain/loss": self.update(samples, step)}
@@ -119,14 +117,14 @@ class ValuePretraining:
             self.saver.commit(self.get_state())
 
     def update(self, samples: TrainingSamples, step: int) -> float:
-        """The critic's optimizer steps; their mean loss."""
+        """The critic's optimizer steps; returns their mean loss."""
         minibatches = split_minibatches(self.config, samples.sequences.num_samples, -step)
         with self.report.phase("update"):
             updates = self.critic.update(samples, minibatches * self.config.critic.updates_per_policy_update)
             return average_steps(updates.result())["critic/loss"]
 
     def get_state(self) -> TrainerState:
-        """What a checkpoint says of the present step."""
+        """The state of the current step, for a checkpoint."""
         return TrainerState(
             iteration=len(self.curve),
             metrics={},
@@ -139,13 +137,13 @@ class ValuePretraining:
         )
 
     def build_experience(self, rollout: Rollout) -> Experience:
-        """What the critic says of the responses; with a KL in the reward, policy and reference too."""
+        """The responses with the critic's values and, with a KL in the reward, log-probs of policy and reference."""
         if self.trainer and self.algo.kl.in_reward:
             return self.trainer.build_experience(rollout)[0]
         tensors = build_tensors(rollout)
         with self.report.phase("experience"):
             values = self.critic.values(tensors.sequences).result()
-        # Without a KL the returns do not depend on the training engine's log-probs: the sampled ones stand in.
+        # Without a KL the returns do not depend on the training engine's log-probs; the rollout's are used instead.
         return Experience(
             sequences=tensors.sequences,
             groups=tensors.groups,
@@ -175,7 +173,7 @@ class ValuePretraining:
 
 
 def find_end(settings: ValuePretrainConfig, curve: Sequence[float]) -> str | None:
-    """Why value pretraining ends after steps of this explained variance, if it does."""
+    """Why value pretraining ends after steps of this explained variance; None: it continues."""
     best, best_step = float("-inf"), 0
     for step, explained in enumerate(curve, start=1):
         if explained > best + settings.min_improvement:
@@ -190,17 +188,17 @@ def find_end(settings: ValuePretrainConfig, curve: Sequence[float]) -> str | Non
 
 
 def build_pretraining_algo(algo: AlgoConfig) -> AlgoConfig:
-    """The same rewards; returns and advantages without bootstrapping; no policy loss, so no KL in it."""
+    """The algorithm with the same rewards, returns and advantages without bootstrapping, and no KL in the loss."""
     return replace(monte_carlo(algo), lambda_policy=1.0, kl=replace(algo.kl, in_loss=False))
 
 
 def pretrain_critic(
     trainer: Trainer, saver: LoopSaver | None = None, resume_point: ResumePoint | None = None
 ) -> PretrainingSummary:
-    """Value pretraining with a trainer's parts, on its policy's responses or on `algo.value_pretrain.rollouts`.
+    """Value pretraining with a trainer's components, on its policy's responses or on `algo.value_pretrain.rollouts`.
 
-    The policy is not updated. Training goes on with the running reward moments that the critic has learned under.
-    saver: None: no checkpoints of it. resume_point: what it goes on with; None: it begins.
+    The policy is not updated. Training continues with the running reward moments that the critic has learned with.
+    saver: None: no checkpoints. resume_point: where to resume; None: it starts.
     """
     settings = trainer.config.algo.value_pretrain
     if settings.num_steps == 0:
@@ -221,9 +219,9 @@ def pretrain_critic(
 
 
 def start_pretrained(trainer: Trainer, state: PretrainedState, directory: Path, run_dir: Path) -> None:
-    """In place of `pretrain_critic`: the parts, the trainer and the files of `run_dir` as it would leave them.
+    """Instead of `pretrain_critic`: bring components, trainer and files of `run_dir` into the state it would leave.
 
-    Raises CheckpointError where the data are not those that value pretraining drew from.
+    Raises CheckpointError where the data are not those of the value pretraining.
     """
     critic, report = trainer.components.critic, trainer.report
     assert critic is not None
@@ -243,15 +241,15 @@ def start_pretrained(trainer: Trainer, state: PretrainedState, directory: Path, 
 
 
 def save_start(trainer: Trainer) -> None:
-    """The checkpoint that training starts from, written beside what follows."""
-    # A stop before that leaves the newest step of value pretraining.
+    """Write the checkpoint that training starts from, in the background."""
+    # Stopped before that, a run resumes from the newest step of value pretraining.
     trainer.commit(trainer.get_state(0, {}))
     with trainer.saver.saving_stops():
         trainer.saver.save(wait=False)
 
 
 def sample_rollouts(trainer: Trainer, num_done: int = 0) -> Iterator[Rollout]:
-    """Fresh responses of the policy, for ever; `num_done` rollouts have been sampled before."""
+    """Endless fresh responses of the policy; `num_done` rollouts have been sampled before."""
     trainer.publish(0)
     for step in itertools.count(num_done + 1):
         with trainer.report.phase("rollout"):
@@ -262,10 +260,9 @@ def sample_rollouts(trainer: Trainer, num_done: int = 0) -> Iterator[Rollout]:
 
 
 def repeat_rollouts(path: Path, say: Callable[[str], None], num_done: int = 0) -> Iterator[Rollout]:
-    """The rollouts of a file in their order, over and over, without the first `num_done`; `say` is told where a pass
-    ends.
+    """The rollouts of a file in order, repeated endlessly, without the first `num_done`.
 
-    Raises as `read_rollouts`.
+    say: called with a message at the end of each pass. Raises as `read_rollouts`.
     """
     left_out = num_done
     for number in itertools.count(1):
@@ -283,6 +280,6 @@ def repeat_rollouts(path: Path, say: Callable[[str], None], num_done: int = 0) -
 
 
 def take_until(stop: Callable[[], bool], rollouts: Iterator[Rollout]) -> Iterator[Rollout]:
-    """The rollouts, of which none is asked for once `stop()` holds."""
+    """The rollouts, until `stop()` is true."""
     while not stop():
         yield next(rollouts)

@@ -74,7 +74,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_in_another_layout_from_th
     assert faults.wait_end(faults.start(run_dir, log, f"resume={run_dir}", *two)) == 0, log.read_text()
     text = log.read_text()
     assert f"critic: damaged: {damaged.name}; renamed to iteration-000003.damaged" in text
-    assert re.search(r"going on from \S*iteration-000002", text)
+    assert re.search(r"resuming from \S*iteration-000002", text)
     lines = faults.summarize(run_dir)["metrics"]
     assert [line["iteration"] for line in lines] == [0, 1, 2, 3, 4]
     # The third iteration's responses were in the journal; what the other layout computes of them is the same.

@@ -55,7 +55,7 @@ class Job:
         wait_until(is_so, deadline_s, f"job {self.number} {states}", self.explain)
 
     def start_again(self) -> None:
-        """Slurm would keep a job that was queued again for two minutes.
+        """Slurm would keep a requeued job for two minutes.
 
         A node takes a start for one that was cancelled where both are of the same second ("Job already killed, do not
         launch batch job"), and Slurm then calls the job failed.

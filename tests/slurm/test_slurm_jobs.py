@@ -44,7 +44,7 @@ def name_steps(job: Job) -> dict[str, str]:
 
 
 def test_a_job_over_two_nodes_stops_for_the_time_limit_goes_on_and_ends(slurm: MiniSlurm, submit) -> None:
-    """The policy on one node, the server on the other; the checkpoint it goes on from is the signal's."""
+    """The policy on one node, the server on the other; the checkpoint it resumes from is the signal's."""
     job = submit(*WITH_CRITIC, "train.num_iterations=15", "checkpoint.save_every=100", options=TWO_NODES)
     job.wait_for("iteration 1/15")
     assert sorted(name_steps(job).values()) == ["batch", "driver", "ray", "ray"]
@@ -55,7 +55,7 @@ def test_a_job_over_two_nodes_stops_for_the_time_limit_goes_on_and_ends(slurm: M
 
     slurm.call("scancel", "--signal=USR1", "--batch", job.number)
     job.wait_state("PENDING")
-    assert "SIGUSR1: queued again" in job.output
+    assert "SIGUSR1: requeued" in job.output
     job.expect_nothing_left()
     # The other is value pretraining's.
     first, checkpoint = sorted(job.run_dir.glob("checkpoints/iteration-*"))
@@ -63,7 +63,7 @@ def test_a_job_over_two_nodes_stops_for_the_time_limit_goes_on_and_ends(slurm: M
     job.start_again()
     job.wait_for("done: iterations=15")
     job.wait_state("COMPLETED")
-    assert f"going on from {checkpoint}" in job.output
+    assert f"resuming from {checkpoint}" in job.output
     assert job.list_iterations() == list(range(16))
     job.expect_nothing_left()
 
@@ -92,7 +92,7 @@ def test_two_jobs_share_nodes_one_is_cancelled_the_other_loses_a_node_and_goes_o
     slurm.start_node("n2")
     slurm.call("scontrol", "update", "nodename=n2", "state=resume")
     going.start_again()
-    going.wait_for("going on from")
+    going.wait_for("resuming from")
     going.wait_for(f"iteration {before + 2}/100000")
     iterations = going.list_iterations()
     assert iterations == list(range(len(iterations)))
@@ -104,7 +104,7 @@ def test_a_signal_before_the_run_has_begun_queues_the_job_again_and_it_begins_th
     job.wait_for("allocation: 2 nodes x 2 GPUs")
     slurm.call("scancel", "--signal=USR1", "--batch", job.number)
     job.wait_state("PENDING")
-    assert "SIGUSR1: queued again" in job.output
+    assert "SIGUSR1: requeued" in job.output
     assert not (job.run_dir / "run.json").exists()
     job.start_again()
     job.wait_for("start 2")
@@ -116,5 +116,5 @@ def test_a_start_that_wrote_no_checkpoint_in_its_time_is_not_repeated(slurm: Min
     job.wait_for("allocation: 2 nodes x 2 GPUs")
     slurm.call("scancel", "--signal=USR1", "--batch", job.number)
     job.wait_state("FAILED")
-    assert "not queued again: this start's time is over" in job.output
+    assert "not requeued: this start's time is over" in job.output
     assert "(newest: none). Give it more (sbatch --time=, --signal=B:USR1@SECONDS), or" in job.output

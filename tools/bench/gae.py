@@ -1,4 +1,4 @@
-"""Times the vectorised GAE on ragged float32 batches, side by side with the loops it replaces.
+"""Times the vectorised GAE on ragged float32 batches, beside the loops it replaces.
 
 Run: python tools/bench/gae.py [--rows 1024] [--positions 8192] [--scalar-rows 128]
 """

@@ -95,7 +95,7 @@ def measure_peak(way: str, quantity: str, num_tokens: int, vocab: int, backward:
         before = torch.cuda.memory_allocated()
         run_once(WAYS[way], quantity, inputs, backward)
         return torch.cuda.max_memory_allocated() - before - gradient
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = read_status("VmRSS")
     run_once(WAYS[way], quantity, inputs, backward)
     return read_status("VmHWM") - before - gradient

@@ -3,7 +3,7 @@
 Run: python tools/bench/overlap.py [--iterations 10] [KEY=VALUE ...]
 
 The tiny job with its real parts (Ray, Megatron-Core, SGLang), one run after the other. The trainer works while it
-computes log-probs and values or updates; the servers work while a request for responses is under way and they are not
+computes log-probs and values or updates; the servers work while a request for responses is in flight and they are not
 paused for new weights. What is left is neither: the weight sync, scoring, and what is done between the steps. Measured
 from the second iteration to the last but one, as nothing runs ahead of the last. The ratio is iterations per second at
 1 over those at 0: above 1 where trainer and servers have devices of their own; where they share their cores, as on a

@@ -5,7 +5,7 @@
 Four training processes (TP2 x PP2, bfloat16) and an SGLang server of two ranks, real ones, on this machine; the three
 ways take turns, and the median is reported. Full gather and broadcast is the peers' way, written here as they write it:
 rank 0 gathers whole tensors and broadcasts them in buckets to every server rank (/update_weights_from_distributed), and
-nothing is proved. Disk: a checkpoint is written and every server rank reads it. Ours holds the whole proof.
+nothing is verified. Disk: a checkpoint is written and every server rank reads it. Ours includes verification.
 """
 
 import argparse

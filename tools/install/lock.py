@@ -8,9 +8,8 @@ adds to it), for PLATFORM cpu and cuda. Every line is an exact pin; install.py i
 - cpu: torch is what cpu-overrides.txt says, with the needs of its CPU build (cpu-uv.toml), and SGLang loses
   the packages in cpu-excludes.txt.
 
-Existing pins are kept where they still satisfy pyproject.toml; --upgrade takes the newest of everything. The
-resolver is uv, installed from PyPI into a temporary environment; it reads metadata and downloads no wheel of
-torch or CUDA.
+Existing pins are kept where they still satisfy pyproject.toml; --upgrade takes the newest of everything. The resolver
+is uv, installed from PyPI into a temporary environment; it reads metadata and downloads no wheel of torch or CUDA.
 """
 
 import argparse

@@ -108,7 +108,7 @@ def test_an_update_that_outlasts_slurms_signal_asks_for_an_earlier_one(update: f
         assert lines == []
     else:
         (line,) = lines
-        assert f"an update under way, of {update:,.0f} s, does not end by then" in line
+        assert f"an update in progress, of {update:,.0f} s, does not end by then" in line
         assert advice in line
 
 
