@@ -81,7 +81,8 @@ def _render_intro(group: str, schema: type) -> Iterator[str]:
 
 
 def _find_kinds(group: str) -> Mapping[str, type]:
-    return {"data": data.SCHEMAS, "reward": reward.SCHEMAS}.get(group, {})
+    kinds: dict[str, Mapping[str, type]] = {"data": data.SCHEMAS, "reward": reward.SCHEMAS}
+    return kinds.get(group, {})
 
 
 def _render_class(prefix: str, schema: type, left_out: type | None = None) -> Iterator[str]:
@@ -139,13 +140,14 @@ def _format_type(hint: Any) -> str:
         return f"{get_origin(hint).__name__} of {inner.replace(', ', ' to ')}"
     if inspect.isclass(hint) and issubclass(hint, Enum):
         return "choice"
-    return {"str": "text", "int": "integer", "float": "number", "bool": "true or false"}.get(
-        hint.__name__, hint.__name__
-    )
+    name: str = hint.__name__
+    return {"str": "text", "int": "integer", "float": "number", "bool": "true or false"}.get(name, name)
 
 
 def _get_default(field: Field[Any]) -> Any:
-    return field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc]
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return field.default
 
 
 def _format_value(value: Any) -> str:
@@ -179,7 +181,7 @@ def _find_texts(schema: type) -> dict[str, str]:
     body = _parse(schema).body
     found = {}
     for node, below in pairwise(body):
-        target = node.target if isinstance(node, ast.AnnAssign) else None
+        target: ast.expr | None = node.target if isinstance(node, ast.AnnAssign) else None
         if isinstance(node, ast.Assign):
             target = node.targets[0]
         text = below.value if isinstance(below, ast.Expr) else None

@@ -60,7 +60,8 @@ def record() -> dict[str, Any]:
         first, second = _read_lines(run_dir / "metrics.jsonl", "")
         numbers["before"] = {"heldout": first["reward/heldout"]}
         numbers["metrics"] = {name: second[name] for name in KEPT_METRICS}
-    return _round(numbers)
+    rounded: dict[str, Any] = _round(numbers)
+    return rounded
 
 
 class RecordedRole:
@@ -87,7 +88,7 @@ class Recorder(Trainer):
         self.tokenizer = tokenizer
         # The only place where both sides' checksums are at hand is the call that compares them.
         self.ranks = components.sync._ranks
-        call = self.ranks.side_by_side
+        call = self.ranks.call_both_sides
 
         def record_checksums(sending: str, *arguments: Any, **options: Any) -> Any:
             found = call(sending, *arguments, **options)
@@ -95,7 +96,7 @@ class Recorder(Trainer):
                 self.checksums = found
             return found
 
-        self.ranks.side_by_side = record_checksums
+        self.ranks.call_both_sides = record_checksums
 
     def collect(self, iteration: int) -> Any:
         self.rollout, metrics = super().collect(iteration)
@@ -103,10 +104,12 @@ class Recorder(Trainer):
 
     def build_experience(self, rollout: Any) -> Any:
         self.experience, metrics = super().build_experience(rollout)
+        self.values: Any = self.experience.values
         return self.experience, metrics
 
     def build_targets(self, experience: Any, algo: Any) -> Any:
         self.samples, metrics = super().build_targets(experience, algo)
+        self.returns: Any = self.samples.returns
         return self.samples, metrics
 
     def publish(self, version: int) -> Any:
@@ -165,7 +168,7 @@ class Recorder(Trainer):
             "reward": sample.score.reward,
             "details": dict(sample.score.details),
             "lambda": float(lambda_),
-            "first_value": float(self.experience.values[row][0]),
+            "first_value": float(self.values[row][0]),
             "advantage_mean": float(self.samples.advantages[row][mask].mean()),
         }
 
@@ -179,9 +182,9 @@ class Recorder(Trainer):
                 "version": response.weight_versions[t],
                 "rollout_logprob": float(self.experience.rollout_logprobs[row, t]),
                 "old_logprob": float(self.experience.old_logprobs[row, t]),
-                "value": float(self.experience.values[row, t]),
+                "value": float(self.values[row, t]),
                 "advantage": float(self.samples.advantages[row, t]),
-                "return": float(self.samples.returns[row, t]),
+                "return": float(self.returns[row, t]),
                 "logprob_after": float(after[row, t]),
             }
             for t, token in enumerate(response.token_ids)
