@@ -27,6 +27,7 @@ import pytest
 from tool_loading import load_tool
 
 from megarl import evaluate
+from megarl.algo import registry
 from megarl.config.load import check_overrides, load_config
 from megarl.config.placement import list_contradictions
 from megarl.config.schema.cluster import ClusterConfig
@@ -169,7 +170,10 @@ def write_files(text: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         if block.file == text and (name := block.marks.get("file")):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(block.text + "\n")
-            monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)
+            # Imported anew here, and not left behind.
+            monkeypatch.setitem(sys.modules, Path(name).stem, sys)
+            del sys.modules[Path(name).stem]
+            registry.find_advantage.cache_clear()
     monkeypatch.syspath_prepend(folder)
 
 

@@ -41,11 +41,16 @@ MODULE, TEST = read_blocks("python")
 def folder(tmp_path, monkeypatch):
     """A folder on Python's path, whose modules are forgotten afterwards, and so is what the registry found in them."""
     before = set(sys.modules)
+    forget_declarations()
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
     for name in set(sys.modules) - before:
         if Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(tmp_path):
             del sys.modules[name]
+    forget_declarations()
+
+
+def forget_declarations() -> None:
     for found in (registry.find_advantage, registry.find_policy_loss, registry._list_modules):
         found.cache_clear()
 

@@ -21,7 +21,7 @@ from megarl.types import Prompt, Response, RewardFunction, Score
 
 CRITICS = ("ppo", "vc_ppo", "vapo")
 WITH_KL = ("reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo")
-ONE_STEP = "train.samples_per_minibatch=24"
+ONE_STEP = "train.num_minibatches=1"
 TWO_ITERATIONS = ("train.num_iterations=2", "train.eval_every=2")
 
 

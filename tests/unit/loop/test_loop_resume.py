@@ -174,7 +174,7 @@ def test_a_run_that_is_asked_to_stop_saves_what_it_has_and_goes_on_to_the_same_e
     with pytest.raises(Stopped) as stopped, stopping_on_signals():
         run_disturbed(monkeypatch, run_dir, Disturbance(stop, **PLACES[place]), "logger.terminal=true")
     assert stopped.value.exit_code == 128 + signal.SIGUSR1
-    assert f"saved: resume={run_dir} goes on" in capsys.readouterr().out
+    assert f"saved: resume={run_dir} resumes it" in capsys.readouterr().out
     folder = run_dir / ("value_pretraining" if "pretraining" in place else "checkpoints")
     # Its newest state, whether or not checkpoint.save_every=2 asks for it.
     reached = {"rollout of value pretraining": 1}.get(place, 2)
@@ -228,8 +228,8 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_gone_on_from(
     damaged.write_bytes(bytes(content))
     World().run_job(monkeypatch, run_dir, [*RUN, "logger.terminal=true"])
     out = capsys.readouterr().out
-    assert f"put aside as {newest.name}.damaged" in out
-    assert "going on from" in out
+    assert f"renamed to {newest.name}.damaged" in out
+    assert "resuming from" in out
     assert summarize(run_dir) == untouched
 
 
@@ -252,7 +252,7 @@ def test_a_folder_of_another_run_is_refused_and_so_are_other_data(
 ) -> None:
     run_dir = tmp_path / "run"
     World().run_job(monkeypatch, run_dir, RUN)
-    with pytest.raises(ConfigError, match=r"hydra.run.dir: .* holds metrics.jsonl"):
+    with pytest.raises(ConfigError, match=r"hydra.run.dir: .* has metrics.jsonl"):
         World().run_job(monkeypatch, run_dir, RUN, is_new=True)
     with pytest.raises(CheckpointError, match="the data have changed"):
         World().run_job(monkeypatch, run_dir, [*RUN, "seed=2"])
@@ -261,9 +261,9 @@ def test_a_folder_of_another_run_is_refused_and_so_are_other_data(
 @pytest.mark.parametrize(
     "given",
     [
-        ["algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=0.5", "train.samples_per_minibatch=24"],
+        ["algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=0.5", "train.num_minibatches=1"],
         ["algo=dapo", "algo.dynamic_sampling.enabled=true"],
-        ["algo=reinforce_pp", "algo.kl.target=0.1", "train.samples_per_minibatch=24"],
+        ["algo=reinforce_pp", "algo.kl.target=0.1", "train.num_minibatches=1"],
         ["algo=ppo", "algo.reward_norm.mean=running", "algo.reward_norm.std=running"],
     ],
     ids=["replay", "dynamic sampling", "adaptive KL", "running reward moments"],
