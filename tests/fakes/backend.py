@@ -65,6 +65,8 @@ class FakeBackend:
                 weight_decay=config.weight_decay,
             )
         self.num_steps = 0
+        self.orders: list[list[int]] = []
+        """The rows of each update, in the order of its steps"""
         self._saving: tuple[Path, dict[str, Any]] | None = None
 
     def _call(self, verb: str, work: Callable[[], T]) -> Done[Any]:
@@ -93,6 +95,7 @@ class FakeBackend:
         return self._call("reference_kl", lambda: self._evaluate(sequences, compute))
 
     def update(self, samples: TrainingSamples, minibatches: Sequence[Tensor]) -> Done[list[Metrics]]:
+        self.orders.append([row for rows in minibatches for row in rows.tolist()])
         return self._call("update", lambda: [self._step(samples.select(rows)) for rows in minibatches])
 
     def export_weights(self, directory: Path) -> Done[None]:

@@ -95,6 +95,8 @@ def load_state(directory: Path, state: TrainingState) -> None:
         chunk.load_state_dict(loaded["model"][str(number)])
     if state.optimizer is not None and state.scheduler is not None:
         state.optimizer.load_state_dict(loaded["optimizer"])
+        # Megatron adds the loaded steps to those made.
+        state.scheduler.num_steps = 0
         state.scheduler.load_state_dict(loaded["scheduler"])
     if "random" in template:
         _put_random_state(loaded["random"])

@@ -50,6 +50,15 @@ def test_it_explains_heldout_returns_and_leaves_the_policy_bit_identical(tmp_pat
     assert [verb for role, verb in world.log if role == "policy"] == []
 
 
+def test_each_step_takes_its_samples_once_in_an_order_of_its_own(tmp_path: Path) -> None:
+    with World().open_trainer(tmp_path, [*VAPO, "algo.value_pretrain.steps=3"]) as trainer:
+        pretrain_critic(trainer)
+        trainer.train(1)
+        orders = trainer.components.critic.orders
+    assert [sorted(order) for order in orders] == [list(range(24))] * 4
+    assert len(set(map(tuple, orders))) == 4
+
+
 def test_it_ends_at_the_explained_variance_aimed_at(tmp_path: Path) -> None:
     given = [*VAPO, "algo.value_pretrain.steps=50", "algo.value_pretrain.stop_at_explained_variance=0.3"]
     with World(reward=reward_letter).open_trainer(tmp_path, given) as trainer:
