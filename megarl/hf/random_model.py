@@ -95,7 +95,7 @@ def build_character_tokenizer(alphabet: str, max_length: int) -> Any:
     tokenizer = Tokenizer(WordLevel(vocab))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = Fuse()
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token=PAD,
         bos_token=BOS,
@@ -119,6 +119,6 @@ def _write_checkpoint(config: RandomModelConfig, directory: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = getattr(transformers, f"{family}ForCausalLM")(hf_config).float()
-    model.generation_config = transformers.GenerationConfig(**ids)
+    model.generation_config = transformers.GenerationConfig(**ids)  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

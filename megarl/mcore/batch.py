@@ -29,7 +29,7 @@ from megarl.types import Sequences
 
 
 @dataclass
-class PackedParams(PackedSeqParams):
+class PackedParams(PackedSeqParams):  # type: ignore[misc]
     """Megatron's packing parameters and what the local attention and the head need besides."""
 
     rectangles: tuple[Rectangle, ...] = ()

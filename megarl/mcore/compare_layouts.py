@@ -122,7 +122,7 @@ def run_layouts(
     for size in sorted({spec.parallel.num_processes for spec in specs.values()}):
         group = {name: spec for name, spec in specs.items() if spec.parallel.num_processes == size}
         out = scratch / f"metrics-{size}.pt"
-        processes = start_processes(
+        processes = start_processes(  # type: ignore[no-untyped-call]
             _run_rank, (size, group, samples, num_steps, scratch, out), nprocs=size, join=False, start_method="spawn"
         )
         _wait(processes, size, deadline_s * len(group))

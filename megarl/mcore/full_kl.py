@@ -26,7 +26,7 @@ def compute_full_kl(logits: Tensor, ref_logits: Tensor, temperature: float, shar
         raise ValueError(
             f"ref_logits: shape {list(ref_logits.shape)} found; must be that of logits, {list(logits.shape)}"
         )
-    kl: Tensor = _FullKl.apply(logits, ref_logits, temperature, shard)
+    kl: Tensor = _FullKl.apply(logits, ref_logits, temperature, shard)  # type: ignore[no-untyped-call]
     return kl
 
 

@@ -48,7 +48,11 @@ def compute_logprobs(
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    logprobs, entropy = _Logprobs.apply(logits, targets, temperature, shard, with_entropy)
+    logprobs: Tensor
+    entropy: Tensor
+    logprobs, entropy = _Logprobs.apply(  # type: ignore[no-untyped-call]
+        logits, targets, temperature, shard, with_entropy
+    )
     return logprobs, entropy if with_entropy else None
 
 

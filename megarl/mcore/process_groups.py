@@ -57,11 +57,12 @@ def destroy() -> None:
 
 def reports() -> bool:
     """Whether this rank hands its data-parallel rank's outputs to the caller."""
-    return (
+    is_reporter: bool = (
         parallel_state.is_pipeline_last_stage()
         and parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_context_parallel_rank() == 0
     )
+    return is_reporter
 
 
 def tensor_ranks() -> tuple[int, int]:

@@ -61,7 +61,8 @@ def run_schedule(
 
         return out, loss_function
 
-    return get_forward_backward_func()(
+    schedule: Callable[..., list[Any]] = get_forward_backward_func()
+    return schedule(
         forward_step_func=forward_step,
         data_iterator=[iter(batches) for _ in model],
         model=model,

@@ -87,7 +87,8 @@ def _fix_distrib_optimizer(module: ModuleType) -> None:
 
 def _fix_mappings(module: ModuleType) -> None:
     """tensor_parallel.mappings gathers and scatters parts of different sizes, which Gloo cannot: they are padded."""
-    stock_gather, stock_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
+    stock_gather: Callable[..., torch.Tensor] = module._gather_along_first_dim
+    stock_scatter: Callable[..., torch.Tensor] = module._reduce_scatter_along_first_dim
 
     def pad(x: torch.Tensor, size: int) -> torch.Tensor:
         return torch.cat([x, x.new_zeros(size - len(x), *x.shape[1:])])
@@ -98,7 +99,7 @@ def _fix_mappings(module: ModuleType) -> None:
         if output_split_sizes is None or group.size() == 1:
             return stock_gather(input_, group, output_split_sizes, use_global_buffer)
         longest = max(*output_split_sizes, 1)
-        parts = stock_gather(pad(input_, longest), group).split(longest)
+        parts = stock_gather(pad(input_, longest), group).split(longest)  # type: ignore[no-untyped-call]
         return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
 
     def scatter(
@@ -107,7 +108,8 @@ def _fix_mappings(module: ModuleType) -> None:
         if input_split_sizes is None or group.size() == 1:
             return stock_scatter(input_, group, input_split_sizes, use_global_buffer)
         longest = max(*input_split_sizes, 1)
-        padded = torch.cat([pad(part, longest) for part in input_.split(input_split_sizes)])
+        parts = input_.split(input_split_sizes)  # type: ignore[no-untyped-call]
+        padded = torch.cat([pad(part, longest) for part in parts])
         return stock_scatter(padded, group)[: input_split_sizes[group.rank()]]
 
     vars(module).update(_gather_along_first_dim=gather, _reduce_scatter_along_first_dim=scatter)

@@ -89,7 +89,7 @@ class CpuRewriter(ast.NodeTransformer):
 
 def rewrite(source: bytes | str, path: str) -> ast.Module:
     """The module's syntax tree for the CPU, with the stand-in imported at its top."""
-    tree = CpuRewriter().visit(ast.parse(source, path))
+    tree: ast.Module = CpuRewriter().visit(ast.parse(source, path))
     first = 0
     for statement in tree.body:
         is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)

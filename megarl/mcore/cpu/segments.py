@@ -100,14 +100,19 @@ class _ToTokens(torch.autograd.Function):
 
 def to_rows(tokens: Tensor, rectangle: Rectangle) -> Tensor:
     """[tokens, H, D] -> [n, H, L, D]"""
-    cells = tokens if rectangle.source is None else ToCells.apply(tokens, rectangle.source, rectangle.cells)
+    cells = tokens
+    if rectangle.source is not None:
+        cells = ToCells.apply(tokens, rectangle.source, rectangle.cells)  # type: ignore[no-untyped-call]
     return cells.view(rectangle.num_rows, rectangle.width, *tokens.shape[1:]).transpose(1, 2)
 
 
 def to_tokens(rows: Tensor, rectangle: Rectangle) -> Tensor:
     """[n, H, L, D] -> [tokens, H * D]"""
     cells = rows.transpose(1, 2).reshape(rectangle.num_rows * rectangle.width, -1)
-    return cells if rectangle.cells is None else _ToTokens.apply(cells, rectangle)
+    if rectangle.cells is None:
+        return cells
+    tokens: Tensor = _ToTokens.apply(cells, rectangle)  # type: ignore[no-untyped-call]
+    return tokens
 
 
 def _dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -136,7 +141,7 @@ def packed_causal_attention(
 ) -> Tensor:
     """query [S, H, D], key and value [S, K, D] with K dividing H -> [S, H * D]; no token sees another sequence."""
     sizes = [rectangle.num_tokens for rectangle in rectangles]
-    cut = zip(rectangles, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
+    cut = zip(rectangles, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)  # type: ignore[no-untyped-call]
     parts = [
         to_tokens(_attention(to_rows(q, rectangle), to_rows(k, rectangle), to_rows(v, rectangle), scale), rectangle)
         for rectangle, q, k, v in cut

@@ -170,7 +170,7 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
             set_tensor_model_parallel_attributes(module.weight, True, axis, getattr(module, "stride", 1))
 
 
-class PackedGPT(GPTModel):
+class PackedGPT(GPTModel):  # type: ignore[misc]
     """Megatron's GPT over packed sequences, whose head sees only the positions that predict response tokens.
 
     The last stage returns logits [R, V] in the model's dtype, or values float32 [R] with a value head.
@@ -210,7 +210,7 @@ class PackedGPT(GPTModel):
         mark_experts(self)
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        out = super()._preprocess(input_ids, position_ids, *args, **kwargs)
+        out: tuple[Any, ...] = super()._preprocess(input_ids, position_ids, *args, **kwargs)
         if uses_transformer_engine():
             return out
         # Rotary angles of the packed positions, once for all layers; Megatron's own way loops over sequences.
@@ -225,6 +225,7 @@ class PackedGPT(GPTModel):
         assert packed_seq_params.predictors is not None, "batches say what predicts their responses"
         hidden_states = hidden_states.index_select(0, packed_seq_params.predictors)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        out: Tensor
         out, _ = self.output_layer(hidden_states, weight=weight)
         return out.view(-1) if self.with_value_head else out.squeeze(1)
 

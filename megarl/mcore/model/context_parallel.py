@@ -94,7 +94,7 @@ def share_attention(
     sizes = [rectangle.num_rows for rectangle in rectangles]
     mine = positions[owners == context.rank]
     queries, masks = [], []
-    for rectangle, rows in zip(rectangles, lengths.split(sizes), strict=True):
+    for rectangle, rows in zip(rectangles, lengths.split(sizes), strict=True):  # type: ignore[no-untyped-call]
         query = build_rectangle(rows // context.size)
         own, mine = mine[: query.num_tokens], mine[query.num_tokens :]
         places = (own if query.source is None else own[query.source]).view(query.num_rows, query.width)
@@ -123,7 +123,7 @@ def gather_responses(x: Tensor, share: ResponseShare | None) -> Tensor:
     """This rank's numbers -> those of all R response tokens, on every rank of the context-parallel group."""
     if share is None or share.width == 0:
         return x
-    gathered: Tensor = _GatherResponses.apply(x, share)
+    gathered: Tensor = _GatherResponses.apply(x, share)  # type: ignore[no-untyped-call]
     return gathered
 
 
@@ -140,13 +140,13 @@ def context_attention(
     """
     joined = torch.cat([key, value], -1).contiguous()
     gathered = gather_from_sequence_parallel_region(joined, group=share.context.group)
-    packed = ToCells.apply(gathered, share.order, share.inverse)
+    packed: Tensor = ToCells.apply(gathered, share.order, share.inverse)  # type: ignore[no-untyped-call]
     pieces = zip(
         rectangles,
         share.queries,
         share.masks,
-        query.split([rectangle.num_tokens for rectangle in share.queries]),
-        packed.split([rectangle.num_tokens for rectangle in rectangles]),
+        query.split([rectangle.num_tokens for rectangle in share.queries]),  # type: ignore[no-untyped-call]
+        packed.split([rectangle.num_tokens for rectangle in rectangles]),  # type: ignore[no-untyped-call]
         strict=True,
     )
     parts = []

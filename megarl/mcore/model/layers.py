@@ -23,7 +23,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (x.float() * scale).mul_(weight.float()).to(x.dtype)
@@ -52,7 +52,8 @@ class RMSNorm(torch.nn.Module):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RMSNorm.apply(x, self.weight, self.eps)
+        normed: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return normed
 
 
 @functools.cache
@@ -71,7 +72,7 @@ def add_output_norm(linear: type[torch.nn.Module], norm: type[torch.nn.Module]) 
     return NormalizedLinear
 
 
-class PackedAttention(MegatronModule):
+class PackedAttention(MegatronModule):  # type: ignore[misc]
     """Core attention of packed sequences with scaled_dot_product_attention; takes a `PackedBatch`'s parameters."""
 
     def __init__(
@@ -113,7 +114,7 @@ class PackedAttention(MegatronModule):
         return context_attention(q, k, v, rectangles, share, self.scale).unsqueeze(1)
 
 
-class ValueHead(MegatronModule):
+class ValueHead(MegatronModule):  # type: ignore[misc]
     """Linear(h, 1) in float32, the same on every tensor-parallel rank, in place of the output layer."""
 
     def __init__(self, config: TransformerConfig) -> None:

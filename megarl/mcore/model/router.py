@@ -39,7 +39,7 @@ class Load:
     """float64 [2]: this rank's part of the load-balancing and of the z-loss term, without coefficients"""
 
 
-class Router(TopKRouter):
+class Router(TopKRouter):  # type: ignore[misc]
     """Megatron's top-k router, with load-balancing terms per sequence and token in place of its own.
 
     moe_aux_loss_coeff times the mean over the minibatch's sequences of E * sum_i f_i P_i, where f_i is the share of
@@ -50,6 +50,8 @@ class Router(TopKRouter):
     (ST-MoE, 2202.08906, eq. 5). Both for each layer, added up.
     """
 
+    num_experts: int
+    topk: int
     expert_bias: Tensor | None
     load: Load | None = None
     packed: PackedSeqParams | None = None
@@ -118,7 +120,7 @@ class Router(TopKRouter):
         return scores / scores.sum(-1, keepdim=True)
 
 
-class ExpertLayer(TransformerLayer):
+class ExpertLayer(TransformerLayer):  # type: ignore[misc]
     """A layer that tells its router which token belongs to which sequence."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -89,8 +89,10 @@ def load_hf(chunks: Sequence[PackedGPT], directory: Path, arch: Architecture) ->
 def _shard_group(entry: Entry) -> dist.ProcessGroup:
     """The ranks that hold the shards of one parameter."""
     if entry.expert is not None:
-        return parallel_state.get_expert_tensor_parallel_group()
-    return parallel_state.get_tensor_model_parallel_group()
+        group: dist.ProcessGroup = parallel_state.get_expert_tensor_parallel_group()
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
+    return group
 
 
 def export_hf(

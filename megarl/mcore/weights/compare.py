@@ -100,7 +100,7 @@ def compute_outputs(source: WeightSource, tokens: Tensor) -> Tensor:
 def _run_hf(source: WeightSource, tokens: Tensor) -> Tensor:
     import transformers
 
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     critic = source.role is Role.critic
     kind = transformers.AutoModelForSequenceClassification if critic else transformers.AutoModelForCausalLM
     model: Any = kind.from_pretrained(
@@ -109,8 +109,10 @@ def _run_hf(source: WeightSource, tokens: Tensor) -> Tensor:
     model.eval()
     if critic:
         states = model.base_model(tokens[None, :-1]).last_hidden_state[0]
-        return (states @ model.score.weight.T).squeeze(1)
-    return model(tokens[None, :-1]).logits[0]
+        values: Tensor = (states @ model.score.weight.T).squeeze(1)
+        return values
+    logits: Tensor = model(tokens[None, :-1]).logits[0]
+    return logits
 
 
 def _run_megatron(source: WeightSource, tokens: Tensor) -> Tensor:

@@ -155,7 +155,7 @@ def to_hf(entry: Entry, shards: Sequence[Tensor], arch: Architecture) -> list[tu
         whole = torch.cat(list(shards))
         grouped = whole.reshape(arch.num_kv_heads, -1, arch.head_size, *whole.shape[1:])
         sizes = [arch.num_heads // arch.num_kv_heads, 1, 1]
-        parts = [x.reshape(-1, *whole.shape[1:]) for x in grouped.split(sizes, dim=1)]
+        parts = [x.reshape(-1, *whole.shape[1:]) for x in grouped.split(sizes, dim=1)]  # type: ignore[no-untyped-call]
     elif entry.split is Split.gate_up:
         halves = [shard.chunk(2) for shard in shards]
         parts = [torch.cat([half[i] for half in halves]) for i in range(2)]

@@ -240,13 +240,14 @@ def compare_shapes(
 
 
 def is_finite(tensor: Tensor) -> bool:
-    return all(bool(piece.isfinite().all()) for piece in tensor.reshape(-1).split(_PIECE))
+    pieces = tensor.reshape(-1).split(_PIECE)  # type: ignore[no-untyped-call]
+    return all(bool(piece.isfinite().all()) for piece in pieces)
 
 
 def find_largest_difference(a: Tensor, b: Tensor) -> float:
     """Largest |a - b| in float32; infinite where one is NaN and 0 where all bits are equal. a, b: of one shape."""
     if a.dtype == b.dtype and torch.equal(a, b):
         return 0.0
-    pieces = zip(a.reshape(-1).split(_PIECE), b.reshape(-1).split(_PIECE), strict=True)
+    pieces = zip(a.reshape(-1).split(_PIECE), b.reshape(-1).split(_PIECE), strict=True)  # type: ignore[no-untyped-call]
     found = [float((x.float() - y.float()).abs().max()) for x, y in pieces]
     return float("inf") if any(x != x for x in found) else max(found)
