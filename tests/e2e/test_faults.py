@@ -19,12 +19,7 @@ faults = load_tool("faults.py")
 KILLS = [("driver", "generation", 3), ("critic worker", faults.PRETRAINING, 3)]
 """Each way of going on once: of tools/faults.py's twenty, and after a step of value pretraining. All other places:
 unit/loop/test_loop_resume.py, over the fakes; servers that are killed: test_server_restarts.py"""
-OVERRIDES = [
-    *faults.OVERRIDES,
-    "train.prompts_per_iteration=4",
-    "train.num_eval_prompts=8",
-    "rollout.response_length=24",
-]
+OVERRIDES = list(faults.OVERRIDES)
 
 
 @pytest.fixture(scope="module")
