@@ -22,7 +22,7 @@ run: install
 	$(PYTHON) -m megarl.train $(ARGS)
 
 # Compiling is a third of a process's start.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -q --durations=15 --numprocesses=$(JOBS) --dist=loadgroup
+PYTEST := PYTHONDONTWRITEBYTECODE= $(PYTHON) -m pytest -q --durations=15 --numprocesses=$(JOBS)
 
 test: check
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)

@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 TESTS = Path(__file__).parent
-WITH_PROCESSES = ("e2e", "gpu", "parallel", "slurm")
-"""Folders whose tests start processes: one worker runs a folder, test after test, and shares what they share"""
+WITH_PROCESSES = ("e2e", "parallel", "slurm", "gpu")
+"""Folders whose tests start processes, the longest first: one worker runs a folder, test after test, and shares what
+they share"""
 NUM_GPU = "num_gpu_tests_deselected"
 DESELECTED = pytest.StashKey[int]()
 
@@ -15,10 +17,24 @@ DESELECTED = pytest.StashKey[int]()
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     deselect_gpu(config, items)
-    for item in items:
-        path = item.path.relative_to(TESTS)
-        # Elsewhere a file stays together, for the sake of its fixtures.
-        item.add_marker(pytest.mark.xdist_group(path.parts[0] if path.parts[0] in WITH_PROCESSES else path.stem))
+    # What takes longest begins first, so that the workers end together.
+    order = {name: number for number, name in enumerate(WITH_PROCESSES)}
+    items.sort(key=lambda item: order.get(item.path.relative_to(TESTS).parts[0], len(order)))
+
+
+class FolderScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """Gives each worker whole folders of WITH_PROCESSES, elsewhere whole files for the sake of their fixtures."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::")[0]
+        folder = file.removeprefix("tests/").split("/")[0]
+        return folder if folder in WITH_PROCESSES else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FolderScheduling:
+    config.option.loadscopereorder = False
+    return FolderScheduling(config, log)
 
 
 def deselect_gpu(config: pytest.Config, items: list[pytest.Item]) -> None:
