@@ -285,7 +285,7 @@ def load_reference(out: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def print_table(outcomes: list[dict[str, Any]]) -> None:
-    print("\n| killed | planned in | was in | went on by | iterations repeated | kept rollouts | s | same end |")
+    print("\n| killed | planned in | was in | recovered by | iterations repeated | kept rollouts | s | same end |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for each in outcomes:
         plan = each["plan"]

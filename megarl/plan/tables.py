@@ -144,7 +144,7 @@ def _name_tenant(plan: JobPlan, tenant: Tenant) -> str:
 
 def _tabulate_seconds(config: Config, plan: JobPlan) -> Table:
     seconds, transfer = plan.seconds, plan.transfer
-    table = _build_table("An iteration", "phase", "seconds", "of it")
+    table = _build_table("An iteration", "phase", "seconds", "details")
     table.columns[2].justify = "left"
     samples = config.train.num_samples
     mean = assumptions.MEAN_RESPONSE * config.rollout.response_length
@@ -213,7 +213,7 @@ def _describe_host(config: Config, plan: JobPlan) -> str:
     has = config.cluster.hardware.host_memory_gib
     return (
         f"Host memory of the fullest node: {plan.host_bytes / GIB:,.0f} GiB of {has:,g}: processes, object store, a"
-        " checkpoint's copy before it is written, what is offloaded"
+        " checkpoint's copy before it is written, offloaded tensors"
     )
 
 
@@ -222,9 +222,9 @@ def describe_assumptions(plan: JobPlan) -> str:
     text = (
         f"Assumed: MFU {a.UPDATE_MFU:g} in updates, {a.FORWARD_MFU:g} in log-probs and values; {a.DECODE_BANDWIDTH:g}"
         f" of the memory bandwidth and {a.DECODE_STEP_S * 1000:g} ms a step in generation; {a.LINK_SHARE:g} of the"
-        f" links in a sync; responses of {a.MEAN_RESPONSE:g} of their limit (seconds alone: memory is that of the"
-        f" limit). Beside tensors: {a.PROCESS_GIB:g} GiB and {a.ALLOCATOR_SHARE:.0%} a training process,"
-        f" {a.SERVER_GIB:g} GiB a server's GPU, {a.HOST_PROCESS_GIB:g} GiB of host memory a process."
+        f" links in a sync; responses of {a.MEAN_RESPONSE:g} of their limit (only for seconds: memory is that of the"
+        f" limit). In addition to tensors: {a.PROCESS_GIB:g} GiB and {a.ALLOCATOR_SHARE:.0%} per training process,"
+        f" {a.SERVER_GIB:g} GiB per GPU of a server, {a.HOST_PROCESS_GIB:g} GiB of host memory per process."
     )
     if any(job.arch.experts for job in jobs):
         text += " Experts: the routes are balanced, so that each rank receives as many tokens as it sends."

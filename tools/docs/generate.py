@@ -42,7 +42,7 @@ INTRODUCTION = """\
 
 Every key, with its type, its default and its meaning. Keys are set on the command line: `python -m megarl.train
 KEY=VALUE`. `algo=vapo` takes a whole group of values, those of `conf/algo/vapo.yaml`; the files of `conf/` hold only
-what differs from the defaults below. To print the final configuration of a run without starting it:
+the values that differ from the defaults below. To print the final configuration of a run without starting it:
 
 ```bash
 python -m megarl.train --cfg job algo=grpo
@@ -112,13 +112,14 @@ def _render_key(prefix: str, field: Field[Any], owner: type, hint: Any) -> str:
     found = "required" if default == REQUIRED else f"default `{_format_value(default)}`"
     text = _find_text(owner, field.name)
     head = f"- `{key}` ({_format_type(hint)}, {found})"
-    return _wrap(f"{head}: {text}" if text else head, "  ") + "".join(_render_choices(hint))
+    return _wrap(f"{head}: {text}" if text else head, "  ") + "".join(_render_choices(hint, described=bool(text)))
 
 
-def _render_choices(hint: Any) -> Iterator[str]:
+def _render_choices(hint: Any, described: bool) -> Iterator[str]:
+    """The members of an enum; its own text only where the field has none."""
     for kind in _list_enums(hint):
         texts = _find_texts(kind)
-        if text := _describe(kind):
+        if not described and (text := _describe(kind)):
             yield "\n" + _wrap(f"  {text}", "  ")
         for member in kind:
             aliases = [name for name, found in kind.__members__.items() if found is member and name != member.name]

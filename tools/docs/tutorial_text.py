@@ -51,11 +51,15 @@ def render(numbers: dict[str, Any]) -> str:
 
 
 def _wrap(text: str) -> str:
-    """Paragraphs and list items, broken anew: a number may be longer than its name in the template."""
+    """Break the lines of paragraphs and list items: a number may be longer than its name in the template."""
     paragraphs = re.split(r"(\n(?=- )|\n{2,})", text)
     return "".join(
         textwrap.fill(
-            part, WIDTH, subsequent_indent="  " * part.startswith("- "), break_long_words=False, break_on_hyphens=False
+            re.sub(r"\n +", "\n", part),
+            WIDTH,
+            subsequent_indent="  " * part.startswith("- "),
+            break_long_words=False,
+            break_on_hyphens=False,
         )
         if part.strip()
         else part

@@ -22,7 +22,9 @@ class RewardNormConfig:
     """R' = (R - mean) / (std + 1e-6), each over the batch, the group, or every sample of the run so far."""
 
     mean: NormScope = NormScope.none
+    """Set of rewards whose mean is subtracted."""
     std: NormScope = NormScope.none
+    """Set of rewards whose standard deviation divides."""
 
 
 @dataclass
@@ -30,14 +32,14 @@ class OverlongConfig:
     penalty: float = 0.0
     """Reward subtracted at the length limit; it grows linearly over the last tokens before it (DAPO: 1)."""
     buffer: int | None = None
-    """Tokens before the limit over which the penalty grows, whatever buffer_frac is; null: as buffer_frac says."""
+    """Tokens before the limit over which the penalty grows; it overrides buffer_frac. null: buffer_frac decides."""
     buffer_frac: float = 0.2
     """Share of rollout.response_length before the limit over which the penalty grows, rounded to whole tokens (DAPO: a
     fifth). Only where `buffer` is null."""
     filter: bool = False
     """Responses cut at the length limit get no policy loss; their reward stays in the statistics."""
     filter_critic: bool = False
-    """They get no critic loss either."""
+    """With `filter`, responses cut at the length limit get no critic loss either."""
 
     def count_buffer(self, response_length: int) -> int:
         """Tokens before the limit over which the penalty grows."""
@@ -50,14 +52,16 @@ class KLConfig:
     """Subtract coef * KL(old policy, reference) from every token's reward."""
     reward_estimator: KLEstimator = KLEstimator.k1
     coef: float = 0.01
+    """beta, the weight of the KL in the reward; with `target`, its first value."""
     target: float | None = None
     """Adapt `coef` so that the mean KL per token stays near this; null: fixed."""
     horizon: float = 10000.0
-    """Samples over which the adaptive coefficient moves by its own size."""
+    """With `target`: an iteration changes the coefficient by at most a share of 0.2 * samples / horizon."""
     in_loss: bool = False
     """Add loss_coef * KL(policy, reference) to the policy loss."""
     loss_estimator: KLEstimator = KLEstimator.k3
     loss_coef: float = 0.001
+    """Weight of the KL in the loss."""
 
 
 @dataclass
@@ -67,8 +71,11 @@ class MismatchConfig:
     correction: MismatchCorrection = MismatchCorrection.none
     """How the surrogate is weighted with the ratio."""
     level: MismatchLevel = MismatchLevel.token
+    """What one ratio is of: a token or a whole response."""
     low: float = 0.5
+    """Lower bound of the ratio."""
     high: float = 2.0
+    """Upper bound of the ratio."""
 
 
 @dataclass
@@ -80,49 +87,53 @@ class ToprConfig:
     negative_loss_coef: float = 0.0
     """Weight of -clip(ratio to the sampling policy, 0, 1) * A * log-prob where A < 0."""
     ratio_level: RatioLevel = RatioLevel.sequence
+    """Whether the ratio is that of each token or the product over the response."""
 
 
 @dataclass
 class DynamicSamplingConfig:
-    """DAPO 2503.14476, section 3.2: groups whose rewards are all equal are replaced by further ones."""
+    """DAPO 2503.14476, section 3.2: groups whose rewards are all equal are replaced by groups of further prompts."""
 
     enabled: bool = False
+    """Whether such groups are replaced."""
     max_rounds: int = 10
-    """Most rounds of generation for one iteration. What is missing then is filled up with groups of equal rewards."""
+    """Maximum number of rounds of generation in one iteration. Groups still missing after them are taken from those
+    with equal rewards."""
 
 
 @dataclass
 class ReplayConfig:
-    """Groups of older iterations, sampled by older policies, beside the fresh ones (TOPR 2503.14286)."""
+    """Training on groups of past iterations, sampled by older policies, together with new ones (TOPR 2503.14286)."""
 
     num_iterations: int = 0
     """How many past iterations are kept; 0: off."""
     frac: float = 0.5
-    """Share of an iteration's prompts that is taken from them."""
+    """Share of an iteration's groups that is taken from past iterations."""
 
 
 @dataclass
 class ValuePretrainConfig:
-    """Critic updates towards the Monte-Carlo return before the first policy update, the policy frozen."""
+    """Critic updates towards the Monte-Carlo return before the first policy update, with the policy frozen."""
 
     enabled: bool = False
-    """Whether there is value pretraining. The algorithm decides that, and the model how long it takes."""
+    """Whether the critic is pretrained. Presets of algorithms set this; presets of models set `steps`."""
     steps: int = 50
-    """Most iterations of it (each a rollout and the critic's minibatches), where it is enabled; 0: off."""
+    """Maximum number of iterations of value pretraining, each a rollout and the critic's minibatches; 0: off."""
     rollouts: str | None = None
     """A rollouts.jsonl of an earlier run (logger.save_rollouts) to learn from, instead of fresh responses."""
     patience: int | None = 10
-    """End once the explained variance has not risen by `min_improvement` in so many iterations; null: never early."""
+    """End once the explained variance has not risen by `min_improvement` in this many iterations; null: never early."""
     min_improvement: float = 0.01
+    """Rise of the explained variance that counts for `patience`."""
     stop_at_explained_variance: float | None = None
-    """End once a rollout not yet learned from is explained this well; null: never for this reason."""
+    """End once the explained variance of a rollout not yet trained on reaches this; null: no such threshold."""
     taken_from: str | None = None
-    """RUN_DIR of a `python -m megarl.pretrain_value` whose value pretraining is the one configured here: training goes
-    on from it as if it had done it itself. A sweep sets it."""
+    """RUN_DIR of a `python -m megarl.pretrain_value` with the same settings as here: training continues from its
+    result as if this run had computed it. A sweep sets this key."""
 
     @property
     def num_steps(self) -> int:
-        """Most iterations of value pretraining; 0 where there is none."""
+        """Maximum number of iterations of value pretraining; 0 where there is none."""
         return self.steps if self.enabled else 0
 
 
@@ -133,40 +144,53 @@ class AlgoConfig:
     advantage: str = "gae"
     """The advantage estimator: the name of a module of megarl/algo/advantages, or package.module:NAME of your own."""
     gamma: float = 1.0
+    """Discount of later rewards."""
     lambda_policy: float | int | str = 0.95
     """GAE's lambda for the policy: a number, or `adaptive` = clip(1 - 1/(length_alpha * length), lambda_min, 1)."""
     lambda_critic: float = 1.0
     """GAE's lambda for the critic's returns; 1 gives Monte-Carlo returns."""
     length_alpha: float = 0.05
+    """alpha of the adaptive lambda: larger brings lambda closer to 1 (VAPO: 0.05)."""
     lambda_min: float = 0.5
+    """Lower bound of the adaptive lambda."""
     advantage_std: AdvantageStd = AdvantageStd.none
     std_of: StdOf = StdOf.raw
     whiten_advantages: bool = False
+    """Scale the advantages of all generated tokens of the batch to mean 0 and standard deviation 1."""
     advantage_clip: float | None = None
+    """Clip advantages to [-c, c]; null: not clipped."""
     reward_norm: RewardNormConfig = field(default_factory=RewardNormConfig)
     reward_clip: float | None = None
+    """Clip rewards to [-c, c] after reward_norm; null: not clipped."""
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     positive_threshold: float = 1.0
-    """A response is correct when its raw reward is at least this."""
+    """For the positive-example LM loss, a response is correct when the verifier's reward is at least this."""
     surrogate: str = "clip"
     """The policy loss: the name of a module of megarl/algo/policy_losses, or package.module:NAME of your own."""
     rl_loss_coef: float = 1.0
     """Weight of the surrogate."""
     clip_low: float = 0.2
+    """PPO's lower clip: the importance ratio is clipped at 1 - clip_low."""
     clip_high: float = 0.2
+    """PPO's upper clip: the importance ratio is clipped at 1 + clip_high (DAPO and VAPO: 0.28)."""
     dual_clip: float | None = None
-    """Bound c > 1 of the loss where A < 0: at most c * |A|; null: off."""
+    """Dual clip c > 1: where A < 0, the loss of a token is at most c * |A|; null: off."""
     positive_lm_coef: float = 0.0
-    """mu: weight of the mean negative log-likelihood of the correct responses' tokens (VAPO: 0.1)."""
+    """Weight of the positive-example LM loss, the mean negative log-likelihood of the tokens of correct responses
+    (VAPO: 0.1)."""
     entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
     topr: ToprConfig = field(default_factory=ToprConfig)
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     loss_agg_mode: LossAggMode = LossAggMode["token-mean"]
+    """How the token losses of a minibatch become one number; the formulas are in docs/algorithms.md, Aggregation."""
     value_clip: float | None = None
+    """Clip the critic's value to at most this far from the one before the update; null: not clipped."""
     value_loss_agg_mode: LossAggMode = LossAggMode["token-mean"]
+    """As loss_agg_mode, for the critic's loss."""
     value_pretrain: ValuePretrainConfig = field(default_factory=ValuePretrainConfig)
 
 

@@ -4,15 +4,18 @@ from enum import Enum
 
 
 class AdvantageStd(Enum):
-    """What advantage=group divides by."""
+    """The standard deviation that advantage=group divides by."""
 
     none = "none"
+    """no division"""
     group = "group"
+    """that of the group's rewards (GRPO)"""
     batch = "batch"
+    """that of the whole batch (LitePPO)"""
 
 
 class StdOf(Enum):
-    """What the batch's standard deviation is taken of under advantage_std=batch."""
+    """With advantage_std=batch: what the standard deviation is computed from."""
 
     raw = "raw"
     """the rewards (LitePPO)"""
@@ -23,8 +26,11 @@ class StdOf(Enum):
 class NormScope(Enum):
     none = "none"
     batch = "batch"
+    """all responses of the iteration"""
     group = "group"
+    """the responses to one prompt"""
     running = "running"
+    """all responses of the run so far"""
 
 
 class KLEstimator(Enum):

@@ -13,11 +13,11 @@ class Placement(Enum):
     """Which of policy, critic, reference and servers share GPUs."""
 
     colocated = "colocated"
-    """All of them: each begins at the first GPU of the first node"""
+    """All of them; each uses GPUs from the first GPU of the first node on"""
     split = "split"
-    """Policy, critic and reference share theirs; the servers have the GPUs after them"""
+    """Policy, critic and reference share GPUs; the servers use the GPUs after those"""
     apart = "apart"
-    """None: each has GPUs of its own"""
+    """None of them"""
 
 
 @dataclass
@@ -27,22 +27,23 @@ class ClusterConfig:
     object_store_mb: int = 256
     """Shared memory of Ray's object store on each node, in MiB; the samples of an iteration pass through it."""
     worker_start_deadline_s: float = 300.0
-    """Seconds that the training processes may take to start and load the model."""
+    """Deadline in seconds for the training processes to start and load the model."""
     call_deadline_s: float = 1800.0
-    """Seconds that one call to a training process may take (log-probs, values, an update, an export)."""
+    """Deadline in seconds of one call to a training process (log-probs, values, an update, an export)."""
     shutdown_deadline_s: float = 15.0
-    """Seconds that all processes together may take to end before they are killed."""
+    """Deadline in seconds for all processes together to end; then they are killed."""
     listen_host: str = "127.0.0.1"
-    """Address on which servers and process groups listen; auto: each on that of its node, which several nodes need."""
+    """Address on which servers and process groups listen; auto: the address of each one's node,
+    which several nodes need."""
     num_nodes: int = 1
-    """Nodes that the processes are placed on."""
+    """Number of nodes."""
     gpus_per_node: int = 0
     """GPUs of each node; 0: GPUs are not counted, and every process sees all of them."""
     placement: Placement = Placement.apart
-    """Which of policy, critic, reference and servers share GPUs; counts where gpus_per_node is above 0."""
+    """Which of policy, critic, reference and servers share GPUs; only where gpus_per_node is above 0."""
     ray_address: str | None = None
-    """HOST:PORT of a Ray that runs already, on num_nodes nodes; null: one of this machine alone, for this run."""
+    """HOST:PORT of a running Ray cluster of num_nodes nodes; null: the run starts Ray on this machine."""
     nodes_deadline_s: float = 300.0
-    """Seconds that the nodes of ray_address may take to join."""
+    """Deadline in seconds for the nodes of ray_address to join."""
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
-    """What a job's memory and seconds are planned from, before its processes start."""
+    """The hardware that the planner computes a job's memory and time from before its processes start."""

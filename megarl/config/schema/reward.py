@@ -8,7 +8,7 @@ from omegaconf import MISSING
 
 @dataclass
 class RewardConfig:
-    """The base of every kind of reward; it has no keys."""
+    """How responses are scored. Each kind of reward has different keys."""
 
 
 @dataclass
@@ -21,9 +21,9 @@ class LetterCountRewardConfig(RewardConfig):
     """The tiny task: "b...=" asks for about 12 letters b, four for each dot."""
 
     tolerance: float = 1.25
-    """Lengths within this factor of the number that was asked for count fully."""
+    """Lengths within this factor of the requested one get the full length score of 1."""
     falloff: float = 4.0
-    """A length off by a further factor of this counts nothing; linear in the logarithm between."""
+    """A length that is off by a further factor of this gets 0; in between the score is linear in the logarithm."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class MathRewardConfig(RewardConfig):
     """Mathematical equality, by math-verify."""
 
     timeout_s: float = 5.0
-    """Seconds for one response; one that takes longer is wrong."""
+    """Time limit in seconds of scoring one response; a response that takes longer counts as wrong."""
 
 
 @dataclass
@@ -44,9 +44,9 @@ class ReasoningGymRewardConfig(RewardConfig):
     """The task's own scorer from reasoning-gym."""
 
     timeout_s: float = 5.0
-    """Seconds for one response; one that takes longer is wrong."""
+    """Time limit in seconds of scoring one response; a response that takes longer counts as wrong."""
     correct_at: float = 1.0
-    """The least score that counts as correct; scorers give parts of 1 for partly right answers."""
+    """The lowest score that counts as correct; scorers give less than 1 for partly right answers."""
 
 
 @dataclass

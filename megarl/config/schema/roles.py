@@ -17,7 +17,7 @@ class Recompute(Enum):
     """Which activations the backward pass computes again instead of keeping them."""
 
     none = "none"
-    """None: all are kept"""
+    """All activations are kept"""
     selective = "selective"
     """The core attention of each layer, or model.megatron.recompute_modules"""
     full = "full"
@@ -35,9 +35,9 @@ class Offload(Enum):
     """What waits in host memory while the role is not called."""
 
     optimizer = "optimizer"
-    """What only an update needs: optimizer state, float32 master weights, gradients"""
+    """Optimizer state, float32 master weights and gradients, which only an update needs"""
     all = "all"
-    """The weights too"""
+    """The same and the weights"""
 
 
 class Fp8(Enum):
@@ -66,37 +66,37 @@ class LrDecay(Enum):
     """How a learning rate falls after the warm-up."""
 
     constant = "constant"
-    """It stays"""
+    """Not at all"""
     linear = "linear"
-    """In a straight line"""
+    """Linearly"""
     cosine = "cosine"
-    """Along half a cosine"""
+    """Along half a period of a cosine"""
 
 
 @dataclass
 class ParallelConfig:
-    """Megatron's layout of one role: how its model is split over `num_processes` processes.
+    """Megatron splits the model over `num_processes` processes.
 
-    Data parallelism is what is left: dp = num_processes / (tp * pp * cp). Experts have a layout of their own over
-    the same processes, with num_processes / (etp * ep * pp) replicas of each.
+    The data-parallel size dp is num_processes / (tp * pp * cp). Experts are split separately over the same
+    processes, with num_processes / (etp * ep * pp) replicas of each.
     """
 
     num_processes: int = 1
     """Processes of the role, one for each GPU (on a CPU they share its cores)."""
     tp: int = 1
-    """Tensor parallel: ranks that share each matrix"""
+    """Tensor parallel: ranks that each weight matrix is split over"""
     sp: bool = False
-    """Sequence parallel: what tensor parallelism leaves whole is split along the tokens; needs tp > 1"""
+    """Sequence parallel: activations that tensor parallelism does not split are split along the tokens; needs tp > 1"""
     pp: int = 1
-    """Pipeline parallel: stages of layers"""
+    """Pipeline parallel: stages that the layers are split into"""
     vpp: int = 1
     """Virtual pipeline: pieces of the model on each stage (interleaved schedule); 1: none; more needs pp > 1"""
     cp: int = 1
-    """Context parallel: ranks that share the tokens of each sequence"""
+    """Context parallel: ranks that the tokens of each sequence are split over"""
     ep: int = 1
-    """Expert parallel: ranks that share the experts of each layer; divides dp * cp * tp / etp"""
+    """Expert parallel: ranks that the experts of each layer are split over; divides dp * cp * tp / etp"""
     etp: int = 1
-    """Expert tensor parallel: ranks that share each expert's matrices"""
+    """Expert tensor parallel: ranks that each expert's matrices are split over"""
 
     @property
     def dp(self) -> int:
@@ -120,7 +120,8 @@ class OptimizerConfig:
     """Iterations after which the rate is min_lr, the warm-up included, with as many optimizer steps in each as training
     has (of a critic, its steps of value pretraining count too). Only where decay_steps is null."""
     decay_steps: int | None = None
-    """Optimizer steps after which the rate is min_lr, whatever decay_iterations is; null: as decay_iterations says."""
+    """Optimizer steps after which the rate is min_lr; overrides decay_iterations. null: decay_iterations
+    decides."""
     weight_decay: float = 0.0
     """Decoupled weight decay; biases and norms are not decayed."""
     beta1: float = 0.9
@@ -148,21 +149,22 @@ class TrainedRoleConfig:
     """What policy and critic have in common."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """How the model is split over the role's processes."""
+    """The parallel layout of the role."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW and its learning rate."""
     dtype: Dtype = Dtype.bfloat16
-    """Type of weights and activations; bfloat16 has float32 master weights and gradients beside it."""
+    """Type of weights and activations; with bfloat16, master weights and gradients are in float32."""
     recompute: Recompute = Recompute.none
     """Which activations the backward pass computes again instead of keeping them."""
     recompute_method: RecomputeMethod = RecomputeMethod.uniform
-    """With recompute=full: which layers."""
+    """With recompute=full: which layers are recomputed."""
     recompute_num_layers: int = 1
-    """With recompute=full: layers of a block, or of a stage, as recompute_method says."""
+    """With recompute=full: the number of layers that recompute_method refers to."""
     offload: Offload | None = None
-    """What leaves the GPU between the calls of this role; null: nothing. For roles that share GPUs with others."""
+    """What is moved from the GPU to host memory between the calls of this role; null: nothing. For roles that share
+    GPUs with others."""
     fp8: Fp8 | None = None
-    """FP8 matrix products, by Transformer Engine; null: none"""
+    """Format of FP8 matrix products by Transformer Engine; null: no FP8."""
     fp8_recipe: Fp8Recipe = Fp8Recipe.delayed
     """How FP8 numbers are scaled; only where fp8 is set."""
 
@@ -190,8 +192,8 @@ class ReferenceConfig:
     """The frozen model that KL terms compare with."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """How the model is split over the reference's processes."""
+    """The parallel layout of the reference."""
     dtype: Dtype = Dtype.bfloat16
     """Type of weights and activations."""
     offload: Offload | None = None
-    """all: the weights wait in host memory while the reference is not called; null: nothing leaves the GPU."""
+    """all: the weights are in host memory between the calls of the reference; null: they stay on the GPU."""

@@ -21,41 +21,41 @@ class Transport(Enum):
 @dataclass
 class RolloutConfig:
     response_length: int = 1024
-    """Most tokens of a response."""
+    """Maximum length of a response in tokens."""
     temperature: float = 1.0
-    """Logits are divided by this, in sampling and in every log-prob of training; evaluation in training is greedy."""
+    """Sampling temperature: logits are divided by it, in sampling and in every log-prob of training. The evaluations
+    during training are greedy."""
     dtype: Dtype = Dtype.bfloat16
     """Type of the servers' weights, activations and KV cache."""
     num_servers: int = 1
-    """SGLang servers, among which the requests are spread."""
+    """Number of SGLang servers; requests are distributed among them."""
     tp: int = 1
-    """GPUs of one server, which share each matrix (SGLang's tensor parallelism)."""
+    """Tensor parallelism of SGLang: the number of GPUs of one server."""
     max_running_requests: int = 128
-    """Most requests that a server generates for at the same time."""
+    """Maximum number of requests that a server processes at the same time."""
     kv_cache_tokens: int | None = None
     """Tokens of KV cache per server; null lets SGLang decide (on a CPU it must be a number)."""
     num_threads: int = 1
-    """CPU threads of a server's model forward; without effect on a GPU."""
+    """CPU threads of a server's forward pass; without effect on a GPU."""
     startup_deadline_s: float = 300.0
-    """Seconds until a server that was started must answer."""
+    """Deadline in seconds for a server to answer after it was started."""
     request_deadline_s: float = 600.0
-    """Seconds that one request for responses may take; with max_staleness it also waits for the weight syncs and
+    """Deadline in seconds of one request for responses; with max_staleness it also waits for the weight syncs and
     evaluations in between."""
     sync_deadline_s: float = 300.0
-    """Seconds that one weight sync may take, its proof included."""
+    """Deadline in seconds of one weight sync, verification included. Presets of large models set a longer one."""
     transport: Transport = Transport.colocated
     """How weights travel from the policy to the servers."""
     sync_bucket_mb: int = 64
-    """Most bytes of one message of weights, in MiB. Each rank holds two; with transport=colocated, shared memory does
-    for each pair of a training and a server rank that have something to exchange."""
+    """Maximum size of one message of weights, in MiB. Each rank holds two; with transport=colocated, shared memory
+    holds two for each pair of a training rank and a server rank that exchange weights."""
     max_server_restarts: int = 3
-    """Servers that are lost in a rollout or a sync are started again and get the current weights, up to this often for
-    the same rollout or sync; then the run ends with the error. 0: at once. What runs ahead (max_staleness) is not
-    repeated: a server that is lost then ends the run."""
+    """How many times servers that are lost in the same rollout or sync are restarted with the current weights, before
+    the run ends with the error. 0: no restart. With max_staleness > 0 a lost server ends the attempt instead."""
     max_staleness: int = 0
-    """Policy updates by which the weights that sampled a token may be behind those trained on it. 0: on-policy, servers
-    wait for each update. n: up to n iterations' responses are generated while the trainer works, and continue with
-    the new weights after each update."""
+    """Maximum staleness of a token: by how many policy updates the weights that sampled it may be older than those that
+    train on it. 0: on-policy, the servers wait for each update. n: responses of up to n further iterations are
+    generated while the trainer works, and continue with the new weights after each update."""
     max_probe_logprob_gap: float | None = None
     """Largest |log-prob difference| / max(1, |log-prob|) allowed on any token of the probe text after a sync; null:
     1e-4 in float32, 0.5 where the policy or the rollout is in bfloat16."""

@@ -14,30 +14,30 @@ class TrainConfig:
     """Responses of one iteration; the number of prompts follows: samples_per_iteration / responses_per_prompt. Only
     where prompts_per_iteration is null; null in both is 512 prompts."""
     prompts_per_iteration: int | None = None
-    """Prompts of one iteration, whatever samples_per_iteration is; null: as samples_per_iteration says."""
+    """Prompts of one iteration; overrides samples_per_iteration. null: samples_per_iteration decides."""
     responses_per_prompt: int = 1
     """K, the responses sampled for each prompt: the group size."""
     samples_per_minibatch: int = 512
     """Samples of one optimizer step, over all data-parallel ranks. Only where num_minibatches is null."""
     num_minibatches: int | None = None
-    """Minibatches that the samples of an iteration are split into, whatever samples_per_minibatch is; null: as
-    samples_per_minibatch says."""
+    """Minibatches that the samples of an iteration are split into; overrides samples_per_minibatch. null:
+    samples_per_minibatch decides."""
     tokens_per_microbatch: int = 16384
-    """Tokens per forward, prompts included; a longer sequence makes a micro-batch of its own."""
+    """Maximum number of tokens of one forward pass, prompts included; a longer sequence is a micro-batch alone."""
     epochs_per_iteration: int = 1
     """Passes of the update over the samples of an iteration."""
     eval_every: int = 10
     """Iterations between evaluations on held-out prompts; they also run before the first and after the last."""
     num_eval_prompts: int = 256
-    """Most held-out prompts of an evaluation."""
+    """Maximum number of held-out prompts of an evaluation."""
     stop_at_heldout_reward: float | None = None
     """End early once the held-out reward reaches this; null: never."""
     max_samples: int | None = None
     """End after the iteration in which this many responses have been generated in all, those of value pretraining and
     of groups that dynamic sampling dropped included; null: no limit."""
     max_minutes: float | None = None
-    """End cleanly after the iteration in which this many minutes have passed since the processes started; counted anew
-    by a run that is resumed. null: no limit."""
+    """End cleanly after the iteration in which this many minutes have passed since the processes started; a
+    resumed run counts from 0 again. null: no limit."""
 
     @property
     def num_prompts(self) -> int:
