@@ -7,9 +7,11 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 TESTS = Path(__file__).parent
-WITH_PROCESSES = ("e2e", "parallel", "slurm", "gpu")
-"""Folders whose tests start processes, the longest first: one worker runs a folder, test after test, and shares what
-they share"""
+FIRST = ("slurm", "e2e", "parallel", "gpu")
+"""Folders whose tests start processes, and take longest"""
+TOGETHER = ("slurm", "gpu")
+"""Folders of which one worker runs all, test after test: of Slurm and of the GPU there is one. Of others a worker runs a
+file, whose fixtures are shared"""
 NUM_GPU = "num_gpu_tests_deselected"
 DESELECTED = pytest.StashKey[int]()
 
@@ -18,17 +20,17 @@ DESELECTED = pytest.StashKey[int]()
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     deselect_gpu(config, items)
     # What takes longest begins first, so that the workers end together.
-    order = {name: number for number, name in enumerate(WITH_PROCESSES)}
+    order = {name: number for number, name in enumerate(FIRST)}
     items.sort(key=lambda item: order.get(item.path.relative_to(TESTS).parts[0], len(order)))
 
 
 class FolderScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Gives each worker whole folders of WITH_PROCESSES, elsewhere whole files for the sake of their fixtures."""
+    """Gives each worker whole folders of TOGETHER, of the others whole files."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
         folder = file.removeprefix("tests/").split("/")[0]
-        return folder if folder in WITH_PROCESSES else file
+        return folder if folder in TOGETHER else file
 
 
 @pytest.hookimpl(optionalhook=True)
