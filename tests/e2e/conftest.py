@@ -1,6 +1,8 @@
 """One SGLang server for the whole session, on a tiny random checkpoint with a character-level tokenizer."""
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,13 @@ from servers import running_server, write_tiny_checkpoint
 
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A temporary folder for a run's TMPDIR: in pytest-xdist's workers the sockets below tmp_path have too long names."""
+    with tempfile.TemporaryDirectory(prefix="short-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

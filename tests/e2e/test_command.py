@@ -42,37 +42,37 @@ def find_scratch(run: subprocess.Popen, tmp_path: Path) -> list[Path]:
     return [*Path("/tmp").glob(f"megarl-{run.pid}-*"), *tmp_path.glob("megarl-sglang-*")]
 
 
-def test_a_run_trains_logs_and_ends_with_the_done_line_leaving_nothing(tmp_path):
-    run = start(tmp_path / "run", "train.num_iterations=2")
+def test_a_run_trains_logs_and_ends_with_the_done_line_leaving_nothing(short_path):
+    run = start(short_path / "run", "train.num_iterations=2")
     output, _ = run.communicate(timeout=400)
     assert run.returncode == 0, output
     last = output.strip().splitlines()[-1]
-    assert re.fullmatch(rf"done: iterations=2 reward/heldout=0\.\d{{4}} run_dir={tmp_path}/run", last)
+    assert re.fullmatch(rf"done: iterations=2 reward/heldout=0\.\d{{4}} run_dir={short_path}/run", last)
     assert "16 prompts x 16 responses = 256 samples" in output
     assert "clip(w, 0.8, 1.28) A" in output
-    lines = load_metrics(tmp_path / "run" / "metrics.jsonl")
+    lines = load_metrics(short_path / "run" / "metrics.jsonl")
     assert [line["iteration"] for line in lines] == [0, 1, 2]
     for name in ("reward/mean", "policy/clip_frac", "critic/explained_variance", "sync/bytes", "time/rollout"):
         assert all(name in line for line in lines[1:]), name
     # The servers follow: what they say of their responses is what the updated policy says.
     assert all(line["mismatch/kl"] < 1e-6 < line["policy/clip_frac"] for line in lines[1:])
-    assert list((tmp_path / "run" / "tensorboard").iterdir())
-    assert {f.name for f in (tmp_path / "run" / "logs").iterdir()} >= {"policy-0.log", "critic-0.log", "server-0.log"}
+    assert list((short_path / "run" / "tensorboard").iterdir())
+    assert {f.name for f in (short_path / "run" / "logs").iterdir()} >= {"policy-0.log", "critic-0.log", "server-0.log"}
     for role, head in (("policy", "lm_head.weight"), ("critic", "score.weight")):
-        assert head in load_file(tmp_path / "run" / role / "model.safetensors")
-    assert find_marked(tmp_path) == []
-    assert find_scratch(run, tmp_path) == []
+        assert head in load_file(short_path / "run" / role / "model.safetensors")
+    assert find_marked(short_path) == []
+    assert find_scratch(run, short_path) == []
 
 
 @pytest.mark.slow
-def test_a_signal_ends_every_process_and_leaves_nothing(tmp_path):
+def test_a_signal_ends_every_process_and_leaves_nothing(short_path):
     # SIGUSR1: test_faults.py, SIGTERM: tests/unit/run/test_signals.py.
     number = signal.SIGINT
-    run = start(tmp_path / "run", "train.num_iterations=1000")
+    run = start(short_path / "run", "train.num_iterations=1000")
     wait_for_line(run, "iteration 1/1000", 400)
     children = psutil.Process(run.pid).children(recursive=True)
-    assert len(find_marked(tmp_path)) >= 3
-    assert len(find_scratch(run, tmp_path)) == 2
+    assert len(find_marked(short_path)) >= 3
+    assert len(find_scratch(run, short_path)) == 2
     shared = find_shared_memory(child.pid for child in children)
     run.send_signal(number)
     output, _ = run.communicate(timeout=60)
@@ -81,8 +81,8 @@ def test_a_signal_ends_every_process_and_leaves_nothing(tmp_path):
     _, alive = psutil.wait_procs(children, timeout=1)
     assert alive == []
     assert not shared & {entry.inode() for entry in os.scandir("/dev/shm")}
-    assert find_marked(tmp_path) == []
-    assert find_scratch(run, tmp_path) == []
+    assert find_marked(short_path) == []
+    assert find_scratch(run, short_path) == []
 
 
 def wait_for_line(run: subprocess.Popen, text: str, deadline_s: float) -> None:

@@ -16,7 +16,7 @@ from megarl.types import Metrics
 pytestmark = pytest.mark.slow
 
 NUM_ITERATIONS = 2
-SMALL = ("train.prompts_per_iteration=4", "train.num_eval_prompts=8", "rollout.response_length=24")
+SMALL = ("train.num_eval_prompts=8", "rollout.response_length=24")
 
 
 def train(directory: Path, *overrides: str) -> list[Metrics]:
@@ -37,12 +37,15 @@ def train(directory: Path, *overrides: str) -> list[Metrics]:
     return lines
 
 
-def test_a_policy_of_two_stages_and_two_shards_trains_with_a_critic_and_a_server_of_two_shards(tmp_path: Path) -> None:
+def test_a_policy_of_two_stages_and_two_shards_trains_with_a_critic_and_a_server_of_two_shards(
+    short_path: Path,
+) -> None:
     lines = train(
-        tmp_path,
+        short_path,
         "algo=vapo",
         "model.random.num_layers=2",
         "algo.value_pretrain.steps=1",
+        "train.prompts_per_iteration=4",
         "policy.parallel={num_processes: 4, tp: 2, sp: true, pp: 2}",
         "critic.parallel={num_processes: 2, tp: 2}",
         "rollout.tp=2",
@@ -50,11 +53,12 @@ def test_a_policy_of_two_stages_and_two_shards_trains_with_a_critic_and_a_server
     assert all(line[f"{role}/grad_norm"] > 0 for line in lines for role in ("policy", "critic"))
 
 
-def test_a_mixture_of_experts_trains_with_its_experts_on_two_processes_and_two_servers(tmp_path: Path) -> None:
+def test_a_mixture_of_experts_trains_with_its_experts_on_two_processes_and_two_servers(short_path: Path) -> None:
     lines = train(
-        tmp_path,
+        short_path,
         "model=tiny_moe",
         "algo=grpo",
+        "train.prompts_per_iteration=8",
         "policy.parallel={num_processes: 2, ep: 2}",
         "model.megatron={moe_aux_loss_coeff: 0.01}",
         "rollout.num_servers=2",
@@ -63,6 +67,6 @@ def test_a_mixture_of_experts_trains_with_its_experts_on_two_processes_and_two_s
     for line in lines:
         assert 1.0 <= line["policy/moe_max_load"] <= 2.0
         assert line["policy/moe_aux_loss"] > 0.9
-    assert json.loads((tmp_path / "run" / "policy" / "config.json").read_text())["model_type"] == "qwen3_moe"
-    experts = {name for name in load_file(tmp_path / "run" / "policy" / "model.safetensors") if ".experts." in name}
+    assert json.loads((short_path / "run" / "policy" / "config.json").read_text())["model_type"] == "qwen3_moe"
+    experts = {name for name in load_file(short_path / "run" / "policy" / "model.safetensors") if ".experts." in name}
     assert len(experts) == 2 * 4 * 3
