@@ -10,8 +10,7 @@ TESTS = Path(__file__).parent
 FIRST = ("slurm", "e2e", "parallel", "gpu")
 """Folders whose tests start processes, and take longest"""
 TOGETHER = ("slurm", "gpu")
-"""Folders of which one worker runs all, test after test: of Slurm and of the GPU there is one. Of others a worker runs a
-file, whose fixtures are shared"""
+"""Folders of which one worker runs all: of Slurm and of the GPU there is one. Elsewhere a worker runs whole files"""
 NUM_GPU = "num_gpu_tests_deselected"
 DESELECTED = pytest.StashKey[int]()
 

@@ -14,7 +14,7 @@ from megarl.config.schema.rollout import RolloutConfig
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A temporary folder for a run's TMPDIR: in pytest-xdist's workers the sockets below tmp_path have too long names."""
+    """A folder for a run's TMPDIR: below the tmp_path of pytest-xdist's workers a socket's path would be too long."""
     with tempfile.TemporaryDirectory(prefix="short-") as folder:
         yield Path(folder)
 

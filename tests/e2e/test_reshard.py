@@ -23,6 +23,7 @@ from megarl.config.schema.rollout import RolloutConfig, Transport
 from megarl.interfaces import UNPUBLISHED, SyncError
 from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.rollout.calls import StopFlag
 from megarl.rollout.client import SGLangClient
 from megarl.sync.disk import DiskSync
 from megarl.sync.ranks import Ranks
@@ -253,8 +254,8 @@ class PlantingDisk(DiskSync):
 
     plant: Callable[[SGLangClient], None] | None = None
 
-    def _load(self, client: SGLangClient, directory: Path) -> None:
-        super()._load(client, directory)
+    def _load(self, client: SGLangClient, directory: Path, stop: StopFlag) -> None:
+        super()._load(client, directory, stop)
         if self.plant is not None:
             self.plant(client)
 
