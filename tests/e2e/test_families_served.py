@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALPHABET, running_server
 from safetensors.torch import load_file, save_file
+from servers import ALPHABET, running_server
 
 from megarl.cluster.opened import open_ray
 from megarl.cluster.workers import WorkerGroup
@@ -22,6 +22,8 @@ from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.rollout.client import SGLangClient
 from megarl.sync.ranks import Ranks
 from megarl.sync.reshard import ShardSync
+
+pytestmark = pytest.mark.slow
 
 SERVED_ELSEWHERE = {"qwen3", "qwen3_moe"}
 """By test_reshard.py and by test_layouts_trained.py"""
