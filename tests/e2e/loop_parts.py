@@ -9,7 +9,10 @@ import psutil
 
 from megarl.cluster.opened import open_ray
 from megarl.config.load import load_config
+from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.cluster import ClusterConfig
+from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.report.report import build_report
 from megarl.rollout.server import SGLangServer
 from megarl.run.inputs import load_inputs
@@ -57,6 +60,22 @@ def open_trainer(hosts: RunResources, run_dir: Path, overrides: Sequence[str]) -
         open_components(config, inputs, hosts, run_dir, report) as components,
     ):
         yield Trainer(config, components)
+
+
+def build_policy(checkpoint: Path) -> WorkerSpec:
+    """A policy of two float32 shards that is published and not trained."""
+    return WorkerSpec(
+        role=Role.reference,
+        checkpoint=str(checkpoint),
+        parallel=ParallelConfig(num_processes=2, tp=2, sp=True),
+        optimizer=None,
+        dtype=Dtype.float32,
+        algo=AlgoConfig(),
+        temperature=1.0,
+        response_length=8,
+        tokens_per_microbatch=128,
+        deadline_s=120.0,
+    )
 
 
 def find_server(url: str) -> psutil.Process | None:

@@ -4,21 +4,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from loop_parts import build_policy
 from safetensors.torch import load_file, save_file
 from servers import ALPHABET, running_server
 
 from megarl.cluster.opened import open_ray
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.placement import DeviceSlot
-from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.cluster import ClusterConfig
 from megarl.config.schema.model import RandomModelConfig
-from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig, Transport
 from megarl.families.registry import FAMILIES
 from megarl.hf.random_model import build_random_checkpoint
 from megarl.mcore.model.architecture import read_architecture
-from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.rollout.client import SGLangClient
 from megarl.sync.ranks import Ranks
 from megarl.sync.reshard import ShardSync
@@ -38,21 +37,6 @@ def write_checkpoint(directory: Path, family: str, seed: int) -> Path:
     changed = {name: x + 0.1 * torch.randn(x.shape, generator=generator) for name, x in tensors.items()}
     save_file(changed, checkpoint / "model.safetensors", metadata={"format": "pt"})
     return checkpoint
-
-
-def build_policy(checkpoint: Path) -> WorkerSpec:
-    return WorkerSpec(
-        role=Role.reference,
-        checkpoint=str(checkpoint),
-        parallel=ParallelConfig(num_processes=2, tp=2, sp=True),
-        optimizer=None,
-        dtype=Dtype.float32,
-        algo=AlgoConfig(),
-        temperature=1.0,
-        response_length=8,
-        tokens_per_microbatch=128,
-        deadline_s=120.0,
-    )
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - SERVED_ELSEWHERE))

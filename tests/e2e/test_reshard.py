@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from loop_parts import build_policy
 from safetensors.torch import load_file
 from servers import running_server, write_tiny_checkpoint
 from torch import Tensor
@@ -16,13 +17,11 @@ from torch import Tensor
 from megarl.cluster.opened import open_ray
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.placement import DeviceSlot
-from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.cluster import ClusterConfig
-from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig, Transport
 from megarl.interfaces import UNPUBLISHED, SyncError
 from megarl.mcore.model.architecture import read_architecture
-from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.rollout.calls import StopFlag
 from megarl.rollout.client import SGLangClient
 from megarl.sync.disk import DiskSync
@@ -68,18 +67,7 @@ def client(
 
 @pytest.fixture(scope="module")
 def policy(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WorkerGroup, Path]]:
-    spec = WorkerSpec(
-        role=Role.reference,
-        checkpoint=str(checkpoint),
-        parallel=ParallelConfig(num_processes=2, tp=2, sp=True),
-        optimizer=None,
-        dtype=Dtype.float32,
-        algo=AlgoConfig(),
-        temperature=1.0,
-        response_length=8,
-        tokens_per_microbatch=128,
-        deadline_s=120.0,
-    )
+    spec = build_policy(checkpoint)
     with open_ray(ClusterConfig(), num_actors=2) as cluster:
         group = WorkerGroup(spec, tmp_path_factory.mktemp("logs"), cluster, (DeviceSlot(), DeviceSlot()), 240.0)
         group.start().result()
