@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from loop_parts import hosts_of, open_trainer
@@ -95,8 +96,31 @@ def run_dir(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("run")
 
 
+@pytest.fixture
+def rollouts_allowed(monkeypatch) -> threading.Semaphore:
+    """Each release lets one rollout begin."""
+    allowed = threading.Semaphore(0)
+    generate = SGLangEngine.generate
+
+    def generate_when_allowed(self, *args, **kwargs):
+        assert allowed.acquire(timeout=120), "no rollout was allowed within 120 s"
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(SGLangEngine, "generate", generate_when_allowed)
+    return allowed
+
+
+def wait_for_running_requests(url: str) -> None:
+    """Until as many responses are under way as the server has places, each some tokens long."""
+    deadline = time.monotonic() + 60
+    while httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_running_reqs"] < 8:
+        assert time.monotonic() < deadline, "the server did not begin with a rollout within 60 s"
+        time.sleep(0.05)
+    time.sleep(0.2)
+
+
 def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_own_logprobs(
-    stale_server, tiny_checkpoint, run_dir
+    stale_server, tiny_checkpoint, run_dir, rollouts_allowed
 ):
     overrides = [
         *("rollout.max_staleness=1", "algo.value_pretrain.steps=0", "logger.save_rollouts=true"),
@@ -106,6 +130,7 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
     ]
     with hosts_of(stale_server, num_workers=2) as hosts, open_trainer(hosts, run_dir, overrides) as trainer:
         trainer.publish(0)
+        rollouts_allowed.release()
         num_tokens: Counter[int] = Counter()
         for iteration in range(1, 4):
             rollout, metrics = trainer.collect(iteration)
@@ -119,10 +144,12 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
             assert gap[behind == 0].numel() == 0 or gap[behind == 0].max() < 1e-4
             assert gap[behind == 1].numel() == 0 or gap[behind == 1].max() > 1e-2
             num_tokens.update(behind.tolist())
-            # A busy machine: give the server the time to begin with what runs ahead before its weights change.
-            time.sleep(0.7 * iteration)
             samples, _ = trainer.build_targets(experience, trainer.config.algo)
             trainer.update(samples, iteration)
+            # The weights change while the next rollout is under way, however long the update took.
+            if iteration < 3:
+                rollouts_allowed.release()
+                wait_for_running_requests(stale_server.url)
             trainer.publish(trainer.version + 1)
         assert min(num_tokens[0], num_tokens[1]) > 0
         assert trainer.source.close() == 0
@@ -133,4 +160,5 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
         [prompt.id for prompt in drawn.next_batch(4)] for _ in range(3)
     ]
     assert [rollout.weight_version for rollout in saved] == [0, 1, 2]
-    assert any(len(set(s.response.weight_versions)) == 2 for rollout in saved for s in rollout.samples)
+    for rollout in saved[1:]:
+        assert any(len(set(sample.response.weight_versions)) == 2 for sample in rollout.samples)
