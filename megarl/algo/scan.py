@@ -77,10 +77,11 @@ def scan_generated(
 
 def _split_by_extent(mask_BT: Tensor) -> Iterator[tuple[Tensor, int]]:
     """Row numbers (int64) sorted by extent, and a width that holds all their generated tokens, chunk by chunk."""
-    num_positions = mask_BT.shape[1]
-    # Eight flags are read as one int64, several times faster than a sum over booleans.
-    padding = -num_positions % 8
-    padded = torch.nn.functional.pad(mask_BT, (0, padding)) if padding else mask_BT.contiguous()
+    num_rows, num_positions = mask_BT.shape
+    # Eight flags are read as one int64, several times faster than a sum over booleans. That asks for strides and a
+    # storage offset in whole words, which a view has not always, so the flags are copied.
+    padded = mask_BT.new_zeros(num_rows, num_positions // 8 * 8 + 8)
+    padded[:, :num_positions] = mask_BT
     words = padded.view(torch.int64) != 0
     ends_B = (words * torch.arange(1, words.shape[1] + 1, dtype=torch.int32, device=mask_BT.device)).amax(1)
     # Widths in whole blocks spare the scan its padding.

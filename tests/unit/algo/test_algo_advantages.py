@@ -65,6 +65,38 @@ def test_gae_equals_the_reference(e, gamma, lam):
     close(found, expected)
 
 
+@some
+@given(experiences(), st.sampled_from([0.0, 0.9, 1.0]), st.sampled_from([0.0, 0.95, 1.0]))
+def test_gae_of_action_tokens_equals_that_of_the_sequence_without_the_tokens_between(e, gamma, lam):
+    """Multi-turn: from one action token to the next, however many observation tokens lie between."""
+    found = compute_gae(e.old_logprobs, e.values, e.mask, gamma, lam)
+    for row, mask in enumerate(e.mask):
+        actions = (x[row, mask][None] for x in (e.old_logprobs, e.values))
+        compact = compute_gae(*actions, torch.ones(1, int(mask.sum()), dtype=torch.bool), gamma, lam)
+        torch.testing.assert_close(found[row, mask], compact[0], rtol=1e-12, atol=1e-12)
+        assert not found[row, ~mask].any()
+
+
+def lay_out(x: torch.Tensor, how: str) -> torch.Tensor:
+    """The same numbers in other memory."""
+    if how == "columns of a wider tensor":
+        return torch.nn.functional.pad(x, (3, 2))[:, 3:-2]
+    if how == "every second column":
+        return x.repeat_interleave(2, 1)[:, ::2]
+    return x.t().contiguous().t() if how == "transposed" else torch.cat([x.new_zeros(5), x.flatten()])[5:].view_as(x)
+
+
+@pytest.mark.parametrize("how", ["columns of a wider tensor", "every second column", "transposed", "at an odd offset"])
+@pytest.mark.parametrize(("rows", "positions"), [(1, 1), (1, 8), (1, 16), (3, 8), (8, 1), (8, 16), (5, 13)])
+def test_gae_and_reward_to_go_do_not_depend_on_where_the_tensors_lie_in_memory(how, rows, positions):
+    g = torch.Generator().manual_seed(positions)
+    tensors = (*torch.randn(2, rows, positions, generator=g), torch.rand(rows, positions, generator=g) < 0.6)
+    rewards, values, mask = (lay_out(x, how) for x in tensors)
+    assert torch.equal(compute_gae(rewards, values, mask, 0.9, 0.95), compute_gae(*tensors, 0.9, 0.95))
+    assert torch.equal(compute_reward_to_go(rewards, mask, 0.9), compute_reward_to_go(tensors[0], tensors[2], 0.9))
+    torch.testing.assert_close(compute_whitened(values, mask), compute_whitened(tensors[1], tensors[2]))
+
+
 @pytest.mark.parametrize("positions", [1, 31, 32, 33, 64, 1025, 2100])
 def test_block_boundaries_change_nothing(positions):
     g = torch.Generator().manual_seed(positions)
