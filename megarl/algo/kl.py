@@ -8,13 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megarl.algo.aggregation import aggregate
 from megarl.algo.finite import check_finite
-from megarl.config.schema.algo import KLConfig
-from megarl.config.schema.algo_choices import KLEstimator
+from megarl.config.schema.algo import LARGEST_KL_ERROR, KLConfig
+from megarl.config.schema.algo_choices import KLEstimator, LossAggMode
 from megarl.types import Experience, Metrics
-
-_LARGEST_ERROR = 0.2
-"""Clip of the controller's relative error."""
 
 
 def compute_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
@@ -59,9 +57,28 @@ def compute_token_kl(experience: Experience, estimator: KLEstimator) -> Tensor:
 
 
 def compute_adapted_coef(coef: float, kl: float, target: float, horizon: float, num_samples: int) -> float:
-    """coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon)."""
-    error = min(max(kl / target - 1.0, -_LARGEST_ERROR), _LARGEST_ERROR)
+    """coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon).
+
+    Raises ValueError for a horizon of at most 0.2 * num_samples, under which the coefficient could reach 0 or less.
+    """
+    if horizon <= LARGEST_KL_ERROR * num_samples:
+        raise ValueError(
+            f"algo.kl.horizon: found {horizon:g} with {num_samples} samples; it must be above"
+            f" {LARGEST_KL_ERROR * num_samples:g}, for the coefficient to stay above 0"
+        )
+    error = min(max(kl / target - 1.0, -LARGEST_KL_ERROR), LARGEST_KL_ERROR)
     return coef * (1.0 + error * num_samples / horizon)
+
+
+def compute_mean_kl(kl_BT: Tensor, mask_BT: Tensor, mode: LossAggMode) -> float:
+    """The KL of a batch as one number, aggregated over its generated tokens as a loss is; 0 where there are none.
+
+    kl_BT: float [B, T]. mask_BT: bool [B, T]. Sequences without generated tokens do not count. Raises ValueError for
+    seq-mean-token-sum-norm.
+    """
+    lengths = mask_BT.sum(1)
+    rows = mask_BT.nonzero()[:, 0]
+    return float(aggregate(kl_BT[mask_BT], mode, rows, lengths, len(rows), int((lengths > 0).sum())))
 
 
 @dataclass(frozen=True)
@@ -71,22 +88,31 @@ class KlController:
     coef: float
     target: float | None
     horizon: float
+    agg_mode: LossAggMode
     estimator: KLEstimator
     in_reward: bool
 
     @classmethod
     def start(cls, config: KLConfig) -> "KlController":
-        return cls(config.coef, config.target, config.horizon, config.reward_estimator, config.in_reward)
+        return cls(
+            coef=config.coef,
+            target=config.target,
+            horizon=config.horizon,
+            agg_mode=config.target_agg_mode,
+            estimator=config.reward_estimator,
+            in_reward=config.in_reward,
+        )
 
     def update(self, experience: Experience) -> tuple["KlController", Metrics]:
-        """The controller for the next iteration, once per iteration, and the coefficient that this one used."""
+        """The controller for the next iteration, once per iteration; the coefficient that this one used (kl/coef) and
+        the KL that is compared with the target (kl/compared).
+        """
         if not self.in_reward:
             return self, {}
         metrics = {"kl/coef": self.coef}
         if self.target is None:
             return self, metrics
-        mask = experience.mask
-        kl = float(compute_token_kl(experience, self.estimator).sum() / mask.sum().clamp(min=1))
+        kl = compute_mean_kl(compute_token_kl(experience, self.estimator), experience.mask, self.agg_mode)
         num_samples = experience.sequences.num_samples
         coef = compute_adapted_coef(self.coef, kl, self.target, self.horizon, num_samples)
-        return replace(self, coef=coef), metrics
+        return replace(self, coef=coef), metrics | {"kl/compared": kl}

@@ -146,8 +146,10 @@ def _check_loss(algo: AlgoConfig) -> Iterator[str]:
             "algo.rl_loss_coef: 0 found with both topr weights 0; no term would learn from the reward: must be above 0,"
             " or algo.topr.positive_loss_coef or algo.topr.negative_loss_coef above 0"
         )
-    if algo.value_loss_agg_mode is LossAggMode["seq-mean-token-sum-norm"]:
-        yield (
-            "algo.value_loss_agg_mode: seq-mean-token-sum-norm found; must be token-mean, seq-mean-token-sum or"
-            " seq-mean-token-mean"
-        )
+    modes = {"value_loss_agg_mode": algo.value_loss_agg_mode, "kl.target_agg_mode": algo.kl.target_agg_mode}
+    for key, mode in modes.items():
+        if mode is LossAggMode["seq-mean-token-sum-norm"]:
+            yield (
+                f"algo.{key}: seq-mean-token-sum-norm found; must be token-mean, seq-mean-token-sum or"
+                " seq-mean-token-mean"
+            )

@@ -160,7 +160,10 @@ def _list_reward_keys(algo: AlgoConfig) -> list[tuple[bool, Dead]]:
         ),
         (kl.in_reward, Dead(("algo.kl.reward_estimator", "algo.kl.coef"), no_kl)),
         (kl.in_reward, Dead(("algo.kl.target",), no_kl, switch=True, refused=is_on)),
-        (kl.in_reward and kl.target is not None, Dead(("algo.kl.horizon",), f"{not_adaptive} algo.kl.target")),
+        (
+            kl.in_reward and kl.target is not None,
+            Dead(("algo.kl.horizon", "algo.kl.target_agg_mode"), f"{not_adaptive} algo.kl.target"),
+        ),
     ]
 
 

@@ -9,7 +9,7 @@ from megarl.config.checks.algo import check_algo, check_modules
 from megarl.config.checks.compute import check_compute
 from megarl.config.checks.parallel import check_overlap, check_parallel, find_nearest_divisor
 from megarl.config.checks.ranges import check_ranges
-from megarl.config.schema.algo import OverlongConfig, needs_full_kl, needs_reference
+from megarl.config.schema.algo import LARGEST_KL_ERROR, KLConfig, OverlongConfig, needs_full_kl, needs_reference
 from megarl.config.schema.hardware import check_hardware
 from megarl.config.schema.model import ModelSource
 from megarl.config.schema.root import Config
@@ -38,6 +38,7 @@ def check_config(config: Config) -> list[str]:
         *_check_roles(config),
         *check_compute(config),
         *_check_rollout(config),
+        *_check_kl_horizon(config.algo.kl, config.train.num_samples),
         *check_hardware(config.cluster.hardware),
         *check_algo(config.algo, config.train.responses_per_prompt, config.train.num_optimizer_steps),
     ]
@@ -146,4 +147,14 @@ def _check_overlong(overlong: OverlongConfig, response_length: int) -> Iterator[
         yield (
             f"algo.overlong.buffer_frac: found {overlong.buffer_frac:g}, which is less than one token of"
             f" rollout.response_length ({response_length}); algo.overlong.penalty > 0 needs at least one"
+        )
+
+
+def _check_kl_horizon(kl: KLConfig, num_samples: int) -> Iterator[str]:
+    least = LARGEST_KL_ERROR * num_samples
+    if kl.in_reward and kl.target is not None and 0 < kl.horizon <= least:
+        yield (
+            f"algo.kl.horizon: found {kl.horizon:g} with the {num_samples} samples of an iteration; one step would"
+            f" change the weight of the KL by all of it or more and could make it 0 or negative: it must be above"
+            f" {least:g} ({LARGEST_KL_ERROR:g} * samples), and several times the samples for small steps"
         )

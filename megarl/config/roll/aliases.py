@@ -55,7 +55,7 @@ ALIASES: dict[str, Alias] = {
     "add_token_level_kl": Alias(("algo.kl.in_reward",), "KL to the reference in every token's reward"),
     "kl_penalty": Alias(("algo.kl.reward_estimator",), "estimator of the KL in the reward", _KL_PENALTIES),
     "init_kl_coef": Alias(("algo.kl.coef",), "weight of the KL in the reward, the first one where it adapts"),
-    "target_kl": Alias(("algo.kl.target",), "KL that the weight adapts to; null: a fixed weight"),
+    "target_kl": Alias(("algo.kl.target",), "KL that the weight adapts to, as the same mean; null: a fixed weight"),
     "kl_horizon": Alias(("algo.kl.horizon",), "samples over which the weight adapts"),
     "use_kl_loss": Alias(("algo.kl.in_loss",), "KL to the reference in the loss, k3 as in ROLL by default"),
     "kl_loss_coef": Alias(("algo.kl.loss_coef",), "weight of that; ROLL multiplies it by rl_loss_coef, too"),

@@ -16,6 +16,9 @@ from megarl.config.schema.algo_choices import (
 ADAPTIVE = "adaptive"
 """`lambda_policy` as a function of the response's length (VAPO)."""
 
+LARGEST_KL_ERROR = 0.2
+"""Clip of the relative error of the adaptive KL coefficient (1909.08593, section 2.2)."""
+
 
 @dataclass
 class RewardNormConfig:
@@ -54,9 +57,13 @@ class KLConfig:
     coef: float = 0.01
     """beta, the weight of the KL in the reward; with `target`, its first value."""
     target: float | None = None
-    """Adapt `coef` so that the mean KL per token stays near this; null: fixed."""
+    """Adapt `coef` so that the KL, aggregated by `target_agg_mode`, stays near this; null: fixed."""
+    target_agg_mode: LossAggMode = LossAggMode["seq-mean-token-mean"]
+    """With `target`: the KL compared with it. seq-mean-token-mean: mean over sequences of their mean per token (ROLL,
+    verl); seq-mean-token-sum: mean KL of a sequence (1909.08593, TRL); token-mean: mean per token."""
     horizon: float = 10000.0
-    """With `target`: an iteration changes the coefficient by at most a share of 0.2 * samples / horizon."""
+    """With `target`: an iteration changes the coefficient by at most a share of 0.2 * samples / horizon, which must be
+    below 1."""
     in_loss: bool = False
     """Add loss_coef * KL(policy, reference) to the policy loss."""
     loss_estimator: KLEstimator = KLEstimator.k3

@@ -177,6 +177,7 @@ CONTRADICTIONS = [
     ({"advantage": "group", "value_pretrain__enabled": True}, 4, 1, "algo.value_pretrain.enabled: true"),
     ({"advantage": "group", "value_clip": 0.2}, 4, 1, "algo.value_clip: 0.2 found"),
     ({"value_loss_agg_mode": LossAggMode["seq-mean-token-sum-norm"]}, 1, 1, "algo.value_loss_agg_mode"),
+    ({"kl__target_agg_mode": LossAggMode["seq-mean-token-sum-norm"]}, 1, 1, "algo.kl.target_agg_mode"),
     ({"clip_low": 1.2}, 1, 1, "algo.clip_low: 1.2 found"),
 ]
 

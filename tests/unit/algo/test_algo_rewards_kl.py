@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.finite import NonFiniteError
-from megarl.algo.kl import KlController, compute_adapted_coef, compute_kl, compute_token_kl
+from megarl.algo.kl import KlController, compute_adapted_coef, compute_kl, compute_mean_kl, compute_token_kl
 from megarl.algo.rewards import (
     compute_normalised_rewards,
     compute_overlong_penalty,
@@ -20,8 +20,10 @@ from megarl.algo.rewards import (
     update_reward_moments,
 )
 from megarl.algo.statistics import RunningMoments, merge_moments
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
 from megarl.config.schema.algo import OverlongConfig
-from megarl.config.schema.algo_choices import KLEstimator
+from megarl.config.schema.algo_choices import KLEstimator, LossAggMode
 
 
 def f64(x):
@@ -74,20 +76,70 @@ def test_the_adaptive_coefficient_by_hand():
     assert compute_adapted_coef(0.5, 0.09, 0.1, 1000, 100) == pytest.approx(0.5 * 0.99)
 
 
-@given(st.floats(1e-4, 10), st.floats(0, 10), st.floats(1e-3, 10), st.floats(1, 1e5), st.integers(1, 4096))
-def test_the_adaptive_coefficient_equals_the_reference(coef, kl, target, horizon, num_samples):
+@given(st.floats(1e-4, 10), st.floats(-5, 10), st.floats(1e-3, 10), st.floats(0.21, 50), st.integers(1, 4096))
+def test_the_adaptive_coefficient_equals_the_reference_and_stays_above_0(coef, kl, target, ratio, num_samples):
+    horizon = ratio * num_samples
     expected = reference.adapted_coef(coef, kl, target, horizon, num_samples)
-    assert compute_adapted_coef(coef, kl, target, horizon, num_samples) == pytest.approx(expected, rel=1e-12)
+    found = compute_adapted_coef(coef, kl, target, horizon, num_samples)
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert found > 0
+
+
+def test_a_horizon_that_could_make_the_coefficient_negative_is_refused_before_anything_starts():
+    # The default job has 256 samples per iteration: 0.2 * 256 = 51.2.
+    keys = ("algo.kl.in_reward=true", "algo.kl.target=0.1")
+    assert load_config([*keys, "algo.kl.horizon=51.3"]).algo.kl.horizon == 51.3
+    for horizon in (51.2, 10):
+        with pytest.raises(ConfigError, match=r"algo\.kl\.horizon: found .* 256 samples .* must be above 51\.2 "):
+            load_config([*keys, f"algo.kl.horizon={horizon}"])
+    # It decides nothing for a fixed coefficient.
+    load_config(["algo.kl.in_reward=true", "train.prompts_per_iteration=6400"])
+    with pytest.raises(ValueError, match=r"algo\.kl\.horizon: found 10 with 50 samples; it must be above 10"):
+        compute_adapted_coef(0.1, 0.0, 0.1, 10.0, 50)
+
+
+def test_the_kl_of_a_batch_by_hand_under_each_aggregation():
+    # Rows of 1, 3 (with a tool token between) and 0 generated tokens.
+    kl = torch.tensor([[0.8, 9, 9, 9], [0.1, 9, 0.2, 0.3], [9, 9, 9, 9]], dtype=torch.float64)
+    mask = kl < 5
+    means = {mode.value: compute_mean_kl(kl, mask, mode) for mode in LossAggMode if "norm" not in mode.value}
+    assert means == {
+        "token-mean": pytest.approx(1.4 / 4),
+        "seq-mean-token-mean": pytest.approx((0.8 + 0.2) / 2),
+        "seq-mean-token-sum": pytest.approx((0.8 + 0.6) / 2),
+    }
+    assert compute_mean_kl(kl, mask & False, LossAggMode["token-mean"]) == 0
+
+
+@pytest.mark.parametrize("mode", [mode for mode in LossAggMode if "norm" not in mode.value])
+def test_the_controller_compares_the_mean_that_the_configuration_names(mode):
+    e = make_experience([0, 0, 0], [2, 20, 7], [1.0, 0.0, 1.0], [False] * 3, 5)
+    b = as_lists(e)
+    d = [[abs(o - r) for o, r, m in zip(b.old[i], b.ref[i], b.mask[i], strict=True) if m] for i in range(3)]
+    expected = {
+        "token-mean": sum(map(sum, d)) / sum(map(len, d)),
+        "seq-mean-token-mean": sum(sum(row) / len(row) for row in d) / 3,
+        "seq-mean-token-sum": sum(map(sum, d)) / 3,
+    }[mode.value]
+    # 10% above the target, which is not clipped.
+    config = configure(
+        kl__in_reward=True, kl__coef=0.1, kl__target=expected / 1.1, kl__reward_estimator=KLEstimator.abs
+    )
+    config.kl.target_agg_mode = mode
+    controller, metrics = KlController.start(config.kl).update(e)
+    assert metrics == {"kl/coef": 0.1, "kl/compared": pytest.approx(expected)}
+    assert controller.coef == pytest.approx(0.1 * (1 + 0.1 * 3 / 10000))
 
 
 def test_the_controller_moves_with_the_batch_and_a_fixed_one_stays():
     e = make_experience([0, 0], [3, 5], [1.0, 0.0], [False, False], 3, holes=False)
     config = configure(kl__in_reward=True, kl__coef=0.1, kl__target=0.01, kl__horizon=10.0).kl
     controller, metrics = KlController.start(config).update(e)
-    assert metrics == {"kl/coef": 0.1}
     b = as_lists(e)
-    d = [o - r for i in range(2) for o, r, m in zip(b.old[i], b.ref[i], b.mask[i], strict=True) if m]
-    error = min(max(sum(d) / 8 / 0.01 - 1, -0.2), 0.2)
+    d = [[o - r for o, r, m in zip(b.old[i], b.ref[i], b.mask[i], strict=True) if m] for i in range(2)]
+    kl = (sum(d[0]) / 3 + sum(d[1]) / 5) / 2
+    assert metrics == {"kl/coef": 0.1, "kl/compared": pytest.approx(kl)}
+    error = min(max(kl / 0.01 - 1, -0.2), 0.2)
     assert controller.coef == pytest.approx(0.1 * (1 + error * 2 / 10))
     assert controller.coef != 0.1
     full = configure(

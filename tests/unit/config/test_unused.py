@@ -42,6 +42,7 @@ LIVE = {
     "overlong.filter_critic": set(),
     **dict.fromkeys(("kl.reward_estimator", "kl.coef", "kl.target"), KL_IN_REWARD),
     "kl.horizon": set(),
+    "kl.target_agg_mode": set(),
     **dict.fromkeys(("kl.loss_estimator", "kl.loss_coef"), KL_IN_LOSS),
     **dict.fromkeys(("surrogate", "mismatch.correction"), set(PRESETS) - {"topr"}),
     **dict.fromkeys(("clip_low", "clip_high", "dual_clip"), set(PRESETS) - {"topr", "rloo"}),
@@ -74,6 +75,7 @@ VALUES = {
     "value_pretrain.taken_from": "x",
     **{"advantage_std": "batch", "std_of": "centered", "overlong.buffer": "8", "overlong.filter_critic": "true"},
     **{"kl.reward_estimator": "k1", "kl.target": "0.1", "kl.horizon": "1000", "kl.loss_estimator": "k2"},
+    "kl.target_agg_mode": "token-mean",
     **{"surrogate": "clip", "mismatch.correction": "clip", "dual_clip": "3", "topr.ratio_level": "token"},
     **{"dynamic_sampling.max_rounds": "3", "value_clip": "0.5", "mismatch.high": "3", "kl.coef": "0.1"},
 }
