@@ -14,7 +14,7 @@ from megarl.hf.cache import build_once
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 PAD, BOS, EOS = SPECIAL_TOKENS
-FORMAT = 1
+FORMAT = 2
 """Part of the content hash: raise it when what is written changes for the same numbers."""
 
 
@@ -119,6 +119,9 @@ def _write_checkpoint(config: RandomModelConfig, directory: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = getattr(transformers, f"{family}ForCausalLM")(hf_config).float()
+        # transformers makes the row of <pad> zero. The policy can sample <pad>, and RMSNorm's gradient at zero is
+        # 1 / sqrt(eps) times that elsewhere. Checkpoints of real models have no row of zeros for it either.
+        torch.nn.init.normal_(model.get_input_embeddings().weight.data[tokenizer.pad_token_id], std=config.init_std)
     model.generation_config = transformers.GenerationConfig(**ids)  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -42,6 +42,25 @@ def test_the_initial_weights_have_the_configured_spread(tmp_path):
     assert weights["model.layers.0.mlp.up_proj.weight"].std() == pytest.approx(0.1, rel=0.1)
 
 
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_no_token_that_a_policy_can_sample_has_a_gradient_of_another_magnitude(tmp_path, tie_embeddings):
+    """Also not <pad>, whose row transformers makes zero, where RMSNorm's gradient is 1 / sqrt(eps) times as large."""
+    from transformers import AutoModelForCausalLM
+
+    random = replace(SMALL, init_std=0.1, tie_embeddings=tie_embeddings)
+    model = AutoModelForCausalLM.from_pretrained(resolve_random(random, tmp_path))
+    assert float(model.get_input_embeddings().weight[0].std()) == pytest.approx(0.1, rel=0.5)
+    norms = []
+    for token in range(len(SMALL.alphabet) + 3):
+        model.zero_grad()
+        # transformers gives the row of <pad> itself no gradient; what comes before it has one.
+        embedded = model.get_input_embeddings().weight[[3, token, 4]].detach().requires_grad_()
+        logprobs = model(inputs_embeds=embedded[None]).logits.log_softmax(-1)
+        (-logprobs[0, 1, 4]).backward()
+        norms.append(float(embedded.grad[1].norm()))
+    assert max(norms) < 10 * sorted(norms)[len(norms) // 2]
+
+
 def test_the_same_numbers_give_the_same_weights_and_another_seed_gives_others(tmp_path):
     first = load_file(resolve_random(SMALL, tmp_path / "a") / "model.safetensors")
     again = load_file(resolve_random(SMALL, tmp_path / "b") / "model.safetensors")
