@@ -103,8 +103,7 @@ ADVANTAGE = AdvantageEstimator(
     _compute,
     reads=(
         GAMMA,
-        Reads(("algo.lambda_policy",), refused=lambda number: isinstance(number, str)),
-        Reads(("algo.lambda_critic",)),
+        Reads(("algo.lambda_policy", "algo.lambda_critic")),
         Reads(
             ("algo.length_alpha", "algo.lambda_min"),
             when=lambda algo: algo.lambda_policy == ADAPTIVE,

@@ -139,12 +139,6 @@ CONTRADICTIONS = [
     ({"advantage_std": AdvantageStd.group}, 4, 1, "algo.advantage_std: group found"),
     ({"advantage": "group", "std_of": StdOf.centered}, 4, 1, "algo.std_of: centered found"),
     (
-        {"advantage": "reinforce", "lambda_policy": "adaptive"},
-        1,
-        1,
-        "algo.lambda_policy: adaptive found",
-    ),
-    (
         {"lambda_policy": "0.9x"},
         1,
         1,

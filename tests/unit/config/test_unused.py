@@ -176,6 +176,18 @@ def test_the_numbers_that_a_preset_leaves_unused_are_nobodys_mistake():
     assert config.critic.optimizer.lr == 2e-3
 
 
+@pytest.mark.parametrize("preset", ["ppo", "vc_ppo", "vapo"])
+@pytest.mark.parametrize("advantage", ["group", "reinforce", "rloo"])
+def test_another_advantage_under_a_preset_with_a_critic_asks_for_nothing_that_is_then_refused(preset, advantage):
+    """VAPO's adaptive lambda_policy is the preset's, and does not count; value pretraining can be switched off."""
+    overrides = [f"algo={preset}", f"algo.advantage={advantage}", "train.responses_per_prompt=4"]
+    if preset in PRETRAINED:
+        problems = problems_of(*overrides).splitlines()
+        assert [line.split(":")[0] for line in problems] == ["algo.value_pretrain.enabled"]
+        overrides.append("algo.value_pretrain.enabled=false")
+    load_config(overrides)
+
+
 def test_each_command_has_its_own_dead_keys():
     assert "leaves the policy as it is" in problems_of("algo.clip_high=0.3", command="pretrain_value")
     load_config(["critic.optimizer.lr=1e-3"], "pretrain_value")
