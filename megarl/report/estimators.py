@@ -7,6 +7,10 @@ from fractions import Fraction
 from math import comb, sqrt
 from statistics import NormalDist, fmean, variance
 
+PRIOR_WEIGHT = 2.0
+"""Problems' worth of a design effect of 1 in its estimate: the smallest whole number with which simulated intervals
+of 30 and more problems cover what they promise for chances from U-shaped distributions, also strongly skewed ones."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -81,9 +85,13 @@ def compute_mean(values: Sequence[float], num_samples: int, confidence: float) -
     The interval is Wilson's (1927) for a proportion, with N / d in place of the N problems, where d is the design
     effect of cluster sampling (Kish 1965): the variance over problems divided by p (1 - p). With one response per
     problem d is 1, and this is Wilson's interval itself. With n responses d is 1 / n + (1 - 1 / n) r for the
-    correlation r within a problem, so it is clamped to [1 / n, 1]; where all values are 0, or all 1, r is unknown
-    and d is 1. Unlike a bootstrap or t-interval it does not shrink to a point for 0 of 30. Problems count as a
-    random sample of problems like them.
+    correlation r within a problem, so its estimate is clamped to [1 / n, 1].
+
+    Where nearly all problems are 0, or nearly all 1, few of them tell what d is, and an estimate that is too small
+    comes together with a mean that is too far out: with the plain estimate 95% intervals of 30 problems cover down to
+    85%. So d is the average of the estimate with weight 4 N p (1 - p), about the number of problems that tell, and of
+    1, its upper bound, with weight 2. Where all values are 0, or all 1, d is 1. Unlike a bootstrap or t-interval it
+    does not shrink to a point for 0 of 30. Problems count as a random sample of problems like them.
 
     num_samples: n. Raises ValueError for no values, one outside [0, 1], or a confidence outside (0, 1).
     """
@@ -95,7 +103,9 @@ def compute_mean(values: Sequence[float], num_samples: int, confidence: float) -
     spread = mean * (1 - mean)
     effect = 1.0
     if len(values) > 1 and spread > 0:
+        weight = 4 * len(values) * spread
         effect = min(1.0, max(variance(values) / spread, 1 / num_samples))
+        effect = (weight * effect + PRIOR_WEIGHT) / (weight + PRIOR_WEIGHT)
     size = len(values) / effect
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     center = (mean + z * z / (2 * size)) / (1 + z * z / size)

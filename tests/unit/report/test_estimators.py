@@ -4,8 +4,10 @@ import itertools
 import random
 from collections import Counter
 from fractions import Fraction
+from math import prod
 from statistics import fmean
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -125,11 +127,15 @@ def test_the_interval_of_right_and_wrong_problems_is_wilsons(correct, problems, 
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
-def test_samples_that_do_not_hang_together_count_as_problems_of_their_own():
-    """20 problems with 2 of 4 right each: the interval of 40 right among 80."""
+def test_samples_that_do_not_hang_together_count_nearly_as_problems_of_their_own():
+    """20 problems with 2 of 4 right each: p = 1/2, so that d = (20 * 1/4 + 2 * 1) / (20 + 2) = 7/22."""
     found = compute_mean([0.5] * 20, 4, 0.95)
-    expected = binomtest(40, 80).proportion_ci(0.95, method="wilson")
-    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    z, size = 1.959963984540054, 20 * 22 / 7
+    reach = z / (1 + z * z / size) * (0.25 / size + z * z / (4 * size * size)) ** 0.5
+    assert (found.low, found.high) == pytest.approx((0.5 - reach, 0.5 + reach), abs=1e-12)
+    # With many problems the two more hardly count: 1,000 problems are 4,000 responses.
+    found, expected = compute_mean([0.5] * 1000, 4, 0.95), binomtest(2000, 4000).proportion_ci(0.95, method="wilson")
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=1e-4)
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.floats(0.5, 0.999))
@@ -141,16 +147,72 @@ def test_the_interval_holds_the_mean_and_is_no_point_and_stays_within_0_and_1(co
     assert (mirrored.low, mirrored.high) == pytest.approx((1 - found.high, 1 - found.low), abs=1e-9)
 
 
-@pytest.mark.parametrize(("num_samples", "alpha", "beta"), [(1, 0.2, 0.8), (4, 0.2, 0.8), (4, 2, 2), (16, 0.5, 20)])
-def test_the_interval_holds_the_truth_about_as_often_as_it_says(num_samples, alpha, beta):
-    """1,000 sets of 40 problems, each with a chance of its own; 0.95 promised, 0.92 to 0.99 accepted."""
-    generator, held = random.Random(1), 0
-    for _ in range(1000):
-        chances = [generator.betavariate(alpha, beta) for _ in range(40)]
-        values = [sum(generator.random() < c for _ in range(num_samples)) / num_samples for c in chances]
-        found = compute_mean(values, num_samples, 0.95)
-        held += found.low <= alpha / (alpha + beta) <= found.high
-    assert 920 <= held <= 990
+U_SHAPED = [(0.5, 0.5), (0.1, 0.1), (0.2, 0.8), (0.1, 0.9), (0.05, 0.95), (0.45, 0.05)]
+"""Beta distributions of the chance to solve a problem: most are nearly always solved, or nearly never."""
+
+
+def draw_counts(num_problems, num_samples, alpha, beta, num_sets=1000):
+    """Correct responses to each problem, int [sets, problems]."""
+    generator = np.random.default_rng(1)
+    return generator.binomial(num_samples, generator.beta(alpha, beta, (num_sets, num_problems)))
+
+
+def measure_coverage(tables, values, num_samples, truth, confidence=0.95):
+    """The share of intervals that hold the truth. values: by number of correct responses."""
+    intervals = (compute_mean([values[count] for count in row], num_samples, confidence) for row in tables.tolist())
+    return fmean(each.low <= truth + 1e-12 and truth <= each.high + 1e-12 for each in intervals)
+
+
+@pytest.mark.parametrize(("alpha", "beta"), U_SHAPED)
+@pytest.mark.parametrize("num_samples", [1, 8, 16])
+@pytest.mark.parametrize("num_problems", [30, 500])
+def test_intervals_of_mostly_solved_or_unsolved_problems_cover_what_they_promise(
+    num_problems, num_samples, alpha, beta
+):
+    """avg@n and pass@n/2 of simulated sets; 0.95 promised, 0.93 to 0.985 accepted."""
+    tables = draw_counts(num_problems, num_samples, alpha, beta)
+    shares = [count / num_samples for count in range(num_samples + 1)]
+    assert 0.93 <= measure_coverage(tables, shares, num_samples, alpha / (alpha + beta)) <= 0.985
+    k = max(1, num_samples // 2)
+    passed = [compute_pass_at_k(num_samples, count, k) for count in range(num_samples + 1)]
+    # The mean of 1 - (1 - p)^k over the Beta distribution.
+    truth = 1 - prod((beta + i) / (alpha + beta + i) for i in range(k))
+    assert 0.93 <= measure_coverage(tables, passed, num_samples, truth) <= 0.985
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(0.5, 0.5), (0.05, 0.95), (0.45, 0.05)])
+def test_intervals_of_maj_at_k_cover_what_they_promise(alpha, beta):
+    """30 problems, 8 responses, of which the wrong ones have two answers, one twice as frequent as the other."""
+    generator, num_samples = np.random.default_rng(1), 8
+
+    def draw_values(num_problems):
+        counts = generator.binomial(num_samples, generator.beta(alpha, beta, num_problems))
+        wrong = generator.binomial(num_samples - counts, 2 / 3)
+        return [majority[c, w] for c, w in zip(counts.tolist(), wrong.tolist(), strict=True)]
+
+    majority = {
+        (c, w): compute_maj_at_k(Votes(c, tuple(x for x in (w, num_samples - c - w) if x)), 4)
+        for c in range(num_samples + 1)
+        for w in range(num_samples - c + 1)
+    }
+    truth = fmean(draw_values(1_000_000))
+    intervals = [compute_mean(draw_values(30), num_samples, 0.95) for _ in range(1000)]
+    assert 0.93 <= fmean(each.low <= truth <= each.high for each in intervals) <= 0.985
+
+
+@pytest.mark.parametrize(("num_samples", "alpha", "beta"), [(4, 2, 2), (16, 2, 2), (16, 0.5, 5), (16, 20, 20)])
+def test_intervals_of_problems_that_are_neither_cover_at_least_what_they_promise(num_samples, alpha, beta):
+    tables = draw_counts(40, num_samples, alpha, beta)
+    shares = [count / num_samples for count in range(num_samples + 1)]
+    assert measure_coverage(tables, shares, num_samples, alpha / (alpha + beta)) >= 0.94
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.99])
+@pytest.mark.parametrize(("alpha", "beta"), [(0.5, 0.5), (0.1, 0.9)])
+def test_another_confidence_is_covered_as_well(confidence, alpha, beta):
+    tables = draw_counts(100, 8, alpha, beta)
+    found = measure_coverage(tables, [count / 8 for count in range(9)], 8, alpha / (alpha + beta), confidence)
+    assert found == pytest.approx(confidence, abs=0.35 * (1 - confidence) + 0.01)
 
 
 @pytest.mark.parametrize(("num_samples", "num_correct", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 0), (4, 1, 5)])
