@@ -67,7 +67,7 @@ def _check_ranges(algo: AlgoConfig) -> Iterator[str]:
         ("replay.frac", algo.replay.frac, 0.0, 1.0),
         ("value_clip", algo.value_clip, 1e-9, inf),
         ("value_pretrain.steps", algo.value_pretrain.steps, 0, inf),
-        ("value_pretrain.patience", algo.value_pretrain.patience, 1, inf),
+        ("value_pretrain.patience", algo.value_pretrain.patience, 3, inf),
         ("value_pretrain.min_improvement", algo.value_pretrain.min_improvement, 0.0, 1.0),
         ("value_pretrain.stop_at_explained_variance", algo.value_pretrain.stop_at_explained_variance, -inf, 1.0),
         ("entropy_coef", algo.entropy_coef, -inf, inf),

@@ -128,10 +128,11 @@ class ValuePretrainConfig:
     """Maximum number of iterations of value pretraining, each a rollout and the critic's minibatches; 0: off."""
     rollouts: str | None = None
     """A rollouts.jsonl of an earlier run (logger.save_rollouts) to learn from, instead of fresh responses."""
-    patience: int | None = 10
-    """End once the explained variance has not risen by `min_improvement` in this many iterations; null: never early."""
-    min_improvement: float = 0.01
-    """Rise of the explained variance that counts for `patience`."""
+    patience: int | None = 20
+    """End once a line fitted to the explained variance of this many iterations rises by less than `min_improvement`,
+    with 1.5 standard errors to spare; at least 3; null: never early."""
+    min_improvement: float = 0.02
+    """Rise of the explained variance over `patience` iterations that is worth going on."""
     stop_at_explained_variance: float | None = None
     """End once the explained variance of a rollout not yet trained on reaches this; null: no such threshold."""
     taken_from: str | None = None

@@ -38,7 +38,7 @@ def test_a_step_of_value_pretraining_is_generation_values_and_the_critics_update
     assert line.startswith(
         f"Value pretraining: up to 50 steps of {step.total:,.1f} s (generation 2,675.2, values 725.7,"
     )
-    assert f"{50 * step.total / 3600:.1f} hours in all; it may end earlier (algo.value_pretrain: patience=10)" in line
+    assert f"{50 * step.total / 3600:.1f} hours in all; it may end earlier (algo.value_pretrain: patience=20)" in line
 
 
 def test_the_critics_updates_for_each_of_the_policy_count_in_pretraining_too() -> None:

@@ -20,7 +20,7 @@ from megarl.value_pretraining.checkpoints import EXPLAINED, ResumePoint, begin_j
 from megarl.value_pretraining.job import run_value_pretraining
 from megarl.value_pretraining.loop import find_end
 
-CURVE = [0.1, 0.1 + 0.2, 1 / 3, 0.2, 0.25, 0.31, 0.34, 0.341, 0.2]
+CURVE = [0.1, 0.1 + 0.2, 1 / 3, 0.2, 0.25, 0.31, 0.34, 0.341, 0.339]
 
 
 def write_steps(run_dir: Path, first: int, last: int) -> None:
@@ -55,10 +55,10 @@ def begin(run_dir: Path, *overrides: str) -> ResumePoint | None:
 
 @pytest.mark.parametrize("saved", range(1, 9))
 def test_one_that_goes_on_after_any_step_ends_where_an_uninterrupted_one_does(tmp_path, saved):
-    settings = ValuePretrainConfig(steps=9, patience=5, min_improvement=0.01)
+    settings = ValuePretrainConfig(steps=9, patience=3, min_improvement=0.05)
     ends = [find_end(settings, CURVE[:n]) for n in range(1, 10)]
-    # Best at step 3 (1/3): 0.34 and 0.341 are less than 0.01 above it.
-    assert [reason is not None for reason in ends] == [False] * 7 + [True, True]
+    # Only the last three are level without much noise.
+    assert [reason is not None for reason in ends] == [False] * 8 + [True]
     write_steps(tmp_path, 1, saved)
     save_step(tmp_path, saved)
     write_steps(tmp_path, saved + 1, 9)
