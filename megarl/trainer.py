@@ -226,15 +226,16 @@ class Trainer:
 
     def build_targets(self, experience: Experience, algo: AlgoConfig) -> tuple[TrainingSamples, Metrics]:
         """Advantages and returns over the global batch, with the running statistics over the iterations."""
-        response_length = self.config.rollout.response_length
+        response_length, wrong = self.config.rollout.response_length, self.config.reward.wrong
         if needs_reward_moments(algo):
-            self.reward_moments = update_reward_moments(self.reward_moments, experience, algo, response_length)
+            self.reward_moments = update_reward_moments(self.reward_moments, experience, algo, response_length, wrong)
         return compute_targets(
             experience,
             algo,
             self.kl.coef,
             response_length=response_length,
             reward_moments=self.reward_moments,
+            wrong=wrong,
         )
 
     def update(self, samples: TrainingSamples, iteration: int) -> Metrics:

@@ -54,6 +54,7 @@ class Score:
     """The verifier's result for one response."""
 
     reward: float
+    """The score, 0 (wrong) to 1 (right) for the verifiers here; reward.wrong scales what is learned from it"""
     correct: bool
     details: Mapping[str, float] = field(default_factory=dict)
     """Named parts, logged as means under reward/, for example {"format": 1.0}"""
@@ -125,7 +126,7 @@ class Experience:
     ages: Tensor
     """int64 [B]: iterations since the response was sampled; 0: this iteration, above: replayed"""
     rewards: Tensor
-    """float32 [B]: the verifier's raw rewards"""
+    """float32 [B]: the verifier's scores, before reward.wrong scales them"""
     truncated: Tensor
     """bool [B]: the response was cut at the length limit"""
     mask: Tensor
@@ -152,7 +153,7 @@ class TrainingSamples:
     loss_mask: Tensor
     """bool [B, T]: tokens with a policy loss, a subset of `mask`"""
     positive: Tensor
-    """bool [B]: the response is correct by the raw reward (positive-example LM loss)"""
+    """bool [B]: the response is correct by the verifier's score (positive-example LM loss)"""
     advantages: Tensor
     """float32 [B, T]"""
     rollout_logprobs: Tensor

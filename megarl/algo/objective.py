@@ -6,13 +6,16 @@ from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.algo_choices import LossAggMode, MismatchCorrection, NormScope
 
 
-def format_objective(algo: AlgoConfig, responses_per_prompt: int) -> str:
-    """A few lines: name, policy loss, advantage, reward, and the critic's loss where there is one."""
+def format_objective(algo: AlgoConfig, responses_per_prompt: int, wrong: float = 0.0) -> str:
+    """A few lines: name, policy loss, advantage, reward, and the critic's loss where there is one.
+
+    wrong: reward.wrong.
+    """
     lines = [
         f"algorithm   = {algo.name}",
         f"policy loss = {_format_policy_loss(algo)}",
         f"advantage   = {_format_advantage(algo, responses_per_prompt)}",
-        f"reward      = {_format_reward(algo)}",
+        f"reward      = {_format_reward(algo, wrong)}",
     ]
     if needs_critic(algo):
         lines.append(f"critic loss = {_format_critic_loss(algo)}")
@@ -67,7 +70,7 @@ def _format_advantage(algo: AlgoConfig, responses_per_prompt: int) -> str:
     return text + f"; {responses_per_prompt} response" + ("s" if responses_per_prompt > 1 else "") + " per prompt"
 
 
-def _format_reward(algo: AlgoConfig) -> str:
+def _format_reward(algo: AlgoConfig, wrong: float) -> str:
     text, norm = "R", algo.reward_norm
     if algo.overlong.penalty:
         buffer, share = algo.overlong.buffer, f"{algo.overlong.buffer_frac:g} of the length limit"
@@ -84,7 +87,7 @@ def _format_reward(algo: AlgoConfig) -> str:
         if algo.kl.target is not None:
             coef = f"beta (from {coef}, adapted to {algo.kl.target_agg_mode.value} KL = {algo.kl.target:g})"
         text += f" - {coef} * {format_kl(algo.kl.reward_estimator, 'pi_old')}"
-    return text
+    return text + (f"; R = {wrong:g} + {1 - wrong:g} * score" if wrong else "")
 
 
 def _format_critic_loss(algo: AlgoConfig) -> str:

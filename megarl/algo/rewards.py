@@ -1,4 +1,4 @@
-"""From the verifier's raw rewards to the reward of each token: overlong penalty (DAPO 2503.14476, equation 13),
+"""From the verifier's scores to the reward of each token: scale, overlong penalty (DAPO 2503.14476, equation 13),
 normalisation, clipping, and the KL penalty (REINFORCE++ 2501.03262).
 
 Suffixes: B samples, T response positions.
@@ -14,6 +14,28 @@ from megarl.config.schema.algo_choices import NormScope
 from megarl.types import Experience
 
 
+def compute_scaled_rewards(scores_B: Tensor, wrong: float) -> Tensor:
+    """wrong + (1 - wrong) * score, float64 [B]: `wrong` for a score of 0, 1 for a score of 1.
+
+    Raises ValueError where `wrong` is not 0 and a score is outside [0, 1], as of a verifier with a scale of its own.
+    """
+    scores = scores_B.double()
+    if wrong == 0 or not scores.numel():
+        return scores
+    for score in (float(scores.min()), float(scores.max())):
+        check_score(score, wrong)
+    return wrong + (1 - wrong) * scores
+
+
+def check_score(score: float, wrong: float) -> None:
+    """Raises ValueError where reward.wrong is not 0 and the score is outside [0, 1]."""
+    if wrong != 0 and not 0 <= score <= 1:
+        raise ValueError(
+            f"reward.wrong: found {wrong:g} with a score of {score:g}; it maps the scores 0 to 1 to rewards from"
+            f" {wrong:g} to 1, so that every score must be in [0, 1]; reward.wrong=0 takes the scores as they are"
+        )
+
+
 def compute_overlong_penalty(lengths_B: Tensor, config: OverlongConfig, response_length: int) -> Tensor:
     """penalty * clip((response_length - buffer - length) / buffer, -1, 0), float64 [B] (DAPO 2503.14476, equation 13).
 
@@ -25,10 +47,12 @@ def compute_overlong_penalty(lengths_B: Tensor, config: OverlongConfig, response
     return config.penalty * ((start - lengths_B.double()) / buffer).clamp(-1.0, 0.0)
 
 
-def compute_penalised_rewards(experience: Experience, algo: AlgoConfig, response_length: int | None) -> Tensor:
-    """Raw rewards plus the overlong penalty where configured, float64 [B]. Raises NonFiniteError, ValueError."""
+def compute_penalised_rewards(
+    experience: Experience, algo: AlgoConfig, response_length: int | None, wrong: float = 0.0
+) -> Tensor:
+    """Scaled rewards plus the overlong penalty where configured, float64 [B]. Raises NonFiniteError, ValueError."""
     check_finite("rewards", experience.rewards)
-    rewards = experience.rewards.double()
+    rewards = compute_scaled_rewards(experience.rewards, wrong)
     if algo.overlong.penalty == 0:
         return rewards
     if response_length is None:
@@ -41,10 +65,14 @@ def compute_penalised_rewards(experience: Experience, algo: AlgoConfig, response
 
 
 def update_reward_moments(
-    moments: RunningMoments, experience: Experience, algo: AlgoConfig, response_length: int | None = None
+    moments: RunningMoments,
+    experience: Experience,
+    algo: AlgoConfig,
+    response_length: int | None = None,
+    wrong: float = 0.0,
 ) -> RunningMoments:
     """The run's moments with this iteration's rewards taken in; what reward_norm=running divides by."""
-    return merge_moments(moments, compute_penalised_rewards(experience, algo, response_length))
+    return merge_moments(moments, compute_penalised_rewards(experience, algo, response_length, wrong))
 
 
 def compute_normalised_rewards(
@@ -70,9 +98,13 @@ def compute_shaped_rewards(
     algo: AlgoConfig,
     response_length: int | None = None,
     reward_moments: RunningMoments | None = None,
+    wrong: float = 0.0,
 ) -> Tensor:
-    """R' per sample: overlong penalty, normalisation and clipping, in this order; float64 [B]."""
-    rewards = compute_penalised_rewards(experience, algo, response_length)
+    """R' per sample: scale, overlong penalty, normalisation and clipping, in this order; float64 [B].
+
+    wrong: reward.wrong.
+    """
+    rewards = compute_penalised_rewards(experience, algo, response_length, wrong)
     rewards = compute_normalised_rewards(rewards, experience.groups, algo.reward_norm, reward_moments)
     if algo.reward_clip is not None:
         rewards = rewards.clamp(-algo.reward_clip, algo.reward_clip)

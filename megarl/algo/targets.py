@@ -27,16 +27,18 @@ def compute_targets(
     *,
     response_length: int | None = None,
     reward_moments: RunningMoments | None = None,
+    wrong: float = 0.0,
 ) -> tuple[TrainingSamples, Metrics]:
     """Everything that the losses need, in the dtype of `experience.old_logprobs`, and its metrics.
 
     kl_coef: beta of the KL in the reward. response_length: rollout.response_length, needed by algo.overlong.penalty.
     reward_moments: needed by reward_norm=running, with this iteration's rewards taken in (`update_reward_moments`).
+    wrong: reward.wrong, the reward of a wrong answer.
     Raises NonFiniteError for NaN or infinity at generated tokens, ValueError for missing or misshapen inputs.
     """
     _check_experience(experience, algo)
     mask, dtype = experience.mask, experience.old_logprobs.dtype
-    rewards_B = compute_shaped_rewards(experience, algo, response_length, reward_moments)
+    rewards_B = compute_shaped_rewards(experience, algo, response_length, reward_moments, wrong)
     kl_BT, metrics = _compute_penalty(experience, algo, kl_coef)
     inputs = AdvantageInputs(rewards_B, kl_BT, mask, experience.groups, experience.values)
     advantages, found = _compute_advantages(inputs, algo)

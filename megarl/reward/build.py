@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from megarl.algo.rewards import check_score
 from megarl.config.errors import ConfigError
 from megarl.config.schema.reward import (
     AdditionRewardConfig,
@@ -47,17 +48,18 @@ def reads_answers(config: RewardConfig) -> bool:
     return isinstance(config, AdditionRewardConfig | ExactRewardConfig | MathRewardConfig)
 
 
-def check_reward(reward: RewardFunction, prompts: Iterable[Prompt]) -> None:
+def check_reward(reward: RewardFunction, prompts: Iterable[Prompt], wrong: float = 0.0) -> None:
     """Scores an empty response to each prompt, which shows whether the verifier can read the data's answers.
 
-    Meant for the first prompt of each split, before anything is started. Raises ConfigError naming reward=... and
-    data=... where the verifier raises ValueError; its other errors pass.
+    Meant for the first prompt of each split, before anything is started. wrong: reward.wrong, with which the scores
+    must be in [0, 1]. Raises ConfigError naming reward=... and data=... where the verifier raises ValueError; its other
+    errors pass.
     """
     # One token of empty text: the end of the sequence, sampled at once.
     empty = Response((0,), "", (0.0,), (True,), (0,), FinishReason.stop)
     for prompt in prompts:
         try:
-            reward(prompt, empty)
+            check_score(reward(prompt, empty).reward, wrong)
         except ValueError as error:
             raise ConfigError(
                 [f"reward=... with data=...: an empty response to a first prompt cannot be scored: {error}"]

@@ -66,7 +66,7 @@ def run_job(
         )
         stack.enter_context(show_warnings(report))
         report.message(describe_sizes(config))
-        report.message(format_objective(config.algo, config.train.responses_per_prompt))
+        report.message(format_objective(config.algo, config.train.responses_per_prompt, config.reward.wrong))
         report.message(describe_data(inputs))
         with report.phase("start"):
             resources = stack.enter_context(open_resources(config, inputs, run_dir / "logs"))

@@ -67,7 +67,7 @@ def load_inputs(config: Config) -> Inputs:
     tokenizer = load_tokenizer(models.checkpoint)
     data = build_data(config.data, tokenizer, config.seed)
     reward = build_reward(config.reward)
-    check_reward(reward, (data.train[0], data.heldout[0]))
+    check_reward(reward, (data.train[0], data.heldout[0]), config.reward.wrong)
     length = min(PROBE_LENGTH, architecture.max_length)
     probe = build_probe_tokens(data.heldout, architecture.vocab_size, length)
     saved = load_saved_rollouts(config, models)

@@ -161,15 +161,18 @@ class ValuePretraining:
         )
 
     def build_targets(self, experience: Experience) -> TrainingSamples:
-        response_length = self.config.rollout.response_length
+        response_length, wrong = self.config.rollout.response_length, self.config.reward.wrong
         if needs_reward_moments(self.algo):
-            self.reward_moments = update_reward_moments(self.reward_moments, experience, self.algo, response_length)
+            self.reward_moments = update_reward_moments(
+                self.reward_moments, experience, self.algo, response_length, wrong
+            )
         samples, _ = compute_targets(
             experience,
             self.algo,
             self.algo.kl.coef,
             response_length=response_length,
             reward_moments=self.reward_moments,
+            wrong=wrong,
         )
         return samples
 

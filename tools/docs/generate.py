@@ -218,7 +218,7 @@ def render_objectives() -> str:
     blocks = []
     for name in list_options("algo"):
         config = load_config([f"algo={name}", f"model={OBJECTIVE_MODEL}"])
-        text = format_objective(config.algo, config.train.responses_per_prompt)
+        text = format_objective(config.algo, config.train.responses_per_prompt, config.reward.wrong)
         blocks.append(f"### {name}\n\n```\n{text}\n```\n")
     return "\n" + "\n".join(blocks) + "\n"
 

@@ -34,6 +34,8 @@ class Dead:
     """Off (null, false, 0, none) is allowed all the same: there is nothing to switch off."""
     refused: Callable[[Any], bool] = lambda value: False
     """which values are an error even where nobody but a preset set them"""
+    but: tuple[str, ...] = ()
+    """keys below `keys` that have an effect all the same"""
 
 
 def find_dead_keys(algo: AlgoConfig) -> Iterator[Dead]:

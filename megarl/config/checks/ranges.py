@@ -69,6 +69,8 @@ OPTIMIZER_RANGES: dict[str, Range] = {
 def check_ranges(config: Config) -> Iterator[str]:
     """One message per number out of its range; NaN and infinities are in none."""
     yield from _find_outside(config, RANGES, "")
+    if not (isfinite(config.reward.wrong) and config.reward.wrong < 1):
+        yield f"reward.wrong: found {config.reward.wrong}; it must be a finite number below 1, a right answer's reward"
     yield from check_optimizer("policy.optimizer", config.policy.optimizer, config.train.num_optimizer_steps)
     if needs_critic(config.algo):
         steps = config.train.num_optimizer_steps * config.critic.updates_per_policy_update

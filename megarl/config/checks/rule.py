@@ -17,3 +17,5 @@ class Rule:
     """Why they have none and what would give them one; {c} is the configuration."""
     switch: bool = False
     """Whether a value that means off (null, false, 0, none) is allowed all the same: there is nothing to switch off."""
+    but: tuple[str, ...] = ()
+    """Keys below `keys` that have an effect all the same."""

@@ -115,13 +115,14 @@ COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
         Rule(
             ("reward", "policy", "reference", "logger.save_rollouts", "train.max_samples"),
             lambda c: c.algo.value_pretrain.rollouts is None,
-            "where the critic learns from saved rollouts, whose rewards are in the file; it counts with"
+            "where the critic learns from saved rollouts, whose scores are in the file; it counts with"
             " algo.value_pretrain.rollouts=null",
+            but=("reward.wrong",),
         ),
     ),
     "evaluate": (
         Rule(
-            ("algo", "policy", "critic", "reference", "train", "checkpoint"),
+            ("algo", "policy", "critic", "reference", "train", "checkpoint", "reward.wrong"),
             lambda c: False,
             "in an evaluation, which trains nothing; it counts in python -m megarl.train",
         ),
@@ -161,7 +162,8 @@ def find_unused(config: Config, keys: Iterable[str], command: str = "train") -> 
     `keys` are the dotted ones that somebody set; what a preset leaves unused is nobody's mistake.
     """
     rules = (*COMMAND_RULES[command], *(() if command == "evaluate" else RULES))
-    dead = [Dead(rule.keys, rule.reason.format(c=config), rule.switch) for rule in rules if not rule.counts(config)]
+    failing_rules = [rule for rule in rules if not rule.counts(config)]
+    dead = [Dead(it.keys, it.reason.format(c=config), it.switch, but=it.but) for it in failing_rules]
     if command != "evaluate":
         dead += find_dead_keys(config.algo)
     for key in dict.fromkeys(keys):
@@ -171,7 +173,7 @@ def find_unused(config: Config, keys: Iterable[str], command: str = "train") -> 
 
 
 def _covers(dead: Dead, key: str) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in dead.keys)
+    return key not in dead.but and any(key == name or key.startswith(f"{name}.") for name in dead.keys)
 
 
 def _read(config: Config, key: str) -> object:

@@ -173,7 +173,8 @@ class AlgoConfig:
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     positive_threshold: float = 1.0
-    """For the positive-example LM loss, a response is correct when the verifier's reward is at least this."""
+    """For the positive-example LM loss, a response is correct when the verifier's score is at least this,
+    whatever reward.wrong is."""
     surrogate: str = "clip"
     """The policy loss: the name of a module of megarl/algo/policy_losses, or package.module:NAME of your own."""
     rl_loss_coef: float = 1.0

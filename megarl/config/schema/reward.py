@@ -1,6 +1,6 @@
 """The `reward` group: what a response is compared with, one schema per kind of verifier."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -9,6 +9,10 @@ from omegaconf import MISSING
 @dataclass
 class RewardConfig:
     """How responses are scored. Each kind of reward has different keys."""
+
+    wrong: float = field(default=0.0, kw_only=True)
+    """Reward of a wrong answer; a right one has 1, and a score s between them wrong + (1 - wrong) s. What is learned
+    from has this scale; metrics, thresholds, evaluation and saved rollouts have the score. Below 1; -1 in DAPO."""
 
 
 @dataclass

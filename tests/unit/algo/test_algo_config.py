@@ -201,6 +201,13 @@ def test_vapos_printed_objective_is_its_formula_with_its_numbers():
     ]
 
 
+def test_the_scale_of_the_reward_is_printed_where_it_is_not_the_scores():
+    algo, train = load_preset("grpo")
+    lines = format_objective(algo, train.responses_per_prompt, -1.0).splitlines()
+    assert lines[3] == "reward      = R at the last token; R = -1 + 2 * score"
+    assert format_objective(algo, 8, 0.0).splitlines()[3] == "reward      = R at the last token"
+
+
 @pytest.mark.parametrize("where", ["in_loss", "in_reward"])
 def test_the_full_kl_is_printed_as_its_sum_over_the_vocabulary(where):
     kl = {

@@ -15,6 +15,7 @@ from megarl.algo.kl import KlController, compute_adapted_coef, compute_kl, compu
 from megarl.algo.rewards import (
     compute_normalised_rewards,
     compute_overlong_penalty,
+    compute_scaled_rewards,
     compute_shaped_rewards,
     compute_token_rewards,
     update_reward_moments,
@@ -164,6 +165,25 @@ def test_the_overlong_penalty_is_in_the_groups_statistics_and_needs_the_limit():
     close(compute_shaped_rewards(e, algo, 10), [0.5, -0.5])  # 1 and 0, mean 0.5
     with pytest.raises(ValueError, match=r"response_length: none found.*overlong"):
         compute_shaped_rewards(e, algo)
+
+
+def test_a_wrong_answers_reward_scales_the_scores_by_hand():
+    close(compute_scaled_rewards(f64([0.0, 0.25, 1.0]), -1.0), [-1.0, -0.5, 1.0])
+    close(compute_scaled_rewards(f64([0.0, 0.25, 1.0]), 0.2), [0.2, 0.4, 1.0])
+    close(compute_scaled_rewards(f64([-3.0, 7.0]), 0.0), [-3.0, 7.0])
+    with pytest.raises(ValueError, match=r"reward\.wrong: found -1 with a score of -0\.5; .*must be in \[0, 1\]"):
+        compute_scaled_rewards(f64([0.0, -0.5]), -1.0)
+    with pytest.raises(ValueError, match="with a score of 2;"):
+        compute_scaled_rewards(f64([0.0, 2.0]), -1.0)
+
+
+def test_the_scale_comes_before_the_overlong_penalty_and_the_running_moments():
+    # A wrong short answer, a right one at the limit, both: -1, 1 - 1, -1 - 1.
+    e = make_experience([0, 0, 0], [2, 10, 10], [0.0, 1.0, 0.0], [False, True, True], 0)
+    algo = configure(overlong__penalty=1.0, overlong__buffer=4)
+    close(compute_shaped_rewards(e, algo, 10, wrong=-1.0), [-1.0, 0.0, -2.0])
+    moments = update_reward_moments(RunningMoments(), e, algo, 10, -1.0)
+    assert (moments.count, moments.mean) == (3, -1.0)
 
 
 def test_reward_normalisation_by_hand():

@@ -11,6 +11,7 @@ from algo_cases import as_lists, configure, experiences, few, make_experience, n
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.registry import list_advantages
 from megarl.algo.targets import compute_targets, monte_carlo
@@ -215,3 +216,21 @@ def test_missing_and_misshapen_inputs_are_errors():
 def test_samples_without_generated_tokens_give_numbers(lengths):
     for advantage in list_advantages():
         check(make_experience([0, 0], lengths, [1.0, 0.0], [False] * 2, 0), configure(advantage=advantage))
+
+
+@some
+@given(experiences(min_group=2), st.sampled_from([-1.0, -0.5, 0.5]))
+def test_the_reward_of_a_wrong_answer_scales_advantages_and_leaves_the_scores_to_the_rest(e, wrong):
+    e = dataclasses.replace(e, rewards=e.rewards.clamp(0, 1))
+    for algo, factor in (
+        (configure(advantage="group"), 1 - wrong),
+        (configure(advantage="rloo"), 1 - wrong),
+        (configure(advantage="reinforce", whiten_advantages=True), 1.0),
+    ):
+        plain, metrics = compute_targets(e, algo, 0.0)
+        scaled, found = compute_targets(e, algo, 0.0, wrong=wrong)
+        torch.testing.assert_close(scaled.advantages, factor * plain.advantages, atol=1e-5, rtol=1e-4)
+        assert torch.equal(scaled.positive, plain.positive)
+        assert found["reward/positive_frac"] == metrics["reward/positive_frac"]
+        assert found["reward/shaped_mean"] == pytest.approx(wrong + (1 - wrong) * metrics["reward/shaped_mean"])
+        assert compute_batch_metrics(e)["reward/mean"] == pytest.approx(float(e.rewards.mean()))

@@ -195,6 +195,13 @@ def test_each_command_has_its_own_dead_keys():
     load_config(["evaluate.num_samples=2"], "evaluate")
 
 
+def test_the_reward_of_a_wrong_answer_counts_wherever_something_is_learned_from_it():
+    saved = ["algo.value_pretrain.rollouts=r.jsonl"]
+    assert load_config([*saved, "reward.wrong=-1"], "pretrain_value").reward.wrong == -1
+    assert "scores are in the file" in problems_of(*saved, "reward.tolerance=1.5", command="pretrain_value")
+    assert "trains nothing" in problems_of("reward.wrong=-1", command="evaluate")
+
+
 def test_a_sweep_over_presets_checks_the_key_under_each():
     with pytest.raises(ConfigError, match=r"algo\.lambda_policy: has no effect under algo\.advantage=group"):
         check_overrides(["algo=vapo,grpo", "algo.lambda_policy=0.9"])

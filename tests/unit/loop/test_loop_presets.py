@@ -92,6 +92,25 @@ def test_every_sampled_rollout_is_in_the_file_bit_by_bit(tmp_path: Path) -> None
     assert list(load_rollouts(tmp_path / "rollouts.jsonl")) == taken
 
 
+def test_scores_are_logged_evaluated_and_saved_and_their_scaled_rewards_learned_from(tmp_path: Path) -> None:
+    """The same responses under reward.wrong=0 and -1 (the first iteration has the same weights)."""
+    lines, saved = [], []
+    for wrong in (0, -1):
+        run_dir = tmp_path / str(wrong)
+        given = ["algo=reinforce_pp", "train.num_iterations=1", f"reward.wrong={wrong}", "logger.save_rollouts=true"]
+        with World().open_trainer(run_dir, [*given, "algo.whiten_advantages=false"]) as trainer:
+            trainer.run()
+        lines.append(load_metrics(run_dir / "metrics.jsonl"))
+        saved.append(list(load_rollouts(run_dir / "rollouts.jsonl")))
+    assert saved[0] == saved[1]
+    (start, first), (scaled_start, scaled) = lines
+    assert scaled_start["reward/heldout"] == start["reward/heldout"]
+    for name in ("mean", "min", "max", "std", "correct", "positive_frac"):
+        assert scaled[f"reward/{name}"] == first[f"reward/{name}"]
+    assert scaled["reward/shaped_mean"] == pytest.approx(2 * first["reward/shaped_mean"] - 1)
+    assert scaled["advantage/mean"] != pytest.approx(first["advantage/mean"])
+
+
 def test_minibatches_cover_every_sample_once_per_epoch_in_an_order_of_their_own(tmp_path: Path) -> None:
     with World().open_trainer(tmp_path, ["algo=grpo"]) as trainer:
         first, again, second = (split_minibatches(trainer.config, 24, iteration) for iteration in (1, 1, 2))

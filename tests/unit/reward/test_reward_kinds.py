@@ -12,7 +12,7 @@ from reward_cases import build_prompt, build_response
 
 from megarl import algo
 from megarl.config.errors import ConfigError
-from megarl.config.load import CONF_DIR
+from megarl.config.load import CONF_DIR, load_config
 from megarl.config.schema.reward import (
     SCHEMAS,
     AdditionRewardConfig,
@@ -249,3 +249,23 @@ def test_a_module_that_fails_while_imported_is_named(user_module):
     user_module("1 / 0\n")
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
         build_reward(FunctionRewardConfig("my_reward_of_test:score"))
+
+
+def test_a_function_with_a_scale_of_its_own_is_refused_beside_reward_wrong_before_the_run(user_module):
+    user_module("from megarl.types import Score\ndef score(prompt, response):\n    return Score(-1.0, False)\n")
+    reward = build_reward(FunctionRewardConfig("my_reward_of_test:score"))
+    check_reward(reward, [build_prompt("")])
+    with pytest.raises(ConfigError, match=r"reward\.wrong: found -1 with a score of -1.*reward\.wrong=0 takes"):
+        check_reward(reward, [build_prompt("")], wrong=-1.0)
+
+
+@pytest.mark.parametrize("kind", sorted(set(SCHEMAS) - {"function"}))
+def test_every_kind_has_the_reward_of_a_wrong_answer(kind):
+    overrides = [f"reward={kind}", "model=tiny", "reward.wrong=-1"]
+    assert load_config(overrides).reward.wrong == -1.0
+
+
+@pytest.mark.parametrize("value", ["1", "1.5", "inf", "-inf", "nan"])
+def test_a_wrong_answer_is_worth_less_than_a_right_one(value):
+    with pytest.raises(ConfigError, match=r"reward\.wrong: found .*; it must be a finite number below 1"):
+        load_config([f"reward.wrong={value}"])

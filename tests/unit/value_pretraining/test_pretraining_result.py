@@ -54,6 +54,12 @@ def test_another_configuration_is_refused_by_the_keys_that_differ(tmp_path):
         load(tmp_path, "seed=2", "critic.optimizer.lr=1e-4")
 
 
+def test_a_critic_of_another_scale_of_the_reward_is_refused(tmp_path):
+    write_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"has another configuration: reward\.wrong differ"):
+        load(tmp_path, "reward.wrong=-1")
+
+
 def test_a_damaged_or_missing_one_is_named_before_anything_starts(tmp_path):
     with pytest.raises(ConfigError, match=r"algo\.value_pretrain\.taken_from: .*no manifest\.json"):
         load(tmp_path)
