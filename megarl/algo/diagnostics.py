@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megarl.algo.finite import check_finite
-from megarl.algo.mismatch import compute_log_mismatch, compute_outside
+from megarl.algo.mismatch import compute_log_ratio, compute_outside
 from megarl.algo.statistics import compute_group_index, compute_moments
 from megarl.config.schema.algo import MismatchConfig
 from megarl.config.schema.algo_choices import NormScope
@@ -100,7 +100,7 @@ def compute_mismatch_metrics(experience: Experience, config: MismatchConfig) -> 
     token = (experience.old_logprobs[mask].double() - experience.rollout_logprobs[mask].double()).clamp(
         -_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO
     )
-    level = compute_log_mismatch(token, rows, mask.sum(1), config.level)
+    level = compute_log_ratio(token, rows, mask.sum(1), config.level)
     fresh = (experience.ages == 0)[rows]
     metrics: Metrics = {}
     if bool(fresh.any()):

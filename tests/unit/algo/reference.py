@@ -214,8 +214,8 @@ def weights(mode, loss_mask, mask, response_length):
 
 
 def bounded(ratio, low, high, how):
-    if how == "clip":
-        return min(max(ratio, low), high)
+    if how == "tis":
+        return min(ratio, high)
     return ratio if low <= ratio <= high else 0.0
 
 

@@ -21,7 +21,7 @@ from megarl.algo.diagnostics import (
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.targets import compute_targets
 from megarl.config.schema.algo import AlgoConfig
-from megarl.config.schema.algo_choices import MismatchLevel
+from megarl.config.schema.algo_choices import RatioLevel
 
 
 def f64(x):
@@ -76,9 +76,9 @@ def test_mismatch_metrics_by_hand():
     assert metrics["mismatch/outside_frac"] == pytest.approx(2 / 3)  # bounds 0.5 and 2
     assert metrics["mismatch/kl"] == pytest.approx((0 + (3 - four) + (-0.75 + four)) / 3)
     assert metrics["mismatch/logprob_gap_max"] == pytest.approx(four)
-    _, metrics = compute_targets(e, configure(mismatch__level=MismatchLevel.sequence), 0.0)
+    _, metrics = compute_targets(e, configure(mismatch__level=RatioLevel.sequence), 0.0)
     assert metrics["mismatch/ratio_mean"] == pytest.approx((4 + 4 + 0.25) / 3)
-    _, metrics = compute_targets(e, configure(mismatch__level=MismatchLevel.geometric), 0.0)
+    _, metrics = compute_targets(e, configure(mismatch__level=RatioLevel.geometric), 0.0)
     assert metrics["mismatch/ratio_mean"] == pytest.approx((2 + 2 + 0.25) / 3)
 
 
@@ -160,7 +160,7 @@ def test_replayed_samples_are_reported_apart_by_hand():
             "replay/kl": ((3 - four) + 0 + (-0.75 + four)) / 3,
         }
     )
-    sequence = compute_mismatch_metrics(e, configure(mismatch__level=MismatchLevel.sequence).mismatch)
+    sequence = compute_mismatch_metrics(e, configure(mismatch__level=RatioLevel.sequence).mismatch)
     assert sequence["replay/ratio_mean"] == pytest.approx((4 + 4 + 0.25) / 3)
 
 

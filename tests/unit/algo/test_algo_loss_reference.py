@@ -27,7 +27,6 @@ from megarl.config.schema.algo_choices import (
     KLEstimator,
     LossAggMode,
     MismatchCorrection,
-    MismatchLevel,
     RatioLevel,
 )
 
@@ -63,7 +62,7 @@ def policy_configs():
         st.sampled_from([0.0, 0.7]),
         st.sampled_from(RatioLevel),
         st.sampled_from(MismatchCorrection),
-        st.sampled_from(MismatchLevel),
+        st.sampled_from(RatioLevel),
         st.sampled_from([None, 1.5]),
         st.sampled_from(sorted(list_policy_losses())),
         st.sampled_from([0.0, 0.1]),
