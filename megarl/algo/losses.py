@@ -84,6 +84,8 @@ def _sum_token_losses(tokens: PolicyTokens, config: AlgoConfig, counts: LossCoun
             total = total + term.weight(config) * values
             if term.metric is not None:
                 sums[term.metric] = _token_mean(values, mask, counts.num_tokens)
+        if term.is_used(config):
+            sums |= term.measure(tokens, config, counts)
     return total, sums
 
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import reference
 import torch
-from algo_cases import configure, experiences, make_experience, some
+from algo_cases import configure, experiences, f64, make_experience, some, with_gaps
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,10 +22,6 @@ from megarl.algo.finite import NonFiniteError
 from megarl.algo.targets import compute_targets
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.algo_choices import RatioLevel
-
-
-def f64(x):
-    return torch.tensor(x, dtype=torch.float64)
 
 
 def test_explained_variance_by_hand():
@@ -113,15 +109,6 @@ def test_quarters_of_a_response_count_its_generated_tokens_only():
         [-1] * 8,
         [-1, 0, -1, -1, -1, -1, -1, -1],
     ]
-
-
-def with_gaps(gaps, ages, lengths):
-    """An experience whose log-prob gaps (old - rollout) are these, one list per response."""
-    n = len(gaps)
-    e = make_experience(list(range(n)), lengths, [0.0] * n, [False] * n, 0, holes=False)
-    padded = torch.nn.utils.rnn.pad_sequence([f64(row) for row in gaps], batch_first=True)
-    old = torch.full_like(padded, -2.0)
-    return dataclasses.replace(e, old_logprobs=old, rollout_logprobs=old - padded, ages=torch.tensor(ages))
 
 
 def test_mismatch_by_position_by_hand():

@@ -4,11 +4,22 @@ import math
 
 import pytest
 import torch
-from algo_cases import LIMIT, at_responses, build_targets, configure, make_experience, perturbed, whole
+from algo_cases import (
+    LIMIT,
+    at_responses,
+    build_targets,
+    configure,
+    f64,
+    loss_of,
+    make_experience,
+    one_row,
+    perturbed,
+    whole,
+)
 
 from megarl.algo.aggregation import aggregate
 from megarl.algo.finite import NonFiniteError
-from megarl.algo.losses import TokenTargets, count_minibatch, critic_loss, policy_loss
+from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
 from megarl.algo.mismatch import compute_log_ratio, compute_mismatch_weight, compute_outside
 from megarl.algo.tokens import LossCounts
 from megarl.config.schema.algo_choices import (
@@ -17,32 +28,6 @@ from megarl.config.schema.algo_choices import (
     MismatchCorrection,
     RatioLevel,
 )
-
-
-def f64(x):
-    return torch.tensor(x, dtype=torch.float64)
-
-
-def one_row(advantages, ratios, positive=False, **optional):
-    """One response whose log-probs are log(0.5 * ratio) and whose old ones are log 0.5."""
-    n = len(advantages)
-    old = torch.full((n,), math.log(0.5), dtype=torch.float64)
-    targets = TokenTargets(
-        rows=torch.zeros(n, dtype=torch.int64),
-        num_rows=1,
-        row_lengths=torch.tensor([n]),
-        mask=torch.ones(n, dtype=torch.bool),
-        loss_mask=torch.ones(n, dtype=torch.bool),
-        positive=torch.full((n,), positive),
-        advantages=f64(advantages),
-        old_logprobs=old,
-        **({"rollout_logprobs": old, "ref_logprobs": None, "old_values": None, "returns": None} | optional),
-    )
-    return old + f64(ratios).log(), targets, LossCounts(n, 1, n if positive else 0, n, 1)
-
-
-def loss_of(logprobs, targets, counts, config, entropy=None):
-    return policy_loss(logprobs, entropy, targets, config, counts, LIMIT)
 
 
 def test_the_clipped_surrogate_by_hand():
@@ -77,7 +62,12 @@ def test_the_positive_lm_loss_by_hand():
 def test_the_positive_lm_loss_divides_by_the_positive_tokens_of_the_minibatch():
     logprobs, targets, _ = one_row([0, 0], [1, 1], positive=True)
     counts = LossCounts(
-        num_tokens=50, num_sequences=9, num_positive_tokens=8, num_critic_tokens=50, num_critic_sequences=9
+        num_tokens=50,
+        num_sequences=9,
+        num_positive_tokens=8,
+        num_critic_tokens=50,
+        num_critic_sequences=9,
+        num_negative_tokens=0,
     )
     out = loss_of(logprobs, targets, counts, configure(positive_lm_coef=1.0))
     assert float(out.loss) == pytest.approx(2 * math.log(2) / 8)
@@ -122,29 +112,6 @@ def test_the_logprob_surrogate_by_hand():
     # -A lp with lp = log 0.5 for both tokens: sum over the one sequence 3 ln 2
     config = configure(surrogate="logprob", loss_agg_mode=LossAggMode["seq-mean-token-sum"])
     assert float(loss_of(*one_row([2, 1], [1, 1]), config).loss) == pytest.approx(3 * math.log(2))
-
-
-def test_topr_by_hand():
-    # lp = ln 0.5, ln 0.25; mu says 0.5 for both: rho of the sequence 1/2, of the tokens 1 and 1/2.
-    mode = LossAggMode["seq-mean-token-sum"]
-    config = configure(rl_loss_coef=0.0, topr__positive_loss_coef=2.0, topr__negative_loss_coef=3.0, loss_agg_mode=mode)
-    total = 3 * math.log(2)  # -lp summed
-    assert float(loss_of(*one_row([1, 1], [1, 0.5]), config).loss) == pytest.approx(2 * total)
-    negative = one_row([-1, -1], [1, 0.5])
-    assert float(loss_of(*negative, config).loss) == pytest.approx(-3 * 0.5 * total)
-    config.topr.ratio_level = RatioLevel.token
-    assert float(loss_of(*negative, config).loss) == pytest.approx(-3 * (math.log(2) + 0.5 * 2 * math.log(2)))
-    # rho above 1 is held at 1: mu thought the tokens less likely than the policy does
-    rollout = torch.full((2,), -10.0, dtype=torch.float64)
-    likely = one_row([-1, -1], [1, 0.5], rollout_logprobs=rollout)
-    assert float(loss_of(*likely, config).loss) == pytest.approx(-3 * total)
-
-
-def test_topr_adds_to_the_surrogate():
-    mode = LossAggMode["seq-mean-token-sum"]
-    case = one_row([1, 1], [1, 1])
-    both = configure(topr__positive_loss_coef=1.0, loss_agg_mode=mode, rl_loss_coef=0.5)
-    assert float(loss_of(*case, both).loss) == pytest.approx(-0.5 * 2 + 2 * math.log(2))
 
 
 def test_mismatch_weights_by_hand():

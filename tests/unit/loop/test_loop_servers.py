@@ -141,6 +141,11 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
             assert metrics["rollout/staleness_mean"] == pytest.approx(float(behind.double().mean()))
             assert (metrics["rollout/mixed_frac"] > 0) == (iteration > 1)
             gap = (experience.old_logprobs - experience.rollout_logprobs)[experience.mask].abs()
+            # mu is the trainer's own where it still has the weights that sampled, else the rollout engine's.
+            assert (experience.scored[experience.mask] == (behind == 0)).all()
+            mu, own = experience.sampling_logprobs, experience.scored
+            assert torch.equal(mu[own], experience.old_logprobs[own])
+            assert torch.equal(mu[~own], experience.rollout_logprobs[~own])
             # The present policy is that of the tokens that are not behind, and of no others.
             assert gap[behind == 0].max() < 1e-5
             assert iteration == 1 or gap[behind == 1].max() > 1e-3
