@@ -10,12 +10,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megarl.algo.diagnostics import compute_batch_metrics
+from megarl.algo.diagnostics import compute_batch_metrics, compute_engine_taper, measure_engine_noise
 from megarl.algo.kl import KlController
 from megarl.algo.rewards import update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets
-from megarl.config.schema.algo import AlgoConfig, needs_reward_moments
+from megarl.config.schema.algo import AlgoConfig, needs_reward_moments, uses_topr
 from megarl.config.schema.algo_choices import KLEstimator
 from megarl.config.schema.root import Config
 from megarl.data.sampler import PromptSampler
@@ -75,6 +75,7 @@ class Trainer:
         )
         self.kl = KlController.start(config.algo.kl)
         self.reward_moments = RunningMoments()
+        self.engine_noise: float | None = None
         self.source = GroupSource(
             config, components.engine, components.collector, components.sampler, self.with_servers
         )
@@ -113,6 +114,7 @@ class Trainer:
         rollout, metrics = self.collect(iteration)
         self.saver.proceed()
         experience, experience_metrics = self.build_experience(rollout)
+        self.source.keep_logprobs(experience.old_logprobs)
         samples, target_metrics = self.build_targets(experience, self.config.algo)
         metrics |= experience_metrics | target_metrics
         # The weights and the loop's own state change together, even when a signal arrives.
@@ -209,6 +211,7 @@ class Trainer:
             ref = self.components.reference.logprobs(sequences, temperature) if self.components.reference else None
             values = self.components.critic.values(sequences) if self.components.critic else None
             wait_all([pending for pending in (old, ref_kl, ref, values) if pending])
+            old_logprobs = old.result()
             experience = Experience(
                 sequences=sequences,
                 groups=tensors.groups,
@@ -217,7 +220,9 @@ class Trainer:
                 truncated=tensors.truncated,
                 mask=tensors.mask,
                 rollout_logprobs=tensors.rollout_logprobs,
-                old_logprobs=old.result(),
+                old_logprobs=old_logprobs,
+                sampling_logprobs=tensors.find_sampling_logprobs(old_logprobs),
+                scored=tensors.scored,
                 ref_logprobs=ref.result() if ref else None,
                 ref_kl=ref_kl.result() if ref_kl else None,
                 values=values.result() if values else None,
@@ -229,7 +234,7 @@ class Trainer:
         response_length, wrong = self.config.rollout.response_length, self.config.reward.wrong
         if needs_reward_moments(algo):
             self.reward_moments = update_reward_moments(self.reward_moments, experience, algo, response_length, wrong)
-        return compute_targets(
+        samples, metrics = compute_targets(
             experience,
             algo,
             self.kl.coef,
@@ -237,6 +242,12 @@ class Trainer:
             reward_moments=self.reward_moments,
             wrong=wrong,
         )
+        if uses_topr(algo):
+            # Iterations without a token of the present weights go by the last one that had some.
+            noise = measure_engine_noise(experience)
+            self.engine_noise = self.engine_noise if noise is None else noise
+            metrics |= compute_engine_taper(samples, experience.scored, algo.topr.ratio_level, self.engine_noise)
+        return samples, metrics
 
     def update(self, samples: TrainingSamples, iteration: int) -> Metrics:
         """Optimizer steps of critic and policy on the same minibatches, in parallel: they are independent."""

@@ -76,6 +76,9 @@ class Sample:
     """Number of the group, from 0 within the iteration; samples of one prompt share it"""
     age: int = 0
     """Iterations since the response was sampled; above 0 in replay only"""
+    first_old_logprobs: tuple[float, ...] | None = None
+    """With age above 0: old_logprobs of the iteration that first learned from the response, one for each token; None
+    where they were not kept"""
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,11 @@ class Experience:
     """float32 [B, T]"""
     old_logprobs: Tensor
     """float32 [B, T]: computed by the training engine before the update"""
+    sampling_logprobs: Tensor
+    """float32 [B, T], log mu: of the policy that sampled the token, by the training engine where `scored`, else by the
+    rollout engine"""
+    scored: Tensor
+    """bool [B, T]: the training engine scored the token with the weights that sampled it"""
     ref_logprobs: Tensor | None
     """float32 [B, T]; None where no KL term on sampled tokens is configured"""
     ref_kl: Tensor | None
@@ -160,6 +168,8 @@ class TrainingSamples:
     """float32 [B, T]"""
     old_logprobs: Tensor
     """float32 [B, T]"""
+    sampling_logprobs: Tensor | None
+    """float32 [B, T], log mu; None without the topr terms"""
     ref_logprobs: Tensor | None
     """float32 [B, T]"""
     old_values: Tensor | None

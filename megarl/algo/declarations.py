@@ -128,6 +128,8 @@ class LossTerm:
     weight: Callable[[AlgoConfig], float]
     metric: str | None = None
     """the name under which the mean of the unweighted term is logged"""
+    measure: Callable[[PolicyTokens, AlgoConfig, LossCounts], dict[str, Tensor]] = lambda tokens, algo, counts: {}
+    """-> further metrics by name, the micro-batch's part: their sum over the minibatch is logged"""
     count: Callable[[LossCounts], int] | None = None
     """what the sum over the tokens is divided by; None: the term is aggregated by algo.loss_agg_mode"""
     reads: tuple[Reads, ...] = ()

@@ -3,18 +3,23 @@
 Suffixes: B samples, T response positions. Everything is over the generated tokens of the global batch, in float64.
 """
 
+import warnings
+
 import torch
 from torch import Tensor
 
 from megarl.algo.finite import check_finite
-from megarl.algo.mismatch import compute_log_mismatch, compute_outside
+from megarl.algo.mismatch import compute_log_ratio, compute_outside
 from megarl.algo.statistics import compute_group_index, compute_moments
 from megarl.config.schema.algo import MismatchConfig
-from megarl.config.schema.algo_choices import NormScope
-from megarl.types import Experience, Metrics
+from megarl.config.schema.algo_choices import NormScope, RatioLevel
+from megarl.types import Experience, Metrics, TrainingSamples
 
 QUARTERS = ("0_25", "25_50", "50_75", "75_100")
 """Parts of a response, in percent of its generated tokens, as they stand at the end of metric names."""
+
+LOWEST_ENGINE_TAPER = 0.9
+"""Below this the rollout engine's noise has taken a notable part of TOPR's negative samples."""
 
 _ROUNDING = 1e-6
 
@@ -100,7 +105,7 @@ def compute_mismatch_metrics(experience: Experience, config: MismatchConfig) -> 
     token = (experience.old_logprobs[mask].double() - experience.rollout_logprobs[mask].double()).clamp(
         -_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO
     )
-    level = compute_log_mismatch(token, rows, mask.sum(1), config.level)
+    level = compute_log_ratio(token, rows, mask.sum(1), config.level)
     fresh = (experience.ages == 0)[rows]
     metrics: Metrics = {}
     if bool(fresh.any()):
@@ -139,3 +144,57 @@ def _describe_gap(token_R: Tensor, level_R: Tensor, quarters_R: Tensor, config: 
             metrics[f"mismatch/kl_at_{name}"] = float((torch.expm1(token_R[here]) - token_R[here]).mean())
     metrics["mismatch/worst_quarter"] = 1.0 + max(mean_gaps, key=lambda quarter: mean_gaps[quarter])
     return metrics
+
+
+def measure_engine_noise(experience: Experience) -> float | None:
+    """Standard deviation per token of old_logprobs - rollout_logprobs where the same weights gave both.
+
+    None where there are no two such tokens, as when all were sampled ahead.
+    """
+    same = experience.scored & (experience.ages == 0)[:, None]
+    gap = experience.old_logprobs[same].double() - experience.rollout_logprobs[same].double()
+    return float(gap.std(correction=0)) if gap.numel() > 1 else None
+
+
+def compute_engine_taper(
+    samples: TrainingSamples, scored: Tensor, level: RatioLevel, engine_noise: float | None
+) -> Metrics:
+    """What of TOPR's taper is the rollout engine's noise. Empty where no advantage is negative; warns where it is much.
+
+    topr/engine_mu_frac: share of the tokens of negative advantage whose log mu is the rollout engine's (`scored`, bool
+    [B, T], is False). topr/engine_taper: the mean taper that the engine's noise alone would leave these tokens.
+
+    With log pi - log mu normal, of variance noise^2 and mean -noise^2 / 2 per token of the engine (so that the mean of
+    pi / mu is 1), the taper of n such tokens is 2 Phi(-noise sqrt(n) / 2) for the product. engine_noise: as
+    `measure_engine_noise` gives it; with None there is no topr/engine_taper.
+    """
+    negative = samples.loss_mask & (samples.advantages < 0)
+    if not bool(negative.any()):
+        return {}
+    engines = (samples.mask & ~scored).double()
+    metrics = {"topr/engine_mu_frac": float(engines[negative].mean())}
+    if engine_noise is None:
+        return metrics
+    if level is not RatioLevel.token:
+        engines = engines.sum(1, keepdim=True).expand_as(engines)
+    scale = samples.mask.sum(1, keepdim=True).clamp(min=1) if level is RatioLevel.geometric else 1
+    taper = _expect_taper(-(engine_noise**2) / 2 * engines / scale, engine_noise * engines.sqrt() / scale)
+    metrics["topr/engine_taper"] = float(taper[negative].mean())
+    if metrics["topr/engine_taper"] < LOWEST_ENGINE_TAPER:
+        warnings.warn(
+            "TOPR: the rollout engine's noise alone leaves the negative responses a weight below"
+            f" {LOWEST_ENGINE_TAPER:g} (topr/engine_taper), since their log-probs of the weights that sampled them are"
+            f" the engine's (topr/engine_mu_frac) and algo.topr.ratio_level={level.name}: they are hardly unlearned."
+            " algo.topr.ratio_level=geometric bears the noise; with rollout.max_staleness=0 the trainer's own log-probs"
+            " are taken",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return metrics
+
+
+def _expect_taper(mean: Tensor, deviation: Tensor) -> Tensor:
+    """E[min(exp(x), 1)] of a normal x, float64; 1 where its deviation is 0."""
+    s = deviation.clamp(min=1e-12)
+    below = (mean + s**2 / 2).exp() * torch.special.ndtr(-(mean + s**2) / s)
+    return torch.where(deviation > 0, below + torch.special.ndtr(mean / s), 1.0)

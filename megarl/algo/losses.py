@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megarl.algo.aggregation import aggregate
 from megarl.algo.finite import check_finite
-from megarl.algo.mismatch import compute_log_mismatch, compute_mismatch_weight
+from megarl.algo.mismatch import compute_log_ratio, compute_mismatch_weight
 from megarl.algo.registry import find_policy_loss, list_loss_terms
 from megarl.algo.tokens import LossCounts, LossOutput, PolicyTokens, TokenTargets, count_minibatch
 from megarl.config.schema.algo import AlgoConfig
@@ -84,6 +84,8 @@ def _sum_token_losses(tokens: PolicyTokens, config: AlgoConfig, counts: LossCoun
             total = total + term.weight(config) * values
             if term.metric is not None:
                 sums[term.metric] = _token_mean(values, mask, counts.num_tokens)
+        if term.is_used(config):
+            sums |= term.measure(tokens, config, counts)
     return total, sums
 
 
@@ -138,7 +140,7 @@ def _prepare(logprobs: Tensor, entropy: Tensor | None, full_kl: Tensor | None, t
 
 def _mismatch_weight(tokens: PolicyTokens, config: AlgoConfig) -> Tensor:
     log_ratio, targets = tokens.old_logprobs - tokens.rollout_logprobs, tokens.targets
-    level = compute_log_mismatch(log_ratio, targets.rows, targets.row_lengths, config.mismatch.level)
+    level = compute_log_ratio(log_ratio, targets.rows, targets.row_lengths, config.mismatch.level)
     return compute_mismatch_weight(level, config.mismatch)
 
 

@@ -47,8 +47,9 @@ def _add(text: str, term: str) -> str:
 def _format_surrogate(algo: AlgoConfig) -> str:
     text, mismatch = find_policy_loss(algo.surrogate).formula(algo), algo.mismatch
     if mismatch.correction is not MismatchCorrection.none:
-        bounds = f"{mismatch.low:g}, {mismatch.high:g}"
-        text = f"{mismatch.correction.name}(pi_old/mu per {mismatch.level.name}, {bounds}) * {text}"
+        bounds = "" if mismatch.correction is MismatchCorrection.tis else f"{mismatch.low:g}, "
+        name, ratio = mismatch.correction.name, f"pi_old/pi_rollout per {mismatch.level.name}"
+        text = f"{name}({ratio}, {bounds}{mismatch.high:g}) * {text}"
     return text
 
 

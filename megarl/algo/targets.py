@@ -15,7 +15,7 @@ from megarl.algo.kl import compute_token_kl
 from megarl.algo.registry import find_advantage, needs_critic
 from megarl.algo.rewards import compute_shaped_rewards
 from megarl.algo.statistics import RunningMoments, compute_whitened
-from megarl.config.schema.algo import AlgoConfig, needs_reference
+from megarl.config.schema.algo import AlgoConfig, needs_reference, uses_topr
 from megarl.config.schema.algo_choices import KLEstimator
 from megarl.types import Experience, Metrics, TrainingSamples
 
@@ -55,6 +55,7 @@ def compute_targets(
         advantages=advantages.to(dtype),
         rollout_logprobs=experience.rollout_logprobs,
         old_logprobs=experience.old_logprobs,
+        sampling_logprobs=experience.sampling_logprobs if uses_topr(algo) else None,
         ref_logprobs=experience.ref_logprobs,
         old_values=experience.values if found.returns is not None else None,
         returns=None if found.returns is None else found.returns.to(dtype),
@@ -70,7 +71,7 @@ def monte_carlo(algo: AlgoConfig) -> AlgoConfig:
 
 def _check_experience(experience: Experience, algo: AlgoConfig) -> None:
     shape = experience.mask.shape
-    names = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "ref_kl", "values")
+    names = ("old_logprobs", "rollout_logprobs", "sampling_logprobs", "ref_logprobs", "ref_kl", "values")
     for name in names:
         tensor: Tensor | None = getattr(experience, name)
         if tensor is None:

@@ -33,6 +33,8 @@ class TokenTargets:
     """float [R]"""
     rollout_logprobs: Tensor
     """float [R]"""
+    sampling_logprobs: Tensor | None
+    """float [R]"""
     ref_logprobs: Tensor | None
     """float [R]"""
     old_values: Tensor | None
@@ -90,6 +92,8 @@ class LossCounts:
     """generated"""
     num_critic_sequences: int
     """with at least one generated token"""
+    num_negative_tokens: int
+    """with a policy loss and a negative advantage"""
 
 
 @dataclass(frozen=True)
@@ -113,4 +117,5 @@ def count_minibatch(samples: TrainingSamples) -> LossCounts:
         num_positive_tokens=int((loss_mask & samples.positive[:, None]).sum()),
         num_critic_tokens=int(mask.sum()),
         num_critic_sequences=int(mask.any(1).sum()),
+        num_negative_tokens=int((loss_mask & (samples.advantages < 0)).sum()),
     )

@@ -22,6 +22,7 @@ def build_targets(samples: TrainingSamples, batch: PackedBatch) -> TokenTargets:
         advantages=batch.flatten(samples.advantages),
         old_logprobs=batch.flatten(samples.old_logprobs),
         rollout_logprobs=batch.flatten(samples.rollout_logprobs),
+        sampling_logprobs=flat(samples.sampling_logprobs),
         ref_logprobs=flat(samples.ref_logprobs),
         old_values=flat(samples.old_values),
         returns=flat(samples.returns),

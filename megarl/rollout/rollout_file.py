@@ -5,8 +5,8 @@
  "response": {"token_ids", "text", "rollout_logprobs", "generated", "weight_versions", "finish_reason"},
  "score": {"reward", "correct", "details", "answer"}}
 
-with the meanings of megarl/types.py. `iteration` is 0 during value pretraining; `sample` counts the lines of a rollout
-from 0. Numbers are read back bit for bit.
+and "first_old_logprobs" where the sample has them, with the meanings of megarl/types.py. `iteration` is 0 during value
+pretraining; `sample` counts the lines of a rollout from 0. Numbers are read back bit for bit.
 """
 
 import json
@@ -22,6 +22,7 @@ from megarl.report.metrics import drop_unfinished_line, refuse_constant, refuse_
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 FILE_NAME = "rollouts.jsonl"
+_FIRST_OLD = "first_old_logprobs"
 
 
 class RolloutWriter:
@@ -119,6 +120,7 @@ def read_rollouts(path: Path, limits: Limits | None = None) -> Iterator[Rollout]
 
 def _to_record(rollout: Rollout, number: int, iteration: int) -> dict[str, Any]:
     sample = rollout.samples[number]
+    first_old = {} if sample.first_old_logprobs is None else {_FIRST_OLD: sample.first_old_logprobs}
     return {
         "iteration": iteration,
         "weight_version": rollout.weight_version,
@@ -128,6 +130,7 @@ def _to_record(rollout: Rollout, number: int, iteration: int) -> dict[str, Any]:
         "prompt": {**vars(sample.prompt), "metadata": dict(sample.prompt.metadata)},
         "response": {**vars(sample.response), "finish_reason": sample.response.finish_reason.value},
         "score": {**vars(sample.score), "details": dict(sample.score.details)},
+        **first_old,
     }
 
 
@@ -173,10 +176,14 @@ def _check_place(where: str, record: Mapping[str, Any], header: Mapping[str, Any
 def _to_sample(record: Mapping[str, Any], where: str, limits: Limits | None) -> Sample:
     prompt, response = record["prompt"], record["response"]
     num_tokens = len(response["token_ids"])
-    for name in ("rollout_logprobs", "generated", "weight_versions"):
-        if len(response[name]) != num_tokens:
+    per_token = {name: response[name] for name in ("rollout_logprobs", "generated", "weight_versions")}
+    first_old = record.get(_FIRST_OLD)
+    if first_old is not None:
+        per_token[_FIRST_OLD] = first_old
+    for name, values in per_token.items():
+        if len(values) != num_tokens:
             raise ValueError(
-                f"{where}: response has {len(response[name])} {name}; expected one for each of its {num_tokens} tokens"
+                f"{where}: response has {len(values)} {name}; expected one for each of its {num_tokens} tokens"
             )
     if limits:
         _check_limits(where, prompt["token_ids"], response["token_ids"], limits)
@@ -192,6 +199,7 @@ def _to_sample(record: Mapping[str, Any], where: str, limits: Limits | None) -> 
         ),
         Score(**record["score"]),
         record["group"],
+        first_old_logprobs=None if first_old is None else tuple(first_old),
     )
 
 
@@ -249,6 +257,7 @@ def _map_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
 _WHOLE: Check = (_is_whole, "a whole number, 0 or more")
 _TEXT: Check = (_is_text, "a text")
 _WHOLES: Check = (_list_of(_is_whole), "a list of whole numbers, 0 or more")
+_NUMBERS: Check = (_list_of(_is_number), "a list of finite numbers")
 _FIELDS: dict[str, dict[str, Check]] = {
     "prompt": {
         "id": _TEXT,
@@ -260,7 +269,7 @@ _FIELDS: dict[str, dict[str, Check]] = {
     "response": {
         "token_ids": _WHOLES,
         "text": _TEXT,
-        "rollout_logprobs": (_list_of(_is_number), "a list of finite numbers"),
+        "rollout_logprobs": _NUMBERS,
         "generated": (_list_of(_is_flag), "a list of true and false"),
         "weight_versions": (_list_of(_is_integer), "a list of whole numbers"),
         "finish_reason": (lambda v: v in [r.value for r in FinishReason], "stop or length"),
@@ -282,7 +291,7 @@ def _check_record(record: Any, where: str) -> dict[str, Any]:
     """The record, with exactly the keys and types of the format. Raises ValueError."""
     if not isinstance(record, dict):
         raise ValueError(f"{where}: found a JSON {type(record).__name__}; expected an object")
-    _check_fields(record, _LINE, where, "")
+    _check_fields(record, _LINE | ({_FIRST_OLD: _NUMBERS} if _FIRST_OLD in record else {}), where, "")
     for name, checks in _FIELDS.items():
         _check_fields(record[name], checks, where, f"{name}.")
     return record

@@ -4,13 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
+from megarl.config.schema.algo import uses_topr
 from megarl.config.schema.root import Config
 from megarl.data.sampler import PromptSampler
 from megarl.interfaces import RolloutEngine
 from megarl.rollout.collector import Collector, check_versions, compute_staleness
 from megarl.rollout.dynamic_sampling import Group, collect_groups_with_reward_variance, split_groups
 from megarl.rollout.prefetcher import Prefetcher
-from megarl.rollout.replay import ReplayBuffer
+from megarl.rollout.replay import PastGroup, ReplayBuffer, keep_logprobs
 from megarl.types import Metrics, Prompt, Sample
 
 CLOSE_DEADLINE_S = 5.0
@@ -31,12 +34,18 @@ class IterationBatch:
     """The groups of one iteration."""
 
     fresh: list[Group]
-    replayed: list[Group]
+    drawn: list[PastGroup]
+    """Groups of past iterations"""
     sampled: tuple[tuple[Sample, ...], ...]
     """All sampled responses, one entry per round; dynamic sampling keeps a part of them"""
     metrics: Metrics
     state: SourceState
     """The source's state after this iteration"""
+
+    @property
+    def replayed(self) -> list[Group]:
+        """The groups of past iterations, with the log-probs of their first iteration where these are kept."""
+        return [past.read() for past in self.drawn]
 
 
 class GroupSource:
@@ -64,6 +73,8 @@ class GroupSource:
         self._collector = collector
         self._sampler = sampler
         self._replay = ReplayBuffer(config.algo.replay, config.seed)
+        self._keeps_logprobs = config.algo.replay.num_iterations > 0 and uses_topr(config.algo)
+        self._taken: list[Group] = []
         self._ahead: Prefetcher[IterationBatch] | None = None
         self._num_asked = 0
         self._num_taken = 0
@@ -91,7 +102,7 @@ class GroupSource:
             batch = self._gather(iteration)
         else:
             batch = self._open().take(iteration)
-        self._state = batch.state
+        self._state, self._taken = batch.state, batch.fresh
         samples = [sample for group in batch.sampled for sample in group]
         self._num_taken += len(samples)
         with self._collector.forgetting_failures(f"iteration-{iteration}"):
@@ -99,6 +110,15 @@ class GroupSource:
         if self._max_staleness > 0:
             batch.metrics.update(compute_staleness([s for g in batch.fresh for s in g], weight_version))
         return batch
+
+    def keep_logprobs(self, old_logprobs: Tensor) -> None:
+        """Keep the trainer's log-probs of the iteration taken last for when its samples are replayed (TOPR's mu).
+
+        old_logprobs: float32 [B, T], whose first rows are the fresh samples. A checkpoint of this iteration has them.
+        """
+        if self._keeps_logprobs:
+            num_fresh = sum(len(group) for group in self._taken)
+            keep_logprobs(self._taken, old_logprobs[:num_fresh].tolist())
 
     def close(self) -> int:
         """Stop prefetching; returns how many requested responses are dropped, finished or not."""
@@ -122,8 +142,8 @@ class GroupSource:
 
     def _gather(self, iteration: int) -> IterationBatch:
         num_groups = self._train.num_prompts
-        replayed = self._replay.draw(num_groups, iteration)
-        num_groups -= len(replayed)
+        drawn = self._replay.draw(num_groups, iteration)
+        num_groups -= len(drawn)
         sampled: list[tuple[Sample, ...]] = []
         metrics: Metrics = {}
 
@@ -140,7 +160,7 @@ class GroupSource:
         else:
             fresh = split_groups(sample(self._sampler.next_batch(num_groups)))
         self._replay.add(fresh)
-        return IterationBatch(fresh, replayed, tuple(sampled), metrics, self._find_state())
+        return IterationBatch(fresh, drawn, tuple(sampled), metrics, self._find_state())
 
     def _find_state(self) -> SourceState:
         return SourceState(self._sampler.state(), self._replay.state())

@@ -155,6 +155,8 @@ class ValuePretraining:
             mask=tensors.mask,
             rollout_logprobs=tensors.rollout_logprobs,
             old_logprobs=tensors.rollout_logprobs,
+            sampling_logprobs=tensors.rollout_logprobs,
+            scored=tensors.scored,
             ref_logprobs=None,
             ref_kl=None,
             values=values,

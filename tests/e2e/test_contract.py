@@ -83,6 +83,7 @@ def build_samples(trainer: Trainer) -> TrainingSamples:
         advantages=draw(1.0),
         rollout_logprobs=tensors.rollout_logprobs,
         old_logprobs=old,
+        sampling_logprobs=old,
         ref_logprobs=old,
         old_values=draw(0.1),
         returns=draw(1.0),

@@ -123,7 +123,8 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
     stale_server, tiny_checkpoint, run_dir, rollouts_allowed
 ):
     overrides = [
-        *("rollout.max_staleness=1", "algo.value_pretrain.steps=0", "logger.save_rollouts=true"),
+        *("rollout.max_staleness=1", "algo.mismatch.correction=tis"),
+        *("algo.value_pretrain.steps=0", "logger.save_rollouts=true"),
         *("train.num_iterations=3", "train.prompts_per_iteration=4", "train.responses_per_prompt=16"),
         *("train.samples_per_minibatch=32", f"rollout.response_length={LENGTH}", "rollout.max_running_requests=8"),
         f"model.path={tiny_checkpoint}",

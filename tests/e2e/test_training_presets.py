@@ -68,9 +68,17 @@ def test_topr_learns_from_replayed_samples_weighted_by_the_ratio_to_the_policy_t
         samples, metrics = trainer.build_targets(experience, trainer.config.algo)
         assert metrics["replay/frac"] == 0.5
         assert metrics["mismatch/kl"] < 1e-6 < metrics["replay/kl"]
-        assert torch.equal(samples.rollout_logprobs, experience.rollout_logprobs)
+        # The trainer's own log-probs of the weights that sampled: now, and in the first iteration of the replayed.
+        assert torch.equal(samples.sampling_logprobs, experience.sampling_logprobs)
+        assert bool(experience.scored[experience.mask].all())
+        own = (experience.sampling_logprobs - experience.rollout_logprobs)[experience.mask]
+        assert own.abs().max() < 1e-4
+        assert own.abs().max() > 0
+        assert torch.equal(experience.sampling_logprobs[fresh], experience.old_logprobs[fresh])
+        assert (metrics["topr/engine_mu_frac"], metrics["topr/engine_taper"]) == (0.0, 1.0)
         update = trainer.update(samples, 2)
         assert isfinite(update["policy/loss"])
+        assert 0 < update["topr/taper_mean"] < 1
 
 
 def test_a_kl_over_the_whole_vocabulary_is_zero_at_first_and_grows_with_the_updates(hosts, overrides, tmp_path):

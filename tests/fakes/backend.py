@@ -227,6 +227,7 @@ def build_targets(samples: TrainingSamples, tokens: ResponseTokens) -> TokenTarg
         advantages=flat(samples.advantages),
         old_logprobs=flat(samples.old_logprobs),
         rollout_logprobs=flat(samples.rollout_logprobs),
+        sampling_logprobs=flat(samples.sampling_logprobs),
         ref_logprobs=flat(samples.ref_logprobs),
         old_values=flat(samples.old_values),
         returns=flat(samples.returns),

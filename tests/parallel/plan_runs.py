@@ -28,6 +28,7 @@ def build_full_samples(num_samples: int, prompt: int, response: int) -> Training
         advantages=ones,
         rollout_logprobs=-ones,
         old_logprobs=-ones,
+        sampling_logprobs=None,
         ref_logprobs=-ones,
         old_values=ones,
         returns=ones,

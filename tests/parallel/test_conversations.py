@@ -28,7 +28,7 @@ ALGO = AlgoConfig(
     positive_lm_coef=0.1,
     dual_clip=1.5,
     kl=KLConfig(in_loss=True, loss_estimator=KLEstimator.full, loss_coef=0.3),
-    mismatch=MismatchConfig(correction=MismatchCorrection.clip),
+    mismatch=MismatchConfig(correction=MismatchCorrection.tis),
 )
 
 

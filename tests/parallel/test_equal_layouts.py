@@ -11,7 +11,7 @@ from layout_runs import build_spec
 from tiny_checkpoints import build_samples, write_checkpoint
 
 from megarl.config.schema.algo import AlgoConfig, KLConfig, MismatchConfig, ToprConfig
-from megarl.config.schema.algo_choices import LossAggMode, MismatchCorrection, MismatchLevel
+from megarl.config.schema.algo_choices import LossAggMode, MismatchCorrection, RatioLevel
 from megarl.config.schema.roles import OptimizerConfig, ParallelConfig
 from megarl.data.packing import pack
 from megarl.mcore.compare_layouts import LayoutRun, compare_runs, describe_layout, run_layouts
@@ -31,7 +31,7 @@ WHOLE_RESPONSES = replace(
     ALGO,
     loss_agg_mode=LossAggMode["seq-mean-token-mean"],
     topr=ToprConfig(positive_loss_coef=0.2, negative_loss_coef=0.3),
-    mismatch=MismatchConfig(correction=MismatchCorrection.clip, level=MismatchLevel.geometric),
+    mismatch=MismatchConfig(correction=MismatchCorrection.tis, level=RatioLevel.geometric),
 )
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-5, weight_decay=0.1)
 OVERLAP = replace(OPTIMIZER, overlap_grad_reduce=True, overlap_param_gather=True)

@@ -133,7 +133,12 @@ def measure(spans: list[Span], window: Span) -> float:
 
 
 def run_job(staleness: int, num_iterations: int, overrides: list[str], directory: Path) -> Clock:
-    keys = [f"rollout.max_staleness={staleness}", f"train.num_iterations={num_iterations}", "logger.terminal=false"]
+    keys = [
+        f"rollout.max_staleness={staleness}",
+        "algo.mismatch.correction=tis",
+        f"train.num_iterations={num_iterations}",
+        "logger.terminal=false",
+    ]
     config = load_config([*SIZES, *keys, *overrides])
     inputs = load_inputs(config)
     with (

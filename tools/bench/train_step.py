@@ -79,6 +79,7 @@ def make_samples(num_rows: int) -> TrainingSamples:
         advantages=normal(0.0),
         rollout_logprobs=old_logprobs,
         old_logprobs=old_logprobs,
+        sampling_logprobs=None,
         ref_logprobs=None,
         old_values=None,
         returns=None,

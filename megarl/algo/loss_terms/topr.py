@@ -7,13 +7,22 @@ from typing import TYPE_CHECKING
 
 from megarl.algo.declarations import LossTerm, Reads
 from megarl.algo.registry import find_advantage, name_advantages
-from megarl.config.schema.algo import AlgoConfig, uses_topr
+from megarl.config.schema.algo import AlgoConfig, ToprConfig, uses_topr
 from megarl.config.schema.algo_choices import RatioLevel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megarl.algo.tokens import PolicyTokens
+    from megarl.algo.tokens import LossCounts, PolicyTokens
+
+_ZERO, _ONE = 0.01, 0.99
+"""A taper below the first is logged as 0, one above the second as 1."""
+
+_RATIOS = {
+    RatioLevel.token: "pi/mu",
+    RatioLevel.sequence: "prod_t pi/mu",
+    RatioLevel.geometric: "(prod_t pi/mu)^(1/l)",
+}
 
 
 def compute_topr(
@@ -25,27 +34,45 @@ def compute_topr(
     """
     import torch
 
-    taper = log_rho_R.detach().clamp(max=0.0).exp()
-    weight = torch.where(advantages_R >= 0, positive_coef, negative_coef * taper)
+    weight = torch.where(advantages_R >= 0, positive_coef, negative_coef * compute_taper(log_rho_R))
     return -weight * advantages_R * logprobs_R
 
 
-def _compute(tokens: PolicyTokens, algo: AlgoConfig) -> Tensor:
-    import torch
+def compute_taper(log_rho_R: Tensor) -> Tensor:
+    """clip(rho, 0, 1), the weight of a token of negative advantage, without a gradient; float [R]."""
+    return log_rho_R.detach().clamp(max=0.0).exp()
 
-    topr, targets = algo.topr, tokens.targets
-    log_rho = (tokens.logprobs - tokens.rollout_logprobs).detach()
-    if topr.ratio_level is RatioLevel.sequence:
-        total = torch.zeros(targets.num_rows, dtype=log_rho.dtype, device=log_rho.device)
-        log_rho = total.index_add(0, targets.rows, log_rho)[targets.rows]
+
+def _compute(tokens: PolicyTokens, algo: AlgoConfig) -> Tensor:
+    topr, log_rho = algo.topr, _compute_log_rho(tokens, algo.topr)
     return compute_topr(tokens.logprobs, log_rho, tokens.advantages, topr.positive_loss_coef, topr.negative_loss_coef)
 
 
+def _compute_log_rho(tokens: PolicyTokens, topr: ToprConfig) -> Tensor:
+    from megarl.algo.mismatch import compute_log_ratio
+
+    targets = tokens.targets
+    sampling = tokens.require("sampling_logprobs", targets.sampling_logprobs)
+    log_rho = tokens.logprobs.detach() - sampling
+    return compute_log_ratio(log_rho, targets.rows, targets.row_lengths, topr.ratio_level)
+
+
+def _measure(tokens: PolicyTokens, algo: AlgoConfig, counts: LossCounts) -> dict[str, Tensor]:
+    if counts.num_negative_tokens == 0:
+        return {}
+    taper = compute_taper(_compute_log_rho(tokens, algo.topr))
+    taper = taper[tokens.targets.loss_mask & (tokens.advantages < 0)]
+    return {
+        "topr/taper_mean": taper.sum() / counts.num_negative_tokens,
+        "topr/taper_zero_frac": (taper < _ZERO).to(taper.dtype).sum() / counts.num_negative_tokens,
+        "topr/taper_one_frac": (taper > _ONE).to(taper.dtype).sum() / counts.num_negative_tokens,
+    }
+
+
 def _format(algo: AlgoConfig) -> str:
-    rho = "pi/mu" if algo.topr.ratio_level is RatioLevel.token else "prod_t pi/mu"
     return (
         f"{algo.topr.positive_loss_coef:g} * [A >= 0] * -A log pi"
-        f" + {algo.topr.negative_loss_coef:g} * [A < 0] * -clip({rho}, 0, 1) A log pi"
+        f" + {algo.topr.negative_loss_coef:g} * [A < 0] * -clip({_RATIOS[algo.topr.ratio_level]}, 0, 1) A log pi"
     )
 
 
@@ -62,6 +89,7 @@ TERM = LossTerm(
     _format,
     _compute,
     weight=lambda algo: 1.0,
+    measure=_measure,
     reads=(
         Reads(("algo.topr.positive_loss_coef", "algo.topr.negative_loss_coef")),
         Reads(

@@ -130,14 +130,22 @@ def _check_sampling(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[str
             f"{where}; the critic's returns would be of older policies: algo.advantage must be"
             f" {name_advantages(needs_critic=False)}"
         )
-    if algo.rl_loss_coef != 0 and algo.mismatch.correction is MismatchCorrection.none:
-        yield (
-            f"{where}; the surrogate takes its samples as the present policy's: must be 0, or algo.rl_loss_coef=0 with"
-            " the topr terms, or algo.mismatch.correction=clip, which weights them by the ratio to the policy that"
-            " sampled them"
-        )
+    yield from check_older_samples(algo, where)
     if NormScope.running in (algo.reward_norm.mean, algo.reward_norm.std):
         yield f"{where}; algo.reward_norm=running would count a replayed reward again: must be 0, or batch or group"
+
+
+def check_older_samples(algo: AlgoConfig, where: str) -> Iterator[str]:
+    """Why the loss may not learn from samples of older policies, replayed or sampled ahead.
+
+    where: the key that asks for them and what was found.
+    """
+    if algo.rl_loss_coef != 0 and algo.mismatch.correction is MismatchCorrection.none:
+        yield (
+            f"{where} with algo.mismatch.correction=none; the surrogate takes its samples as the present policy's: must"
+            " be 0, or algo.mismatch.correction=tis (or mis), which weights them by the ratio to the policy that"
+            " sampled them, or algo.rl_loss_coef=0 with the topr terms"
+        )
 
 
 def _check_loss(algo: AlgoConfig) -> Iterator[str]:

@@ -5,7 +5,7 @@ from dataclasses import fields
 from math import isfinite
 
 from megarl.algo.registry import needs_critic
-from megarl.config.checks.algo import check_algo, check_modules
+from megarl.config.checks.algo import check_algo, check_modules, check_older_samples
 from megarl.config.checks.compute import check_compute
 from megarl.config.checks.parallel import check_overlap, check_parallel, find_nearest_divisor
 from megarl.config.checks.ranges import check_ranges
@@ -127,6 +127,8 @@ def _check_rollout(config: Config) -> Iterator[str]:
             " (evaluation is greedy by itself)"
         )
     yield from _check_overlong(config.algo.overlong, rollout.response_length)
+    if rollout.max_staleness > 0:
+        yield from check_older_samples(config.algo, f"rollout.max_staleness: {rollout.max_staleness} found")
     for key in ("top_p", "top_k", "min_p"):
         if key in rollout.sglang:
             yield f"rollout.sglang.{key}: refused; log-probs are of the full distribution, not of a truncated one"

@@ -7,7 +7,6 @@ from megarl.config.schema.algo_choices import (
     KLEstimator,
     LossAggMode,
     MismatchCorrection,
-    MismatchLevel,
     NormScope,
     RatioLevel,
     StdOf,
@@ -76,11 +75,11 @@ class MismatchConfig:
     """Ratio between training engine and rollout engine, exp(old_logprobs - rollout_logprobs); always logged."""
 
     correction: MismatchCorrection = MismatchCorrection.none
-    """How the surrogate is weighted with the ratio."""
-    level: MismatchLevel = MismatchLevel.token
+    """How the surrogate is weighted with the ratio. rollout.max_staleness and algo.replay need tis or mis."""
+    level: RatioLevel = RatioLevel.token
     """What one ratio is of: a token or a whole response."""
     low: float = 0.5
-    """Lower bound of the ratio."""
+    """Lower bound of the ratio for mis and for mismatch/outside_frac; tis has none."""
     high: float = 2.0
     """Upper bound of the ratio."""
 
@@ -94,7 +93,7 @@ class ToprConfig:
     negative_loss_coef: float = 0.0
     """Weight of -clip(ratio to the sampling policy, 0, 1) * A * log-prob where A < 0."""
     ratio_level: RatioLevel = RatioLevel.sequence
-    """Whether the ratio is that of each token or the product over the response."""
+    """What the ratio is of: each token, or the response (the product over its tokens, or their geometric mean)."""
 
 
 @dataclass

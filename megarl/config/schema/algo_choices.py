@@ -48,24 +48,22 @@ class KLEstimator(Enum):
 
 
 class RatioLevel(Enum):
-    token = "token"
-    sequence = "sequence"
+    """What one ratio of two policies is of. sequence_mean is another name of geometric."""
 
-
-class MismatchCorrection(Enum):
-    none = "none"
-    clip = "clip"
-    """the ratio, clamped to the bounds"""
-    reject = "reject"
-    """the ratio inside the bounds, 0 outside"""
-
-
-class MismatchLevel(Enum):
     token = "token"
     sequence = "sequence"
     """the product over the response's tokens"""
     geometric = "geometric"
-    """the geometric mean over the response's tokens"""
+    """the geometric mean over the response's tokens: normalized by the length"""
+    sequence_mean = "geometric"
+
+
+class MismatchCorrection(Enum):
+    none = "none"
+    tis = "tis"
+    """truncated importance sampling: the ratio, from above bounded by `high`"""
+    mis = "mis"
+    """masked importance sampling (IcePop): the ratio inside the bounds, 0 outside"""
 
 
 # Functional, because a class body cannot hold names with hyphens.

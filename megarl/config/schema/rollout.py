@@ -55,7 +55,8 @@ class RolloutConfig:
     max_staleness: int = 0
     """Maximum staleness of a token: by how many policy updates the weights that sampled it may be older than those that
     train on it. 0: on-policy, the servers wait for each update. n: responses of up to n further iterations are
-    generated while the trainer works, and continue with the new weights after each update."""
+    generated while the trainer works, and continue with the new weights after each update; the loss then needs
+    algo.mismatch.correction, or is that of algo=topr."""
     max_probe_logprob_gap: float | None = None
     """Largest |log-prob difference| / max(1, |log-prob|) allowed on any token of the probe text after a sync; null:
     1e-4 in float32, 0.5 where the policy or the rollout is in bfloat16."""

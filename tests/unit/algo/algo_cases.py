@@ -1,12 +1,14 @@
 """Random small experiences, and their two forms: megarl's types, and lists for the reference."""
 
+import dataclasses
+import math
 from types import SimpleNamespace
 
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from megarl.algo.losses import TokenTargets
+from megarl.algo.losses import LossCounts, TokenTargets, policy_loss
 from megarl.algo.targets import compute_targets
 from megarl.config.schema.algo import AlgoConfig, RewardNormConfig
 from megarl.config.schema.algo_choices import NormScope
@@ -76,6 +78,8 @@ def make_experience(groups, lengths, rewards, truncated, seed, holes=True, dtype
         ref_logprobs=old + draw_(0.3, 0.0),
         ref_kl=draw_(0.2, 0.5),
         values=draw_(0.6, 0.2),
+        sampling_logprobs=old + draw_(0.3, 0.0),
+        scored=mask.clone(),
     )
 
 
@@ -102,6 +106,7 @@ def samples_as_lists(s: TrainingSamples) -> SimpleNamespace:
         advantages=s.advantages.tolist(),
         old=s.old_logprobs.tolist(),
         rollout=s.rollout_logprobs.tolist(),
+        sampling=optional(s.sampling_logprobs),
         ref=optional(s.ref_logprobs),
         old_values=optional(s.old_values),
         returns=optional(s.returns),
@@ -128,6 +133,7 @@ def build_targets(s: TrainingSamples, rows: torch.Tensor, **replaced) -> TokenTa
         "advantages": flat(s.advantages),
         "old_logprobs": flat(s.old_logprobs),
         "rollout_logprobs": flat(s.rollout_logprobs),
+        "sampling_logprobs": flat(s.sampling_logprobs),
         "ref_logprobs": flat(s.ref_logprobs),
         "old_values": flat(s.old_values),
         "returns": flat(s.returns),
@@ -154,3 +160,39 @@ def whole(e, config):
 def at_responses(samples, rows, x):
     """The response positions of these rows of x [B, T], flat."""
     return x[rows][response_positions(samples, rows)]
+
+
+def f64(x):
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def one_row(advantages, ratios, positive=False, **optional):
+    """One response whose log-probs are log(0.5 * ratio) and whose old ones are log 0.5."""
+    n = len(advantages)
+    old, unused = torch.full((n,), math.log(0.5), dtype=torch.float64), ("ref_logprobs", "old_values", "returns")
+    targets = TokenTargets(
+        rows=torch.zeros(n, dtype=torch.int64),
+        num_rows=1,
+        row_lengths=torch.tensor([n]),
+        mask=torch.ones(n, dtype=torch.bool),
+        loss_mask=torch.ones(n, dtype=torch.bool),
+        positive=torch.full((n,), positive),
+        advantages=f64(advantages),
+        old_logprobs=old,
+        **(dict.fromkeys(("rollout_logprobs", "sampling_logprobs"), old) | dict.fromkeys(unused) | optional),
+    )
+    counts = LossCounts(n, 1, n if positive else 0, n, 1, sum(a < 0 for a in advantages))
+    return old + f64(ratios).log(), targets, counts
+
+
+def loss_of(logprobs, targets, counts, config, entropy=None):
+    return policy_loss(logprobs, entropy, targets, config, counts, LIMIT)
+
+
+def with_gaps(gaps, ages, lengths):
+    """An experience whose log-prob gaps (old - rollout) are these, one list per response."""
+    n = len(gaps)
+    e = make_experience(list(range(n)), lengths, [0.0] * n, [False] * n, 0, holes=False)
+    padded = torch.nn.utils.rnn.pad_sequence([f64(row) for row in gaps], batch_first=True)
+    old = torch.full_like(padded, -2.0)
+    return dataclasses.replace(e, old_logprobs=old, rollout_logprobs=old - padded, ages=torch.tensor(ages))

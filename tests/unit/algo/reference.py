@@ -214,8 +214,8 @@ def weights(mode, loss_mask, mask, response_length):
 
 
 def bounded(ratio, low, high, how):
-    if how == "clip":
-        return min(max(ratio, low), high)
+    if how == "tis":
+        return min(ratio, high)
     return ratio if low <= ratio <= high else 0.0
 
 
@@ -242,9 +242,25 @@ def topr(lp_row, s, i, t, algo):
     a = s.advantages[i][t]
     if a >= 0:
         return -algo.topr.positive_loss_coef * a * lp_row[t]
-    ts = [t] if algo.topr.ratio_level.name == "token" else [k for k in range(len(lp_row)) if s.mask[i][k]]
-    rho = math.exp(min(math.fsum(lp_row[k].item() - s.rollout[i][k] for k in ts), 0.0))
-    return -algo.topr.negative_loss_coef * rho * a * lp_row[t]
+    return -algo.topr.negative_loss_coef * taper(lp_row, s, i, t, algo) * a * lp_row[t]
+
+
+def taper(lp_row, s, i, t, algo):
+    level = algo.topr.ratio_level.name
+    ts = [t] if level == "token" else [k for k in range(len(lp_row)) if s.mask[i][k]]
+    log_rho = math.fsum(lp_row[k].item() - s.sampling[i][k] for k in ts)
+    return math.exp(min(log_rho / (len(ts) if level == "geometric" else 1), 0.0))
+
+
+def taper_metrics(lp, s, algo):
+    """Mean, share below 0.01 and share above 0.99, over the tokens of A < 0."""
+    tapers = [
+        taper(lp[i], s, i, t, algo)
+        for i, row in enumerate(s.loss_mask)
+        for t, counted in enumerate(row)
+        if counted and s.advantages[i][t] < 0
+    ]
+    return [mean(tapers), mean([x < 0.01 for x in tapers]), mean([x > 0.99 for x in tapers])] if tapers else None
 
 
 def policy_loss(lp, entropy, s, algo, response_length, full=None):
@@ -261,7 +277,8 @@ def policy_loss(lp, entropy, s, algo, response_length, full=None):
                 continue
             x = lp[i, t]
             loss = algo.rl_loss_coef * c[t] * surrogate(x, s.old[i][t], s.advantages[i][t], algo)
-            loss = loss + topr(lp[i], s, i, t, algo)
+            if algo.topr.positive_loss_coef or algo.topr.negative_loss_coef:
+                loss = loss + topr(lp[i], s, i, t, algo)
             if algo.kl.in_loss:
                 name = algo.kl.loss_estimator.name
                 loss = loss + algo.kl.loss_coef * (full[i, t] if name == "full" else kl(x - s.ref[i][t], name))

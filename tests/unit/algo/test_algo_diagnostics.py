@@ -6,7 +6,7 @@ import math
 import pytest
 import reference
 import torch
-from algo_cases import configure, experiences, make_experience, some
+from algo_cases import configure, experiences, f64, make_experience, some, with_gaps
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,11 +21,7 @@ from megarl.algo.diagnostics import (
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.targets import compute_targets
 from megarl.config.schema.algo import AlgoConfig
-from megarl.config.schema.algo_choices import MismatchLevel
-
-
-def f64(x):
-    return torch.tensor(x, dtype=torch.float64)
+from megarl.config.schema.algo_choices import RatioLevel
 
 
 def test_explained_variance_by_hand():
@@ -76,9 +72,9 @@ def test_mismatch_metrics_by_hand():
     assert metrics["mismatch/outside_frac"] == pytest.approx(2 / 3)  # bounds 0.5 and 2
     assert metrics["mismatch/kl"] == pytest.approx((0 + (3 - four) + (-0.75 + four)) / 3)
     assert metrics["mismatch/logprob_gap_max"] == pytest.approx(four)
-    _, metrics = compute_targets(e, configure(mismatch__level=MismatchLevel.sequence), 0.0)
+    _, metrics = compute_targets(e, configure(mismatch__level=RatioLevel.sequence), 0.0)
     assert metrics["mismatch/ratio_mean"] == pytest.approx((4 + 4 + 0.25) / 3)
-    _, metrics = compute_targets(e, configure(mismatch__level=MismatchLevel.geometric), 0.0)
+    _, metrics = compute_targets(e, configure(mismatch__level=RatioLevel.geometric), 0.0)
     assert metrics["mismatch/ratio_mean"] == pytest.approx((2 + 2 + 0.25) / 3)
 
 
@@ -113,15 +109,6 @@ def test_quarters_of_a_response_count_its_generated_tokens_only():
         [-1] * 8,
         [-1, 0, -1, -1, -1, -1, -1, -1],
     ]
-
-
-def with_gaps(gaps, ages, lengths):
-    """An experience whose log-prob gaps (old - rollout) are these, one list per response."""
-    n = len(gaps)
-    e = make_experience(list(range(n)), lengths, [0.0] * n, [False] * n, 0, holes=False)
-    padded = torch.nn.utils.rnn.pad_sequence([f64(row) for row in gaps], batch_first=True)
-    old = torch.full_like(padded, -2.0)
-    return dataclasses.replace(e, old_logprobs=old, rollout_logprobs=old - padded, ages=torch.tensor(ages))
 
 
 def test_mismatch_by_position_by_hand():
@@ -160,7 +147,7 @@ def test_replayed_samples_are_reported_apart_by_hand():
             "replay/kl": ((3 - four) + 0 + (-0.75 + four)) / 3,
         }
     )
-    sequence = compute_mismatch_metrics(e, configure(mismatch__level=MismatchLevel.sequence).mismatch)
+    sequence = compute_mismatch_metrics(e, configure(mismatch__level=RatioLevel.sequence).mismatch)
     assert sequence["replay/ratio_mean"] == pytest.approx((4 + 4 + 0.25) / 3)
 
 

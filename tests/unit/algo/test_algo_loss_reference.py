@@ -27,7 +27,6 @@ from megarl.config.schema.algo_choices import (
     KLEstimator,
     LossAggMode,
     MismatchCorrection,
-    MismatchLevel,
     RatioLevel,
 )
 
@@ -63,7 +62,7 @@ def policy_configs():
         st.sampled_from([0.0, 0.7]),
         st.sampled_from(RatioLevel),
         st.sampled_from(MismatchCorrection),
-        st.sampled_from(MismatchLevel),
+        st.sampled_from(RatioLevel),
         st.sampled_from([None, 1.5]),
         st.sampled_from(sorted(list_policy_losses())),
         st.sampled_from([0.0, 0.1]),
@@ -94,6 +93,10 @@ def test_the_policy_loss_and_its_gradient_equal_the_reference(e, config, seed):
             atol=1e-9,
         )
     assert all(torch.isfinite(x) for x in out.sums.values())
+    logged = [out.sums.get(f"topr/taper_{name}") for name in ("mean", "zero_frac", "one_frac")]
+    used = config.topr.positive_loss_coef > 0
+    expected = reference.taper_metrics(theirs[0], samples_as_lists(samples), config) if used else None
+    assert logged == ([None] * 3 if expected is None else [pytest.approx(x, abs=1e-9) for x in expected])
 
 
 @some

@@ -4,46 +4,30 @@ import math
 
 import pytest
 import torch
-from algo_cases import LIMIT, at_responses, build_targets, configure, make_experience, perturbed, whole
+from algo_cases import (
+    LIMIT,
+    at_responses,
+    build_targets,
+    configure,
+    f64,
+    loss_of,
+    make_experience,
+    one_row,
+    perturbed,
+    whole,
+)
 
 from megarl.algo.aggregation import aggregate
 from megarl.algo.finite import NonFiniteError
-from megarl.algo.losses import TokenTargets, count_minibatch, critic_loss, policy_loss
-from megarl.algo.mismatch import compute_log_mismatch, compute_mismatch_weight, compute_outside
+from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
+from megarl.algo.mismatch import compute_log_ratio, compute_mismatch_weight, compute_outside
 from megarl.algo.tokens import LossCounts
 from megarl.config.schema.algo_choices import (
     KLEstimator,
     LossAggMode,
     MismatchCorrection,
-    MismatchLevel,
     RatioLevel,
 )
-
-
-def f64(x):
-    return torch.tensor(x, dtype=torch.float64)
-
-
-def one_row(advantages, ratios, positive=False, **optional):
-    """One response whose log-probs are log(0.5 * ratio) and whose old ones are log 0.5."""
-    n = len(advantages)
-    old = torch.full((n,), math.log(0.5), dtype=torch.float64)
-    targets = TokenTargets(
-        rows=torch.zeros(n, dtype=torch.int64),
-        num_rows=1,
-        row_lengths=torch.tensor([n]),
-        mask=torch.ones(n, dtype=torch.bool),
-        loss_mask=torch.ones(n, dtype=torch.bool),
-        positive=torch.full((n,), positive),
-        advantages=f64(advantages),
-        old_logprobs=old,
-        **({"rollout_logprobs": old, "ref_logprobs": None, "old_values": None, "returns": None} | optional),
-    )
-    return old + f64(ratios).log(), targets, LossCounts(n, 1, n if positive else 0, n, 1)
-
-
-def loss_of(logprobs, targets, counts, config, entropy=None):
-    return policy_loss(logprobs, entropy, targets, config, counts, LIMIT)
 
 
 def test_the_clipped_surrogate_by_hand():
@@ -78,7 +62,12 @@ def test_the_positive_lm_loss_by_hand():
 def test_the_positive_lm_loss_divides_by_the_positive_tokens_of_the_minibatch():
     logprobs, targets, _ = one_row([0, 0], [1, 1], positive=True)
     counts = LossCounts(
-        num_tokens=50, num_sequences=9, num_positive_tokens=8, num_critic_tokens=50, num_critic_sequences=9
+        num_tokens=50,
+        num_sequences=9,
+        num_positive_tokens=8,
+        num_critic_tokens=50,
+        num_critic_sequences=9,
+        num_negative_tokens=0,
     )
     out = loss_of(logprobs, targets, counts, configure(positive_lm_coef=1.0))
     assert float(out.loss) == pytest.approx(2 * math.log(2) / 8)
@@ -125,66 +114,49 @@ def test_the_logprob_surrogate_by_hand():
     assert float(loss_of(*one_row([2, 1], [1, 1]), config).loss) == pytest.approx(3 * math.log(2))
 
 
-def test_topr_by_hand():
-    # lp = ln 0.5, ln 0.25; mu says 0.5 for both: rho of the sequence 1/2, of the tokens 1 and 1/2.
-    mode = LossAggMode["seq-mean-token-sum"]
-    config = configure(rl_loss_coef=0.0, topr__positive_loss_coef=2.0, topr__negative_loss_coef=3.0, loss_agg_mode=mode)
-    total = 3 * math.log(2)  # -lp summed
-    assert float(loss_of(*one_row([1, 1], [1, 0.5]), config).loss) == pytest.approx(2 * total)
-    negative = one_row([-1, -1], [1, 0.5])
-    assert float(loss_of(*negative, config).loss) == pytest.approx(-3 * 0.5 * total)
-    config.topr.ratio_level = RatioLevel.token
-    assert float(loss_of(*negative, config).loss) == pytest.approx(-3 * (math.log(2) + 0.5 * 2 * math.log(2)))
-    # rho above 1 is held at 1: mu thought the tokens less likely than the policy does
-    rollout = torch.full((2,), -10.0, dtype=torch.float64)
-    likely = one_row([-1, -1], [1, 0.5], rollout_logprobs=rollout)
-    assert float(loss_of(*likely, config).loss) == pytest.approx(-3 * total)
-
-
-def test_topr_adds_to_the_surrogate():
-    mode = LossAggMode["seq-mean-token-sum"]
-    case = one_row([1, 1], [1, 1])
-    both = configure(topr__positive_loss_coef=1.0, loss_agg_mode=mode, rl_loss_coef=0.5)
-    assert float(loss_of(*case, both).loss) == pytest.approx(-0.5 * 2 + 2 * math.log(2))
-
-
 def test_mismatch_weights_by_hand():
     # ratios 1, 4 in a row of two, 0.25 in a row of one; bounds 0.5 and 2
     log_ratio, rows, lengths = f64([1.0, 4.0, 0.25]).log(), torch.tensor([0, 0, 1]), torch.tensor([2, 1])
     expected = {
-        MismatchLevel.token: ([1, 2, 0.5], [1, 0, 0]),
-        MismatchLevel.sequence: ([2, 2, 0.5], [0, 0, 0]),
-        MismatchLevel.geometric: ([2, 2, 0.5], [2, 2, 0]),  # sqrt(4) = 2 is on the bound
+        RatioLevel.token: ([1, 2, 0.25], [1, 0, 0]),
+        RatioLevel.sequence: ([2, 2, 0.25], [0, 0, 0]),
+        RatioLevel.geometric: ([2, 2, 0.25], [2, 2, 0]),  # sqrt(4) = 2 is on the bound
     }
-    for level, (clipped, rejected) in expected.items():
-        at = compute_log_mismatch(log_ratio, rows, lengths, level)
-        clip = configure(mismatch__correction=MismatchCorrection.clip, mismatch__level=level).mismatch
-        torch.testing.assert_close(compute_mismatch_weight(at, clip), f64(clipped).double())
-        reject = configure(mismatch__correction=MismatchCorrection.reject, mismatch__level=level).mismatch
-        if level is not MismatchLevel.geometric:  # rounding decides on the bound itself
-            torch.testing.assert_close(compute_mismatch_weight(at, reject), f64(rejected).double())
-            assert compute_outside(at, reject).tolist() == [x == 0 for x in rejected]
+    for level, (truncated, masked) in expected.items():
+        at = compute_log_ratio(log_ratio, rows, lengths, level)
+        tis = configure(mismatch__correction=MismatchCorrection.tis, mismatch__level=level).mismatch
+        torch.testing.assert_close(compute_mismatch_weight(at, tis), f64(truncated).double())
+        mis = configure(mismatch__correction=MismatchCorrection.mis, mismatch__level=level).mismatch
+        if level is not RatioLevel.geometric:  # rounding decides on the bound itself
+            torch.testing.assert_close(compute_mismatch_weight(at, mis), f64(masked).double())
+            assert compute_outside(at, mis).tolist() == [x == 0 for x in masked]
 
 
-def test_geometric_rejection_by_hand():
+def test_a_truncated_weight_has_no_lower_bound():
+    config = configure(mismatch__correction=MismatchCorrection.tis, mismatch__low=0.5).mismatch
+    found = compute_mismatch_weight(f64([0.0003, 0.3, 1.9, 2.1]).log(), config)
+    torch.testing.assert_close(found, f64([0.0003, 0.3, 1.9, 2.0]))
+
+
+def test_masking_by_the_geometric_mean_by_hand():
     # ratios 1, 3.24 in a row of two: geometric mean 1.8, inside 0.5..2; 0.16, 1: 0.4, outside
     log_ratio, rows, lengths = f64([1.0, 3.24, 0.16, 1.0]).log(), torch.tensor([0, 0, 1, 1]), torch.tensor([2, 2])
-    level = MismatchLevel.geometric
-    config = configure(mismatch__correction=MismatchCorrection.reject, mismatch__level=level).mismatch
-    at = compute_log_mismatch(log_ratio, rows, lengths, level)
+    level = RatioLevel.geometric
+    config = configure(mismatch__correction=MismatchCorrection.mis, mismatch__level=level).mismatch
+    at = compute_log_ratio(log_ratio, rows, lengths, level)
     torch.testing.assert_close(compute_mismatch_weight(at, config), f64([1.8, 1.8, 0.0, 0.0]))
     assert compute_outside(at, config).tolist() == [False, False, True, True]
 
 
 def test_a_mismatch_weight_of_a_long_sequence_does_not_overflow():
-    config = configure(mismatch__correction=MismatchCorrection.clip).mismatch
+    config = configure(mismatch__correction=MismatchCorrection.tis).mismatch
     found = compute_mismatch_weight(torch.tensor([2000.0, -2000.0]), config)
-    assert found.tolist() == [2.0, 0.5]
+    assert found.tolist() == [2.0, 0.0]
 
 
 def test_the_mismatch_correction_weights_the_surrogate_only():
     rollout = torch.full((2,), math.log(0.5) - math.log(1.5), dtype=torch.float64)  # ratio 1.5
-    config = configure(mismatch__correction=MismatchCorrection.clip, entropy_coef=1.0)
+    config = configure(mismatch__correction=MismatchCorrection.tis, entropy_coef=1.0)
     out = loss_of(*one_row([1, 1], [1, 1], rollout_logprobs=rollout), config, f64([2.0, 2.0]))
     assert float(out.loss) == pytest.approx(-1.5 - 2.0)
 

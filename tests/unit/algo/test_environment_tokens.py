@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")
 LIMIT = 10_000
 """Far off: the overlong penalty counts every token, as the limit does."""
 POISON = [float("nan"), float("inf"), 1e9]
-PER_TOKEN = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "ref_kl", "values")
+PER_TOKEN = ("old_logprobs", "rollout_logprobs", "sampling_logprobs", "ref_logprobs", "ref_kl", "values")
 
 
 def insert(e, places, poison):
@@ -44,7 +44,8 @@ def insert(e, places, poison):
     prompts = e.sequences.prompt_lengths
     longer = Sequences(torch.zeros(int((prompts + ends).sum()), dtype=torch.int64), prompts + ends, prompts)
     tensors = {name: move(getattr(e, name), poison) for name in PER_TOKEN}
-    return dataclasses.replace(e, sequences=longer, mask=move(e.mask, False), **tensors), moved
+    masks = {name: move(getattr(e, name), False) for name in ("mask", "scored")}
+    return dataclasses.replace(e, sequences=longer, **masks, **tensors), moved
 
 
 def learn(e, algo):

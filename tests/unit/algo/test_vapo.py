@@ -71,9 +71,8 @@ def test_tool_tokens_get_no_gradient_and_change_no_one_elses():
     def widen(x):
         return torch.full((2, 8), torch.nan, dtype=x.dtype).index_copy(1, spread, x)
 
-    tensors = {
-        k: widen(getattr(plain, k)) for k in ("old_logprobs", "rollout_logprobs", "ref_logprobs", "ref_kl", "values")
-    }
+    names = ("old_logprobs", "rollout_logprobs", "sampling_logprobs", "ref_logprobs", "ref_kl", "values")
+    tensors = {name: widen(getattr(plain, name)) for name in names}
     lengths = plain.sequences.lengths + 2
     sequences = type(plain.sequences)(torch.zeros(int(lengths.sum())), lengths, plain.sequences.prompt_lengths)
     holed = type(plain)(**(vars(plain) | tensors | {"mask": mask, "sequences": sequences}))

@@ -14,6 +14,16 @@ from megarl.config.load import load_config
         (["algo=dapo", "algo.overlong.buffer=100"], "algo.overlong.buffer: found 100; it is a part of rollout.resp"),
         (["algo=vapo", "algo.replay.num_iterations=2"], "the critic's returns would be of older policies"),
         (["algo=grpo", "algo.replay.num_iterations=2"], "the surrogate takes its samples as the present policy's"),
+        *(
+            (
+                [f"algo={name}", f"{key}=2"],
+                f"{key}: 2 found with algo.mismatch.correction=none; the surrogate takes its",
+            )
+            for name in ("rloo", "grpo", "dapo", "lite_ppo", "reinforce_pp")
+            for key in ("algo.replay.num_iterations", "rollout.max_staleness")
+        ),
+        (["algo=vapo", "rollout.max_staleness=1"], "must be 0, or algo.mismatch.correction=tis (or mis)"),
+        (["algo=topr", "algo.rl_loss_coef=1", "rollout.max_staleness=1"], "rollout.max_staleness: 1 found"),
         (["algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=1"], "algo.replay.frac: 1.0 found"),
         (
             ["algo=topr", "algo.replay.num_iterations=2", "algo.reward_norm.std=running"],
@@ -32,9 +42,18 @@ def test_a_contradiction_is_an_error_that_names_the_key(overrides, message):
     assert message in "\n".join(error.value.problems)
 
 
-def test_replay_goes_with_topr_and_with_a_surrogate_corrected_for_the_sampling_policy():
-    load_config(["algo=topr", "algo.replay.num_iterations=2"])
-    load_config(["algo=lite_ppo", "algo.replay.num_iterations=2", "algo.mismatch.correction=clip"])
+@pytest.mark.parametrize("key", ["algo.replay.num_iterations", "rollout.max_staleness"])
+def test_older_samples_go_with_topr_and_with_a_surrogate_corrected_for_the_sampling_policy(key):
+    load_config(["algo=topr", f"{key}=2"])
+    for name in ("lite_ppo", "rloo"):
+        for correction in ("tis", "mis"):
+            load_config([f"algo={name}", f"{key}=2", f"algo.mismatch.correction={correction}"])
+
+
+def test_a_critic_learns_from_samples_ahead_but_not_from_replayed_ones():
+    load_config(["algo=vapo", "rollout.max_staleness=1", "algo.mismatch.correction=tis"])
+    with pytest.raises(ConfigError, match="the critic's returns would be of older policies"):
+        load_config(["algo=vapo", "algo.replay.num_iterations=1", "algo.mismatch.correction=tis"])
 
 
 def test_dapo_is_clip_higher_with_dynamic_sampling_and_a_soft_overlong_penalty():

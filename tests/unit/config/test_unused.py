@@ -76,7 +76,7 @@ VALUES = {
     **{"advantage_std": "batch", "std_of": "centered", "overlong.buffer": "8", "overlong.filter_critic": "true"},
     **{"kl.reward_estimator": "k1", "kl.target": "0.1", "kl.horizon": "1000", "kl.loss_estimator": "k2"},
     "kl.target_agg_mode": "token-mean",
-    **{"surrogate": "clip", "mismatch.correction": "clip", "dual_clip": "3", "topr.ratio_level": "token"},
+    **{"surrogate": "clip", "mismatch.correction": "tis", "dual_clip": "3", "topr.ratio_level": "token"},
     **{"dynamic_sampling.max_rounds": "3", "value_clip": "0.5", "mismatch.high": "3", "kl.coef": "0.1"},
 }
 """What is set; 0.5 for the others."""

@@ -1,7 +1,9 @@
 """The loop under every preset, over the fakes of its interfaces (tests/fakes)."""
 
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from megarl.rollout.collector import Collector
 from megarl.rollout.dynamic_sampling import NoRewardVarianceError
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.trainer import Trainer, split_minibatches
-from megarl.types import Prompt, Response, RewardFunction, Score
+from megarl.types import Experience, Metrics, Prompt, Response, RewardFunction, Rollout, Score
 
 CRITICS = ("ppo", "vc_ppo", "vapo")
 WITH_KL = ("reinforce_pp", "reinforce_pp_baseline", "rloo", "grpo")
@@ -153,24 +155,100 @@ def test_dynamic_sampling_trains_on_groups_of_different_rewards_only(tmp_path: P
             trainer.collect(2)
 
 
+REPLAY = ("algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=0.5", ONE_STEP, "train.num_iterations=4")
+
+
+def add_engine_noise(trainer: Trainer, noise: float) -> None:
+    """The rollout engine's log-probs of the same tokens, off by `noise`, up and down in turn."""
+    engine = trainer.components.engine
+    generate = engine.generate
+
+    def shake(logprobs: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(x + noise * (-1) ** t for t, x in enumerate(logprobs))
+
+    def generate_noisily(*args: Any, **keys: Any) -> list[list[Response]]:
+        return [
+            [replace(response, rollout_logprobs=shake(response.rollout_logprobs)) for response in group]
+            for group in generate(*args, **keys)
+        ]
+
+    engine.generate = generate_noisily  # type: ignore[method-assign]
+
+
 def test_replayed_samples_are_of_the_policy_that_sampled_them(tmp_path: Path) -> None:
-    given = ["algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=0.5", ONE_STEP, "train.num_iterations=3"]
-    with World().open_trainer(tmp_path, given) as trainer:
+    """mu is the trainer's own log-prob: now for fresh samples, in their first iteration for replayed ones."""
+    with World().open_trainer(tmp_path, REPLAY) as trainer:
+        add_engine_noise(trainer, 0.3)
         trainer.publish(0)
-        trainer.train(1)
-        assert "replay/frac" not in trainer.state.metrics
-        trainer.publish(1)
-        experience, _ = trainer.build_experience(trainer.collect(2)[0])
-        assert experience.ages.tolist() == [0] * 12 + [1] * 12
-        fresh, old = experience.ages == 0, experience.ages == 1
-        gap = (experience.old_logprobs - experience.rollout_logprobs).abs()
-        assert gap[fresh][experience.mask[fresh]].max() < 1e-5
-        assert gap[old][experience.mask[old]].max() > 1e-3
-        samples, metrics = trainer.build_targets(experience, trainer.config.algo)
-        assert metrics["replay/frac"] == 0.5
-        assert metrics["mismatch/kl"] < 1e-6 < metrics["replay/kl"]
-        assert torch.equal(samples.rollout_logprobs, experience.rollout_logprobs)
-        assert isfinite(trainer.update(samples, 2)["policy/loss"])
+        first: dict[tuple[str, tuple[int, ...]], list[float]] = {}
+        for iteration in (1, 2, 3):
+            rollout, _ = trainer.collect(iteration)
+            experience, _ = trainer.build_experience(rollout)
+            trainer.source.keep_logprobs(experience.old_logprobs)
+            assert (experience.ages == 0).tolist() == [True] * 12 + [iteration == 1] * 12
+            for sample, row, mu, own, mask in zip(
+                rollout.samples,
+                experience.old_logprobs.tolist(),
+                experience.sampling_logprobs.tolist(),
+                experience.scored,
+                experience.mask,
+                strict=True,
+            ):
+                key = (sample.prompt.id, sample.response.token_ids)
+                if sample.age == 0:
+                    first.setdefault(key, row)
+                length = len(sample.response.token_ids)
+                assert torch.equal(own, mask)
+                assert mu[:length] == first[key][:length]
+            fresh, old = experience.ages == 0, experience.ages > 0
+            gap = (experience.old_logprobs - experience.sampling_logprobs).abs()
+            assert gap[fresh].max() == 0
+            assert iteration == 1 or gap[old][experience.mask[old]].max() > 1e-3
+            samples, metrics = trainer.build_targets(experience, trainer.config.algo)
+            assert metrics.get("replay/frac", 0.0) == (0.0 if iteration == 1 else 0.5)
+            assert metrics["mismatch/logprob_gap_mean"] == pytest.approx(0.3, abs=1e-4)
+            assert metrics["topr/engine_mu_frac"] == 0.0
+            assert metrics["topr/engine_taper"] == 1.0
+            update = trainer.update(samples, iteration)
+            assert iteration > 1 or update["topr/taper_mean"] == pytest.approx(1.0, abs=1e-4)
+            trainer.publish(iteration)
+
+
+def test_what_was_drawn_ahead_of_its_first_iteration_has_the_logprobs_of_that_iteration(tmp_path: Path) -> None:
+    with World().open_trainer(tmp_path, [*REPLAY, "rollout.max_staleness=1"]) as trainer:
+        first: dict[tuple[str, tuple[int, ...]], tuple[float, ...]] = {}
+        num_replayed = 0
+        build = trainer.build_experience
+
+        def build_noting(rollout: Rollout) -> tuple[Experience, Metrics]:
+            nonlocal num_replayed
+            experience, metrics = build(rollout)
+            for sample, row in zip(rollout.samples, experience.old_logprobs.tolist(), strict=True):
+                key = (sample.prompt.id, sample.response.token_ids)
+                if sample.age == 0:
+                    first.setdefault(key, tuple(row[: len(key[1])]))
+                else:
+                    assert sample.first_old_logprobs == first[key]
+                    num_replayed += 1
+            return experience, metrics
+
+        trainer.build_experience = build_noting  # type: ignore[method-assign]
+        trainer.run()
+    assert num_replayed == 3 * 12
+    lines = load_metrics(tmp_path / "metrics.jsonl")[1:]
+    assert all("topr/engine_mu_frac" in line for line in lines)
+
+
+def test_the_rollout_engines_noise_changes_nothing_that_topr_learns(tmp_path: Path) -> None:
+    weights = []
+    for noise in (0.0, 0.3):
+        with World().open_trainer(tmp_path / str(noise), REPLAY) as trainer:
+            add_engine_noise(trainer, noise)
+            trainer.run()
+            weights.append(trainer.components.policy.copy_weights())
+        lines = load_metrics(tmp_path / str(noise) / "metrics.jsonl")[1:]
+        assert all(line["topr/engine_mu_frac"] == 0.0 and 0 < line["topr/taper_mean"] <= 1 for line in lines)
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_a_kl_over_the_whole_vocabulary_is_zero_at_first_and_grows_with_the_updates(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from megarl.trainer import Trainer
 
 DEADLINE_S = 30.0
 TWO_SERVERS = ("algo=ppo", "rollout.num_servers=2", "train.num_iterations=2", "train.eval_every=2")
+STALE = ("algo=grpo", "rollout.max_staleness=1", "algo.mismatch.correction=tis")
 METRICS = ("reward/mean", "policy/loss", "critic/loss", "mismatch/kl", "sync/bytes", "reward/heldout")
 
 
@@ -114,7 +115,7 @@ def test_a_server_that_was_just_started_is_never_asked_before_a_sync(tmp_path: P
 @contextmanager
 def staleness_of_one(tmp_path: Path, *overrides: str) -> Iterator[tuple[Trainer, World]]:
     world = World()
-    given = ["algo=grpo", "rollout.max_staleness=1", "logger.save_rollouts=true", *overrides]
+    given = [*STALE, "logger.save_rollouts=true", *overrides]
     with world.open_trainer(tmp_path, given) as trainer:
         yield trainer, world
 
@@ -140,6 +141,11 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
             assert metrics["rollout/staleness_mean"] == pytest.approx(float(behind.double().mean()))
             assert (metrics["rollout/mixed_frac"] > 0) == (iteration > 1)
             gap = (experience.old_logprobs - experience.rollout_logprobs)[experience.mask].abs()
+            # mu is the trainer's own where it still has the weights that sampled, else the rollout engine's.
+            assert (experience.scored[experience.mask] == (behind == 0)).all()
+            mu, own = experience.sampling_logprobs, experience.scored
+            assert torch.equal(mu[own], experience.old_logprobs[own])
+            assert torch.equal(mu[~own], experience.rollout_logprobs[~own])
             # The present policy is that of the tokens that are not behind, and of no others.
             assert gap[behind == 0].max() < 1e-5
             assert iteration == 1 or gap[behind == 1].max() > 1e-3
@@ -148,9 +154,7 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
             trainer.publish(iteration)
             published[iteration].set()
         assert trainer.source.close() == 0
-        inputs = load(["algo=grpo", "rollout.max_staleness=1", "logger.save_rollouts=true", "train.num_iterations=4"])[
-            1
-        ]
+        inputs = load([*STALE, "logger.save_rollouts=true", "train.num_iterations=4"])[1]
     # One rollout an iteration, its prompts those of a run that waits.
     saved = list(load_rollouts(tmp_path / "rollouts.jsonl"))
     drawn = PromptSampler(inputs.data.train, trainer.config.seed)

@@ -76,6 +76,7 @@ def build_samples(num_rows: int = 12, seed: int = 0) -> TrainingSamples:
         ref_logprobs=normal(0.3, -4.0),
         old_values=normal(0.5),
         returns=normal(1.0),
+        sampling_logprobs=normal(0.3, -4.0),
     )
 
 

@@ -11,7 +11,7 @@ from megarl.rollout.client import RequestError
 from megarl.rollout.collector import check_versions, compute_staleness, score_groups
 from megarl.rollout.engine import build_response
 from megarl.rollout.tensors import build_sequences, build_tensors
-from megarl.types import FinishReason, Prompt, Response, Rollout, Score
+from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 
 def make_response(*ids: int, finish=FinishReason.stop, generated=None) -> Response:
@@ -131,3 +131,23 @@ def test_an_answer_becomes_a_response_with_a_version_per_token():
 def test_an_inconsistent_answer_is_refused(changes, message):
     with pytest.raises(RequestError, match=message):
         build_response(make_answer(**changes), "")
+
+
+def test_mu_is_the_trainers_where_it_had_the_weights_that_sampled_and_else_the_engines():
+    """At version 5: a fresh response, begun a version ago; replayed ones of version 3 with and without log-probs kept,
+    and one of version 3 that was sampled ahead of its first iteration.
+    """
+    score, prompt = Score(0.0, False), Prompt("p", "p", (1,), "")
+
+    def sample(versions, age=0, first=None):
+        stop = FinishReason.stop
+        response = Response((7, 8), "", (-0.1, -0.2), (True, True), versions, stop)
+        return Sample(prompt, response, score, 0, age, first)
+
+    kept = (-0.3, -0.4)
+    samples = (sample((4, 5)), sample((3, 3), 2, kept), sample((3, 3), 2), sample((3, 4), 1, kept))
+    tensors = build_tensors(Rollout(samples, 5))
+    assert tensors.scored.tolist() == [[False, True], [True, True], [False, False], [False, True]]
+    mu = tensors.find_sampling_logprobs(torch.full((4, 2), -9.0))
+    expected = torch.tensor([[-0.1, -9.0], [-0.3, -0.4], [-0.1, -0.2], [-0.1, -0.4]])
+    torch.testing.assert_close(mu, expected, rtol=0, atol=0)

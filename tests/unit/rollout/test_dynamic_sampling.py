@@ -112,7 +112,7 @@ def test_replay_draws_its_share_of_past_groups_without_repeats_and_forgets_the_o
     for version in range(3):
         buffer.add([make_group(f"{version}-{i}", MIXED, version) for i in range(8)])
     drawn = buffer.draw(8, iteration=4)
-    names = [group[0].prompt.id for group in drawn]
+    names = [past.read()[0].prompt.id for past in drawn]
     assert len(set(names)) == 4
     assert {name[0] for name in names} <= {"1", "2"}
     assert buffer.draw(8, iteration=4) == drawn
@@ -131,6 +131,6 @@ def test_the_age_of_a_replayed_sample_is_the_number_of_iterations_since_it_was_s
     for number in range(4):
         # Generated ahead: the weights' version says nothing of the iteration.
         buffer.add([make_group(str(number), EASY, version=max(0, number - 1))])
-    drawn = sorted(buffer.draw(100, iteration=5), key=lambda group: group[0].prompt.id)
+    drawn = sorted((past.read() for past in buffer.draw(100, iteration=5)), key=lambda group: group[0].prompt.id)
     rollout = join_groups([make_group("fresh", EASY, version=3), *drawn], 4)
     assert build_tensors(rollout).ages.tolist() == [0, 0, 3, 3, 2, 2, 1, 1]

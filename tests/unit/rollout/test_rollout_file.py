@@ -65,7 +65,8 @@ def rollouts(draw) -> Rollout:
             )
             details = draw(st.dictionaries(st.text(), finite, max_size=2))
             score = Score(draw(finite), draw(st.booleans()), details, draw(st.none() | st.text()))
-            samples.append(Sample(prompt, response, score, group))
+            first_old = tuple(draw(finite) for _ in rows) if draw(st.booleans()) else None
+            samples.append(Sample(prompt, response, score, group, first_old_logprobs=first_old))
     return Rollout(tuple(samples), draw(st.integers(0, 100)))
 
 
@@ -78,7 +79,9 @@ def test_what_is_written_is_read_back_bit_by_bit(tmp_path_factory, written):
     for a, b in zip(found, written, strict=True):
         for one, other in zip(a.samples, b.samples, strict=True):
             # == takes 0.0 and -0.0 for the same.
-            numbers = [(s.score.reward, *s.response.rollout_logprobs) for s in (one, other)]
+            numbers = [
+                (s.score.reward, *s.response.rollout_logprobs, *(s.first_old_logprobs or ())) for s in (one, other)
+            ]
             assert len({struct.pack(f"{len(n)}d", *n) for n in numbers}) == 1
 
 
@@ -150,6 +153,8 @@ def spoil(path: Path, line: int, change) -> None:
         (3, lambda r: r["response"].update(finish_reason="abort"), "is 'abort'; expected stop or length"),
         (3, lambda r: r["response"].update(finish_reason=["stop"]), "expected stop or length"),
         (3, lambda r: r["response"].update(generated=[True]), "has 1 generated; expected one for each of its 2 tokens"),
+        (3, lambda r: r.update(first_old_logprobs=[-1.0]), "has 1 first_old_logprobs; expected one for each of its 2"),
+        (3, lambda r: r.update(first_old_logprobs=[None, -1]), "expected a list of finite numbers"),
         (1, lambda r: r["score"].update(reward="1"), "\"score.reward\" is '1'; expected a finite number"),
         (1, lambda r: r["score"].update(correct=1), '"score.correct" is 1; expected true or false'),
         (1, lambda r: r.update(group=1), '"group" is 1; expected 0'),

@@ -41,7 +41,8 @@ class Engine:
 
 
 def build_source(engine, *overrides):
-    config = load_config([*SIZES, *overrides])
+    corrected = [] if "algo=topr" in overrides else ["algo.mismatch.correction=tis"]
+    config = load_config([*SIZES, *corrected, *overrides])
     verdicts = iter(range(10**6))
     collector = Collector(engine, lambda p, r: Score(float(next(verdicts) % 3 == 0), False), temperature=1.0)
     return GroupSource(config, engine, collector, PromptSampler(PROMPTS, 1))
