@@ -17,8 +17,8 @@ class CheckpointConfig:
     best_metric: str = "reward/heldout"
     """The metric of metrics.jsonl that keep_best ranks by; higher is better."""
     stop_deadline_s: float = 120.0
-    """Deadline in seconds of the checkpoint that is written after an error and after SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C;
-    after a signal it is counted from the end of the update in progress, if there is one."""
+    """Deadline in seconds of the checkpoint that is written after an error and after SIGTERM, SIGHUP, SIGUSR1 or
+    Ctrl-C; after a signal it is counted from the end of the update in progress, if there is one."""
     max_restarts: int = 3
     """How many times in a row, without a new checkpoint in between, training resumes from the newest checkpoint after a
     training process died or did not answer."""
