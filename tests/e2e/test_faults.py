@@ -108,11 +108,10 @@ def test_a_reward_function_that_raises_leaves_its_last_iteration_and_the_mended_
     (tmp_path / "reward_of_test.py").write_text(REWARD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("METRICS", str(run_dir / "metrics.jsonl"))
-    # Of these keys the reward's function differs from the reference's in name alone.
     given = ["reward=function", "reward.path=reward_of_test:score", "checkpoint.save_every=100"]
     assert faults.wait_end(faults.start(run_dir, log, *OVERRIDES, *given, f"hydra.run.dir={run_dir}")) == 1
     text = log.read_text()
-    *_, error, note, _hydra = text.strip().splitlines()
+    *_, error, note, _, _hydra = text.strip().splitlines()
     assert error == "ZeroDivisionError: no words in the response"
     assert note == f"resume={run_dir} resumes after iteration 2: {run_dir}/checkpoints/iteration-000002"
     assert json.loads((run_dir / "outcome.json").read_text())["why"] == error
