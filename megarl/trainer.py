@@ -93,10 +93,10 @@ class Trainer:
     def run(self) -> Summary:
         """Iterate until the last iteration, the target of the held-out reward, or the limit of time or samples.
 
-        A signal that raises Stopped makes the state be saved first.
+        A signal that raises Stopped, and any error, makes the newest whole state be saved first.
         """
         try:
-            with self.saver.saving_stops():
+            with self.saver.saving_newest():
                 self.publish_and_evaluate()
                 while not self.is_last() and not self.reached_goal():
                     self.train(self.iteration + 1)

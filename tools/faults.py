@@ -53,7 +53,7 @@ OVERRIDES = (
     "logger.save_rollouts=true",
     "logger.tensorboard=false",
 )
-MEASURED = ("time/", "sync/seconds", "sync/proof_share")
+MEASURED = ("time/", "sync/seconds", "sync/verify_share")
 """Beginnings of the metrics that clocks decide"""
 RUN_DEADLINE_S = 600.0
 PHASE_DEADLINE_S = 300.0

@@ -31,6 +31,10 @@ LOG_TAIL_LINES = 25
 WEIGHT_LOADER = "megarl.sync.receiver.receive"
 """The function that servers call for the requests of a weight sync"""
 LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LONGEST_SOCKET_PATH = 107
+"""Bytes of a unix socket's path, without the final zero of sockaddr_un"""
+LONGEST_IN_SCRATCH = "abcdefgh/torch-shm-dir-abcdef/manager.sock"
+"""The random end of a scratch folder's name, and the longest socket in it: torch's; SGLang's are /tmpabcdefgh"""
 FIRST_PORT = 20000
 """Ray's own ports are below this one."""
 
@@ -138,6 +142,16 @@ def build_environment(config: RolloutConfig, scratch: Path, *, shares_gpus: bool
     return environment | {"PYTHONPATH": os.pathsep.join(path)}
 
 
+def make_scratch() -> Path:
+    """A new folder for the server's temporary files, which this user alone can read: in TMPDIR or, where a socket's
+    path in it would be too long, in /tmp.
+    """
+    prefix, parent = f"megarl-sglang-{os.getpid()}-", tempfile.gettempdir()
+    if len(os.fsencode(f"{parent}/{prefix}{LONGEST_IN_SCRATCH}")) > LONGEST_SOCKET_PATH:
+        parent = "/tmp"
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+
+
 def write_key(scratch: Path, api_key: str) -> list[str]:
     """The arguments that tell a server its key: in a file, since every user of the machine sees command lines.
 
@@ -209,7 +223,7 @@ class SGLangServer:
         if self._process is not None:
             raise ServerError(f"SGLang server {self.url} was already started")
         self._wait_for_port(port_deadline_s)
-        self._scratch = Path(tempfile.mkdtemp(prefix=f"megarl-sglang-{os.getpid()}-"))
+        self._scratch = make_scratch()
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_file, "ab") as log:
             log.write((" ".join(self._command) + "\n").encode())

@@ -14,41 +14,34 @@ from megarl.config.schema.root import Config
 
 PREFIX = "resume="
 
+_LAYOUT = ("parallel.", "recompute", "recompute_method", "recompute_num_layers", "offload")
+
 MAY_CHANGE = (
-    "train.num_iterations",
-    "train.max_minutes",
-    "train.max_samples",
-    "train.stop_at_heldout_reward",
-    "train.eval_every",
-    "train.tokens_per_microbatch",
+    *("train.num_iterations", "train.max_minutes", "train.max_samples", "train.stop_at_heldout_reward"),
+    *("train.eval_every", "train.num_eval_prompts", "train.tokens_per_microbatch"),
     "algo.value_pretrain.taken_from",
-    "checkpoint.",
-    "cluster.",
-    "evaluate.",
-    "logger.terminal",
-    "logger.tensorboard",
-    "logger.num_logged_samples",
-    *(
-        f"{role}.{name}"
-        for role in ("policy", "critic")
-        for name in ("parallel.", "recompute", "offload", "optimizer.overlap_param_gather")
-    ),
-    "reference.parallel.",
-    "reference.offload",
-    "rollout.num_servers",
-    "rollout.tp",
-    "rollout.transport",
-    "rollout.sync_bucket_mb",
-    "rollout.kv_cache_tokens",
-    "rollout.max_running_requests",
-    "rollout.num_threads",
-    "rollout.max_server_restarts",
-    "rollout.startup_deadline_s",
-    "rollout.request_deadline_s",
-    "rollout.sync_deadline_s",
+    *("checkpoint.", "cluster.", "evaluate.", "logger."),
+    *(f"{role}.{name}" for role in ("policy", "critic") for name in _LAYOUT),
+    *(f"{role}.optimizer.overlap_{what}" for role in ("policy", "critic") for what in ("grad_reduce", "param_gather")),
+    *("reference.parallel.", "reference.offload"),
+    *("rollout.num_servers", "rollout.tp", "rollout.transport", "rollout.sync_bucket_mb", "rollout.kv_cache_tokens"),
+    *("rollout.max_running_requests", "rollout.num_threads", "rollout.max_server_restarts"),
+    *("rollout.startup_deadline_s", "rollout.request_deadline_s", "rollout.sync_deadline_s"),
+    "rollout.max_probe_logprob_gap",
 )
-"""Prefixes of the keys that may change when a run is resumed: how long it trains, on which processes it computes, what
-is saved and shown. All others determine what is learned."""
+"""The keys that may change when a run is resumed: how long it trains, on which processes it computes, when it is
+evaluated, judged and given up, what is saved and shown. A name that ends in a dot stands for all keys below it."""
+
+DECIDES = (
+    "seed",
+    *("algo.", "model.", "data.", "reward."),
+    *("train.samples_per_iteration", "train.prompts_per_iteration", "train.responses_per_prompt"),
+    *("train.samples_per_minibatch", "train.num_minibatches", "train.epochs_per_iteration"),
+    *(f"{role}.{name}" for role in ("policy", "critic") for name in ("optimizer.", "dtype", "fp8", "fp8_recipe")),
+    *("critic.updates_per_policy_update", "critic.init", "reference.dtype"),
+    *("rollout.response_length", "rollout.temperature", "rollout.dtype", "rollout.max_staleness", "rollout.sglang"),
+)
+"""The keys that determine what is learned, named as in MAY_CHANGE; of two names of a key the longer one counts."""
 
 
 def take_resume(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
@@ -97,6 +90,17 @@ def load_run(run_dir: Path) -> dict[str, Any]:
         raise ConfigError([f"resume: {path} is not what a run writes: {error!r}"]) from None
 
 
+def may_change(key: str) -> bool:
+    """Whether the key may change when a run is resumed; no for one that neither MAY_CHANGE nor DECIDES names."""
+    longest = max((name for name in (*MAY_CHANGE, *DECIDES) if names(name, key)), key=len, default="")
+    return longest in MAY_CHANGE
+
+
+def names(name: str, key: str) -> bool:
+    """Whether a name in MAY_CHANGE or DECIDES stands for this key."""
+    return f"{key}.".startswith(name) if name.endswith(".") else key == name
+
+
 def check_changes(before: Mapping[str, Any], config: Config) -> list[str]:
     """One message for each key that differs from the run's and may not."""
     if None in (config.checkpoint.save_every, before.get("checkpoint.save_every")):
@@ -105,7 +109,7 @@ def check_changes(before: Mapping[str, Any], config: Config) -> list[str]:
         f"{key}: the run has {before[key]!r}, now {value!r}; it determines what is learned and may not change."
         f" These may: {', '.join(name + '*' if name.endswith('.') else name for name in MAY_CHANGE)}"
         for key, value in list_values(config)
-        if key in before and before[key] != value and not key.startswith(MAY_CHANGE)
+        if key in before and before[key] != value and not may_change(key)
     ]
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Protocol
 
-from megarl.checkpoint.folder import RUN_FILE, Folder, check_space
+from megarl.checkpoint.folder import RUN_FILE, Folder, check_space, name_checkpoint
 from megarl.checkpoint.manifest import write_manifest
 from megarl.config.schema.checkpoint import CheckpointConfig
 from megarl.config.schema.roles import Dtype
@@ -179,8 +179,10 @@ class LoopSaver(Protocol):
         """Wait until no checkpoint is under way."""
         ...
 
-    def saving_stops(self) -> contextlib.AbstractContextManager[None]:
-        """Within it a signal that raises Stopped has the newest state saved, within checkpoint.stop_deadline_s."""
+    def saving_newest(self) -> contextlib.AbstractContextManager[None]:
+        """Within it a signal that raises Stopped, and any error, has the newest whole state saved, within
+        checkpoint.stop_deadline_s. A failed save never replaces the error; notes on it say what is saved and where.
+        """
         ...
 
     def close(self) -> None:
@@ -210,20 +212,22 @@ class NoSaver:
 
     def settle(self) -> None: ...
 
-    def saving_stops(self) -> contextlib.AbstractContextManager[None]:
+    def saving_newest(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def close(self) -> None: ...
 
 
 class CheckpointSaver:
-    """Saves a loop every `checkpoint.save_every` iterations, at its end, and when it is asked to stop."""
+    """Saves a loop every `checkpoint.save_every` iterations, at its end, when it is asked to stop and when it fails."""
 
     def __init__(self, settings: CheckpointConfig, writer: CheckpointWriter, report: Report, how: str):
         """how: what resumes from the checkpoints, in messages."""
         self._settings, self._writer, self._report, self._how = settings, writer, report, how
         self._state: TrainerState | None = None
         self._is_whole = True
+        self._has_failed = False
+        """Whether writing a checkpoint has failed; it is then not tried again"""
         self._score: float | None = None
         """Score of the current weights, once they are evaluated"""
 
@@ -234,7 +238,8 @@ class CheckpointSaver:
         self._state, self._writer.last = state, state.iteration
 
     def proceed(self) -> None:
-        self._writer.proceed()
+        with self._noting_failure():
+            self._writer.proceed()
 
     def begin_update(self) -> None:
         self._is_whole, self._score = False, None
@@ -258,7 +263,7 @@ class CheckpointSaver:
         if not self._is_whole:
             message = f"the update of {self._writer.unit} {iteration + 1} was aborted: its weights cannot be saved"
             raise RuntimeError(message)
-        with self._report.phase("checkpoint"):
+        with self._report.phase("checkpoint"), self._noting_failure():
             if self._writer.last != iteration:
                 self._writer.begin(self._state, end)
                 self._writer.score(iteration, self._score)
@@ -266,19 +271,31 @@ class CheckpointSaver:
                 self._writer.settle(end)
 
     def settle(self) -> None:
-        with self._report.phase("checkpoint"):
+        with self._report.phase("checkpoint"), self._noting_failure():
             self._writer.settle()
 
     def close(self) -> None:
         self._writer.close()
 
     @contextlib.contextmanager
-    def saving_stops(self) -> Iterator[None]:
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self._has_failed = True
+            raise
+
+    @contextlib.contextmanager
+    def saving_newest(self) -> Iterator[None]:
         try:
             yield
         except Stopped as stopped:
             if self._state is not None:
                 self._save_stopped(stopped, f"{self._writer.unit} {self._state.iteration}")
+            raise
+        except Exception as error:
+            if self._state is not None:
+                self._save_failed(error, self._state.iteration)
             raise
 
     def _save_stopped(self, stopped: Stopped, what: str) -> None:
@@ -293,3 +310,26 @@ class CheckpointSaver:
             if isinstance(stopped.__context__, Exception):
                 causes.append(f"before that: {stopped.__context__}")
             say("\n".join(causes))
+
+    def _save_failed(self, error: Exception, iteration: int) -> None:
+        """Save the state after `iteration`, the last whole one, and note on `error` what is saved and where.
+
+        Within an update the roles hold no whole state; a checkpoint that is in progress is then completed.
+        """
+        unit, deadline_s = self._writer.unit, self._settings.stop_deadline_s
+        end = time.monotonic() + deadline_s
+        try:
+            if not self._is_whole:
+                error.add_note(f"the update of {unit} {iteration + 1} was not finished: its weights are not saved")
+            if self._has_failed or (iteration == 0 and self._writer.last is None):
+                pass  # The disk, or the processes, would fail again; the start needs no checkpoint.
+            elif self._is_whole:
+                self._report.message(f"{type(error).__name__}: saving {unit} {iteration}, within {deadline_s:g} s")
+                self.save(end=end)
+            else:
+                self._writer.settle(end)
+        except (Exception, Stopped) as problem:
+            error.add_note(f"{unit} {iteration} was not saved: {problem}")
+        newest = self._writer.folder.list_complete()[-1:]
+        where = [f"resumes after {unit} {n}: {self._writer.folder.path / name_checkpoint(n)}" for n in newest]
+        error.add_note(f"{self._how} {where[0] if where else f'begins with {unit} 1: there is no checkpoint yet'}")

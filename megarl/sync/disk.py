@@ -12,7 +12,7 @@ from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import TrainBackend
 from megarl.rollout.calls import StopFlag, run_in_parallel
 from megarl.rollout.client import SGLangClient, abort_all
-from megarl.sync.probe import compute_policy_logprobs, get_max_gap, verify_servers
+from megarl.sync.probe import Probe, compute_policy_logprobs
 from megarl.sync.ranks import Ranks
 from megarl.sync.steps import explain_lost_servers, sync_step
 from megarl.sync.versions import VersionBump, replacing_weights
@@ -20,7 +20,7 @@ from megarl.types import Metrics
 
 
 class DiskSync:
-    """WeightSync: the policy writes a checkpoint, every server loads it and is verified on a probe text."""
+    """WeightSync: the policy writes a checkpoint, every server loads it and is verified."""
 
     def __init__(
         self,
@@ -36,7 +36,8 @@ class DiskSync:
     ):
         """Arguments that need a word:
 
-        ranks: compares checksums of what the servers hold; None: verification relies on the probe text alone.
+        ranks: compares checksums of what the servers hold, as in every run; None, for servers that cannot be asked for
+        them: the probe text alone decides.
         directory: is visible to policy and servers alike (a run's is in its run directory) and used by nothing else.
         check_processes: raises RuntimeError with exit status and log of a server that is down.
 
@@ -46,8 +47,7 @@ class DiskSync:
         self._clients = list(clients)
         self._config = config
         self._directory = directory
-        self._probe_tokens = tuple(probe_tokens)
-        self._max_gap = get_max_gap(config, policy_dtype)
+        self._probe = Probe(probe_tokens, config, policy_dtype, has_checksums=ranks is not None)
         self._check_processes = check_processes
         self._ranks = ranks
 
@@ -71,15 +71,15 @@ class DiskSync:
                 loaded = time.monotonic()
                 if self._ranks is not None:
                     self._ranks.verify(self._ranks.session or self._ranks.handshake())
-            expected = compute_policy_logprobs(self._policy, self._probe_tokens)
-            gap = verify_servers(self._clients, self._probe_tokens, expected, self._max_gap)
+            expected = compute_policy_logprobs(self._policy, self._probe.token_ids)
+            gap = self._probe.measure(self._clients, expected)
         self._remove_others(target)
         return {
             "sync/bytes": float(sum(file.stat().st_size for file in target.iterdir() if file.is_file())),
             "sync/probe_logprob_gap": gap,
             "sync/seconds_export": exported - started,
             "sync/seconds_load": loaded - exported,
-            "sync/seconds_proof": time.monotonic() - loaded,
+            "sync/seconds_verify": time.monotonic() - loaded,
         }
 
     def reconnect(self) -> None:

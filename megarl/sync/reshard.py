@@ -16,7 +16,7 @@ from megarl.config.schema.rollout import RolloutConfig, Transport
 from megarl.interfaces import TrainBackend
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.server import is_loopback
-from megarl.sync.probe import compute_policy_logprobs, get_max_gap, verify_servers
+from megarl.sync.probe import Probe, compute_policy_logprobs
 from megarl.sync.ranks import Ranks, Session
 from megarl.sync.steps import explain_lost_servers
 from megarl.sync.versions import VersionBump, replacing_weights
@@ -48,9 +48,8 @@ class ShardSync:
         loopback address. check_processes: raises RuntimeError with exit status and log of a server that is down.
         """
         self._policy, self._clients, self._config, self._ranks = policy, list(clients), config, ranks
-        self._probe_tokens = tuple(probe_tokens)
+        self._probe = Probe(probe_tokens, config, policy_dtype, has_checksums=True)
         self._scratch, self._host = scratch, host
-        self._max_gap = get_max_gap(config, policy_dtype)
         self._check_processes = check_processes
         self._memory: Path | None = None
         self._store: Any = None
@@ -62,7 +61,7 @@ class ShardSync:
         verification fails; no server then serves as `version`. A signal that raises in this thread ends the wait.
         """
         times = _Times()
-        expected = compute_policy_logprobs(self._policy, self._probe_tokens)
+        expected = compute_policy_logprobs(self._policy, self._probe.token_ids)
         times.mark("probe")
         with VersionBump(version) as bump, explain_lost_servers(self._check_processes):
             with replacing_weights(self._clients, bump):
@@ -71,7 +70,7 @@ class ShardSync:
                 self._ranks.verify(session)
                 times.mark("checksum")
             times.mark("resume")
-            gap = verify_servers(self._clients, self._probe_tokens, expected, self._max_gap)
+            gap = self._probe.measure(self._clients, expected)
             times.mark("probe")
         return times.to_metrics() | {
             "sync/bytes": num_bytes,
@@ -152,5 +151,5 @@ class _Times:
         total = sum(self.spent.values())
         verification = self.spent["checksum"] + self.spent["probe"]
         return {f"sync/seconds_{step}": seconds for step, seconds in self.spent.items()} | {
-            "sync/proof_share": verification / total
+            "sync/verify_share": verification / total
         }

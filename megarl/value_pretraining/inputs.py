@@ -9,7 +9,10 @@ from megarl.config.checks.unused import find_unused
 from megarl.config.schema.root import Config
 from megarl.run.resume import list_values
 
-NOT_INPUTS = ("algo.name", "algo.value_pretrain.taken_from", "checkpoint.", "cluster.", "evaluate.", "logger.")
+NOT_INPUTS = (
+    *("algo.name", "algo.value_pretrain.taken_from", "checkpoint.", "cluster.", "evaluate.", "logger."),
+    "rollout.max_probe_logprob_gap",
+)
 """Prefixes of keys that do not change what the critic learns"""
 _DEADLINES = ("_deadline_s", ".max_server_restarts")
 

@@ -135,8 +135,8 @@ def _run_offline(config: Config, run_dir: Path) -> PretrainingSummary:
 
 
 def _leave(run_dir: Path, critic: TrainBackend, spec: WorkerSpec, state: PretrainedState, saver: LoopSaver) -> None:
-    """Write the results. A signal that arrives meanwhile makes the last step be saved, where it is not."""
-    with saver.saving_stops():
+    """Write the results. A signal or an error meanwhile makes the last step be saved, where it is not."""
+    with saver.saving_newest():
         critic.export_weights(run_dir / "critic").result()
         save_pretrained(run_dir, critic, spec, state)
 

@@ -82,9 +82,9 @@ class ValuePretraining:
         """One step for each rollout, `algo.value_pretrain.steps` at most, including those before `restore`.
 
         It ends early at `stop_at_explained_variance`, and where the explained variance no longer rises (`find_end`). A
-        signal that raises Stopped makes the newest step be saved.
+        signal that raises Stopped, and any error, makes the newest whole step be saved.
         """
-        with self.saver.saving_stops():
+        with self.saver.saving_newest():
             reason = find_end(self.settings, self.curve)
             for rollout in itertools.islice(rollouts, 0 if reason else self.settings.num_steps - len(self.curve)):
                 self.take_step(rollout)
@@ -268,7 +268,7 @@ def save_start(trainer: Trainer) -> None:
     """Write the checkpoint that training starts from, in the background."""
     # Stopped before that, a run resumes from the newest step of value pretraining.
     trainer.commit(trainer.get_state(0, {}))
-    with trainer.saver.saving_stops():
+    with trainer.saver.saving_newest():
         trainer.saver.save(wait=False)
 
 

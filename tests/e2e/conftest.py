@@ -1,5 +1,6 @@
 """One SGLang server for the whole session, on a tiny random checkpoint with a character-level tokenizer."""
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from megarl.config.schema.rollout import RolloutConfig
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A folder for a run's TMPDIR: below the tmp_path of pytest-xdist's workers a socket's path would be too long."""
+    """A folder for a run's TMPDIR, short enough that its servers have their temporary files in it."""
     with tempfile.TemporaryDirectory(prefix="short-") as folder:
         yield Path(folder)
 
@@ -49,7 +50,13 @@ def server(
     server_seed: int,
     tmp_path_factory: pytest.TempPathFactory,
 ):
-    """A healthy server on `tiny_checkpoint`; tests that change its weights put the checkpoint's back."""
+    """A healthy server on `tiny_checkpoint`; tests that change its weights put the checkpoint's back.
+
+    It is started under a TMPDIR in which a socket's path would be too long.
+    """
     log_file = tmp_path_factory.mktemp("sglang") / "server.log"
-    with running_server(rollout_config, tiny_checkpoint, log_file, server_seed) as running:
+    with contextlib.ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("x" * 100)))
+            running = stack.enter_context(running_server(rollout_config, tiny_checkpoint, log_file, server_seed))
         yield running

@@ -82,3 +82,40 @@ def test_a_run_does_not_go_on_under_a_key_that_decides_what_is_learned(out: Path
     log = out / "refused.log"
     assert faults.wait_end(faults.start(out, log, f"resume={out / 'reference'}", "algo.clip_high=0.1")) == 2
     assert "algo.clip_high: the run has 0.28, now 0.1; it determines what is learned" in log.read_text()
+
+
+REWARD = """
+import os
+from pathlib import Path
+from megarl.config.schema.reward import LetterCountRewardConfig
+from megarl.reward.letter_count import LetterCountReward
+
+letter_count = LetterCountReward(LetterCountRewardConfig())
+
+def score(prompt, response):
+    metrics = Path(os.environ["METRICS"])
+    if metrics.is_file() and len(metrics.read_bytes().splitlines()) == 3:
+        raise ZeroDivisionError("no words in the response")
+    return letter_count(prompt, response)
+"""
+"""The task's own reward, which fails in iteration 3, once those of 0 to 2 are logged"""
+
+
+def test_a_reward_function_that_raises_leaves_its_last_iteration_and_the_mended_one_ends_as_untouched(
+    out: Path, reference: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, log = out / "failed", out / "failed.log"
+    (tmp_path / "reward_of_test.py").write_text(REWARD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("METRICS", str(run_dir / "metrics.jsonl"))
+    given = ["reward=function", "reward.path=reward_of_test:score", "checkpoint.save_every=100"]
+    assert faults.wait_end(faults.start(run_dir, log, *OVERRIDES, *given, f"hydra.run.dir={run_dir}")) == 1
+    text = log.read_text()
+    *_, error, note, _, _hydra = text.strip().splitlines()
+    assert error == "ZeroDivisionError: no words in the response"
+    assert note == f"resume={run_dir} resumes after iteration 2: {run_dir}/checkpoints/iteration-000002"
+    assert json.loads((run_dir / "outcome.json").read_text())["why"] == error
+    monkeypatch.setenv("METRICS", "/nowhere")
+    assert faults.wait_end(faults.start(run_dir, log, f"resume={run_dir}")) == 0, log.read_text()[-5000:]
+    assert re.search(r"resuming from \S*iteration-000002", log.read_text())
+    assert faults.compare(run_dir, reference) is None

@@ -1,4 +1,4 @@
-"""Weights from two tensor-parallel training ranks to a server of two: what arrives, and what the proof catches."""
+"""Weights from two tensor-parallel training ranks to a server of two: what arrives, and what verification finds."""
 
 import base64
 import hashlib
@@ -34,7 +34,7 @@ TP = 2
 
 
 class PlantingSync(ShardSync):
-    """Something else is written into the servers after the weights have arrived and before they are proved."""
+    """Something else is written into the servers after the weights have arrived and before they are verified."""
 
     plant: Callable[[SGLangClient], None] | None = None
 
@@ -156,7 +156,7 @@ def test_every_server_rank_holds_its_shard_of_the_policy_and_no_byte_moved_twice
         assert client.load_weight_version() == version
     assert metrics["sync/bytes_over_bound"] == 1.0
     assert metrics["sync/probe_logprob_gap"] < 1e-4
-    assert 0 < metrics["sync/proof_share"] < 1
+    assert 0 < metrics["sync/verify_share"] < 1
     sync.close()
 
 
@@ -195,7 +195,7 @@ def assert_refuted_and_mended(
 
 
 @pytest.mark.parametrize("corrupt", [corrupt_one_element, swap_shards, keep_a_stale_bucket])
-def test_a_wrong_weight_fails_the_proof_and_is_served_under_no_version_and_the_next_sync_mends_it(
+def test_a_wrong_weight_fails_the_checksums_and_is_served_under_no_version_and_the_next_sync_mends_it(
     corrupt: Callable[..., str],
     sync: PlantingSync,
     client: SGLangClient,
@@ -207,6 +207,17 @@ def test_a_wrong_weight_fails_the_proof_and_is_served_under_no_version_and_the_n
     message = corrupt(planted, read_shards(tiny_checkpoint))
     assert_refuted_and_mended(sync, client, planted, message)
     assert_holds(client, read_shards(checkpoint))
+
+
+def test_verified_weights_are_served_however_far_the_probe_is_from_its_bound(
+    policy: tuple[WorkerGroup, Path], client: SGLangClient, config: RolloutConfig, checkpoint: Path
+) -> None:
+    sync = make_sync(policy, client, replace(config, max_probe_logprob_gap=1e-12), checkpoint)
+    with pytest.warns(RuntimeWarning, match=rf"{client.url} holds the policy's weights, as their checksums show"):
+        metrics = sync.publish(8)
+    assert metrics["sync/probe_logprob_gap"] > 1e-12
+    assert client.load_weight_version() == 8
+    sync.close()
 
 
 def test_a_server_of_another_model_is_refused_before_a_byte_moves(
@@ -248,7 +259,7 @@ class PlantingDisk(DiskSync):
             self.plant(client)
 
 
-def test_weights_that_came_over_disk_are_proved_by_their_checksums_too(
+def test_weights_that_came_over_disk_are_verified_by_their_checksums_too(
     policy: tuple[WorkerGroup, Path], client: SGLangClient, config: RolloutConfig, checkpoint: Path, tmp_path: Path
 ) -> None:
     group, _ = policy

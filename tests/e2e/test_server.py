@@ -213,14 +213,14 @@ def test_publishing_moves_new_weights_and_raises_the_version(
     assert not (tmp_path / "weights").exists()
 
 
-def test_the_probe_finds_one_changed_tensor_and_the_server_serves_as_no_version(
+def test_without_checksums_the_probe_finds_one_changed_tensor_and_the_server_serves_as_no_version(
     first_responses, engine, tiny_checkpoint, rollout_config, tmp_path
 ):
     client = engine.clients[0]
     version = client.load_weight_version()
     corrupting = CorruptingPolicy(tiny_checkpoint)
     tokens = build_probe_tokens((), corrupting.model.config.vocab_size)
-    with pytest.raises(SyncError, match=r"does not hold the policy's weights.*gap .*allowed 0.0001"):
+    with pytest.raises(SyncError, match=r"does not hold the policy's weights.*gap .*bound 1.53e-05"):
         build_sync(corrupting, engine, rollout_config, tmp_path / "bad", tokens).publish(version + 1)
     assert client.load_weight_version() == UNPUBLISHED
     sound = TransformersPolicy(tiny_checkpoint)

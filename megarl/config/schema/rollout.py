@@ -58,7 +58,7 @@ class RolloutConfig:
     generated while the trainer works, and continue with the new weights after each update; the loss then needs
     algo.mismatch.correction, or is that of algo=topr."""
     max_probe_logprob_gap: float | None = None
-    """Largest |log-prob difference| / max(1, |log-prob|) allowed on any token of the probe text after a sync; null:
-    1e-4 in float32, 0.5 where the policy or the rollout is in bfloat16."""
+    """A larger |log-prob difference| / max(1, |log-prob|) between servers and policy on a token of the probe text after
+    a sync is a warning. null: the bound follows from the dtype and the run's earlier gaps (docs/weight-sync.md)."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Passed through as SGLang server arguments (underscored names); each key is checked against the real ones."""

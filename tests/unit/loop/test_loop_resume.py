@@ -7,12 +7,12 @@ come, and what is left in the run's folder is what the next start finds. tests/e
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fakes.disturbed import RUN, Disturbance, Killed, run_disturbed, summarize
 from fakes.run import World
 
 from megarl.checkpoint.manifest import CheckpointError
@@ -20,50 +20,6 @@ from megarl.cluster.waiting import WorkerError
 from megarl.config.errors import ConfigError
 from megarl.report.metrics import load_metrics
 from megarl.run.signals import Stopped, stopping_on_signals
-
-RUN = (
-    *("algo=vapo", "algo.value_pretrain.steps=3", "algo.value_pretrain.patience=null", "critic.optimizer.lr=0.1"),
-    *("train.num_iterations=4", "train.eval_every=2", "checkpoint.save_every=2", "logger.save_rollouts=true"),
-)
-
-
-class Killed(BaseException):
-    """The driver is gone: nothing of ours handles it."""
-
-
-class Disturbance:
-    """Raises `error` at one place: before the `number`-th call of a role's verb, or of a token of a call with `key`."""
-
-    def __init__(
-        self, error: Callable[[], BaseException], role: str = "", verb: str = "", number: int = 1, key: str = ""
-    ):
-        self.error, self.place, self.number, self.key = error, (role, verb), number, key
-        self.num_seen = 0
-        self.has_come = False
-
-    def watch(self, role: str, verb: str) -> None:
-        if (role, verb) == self.place:
-            self._count()
-
-    def on_token(self, key: str | None, number: int) -> None:
-        if self.key and key is not None and key == self.key and number == 3:
-            self._count()
-
-    def _count(self) -> None:
-        self.num_seen += 1
-        if self.num_seen == self.number and not self.has_come:
-            self.has_come = True
-            raise self.error()
-
-
-def summarize(run_dir: Path) -> dict[str, Any]:
-    """What two equal runs have in common."""
-    curves = {
-        name: [{k: v for k, v in line.items() if not k.startswith("time/")} for line in load_metrics(run_dir / name)]
-        for name in ("metrics.jsonl", "value_pretrain.jsonl")
-    }
-    weights = {role: (run_dir / role / "model.safetensors").read_bytes() for role in ("policy", "critic")}
-    return {**curves, **weights, "rollouts": (run_dir / "rollouts.jsonl").read_bytes()}
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +53,6 @@ PLACES: dict[str, dict[str, Any]] = {
     "sync": {"role": "servers", "verb": "publish", "number": 4},
     "export": {"role": "policy", "verb": "export_weights", "number": 1},
 }
-
-
-def run_disturbed(
-    monkeypatch: pytest.MonkeyPatch, run_dir: Path, disturbance: Disturbance, *overrides: str, **keys: Any
-) -> World:
-    world = World(watch=disturbance.watch, on_token=disturbance.on_token)
-    world.run_job(monkeypatch, run_dir, [*RUN, *overrides], **keys)
-    return world
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -152,7 +100,7 @@ def test_attempts_without_a_new_checkpoint_end(tmp_path: Path, monkeypatch: pyte
     world.watch = lose
     with pytest.raises(WorkerError) as caught:
         world.run_job(monkeypatch, tmp_path / "run", [*RUN, "checkpoint.max_restarts=2"])
-    assert caught.value.__notes__ == ["checkpoint.max_restarts=2 have been made without a new checkpoint"]
+    assert caught.value.__notes__[-1] == "checkpoint.max_restarts=2 have been made without a new checkpoint"
     # The first, and two in a row after the checkpoint of the start, which the first had written.
     assert len(world.components) == 3
 

@@ -1,14 +1,25 @@
-"""Ports and CPUs of a server, and what a failed call leaves behind."""
+"""Ports, CPUs and temporary files of a server, and what a failed call leaves behind."""
 
+import shutil
 import socket
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import DeadlineError
 from megarl.rollout.calls import run_in_parallel, wait_left_over
-from megarl.rollout.server import LOCAL_PORTS, ServerError, SGLangServer, bind_ranks, pick_free_port
+from megarl.rollout.server import (
+    LOCAL_PORTS,
+    LONGEST_IN_SCRATCH,
+    ServerError,
+    SGLangServer,
+    bind_ranks,
+    make_scratch,
+    pick_free_port,
+)
 
 
 def test_a_picked_port_is_free_and_none_that_the_kernel_gives_away():
@@ -57,3 +68,21 @@ def test_calls_that_were_given_up_are_waited_for():
     wait_left_over(20)
     assert ended.is_set()
     wait_left_over(0.0)
+
+
+@pytest.mark.parametrize("num_characters", [8, 20, 33, 34, 35, 60, 200])
+def test_every_socket_of_a_server_fits_its_scratch_folder_however_long_tmpdir_is(num_characters, monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        parent = Path(short) / ("x" * num_characters)
+        parent.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(parent))
+        scratch = make_scratch()
+        try:
+            assert scratch.parent in (parent, Path("/tmp"))
+            assert scratch.parent == parent or num_characters > 8
+            longest = scratch / LONGEST_IN_SCRATCH.partition("/")[2]
+            longest.parent.mkdir()
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(longest))
+        finally:
+            shutil.rmtree(scratch)

@@ -1,10 +1,24 @@
 """resume=RUN_DIR: which command line a run goes on with, and which keys may differ."""
 
+from dataclasses import replace
+
 import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.run.resume import MAY_CHANGE, check_changes, list_values, load_run, save_run, take_resume
+from megarl.config.schema import data as data_schemas
+from megarl.config.schema import reward as reward_schemas
+from megarl.run.resume import (
+    DECIDES,
+    MAY_CHANGE,
+    check_changes,
+    list_values,
+    load_run,
+    may_change,
+    names,
+    save_run,
+    take_resume,
+)
 
 OVERRIDES = ["algo=vapo", "algo.clip_high=0.3", "+model.megatron.x=1"]
 
@@ -82,9 +96,44 @@ def test_a_run_without_checkpoints_does_not_go_on(tmp_path, before, now):
     assert problem.startswith("checkpoint.save_every: null")
 
 
-def test_every_beginning_of_a_key_that_may_change_is_one_of_a_key():
-    known = [key for key, _ in list_values(load_config([]))]
-    assert [name for name in MAY_CHANGE if not any(key.startswith(name) for key in known)] == []
+def list_keys() -> list[str]:
+    """Every key of the schema, with those of all sources of data and kinds of rewards, and these two groups."""
+    config = load_config([])
+    variants = [
+        *(replace(config, data=schema()) for schema in data_schemas.SCHEMAS.values()),
+        *(replace(config, reward=schema()) for schema in reward_schemas.SCHEMAS.values()),
+    ]
+    values = {key: value for variant in variants for key, value in list_values(variant)}
+    groups = {key.rpartition(".")[0] for key in values}
+    return [key for key in values if key not in groups or key in ("data", "reward")]
+
+
+def test_every_key_either_may_change_or_decides_what_is_learned():
+    keys = list_keys()
+    assert not set(MAY_CHANGE) & set(DECIDES)
+    unnamed = [key for key in keys if not any(names(name, key) for name in (*MAY_CHANGE, *DECIDES))]
+    assert unnamed == [], "name each in megarl/run/resume.py: in MAY_CHANGE, or in DECIDES"
+    assert [name for name in (*MAY_CHANGE, *DECIDES) if not any(names(name, key) for key in keys)] == []
+    may = {key for key in keys if may_change(key)}
+    # One key of each reason, on both sides.
+    assert may >= {
+        *("train.num_iterations", "train.num_eval_prompts", "policy.parallel.tp", "rollout.request_deadline_s"),
+        *("rollout.max_probe_logprob_gap", "logger.save_rollouts", "algo.value_pretrain.taken_from"),
+        *("policy.optimizer.overlap_param_gather", "cluster.hardware.memory_gib", "checkpoint.best_metric"),
+    }
+    assert not may & {
+        *("seed", "data", "reward", "reward.timeout_s", "algo.kl.coef", "algo.value_pretrain.steps", "model.path"),
+        *("policy.optimizer.lr", "policy.dtype", "rollout.temperature", "rollout.sglang", "data.heldout_path"),
+    }
+
+
+def test_a_key_without_a_class_may_not_change():
+    assert not may_change("rollout.something_new")
+
+
+def test_what_only_judges_or_shows_may_change(run_dir):
+    changed = ["rollout.max_probe_logprob_gap=2", "train.num_eval_prompts=8", "logger.save_rollouts=true"]
+    assert check_changes(load_run(run_dir)["config"], load_config(["algo.clip_high=0.3", *changed])) == []
 
 
 def test_values_of_all_keys_are_kept():

@@ -225,7 +225,7 @@ def test_a_server_that_dies_during_a_sync_is_named_with_the_step_and_its_exit_st
     tmp_path, monkeypatch, dies_at, step
 ):
     monkeypatch.setattr("megarl.sync.disk.compute_policy_logprobs", lambda *_: [])
-    monkeypatch.setattr("megarl.sync.probe.verify_logprobs", lambda *_: 0.0)
+    monkeypatch.setattr("megarl.sync.probe.Probe.measure", lambda *_: 0.0)
     order = [*LOAD, *CLEAN_UP]
     with serving(dict.fromkeys(order[order.index(dies_at) :], "hang up")) as server:
         sync = build_sync([server], tmp_path, check_processes=build_check(0.3))
@@ -234,12 +234,12 @@ def test_a_server_that_dies_during_a_sync_is_named_with_the_step_and_its_exit_st
             sync.publish(3)
 
 
-def test_a_server_whose_weights_are_proved_wrong_serves_as_no_version(tmp_path, monkeypatch):
+def test_a_server_whose_weights_are_found_wrong_serves_as_no_version(tmp_path, monkeypatch):
     def refute(*_):
         raise SyncError("it does not hold the weights")
 
     monkeypatch.setattr("megarl.sync.disk.compute_policy_logprobs", lambda *_: [])
-    monkeypatch.setattr("megarl.sync.probe.verify_logprobs", refute)
+    monkeypatch.setattr("megarl.sync.probe.Probe.measure", refute)
     with serving({}) as server:
         with pytest.raises(SyncError, match="does not hold"):
             build_sync([server], tmp_path).publish(3)

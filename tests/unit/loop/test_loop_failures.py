@@ -1,0 +1,212 @@
+"""Whatever ends a run leaves its newest whole state as a checkpoint, and stays the error that is shown.
+
+Over the fakes (tests/fakes); tests/e2e/test_failures.py has a run with the real parts.
+"""
+
+import errno
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.disturbed import RUN, Disturbance, run_disturbed, summarize
+from fakes.run import World, reward_length
+
+from megarl.checkpoint import folder as checkpoint_folder
+from megarl.checkpoint.folder import Folder
+from megarl.cluster.waiting import WorkerError
+from megarl.interfaces import DeadlineError, SyncError
+from megarl.run.signals import stopping_on_signals
+from megarl.types import Prompt, Response, Score
+
+SELDOM = ("checkpoint.save_every=100", "checkpoint.max_restarts=0")
+"""Only the start has a checkpoint that the loop itself asks for."""
+
+PLACES: dict[str, tuple[Callable[[], BaseException], dict[str, Any], int]] = {
+    "rollout": (lambda: ValueError("no tokens"), {"key": "iteration-3/round-1"}, 2),
+    "late rollout": (lambda: DeadlineError("no answer within 600 s"), {"key": "iteration-3/round-1"}, 2),
+    "evaluation": (lambda: RuntimeError("refused"), {"key": "evaluation-2"}, 2),
+    "experience": (lambda: WorkerError("out of memory"), {"role": "policy", "verb": "logprobs", "number": 4}, 3),
+    "values": (lambda: WorkerError("out of memory"), {"role": "critic", "verb": "values", "number": 6}, 2),
+    "lost worker": (
+        lambda: WorkerError("critic rank 0/1 died", lost=True),
+        {"role": "critic", "verb": "values", "number": 6},
+        2,
+    ),
+    "update of the critic": (
+        lambda: FloatingPointError("the gradient norm is nan"),
+        {"role": "critic", "verb": "update", "number": 6},
+        0,
+    ),
+    "update of the policy": (
+        lambda: FloatingPointError("the gradient norm is nan"),
+        {"role": "policy", "verb": "update", "number": 3},
+        0,
+    ),
+    "sync": (lambda: SyncError("wrong weights"), {"role": "servers", "verb": "publish", "number": 4}, 2),
+    "export": (lambda: WorkerError("disk"), {"role": "policy", "verb": "export_weights", "number": 1}, 4),
+}
+"""The error, where it is raised, and the iteration of the newest checkpoint afterwards"""
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    run_dir = tmp_path_factory.mktemp("untouched") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        World().run_job(patch, run_dir, RUN)
+    return summarize(run_dir)
+
+
+def get_notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_failure_stays_the_error_and_leaves_the_newest_whole_state_from_which_a_run_ends_as_untouched(
+    place: str, untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    make, at, reached = PLACES[place]
+    with pytest.raises(type(make())) as caught:
+        run_disturbed(monkeypatch, run_dir, Disturbance(make, **at), *SELDOM)
+    assert str(caught.value) == str(make())
+    assert (run_dir / "checkpoints" / "latest").read_text() == f"iteration-{reached:06}\n"
+    if place != "export":  # All is saved before it begins.
+        assert (
+            f"resume={run_dir} resumes after iteration {reached}: {run_dir}/checkpoints/iteration-{reached:06}"
+            in get_notes(caught.value)
+        )
+    if place.startswith("update"):
+        assert "the update of iteration 3 was not finished: its weights are not saved" in get_notes(caught.value)
+    World().run_job(monkeypatch, run_dir, [*RUN, *SELDOM])
+    assert summarize(run_dir) == untouched
+
+
+def test_a_reward_function_that_raises_leaves_the_iterations_before_it(
+    untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, num_calls = tmp_path / "run", 0
+
+    def reward(prompt: Prompt, response: Response) -> Score:
+        nonlocal num_calls
+        num_calls += 1
+        # After value pretraining, two iterations, and evaluations of 8 prompts at 0 and 2.
+        if num_calls > 3 * 24 + 2 * 24 + 2 * 8 + 5:
+            raise ZeroDivisionError("no words in the response")
+        return reward_length(prompt, response)
+
+    with pytest.raises(ZeroDivisionError, match="no words"):
+        World(reward=reward).run_job(monkeypatch, run_dir, [*RUN, *SELDOM])
+    assert (run_dir / "checkpoints" / "latest").read_text() == "iteration-000002\n"
+    World().run_job(monkeypatch, run_dir, [*RUN, *SELDOM])
+    assert summarize(run_dir) == untouched
+
+
+def test_a_server_that_is_lost_for_good_leaves_the_iterations_before_it(
+    untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, world = tmp_path / "run", World()
+
+    def lose(key: str | None, _number: int) -> None:
+        if key == "iteration-3/round-1":
+            world.components[0].servers.lose(0)
+
+    world.on_token = lose
+    with pytest.raises(RuntimeError, match="exited with status 137"):
+        world.run_job(monkeypatch, run_dir, [*RUN, *SELDOM, "rollout.max_server_restarts=0"])
+    assert (run_dir / "checkpoints" / "latest").read_text() == "iteration-000002\n"
+    World().run_job(monkeypatch, run_dir, [*RUN, *SELDOM])
+    assert summarize(run_dir) == untouched
+
+
+def test_a_checkpoint_in_progress_is_completed_when_the_update_beside_it_fails(
+    untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    failing = Disturbance(lambda: FloatingPointError("nan"), "policy", "update", 3)
+    # Each iteration but the last ends with a checkpoint that is written beside the next one.
+    with pytest.raises(FloatingPointError):
+        run_disturbed(monkeypatch, run_dir, failing, "checkpoint.save_every=1")
+    assert (run_dir / "checkpoints" / "latest").read_text() == "iteration-000002\n"
+    World().run_job(monkeypatch, run_dir, RUN)
+    assert summarize(run_dir) == untouched
+
+
+def test_value_pretraining_that_fails_leaves_its_newest_step(
+    untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    failing = Disturbance(lambda: ValueError("no tokens"), key="pretraining-3")
+    with pytest.raises(ValueError, match="no tokens") as caught:
+        run_disturbed(monkeypatch, run_dir, failing, *SELDOM)
+    assert get_notes(caught.value) == [
+        f"resume={run_dir} resumes after value pretraining step 2: {run_dir}/value_pretraining/iteration-000002"
+    ]
+    World().run_job(monkeypatch, run_dir, [*RUN, *SELDOM])
+    assert summarize(run_dir) == untouched
+
+
+def test_a_failure_before_anything_is_learned_writes_no_checkpoint_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    failing = Disturbance(lambda: ValueError("no tokens"), key="iteration-1/round-1")
+    world = World(on_token=failing.on_token)
+    with pytest.raises(ValueError, match="no tokens") as caught:
+        world.run_job(monkeypatch, run_dir, ["algo=grpo", "train.num_iterations=2", "train.eval_every=2"])
+    assert get_notes(caught.value) == [f"resume={run_dir} begins with iteration 1: there is no checkpoint yet"]
+    assert not (run_dir / "checkpoints").exists()
+
+
+def test_a_failed_save_is_a_note_and_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
+    first = Disturbance(lambda: ValueError("no tokens"), key="iteration-3/round-1")
+    # The first save is that of the start.
+    second = Disturbance(lambda: WorkerError("policy rank 0/1 died", lost=True), "policy", "begin_save", 2)
+    with pytest.raises(ValueError, match="no tokens") as caught:
+        World(watch=second.watch, on_token=first.on_token).run_job(monkeypatch, run_dir, [*RUN, *SELDOM])
+    assert get_notes(caught.value) == [
+        "iteration 2 was not saved: policy rank 0/1 died",
+        f"resume={run_dir} resumes after iteration 0: {run_dir}/checkpoints/iteration-000000",
+    ]
+
+
+def test_a_signal_while_a_failed_run_is_saved_does_not_replace_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    failing = Disturbance(lambda: ValueError("no tokens"), key="iteration-3/round-1")
+    num_saves = 0
+
+    def watch(role: str, verb: str) -> None:
+        nonlocal num_saves
+        num_saves += (role, verb) == ("policy", "finish_save")
+        if num_saves == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(ValueError, match="no tokens"), stopping_on_signals():
+        World(watch=watch, on_token=failing.on_token).run_job(monkeypatch, run_dir, [*RUN, *SELDOM])
+
+
+def test_what_failed_to_be_written_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = tmp_path / "run"
+    world = World()
+    monkeypatch.setattr(Folder, "publish", refuse_from(4, Folder.publish))
+    with pytest.raises(OSError, match="No space left") as caught:
+        world.run_job(monkeypatch, run_dir, [*RUN, "checkpoint.save_every=4"])
+    (note,) = get_notes(caught.value)
+    assert note.startswith(f"resume={run_dir} resumes after iteration 0: ")
+    assert world.log.count(("policy", "begin_save")) == 2
+
+
+def refuse_from(first: int, publish: Callable[..., Path]) -> Callable[..., Path]:
+    """`publish`, with a full disk from iteration `first` on."""
+
+    def refuse(folder: checkpoint_folder.Folder, iteration: int) -> Path:
+        if iteration >= first:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return publish(folder, iteration)
+
+    return refuse
