@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from megarl.config.schema.algo import ReplayConfig
 from megarl.rollout.dynamic_sampling import Group
 
@@ -57,15 +59,15 @@ class ReplayBuffer:
         self._iterations = deque(state, maxlen=self._config.num_iterations)
 
 
-def keep_logprobs(groups: list[Group], old_logprobs: Sequence[Sequence[float]]) -> None:
+def keep_logprobs(groups: list[Group], old_logprobs: Tensor) -> None:
     """Store in an iteration's fresh groups what the trainer says of them before it learns from them, in place.
 
     The buffer, its states and what was drawn from it hold the same list, so that all of them have the log-probs.
-    old_logprobs: one row for each sample, at least as long as its response.
+    old_logprobs: float32 [B, T], whose first rows are these samples.
     """
     rows = iter(old_logprobs)
     for index, group in enumerate(groups):
         groups[index] = tuple(
-            replace(sample, first_old_logprobs=tuple(row[: len(sample.response.token_ids)]))
-            for sample, row in zip(group, rows, strict=False)
+            replace(sample, first_old_logprobs=tuple(next(rows)[: len(sample.response.token_ids)].tolist()))
+            for sample in group
         )

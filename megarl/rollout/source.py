@@ -117,8 +117,7 @@ class GroupSource:
         old_logprobs: float32 [B, T], whose first rows are the fresh samples. A checkpoint of this iteration has them.
         """
         if self._keeps_logprobs:
-            num_fresh = sum(len(group) for group in self._taken)
-            keep_logprobs(self._taken, old_logprobs[:num_fresh].tolist())
+            keep_logprobs(self._taken, old_logprobs)
 
     def close(self) -> int:
         """Stop prefetching; returns how many requested responses are dropped, finished or not."""
