@@ -126,7 +126,7 @@ class OptimizerConfig:
     """Decoupled weight decay; biases and norms are not decayed."""
     beta1: float = 0.9
     """Decay of Adam's mean of gradients."""
-    beta2: float = 0.95
+    beta2: float = 0.999
     """Decay of Adam's mean of squared gradients."""
     eps: float = 1e-8
     """Added to the denominator of Adam's update."""

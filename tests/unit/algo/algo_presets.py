@@ -6,6 +6,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.reward import RewardConfig
+from megarl.config.schema.roles import CriticConfig, PolicyConfig
 from megarl.config.schema.train import TrainConfig
 
 CONF = Path(__file__).parents[3] / "conf" / "algo"
@@ -16,6 +18,9 @@ NAMES = sorted(path.stem for path in CONF.glob("*.yaml"))
 class _Root:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
 
 
 def load_preset(name: str, *overrides: str) -> tuple[AlgoConfig, TrainConfig]:

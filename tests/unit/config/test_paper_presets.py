@@ -1,0 +1,188 @@
+"""Presets on models from 7B up: what their papers have, or what docs/algorithms.md says instead and why."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from megarl.algo.registry import needs_critic
+from megarl.algo.rewards import compute_overlong_penalty, compute_scaled_rewards
+from megarl.config.load import list_options, load_config
+from megarl.config.schema.root import Config
+from megarl.run.resume import list_values
+
+DOCS = Path(__file__).parents[3] / "docs" / "algorithms.md"
+ALGOS = list_options("algo")
+MODELS = [name for name in list_options("model") if name not in ("tiny", "tiny_moe", "smollm2_135m")]
+STEPS = {
+    **dict.fromkeys(("ppo", "vc_ppo", "vapo", "dapo", "topr"), 16),
+    **dict.fromkeys(("reinforce_pp", "reinforce_pp_baseline"), 8),
+    **dict.fromkeys(("grpo", "lite_ppo"), 4),
+    "rloo": 1,
+}
+ADAMW = {"policy.optimizer.lr": 1e-6, "algo.gamma": 1.0, "algo.clip_low": 0.2, "algo.entropy_coef": 0.0}
+BASELINE = {
+    **ADAMW,
+    **{"train.samples_per_iteration": 8192, "train.samples_per_minibatch": 512, "critic.optimizer.lr": 2e-6},
+    **{"algo.lambda_policy": 0.95, "algo.clip_high": 0.2, "algo.kl.in_reward": False, "algo.kl.in_loss": False},
+    **{"policy.optimizer.decay": "constant", "critic.init": "reward model"},
+}
+PAPERS: dict[str, dict[str, Any]] = {
+    # 2504.05118, section 5.1, "basic PPO"; rewards of 2503.01491, section 4.1
+    "ppo": {**BASELINE, "algo.lambda_critic": 0.95, "reward.wrong": -1.0, "algo.loss_agg_mode": "seq-mean-token-mean"},
+    # 2503.01491, section 4.1
+    "vc_ppo": {**BASELINE, "algo.lambda_critic": 1.0, "reward.wrong": -1.0},
+    # 2504.05118, section 5.1; rewards of section 3.3
+    "vapo": {
+        **BASELINE,
+        **{"train.responses_per_prompt": 16, "algo.lambda_policy": "adaptive", "algo.length_alpha": 0.05},
+        **{"algo.lambda_critic": 1.0, "algo.clip_high": 0.28, "algo.loss_agg_mode": "token-mean", "reward.wrong": 0.0},
+        **{"algo.positive_lm_coef": 0.1, "algo.value_pretrain.steps": 50},
+    },
+    # 2501.03262, version 1, table 1; version 9, sections 4.1 and 5.1
+    "reinforce_pp": {
+        **{"algo.kl.coef": 0.001, "train.samples_per_iteration": 1024, "train.samples_per_minibatch": 128},
+        **{"policy.optimizer.lr": 5e-7, "algo.clip_low": 0.2, "algo.clip_high": 0.2, "algo.gamma": 1.0},
+        "reward.wrong": -1.0,
+    },
+    "reinforce_pp_baseline": {"algo.kl.loss_estimator": "k2", "algo.whiten_advantages": True},
+    # 2402.14740, appendix
+    "rloo": {
+        **{"train.samples_per_iteration": 512, "train.responses_per_prompt": 4, "policy.optimizer.lr": 1e-6},
+        **{"train.num_minibatches": 2, "algo.kl.coef": "0.03 and 0.10"},
+    },
+    # 2402.03300, section 4.1.4
+    "grpo": {
+        **{"policy.optimizer.lr": 1e-6, "algo.kl.loss_coef": 0.04, "train.responses_per_prompt": 64},
+        **{"train.samples_per_minibatch": 1024, "train.samples_per_iteration": 1024, "rollout.response_length": 1024},
+    },
+    # 2508.08221, section 3.1 and appendix A.1
+    "lite_ppo": {
+        **{"policy.optimizer.lr": 1e-6, "policy.optimizer.weight_decay": 0.0, "policy.optimizer.warmup_steps": 50},
+        **{"train.responses_per_prompt": 8, "train.samples_per_minibatch": 1024, "train.samples_per_iteration": 1024},
+        **{"rollout.response_length": 8192, "rollout.temperature": 0.99, "algo.loss_agg_mode": "token-mean"},
+    },
+    # 2503.14286
+    "topr": {
+        **{"policy.optimizer.lr": 5e-7, "reward.wrong": -1.0, "train.responses_per_prompt": 16},
+        **{"algo.advantage": "no baseline", "algo.loss_agg_mode": "seq-mean-token-mean"},
+    },
+    # 2503.14476, section 4.1 and equation 7
+    "dapo": {
+        **ADAMW,
+        **{"train.samples_per_iteration": 8192, "train.responses_per_prompt": 16, "train.samples_per_minibatch": 512},
+        **{"policy.optimizer.warmup_steps": 20 * 16, "algo.clip_high": 0.28, "algo.overlong.penalty": 1.0},
+        **{"rollout.response_length": 20480, "algo.overlong.buffer_frac": 4096 / 20480, "reward.wrong": -1.0},
+        "algo.loss_agg_mode": "token-mean",
+    },
+}
+"""The published values."""
+
+
+@functools.cache
+def load(algo: str, model: str) -> Config:
+    return load_config([f"algo={algo}", f"model={model}"])
+
+
+@functools.cache
+def read_values(algo: str, model: str) -> dict[str, Any]:
+    return dict(list_values(load(algo, model)))
+
+
+def read_table(first: str) -> list[list[str]]:
+    """The cells of the rows of the table whose header begins with `first`."""
+    lines = DOCS.read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith(first))
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip().strip("`") for cell in line.strip("|").split("|")])
+    return rows
+
+
+DIFFERENCES = {(row[0], row[1]): row for row in read_table("| `algo=` | key |")}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("algo", ALGOS)
+def test_every_clipped_loss_takes_several_optimizer_steps_so_that_its_clip_has_an_effect(algo: str, model: str) -> None:
+    config = load(algo, model)
+    assert config.train.num_optimizer_steps == STEPS[algo]
+    clips = config.algo.surrogate == "clip" and config.algo.rl_loss_coef > 0
+    assert clips == (algo not in ("rloo", "topr"))
+    assert not clips or config.train.num_optimizer_steps > 1
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("algo", ALGOS)
+def test_every_value_of_a_paper_is_the_presets_or_declared_in_the_docs(algo: str, model: str) -> None:
+    values = read_values(algo, model)
+    for key, published in PAPERS[algo].items():
+        if values[key] != published:
+            assert (algo, key) in DIFFERENCES, f"{key}: {values[key]}, in the paper {published}"
+            assert DIFFERENCES[algo, key][2] == str(published)
+
+
+def test_the_table_of_sizes_in_the_docs_is_what_the_presets_compose_to() -> None:
+    rows = {row[0]: row[1:] for row in read_table("| `algo=` | prompts x K |")}
+    assert sorted(rows) == ALGOS
+    for algo in ALGOS:
+        for model in MODELS:
+            config = load(algo, model)
+            train, optimizer = config.train, config.policy.optimizer
+            critic = f"{config.critic.optimizer.lr:g}" if needs_critic(config.algo) else ""
+            assert rows[algo] == [
+                f"{train.num_prompts} x {train.responses_per_prompt}",
+                str(train.minibatch_size),
+                str(train.num_optimizer_steps),
+                f"{optimizer.lr:g}",
+                critic,
+                str(optimizer.warmup_steps),
+                f"{optimizer.beta2:g}",
+                f"{optimizer.weight_decay:g}",
+                f"{config.reward.wrong:g}",
+            ]
+            if critic:
+                assert config.critic.optimizer.warmup_steps == optimizer.warmup_steps
+                assert config.critic.optimizer.beta2 == optimizer.beta2
+
+
+@pytest.mark.parametrize(("algo", "key"), DIFFERENCES)
+def test_a_declared_difference_is_the_presets_value_and_not_the_papers(algo: str, key: str) -> None:
+    _, _, published, ours, why = DIFFERENCES[algo, key]
+    found = {read_values(algo, model)[key] for model in MODELS}
+    listed = yaml.safe_load(f"[{ours}]")
+    assert found == set(listed)
+    assert str(published) != ours
+    assert why
+
+
+def test_under_dapo_a_right_answer_at_the_length_limit_is_worth_more_than_a_short_wrong_one() -> None:
+    for model in MODELS:
+        config = load("dapo", model)
+        limit = config.rollout.response_length
+        rewards = compute_scaled_rewards(torch.tensor([1.0, 0.0]), config.reward.wrong)
+        penalty = compute_overlong_penalty(torch.tensor([limit, 10]), config.algo.overlong, limit)
+        at_limit, short = (rewards + penalty).tolist()
+        assert (at_limit, short) == (0.0, -1.0)
+
+
+def test_the_tiny_model_replaces_every_size_and_optimizer_of_the_presets() -> None:
+    changed = set()
+    for algo in ALGOS:
+        values = read_values(algo, "tiny")
+        changed.add(
+            tuple(
+                values[f"{role}.optimizer.{name}"]
+                for role in ("policy", "critic")
+                for name in ("lr", "warmup_steps", "weight_decay", "beta2")
+            )
+        )
+        assert values["train.samples_per_iteration"] == 256
+        assert values["train.num_minibatches"] == 1 or values["train.samples_per_minibatch"] == 64
+        assert values["reward.wrong"] == 0.0
+    assert changed == {(2e-3, 0, 0.0, 0.95, 2e-3, 0, 0.0, 0.95)}
