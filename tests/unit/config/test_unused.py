@@ -45,6 +45,7 @@ LIVE = {
     **dict.fromkeys(("kl.loss_estimator", "kl.loss_coef"), KL_IN_LOSS),
     **dict.fromkeys(("surrogate", "mismatch.correction"), set(PRESETS) - {"topr"}),
     **dict.fromkeys(("clip_low", "clip_high", "dual_clip"), set(PRESETS) - {"topr", "rloo"}),
+    "positive_lm_mean_over": {"vapo"},
     "topr.ratio_level": {"topr"},
     "dynamic_sampling.max_rounds": {"dapo"},
     "replay.frac": set(),
@@ -75,6 +76,7 @@ VALUES = {
     **{"advantage_std": "batch", "std_of": "centered", "overlong.buffer": "8", "overlong.filter_critic": "true"},
     **{"kl.reward_estimator": "k1", "kl.target": "0.1", "kl.horizon": "1000", "kl.loss_estimator": "k2"},
     **{"surrogate": "clip", "mismatch.correction": "clip", "dual_clip": "3", "topr.ratio_level": "token"},
+    "positive_lm_mean_over": "all_tokens",
     **{"dynamic_sampling.max_rounds": "3", "value_clip": "0.5", "mismatch.high": "3", "kl.coef": "0.1"},
 }
 """What is set; 0.5 for the others."""
