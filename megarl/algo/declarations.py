@@ -130,7 +130,9 @@ class LossTerm:
     """the name under which the mean of the unweighted term is logged"""
     measure: Callable[[PolicyTokens, AlgoConfig, LossCounts], dict[str, Tensor]] = lambda tokens, algo, counts: {}
     """-> further metrics by name, the micro-batch's part: their sum over the minibatch is logged"""
-    count: Callable[[LossCounts], int] | None = None
-    """what the sum over the tokens is divided by; None: the term is aggregated by algo.loss_agg_mode"""
+    count: Callable[[LossCounts, AlgoConfig], int] | None = None
+    """What the sum over the tokens is divided by; None: the term is aggregated by algo.loss_agg_mode. With a metric,
+    METRIC_weight_max is logged too: weight * (all tokens) / count, what the term weighs at one token where an advantage
+    of the token-mean surrogate weighs 1."""
     reads: tuple[Reads, ...] = ()
     check: Check = lambda algo, responses_per_prompt, optimizer_steps: ()

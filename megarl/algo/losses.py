@@ -58,15 +58,18 @@ def policy_loss(
         )
 
     loss, size = aggregated(token_loss), aggregated(token_loss.detach().abs())
+    maxima = {"policy/ratio_max": _largest_ratio(tokens)}
     for term in list_loss_terms():
         if term.count is not None and term.is_used(config):
-            values = torch.where(targets.loss_mask, term.compute(tokens, config), 0.0)
-            mean, weight = values.sum() / max(term.count(counts), 1), term.weight(config)
+            values, weight = torch.where(targets.loss_mask, term.compute(tokens, config), 0.0), term.weight(config)
+            mean = values.sum() / max(count := term.count(counts, config), 1)
             loss, size = loss + weight * mean, size + weight * mean.detach()
             if term.metric is not None:
                 sums[term.metric] = mean.detach()
+                per_token = weight * counts.num_tokens / count if count else 0.0
+                maxima[f"{term.metric}_weight_max"] = logprobs.new_tensor(per_token)
     sums = {"policy/loss": loss.detach(), "policy/loss_size": size, **sums, **_ratio_sums(tokens, counts)}
-    return LossOutput(loss, sums, {"policy/ratio_max": _largest_ratio(tokens)})
+    return LossOutput(loss, sums, maxima)
 
 
 def _sum_token_losses(tokens: PolicyTokens, config: AlgoConfig, counts: LossCounts) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Every preset, and VAPO without each of its parts, on the tiny task: the same number of samples, several seeds.
+"""Every preset, and VAPO with one part left out or changed, on the tiny task: equally many samples, several seeds.
 
     python tools/bench/algorithms.py [--only vapo,grpo] [--seeds 1,2,3] [--out tools/bench/algorithms] [--table]
 
@@ -49,6 +49,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "vapo without token-level loss": ("algo=vapo", "algo.loss_agg_mode=seq-mean-token-mean"),
     "vapo without positive LM loss": ("algo=vapo", "algo.positive_lm_coef=0"),
     "vapo without group sampling": ("algo=vapo", "train.responses_per_prompt=1"),
+    "vapo with positive LM loss at 0.01": ("algo=vapo", "algo.positive_lm_coef=0.01"),
+    "vapo with positive LM loss over all tokens": ("algo=vapo", "algo.positive_lm_mean_over=all_tokens"),
+    "vapo with whitened advantages": ("algo=vapo", "algo.whiten_advantages=true"),
 }
 NUM_ITERATIONS = 32
 SAMPLES_PER_ITERATION = 256
@@ -135,7 +138,7 @@ def format_table(curves: Mapping[str, Sequence[Curve]]) -> str:
 
 
 def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
-    """Two panels: the presets, and VAPO's ablation; a line is the mean of the seeds, its band their range."""
+    """Two panels: presets, and VAPO with one part changed. A line is the mean of the seeds, its band their range."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -143,10 +146,10 @@ def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, 2, figsize=(13, 5), sharey=True)
     panels = (
-        [name for name in curves if " without " not in name],
-        [name for name in curves if name == "vapo" or " without " in name],
+        [name for name in curves if not name.startswith("vapo with")],
+        [name for name in curves if name.startswith("vapo")],
     )
-    for axis, names, title in zip(axes, panels, ("presets", "VAPO without one part"), strict=True):
+    for axis, names, title in zip(axes, panels, ("presets", "VAPO with one part changed"), strict=True):
         for i, name in enumerate(names):
             runs = curves[name]
             length = min(len(run.heldout) for run in runs)

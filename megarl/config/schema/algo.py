@@ -8,6 +8,7 @@ from megarl.config.schema.algo_choices import (
     LossAggMode,
     MismatchCorrection,
     NormScope,
+    PositiveLMMean,
     RatioLevel,
     StdOf,
 )
@@ -187,6 +188,9 @@ class AlgoConfig:
     positive_lm_coef: float = 0.0
     """Weight of the positive-example LM loss, the mean negative log-likelihood of the tokens of correct responses
     (VAPO: 0.1)."""
+    positive_lm_mean_over: PositiveLMMean = PositiveLMMean.positive_tokens
+    """Which tokens that mean is over: those of correct responses, as in VAPO, so that the fewer they are the more each
+    weighs; or all, so that each of them weighs positive_lm_coef beside an advantage."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     topr: ToprConfig = field(default_factory=ToprConfig)

@@ -47,6 +47,15 @@ class KLEstimator(Enum):
     full = "full"
 
 
+class PositiveLMMean(Enum):
+    """What the summed log-likelihood of the positive-example LM loss is divided by."""
+
+    positive_tokens = "positive_tokens"
+    """the tokens of correct responses (VAPO, equation 9)"""
+    all_tokens = "all_tokens"
+    """all tokens with a policy loss"""
+
+
 class RatioLevel(Enum):
     """What one ratio of two policies is of. sequence_mean is another name of geometric."""
 

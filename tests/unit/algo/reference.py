@@ -270,6 +270,7 @@ def policy_loss(lp, entropy, s, algo, response_length, full=None):
     factor = weights(algo.loss_agg_mode.value, s.loss_mask, s.mask, response_length)
     total = torch.zeros((), dtype=torch.float64)
     num_positive = sum(sum(row) for row, p in zip(s.loss_mask, s.positive, strict=True) if p)
+    num_tokens = sum(map(sum, s.loss_mask))
     for i, row in enumerate(s.loss_mask):
         c = mismatch_weights(s, i, algo) if algo.mismatch.correction.name != "none" else [1.0] * len(row)
         for t, counted in enumerate(row):
@@ -286,7 +287,8 @@ def policy_loss(lp, entropy, s, algo, response_length, full=None):
                 loss = loss - algo.entropy_coef * entropy[i, t]
             total = total + factor[i] * loss
             if s.positive[i] and algo.positive_lm_coef:
-                total = total - algo.positive_lm_coef * x / num_positive
+                over = num_positive if algo.positive_lm_mean_over.name == "positive_tokens" else num_tokens
+                total = total - algo.positive_lm_coef * x / over
     return total
 
 

@@ -16,7 +16,7 @@ from megarl.algo.registry import needs_critic
 from megarl.algo.targets import compute_targets
 from megarl.config.checks.algo import check_algo
 from megarl.config.schema.algo import AlgoConfig, needs_entropy, needs_full_kl, needs_reference
-from megarl.config.schema.algo_choices import AdvantageStd, KLEstimator, LossAggMode, StdOf
+from megarl.config.schema.algo_choices import AdvantageStd, KLEstimator, LossAggMode, PositiveLMMean, StdOf
 
 pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")
 
@@ -221,6 +221,14 @@ def test_the_full_kl_is_printed_as_its_sum_over_the_vocabulary(where):
     policy, line = ("pi", lines[1]) if where == "in_loss" else ("pi_old", lines[3])
     assert f"0.5 * sum_v {policy}(v) (log {policy}(v) - log pi_ref(v))" in line
     assert "with d =" not in line
+
+
+def test_the_printed_objective_says_which_tokens_the_positive_lm_loss_is_a_mean_over():
+    on = {"positive_lm_coef": 0.1, "positive_threshold": 0.5}
+    positive = "over the tokens of responses with reward >= 0.5[ -log pi ]"
+    assert f" + 0.1 * mean {positive}" in format_objective(configure(**on), 1)
+    both = configure(**on, positive_lm_mean_over=PositiveLMMean.all_tokens)
+    assert f" + 0.1 * 1/N_tok sum {positive}" in format_objective(both, 1)
 
 
 def test_every_number_shows_in_the_printed_objective():

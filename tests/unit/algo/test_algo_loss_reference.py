@@ -27,6 +27,7 @@ from megarl.config.schema.algo_choices import (
     KLEstimator,
     LossAggMode,
     MismatchCorrection,
+    PositiveLMMean,
     RatioLevel,
 )
 
@@ -35,7 +36,7 @@ AGGREGATIONS = list(LossAggMode)
 
 def policy_configs():
     return st.builds(
-        lambda mode, kl, entropy, topr, level, correction, mismatch, dual, surrogate, lm, overlong: configure(
+        lambda mode, kl, entropy, topr, level, correction, mismatch, dual, surrogate, lm, over, overlong: configure(
             loss_agg_mode=mode,
             kl__in_loss=kl is not None,
             kl__loss_estimator=kl or KLEstimator.k3,
@@ -51,6 +52,7 @@ def policy_configs():
             dual_clip=dual,
             surrogate=surrogate,
             positive_lm_coef=lm,
+            positive_lm_mean_over=over,
             advantage="group",
             overlong__filter=overlong,
             clip_high=0.28,
@@ -66,6 +68,7 @@ def policy_configs():
         st.sampled_from([None, 1.5]),
         st.sampled_from(sorted(list_policy_losses())),
         st.sampled_from([0.0, 0.1]),
+        st.sampled_from(PositiveLMMean),
         st.booleans(),
     )
 

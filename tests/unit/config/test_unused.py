@@ -46,6 +46,7 @@ LIVE = {
     **dict.fromkeys(("kl.loss_estimator", "kl.loss_coef"), KL_IN_LOSS),
     **dict.fromkeys(("surrogate", "mismatch.correction"), set(PRESETS) - {"topr"}),
     **dict.fromkeys(("clip_low", "clip_high", "dual_clip"), set(PRESETS) - {"topr", "rloo"}),
+    "positive_lm_mean_over": {"vapo"},
     "topr.ratio_level": {"topr"},
     "dynamic_sampling.max_rounds": {"dapo"},
     "replay.frac": set(),
@@ -77,6 +78,7 @@ VALUES = {
     **{"kl.reward_estimator": "k1", "kl.target": "0.1", "kl.horizon": "1000", "kl.loss_estimator": "k2"},
     "kl.target_agg_mode": "token-mean",
     **{"surrogate": "clip", "mismatch.correction": "tis", "dual_clip": "3", "topr.ratio_level": "token"},
+    "positive_lm_mean_over": "all_tokens",
     **{"dynamic_sampling.max_rounds": "3", "value_clip": "0.5", "mismatch.high": "3", "kl.coef": "0.1"},
 }
 """What is set; 0.5 for the others."""
