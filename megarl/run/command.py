@@ -15,6 +15,9 @@ from megarl.config.placement import check_cluster
 from megarl.config.roll.rewrite import rewrite_overrides
 from megarl.config.schema.root import Config
 from megarl.config.search_path import is_search_path, take_config_dirs
+from megarl.config.words import check_words
+from megarl.run.arguments import end_with_reader, is_completion, split_arguments
+from megarl.run.machine import check_machine
 from megarl.run.signals import Stopped, stopping_on_signals
 
 EXIT_BAD_CONFIG = 2
@@ -32,8 +35,12 @@ def check_command_line(command: str = "train") -> None:
         arguments = take_config_dirs(sys.argv[1:])
     except ConfigError as error:
         end_with_config_error(error)
-    overrides = [text for text in arguments if text.startswith("~") or (not text.startswith("-") and "=" in text)]
+    options, overrides = split_arguments(arguments)
+    end_with_reader(options)
+    if is_completion(options):
+        return
     try:
+        check_words(overrides)
         rewritten = rewrite_overrides(overrides)
         check_overrides(overrides, command)
     except ConfigError as error:
@@ -41,7 +48,7 @@ def check_command_line(command: str = "train") -> None:
     for line in rewritten.lines:
         print(line, flush=True)
     # Hydra reads sys.argv itself, so it must also contain what makes the keys of open fields acceptable to Hydra.
-    sys.argv[1:] = [*(text for text in arguments if text not in overrides), *open_overrides(rewritten.overrides)]
+    sys.argv[1:] = [*options, *open_overrides(rewritten.overrides)]
 
 
 def run_composed(composed: DictConfig, run: Callable[[Config, Path], Results], command: str = "train") -> Results:
@@ -53,7 +60,7 @@ def run_composed(composed: DictConfig, run: Callable[[Config, Path], Results], c
     try:
         with stopping_on_signals():
             config = to_config(composed)
-            problems = list(check_cluster(config, command))
+            problems = list(check_cluster(config, command)) or list(check_machine(config, command))
             if problems:
                 raise ConfigError(problems)
             results = run(config, run_dir)
