@@ -17,8 +17,8 @@ from megarl.config.schema.model import ModelSource
 from megarl.config.schema.root import Config, register
 from megarl.config.search_path import CONF_DIR, list_options, take_config_dirs
 from megarl.config.words import check_words
-from megarl.run.arguments import end_with_reader, is_completion, split_arguments
-from megarl.run.command import Results, end_with_config_error, run_composed
+from megarl.run.arguments import end_with_reader, is_completion, is_printing, split_arguments
+from megarl.run.command import Results, check_start, end_with_config_error, run_composed
 
 DEFAULT_REWARD = "math"
 """The verifier of a set without one of its own name"""
@@ -57,6 +57,8 @@ def prepare(overrides: Sequence[str], options: Sequence[str]) -> dict[str, Confi
     rewritten = rewrite_overrides(overrides)
     runs = expand_sets(rewritten.overrides)
     configs = load_configs(runs)
+    if not is_printing(options):
+        check_start(next(iter(configs.values())), "evaluate")
     for line in rewritten.lines:
         print(line, flush=True)
     # Hydra creates the run's folder and records the configuration in it.

@@ -29,9 +29,18 @@ def is_completion(options: Sequence[str]) -> bool:
     return any(text in COMPLETION for text in options)
 
 
+def is_printing(options: Sequence[str]) -> bool:
+    """Whether Hydra only prints something and runs nothing."""
+    return any(text.split("=", 1)[0] in PRINTING for text in options)
+
+
+def is_sweep(arguments: Sequence[str]) -> bool:
+    return any(text in ("-m", "--multirun") for text in arguments)
+
+
 def end_with_reader(options: Sequence[str]) -> None:
     """Where these options only print something, end silently once nobody reads it, as in `--help | head`."""
-    if any(text.split("=", 1)[0] in PRINTING for text in options):
+    if is_printing(options):
         end_with_closed_pipe()
 
 

@@ -34,6 +34,12 @@ WORDS = [
     ("a=b=c", "a=b=c: mismatched input"),
     ("algo.kl={a", "algo.kl={a: "),
 ]
+OF_THE_MACHINE = [
+    ("cluster.listen_host=203.0.113.7", "cluster.listen_host: found 203.0.113.7, which is no IPv4 address or name of"),
+    ("cluster.ray_address=no.such.host.invalid:1", "cluster.ray_address: found no.such.host.invalid:1, where nothing"),
+    ("cluster.object_store_mb=10000000", "cluster.object_store_mb: found 10000000; this machine has"),
+    ("cluster.num_nodes=2", "cluster."),
+]
 NUMBERS = [
     ("seed=4294967296", "seed: found 4294967296; it must be 0 or more and at most 4294967295 (SGLang"),
     ("model.random.seed=-1", "model.random.seed: found -1"),
@@ -91,10 +97,13 @@ def run_main(monkeypatch, capsys, arguments, module=train) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("word", "expected"), [*WORDS, *NUMBERS, *TEXTS])
+@pytest.mark.parametrize(("word", "expected"), [*WORDS, *NUMBERS, *TEXTS, *OF_THE_MACHINE])
 def test_a_wrong_argument_is_one_line_and_code_2(monkeypatch, capsys, word, expected):
-    (line,) = run_main(monkeypatch, capsys, [word, *(["-m"] if "," in word else [])]).splitlines()
+    line, *others = run_main(monkeypatch, capsys, [word, *(["-m"] if "," in word else [])]).splitlines()
     assert line.startswith(f"error: {expected}")
+    # Each problem has one line, and only a cluster of two nodes has several.
+    assert all(each.startswith("error: ") for each in others)
+    assert not others or word == "cluster.num_nodes=2"
 
 
 @pytest.mark.parametrize("module", [pretrain_value, evaluate])
