@@ -13,6 +13,7 @@ from megarl.config.load import load_config
 from megarl.config.placement import check_cluster
 from megarl.config.schema.root import Config
 from megarl.config.search_path import write_search_path
+from megarl.run.machine import check_machine
 
 if TYPE_CHECKING:
     from megarl.trainer import Summary
@@ -37,7 +38,7 @@ def train(config: Config, run_dir: str | Path) -> "Summary":
     contradicts itself, the machine or the run in `run_dir`, and Stopped, after a checkpoint, for an interrupt (Ctrl-C,
     a notebook's stop), where it is called from the main thread.
     """
-    problems = check_config(config) or list(check_cluster(config, "train"))
+    problems = check_config(config) or list(check_cluster(config, "train")) or list(check_machine(config, "train"))
     if problems:
         raise ConfigError(problems)
     # Only now: importing torch and Ray takes seconds that `compose` need not wait.

@@ -9,14 +9,16 @@ import hydra
 from omegaconf import DictConfig
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import list_options, load_config
+from megarl.config.load import load_config
 from megarl.config.open_keys import open_overrides
 from megarl.config.roll.rewrite import rewrite_overrides
 from megarl.config.schema.evaluate import check_evaluate
 from megarl.config.schema.model import ModelSource
 from megarl.config.schema.root import Config, register
-from megarl.config.search_path import CONF_DIR, take_config_dirs
-from megarl.run.command import Results, end_with_config_error, run_composed
+from megarl.config.search_path import CONF_DIR, list_options, take_config_dirs
+from megarl.config.words import check_words
+from megarl.run.arguments import end_with_reader, is_completion, is_printing, split_arguments
+from megarl.run.command import Results, check_start, end_with_config_error, run_composed
 
 DEFAULT_REWARD = "math"
 """The verifier of a set without one of its own name"""
@@ -30,12 +32,12 @@ def main() -> None:
         arguments = take_config_dirs(sys.argv[1:])
     except ConfigError as error:
         end_with_config_error(error)
-    overrides = [text for text in arguments if text.startswith("~") or ("=" in text and not text.startswith("-"))]
-    options = [text for text in arguments if text not in overrides]
+    options, overrides = split_arguments(arguments)
+    end_with_reader(options)
     configs: dict[str, Config] = {}
     try:
         # Without overrides: options such as --help, which Hydra handles.
-        if overrides or not options:
+        if not is_completion(options) and (overrides or not options):
             configs = prepare(overrides, options)
     except ConfigError as error:
         end_with_config_error(error)
@@ -51,9 +53,12 @@ def prepare(overrides: Sequence[str], options: Sequence[str]) -> dict[str, Confi
     """The configuration of each set; puts the first one's overrides into sys.argv for Hydra. Raises ConfigError."""
     if {"-m", "--multirun"} & set(options):
         raise ConfigError(["--multirun: data=a,b is one evaluation of several sets; nothing else is swept"])
+    check_words(overrides)
     rewritten = rewrite_overrides(overrides)
     runs = expand_sets(rewritten.overrides)
     configs = load_configs(runs)
+    if not is_printing(options):
+        check_start(next(iter(configs.values())), "evaluate")
     for line in rewritten.lines:
         print(line, flush=True)
     # Hydra creates the run's folder and records the configuration in it.

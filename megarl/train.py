@@ -17,9 +17,10 @@ from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config, register
 from megarl.config.search_path import CONF_DIR, take_config_dirs
+from megarl.run.arguments import is_sweep
 from megarl.run.command import Results, check_command_line, end_with_config_error, list_overrides, run_composed
 from megarl.run.resume import take_resume
-from megarl.sweep.command import is_sweep, run_sweep
+from megarl.sweep.command import run_sweep
 from megarl.sweep.run import run_one
 
 HELDOUT = "reward/heldout"

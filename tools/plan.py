@@ -17,6 +17,8 @@ from megarl.config.roll.rewrite import rewrite_overrides
 from megarl.config.schema.cluster import Placement
 from megarl.config.schema.root import Config
 from megarl.config.search_path import take_config_dirs
+from megarl.config.words import check_words
+from megarl.run.arguments import end_with_closed_pipe
 from megarl.run.command import EXIT_BAD_CONFIG
 
 DOES_NOT_FIT = 1
@@ -32,11 +34,12 @@ def main(arguments: Sequence[str]) -> int:
         arguments = take_config_dirs(arguments)
     except ConfigError as error:
         return show_problems(error)
-    if any("=" not in argument for argument in arguments):
-        print(f"{USAGE}; found {' '.join(arguments)}", file=sys.stderr)
-        return EXIT_BAD_CONFIG
+    options = [argument for argument in arguments if argument.startswith("-")]
+    if options:
+        return show_problems(ConfigError([f"{options[0]}: no such option; {USAGE}"]))
     warnings.simplefilter("ignore")
     try:
+        check_words(arguments)
         for line in rewrite_overrides(arguments).lines:
             print(line)
         return show(load_config(arguments))
@@ -117,4 +120,5 @@ def describe_gpus(config: Config, used: int) -> str:
 
 
 if __name__ == "__main__":
+    end_with_closed_pipe()
     sys.exit(main(sys.argv[1:]))

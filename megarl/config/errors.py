@@ -3,6 +3,10 @@
 import difflib
 from collections.abc import Iterable, Sequence
 
+NEAR, NEAR_LEAF = 0.75, 0.85
+"""Least similarity (difflib's ratio) of the whole key, and of its last part alone, to be taken for a misspelt one.
+What is less alike is another word: of num_generations and train.num_iterations they are 0.69 and 0.83."""
+
 
 class ConfigError(ValueError):
     """Each problem names the key, what was found and what would be right."""
@@ -19,8 +23,12 @@ def find_nearest_key(key: str, known: Iterable[str]) -> str | None:
     same_leaf = [name for name in candidates if name.rsplit(".", 1)[-1] == leaf]
     if same_leaf:
         return max(same_leaf, key=lambda name: _similarity(key, name))
-    best = max(candidates, key=lambda name: _similarity(key, name), default=None)
-    return best if best is not None and _similarity(key, best) >= 0.6 else None
+    near = [name for name in candidates if _similarity(key, name) >= NEAR or _leaf_similarity(leaf, name) >= NEAR_LEAF]
+    return max(near, key=lambda name: _similarity(key, name) + _leaf_similarity(leaf, name), default=None)
+
+
+def _leaf_similarity(leaf: str, name: str) -> float:
+    return _similarity(leaf, name.rsplit(".", 1)[-1])
 
 
 def _similarity(left: str, right: str) -> float:

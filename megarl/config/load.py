@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -18,9 +18,11 @@ from megarl.config.checks.config import check_config
 from megarl.config.checks.unused import find_unused
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.open_keys import open_overrides
+from megarl.config.peer_names import find_peer_name
 from megarl.config.roll.rewrite import list_set_keys, rewrite_overrides
 from megarl.config.schema.root import Config, register
-from megarl.config.search_path import CONF_DIR, find_hidden_files, is_search_path, list_config_dirs
+from megarl.config.search_path import CONF_DIR, find_hidden_files, is_search_path, list_config_dirs, list_options
+from megarl.config.words import check_words
 
 MAX_CHECKED_SWEEP_RUNS = 256
 
@@ -31,6 +33,7 @@ def load_config(overrides: Sequence[str], command: str = "train") -> Config:
     Raises ConfigError, naming each key, what was found and what would be right; so does a key that the overrides or
     the chosen conf/experiment/NAME.yaml set and that has no effect.
     """
+    check_words(overrides)
     rewritten = rewrite_overrides(overrides)
     config = to_config(_compose(rewritten.overrides))
     sources = _list_experiment_keys(rewritten.overrides)
@@ -82,6 +85,7 @@ def check_overrides(overrides: Sequence[str], command: str = "train") -> None:
     Raises ConfigError. Of a sweep with more than 256 runs each value is checked once beside the first of the others; of
     an interval that Optuna searches, its ends.
     """
+    check_words(overrides)
     for run in expand_sweep(overrides):
         load_config(run, command)
 
@@ -89,11 +93,6 @@ def check_overrides(overrides: Sequence[str], command: str = "train") -> None:
 def list_keys(config: DictConfig) -> list[str]:
     """Every dotted key of a composed configuration, groups included."""
     return list(_walk(OmegaConf.to_container(config, resolve=False), ""))
-
-
-def list_options(group: str, overrides: Sequence[str] = ()) -> list[str]:
-    """The options of a `conf/` group, those in a directory that the overrides add to the search path included."""
-    return sorted({file.stem for folder in list_config_dirs(overrides) for file in (folder / group).glob("*.yaml")})
 
 
 def _walk(tree: Any, prefix: str) -> Iterator[str]:
@@ -105,6 +104,7 @@ def _walk(tree: Any, prefix: str) -> Iterator[str]:
 
 def _compose(overrides: Sequence[str]) -> DictConfig:
     register()
+    check_words(overrides)
     hidden = list(find_hidden_files(overrides))
     if hidden:
         raise ConfigError(hidden)
@@ -137,10 +137,19 @@ def _describe(error: Exception, overrides: Sequence[str] = ()) -> str:
         choices = ", ".join(list_options(group, overrides))
         hint = f"the choices are {choices}" if choices else f"there is no {CONF_DIR / group / option}.yaml"
         return f"{group}: found {option!r}; {hint}"
+    if isinstance(error, OverrideParseException):
+        return _describe_syntax(error)
     cause = str(error.__cause__ or error)
     key = re.search(r"full_key: (\S+)", cause)
     first_line = cause.strip().splitlines()[0]
     return f"{key.group(1)}: {first_line}" if key else first_line
+
+
+def _describe_syntax(error: Exception) -> str:
+    """Hydra's message of an override that it cannot parse, in one line that names the override."""
+    first_line = str(error).strip().splitlines()[0]
+    override = getattr(error, "override", None)
+    return f"{override}: {first_line}" if override else first_line
 
 
 def _is_choice(override: str, overrides: Sequence[str]) -> bool:
@@ -169,6 +178,8 @@ def _list_experiment_keys(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _suggest(key: str, known: Sequence[str]) -> str:
+    if (theirs := find_peer_name(key)) is not None:
+        return theirs
     nearest = find_nearest_key(key, known)
     if nearest is not None:
         return f"; did you mean {nearest}?"
@@ -223,7 +234,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
-        raise ConfigError([str(error).strip()]) from error
+        raise ConfigError([_describe_syntax(error)]) from error
 
 
 def _list_sweeper_params(overrides: Sequence[str]) -> list[str]:

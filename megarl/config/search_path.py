@@ -56,6 +56,11 @@ def list_config_dirs(overrides: Sequence[str]) -> list[Path]:
     return [CONF_DIR, *(path for text in overrides if is_search_path(text) for path in _read_search_path(text))]
 
 
+def list_options(group: str, overrides: Sequence[str] = ()) -> list[str]:
+    """The options of a `conf/` group, those in a directory that the overrides add to the search path included."""
+    return sorted({file.stem for folder in list_config_dirs(overrides) for file in (folder / group).glob("*.yaml")})
+
+
 def find_hidden_files(overrides: Sequence[str]) -> Iterator[str]:
     """One message for each file of a user's directory that megarl has, too: Hydra would read megarl's."""
     others = [directory for directory in list_config_dirs(overrides) if directory != CONF_DIR]

@@ -14,6 +14,7 @@ from megarl.doctor.gather import Probe, gather
 from megarl.doctor.judge import judge
 from megarl.doctor.need import find_need
 from megarl.doctor.text import count_stopping, render
+from megarl.run.arguments import end_with_closed_pipe
 from megarl.run.command import end_with_config_error
 
 EXIT_MISSING = 1
@@ -40,4 +41,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_with_closed_pipe()
     main()

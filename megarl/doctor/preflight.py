@@ -29,6 +29,7 @@ from megarl.config.schema.root import Config
 from megarl.config.search_path import take_config_dirs
 from megarl.hf.checkpoint import find_checkpoint
 from megarl.run.command import end_with_config_error
+from megarl.run.machine import check_object_store
 from megarl.run.resume import take_resume
 
 ADDRESS_LATER = "cluster.ray_address=first-node:0"
@@ -103,6 +104,7 @@ def print_node(config: Config) -> None:
         *find_unseen(config),
         *find_unseen_folder(os.environ.get(FOLDER_VARIABLE)),
         *find_stale_ray(os.environ.get("SLURM_CLUSTER_NAME")),
+        *check_object_store(config.cluster),
     ]
     print(json.dumps(asdict(NodeReport(name_node(), list_gpus(), problems))), flush=True)
 

@@ -14,6 +14,7 @@ from megarl.hf.cache import build_once
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 PAD, BOS, EOS = SPECIAL_TOKENS
+MAX_PARAMETERS = 10**9
 FORMAT = 2
 """Part of the content hash: raise it when what is written changes for the same numbers."""
 
@@ -65,7 +66,20 @@ def check_random_model(config: RandomModelConfig) -> list[str]:
             f" num_experts={config.num_experts}: the weights of a token's experts are normalized, so that a single"
             " one would always weigh 1 and nothing would train the router"
         )
+    size = _count_parameters(config)
+    if size > MAX_PARAMETERS:
+        problems.append(
+            f"model.random: found numbers that make {size} parameters; the checkpoint is made in memory, in float32:"
+            f" {MAX_PARAMETERS} at most"
+        )
     return problems
+
+
+def _count_parameters(config: RandomModelConfig) -> int:
+    """About as many as the model has: its matrices, without norms and biases."""
+    experts = config.num_experts if FAMILIES[config.family].has_experts else 1
+    layer = 4 * config.hidden_size**2 + 3 * config.hidden_size * config.ffn_size * experts
+    return config.num_layers * layer + 2 * len(config.alphabet) * config.hidden_size
 
 
 def _check_unused(config: RandomModelConfig) -> Iterator[str]:

@@ -9,12 +9,15 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import check_overrides, to_config
+from megarl.config.load import check_overrides, load_config, to_config
 from megarl.config.open_keys import open_overrides
 from megarl.config.placement import check_cluster
 from megarl.config.roll.rewrite import rewrite_overrides
 from megarl.config.schema.root import Config
 from megarl.config.search_path import is_search_path, take_config_dirs
+from megarl.config.words import check_words
+from megarl.run.arguments import end_with_reader, is_completion, is_printing, is_sweep, split_arguments
+from megarl.run.machine import check_machine
 from megarl.run.signals import Stopped, stopping_on_signals
 
 EXIT_BAD_CONFIG = 2
@@ -32,16 +35,32 @@ def check_command_line(command: str = "train") -> None:
         arguments = take_config_dirs(sys.argv[1:])
     except ConfigError as error:
         end_with_config_error(error)
-    overrides = [text for text in arguments if text.startswith("~") or (not text.startswith("-") and "=" in text)]
+    options, overrides = split_arguments(arguments)
+    end_with_reader(options)
+    if is_completion(options):
+        return
     try:
+        check_words(overrides)
         rewritten = rewrite_overrides(overrides)
         check_overrides(overrides, command)
+        if not (is_printing(options) or is_sweep(options)):
+            check_start(load_config(overrides, command), command)
     except ConfigError as error:
         end_with_config_error(error)
     for line in rewritten.lines:
         print(line, flush=True)
     # Hydra reads sys.argv itself, so it must also contain what makes the keys of open fields acceptable to Hydra.
-    sys.argv[1:] = [*(text for text in arguments if text not in overrides), *open_overrides(rewritten.overrides)]
+    sys.argv[1:] = [*options, *open_overrides(rewritten.overrides)]
+
+
+def check_start(config: Config, command: str) -> None:
+    """Raises ConfigError for what the cluster of the configuration or this machine cannot fulfil.
+
+    A run of a sweep is a command of its own, where it starts.
+    """
+    problems = list(check_cluster(config, command)) or list(check_machine(config, command))
+    if problems:
+        raise ConfigError(problems)
 
 
 def run_composed(composed: DictConfig, run: Callable[[Config, Path], Results], command: str = "train") -> Results:

@@ -33,10 +33,6 @@ NODES, NODES_OF_JOB = "hydra.launcher.nodes=", "hydra.launcher.additional_parame
 NO_SEED = "hydra/sweeper/sampler=grid"
 
 
-def is_sweep(arguments: Sequence[str]) -> bool:
-    return any(text in ("-m", "--multirun") for text in arguments)
-
-
 def run_sweep(start: Callable[[], object]) -> int:
     """Have Hydra start every run of sys.argv, then print how each ended. Returns the exit code.
 

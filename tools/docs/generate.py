@@ -22,9 +22,10 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from omegaconf import MISSING as REQUIRED
 
 from megarl.algo.objective import format_objective
-from megarl.config.load import list_options, load_config
+from megarl.config.load import load_config
 from megarl.config.schema import data, reward
 from megarl.config.schema.root import Config
+from megarl.config.search_path import list_options
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = ROOT / "docs" / "configuration.md"

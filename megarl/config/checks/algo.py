@@ -62,7 +62,7 @@ def _check_ranges(algo: AlgoConfig) -> Iterator[str]:
         ("topr.negative_loss_coef", algo.topr.negative_loss_coef, 0.0, inf),
         ("mismatch.low", algo.mismatch.low, 0.0, 1.0),
         ("mismatch.high", algo.mismatch.high, 1.0, inf),
-        ("dynamic_sampling.max_rounds", algo.dynamic_sampling.max_rounds, 1, inf),
+        ("dynamic_sampling.max_rounds", algo.dynamic_sampling.max_rounds, 1, 1000),
         ("replay.num_iterations", algo.replay.num_iterations, 0, inf),
         ("replay.frac", algo.replay.frac, 0.0, 1.0),
         ("value_clip", algo.value_clip, 1e-9, inf),

@@ -8,7 +8,8 @@ from megarl.algo.registry import needs_critic
 from megarl.config.checks.algo import check_algo, check_modules, check_older_samples
 from megarl.config.checks.compute import check_compute
 from megarl.config.checks.parallel import check_overlap, check_parallel, find_nearest_divisor
-from megarl.config.checks.ranges import check_ranges
+from megarl.config.checks.ranges import MAX_STALENESS, check_ranges
+from megarl.config.checks.texts import check_texts
 from megarl.config.schema.algo import LARGEST_KL_ERROR, KLConfig, OverlongConfig, needs_full_kl, needs_reference
 from megarl.config.schema.hardware import check_hardware
 from megarl.config.schema.model import ModelSource
@@ -21,6 +22,10 @@ _SIZES = (
     *("eval_every", "num_eval_prompts", "max_samples"),
 )
 """Keys of `train` that are 1 or more, or null."""
+MAX_SAMPLES = 2**20
+"""Responses that are held at a time, a hundred times those of the largest published runs (8192 an iteration)"""
+MAX_TOKENS = 2**32
+"""Tokens that are held at a time"""
 
 
 def check_config(config: Config) -> list[str]:
@@ -28,12 +33,13 @@ def check_config(config: Config) -> list[str]:
     unknown = check_modules(config.algo)
     if unknown:
         return unknown
-    sizes = list(check_sizes(config))
-    if any("must be 1 or more" in problem for problem in sizes):
+    sizes = list(_check_each_size(config))
+    if sizes:
         return sizes  # what follows divides by them
     return [
-        *sizes,
+        *_check_division(config.train),
         *check_ranges(config),
+        *check_texts(config),
         *_check_model(config),
         *_check_roles(config),
         *check_compute(config),
@@ -56,16 +62,36 @@ def describe_sizes(config: Config) -> str:
     )
 
 
-def check_sizes(config: Config) -> Iterator[str]:
-    """Sizes below 1, and those that do not divide one another."""
-    train = config.train
+def _check_each_size(config: Config) -> Iterator[str]:
+    """Sizes below 1, and more responses or tokens in an iteration than can be held."""
+    train, staleness = config.train, min(max(0, config.rollout.max_staleness), MAX_STALENESS)
     positive = {
         **{f"train.{field.name}": getattr(train, field.name) for field in fields(train) if field.name in _SIZES},
         "data.prompt_length": config.data.prompt_length,
         "rollout.response_length": config.rollout.response_length,
     }
     bad = [f"{key}: found {v}; it must be 1 or more" for key, v in positive.items() if v is not None and v < 1]
-    yield from bad or _check_division(train)
+    if not bad and train.responses_per_prompt > MAX_SAMPLES:
+        bad = [f"train.responses_per_prompt: found {train.responses_per_prompt}; it must be {MAX_SAMPLES} at most"]
+    yield from bad
+    if bad:
+        return
+    key = "samples" if train.prompts_per_iteration is None and train.samples_per_iteration else "prompts"
+    found = f"train.{key}_per_iteration: found {getattr(train, f'{key}_per_iteration')}"
+    ahead = f", and of {staleness} iterations ahead (rollout.max_staleness)" if staleness else ""
+    samples = train.num_samples * (1 + staleness)
+    tokens = samples * (config.data.prompt_length + config.rollout.response_length)
+    if samples > MAX_SAMPLES:
+        yield (
+            f"{found}, which with {train.responses_per_prompt} responses to each prompt is {train.num_samples} samples"
+            f" of an iteration{ahead}; all are requests and objects of one process, which holds {MAX_SAMPLES} at most"
+        )
+    elif tokens > MAX_TOKENS:
+        yield (
+            f"{found}, which makes up to {tokens} tokens of an iteration{ahead} at data.prompt_length +"
+            f" rollout.response_length; one process holds {MAX_TOKENS} at most, {MAX_TOKENS * 8 // 2**30} GiB of"
+            " token ids alone"
+        )
 
 
 def _check_division(train: TrainConfig) -> Iterator[str]:
@@ -121,11 +147,6 @@ def _check_model(config: Config) -> Iterator[str]:
 def _check_rollout(config: Config) -> Iterator[str]:
     rollout = config.rollout
     longest = config.data.prompt_length + rollout.response_length
-    if not (isfinite(rollout.temperature) and rollout.temperature > 0):
-        yield (
-            f"rollout.temperature: found {rollout.temperature}; training needs a sampled distribution, above 0"
-            " (evaluation is greedy by itself)"
-        )
     yield from _check_overlong(config.algo.overlong, rollout.response_length)
     if rollout.max_staleness > 0:
         yield from check_older_samples(config.algo, f"rollout.max_staleness: {rollout.max_staleness} found")
@@ -145,9 +166,10 @@ def _check_overlong(overlong: OverlongConfig, response_length: int) -> Iterator[
             f"algo.overlong.buffer: found {overlong.buffer}; it is a part of rollout.response_length"
             f" ({response_length}) and must not be longer"
         )
-    if overlong.penalty > 0 and overlong.buffer is None and overlong.count_buffer(response_length) < 1:
+    frac = overlong.buffer_frac
+    if overlong.penalty > 0 and overlong.buffer is None and isfinite(frac) and frac * response_length <= 0.5:
         yield (
-            f"algo.overlong.buffer_frac: found {overlong.buffer_frac:g}, which is less than one token of"
+            f"algo.overlong.buffer_frac: found {frac:g}, which is less than one token of"
             f" rollout.response_length ({response_length}); algo.overlong.penalty > 0 needs at least one"
         )
 

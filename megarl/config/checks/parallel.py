@@ -1,15 +1,20 @@
 """A role's layout: what Megatron's arithmetic does not allow, with the nearest numbers that it does."""
 
 from collections.abc import Iterator
+from math import isqrt
 
 from megarl.config.schema.roles import OptimizerConfig, ParallelConfig
+
+MAX_PROCESSES = 100_000
 
 
 def check_parallel(key: str, parallel: ParallelConfig, samples_per_minibatch: int) -> Iterator[str]:
     """One message per problem of the layout under `key`; what depends on the model is checked with the model."""
     names = ("num_processes", "tp", "pp", "vpp", "cp", "ep", "etp")
     bad = [
-        f"{key}.{name}: found {value}; it must be 1 or more" for name in names if (value := getattr(parallel, name)) < 1
+        f"{key}.{name}: found {value}; it must be 1 or more and at most {MAX_PROCESSES}"
+        for name in names
+        if not 1 <= (value := getattr(parallel, name)) <= MAX_PROCESSES
     ]
     yield from bad
     if bad:
@@ -56,7 +61,8 @@ def _check_product(key: str, parallel: ParallelConfig, samples_per_minibatch: in
 
 def find_nearest_divisor(number: int, wanted: int) -> int:
     """The divisor of `number` nearest to `wanted`, the smaller of two."""
-    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    divisors = [*small, *(number // n for n in small)]
     return min(divisors, key=lambda n: (abs(n - wanted), n))
 
 

@@ -1,4 +1,4 @@
-"""The numbers of every group but `algo`: which range each must be in."""
+"""The range that each number must be in; those of `algo` are in algo.py."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,6 +6,8 @@ from functools import reduce
 from math import inf, isfinite
 
 from megarl.algo.registry import needs_critic
+from megarl.config.schema import data, reward
+from megarl.config.schema.model import ModelSource
 from megarl.config.schema.roles import OptimizerConfig
 from megarl.config.schema.root import Config
 
@@ -15,47 +17,99 @@ class Range:
     low: float
     above: bool = False
     """`low` itself is out of the range."""
+    high: float = inf
+    why: str = ""
+    """Where the bounds come from; empty where nobody would ask."""
 
     def contains(self, value: float) -> bool:
-        return isfinite(value) and (value > self.low if self.above else value >= self.low)
+        return isfinite(value) and value <= self.high and (value > self.low if self.above else value >= self.low)
 
     def __str__(self) -> str:
         if self.low == -inf:
             return "a finite number"
-        return f"above {self.low:g}" if self.above else f"{self.low:g} or more"
+        low = f"above {self.low:g}" if self.above else f"{self.low:g} or more"
+        high = "" if self.high == inf else f" and at most {int(self.high)}"
+        return f"{low}{high}{f' ({self.why})' if self.why else ''}"
 
 
+YEAR_S = 31_536_000
+MAX_STALENESS = 100
 _POSITIVE, _NOT_NEGATIVE, _ONE_OR_MORE = Range(0, above=True), Range(0), Range(1)
+SEED = Range(0, high=2**32 - 1, why="SGLang gives it to numpy, which takes 32 bits")
+_DEADLINE = Range(1, high=YEAR_S, why="seconds; a busy machine answers no call in less, and clocks end before infinity")
+_START = Range(10, high=YEAR_S, why="seconds; a process that is well imports torch for as long")
+_THREADS = Range(1, high=1024, why="more than any node has cores")
+_PASSES = Range(1, high=1000, why="an iteration ends after them only")
+_PROCESSES = Range(1, high=100_000, why="each is a process")
 
 RANGES: dict[str, Range] = {
-    "seed": _NOT_NEGATIVE,
-    "rollout.num_servers": _ONE_OR_MORE,
-    "rollout.tp": _ONE_OR_MORE,
-    "rollout.sync_bucket_mb": _ONE_OR_MORE,
-    "rollout.max_staleness": _NOT_NEGATIVE,
-    "rollout.max_running_requests": _ONE_OR_MORE,
-    "rollout.num_threads": _ONE_OR_MORE,
-    "rollout.startup_deadline_s": _POSITIVE,
-    "rollout.request_deadline_s": _POSITIVE,
-    "rollout.sync_deadline_s": _POSITIVE,
+    "seed": SEED,
+    "rollout.temperature": Range(
+        0.01, high=100, why="training needs a sampled distribution; the evaluations of a training are greedy anyway"
+    ),
+    "rollout.num_servers": _PROCESSES,
+    "rollout.tp": Range(1, high=1024, why="a server is on one node"),
+    "rollout.sync_bucket_mb": Range(1, high=16384, why="MiB, of which each process holds two"),
+    "rollout.max_staleness": Range(0, high=MAX_STALENESS, why="so many iterations of responses wait in memory"),
+    "rollout.max_running_requests": Range(1, high=65536, why="SGLang reserves a row of positions for each"),
+    "rollout.kv_cache_tokens": Range(1, high=2**31 - 1, why="SGLang counts them in 32 bits"),
+    "rollout.num_threads": _THREADS,
+    "rollout.startup_deadline_s": _START,
+    "rollout.request_deadline_s": _DEADLINE,
+    "rollout.sync_deadline_s": _DEADLINE,
     "rollout.max_probe_logprob_gap": _POSITIVE,
     "rollout.max_server_restarts": _NOT_NEGATIVE,
+    "train.epochs_per_iteration": _PASSES,
     "train.max_minutes": _POSITIVE,
     "train.stop_at_heldout_reward": Range(-inf),
-    "critic.updates_per_policy_update": _ONE_OR_MORE,
-    "cluster.cpu_threads_per_worker": _ONE_OR_MORE,
-    "cluster.object_store_mb": _ONE_OR_MORE,
-    "cluster.worker_start_deadline_s": _POSITIVE,
-    "cluster.call_deadline_s": _POSITIVE,
-    "cluster.shutdown_deadline_s": _POSITIVE,
+    "critic.updates_per_policy_update": _PASSES,
+    "cluster.num_nodes": Range(1, high=100_000),
+    "cluster.gpus_per_node": Range(0, high=1024),
+    "cluster.cpu_threads_per_worker": _THREADS,
+    "cluster.object_store_mb": Range(75, high=2**24, why="MiB; Ray takes no less, and no node has as much memory"),
+    "cluster.worker_start_deadline_s": _START,
+    "cluster.call_deadline_s": _DEADLINE,
+    "cluster.shutdown_deadline_s": _DEADLINE,
+    "cluster.nodes_deadline_s": _DEADLINE,
     "checkpoint.save_every": _ONE_OR_MORE,
     "checkpoint.keep_last": _ONE_OR_MORE,
     "checkpoint.keep_best": _NOT_NEGATIVE,
-    "checkpoint.stop_deadline_s": _POSITIVE,
+    "checkpoint.stop_deadline_s": _DEADLINE,
     "checkpoint.max_restarts": _NOT_NEGATIVE,
     "logger.num_logged_samples": _NOT_NEGATIVE,
+    "evaluate.num_samples": Range(1, high=65536, why="responses per problem"),
+    "evaluate.num_problems": _ONE_OR_MORE,
 }
-"""The range of each key; a value that is null is not looked at."""
+"""The range of each key that every configuration has; a value that is null is not looked at."""
+
+RANDOM_MODEL_RANGES: dict[str, Range] = {
+    "num_layers": Range(1, high=1000),
+    "hidden_size": Range(1, high=65536),
+    "ffn_size": Range(1, high=2**20),
+    "num_heads": Range(1, high=4096),
+    "num_kv_heads": Range(1, high=4096),
+    "max_length": Range(2, high=2**24, why="SGLang reserves a row of as many positions for each request"),
+    "num_experts": Range(1, high=4096),
+    "experts_per_token": Range(1, high=4096),
+    "init_std": Range(0, above=True),
+    "seed": Range(0, high=2**63 - 1, why="torch's generator takes no more"),
+}
+
+_SCORING = Range(0.01, high=3600, why="seconds; starting to compare two expressions takes a hundredth")
+OPTION_RANGES: dict[type, dict[str, Range]] = {
+    data.LetterCountDataConfig: {
+        "max_dots": Range(1, high=100_000, why="each with each letter is a prompt, and all are made at the start"),
+        "letters_per_dot": Range(1, high=100_000),
+    },
+    data.ReasoningGymDataConfig: {
+        "size": Range(1, high=10**6, why="all are made at the start"),
+        "num_heldout": Range(1, high=10**6, why="all are made at the start"),
+    },
+    reward.LetterCountRewardConfig: {"tolerance": Range(1), "falloff": Range(1, above=True)},
+    reward.MathRewardConfig: {"timeout_s": _SCORING},
+    reward.ReasoningGymRewardConfig: {"timeout_s": _SCORING, "correct_at": Range(-inf)},
+}
+"""The ranges of the options of `data` and `reward`, by their schema."""
 
 OPTIMIZER_RANGES: dict[str, Range] = {
     "lr": _NOT_NEGATIVE,
@@ -71,6 +125,11 @@ def check_ranges(config: Config) -> Iterator[str]:
     yield from _find_outside(config, RANGES, "")
     if not (isfinite(config.reward.wrong) and config.reward.wrong < 1):
         yield f"reward.wrong: found {config.reward.wrong}; it must be a finite number below 1, a right answer's reward"
+    if config.model.source is ModelSource.random:
+        yield from _find_outside(config.model.random, RANDOM_MODEL_RANGES, "model.random.")
+    for prefix, node in (("data.", config.data), ("reward.", config.reward)):
+        for schema in type(node).__mro__:
+            yield from _find_outside(node, OPTION_RANGES.get(schema, {}), prefix)
     yield from check_optimizer("policy.optimizer", config.policy.optimizer, config.train.num_optimizer_steps)
     if needs_critic(config.algo):
         steps = config.train.num_optimizer_steps * config.critic.updates_per_policy_update

@@ -234,3 +234,8 @@ def test_smollm2_becomes_a_bfloat16_checkpoint_with_its_chat_template(tmp_path):
     with torch.no_grad():
         output = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :]
     assert "Paris" in tokenizer.decode(output)
+
+
+def test_a_random_model_that_no_memory_holds_is_refused_before_it_is_made(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.random: found numbers that make \d{14} parameters"):
+        resolve_random(replace(SMALL, num_layers=1000, hidden_size=65536, ffn_size=262144), tmp_path)

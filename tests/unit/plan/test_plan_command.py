@@ -99,7 +99,11 @@ def test_one_that_does_not_fit_ends_with_1_and_the_nearest_change() -> None:
         ((*QWEN32B, "rollout.tp=3"), "rollout.tp: found 3"),
         ((*QWEN32B, "model.path=nobody/nothing"), "model.path: 'nobody/nothing' found"),
         ((*QWEN32B, "cluster.hardware.hbm_gb_s=0"), "cluster.hardware.hbm_gb_s: found 0.0; it must be above 0"),
-        (("qwen32b",), "usage:"),
+        (
+            ("qwen32b",),
+            "qwen32b: found without a value; each argument must be key=value, or group=option",
+        ),
+        (("--gpus",), "--gpus: no such option; usage:"),
     ],
 )
 def test_a_wrong_configuration_ends_with_2_and_names_the_key(

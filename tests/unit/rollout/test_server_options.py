@@ -11,15 +11,39 @@ from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.rollout import server
 from megarl.rollout.server import ServerError, SGLangServer, build_command
-from megarl.rollout.server_options import OWN_OPTIONS, check_options, load_option_names, render_options
+from megarl.rollout.server_options import OWN_OPTIONS, check_options, load_options, render_options
 
 
 def test_the_installed_releases_arguments_are_found_with_their_flags():
-    names = load_option_names()
-    assert len(names) > 300
-    assert names["max_total_tokens"] == "--max-total-tokens"
-    assert names["tp_size"] == "--tp-size"
-    assert set(OWN_OPTIONS) <= set(names)
+    options = load_options()
+    assert len(options) > 300
+    assert options["max_total_tokens"].flag == "--max-total-tokens"
+    assert options["tp_size"].flag == "--tp-size"
+    assert set(OWN_OPTIONS) <= set(options)
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "right", "expected"),
+    [
+        ("chunked_prefill_size", "much", 4096, "an integer"),
+        ("chunked_prefill_size", True, -1, "an integer"),
+        ("chunked_prefill_size", 0.5, None, "an integer"),
+        ("mem_fraction_static", "most", 0.8, "a number"),
+        ("watchdog_timeout", [1], 300, "a number"),
+        ("disable_radix_cache", 3, False, "true or false"),
+        ("enable_metrics", "yes", True, "true or false"),
+        ("attention_backend", True, "triton", "a text"),
+        ("schedule_policy", "zzz", "fcfs", "one of lpm, random"),
+        ("log_requests_level", 9, 2, "one of 0, 1, 2, 3"),
+        ("context_length", "much", "64K", "an integer"),
+        ("cuda_graph_bs_decode", ["x"], [1, 2], "a list, each an integer"),
+        ("json_model_override_args", True, {"a": 1}, "a text"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_refused_with_what_sglang_takes(key, wrong, right, expected):
+    (problem,) = check_options({key: wrong})
+    assert problem.startswith(f"rollout.sglang.{key}: found {wrong!r}; SGLang takes {expected}")
+    assert check_options({key: right}) == []
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_right_one():

@@ -1,0 +1,52 @@
+"""The words of a command line that are no override that Hydra could read: one message each, before Hydra sees them."""
+
+from collections.abc import Iterator, Sequence
+
+from megarl.config.errors import ConfigError
+from megarl.config.search_path import CONF_DIR, list_config_dirs, list_options
+
+NULLS = ("", "null")
+
+
+def check_words(overrides: Sequence[str]) -> None:
+    """Raises ConfigError for a word that is not `key=value`, and for a group that is set to null.
+
+    A group has no null: what is left out has the option that conf/config.yaml names.
+    """
+    problems = [problem for text in overrides for problem in _find_problem(text, overrides)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _find_problem(text: str, overrides: Sequence[str]) -> Iterator[str]:
+    word = text.strip()
+    key, equals, value = word.lstrip("+").partition("=")
+    if not word:
+        yield "found an empty argument; each must be key=value, or group=option"
+    elif word.startswith("~"):
+        if "=" not in word and not word[1:]:
+            yield "~: found without a key"
+    elif not equals:
+        hint = _suggest(word, overrides)
+        yield f"{word}: found without a value; each argument must be key=value, or group=option{hint}"
+    elif not key.strip():
+        yield f"{word}: found without a key; each argument must be key=value, or group=option"
+    elif value.strip().lower() in NULLS and (options := _list_options(key, overrides)):
+        leave = "; or leave it out" if key == "experiment" else ""
+        yield f"{key}: found {value.strip() or 'nothing'}; the choices are {', '.join(options)}{leave}"
+
+
+def _suggest(word: str, overrides: Sequence[str]) -> str:
+    options = _list_options(word, overrides)
+    if options:
+        return f": {word}= and one of {', '.join(options)}"
+    groups = sorted({path.name for folder in list_config_dirs(()) for path in folder.iterdir() if path.is_dir()})
+    fitting = [f"{group}={word}" for group in groups if word in _list_options(group, overrides)]
+    return f"; did you mean {' or '.join(fitting)}?" if fitting else ""
+
+
+def _list_options(group: str, overrides: Sequence[str]) -> list[str]:
+    """The options of the group; none where it is no group."""
+    # Reading hydra.searchpath of a word that cannot be parsed would raise; only good words are looked at.
+    good = [text for text in overrides if "=" in text]
+    return list_options(group, good) if (CONF_DIR / group).is_dir() and group.isidentifier() else []

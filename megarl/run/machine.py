@@ -1,0 +1,131 @@
+"""What a configuration asks of the machine that the command runs on, checked before any process is started.
+
+It needs neither torch nor Ray, so that a wrong number is reported within a second.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from megarl.config.placement import list_groups
+from megarl.config.schema.cluster import AUTO, ClusterConfig
+from megarl.config.schema.root import Config
+
+CONNECT_S = 5.0
+"""How long cluster.ray_address may take to answer: it is that of a Ray that runs already"""
+SHM = Path("/dev/shm")
+SHM_NEEDED_FROM = 10**10
+"""Bytes above which Ray takes its object store from /dev/shm only; a smaller one may be in a file"""
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+BYTES_PER_PROCESS = 100 * 2**20
+"""Least memory that a process with torch has for itself"""
+BYTES_PER_TOKEN = 88
+"""Memory of a response's token in the trainer: id and log-prob (Python objects, with their pointers), mask, version"""
+
+
+def check_machine(config: Config, command: str = "train") -> Iterator[str]:
+    """One message for each key that this machine cannot fulfil; command: as in python -m megarl.COMMAND."""
+    cluster = config.cluster
+    yield from _check_listen_host(cluster.listen_host)
+    yield from _check_memory(config, command)
+    if cluster.ray_address is not None:
+        yield from _check_ray_address(cluster.ray_address)
+        return
+    yield from check_object_store(cluster)
+    if cluster.gpus_per_node == 0:
+        yield from _check_cores(config, command)
+
+
+def check_object_store(cluster: ClusterConfig) -> Iterator[str]:
+    """A message where Ray would refuse to start with so large an object store on this machine."""
+    wanted, memory, shared = cluster.object_store_mb * 2**20, find_memory(), psutil.disk_usage(str(SHM)).free
+    if wanted > memory:
+        yield (
+            f"cluster.object_store_mb: found {cluster.object_store_mb}; this machine has"
+            f" {memory // 2**20} MiB of memory"
+        )
+    elif wanted > max(shared, SHM_NEEDED_FROM):
+        yield (
+            f"cluster.object_store_mb: found {cluster.object_store_mb}; {SHM} of this machine, where Ray has it, has"
+            f" {shared // 2**20} MiB free"
+        )
+
+
+def find_memory() -> int:
+    """Bytes of memory that this machine has, or this container may use."""
+    total = int(psutil.virtual_memory().total)
+    try:
+        return min(total, int(CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):  # no cgroup of version 2, or `max`
+        return total
+
+
+def _check_listen_host(host: str) -> Iterator[str]:
+    if host == AUTO:
+        return
+    try:
+        # Only an address of this machine can be bound.
+        with socket.socket(socket.AF_INET) as listener:
+            listener.bind((host, 0))
+    except (OSError, UnicodeError) as error:
+        own = sorted(
+            each.address for many in psutil.net_if_addrs().values() for each in many if each.family == socket.AF_INET
+        )
+        yield (
+            f"cluster.listen_host: found {host}, which is no IPv4 address or name of this machine ({error}); it must be"
+            f" {AUTO}, or one of {', '.join(own)}"
+        )
+
+
+def _check_ray_address(address: str) -> Iterator[str]:
+    host, _, port = address.rpartition(":")
+    end = time.monotonic() + CONNECT_S
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+            return
+        except (OSError, OverflowError, UnicodeError) as error:
+            if isinstance(error, ConnectionRefusedError) and time.monotonic() < end:
+                time.sleep(0.2)  # of a Ray that is about to listen
+                continue
+            yield (
+                f"cluster.ray_address: found {address}, where nothing answers ({error}); it must be the HOST:PORT of a"
+                " Ray that runs, or null for one of this run"
+            )
+            return
+
+
+def _check_memory(config: Config, command: str) -> Iterator[str]:
+    if command != "train":
+        return
+    train, rollout = config.train, config.rollout
+    samples = train.num_samples * (1 + rollout.max_staleness)
+    needed, memory = samples * rollout.response_length * BYTES_PER_TOKEN, find_memory()
+    if needed > memory:
+        key = "samples" if train.prompts_per_iteration is None and train.samples_per_iteration else "prompts"
+        yield (
+            f"train.{key}_per_iteration: found {getattr(train, f'{key}_per_iteration')}; {samples} responses of up to"
+            f" rollout.response_length={rollout.response_length} tokens take {needed // 2**30} GiB in the trainer, and"
+            f" this machine has {memory // 2**30} GiB"
+        )
+
+
+def _check_cores(config: Config, command: str) -> Iterator[str]:
+    """Threads beyond the cores only wait for one another, and processes beyond the memory are killed."""
+    cores = os.cpu_count() or 1
+    trained = {} if command == "evaluate" else {"cluster.cpu_threads_per_worker": config.cluster.cpu_threads_per_worker}
+    for key, found in {**trained, "rollout.num_threads": config.rollout.num_threads}.items():
+        if found > cores:
+            yield f"{key}: found {found}; this machine has {cores} cores"
+    groups = list_groups(config, command)
+    number, memory = sum(group.num_gpus for group in groups), find_memory()
+    if number * BYTES_PER_PROCESS > memory:
+        asked = " + ".join(f"{group.name} {group.num_gpus}" for group in groups)
+        yield (
+            f"cluster: {asked} processes, each with {BYTES_PER_PROCESS // 2**20} MiB at least; this machine has"
+            f" {memory // 2**20} MiB of memory: fewer of parallel.num_processes, rollout.num_servers and rollout.tp"
+        )
