@@ -33,7 +33,7 @@ from megarl.config.roll.resolve import Value, resolve_aliases
 from megarl.config.schema.root import Config
 from megarl.config.search_path import CONF_DIR
 from megarl.tools.roll_file import RollFile, read_roll_file
-from megarl.tools.roll_handlers import HANDLERS, Conversion, convert_filter, convert_reward, find_variant
+from megarl.tools.roll_handlers import HANDLERS
 from megarl.tools.roll_keys import (
     OF_A_ROLE,
     PRESETS,
@@ -47,6 +47,7 @@ from megarl.tools.roll_keys import (
     find_reason,
     to_text,
 )
+from megarl.tools.roll_learned import Conversion, convert_filter, convert_reward, find_variant, list_math_domains
 
 DEFAULT = "ROLL's default"
 LEARNED_KINDS = ("data", "reward", "objective", "model")
@@ -206,7 +207,7 @@ def _import_key(key: str, value: Any, file: RollFile) -> Outcome:
     found = to_text(value)
     try:
         conversion = _convert(key, value, file)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         conversion = Conversion(note=str(error), lost="objective")
     if conversion is not None:
         verdict = "nothing here"
@@ -250,8 +251,11 @@ def _find_missing(file: RollFile) -> Iterator[Outcome]:
             yield Outcome(key, "-", "not given", overrides, note, lost)
     if not {"response_length", "sequence_length"} & set(known):
         yield Outcome("response_length", "-", "not given", {}, "needed in ROLL, too", "objective")
-    if not any(key.startswith("rewards.") and key.endswith(".worker_cls") for key in known):
-        yield Outcome("rewards", "-", "not given", {}, "the reward is needed: reward=NAME", "reward")
+    if not list_math_domains(file.leaves):
+        # Never another reward in its place: without a path these overrides do not load.
+        yield Outcome(
+            "rewards", "-", "none here", {"reward": "function"}, "reward.path=package.module:callable", "reward"
+        )
 
 
 def _import_defaults(file: RollFile, given: Mapping[str, str]) -> Iterator[Outcome]:

@@ -138,9 +138,9 @@ NOTHING_HERE: dict[str, str] = {
         for name in ("logits_in_fp32", "apply_loss_scale")
     },
     **{f"{role}.{name}": "of distillation alone" for role in _PROCESSES for name in ("opd_kl_coef", "tag_included")},
-    **dict.fromkeys(("actor_train.topr_positive_weight", "actor_train.topr_negative_weight"), "in algo.topr"),
-    "actor_train.model_update_frequency": "the servers have the new weights after every update",
-    "actor_infer.model_update_frequency": "the servers have the new weights after every update",
+    **{f"{role}.topr_{name}_weight": "in algo.topr" for role in _PROCESSES for name in ("positive", "negative")},
+    **{f"{role}.model_update_frequency": "ROLL reads actor_train's" for role in _PROCESSES},
+    "actor_infer.training_args": "the servers train nothing",
     **{f"{role}.router_replay": "the routing of experts is not replayed in training" for role in _PROCESSES},
     **{f"{role}.mtp_training_mode": "multi-token prediction is not trained" for role in _PROCESSES},
     **dict.fromkeys(
