@@ -29,6 +29,9 @@ TEMPLATES = ("native", "qwen2_5", "qwen3")
 """ROLL's templates that are the tokenizer's own; qwen3 switches thinking on, which is Qwen3's default."""
 _PG_WORKER = "roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker"
 _WORKERS = (None, "roll.pipeline.rlvr.actor_worker.ActorWorker", _PG_WORKER)
+_WEIGHT = "train_infer_correction.is_weight"
+_TRUNCATED = "tis" if "tis" in MismatchCorrection.__members__ else "clip"
+"""Truncated importance sampling, by its name in algo.mismatch.correction."""
 _FUNCTION = "write it as a function: reward=function reward.path=package.module:callable"
 
 
@@ -256,21 +259,26 @@ def convert_difficulty_mask(value: Any, leaves: Leaves) -> Conversion:
 
 
 def convert_async_ratio(value: Any, leaves: Leaves) -> Conversion:
+    """async_generation_ratio: responses are sampled ahead of the update, by older weights."""
     if not value:
         return Conversion(note="rollout and update alternate")
-    steps = ceil(read_number(leaves, "async_generation_ratio", 0))
-    return Conversion({"rollout.max_staleness": str(steps)}, "responses are generated ahead")
+    overrides = {"rollout.max_staleness": str(ceil(read_number(leaves, "async_generation_ratio", 0)))}
+    if leaves.get(f"{_WEIGHT}.enabled") or find_variant(leaves) == "topr":
+        return Conversion(overrides, "responses are generated ahead")
+    note = "ROLL does not correct for the policy that sampled; here older samples are weighted by the ratio to it"
+    return Conversion(overrides | {"algo.mismatch.correction": _TRUNCATED}, note, "objective")
 
 
 def convert_importance_weight(value: Any, leaves: Leaves) -> Conversion:
+    """train_infer_correction.is_weight.enabled."""
     if not value:
         return Conversion(note="off, as here")
-    prefix = "train_infer_correction.is_weight."
-    level, high = leaves.get(f"{prefix}weight_type", "token"), leaves.get(f"{prefix}upper_bound", 1.2)
+    level, high = leaves.get(f"{_WEIGHT}.weight_type", "token"), leaves.get(f"{_WEIGHT}.upper_bound", 1.2)
     if level not in ("token", "geometric", "sequence") or high is None or find_variant(leaves) == "topr":
         return Conversion(note="algo.mismatch has no such weight", lost="objective")
-    kind = "tis" if "tis" in MismatchCorrection.__members__ else "clip"
-    overrides = {"algo.mismatch.correction": kind, "algo.mismatch.level": level, "algo.mismatch.low": "0.0"}
+    overrides = {"algo.mismatch.correction": _TRUNCATED, "algo.mismatch.level": level}
+    if _TRUNCATED == "clip":
+        overrides["algo.mismatch.low"] = "0.0"
     return Conversion(overrides | {"algo.mismatch.high": to_text(high)}, "the ratio, bounded from above")
 
 

@@ -69,6 +69,11 @@ ALIASES: dict[str, Alias] = {
     "pg_clip_low": Alias(("algo.clip_low",), "with use_pg_clip_range=true"),
     "pg_clip_high": Alias(("algo.clip_high",), "with use_pg_clip_range=true"),
     "dual_clip_loss": Alias(("algo.dual_clip",), "true: the bound is 1 + 2 * pg_clip (0.2 by default); false: none"),
+    "importance_sampling": Alias(
+        ("algo.surrogate",),
+        "token: the ratio of each token; seq: GSPO's, of the response",
+        {"token": "clip", "seq": "gspo"},
+    ),
     "value_clip": Alias(("algo.value_clip",), "values clipped around the old ones; null: off"),
     "loss_agg_mode": Alias(
         ("algo.loss_agg_mode",),
@@ -94,9 +99,6 @@ ALIASES: dict[str, Alias] = {
         ("policy.optimizer.clip_grad",), "of the policy; the critic's is critic.optimizer.clip_grad"
     ),
     # What has no counterpart.
-    "importance_sampling": Alias(
-        (), "the ratio is per token here, GSPO's sequence ratio is not available", off=("token",)
-    ),
     "whiten_rewards": Alias((), "token rewards are not whitened; reward_norm normalises the responses'", off=(False,)),
     "use_reward_scaling": Alias(
         (), "ROLL's RLVR pipeline does not read it; reward_norm is what it has", off=(False,), is_read=False

@@ -309,6 +309,14 @@ def test_samples_ahead_of_the_update_and_their_correction_are_kept(tmp_path):
     assert config.rollout.max_staleness == 1
     assert (config.algo.mismatch.level.name, config.algo.mismatch.high) == ("geometric", 1.5)
     assert config.algo.mismatch.correction.name in ("tis", "clip")
+    # Without a weight ROLL corrects nothing, which is refused here.
+    config = load_tree(tmp_path, make(async_generation_ratio=1), objective=["async_generation_ratio"])
+    assert config.algo.mismatch.correction.name in ("tis", "clip")
+
+
+def test_the_ratio_of_the_response_is_gspo(tmp_path):
+    assert load_tree(tmp_path, make(importance_sampling="seq")).algo.surrogate == "gspo"
+    assert load_tree(tmp_path, make(importance_sampling="token")).algo.surrogate == "clip"
 
 
 def test_the_critic_starts_from_a_model_of_its_own_and_its_minibatch_must_be_the_policys(tmp_path):
