@@ -104,6 +104,15 @@ def _recompute(role: str) -> Handler:
     return handle
 
 
+def _moe_recompute(role: str) -> Handler:
+    def handle(value: Any, leaves: Leaves) -> Conversion:
+        if not value or leaves.get(f"{role}.{_STRATEGY}.recompute_granularity"):
+            return Conversion(note="recompute_granularity decides")
+        return Conversion({f"{ROLES[role]}.recompute": "full"}, "in place of the experts' layers alone")
+
+    return handle
+
+
 def _strategy(role: str) -> Handler:
     def handle(value: Any, leaves: Leaves) -> Conversion:
         note = "Megatron trains and scores"
@@ -203,5 +212,6 @@ HANDLERS: dict[str, Handler] = {
     **{f"{role}.training_args.lr_scheduler_type": _schedule(ROLES[role]) for role in TRAINED},
     **{f"{role}.training_args.warmup_ratio": _warmup_ratio(role) for role in TRAINED},
     **{f"{role}.{_STRATEGY}.recompute_granularity": _recompute(role) for role in TRAINED},
+    **{f"{role}.{_STRATEGY}.moe_layer_recompute": _moe_recompute(role) for role in TRAINED},
     **{f"{role}.strategy_args.strategy_name": _strategy(role) for role in TRAINED},
 }

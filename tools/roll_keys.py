@@ -151,6 +151,14 @@ NOTHING_HERE: dict[str, str] = {
     "actor_train.model_args.adapter_name_or_path": "all weights are trained, not adapters",
     "actor_train.model_args.freeze_module_prefix": "all weights are trained, none are frozen",
     "actor_train.model_args.model_config_kwargs": _FROM_CHECKPOINT,
+    **dict.fromkeys(
+        (f"{role}.{_STRATEGY}account_for_{part}_in_pipeline_split" for role in ROLES for part in ("embedding", "loss")),
+        "model.megatron.num_layers_in_first_pipeline_stage=N, and last, split the layers unevenly",
+    ),
+    **dict.fromkeys(
+        (f"{role}.{_STRATEGY}pipeline_model_parallel_layout" for role in ROLES),
+        "model.megatron.num_layers_in_first_pipeline_stage=N, and last, split the layers unevenly",
+    ),
     f"actor_train.{_STRATEGY}additional_configs": "model.megatron.KEY=VALUE sets Megatron's own",
     **dict.fromkeys(
         _MEDIA,
