@@ -34,7 +34,6 @@ ANSWER_FIELDS = (
     "completion",
     "solution",
 )
-CHAT_FIELDS = ("messages", "conversations")
 ROLES = {"human": "user", "gpt": "assistant", "developer": "system"}
 """Names of roles in other data sets, and ours."""
 
@@ -61,14 +60,14 @@ def find_fields(where: str, record: Mapping[str, Any], config: FileDataConfig) -
         raise ConfigError([_no_field(where, record, "question", PROMPT_FIELDS, "data.prompt_field")])
     others = tuple(name for name in ANSWER_FIELDS if name != prompt)
     answer = config.answer_field or _first_present(record, others)
-    if answer is None and not _ends_with_assistant(get_field(record, prompt)):
+    if answer is None and not _ends_with_assistant(_decode_chat(get_field(record, prompt))):
         raise ConfigError([_no_field(where, record, "answer", others, "data.answer_field")])
     return prompt, answer
 
 
 def to_problem(where: str, record: Mapping[str, Any], prompt_field: str, answer_field: str | None) -> Problem:
     """The problem of one record. Fields that are neither question nor answer become metadata."""
-    value = get_field(record, prompt_field)
+    value = _decode_chat(get_field(record, prompt_field))
     used = {prompt_field.split(".")[0]}
     if isinstance(value, list):
         messages = read_messages(where, prompt_field, value)
@@ -117,6 +116,22 @@ def read_messages(where: str, field: str, value: list[Any]) -> tuple[Message, ..
     if not messages:
         raise ConfigError([f"{where}: {field}: found no messages; expected one or more"])
     return tuple(messages)
+
+
+def _decode_chat(value: Any) -> Any:
+    """A chat that is written as JSON within a text, as ROLL's data sets have it; every other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        decoded = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    chat = isinstance(decoded, list) and decoded and all(_is_message(item) for item in decoded)
+    return decoded if chat else value
+
+
+def _is_message(item: Any) -> bool:
+    return isinstance(item, dict) and ({"role", "content"} <= item.keys() or {"from", "value"} <= item.keys())
 
 
 def clean_answer(value: Any) -> str:

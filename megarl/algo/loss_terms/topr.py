@@ -77,10 +77,13 @@ def _format(algo: AlgoConfig) -> str:
 
 
 def _check(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: int) -> Iterator[str]:
-    if not find_advantage(algo.advantage).per_response:
+    # The reward to go is the reward itself, at every token, without a discount and a KL.
+    undiscounted = algo.advantage == "reinforce" and algo.gamma == 1 and not algo.kl.in_reward
+    if not (find_advantage(algo.advantage).per_response or undiscounted):
         yield (
             f"algo.advantage: {algo.advantage} found; the topr terms split the responses by the sign of their"
-            f" advantage, one for all tokens: must be {name_advantages(per_response=True)}"
+            f" advantage, one for all tokens: must be {name_advantages(per_response=True)}, or reinforce with"
+            " algo.gamma=1 and algo.kl.in_reward=false"
         )
 
 

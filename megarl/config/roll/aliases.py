@@ -16,6 +16,8 @@ class Alias:
     """ROLL's value -> ours, where they differ; empty: the value as it is."""
     off: tuple[object, ...] = ()
     """Where there are no targets: the values that ask for nothing."""
+    is_read: bool = True
+    """Whether ROLL's RLVR pipeline reads it."""
 
 
 _KL_PENALTIES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "k3": "k3", "full": "full"}
@@ -24,7 +26,7 @@ ALIASES: dict[str, Alias] = {
     "rollout_batch_size": Alias(("train.prompts_per_iteration",), "prompts of an iteration"),
     "num_return_sequences_in_group": Alias(("train.responses_per_prompt",), "responses of a prompt, the group"),
     "ppo_epochs": Alias(("train.epochs_per_iteration",), "passes over the samples of an iteration"),
-    "prompt_length": Alias(("data.prompt_length",), "most tokens of a prompt; longer ones are dropped, ROLL cuts them"),
+    "prompt_length": Alias(("data.prompt_length",), "most tokens of a prompt; longer ones are dropped"),
     "response_length": Alias(("rollout.response_length",), "most tokens of a response"),
     # Advantages and the statistics of rewards, which mean something only together.
     "adv_estimator": Alias(
@@ -67,6 +69,11 @@ ALIASES: dict[str, Alias] = {
     "pg_clip_low": Alias(("algo.clip_low",), "with use_pg_clip_range=true"),
     "pg_clip_high": Alias(("algo.clip_high",), "with use_pg_clip_range=true"),
     "dual_clip_loss": Alias(("algo.dual_clip",), "true: the bound is 1 + 2 * pg_clip (0.2 by default); false: none"),
+    "importance_sampling": Alias(
+        ("algo.surrogate",),
+        "token: the ratio of each token; seq: GSPO's, of the response",
+        {"token": "clip", "seq": "gspo"},
+    ),
     "value_clip": Alias(("algo.value_clip",), "values clipped around the old ones; null: off"),
     "loss_agg_mode": Alias(
         ("algo.loss_agg_mode",),
@@ -92,13 +99,16 @@ ALIASES: dict[str, Alias] = {
         ("policy.optimizer.clip_grad",), "of the policy; the critic's is critic.optimizer.clip_grad"
     ),
     # What has no counterpart.
-    "importance_sampling": Alias(
-        (), "the ratio is per token here, GSPO's sequence ratio is not available", off=("token",)
-    ),
     "whiten_rewards": Alias((), "token rewards are not whitened; reward_norm normalises the responses'", off=(False,)),
-    "use_reward_scaling": Alias((), "ROLL's RLVR pipeline does not read it; reward_norm is what it has", off=(False,)),
-    "use_reward_norm": Alias((), "ROLL's RLVR pipeline does not read it; reward_norm is what it has", off=(False,)),
-    "add_len_reward": Alias((), "ROLL reads it nowhere; algo.overlong.penalty prices long responses", off=(False,)),
+    "use_reward_scaling": Alias(
+        (), "ROLL's RLVR pipeline does not read it; reward_norm is what it has", off=(False,), is_read=False
+    ),
+    "use_reward_norm": Alias(
+        (), "ROLL's RLVR pipeline does not read it; reward_norm is what it has", off=(False,), is_read=False
+    ),
+    "add_len_reward": Alias(
+        (), "ROLL reads it nowhere; algo.overlong.penalty prices long responses", off=(False,), is_read=False
+    ),
     "difficulty_mask": Alias(
         (),
         "samples are not dropped by their group's mean; algo.dynamic_sampling replaces groups of equal rewards",
@@ -110,11 +120,19 @@ ALIASES: dict[str, Alias] = {
     "error_max_len_threshold": Alias((), "there is no error_max_len_clip here"),
     "difficulty_loss_weight": Alias((), "samples are not weighted by difficulty", off=(False,)),
     "length_loss_weight": Alias((), "samples are not weighted by length; loss_agg_mode decides", off=(False,)),
-    "mask_type": Alias((), "ROLL reads it nowhere; algo.overlong.filter_critic extends the filter to the critic"),
-    "use_policy_loss_type": Alias((), "ROLL reads it nowhere; algo.surrogate=logprob is its PG", off=("PPO",)),
-    "use_topr_loss": Alias((), "ROLL reads it nowhere; algo=topr, or the topr weights, choose TOPR", off=(False,)),
-    "enable_reference": Alias((), "a reference is loaded exactly where a KL term is configured", off=(False,)),
-    "l2": Alias((), "ROLL reads it nowhere; policy.optimizer.weight_decay is the decay", off=(0, 0.0)),
+    "mask_type": Alias(
+        (), "ROLL reads it nowhere; algo.overlong.filter_critic extends the filter to the critic", is_read=False
+    ),
+    "use_policy_loss_type": Alias(
+        (), "ROLL reads it nowhere; algo.surrogate=logprob is its PG", off=("PPO",), is_read=False
+    ),
+    "use_topr_loss": Alias(
+        (), "ROLL reads it nowhere; algo=topr, or the topr weights, choose TOPR", off=(False,), is_read=False
+    ),
+    "enable_reference": Alias(
+        (), "a reference is loaded exactly where a KL term is configured", off=(False,), is_read=False
+    ),
+    "l2": Alias((), "ROLL reads it nowhere; policy.optimizer.weight_decay is the decay", off=(0, 0.0), is_read=False),
     "async_generation_ratio": Alias((), "rollout and update alternate", off=(0, 0.0)),
     "use_opd": Alias((), "there is no distillation from a teacher", off=(False,)),
     "is_pure_opd": Alias((), "there is no distillation from a teacher", off=(False,)),

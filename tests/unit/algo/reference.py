@@ -228,10 +228,14 @@ def mismatch_weights(s, i, algo):
     return [bounded(math.exp(x), c.low, c.high, c.correction.name) for x in d]
 
 
-def surrogate(lp, old, a, algo):
+def surrogate(lp_row, s, i, t, algo):
+    lp, old, a = lp_row[t], s.old[i][t], s.advantages[i][t]
     if algo.surrogate == "logprob":
         return -a * lp
     w = torch.exp(lp - old)
+    if algo.surrogate == "gspo":
+        logs = [lp_row[k] - s.old[i][k] for k in range(len(lp_row)) if s.mask[i][k]]
+        w = torch.exp(sum(logs) / len(logs))
     best = torch.minimum(w * a, torch.clamp(w, 1 - algo.clip_low, 1 + algo.clip_high) * a)
     if a < 0 and algo.dual_clip is not None:
         best = torch.maximum(best, torch.tensor(algo.dual_clip * a, dtype=torch.float64))
@@ -277,7 +281,7 @@ def policy_loss(lp, entropy, s, algo, response_length, full=None):
             if not counted:
                 continue
             x = lp[i, t]
-            loss = algo.rl_loss_coef * c[t] * surrogate(x, s.old[i][t], s.advantages[i][t], algo)
+            loss = algo.rl_loss_coef * c[t] * surrogate(lp[i], s, i, t, algo)
             if algo.topr.positive_loss_coef or algo.topr.negative_loss_coef:
                 loss = loss + topr(lp[i], s, i, t, algo)
             if algo.kl.in_loss:

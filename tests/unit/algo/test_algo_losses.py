@@ -142,6 +142,21 @@ def test_the_logprob_surrogate_by_hand():
     assert float(loss_of(*one_row([2, 1], [1, 1]), config).loss) == pytest.approx(3 * math.log(2))
 
 
+def test_the_gspo_surrogate_by_hand():
+    # Ratios 2 and 1/2 of the tokens: their geometric mean is 1, which no bound clips, for each token A = 1 and A = 3.
+    config = configure(surrogate="gspo", loss_agg_mode=LossAggMode["seq-mean-token-mean"])
+    logprobs, targets, counts = one_row([1, 3], [2, 0.5])
+    logprobs.requires_grad_()
+    out = policy_loss(logprobs, None, targets, config, counts, LIMIT)
+    out.loss.backward()
+    assert float(out.loss.detach()) == pytest.approx(-2.0)
+    assert float(out.sums["policy/clip_frac"]) == 0.0
+    # d/dlp of -(1/2)(1 + 3) s with s = exp(mean log-ratio): -(1/2) 4 s / 2 for either token
+    assert logprobs.grad.tolist() == pytest.approx([-1.0, -1.0])
+    # sqrt(2 * 2) = 2 is clipped at 1.2: no gradient where A > 0
+    assert float(loss_of(*one_row([1, 1], [2, 2]), config).loss) == pytest.approx(-1.2)
+
+
 def test_mismatch_weights_by_hand():
     # ratios 1, 4 in a row of two, 0.25 in a row of one; bounds 0.5 and 2
     log_ratio, rows, lengths = f64([1.0, 4.0, 0.25]).log(), torch.tensor([0, 0, 1]), torch.tensor([2, 1])

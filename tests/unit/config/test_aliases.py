@@ -129,7 +129,10 @@ WORKING: dict[str, list[tuple[list[str], dict[str, object]]]] = {
         (["algo=grpo", "critic_warmup=0"], {"algo.value_pretrain.enabled": False}),
     ],
     "max_grad_norm": [(["max_grad_norm=0.5"], {"policy.optimizer.clip_grad": 0.5})],
-    "importance_sampling": [(["importance_sampling=token"], {})],
+    "importance_sampling": [
+        (["importance_sampling=token"], {"algo.surrogate": "clip"}),
+        (["algo=grpo", "importance_sampling=seq"], {"algo.surrogate": "gspo"}),
+    ],
 }
 REFUSED: dict[str, list[tuple[list[str], str]]] = {
     "adv_estimator": [

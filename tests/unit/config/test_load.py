@@ -69,8 +69,17 @@ def test_a_mistyped_option_of_any_group_is_refused_without_an_empty_list_of_choi
 @pytest.mark.parametrize("model", list_options("model"))
 @pytest.mark.parametrize("algo", list_options("algo"))
 def test_every_algorithm_composes_with_every_model(algo, model):
-    config = load_config([f"algo={algo}", f"model={model}"])
+    path = ["model.path=mine"] if model == "checkpoint" else []
+    config = load_config([f"algo={algo}", f"model={model}", *path])
     assert (config.algo.name, config.model.name) == (algo, model)
+
+
+def test_a_checkpoint_of_ones_own_needs_a_path_and_has_nothing_of_the_tiny_task():
+    assert "model.path" in problems_of("model=checkpoint")
+    config = load_config(["model=checkpoint", "model.path=mine", "algo=grpo"])
+    assert config.rollout.kv_cache_tokens is None
+    assert type(config.data).__name__ == "JsonlDataConfig"
+    assert type(config.reward).__name__ == "MathRewardConfig"
 
 
 @pytest.mark.parametrize("model", ["tiny", "smollm2_135m"])

@@ -1,3 +1,4 @@
+import json
 import re
 from typing import Any
 
@@ -39,6 +40,19 @@ def read_all(*records: dict[str, Any], **keys: str) -> list[tuple[str, str]]:
 )
 def test_the_usual_field_names_are_found(record: dict[str, Any]) -> None:
     assert read_all(record) == [("Q", "A")]
+
+
+def test_a_chat_that_is_written_as_json_within_a_text_is_read_as_a_chat() -> None:
+    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "1+1?"}]
+    record = {"messages": json.dumps(chat), "ground_truth": "2"}
+    (problem,) = read_problems([("f:1", record)], FileDataConfig(prompt_field="messages"))
+    assert problem.messages == (Message("system", "S"), Message("user", "1+1?"))
+    assert problem.answer == "2"
+
+
+@pytest.mark.parametrize("text", ["[1, 2] + [3]?", "[[1, 2], [3, 4]]", "[]", '[{"a": 1}]', "[" * 100_000])
+def test_a_question_that_only_looks_like_json_stays_a_question(text: str) -> None:
+    assert read_all({"question": text, "answer": "A"}) == [(text, "A")]
 
 
 def test_an_instruction_with_an_input_is_asked_with_it() -> None:
