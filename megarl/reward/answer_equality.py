@@ -96,6 +96,8 @@ def _equals_number(gold: Number, answer: Number) -> bool:
         return False
     if gold.form == "decimal" and answer.form == "fraction" and gold.value.denominator == 1:
         return False
+    if answer.unit.words[:1] == ("base",) and not gold.unit.words and answer.unit.words != ("base", "10"):
+        return False
     factor = convert(answer.unit, gold.unit)
     if factor is None:
         return False

@@ -17,13 +17,14 @@ _STATEMENT = re.compile(
     r"(?:\b(?:answer|correct (?:option|choice))\b(?:[ \t]+(?:to|for|of)[ \t]+(?:this|the|your|our)[ \t]+"
     r"(?:\w+[ \t]+)?(?:question|problem|exercise))?"
     r"[ \t*_`]*(?::|=|\bis\b|\bare\b|\bequals\b|\bmust be\b|\bshould be\b)[ \t*_`]*:?"
+    r"(?:[ \t]*(?:therefore|thus|hence|then|indeed|clearly)\b,?)?"
     r"|^[ \t#*_]*(?:the[ \t]+)?(?:final[ \t]+)?answer[ \t*_]*$"
-    r"|^[ \t]*\#\#\#\#[ \t]+(?=[-+$\\\d.(\[{√π]|[A-J]\b))",
+    r"|(?:^|(?<=[ \t]))\#\#\#\#[ \t]+(?=[-+$\\\d.(\[{√π]|[A-J]\b))",
     re.IGNORECASE | re.MULTILINE,
 )
 _NO_STATEMENT = re.compile(r"\\(?:boxed|fbox)\s*\{|^\W*not\b")
 _SENTENCE_END = re.compile(r"(?<![\s.])[.!](?=[\s*_]|$)")
-_REASON = re.compile(r"[,;]?\s+(?:because|since|as|which|where|so|therefore|thus|but|if|when|I hope)\b.*", re.DOTALL)
+_REASON = re.compile(r"[,;]?\s+\(?(?:because|since|as|which|where|so|therefore|thus|I hope)\b.*", re.DOTALL)
 _TAKEN_BACK = re.compile(
     r"(?:\W|\\text\b)*(?:(?:is|was|are|would be|seems|looks)\b\W*(?:n[o']?t\b|wrong|incorrect|false|a mistake)"
     r"|isn't|\?)",
@@ -55,7 +56,13 @@ def remove_thinking(text: str, *, thinking: bool) -> str:
     for tag in _THINKING.finditer(text):
         thinking = "/" not in tag.group(0)
         end = tag.end()
-    return "" if thinking else text[end:]
+    return "" if thinking else _remove_end_tokens(text[end:])
+
+
+def _remove_end_tokens(text: str) -> str:
+    while text != (text := re.sub(r"(?:<\|[^|<>]{1,40}\|>|</s>)$", "", text.rstrip())):
+        pass
+    return text
 
 
 def find_last_value(text: str) -> str | None:

@@ -60,7 +60,7 @@ def grade(gold_text: str, text: str, mode: str, *, thinking: bool = False) -> Ve
         last = find_last_value(whole[-MAX_CHARACTERS:])
         answers = [found for found in [read_answer(last) if last else None] if found]
     denied = any(
-        reading is None and _DENIAL.match(clean(each)) for reading, each in zip(readings, statements, strict=True)
+        reading is None and _DENIAL.match(strip_text(each)) for reading, each in zip(readings, statements, strict=True)
     )
     return _grade_answers(gold, answers) if answers and not denied else Verdict(False, False, None)
 

@@ -69,7 +69,9 @@ def clean(text: str) -> str:
     for pattern, new in _RENAMED:
         text = pattern.sub(new, text)
     text = re.sub(r"\\[()\[\]]", " ", text)
-    text = re.sub(r"\s+", " ", text).strip().rstrip(".,;:!").strip()
+    text = re.sub(r"\s+", " ", text).strip().strip()
+    if not re.search(r"\.\.|…|\\[lc]?dots", text[-6:]):
+        text = text.rstrip(".,;:").strip()
     while found := _APPROXIMATELY.match(text):
         text = text[found.end() :]
     return re.sub(r"(?<=\S)\s+\([A-Za-z ,-]*\)$", "", text)

@@ -34,7 +34,7 @@ _NOT_IN_UNITS = frozenset(
         "of by squared cubed pi sqrt sin cos tan log ln exp mod infinity factorial choose half third quarter because",
     )
 )
-_WORDS = re.compile(r"[A-Za-z°$€£¢%'’.-]+(?:\^\{?[23]\}?|[²³])?|/")
+_WORDS = re.compile(r"[A-Za-z°$€£¢%][A-Za-z°$€£¢%'’.-]*(?:\^\{?[23]\}?|[²³])?|/")
 MAX_WORDS = 5
 
 
@@ -57,7 +57,8 @@ def read_unit(text: str, *, spaced: bool) -> Unit | None:
 
     spaced: stands apart from the number or in \\text{}; otherwise only known units count, as in 5cm.
     """
-    text = text.strip().rstrip(".")
+    text = text.strip()
+    text = text[:-1] if text[-2:-1].isalpha() and text.endswith(".") else text
     words = [word.lower() if len(word) > 1 else word for word in _WORDS.findall(text)]
     if "".join(_WORDS.findall(text)) != re.sub(r"\s", "", text) or len(words) > MAX_WORDS:
         return None
