@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+import answer_attacks
+import answer_cases
 import pytest
-from answer_cases import RIGHT, WRONG
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_cases import build_prompt, build_response
@@ -15,6 +16,9 @@ from megarl.report.evaluation import count_votes
 from megarl.reward.answer_grading import grade
 from megarl.reward.build import build_reward
 from megarl.types import Sample
+
+RIGHT = answer_cases.RIGHT + answer_attacks.RIGHT
+WRONG = answer_cases.WRONG + answer_attacks.WRONG
 
 
 @pytest.fixture(scope="module")
