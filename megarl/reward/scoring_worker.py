@@ -19,36 +19,14 @@ Scorer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def build_math_scorer() -> Scorer:
-    """{"gold", "text"} -> {"equal", "gold_read", "answer_read", "answer"}; to math-verify, gold and answer are not
-    alike. answer: the expression read in the text, decimals as fractions; null where there is none.
-    """
-    import sympy
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    """{"gold", "text", "mode", "thinking"} -> {"correct", "read", "answer"}; see megarl.reward.answer_grading."""
+    from megarl.reward.answer_grading import grade
 
     guard_sympy()
-    targets = (LatexExtractionConfig(), ExprExtractionConfig())
-
-    def read(text: str) -> list[Any]:
-        # The process's own timer bounds the time; math-verify's would replace its handler.
-        found = parse(text, targets, fallback_mode="no_fallback", parsing_timeout=None)
-        return [expression for expression in found if not isinstance(expression, str)]
-
-    def write(expression: Any) -> str | None:
-        # Numbers of thousands of digits cannot be converted (TypeError) or written (ValueError).
-        try:
-            decimals = {number: sympy.nsimplify(number, rational=True) for number in expression.atoms(sympy.Float)}
-            return str(expression.xreplace(decimals))
-        except (TypeError, ValueError):
-            return None
 
     def score(question: dict[str, Any]) -> dict[str, Any]:
-        gold_text, text = question["gold"], question["text"]
-        gold = [] if "$" in gold_text or "\\boxed" in gold_text else read(f"${gold_text}$")
-        gold = gold or read(gold_text)
-        answer = read(text)
-        equal = bool(gold and answer) and verify(gold, answer, timeout_seconds=None)
-        written = write(answer[0]) if answer else None
-        return {"equal": bool(equal), "gold_read": bool(gold), "answer_read": bool(answer), "answer": written}
+        verdict = grade(question["gold"], question["text"], question["mode"], thinking=question["thinking"])
+        return {"correct": verdict.is_right, "read": verdict.is_read, "answer": verdict.answer}
 
     return score
 

@@ -1,6 +1,7 @@
 """The `reward` group: what a response is compared with, one schema per kind of verifier."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -35,10 +36,24 @@ class AdditionRewardConfig(RewardConfig):
     """The response is the number and nothing else."""
 
 
+class StatedAnswer(Enum):
+    """What states the answer, after the end of thinking."""
+
+    boxed = "boxed"
+    """\\boxed{...} only; for prompts that ask for a box"""
+    final = "final"
+    """a box or an explicit final statement ("The answer is 72", "Answer: 72", "#### 72", <answer>72</answer>), or a
+    response that is nothing but the answer"""
+    any = "any"
+    """where there is none of these, also the last number or formula of the last sentence; for base models that are not
+    told how to end, and counts sentences that happen to end in the right number"""
+
+
 @dataclass
 class MathRewardConfig(RewardConfig):
-    """Mathematical equality, by math-verify."""
+    """Mathematical equality of the stated answer and the expected one, read by math-verify's parser."""
 
+    answer: StatedAnswer = StatedAnswer.final
     timeout_s: float = 5.0
     """Time limit in seconds of scoring one response; a response that takes longer counts as wrong."""
 

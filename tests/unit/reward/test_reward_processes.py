@@ -18,6 +18,8 @@ from megarl.reward.build import build_reward
 from megarl.reward.evaluation_guard import SCORERS_WITH_EVAL, check_source
 from megarl.reward.scoring_process import ScoringProcess
 
+QUESTION = {"gold": "1", "text": "1", "mode": "final", "thinking": False}
+
 
 @pytest.fixture(scope="module")
 def math_reward():
@@ -29,60 +31,13 @@ def gym_reward():
     return build_reward(ReasoningGymRewardConfig(timeout_s=20.0))
 
 
-@pytest.mark.parametrize(
-    ("answer", "text", "expected"),
-    [
-        ("72", "She sold 48 and 24, so the answer is 72.", True),
-        ("72", "The answer is \\boxed{72}", True),
-        ("72", "72 and then 73", False),
-        ("\\frac{1}{2}", "\\boxed{0.5}", True),
-        ("1/2", "$\\frac{2}{4}$", True),
-        ("x^2-1", "$(x-1)(x+1)$", True),
-        ("1,000", "1000", True),
-        ("(1,2)", "$(2, 1)$", False),
-    ],
-)
-def test_math_compares_values_and_not_writing(math_reward, answer, text, expected):
-    result = math_reward(build_prompt(answer), build_response(text))
-    assert (result.reward, result.correct) == (float(expected), expected)
-    assert result.details == {"format": 1.0, "timeout": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("texts", "read"),
-    [
-        (["\\boxed{72}", "$72.0$", "so 72", "\\boxed{72 \\text{ eggs}}"], "72"),
-        (["\\boxed{0.5}", "$\\frac{2}{4}$", "1/2"], "1/2"),
-        (["I do not know.", ""], None),
-    ],
-)
-def test_math_reads_equal_answers_alike_whether_right_or_wrong(math_reward, texts, read):
-    for gold in ("72", "5"):
-        assert {math_reward(build_prompt(gold), build_response(text)).answer for text in texts} == {read}
-
-
-def test_math_reads_the_text_where_the_expected_answer_is_no_mathematics(math_reward):
-    score = math_reward(build_prompt("?!"), build_response(" ?! "))
-    assert (score.correct, score.answer) == (True, "?!")
-
-
-def test_math_leaves_out_an_answer_too_long_to_be_written(math_reward):
-    number = f"{'9' * 3000}.{'9' * 3000}"
-    score = math_reward(build_prompt("1"), build_response(f"\\boxed{{{number}}}"))
-    assert (score.correct, score.details["format"], score.answer) == (False, 1.0, None)
-
-
-def test_math_counts_a_response_without_an_answer_as_wrong_format(math_reward):
-    result = math_reward(build_prompt("72"), build_response("I do not know."))
-    assert (result.reward, result.details) == (0.0, {"format": 0.0, "timeout": 0.0})
-
-
-def test_a_power_of_powers_is_wrong_within_the_time_limit_off_the_main_thread(math_reward):
+def test_an_answer_that_takes_too_long_is_wrong_within_the_time_limit_off_the_main_thread(math_reward):
     results = []
+    prompt, endless = build_prompt("\\sum_{k=1}^{n} k^2"), "\\boxed{\\sum_{k=1}^{99999999} k^{k}}"
 
     def score():
         started = time.monotonic()
-        results.append(math_reward(build_prompt("72"), build_response("The answer is 9**9**9**9")))
+        results.append(math_reward(prompt, build_response(endless)))
         results.append(time.monotonic() - started)
 
     math_reward(build_prompt("1"), build_response("1"))
@@ -216,7 +171,7 @@ def test_a_time_limit_that_is_none_is_named(seconds):
 
 def test_the_scoring_process_ends_with_its_owner():
     process = ScoringProcess("math", 5.0)
-    assert process.ask({"gold": "1", "text": "1"}) is not None
+    assert process.ask(QUESTION) is not None
     pid = process._process.pid
     assert Path(f"/proc/{pid}").exists() or sys.platform != "linux"
     del process
@@ -227,8 +182,8 @@ def test_the_scoring_process_ends_with_its_owner():
 
 def test_a_scoring_process_that_was_killed_is_replaced():
     process = ScoringProcess("math", 5.0)
-    process.ask({"gold": "1", "text": "1"})
+    process.ask(QUESTION)
     os.kill(process._process.pid, 9)
-    assert process.ask({"gold": "1", "text": "1"}) is None
-    assert process.ask({"gold": "1", "text": "1"})["equal"]
+    assert process.ask(QUESTION) is None
+    assert process.ask(QUESTION)["correct"]
     process.close()

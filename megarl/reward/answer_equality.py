@@ -1,0 +1,262 @@
+"""Whether a response's answer is the expected one: equal in value, of the same kind and as evaluated as it."""
+
+import random
+import re
+from typing import Any
+
+import sympy
+
+from megarl.reward.answer_numbers import Number
+from megarl.reward.answer_reading import (
+    Answer,
+    Equation,
+    Expression,
+    Items,
+    Region,
+    make_exact,
+    read_answer,
+    to_region,
+)
+from megarl.reward.answer_units import convert
+
+_FREE = frozenset(
+    re.findall(
+        r"\\[a-zA-Z]+",
+        r"\frac \sqrt \cdot \times \pi \infty \begin \end \alpha \beta \gamma \theta \phi \lambda \mu \omega \mathbb"
+        r" \cup \cap \emptyset \varnothing \setminus \circ \le \ge \ne \in \overline \imath \hline",
+    )
+)
+"""Commands that stand for no operation left to be done; others may stand in an answer where they stand in the gold."""
+_ENDLESS = (sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.Derivative)
+_DIGITS = 50
+_POINTS = 3
+
+
+def is_equal(gold: Answer, answer: Answer) -> bool:
+    """Whether the answer equals the gold and is as evaluated; what cannot be compared is not equal."""
+    try:
+        return _is_equal(gold, answer)
+    except MemoryError:
+        raise
+    except Exception:  # sympy has many kinds of errors for what it cannot evaluate or compare.
+        return False
+
+
+def _is_equal(gold: Answer, answer: Answer) -> bool:
+    if isinstance(answer, Equation):
+        return _equals_equation(gold, answer)
+    if isinstance(gold, Equation):
+        return is_equal(gold.value, answer)
+    if isinstance(gold, Number):
+        return isinstance(answer, Number) and _equals_number(gold, answer)
+    if isinstance(gold, Items) and isinstance(answer, Items):
+        return _equals_items(gold, answer)
+    gold_region, region = to_region(gold), to_region(answer)
+    if gold_region and region and (isinstance(gold, Region) or isinstance(answer, Region | Items)):
+        return gold_region.set == region.set or bool(gold_region.set.symmetric_difference(region.set).is_empty)
+    if not isinstance(gold, Expression):
+        return False
+    if isinstance(answer, Number):
+        tree: Any = sympy.Rational(answer.value.numerator, answer.value.denominator)
+        answer = Expression(tree, "", answer.unit)
+    return isinstance(answer, Expression) and _equals_expression(gold, answer)
+
+
+def write_answer(answer: Answer) -> str | None:
+    """One text for equal answers, as far as evaluating them makes their texts equal; None for one too long."""
+    try:
+        match answer:
+            case Number():
+                return str(answer.value) + ("%" if answer.is_percent else "")
+            case Expression():
+                return answer.latex if _is_left_open(answer) else str(make_exact(answer.tree))
+            case Region():
+                return str(answer.set)
+            case Equation():
+                return write_answer(answer.value)
+            case Items():
+                texts = [write_answer(item) or "" for item in answer.items]
+                ordered = texts if answer.brackets not in ("", "{}") else sorted(texts)
+                brackets = answer.brackets or "{}"
+                return brackets[0] + ", ".join(ordered) + brackets[1]
+    except MemoryError:
+        raise
+    except Exception:  # Numbers of thousands of digits cannot be written, and sympy cannot evaluate everything.
+        return None
+
+
+def _is_left_open(answer: Expression) -> bool:
+    """Whether an expression without symbols is not evaluated; 52 + 70 is no vote for 122, and sums may be endless."""
+    operations = count_open_operations(answer.tree) or _find_operations(answer.latex)
+    return bool(operations) and (not answer.tree.free_symbols or answer.tree.has(*_ENDLESS))
+
+
+def _equals_number(gold: Number, answer: Number) -> bool:
+    if gold.form == "integer" and answer.form in ("fraction", "mixed"):
+        return False
+    if gold.form == "decimal" and answer.form == "fraction" and gold.value.denominator == 1:
+        return False
+    if answer.unit.words[:1] == ("base",) and not gold.unit.words and answer.unit.words != ("base", "10"):
+        return False
+    factor = convert(answer.unit, gold.unit)
+    if factor is None:
+        return False
+    value = answer.value * factor
+    if gold.is_percent == answer.is_percent:
+        return value == gold.value
+    if answer.is_percent:
+        return value == gold.value or (gold.form != "integer" and value == gold.value * 100)
+    return value in (gold.value, gold.value / 100)
+
+
+def _equals_equation(gold: Answer, answer: Equation) -> bool:
+    """The last side is the value; sides that are numbers must equal it, and the first may name it."""
+    if isinstance(gold, Equation):
+        if not is_equal(gold.value, answer.value):
+            return isinstance(gold.value, Expression) and _equals_curve(gold, answer)
+        first, expected = (re.sub(r"\s|\\text|[{}]", "", sides[0]) for sides in (answer.sides, gold.sides))
+        return first == expected or _equals_curve(gold, answer)
+    if not is_equal(gold, answer.value):
+        return False
+    return _is_name(answer.sides[0]) or all(_has_value(side, answer.value) for side in answer.sides)
+
+
+def _is_name(side: str) -> bool:
+    """Whether the side names a quantity (x, f(2), m + n, P(A)) rather than being a sum to solve such as 2x + 3."""
+    if re.fullmatch(r"\(\s*[A-Za-z]\w*(?:\s*,\s*[A-Za-z]\w*)+\s*\)", side):
+        return True
+    side = re.sub(r"\\text\{[^{}]*\}|[_^]\{[^{}]*\}|[_^]\w|\([^()]*\)", "", side)
+    return bool(re.search(r"[A-Za-z]", side)) and not re.search(r"\d", side)
+
+
+def _has_value(side: str, value: Answer) -> bool:
+    found = read_answer(side)
+    if isinstance(found, Number) and isinstance(value, Number):
+        return found.value == value.value
+    if not isinstance(found, Number | Expression) or not isinstance(value, Number | Expression):
+        return False
+    return _is_zero(_to_tree(found) - _to_tree(value))
+
+
+def _equals_curve(gold: Equation, answer: Equation) -> bool:
+    """Whether two equations in the same variables are multiples of one another; a solved x = 5 asks for x = 5."""
+    if len(gold.sides) != 1 or len(answer.sides) != 1 or not isinstance(gold.value, Expression | Number):
+        return False
+    lefts = [read_answer(gold.sides[0]), read_answer(answer.sides[0])]
+    rights = [gold.value, answer.value]
+    if not all(isinstance(side, Number | Expression) for side in lefts + rights):
+        return False
+    trees = [_to_tree(left) - _to_tree(right) for left, right in zip(lefts, rights, strict=True)]
+    if len(trees[0].free_symbols) < 2 or trees[0].free_symbols != trees[1].free_symbols:
+        return False
+    ratio = sympy.simplify(trees[0] / trees[1])
+    return bool(ratio.is_number and ratio.is_finite and not ratio.is_zero)
+
+
+def _to_tree(answer: Any) -> Any:
+    if isinstance(answer, Number):
+        return sympy.Rational(answer.value.numerator, answer.value.denominator)
+    return make_exact(answer.tree)
+
+
+def _equals_items(gold: Items, answer: Items) -> bool:
+    """Lists and sets in any order, tuples and intervals in order; a set may be written as a list."""
+    unordered = ("", "{}")
+    if gold.brackets != answer.brackets and not (gold.brackets in unordered and answer.brackets in unordered):
+        return False
+    if len(gold.items) != len(answer.items):
+        return False
+    if gold.brackets not in unordered:
+        return all(map(is_equal, gold.items, answer.items))
+    rest = list(answer.items)
+    for item in gold.items:
+        found = next((candidate for candidate in rest if is_equal(item, candidate)), None)
+        if found is None:
+            return False
+        rest.remove(found)
+    return True
+
+
+def _equals_expression(gold: Expression, answer: Expression) -> bool:
+    commands, allowed = _find_operations(answer.latex), _find_operations(gold.latex)
+    if not commands <= allowed or convert(answer.unit, gold.unit) != 1:
+        return False
+    if isinstance(gold.tree, sympy.MatrixBase) or isinstance(answer.tree, sympy.MatrixBase):
+        return _equals_matrix(gold, answer)
+    if count_open_operations(answer.tree) > count_open_operations(gold.tree):
+        return False
+    if isinstance(gold.tree, sympy.Symbol) or not all(isinstance(e.tree, sympy.Expr) for e in (gold, answer)):
+        return bool(gold.tree == answer.tree)
+    left, right = make_exact(gold.tree), make_exact(answer.tree)
+    if left == right:
+        return True
+    if left.free_symbols != right.free_symbols:
+        return False
+    # Digits, however many, are no irrational number.
+    if any(number.is_Float and not left.has(sympy.Float) and not left.free_symbols for number in answer.tree.atoms()):
+        return bool(left.is_rational) and bool(left == right)
+    if not answer.latex and not left.free_symbols and left.is_rational is not True:
+        return False
+    return _is_zero(left - right)
+
+
+def _equals_matrix(gold: Expression, answer: Expression) -> bool:
+    trees = gold.tree, answer.tree
+    if not all(isinstance(tree, sympy.MatrixBase) for tree in trees) or trees[0].shape != trees[1].shape:
+        return False
+    pairs = zip(*(tree.flat() for tree in trees), strict=True)
+    return all(
+        count_open_operations(right) <= count_open_operations(left) and _is_zero(make_exact(left) - make_exact(right))
+        for left, right in pairs
+    )
+
+
+def _find_operations(latex: str) -> set[str]:
+    found = set(re.findall(r"\\[a-zA-Z]+", latex)) - _FREE
+    return found | {sign for sign in "!|" if sign in latex} | set(re.findall(r"\{d\}\{d|\bd[xyzt]$", latex))
+
+
+def count_open_operations(tree: Any) -> int:
+    """How many sums, products and powers of the tree are left to be done: 52 + 70, 2x + 3x, 2^10, sqrt(144)."""
+    if not isinstance(tree, sympy.Expr):
+        return sum(count_open_operations(part) for part in getattr(tree, "args", ()))
+    count = sum(count_open_operations(part) for part in tree.args)
+    if isinstance(tree, sympy.Add):
+        terms = [term.doit() for term in _flatten(tree, sympy.Add)]
+        count += len(sympy.Add.make_args(sympy.Add(*terms))) < len(terms)
+    elif isinstance(tree, sympy.Mul):
+        count += _has_open_product(_flatten(tree, sympy.Mul))
+    elif isinstance(tree, sympy.Pow) and tree.base.is_number and tree.exp.is_number:
+        is_fraction = tree.exp == -1 and tree.base.is_Integer
+        count += not is_fraction and bool(tree.doit().is_rational)
+    return int(count)
+
+
+def _flatten(tree: Any, kind: Any) -> list[Any]:
+    return [part for arg in tree.args for part in (_flatten(arg, kind) if isinstance(arg, kind) else [arg])]
+
+
+def _has_open_product(factors: list[Any]) -> bool:
+    """More than one number above or below the bar, or twice the same symbol or root."""
+    above = [factor for factor in factors if factor.is_Float or (factor.is_Rational and abs(factor) != 1)]
+    below = [factor for factor in factors if factor.is_Pow and factor.exp == -1 and factor.base.is_Rational]
+    bases = [factor.as_base_exp()[0] for factor in factors if not factor.is_Rational and factor not in below]
+    simple = [base for base in bases if base.is_Atom]
+    return len(above) > 1 or len(below) > 1 or len(set(simple)) < len(simple)
+
+
+def _is_zero(difference: Any) -> bool:
+    """Whether the expression is zero for all values of its symbols: at random points, to 50 digits.
+
+    Schwartz-Zippel: an expression that is not zero everywhere is zero at a random point with probability about 0.
+    """
+    if difference == 0:
+        return True
+    symbols = sorted(difference.free_symbols, key=str)
+    chance = random.Random(0)
+    for _ in range(_POINTS if symbols else 1):
+        point = {symbol: sympy.Rational(chance.randint(-(10**6), 10**6), 10**5 + 3) for symbol in symbols}
+        value = difference.subs(point).evalf(_DIGITS, maxn=4 * _DIGITS)
+        if not value.is_number or not value.is_finite or abs(value) > sympy.Float(10) ** (10 - _DIGITS):
+            return False
+    return True

@@ -1,0 +1,123 @@
+"""Which parts of a response state its answer: boxes and explicit final statements, after the end of thinking.
+
+Only the text is looked at here; megarl.reward.answer_reading says what a stated answer means. Every search is linear
+in the length of the response.
+"""
+
+import re
+from collections.abc import Iterator
+
+MAX_CHARACTERS = 1000
+"""A longer stated answer is not read."""
+_TAGS = r"(?:think|thinking|thought|reasoning|reason|scratchpad|seed:think)"
+_THINKING = re.compile(rf"<(/?){_TAGS}>|\[(/?)THINK\]|◁(/?)think▷")
+_ANSWER_TAG = re.compile(rf"<answer>((?:(?!</?answer>).){{0,{MAX_CHARACTERS}}})</answer>", re.DOTALL)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_STATEMENT = re.compile(
+    r"(?:\b(?:answer|correct (?:option|choice))\b(?:[ \t]+(?:to|for|of)[ \t]+(?:this|the|your|our)[ \t]+"
+    r"(?:\w+[ \t]+)?(?:question|problem|exercise))?"
+    r"[ \t*_`]*(?::|=|\bis\b|\bare\b|\bequals\b|\bmust be\b|\bshould be\b)[ \t*_`]*:?"
+    r"(?:[ \t]*(?:therefore|thus|hence|then|indeed|clearly)\b,?)?"
+    r"|^[ \t#*_]*(?:the[ \t]+)?(?:final[ \t]+)?answer[ \t*_]*$"
+    r"|(?:^|(?<=[ \t]))\#\#\#\#[ \t]+(?=[-+$\\\d.(\[{√π]|[A-J]\b))",
+    re.IGNORECASE | re.MULTILINE,
+)
+_NO_STATEMENT = re.compile(r"\\(?:boxed|fbox)\s*\{|^\W*not\b")
+_SENTENCE_END = re.compile(r"(?<![\s.])[.!](?=[\s*_]|$)")
+_REASON = re.compile(r"[,;]?\s+\(?(?:because|since|as|which|where|so|therefore|thus|I hope)\b.*", re.DOTALL)
+_TAKEN_BACK = re.compile(
+    r"(?:\W|\\text\b)*(?:(?:is|was|are|would be|seems|looks)\b\W*(?:n[o']?t\b|wrong|incorrect|false|a mistake)"
+    r"|isn't|\?)",
+    re.IGNORECASE,
+)
+_NEGATED = re.compile(r"(?:\bnot|n't|\bnever|\brather than|\binstead of)[\s:*$({\\\[]*$", re.IGNORECASE)
+_HEDGE = re.compile(
+    r"\?|\b(?:unknown|unclear|undetermined|cannot|can't|can not|not|maybe|perhaps|either|neither|unsure|if)\b", re.I
+)
+_NUMBER = re.compile(r"(?<![\w.,/*+×÷^=-])[-−]?(?:[$€£]\s?)?(?:\d[\d,]*)?\.?\d+(?:/\d+)?(?:\s?%)?(?![\d*/+×÷^])")
+_MATH = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+
+
+def extract_statements(text: str, mode: str) -> list[str]:
+    """The texts that state an answer, in order; those taken back in their own sentence are left out.
+
+    text: what comes after thinking. mode: with "boxed" final statements beside a box count (they may say another
+    answer), but none without a box.
+    """
+    boxes = [(start, content) for start, _, content in _find_boxes(text)]
+    if mode == "boxed" and not boxes:
+        return []
+    return [content for _, content in sorted(boxes + _find_final_statements(text))]
+
+
+def remove_thinking(text: str, *, thinking: bool) -> str:
+    """The text after the last thinking; empty where thinking does not end."""
+    end = 0
+    for tag in _THINKING.finditer(text):
+        thinking = "/" not in tag.group(0)
+        end = tag.end()
+    return "" if thinking else _remove_end_tokens(text[end:])
+
+
+def _remove_end_tokens(text: str) -> str:
+    while text != (text := re.sub(r"(?:<\|[^|<>]{1,40}\|>|</s>)$", "", text.rstrip())):
+        pass
+    return text
+
+
+def find_last_value(text: str) -> str | None:
+    """The last number or formula of the last sentence, unless the sentence asks or doubts."""
+    lines = text.strip().splitlines() or [""]
+    sentence = re.split(r"(?<=[.!?])\s+(?=\S)", lines[-1].strip())[-1]
+    if _HEDGE.search(sentence):
+        return None
+    found = [(m.end(), next(filter(None, m.groups()))) for m in _MATH.finditer(sentence)]
+    found += [(m.end(), m.group(0)) for m in _NUMBER.finditer(re.sub(r"=\s*", "= ", sentence))]
+    return max(found)[1] if found else None
+
+
+def _find_boxes(text: str) -> Iterator[tuple[int, int, str]]:
+    """Start, end and content of each box that is closed and not taken back in its sentence."""
+    position = 0
+    while match := _BOX.search(text, position):
+        end = _find_closing_brace(text, match.end())
+        if end is None:
+            return
+        position = end
+        before, after = text[max(0, match.start() - 40) : match.start()], text[end : end + 60]
+        if not _TAKEN_BACK.match(after) and not _NEGATED.search(before):
+            yield match.start(), end, text[match.end() : end - 1]
+
+
+def _find_closing_brace(text: str, start: int) -> int | None:
+    depth = 1
+    for brace in re.finditer(r"\\.|[{}]", text[start : start + 4 * MAX_CHARACTERS], re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(brace.group(0), 0)
+        if depth == 0:
+            return start + brace.end()
+    return None
+
+
+def _find_final_statements(text: str) -> list[tuple[int, str]]:
+    """What follows "the answer is", "Answer:", "####" or stands in <answer>; one that holds a box is the box."""
+    tagged = [(match.start(), match.end(), match.group(1).strip()) for match in _ANSWER_TAG.finditer(text)]
+    found = [(start, content) for start, _, content in tagged]
+    for match in _STATEMENT.finditer(text):
+        if not any(start <= match.start() < end for start, end, _ in tagged):
+            content = _cut(text[match.end() : match.end() + 4 * MAX_CHARACTERS])
+            found.append((match.start(), content))
+    return [(start, content) for start, content in found if content and not _NO_STATEMENT.search(content)]
+
+
+def _cut(text: str) -> str:
+    """The statement at the start of the text: a displayed formula, or the rest of the line up to the sentence's end."""
+    text = text.lstrip()
+    for opening, closing in (("\\[", "\\]"), ("$$", "$$")):
+        if text.startswith(opening):
+            end = text.find(closing, len(opening))
+            if end > 0:
+                return text[len(opening) : end].strip()
+    line = text.split("\n", 1)[0]
+    if sentence_end := _SENTENCE_END.search(line):
+        line = line[: sentence_end.start()]
+    return _REASON.sub("", line).strip(" \t*_`")

@@ -1,0 +1,257 @@
+"""From the text of a stated answer to what it means: numbers, expressions, lists, sets, intervals, equations, words.
+
+Numbers are read here, exactly, so that "an evaluated number" is a matter of how it is written; every other formula is
+read by latex2sympy, which keeps what is not evaluated.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+from latex2sympy2_extended.latex2sympy2 import latex2sympy
+from math_verify.grader import should_treat_as_complex
+
+from megarl.reward.answer_extraction import MAX_CHARACTERS
+from megarl.reward.answer_notation import clean, is_one_group, measure_depth, split
+from megarl.reward.answer_numbers import Number, read_number
+from megarl.reward.answer_units import NO_UNIT, Unit, read_unit
+
+MAX_DEPTH = 20
+"""Brackets in one another; deeper ones are not read."""
+MAX_FORMULA = 400
+"""Characters that latex2sympy is given; it needs about 10 ms for each where it recovers from errors."""
+MAX_BITS = 100_000
+"""Size of a number when evaluated; larger powers are not read."""
+_RELATION = re.compile(r"\\le(?![a-z])|\\ge(?![a-z])|<|>")
+_NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*$")
+_JOINED = re.compile(
+    r"\s*(?:,\s*)?(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*|\s*[,;]\s*"
+)
+_PLAIN_FUNCTION = re.compile(r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|log|ln|infty|theta|alpha|beta)(?![a-zA-Z])")
+_PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{4,}.*\d|\d.* [a-zA-Z]{4,} .*\d")
+_WORD = re.compile(r"(?<![\\a-zA-Z])(?!cdot|times)[a-zA-Z]{4,}|[^\x00-\x7f]")
+_UNREADABLE = re.compile(
+    r"[\^_]\s*\\?\w+\s*[\^]\s*\\?\w+\s*\^|_\w+\s*_|\\binom.*\d{4}|\d{4}.*\\binom|\\binom.*\^|--|=\s*=|\\text"
+)
+"""Double superscripts and subscripts, and binomials too large to be evaluated, which latex2sympy does at once."""
+
+
+@dataclass(frozen=True)
+class Expression:
+    """Anything else that latex2sympy reads, as written (not evaluated)."""
+
+    tree: Any
+    latex: str
+    unit: Unit = NO_UNIT
+
+
+@dataclass(frozen=True)
+class Items:
+    """Several answers in brackets: {} for a set, "" for a list, (), [], [) and (] for tuples or intervals."""
+
+    brackets: str
+    items: "tuple[Answer, ...]"
+
+
+@dataclass(frozen=True)
+class Region:
+    """A set of real numbers."""
+
+    set: Any
+
+
+@dataclass(frozen=True)
+class Equation:
+    """name = value; earlier sides of a chain are in `sides`, as text."""
+
+    sides: tuple[str, ...]
+    value: "Answer"
+
+
+Answer = Number | Expression | Items | Region | Equation
+
+
+def read_answer(text: str) -> Answer | None:
+    """What the text says as mathematics; None where it says nothing, or in more than MAX_CHARACTERS."""
+    if len(text) > MAX_CHARACTERS or measure_depth(text) > MAX_DEPTH:
+        return None
+    return _read(clean(text))
+
+
+def _read(text: str) -> Answer | None:
+    text = text.strip()
+    if not text:
+        return None
+    if (number := read_number(text)) is not None:
+        return number
+    if text.count("\\pm") > 2:
+        return None
+    if "\\pm" in text:
+        return _read_items("", [text.replace("\\pm", sign, 1) for sign in ("+", "-")])
+    parts = list(split(text, _JOINED))
+    if len(parts) > 1:
+        items = _read_items("", parts)
+        words = " or " in text or "\\text{ or" in text
+        return _unite(items) if words and items and any(isinstance(i, Region) for i in items.items) else items
+    return _read_one(text)
+
+
+def _read_one(text: str) -> Answer | None:
+    """An answer that is no list."""
+    sides = list(split(text, re.compile(r"(?<![<>!:])=")))
+    if len(sides) > 1:
+        value = _read(sides[-1])
+        if any(_PROSE.search(side) for side in sides):
+            return None
+        return Equation(tuple(side.strip() for side in sides[:-1]), value) if value and all(sides) else None
+    if found := re.match(r"\\?[a-zA-Z](?:_\w)?\s*\\in(?![a-z])", text):
+        return _as_region(_read(text[found.end() :]))
+    if found := re.match(r"\\\{\s*[a-z]\s*(?:\\mid|\||:)(.*)\\\}$", text):
+        return _as_region(_read(found.group(1)))
+    pieces = list(split(text, re.compile(r"\\cup(?![a-z])")))
+    if len(pieces) > 1:
+        items = _read_items("", pieces)
+        return _unite(items) if items else None
+    if _RELATION.search(text):
+        return _read_inequality(text)
+    return _read_bracketed(text) or _read_expression(text)
+
+
+def _read_items(brackets: str, parts: list[str]) -> Items | None:
+    items = [_read(part) for part in parts]
+    return Items(brackets, tuple(item for item in items if item)) if all(items) else None
+
+
+def _read_bracketed(text: str) -> Answer | None:
+    """A set, tuple or interval; single round brackets around one answer are left out."""
+    text = text.replace("\\langle", "(").replace("\\rangle", ")")
+    for opening, closing in (("\\{", "\\}"), ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"), ("{", "}")):
+        if text.startswith(opening) and text.endswith(closing) and is_one_group(text):
+            inside = text[len(opening) : -len(closing)]
+            parts = list(split(inside, re.compile(r"[,;]")))
+            if len(parts) == 1 and opening in "({":
+                return _read(inside)
+            brackets = (opening + closing).replace("\\", "")
+            return _read_items(brackets, parts) if inside.strip() else None
+    return None
+
+
+def _read_inequality(text: str) -> Answer | None:
+    """A solved inequality (a variable between closed numbers) as a region; any other one as it is."""
+    sides = [side.strip() for side in split(text, _RELATION)]
+    signs = [found.group(0) for found in _RELATION.finditer(text)]
+    names = [position for position, side in enumerate(sides) if _NAME.match(side)]
+    if len(names) != 1 or len(sides) != len(signs) + 1 or len(sides) > 3 or (len(sides) == 3 and names != [1]):
+        return _read_expression(text)
+    region: Any = sympy.S.Reals
+    for position, sign in enumerate(signs):
+        bound = _as_sympy(_read(sides[position + 1 if names[0] == position else position]))
+        if bound is None:
+            return None
+        is_upper = ("l" in sign or sign == "<") == (names[0] == position)
+        is_open = sign in "<>"
+        half = sympy.Interval(-sympy.oo, bound, True, is_open) if is_upper else sympy.Interval(bound, sympy.oo, is_open)
+        region = region.intersect(half)
+    return Region(region)
+
+
+def _unite(items: Items) -> Region | None:
+    regions = [_as_region(item) for item in items.items]
+    return Region(sympy.Union(*(region.set for region in regions if region))) if all(regions) else None
+
+
+def _as_region(answer: Answer | None) -> Region | None:
+    return to_region(answer) if answer is not None else None
+
+
+def to_region(answer: Answer) -> Region | None:
+    """An interval, a set of numbers, R or an inequality as a set; None for anything else."""
+    if isinstance(answer, Region):
+        return answer
+    if isinstance(answer, Expression) and isinstance(answer.tree, sympy.Set):
+        return Region(answer.tree)
+    if not isinstance(answer, Items):
+        return None
+    values = [_as_sympy(item) for item in answer.items]
+    if any(value is None or not value.is_extended_real for value in values):
+        return None
+    if answer.brackets == "{}":
+        return Region(sympy.FiniteSet(*values))
+    if len(values) != 2 or answer.brackets not in ("()", "[]", "(]", "[)"):
+        return None
+    if not values[0] < values[1]:
+        return None
+    return Region(sympy.Interval(*values, answer.brackets[0] == "(", answer.brackets[1] == ")"))
+
+
+def _as_sympy(answer: Answer | None) -> Any:
+    if isinstance(answer, Number):
+        return sympy.Rational(answer.value.numerator, answer.value.denominator)
+    if isinstance(answer, Expression) and isinstance(answer.tree, sympy.Expr) and not answer.tree.free_symbols:
+        return make_exact(answer.tree)
+    return None
+
+
+def make_exact(tree: Any) -> Any:
+    """The tree with decimals as fractions, and evaluated where sympy does so by itself."""
+    floats = {number: sympy.Rational(str(number)) for number in tree.atoms(sympy.Float)}
+    return tree.xreplace(floats).doit(deep=True) if floats else tree.doit(deep=True)
+
+
+def _read_expression(text: str) -> Expression | None:
+    formula, unit = _split_unit(text)
+    latex = _to_latex(formula)
+    if not 0 < len(latex) <= MAX_FORMULA or _UNREADABLE.search(latex):
+        return None
+    if _WORD.search(re.sub(r"\\[a-zA-Z]+\*?|\{[pbvBV]?matrix\}", " ", latex)):
+        return None
+    try:
+        tree = latex2sympy(
+            latex, is_real=not should_treat_as_complex(latex), convert_degrees=False, normalization_config=None
+        )
+        if tree is None or _count_bits(tree) > MAX_BITS:
+            return None
+    except MemoryError:
+        raise
+    except Exception:  # latex2sympy raises Exception itself, and many kinds of errors for what it cannot read.
+        return None
+    return Expression(tree, latex, unit or NO_UNIT)
+
+
+def _split_unit(text: str) -> tuple[str, Unit | None]:
+    """The formula and the unit behind it; no formula where words behind it are no unit."""
+    found = re.search(
+        r"(?:°|\s*(?:\\text\{[^{}]*\}(?:\^\{?[23]\}?)?\s*)+|(?<=[\d})i]) [a-z]{2,}(?: [a-z]+)*(?:\^\{?[23]\}?)?)$", text
+    )
+    if found is None or not found.start():
+        return text, None
+    unit = read_unit(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", found.group(0)).replace(" ^", "^"), spaced=True)
+    return (text[: found.start()], unit) if unit else ("", None)
+
+
+def _to_latex(text: str) -> str:
+    text = text.replace("**", "^").replace("*", "\\cdot ")
+    text = _PLAIN_FUNCTION.sub(r"\\\1 ", text)
+    text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = re.sub(r"\^\s*\(([^()]*)\)", r"^{\1}", text)
+    text = re.sub(r"\^\s*(-?\d+)", r"^{\1}", text)
+    text = re.sub(r"(?<![a-zA-Z\\])(?:inf|infinity|oo)(?![a-zA-Z])", r"\\infty ", text)
+    return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+
+
+def _count_bits(tree: Any) -> float:
+    """About how many bits the number has when evaluated; symbols count as a few."""
+    if isinstance(tree, sympy.Integer):
+        return float(abs(tree.p).bit_length())
+    bits = (
+        [_count_bits(part) for part in tree]
+        if isinstance(tree, sympy.MatrixBase)
+        else [_count_bits(a) for a in tree.args]
+    )
+    if isinstance(tree, sympy.Pow) and len(bits) == 2:
+        return bits[0] * math.exp2(min(bits[1], 60.0))
+    if isinstance(tree, sympy.factorial | sympy.exp):
+        return math.exp2(min(bits[0], 60.0)) * (bits[0] + 1)
+    return sum(bits) + 4
