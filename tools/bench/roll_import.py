@@ -35,7 +35,7 @@ and end with code 0. The others end with code 1 and name what is lost: data, rew
 {refused}
 
 What the columns say: `code` without `--allow-loss`. `lost`: ROLL's keys of what is learned without a counterpart; of
-`reward`, ROLL's domains. `objective`: the number of the imported one in the list below the table.
+`reward`, ROLL's domains. `objective`: the number of the imported one in the second table.
 
 | file of `examples/` | code | lost | objective |
 | --- | --- | --- | --- |
@@ -43,6 +43,8 @@ What the columns say: `code` without `--allow-loss`. `lost`: ROLL's keys of what
 
 ## Imported objectives
 
+| number | objective |
+| --- | --- |
 {objectives}
 
 ## What the importer does not see
@@ -91,7 +93,7 @@ def main() -> None:
         num_whole=codes[0],
         refused=_format_refused(refused),
         rows="\n".join(rows),
-        objectives="\n".join(f"{n}. {text}" for n, text in enumerate(objectives, start=1)),
+        objectives="\n".join(f"| {n} | {text} |" for n, text in enumerate(objectives, start=1)),
     )
     print(page, end="")
 
@@ -126,7 +128,7 @@ def _format_objective(outcomes: list[Outcome]) -> str:
     _, loss, advantage, *rest = format_objective(config.algo, config.train.responses_per_prompt).splitlines()
     lines = [" ".join(line.split()) for line in (loss, advantage, *rest)]
     groups = "; groups of equal rewards are replaced" if config.algo.dynamic_sampling.enabled else ""
-    return "`" + "`; `".join(lines) + f"`{groups}"
+    return ("`" + "`; `".join(lines) + f"`{groups}").replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def test_a_policy_loss_of_ones_own_is_weighted_aggregated_and_logged(folder):
         ),
         (
             "algo.surrogate=ppo",
-            r"algo\.surrogate: found 'ppo'; it must be one of clip, logprob, or package",
+            r"algo\.surrogate: found 'ppo'; it must be one of clip, gspo, logprob, or package",
         ),
         ("algo.advantage=no_such:X", r"importing no_such failed with ModuleNotFoundError.*PYTHONPATH"),
         ("algo.advantage=my_losses:NONE", r"my_losses\.NONE is nothing; it must be AdvantageEstimator\("),
