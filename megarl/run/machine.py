@@ -26,6 +26,9 @@ BYTES_PER_PROCESS = 100 * 2**20
 BYTES_PER_TOKEN = 88
 """Memory of a response's token in the trainer: id and log-prob (Python objects, with their pointers), mask, version"""
 
+BYTES_PER_CACHED_TOKEN = 64
+"""Least memory of a token in the KV cache: one layer with one head of 16 keys and values of 16 bits"""
+
 
 def check_machine(config: Config, command: str = "train") -> Iterator[str]:
     """One message for each key that this machine cannot fulfil; command: as in python -m megarl.COMMAND."""
@@ -121,6 +124,12 @@ def _check_cores(config: Config, command: str) -> Iterator[str]:
     for key, found in {**trained, "rollout.num_threads": config.rollout.num_threads}.items():
         if found > cores:
             yield f"{key}: found {found}; this machine has {cores} cores"
+    cached = config.rollout.kv_cache_tokens or 0
+    if cached * BYTES_PER_CACHED_TOKEN > find_memory():
+        yield (
+            f"rollout.kv_cache_tokens: found {cached}, which take {cached * BYTES_PER_CACHED_TOKEN // 2**30} GiB at"
+            f" least; this machine has {find_memory() // 2**30} GiB of memory"
+        )
     groups = list_groups(config, command)
     number, memory = sum(group.num_gpus for group in groups), find_memory()
     if number * BYTES_PER_PROCESS > memory:

@@ -174,6 +174,12 @@ def test_more_processes_than_fit_into_the_memory_are_refused():
     assert problem.startswith(f"cluster: policy 1 + critic 1 + servers {number} processes, each with 100 MiB")
 
 
+def test_a_cache_that_does_not_fit_into_the_memory_is_refused(monkeypatch):
+    monkeypatch.setattr("megarl.run.machine.find_memory", lambda: 8 * 2**30)
+    (problem,) = problems_here("rollout.kv_cache_tokens=1000000000")
+    assert problem.startswith("rollout.kv_cache_tokens: found 1000000000, which take 59 GiB at least; this machine has")
+
+
 def test_an_iteration_whose_responses_do_not_fit_into_the_memory_is_refused(monkeypatch):
     monkeypatch.setattr("megarl.run.machine.find_memory", lambda: 8 * 2**30)
     (problem,) = problems_here(
