@@ -30,6 +30,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import compose_config, load_config
 from megarl.config.roll.aliases import ALIASES
 from megarl.config.roll.resolve import Value, resolve_aliases
+from megarl.config.schema.reward import RewardConfig
 from megarl.config.schema.root import Config
 from megarl.config.search_path import CONF_DIR
 from megarl.tools.roll_file import RollFile, read_roll_file
@@ -281,7 +282,7 @@ def _undo_preset(name: str, given: Mapping[str, str]) -> Iterator[Outcome]:
     assert isinstance(tree, dict)
     for key in _list_keys(tree, ""):
         if key not in given and key not in ("algo.name", "defaults"):
-            value: Any = Config()
+            value: Any = Config(reward=RewardConfig())
             for part in key.split("."):
                 value = getattr(value, part)
             text = to_text(value.name if isinstance(value, Enum) else value)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from math import ceil, sqrt
 from typing import Any
 
-from megarl.config.schema.algo_choices import MismatchCorrection
 from megarl.tools.roll_keys import ROLL_DEFAULTS, to_text
 
 Leaves = Mapping[str, Any]
@@ -30,8 +29,6 @@ TEMPLATES = ("native", "qwen2_5", "qwen3")
 _PG_WORKER = "roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker"
 _WORKERS = (None, "roll.pipeline.rlvr.actor_worker.ActorWorker", _PG_WORKER)
 _WEIGHT = "train_infer_correction.is_weight"
-_TRUNCATED = "tis" if "tis" in MismatchCorrection.__members__ else "clip"
-"""Truncated importance sampling, by its name in algo.mismatch.correction."""
 _FUNCTION = "write it as a function: reward=function reward.path=package.module:callable"
 
 
@@ -266,7 +263,7 @@ def convert_async_ratio(value: Any, leaves: Leaves) -> Conversion:
     if leaves.get(f"{_WEIGHT}.enabled") or find_variant(leaves) == "topr":
         return Conversion(overrides, "responses are generated ahead")
     note = "ROLL does not correct for the policy that sampled; here older samples are weighted by the ratio to it"
-    return Conversion(overrides | {"algo.mismatch.correction": _TRUNCATED}, note, "objective")
+    return Conversion(overrides | {"algo.mismatch.correction": "tis"}, note, "objective")
 
 
 def convert_importance_weight(value: Any, leaves: Leaves) -> Conversion:
@@ -276,10 +273,8 @@ def convert_importance_weight(value: Any, leaves: Leaves) -> Conversion:
     level, high = leaves.get(f"{_WEIGHT}.weight_type", "token"), leaves.get(f"{_WEIGHT}.upper_bound", 1.2)
     if level not in ("token", "geometric", "sequence") or high is None or find_variant(leaves) == "topr":
         return Conversion(note="algo.mismatch has no such weight", lost="objective")
-    overrides = {"algo.mismatch.correction": _TRUNCATED, "algo.mismatch.level": level}
-    if _TRUNCATED == "clip":
-        overrides["algo.mismatch.low"] = "0.0"
-    return Conversion(overrides | {"algo.mismatch.high": to_text(high)}, "the ratio, bounded from above")
+    overrides = {"algo.mismatch.correction": "tis", "algo.mismatch.level": level, "algo.mismatch.high": to_text(high)}
+    return Conversion(overrides, "the ratio, bounded from above")
 
 
 def convert_importance_filters(value: Any, _: Leaves) -> Conversion:
