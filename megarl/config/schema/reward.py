@@ -54,6 +54,7 @@ class MathRewardConfig(RewardConfig):
     """Mathematical equality of the stated answer and the expected one, read by math-verify's parser."""
 
     answer: StatedAnswer = StatedAnswer.final
+    """What states the answer of a response: a box, an explicit final statement too, or also the last value."""
     timeout_s: float = 5.0
     """Time limit in seconds of scoring one response; a response that takes longer counts as wrong."""
 

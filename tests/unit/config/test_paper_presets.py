@@ -16,7 +16,8 @@ from megarl.run.resume import list_values
 
 DOCS = Path(__file__).parents[3] / "docs" / "algorithms.md"
 ALGOS = list_options("algo")
-MODELS = [name for name in list_options("model") if name not in ("tiny", "tiny_moe", "smollm2_135m")]
+OF_NO_SIZE = ("tiny", "tiny_moe", "smollm2_135m", "checkpoint")
+MODELS = [name for name in list_options("model") if name not in OF_NO_SIZE]
 STEPS = {
     **dict.fromkeys(("ppo", "vc_ppo", "vapo", "dapo", "topr"), 16),
     **dict.fromkeys(("reinforce_pp", "reinforce_pp_baseline"), 8),

@@ -87,4 +87,4 @@ def test_a_users_directory_adds_an_algorithm_a_model_and_data(site, tmp_path, mi
         assert "name: my_algo" in text
         assert "path: problems.jsonl" in text
     message = run(site, tmp_path, "-m", "megarl.train", "--config-dir", str(mine), "model=their", code=2)
-    assert "model: found 'their'; the choices are llama3_8b, mine, qwen2_5_7b" in message
+    assert "model: found 'their'; the choices are checkpoint, llama3_8b, mine" in message

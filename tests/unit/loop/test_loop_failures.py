@@ -1,6 +1,6 @@
 """Whatever ends a run leaves its newest whole state as a checkpoint, and stays the error that is shown.
 
-Over the fakes (tests/fakes); tests/e2e/test_failures.py has a run with the real parts.
+Over the fakes (tests/fakes); tests/e2e/test_faults.py has a run with the real parts.
 """
 
 import errno
