@@ -166,7 +166,6 @@ def _describe_update(numbers: dict[str, Any], config: Config) -> dict[str, str]:
             ["step", "loss", "mean abs(V - G)", "gradient norm", "learning rate"],
             [[n, s["loss"], s["abs_error"], s["grad_norm"], s["lr"]] for n, s in enumerate(critic_steps, start=1)],
         ),
-        "first_grad_norm": _format(steps[0]["grad_norm"]),
         "clip_grad": _format(config.policy.optimizer.clip_grad),
         "logprob_before": _format(numbers["logprob_before"]),
         "logprob_after": _format(numbers["logprob_after"]),
