@@ -60,36 +60,30 @@ def test_the_positive_lm_loss_by_hand():
     assert float(loss_of(*one_row([0, 0], [1, 1]), config).loss) == 0.0
 
 
+MINIBATCH = LossCounts(
+    num_tokens=50,
+    num_sequences=9,
+    num_positive_tokens=8,
+    num_critic_tokens=50,
+    num_critic_sequences=9,
+    num_negative_tokens=0,
+)
+
+
 def test_the_positive_lm_loss_divides_by_the_positive_tokens_of_the_minibatch():
     logprobs, targets, _ = one_row([0, 0], [1, 1], positive=True)
-    counts = LossCounts(
-        num_tokens=50,
-        num_sequences=9,
-        num_positive_tokens=8,
-        num_critic_tokens=50,
-        num_critic_sequences=9,
-        num_negative_tokens=0,
-    )
-    out = loss_of(logprobs, targets, counts, configure(positive_lm_coef=1.0))
+    out = loss_of(logprobs, targets, MINIBATCH, configure(positive_lm_coef=1.0))
     assert float(out.loss) == pytest.approx(2 * math.log(2) / 8)
 
 
 @pytest.mark.parametrize(("mean_over", "weight"), [("positive_tokens", 0.1 * 50 / 8), ("all_tokens", 0.1)])
 def test_the_positive_lm_loss_is_one_weight_added_to_the_advantage_of_each_correct_token(mean_over, weight):
     # At ratio 1 a token's gradient is -A / N_tok; mu / N_pos is mu N_tok / N_pos of the same unit.
-    counts = LossCounts(
-        num_tokens=50,
-        num_sequences=9,
-        num_positive_tokens=8,
-        num_critic_tokens=50,
-        num_critic_sequences=9,
-        num_negative_tokens=0,
-    )
     config = configure(positive_lm_coef=0.1, positive_lm_mean_over=PositiveLMMean[mean_over])
     for positive, added in ((True, weight), (False, 0.0)):
         logprobs, targets, _ = one_row([0.3, -0.2], [1, 1], positive=positive)
         logprobs.requires_grad_()
-        out = loss_of(logprobs, targets, counts, config)
+        out = loss_of(logprobs, targets, MINIBATCH, config)
         out.loss.backward()
         assert logprobs.grad.tolist() == pytest.approx([-(0.3 + added) / 50, -(-0.2 + added) / 50])
         assert float(out.maxima["policy/positive_lm_weight_max"]) == pytest.approx(weight)
