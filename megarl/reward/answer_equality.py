@@ -46,7 +46,7 @@ def _is_equal(gold: Answer, answer: Answer) -> bool:
     if isinstance(answer, Equation):
         return _equals_equation(gold, answer)
     if isinstance(gold, Equation):
-        return is_equal(gold.value, answer)
+        return _is_name(gold.sides[0], operators=False) and is_equal(gold.value, answer)
     if isinstance(gold, Number):
         return isinstance(answer, Number) and _equals_number(gold, answer)
     if isinstance(gold, Items) and isinstance(answer, Items):
@@ -57,8 +57,7 @@ def _is_equal(gold: Answer, answer: Answer) -> bool:
     if not isinstance(gold, Expression):
         return False
     if isinstance(answer, Number):
-        tree: Any = sympy.Rational(answer.value.numerator, answer.value.denominator)
-        answer = Expression(tree, "", answer.unit)
+        answer = Expression(_to_tree(answer), "", answer.unit)
     return isinstance(answer, Expression) and _equals_expression(gold, answer)
 
 
@@ -112,20 +111,24 @@ def _equals_number(gold: Number, answer: Number) -> bool:
 def _equals_equation(gold: Answer, answer: Equation) -> bool:
     """The last side is the value; sides that are numbers must equal it, and the first may name it."""
     if isinstance(gold, Equation):
-        if not is_equal(gold.value, answer.value):
-            return isinstance(gold.value, Expression) and _equals_curve(gold, answer)
         first, expected = (re.sub(r"\s|\\text|[{}]", "", sides[0]) for sides in (answer.sides, gold.sides))
-        return first == expected or _equals_curve(gold, answer)
+        return (first == expected and is_equal(gold.value, answer.value)) or _equals_curve(gold, answer)
     if not is_equal(gold, answer.value):
         return False
     return _is_name(answer.sides[0]) or all(_has_value(side, answer.value) for side in answer.sides)
 
 
-def _is_name(side: str) -> bool:
-    """Whether the side names a quantity (x, f(2), m + n, P(A)) rather than being a sum to solve such as 2x + 3."""
+def _is_name(side: str, *, operators: bool = True) -> bool:
+    """Whether the side names a quantity (x, f(2), m + n, P(A)) rather than being a sum to solve such as 2x + 3.
+
+    operators: whether m + n is a name; on the left of an expected equation it is the left of a curve.
+    """
     if re.fullmatch(r"\(\s*[A-Za-z]\w*(?:\s*,\s*[A-Za-z]\w*)+\s*\)", side):
         return True
-    side = re.sub(r"\\text\{[^{}]*\}|[_^]\{[^{}]*\}|[_^]\w|\([^()]*\)", "", side)
+    side = re.sub(r"_\{[^{}]*\}|_\w|\([^()]*\)", "", side)
+    if not operators and re.search(r"[-+*^]", side):
+        return False
+    side = re.sub(r"\\text\{[^{}]*\}|\^\{[^{}]*\}|\^\w", "", side)
     return bool(re.search(r"[A-Za-z]", side)) and not re.search(r"\d", side)
 
 
@@ -155,7 +158,7 @@ def _equals_curve(gold: Equation, answer: Equation) -> bool:
 
 def _to_tree(answer: Any) -> Any:
     if isinstance(answer, Number):
-        return sympy.Rational(answer.value.numerator, answer.value.denominator)
+        return sympy.Rational(answer.value)
     return make_exact(answer.tree)
 
 
@@ -189,12 +192,12 @@ def _equals_expression(gold: Expression, answer: Expression) -> bool:
         return bool(gold.tree == answer.tree)
     left, right = make_exact(gold.tree), make_exact(answer.tree)
     if left == right:
-        return True
+        return not left.has(sympy.zoo, sympy.nan)
     if left.free_symbols != right.free_symbols:
         return False
     # Digits, however many, are no irrational number.
     if any(number.is_Float and not left.has(sympy.Float) and not left.free_symbols for number in answer.tree.atoms()):
-        return bool(left.is_rational) and bool(left == right)
+        return False
     if not answer.latex and not left.free_symbols and left.is_rational is not True:
         return False
     return _is_zero(left - right)

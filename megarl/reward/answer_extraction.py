@@ -26,10 +26,15 @@ _NO_STATEMENT = re.compile(r"\\(?:boxed|fbox)\s*\{|^\W*not\b")
 _SENTENCE_END = re.compile(r"(?<![\s.])[.!](?=[\s*_]|$)")
 _REASON = re.compile(r"[,;]?\s+\(?(?:because|since|as|which|where|so|therefore|thus|I hope)\b.*", re.DOTALL)
 _TAKEN_BACK = re.compile(
-    r"(?:\W|\\text\b)*(?:(?:is|was|are|would be|seems|looks)\b\W*(?:n[o']?t\b|wrong|incorrect|false|a mistake)"
-    r"|isn't|\?)",
+    r"(?:\W|\\text\b)*(?:(?:is|was|are|would be|seems|looks)\b\W*n[o']?t\b|isn't|\?"
+    r"|(?:\b(?:but|however|wait|no|actually|oh|that|this|which|it)\b\W*)*\b(?:(?:is|was)n't (?:right|correct)"
+    r"|(?:is|was|are|would be|seems|looks|s)\b\W*(?:wrong|incorrect|false|a mistake|not (?:right|correct))))",
     re.IGNORECASE,
 )
+_SUBJECT = re.compile(
+    r"(?:the|its?|his|her|their|there)\b[^\d?]{0,200}?(?<!\w)(?:is|are|was|equals)[:\s*]+", re.IGNORECASE
+)
+"""What a sentence after "Answer:" says about its number: "The volume of $ABCD$ is"."""
 _NEGATED = re.compile(r"(?:\bnot|n't|\bnever|\brather than|\binstead of)[\s:*$({\\\[]*$", re.IGNORECASE)
 _HEDGE = re.compile(
     r"\?|\b(?:unknown|unclear|undetermined|cannot|can't|can not|not|maybe|perhaps|either|neither|unsure|if)\b", re.I
@@ -104,8 +109,10 @@ def _find_final_statements(text: str) -> list[tuple[int, str]]:
     found = [(start, content) for start, _, content in tagged]
     for match in _STATEMENT.finditer(text):
         if not any(start <= match.start() < end for start, end, _ in tagged):
-            content = _cut(text[match.end() : match.end() + 4 * MAX_CHARACTERS])
-            found.append((match.start(), content))
+            rest = text[match.end() : match.end() + 4 * MAX_CHARACTERS]
+            content = _cut(rest)
+            if content and not _TAKEN_BACK.match(rest.partition(content)[2][:60]):
+                found.append((match.start(), content))
     return [(start, content) for start, content in found if content and not _NO_STATEMENT.search(content)]
 
 
@@ -120,4 +127,5 @@ def _cut(text: str) -> str:
     line = text.split("\n", 1)[0]
     if sentence_end := _SENTENCE_END.search(line):
         line = line[: sentence_end.start()]
-    return _REASON.sub("", line).strip(" \t*_`")
+    line = _REASON.sub("", line).strip(" \t*_`")
+    return line[found.end() :] if (found := _SUBJECT.match(line)) else line

@@ -20,6 +20,7 @@ _CHOICE = re.compile(
 _PROSE = re.compile(r"(?<![\\\w{])(?!sqrt|sin|cos|tan|log|ln|pi)[A-Za-z]{2,} ")
 """A word in a response that is not marked as an answer; letters would be factors."""
 _WORDS = re.compile(r"[A-Za-z][A-Za-z '.-]*[A-Za-z.]")
+_TIME = re.compile(r"[012]?\d:[0-5]\d(?!\d)")
 _SYMBOLS = frozenset("abcmnpqrtuvwxyz")
 MAX_STATEMENTS = 20
 """A response with more different statements states no one answer."""
@@ -67,15 +68,17 @@ def grade(gold_text: str, text: str, mode: str, *, thinking: bool = False) -> Ve
 
 def _grade_answers(gold: Answer, answers: list[Answer]) -> Verdict:
     written = [write_answer(answer) for answer in answers]
-    if len(set(written)) > 1 and isinstance(gold, Items) and gold.brackets in ("", "{}"):
-        together = [answer for answer in answers if not isinstance(answer, Items)]
-        if len(together) == len(answers):
-            answers = [Items("", tuple(dict(zip(written, answers, strict=True)).values()))]
-            written = [write_answer(answers[0])]
+    if len(set(written)) > 1 and _is_list(gold) and not any(map(_is_list, answers)):
+        answers = [Items("", tuple(dict(zip(written, answers, strict=True)).values()))]
+        written = [write_answer(answers[0])]
     if all(is_equal(gold, answer) for answer in answers):
         return Verdict(True, True, written[-1])
     is_one = len(set(written)) == 1
     return Verdict(False, is_one, written[0] if is_one else None)
+
+
+def _is_list(answer: Answer) -> bool:
+    return isinstance(answer, Items) and answer.brackets in ("", "{}")
 
 
 def _grade_texts(gold: str, texts: list[str]) -> Verdict:
@@ -91,7 +94,9 @@ def strip_text(text: str) -> str:
 
 
 def _is_words(text: str) -> bool:
-    """Whether a gold is words and no product of symbols."""
+    """Whether a gold is words or a time of day, and no product of symbols or ratio."""
+    if _TIME.match(text):
+        return True
     if not _WORDS.fullmatch(text) or text in ("pi", "infinity"):
         return False
     return " " in text or len(text) > 3 or not set(text.lower()) <= _SYMBOLS

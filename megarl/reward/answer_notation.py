@@ -25,8 +25,8 @@ _UNICODE |= {
     "θ": "\\theta ",
 }
 _REMOVED = re.compile(
-    r"\\(?:left|right|displaystyle|textstyle|limits|(?:[bB]ig|[bB]igg)[lr]?)(?![a-zA-Z])\.?|(?<!\\)\\[,;:!>]|(?<!\\)\$"
-    r"|\\(?:tag|label)\{[^{}]*\}|\*\*|(?<!\w)[`*_](?=\S)|(?<=\S)[`](?!\w)"
+    r"\\(?:left|right|displaystyle|textstyle|limits|(?:[bB]ig|[bB]igg)[lr]?)(?![a-zA-Z])\.?|(?<!\\)\\(?:[,;:>]|!\s*)|(?<!\\)\$"
+    r"|(?<=\\\\)\[-?[\d.]+ ?[a-z]{2}\]|\\(?:tag|label)\{[^{}]*\}|\*\*|(?<!\w)[`*_](?=\S)|(?<=\S)[`](?!\w)"
 )
 _RENAMED = [
     (re.compile(r"\\[dtc]frac(?![a-z])"), r"\\frac"),
@@ -51,6 +51,10 @@ _RENAMED = [
     (re.compile(r"\\lbrace(?![a-z])"), r"\\{"),
     (re.compile(r"\\rbrace(?![a-z])"), r"\\}"),
     (re.compile(r"\{,\}"), ","),
+    (
+        re.compile(r"[\[(]\s*\\begin\{array\}\{[^{}]*\}(.*?)\\end\{array\}\s*[\])]"),
+        r"\\begin{pmatrix}\1\\end{pmatrix}",
+    ),
     (re.compile(r"\^\s*\{?\s*\\?(?:circ|degree)(?![a-z])\s*\}?|\\degree(?![a-z])"), "°"),
     (re.compile(r"\\%|\\text\{\s*(?:percent|%|\\%)\s*\}|(?<=\d)\s*percent(?:age)?\b"), "%"),
     (re.compile(r"(?<=[\d}])\\text"), r" \\text"),
@@ -69,12 +73,15 @@ def clean(text: str) -> str:
     for pattern, new in _RENAMED:
         text = pattern.sub(new, text)
     text = re.sub(r"\\[()\[\]]", " ", text)
-    text = re.sub(r"\s+", " ", text).strip().strip()
+    text = re.sub(r"\s+", " ", text).strip()
     if not re.search(r"\.\.|…|\\[lc]?dots", text[-6:]):
         text = text.rstrip(".,;:").strip()
     while found := _APPROXIMATELY.match(text):
         text = text[found.end() :]
     return re.sub(r"(?<=\S)\s+\([A-Za-z ,-]*\)$", "", text)
+
+
+_DEPTH = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
 def split(text: str, separator: re.Pattern[str]) -> Iterator[str]:
@@ -90,7 +97,7 @@ def split(text: str, separator: re.Pattern[str]) -> Iterator[str]:
             continue
         if text[position] == "\\" and text[position + 1 : position + 2] not in "{}":
             position += 1
-        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(text[position : position + 1], 0)
+        depth += _DEPTH.get(text[position : position + 1], 0)
         position += 1
     yield text[start:]
 
@@ -99,7 +106,7 @@ def is_one_group(text: str) -> bool:
     """Whether the first bracket closes with the last."""
     depth = 0
     for position, sign in enumerate(text):
-        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(sign, 0)
+        depth += _DEPTH.get(sign, 0)
         if depth == 0 and position < len(text) - 1 and text[position] in ")]}":
             return False
     return depth == 0
@@ -108,6 +115,6 @@ def is_one_group(text: str) -> bool:
 def measure_depth(text: str) -> int:
     depth = deepest = 0
     for sign in text:
-        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(sign, 0)
+        depth += _DEPTH.get(sign, 0)
         deepest = max(deepest, depth)
     return deepest

@@ -48,8 +48,7 @@ def read_number(text: str) -> Number | None:
     rest = text[found.end() :]
     is_percent = rest.lstrip().startswith("%")
     rest = rest.lstrip()[1:] if is_percent else rest
-    words = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", rest)
-    unit = read_unit(words, spaced=words[:1] == " " or len(words.strip()) > 2)
+    unit = read_unit(rest, spaced=rest[:1] == " " or len(rest.strip()) > 2)
     if unit is None:
         return None
     if get["money"] and not unit.dimension:

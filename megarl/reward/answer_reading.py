@@ -30,7 +30,7 @@ _JOINED = re.compile(
     r"\s*(?:,\s*)?(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*|\s*[,;]\s*"
 )
 _PLAIN_FUNCTION = re.compile(r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|log|ln|infty|theta|alpha|beta)(?![a-zA-Z])")
-_PROSE = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{4,}.*\d|\d.* [a-zA-Z]{4,} .*\d")
+_PROSE = re.compile(r"(?<![\\{a-zA-Z])[a-zA-Z]{4,}.*\d|\d.* [a-zA-Z]{4,} .*\d")
 _WORD = re.compile(r"(?<![\\a-zA-Z])(?!cdot|times)[a-zA-Z]{4,}|[^\x00-\x7f]")
 _UNREADABLE = re.compile(
     r"[\^_]\s*\\?\w+\s*[\^]\s*\\?\w+\s*\^|_\w+\s*_|\\binom.*\d{4}|\d{4}.*\\binom|\\binom.*\^|--|=\s*=|\\text"
@@ -95,7 +95,17 @@ def _read(text: str) -> Answer | None:
         items = _read_items("", parts)
         words = " or " in text or "\\text{ or" in text
         return _unite(items) if words and items and any(isinstance(i, Region) for i in items.items) else items
-    return _read_one(text)
+    exact, *decimals = split(text, re.compile(r"\\approx(?![a-z])"))
+    return _read_approximation(exact.strip(), decimals[0]) if len(decimals) == 1 else _read_one(text)
+
+
+def _read_approximation(exact: str, decimals: str) -> Answer | None:
+    """The exact value where the decimals are about it (12 pi ~ 37.7); the decimals where it is but a name (x ~ 2.5)."""
+    value, rounded = _read(exact), _read(decimals)
+    numbers = [_as_sympy(each.value if isinstance(each, Equation) else each) for each in (value, rounded)]
+    if None not in numbers:
+        return value if abs(numbers[0] - numbers[1]) <= abs(numbers[0]) / 100 else None
+    return Equation((exact,), rounded) if rounded and _NAME.match(exact) else None
 
 
 def _read_one(text: str) -> Answer | None:
@@ -188,7 +198,7 @@ def to_region(answer: Answer) -> Region | None:
 
 def _as_sympy(answer: Answer | None) -> Any:
     if isinstance(answer, Number):
-        return sympy.Rational(answer.value.numerator, answer.value.denominator)
+        return sympy.Rational(answer.value)
     if isinstance(answer, Expression) and isinstance(answer.tree, sympy.Expr) and not answer.tree.free_symbols:
         return make_exact(answer.tree)
     return None
@@ -227,7 +237,7 @@ def _split_unit(text: str) -> tuple[str, Unit | None]:
     )
     if found is None or not found.start():
         return text, None
-    unit = read_unit(re.sub(r"\\text\{([^{}]*)\}", r" \1 ", found.group(0)).replace(" ^", "^"), spaced=True)
+    unit = read_unit(found.group(0), spaced=True)
     return (text[: found.start()], unit) if unit else ("", None)
 
 

@@ -57,7 +57,7 @@ def read_unit(text: str, *, spaced: bool) -> Unit | None:
 
     spaced: stands apart from the number or in \\text{}; otherwise only known units count, as in 5cm.
     """
-    text = text.strip()
+    text = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).replace(" ^", "^").strip()
     text = text[:-1] if text[-2:-1].isalpha() and text.endswith(".") else text
     words = [word.lower() if len(word) > 1 else word for word in _WORDS.findall(text)]
     if "".join(_WORDS.findall(text)) != re.sub(r"\s", "", text) or len(words) > MAX_WORDS:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import answer_attacks
 import answer_cases
+import answer_unseen
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,8 +18,8 @@ from megarl.reward.answer_grading import grade
 from megarl.reward.build import build_reward
 from megarl.types import Sample
 
-RIGHT = answer_cases.RIGHT + answer_attacks.RIGHT
-WRONG = answer_cases.WRONG + answer_attacks.WRONG
+RIGHT = answer_cases.RIGHT + answer_attacks.RIGHT + answer_unseen.RIGHT
+WRONG = answer_cases.WRONG + answer_attacks.WRONG + answer_unseen.WRONG
 
 
 @pytest.fixture(scope="module")
