@@ -19,8 +19,8 @@ Scorer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def build_math_scorer() -> Scorer:
-    """{"gold", "text", "mode", "thinking"} -> {"correct", "read", "answer"}; see megarl.reward.answer_grading."""
-    from megarl.reward.answer_grading import grade
+    """{"gold", "text", "mode", "thinking"} -> {"correct", "read", "answer"}; see megarl.reward.answers.grading."""
+    from megarl.reward.answers.grading import grade
 
     guard_sympy()
 

@@ -14,7 +14,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.reward import MathRewardConfig, StatedAnswer
 from megarl.report.evaluation import count_votes
-from megarl.reward.answer_grading import grade
+from megarl.reward.answers.grading import grade
 from megarl.reward.build import build_reward
 from megarl.types import Sample
 

@@ -1,6 +1,6 @@
 """Which parts of a response state its answer: boxes and explicit final statements, after the end of thinking.
 
-Only the text is looked at here; megarl.reward.answer_reading says what a stated answer means. Every search is linear
+Only the text is looked at here; megarl.reward.answers.reading says what a stated answer means. Every search is linear
 in the length of the response.
 """
 

@@ -13,10 +13,10 @@ import sympy
 from latex2sympy2_extended.latex2sympy2 import latex2sympy
 from math_verify.grader import should_treat_as_complex
 
-from megarl.reward.answer_extraction import MAX_CHARACTERS
-from megarl.reward.answer_notation import clean, is_one_group, measure_depth, split
-from megarl.reward.answer_numbers import Number, read_number
-from megarl.reward.answer_units import NO_UNIT, Unit, read_unit
+from megarl.reward.answers.extraction import MAX_CHARACTERS
+from megarl.reward.answers.notation import clean, is_one_group, measure_depth, split
+from megarl.reward.answers.numbers import Number, read_number
+from megarl.reward.answers.units import NO_UNIT, Unit, read_unit
 
 MAX_DEPTH = 20
 """Brackets in one another; deeper ones are not read."""

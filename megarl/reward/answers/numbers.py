@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megarl.reward.answer_units import NO_UNIT, Unit, read_unit
+from megarl.reward.answers.units import NO_UNIT, Unit, read_unit
 
 _INTEGER = r"\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?!\d)|\d+"
 _NUMBER = re.compile(

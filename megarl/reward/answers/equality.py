@@ -6,8 +6,8 @@ from typing import Any
 
 import sympy
 
-from megarl.reward.answer_numbers import Number
-from megarl.reward.answer_reading import (
+from megarl.reward.answers.numbers import Number
+from megarl.reward.answers.reading import (
     Answer,
     Equation,
     Expression,
@@ -17,7 +17,7 @@ from megarl.reward.answer_reading import (
     read_answer,
     to_region,
 )
-from megarl.reward.answer_units import convert
+from megarl.reward.answers.units import convert
 
 _FREE = frozenset(
     re.findall(

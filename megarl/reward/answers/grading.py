@@ -3,15 +3,15 @@
 import re
 from dataclasses import dataclass
 
-from megarl.reward.answer_equality import is_equal, write_answer
-from megarl.reward.answer_extraction import (
+from megarl.reward.answers.equality import is_equal, write_answer
+from megarl.reward.answers.extraction import (
     MAX_CHARACTERS,
     extract_statements,
     find_last_value,
     remove_thinking,
 )
-from megarl.reward.answer_notation import clean
-from megarl.reward.answer_reading import Answer, Expression, Items, read_answer
+from megarl.reward.answers.notation import clean
+from megarl.reward.answers.reading import Answer, Expression, Items, read_answer
 
 _DENIAL = re.compile(r"(?:not|unknown|undetermined|unclear|undefined|none|impossible|cannot|can ?not|can't)\b", re.I)
 _CHOICE = re.compile(

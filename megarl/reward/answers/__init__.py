@@ -1,0 +1,1 @@
+"""Mathematical answers: found in a response, read, and compared with the expected one."""
