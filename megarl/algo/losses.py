@@ -82,13 +82,14 @@ def _sum_token_losses(tokens: PolicyTokens, config: AlgoConfig, counts: LossCoun
         total = total + config.rl_loss_coef * surrogate
         sums = {name: _token_mean(value, mask, counts.num_tokens) for name, value in metrics.items()}
     for term in list_loss_terms():
-        if term.count is None and term.is_used(config):
+        if not term.is_used(config):
+            continue
+        if term.count is None:
             values = term.compute(tokens, config)
             total = total + term.weight(config) * values
             if term.metric is not None:
                 sums[term.metric] = _token_mean(values, mask, counts.num_tokens)
-        if term.is_used(config):
-            sums |= term.measure(tokens, config, counts)
+        sums |= term.measure(tokens, config, counts)
     return total, sums
 
 

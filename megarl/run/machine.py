@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from megarl.config.checks.config import describe_iteration_size
 from megarl.config.placement import list_groups
 from megarl.config.schema.cluster import AUTO, ClusterConfig
 from megarl.config.schema.root import Config
@@ -109,9 +110,8 @@ def _check_memory(config: Config, command: str) -> Iterator[str]:
     samples = train.num_samples * (1 + rollout.max_staleness)
     needed, memory = samples * rollout.response_length * BYTES_PER_TOKEN, find_memory()
     if needed > memory:
-        key = "samples" if train.prompts_per_iteration is None and train.samples_per_iteration else "prompts"
         yield (
-            f"train.{key}_per_iteration: found {getattr(train, f'{key}_per_iteration')}; {samples} responses of up to"
+            f"{describe_iteration_size(train)}; {samples} responses of up to"
             f" rollout.response_length={rollout.response_length} tokens take {needed // 2**30} GiB in the trainer, and"
             f" this machine has {memory // 2**30} GiB"
         )

@@ -43,16 +43,15 @@ def _compute(tokens: PolicyTokens, algo: AlgoConfig) -> tuple[Tensor, dict[str, 
     return compute_clipped(tokens.log_ratio, tokens.advantages, algo.clip_low, algo.clip_high, algo.dual_clip)
 
 
-def _format(algo: AlgoConfig) -> str:
-    text = f"-min(w A, clip(w, {1 - algo.clip_low:g}, {1 + algo.clip_high:g}) A)"
+def format_clipped(algo: AlgoConfig, ratio: str = "w") -> str:
+    """The formula of `compute_clipped`, with this symbol for the ratio."""
+    text = f"-min({ratio} A, clip({ratio}, {1 - algo.clip_low:g}, {1 + algo.clip_high:g}) A)"
     return text if algo.dual_clip is None else f"min({text}, {algo.dual_clip:g} |A| where A < 0)"
 
 
-POLICY_LOSS = PolicyLoss(
-    _format,
-    _compute,
-    reads=(
-        Reads(("algo.clip_low", "algo.clip_high")),
-        Reads(("algo.dual_clip",), switch=True, refused=is_on),
-    ),
+CLIP_READS = (
+    Reads(("algo.clip_low", "algo.clip_high")),
+    Reads(("algo.dual_clip",), switch=True, refused=is_on),
 )
+"""The keys of `compute_clipped`."""
+POLICY_LOSS = PolicyLoss(format_clipped, _compute, reads=CLIP_READS)

@@ -76,8 +76,7 @@ def _check_each_size(config: Config) -> Iterator[str]:
     yield from bad
     if bad:
         return
-    key = "samples" if train.prompts_per_iteration is None and train.samples_per_iteration else "prompts"
-    found = f"train.{key}_per_iteration: found {getattr(train, f'{key}_per_iteration')}"
+    found = describe_iteration_size(train)
     ahead = f", and of {staleness} iterations ahead (rollout.max_staleness)" if staleness else ""
     samples = train.num_samples * (1 + staleness)
     tokens = samples * (config.data.prompt_length + config.rollout.response_length)
@@ -92,6 +91,12 @@ def _check_each_size(config: Config) -> Iterator[str]:
             f" rollout.response_length; one process holds {MAX_TOKENS} at most, {MAX_TOKENS * 8 // 2**30} GiB of"
             " token ids alone"
         )
+
+
+def describe_iteration_size(train: TrainConfig) -> str:
+    """The key that gives the size of an iteration, and its value: the start of a message."""
+    key = "samples" if train.prompts_per_iteration is None and train.samples_per_iteration else "prompts"
+    return f"train.{key}_per_iteration: found {getattr(train, f'{key}_per_iteration')}"
 
 
 def _check_division(train: TrainConfig) -> Iterator[str]:

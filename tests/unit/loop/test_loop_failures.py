@@ -51,14 +51,6 @@ PLACES: dict[str, tuple[Callable[[], BaseException], dict[str, Any], int]] = {
 """The error, where it is raised, and the iteration of the newest checkpoint afterwards"""
 
 
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    run_dir = tmp_path_factory.mktemp("untouched") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        World().run_job(patch, run_dir, RUN)
-    return summarize(run_dir)
-
-
 def get_notes(error: BaseException) -> list[str]:
     return getattr(error, "__notes__", [])
 

@@ -22,14 +22,6 @@ from megarl.report.metrics import load_metrics
 from megarl.run.signals import Stopped, stopping_on_signals
 
 
-@pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    run_dir = tmp_path_factory.mktemp("untouched") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        World().run_job(patch, run_dir, RUN)
-    return summarize(run_dir)
-
-
 def test_the_untouched_run_has_learned_and_kept_its_newest_checkpoints(untouched: dict[str, Any]) -> None:
     assert [line["iteration"] for line in untouched["metrics.jsonl"]] == [0, 1, 2, 3, 4]
     assert [line["iteration"] for line in untouched["value_pretrain.jsonl"]] == [1, 2, 3]
