@@ -1,14 +1,12 @@
 """Mathematical equality of the stated answer and the expected one (in a scoring process)."""
 
 import importlib.util
-import re
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.reward import MathRewardConfig
+from megarl.reward.answers.extraction import ends_in_open_thinking
 from megarl.reward.scoring_process import ScoringProcess, check_timeout
 from megarl.types import Prompt, Response, Score
-
-_OPEN_THINKING = re.compile(r"(?:<think(?:ing)?>|\[THINK\]|◁think▷)\s*$")
 
 
 class MathReward:
@@ -34,7 +32,7 @@ class MathReward:
                 "gold": prompt.answer,
                 "text": response.text,
                 "mode": self._mode,
-                "thinking": bool(_OPEN_THINKING.search(prompt.text)),
+                "thinking": ends_in_open_thinking(prompt.text),
             }
         )
         if verdict is None:

@@ -11,6 +11,7 @@ MAX_CHARACTERS = 1000
 """A longer stated answer is not read."""
 _TAGS = r"(?:think|thinking|thought|reasoning|reason|scratchpad|seed:think)"
 _THINKING = re.compile(rf"<(/?){_TAGS}>|\[(/?)THINK\]|◁(/?)think▷")
+_OPEN_THINKING = re.compile(rf"(?:<{_TAGS}>|\[THINK\]|◁think▷)\s*$")
 _ANSWER_TAG = re.compile(rf"<answer>((?:(?!</?answer>).){{0,{MAX_CHARACTERS}}})</answer>", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _STATEMENT = re.compile(
@@ -53,6 +54,11 @@ def extract_statements(text: str, mode: str) -> list[str]:
     if mode == "boxed" and not boxes:
         return []
     return [content for _, content in sorted(boxes + _find_final_statements(text))]
+
+
+def ends_in_open_thinking(prompt: str) -> bool:
+    """Whether the prompt ends with a tag that opens the response's thinking."""
+    return _OPEN_THINKING.search(prompt) is not None
 
 
 def remove_thinking(text: str, *, thinking: bool) -> str:

@@ -94,8 +94,9 @@ def test_reward_answer_is_a_key_that_is_checked():
         load_config(["reward=math", "reward.answer=last"])
 
 
-def test_a_prompt_that_ends_in_an_open_thinking_tag_opens_the_responses_thinking(math_reward):
-    prompt = replace(build_prompt("72"), text="<|assistant|><think>\n")
+@pytest.mark.parametrize("tag", ["<think>", "<reasoning>", "[THINK]"])
+def test_a_prompt_that_ends_in_an_open_thinking_tag_opens_the_responses_thinking(math_reward, tag):
+    prompt = replace(build_prompt("72"), text=f"<|assistant|>{tag}\n")
     assert not math_reward(prompt, build_response("\\boxed{72}, but")).correct
     assert math_reward(prompt, build_response("\\boxed{71}</think>\\boxed{72}")).correct
 
