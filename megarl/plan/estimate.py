@@ -18,7 +18,7 @@ from megarl.mcore.worker_spec import StageParameters
 from megarl.plan.assumptions import GIB, HOST_PROCESS_GIB, SERVER_GIB
 from megarl.plan.gpus import GpuKind, compute_free, compute_phases, count_gpus, list_kinds, place_job
 from megarl.plan.jobs import PlannedModels, build_jobs, check_batches, find_longest
-from megarl.plan.roles import RoleJob, StageMemory, estimate_stages
+from megarl.plan.roles import RoleJob, StageMemory, compute_saved, estimate_stages
 from megarl.plan.seconds import Seconds, estimate_seconds
 from megarl.plan.serving import ServerMemory, compute_server_weights, estimate_server
 from megarl.plan.transfer import Transfer, estimate_transfer
@@ -130,7 +130,7 @@ def compute_host(
     """Host memory of the fullest node in bytes.
 
     It has processes, Ray's object store, what is offloaded, the copy that a checkpoint makes before it is written
-    (weights and optimizer of each rank), and on the first node an iteration's samples.
+    (on the ranks that write), and on the first node an iteration's samples.
     """
     per_node = config.cluster.gpus_per_node
     process = int(HOST_PROCESS_GIB * GIB)
@@ -141,7 +141,8 @@ def compute_host(
         per_stage = job.parallel.num_processes // job.parallel.pp
         for rank, gpu in enumerate(places[name]):
             memory = stages[name][rank // per_stage]
-            saved = memory.weights + memory.optimizer if job.is_trained and config.checkpoint.save_every else 0
+            saves = job.is_trained and config.checkpoint.save_every
+            saved = compute_saved(job, memory.parameters, rank % per_stage) if saves else 0
             nodes[gpu // per_node] += process + memory.offloaded + saved
     nodes[0] += config.train.num_samples * find_longest(config) * SAMPLE_BYTES
     return max(nodes.values()) + (config.cluster.object_store_mb << 20)

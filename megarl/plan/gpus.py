@@ -9,7 +9,7 @@ from megarl.plan.assumptions import ALLOCATOR_SHARE, GIB, PROCESS_GIB
 from megarl.plan.roles import RoleJob, StageMemory
 from megarl.plan.serving import ServerMemory
 
-PHASES = ("generation", "sync", "log-probs, values", "update")
+PHASES = ("generation", "sync", "log-probs, values", "update", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,9 @@ def compute_phases(
         phases["generation"] += add_overhead(held)
         phases["sync"] += add_overhead(max(held, memory.weights) + 2 * bucket_bytes if is_sender else held)
         phases["log-probs, values"] += add_overhead(max(held, memory.forward))
-        # The first update: it creates the optimizer's state, after the model was built.
+        # The model was built before the first update, and the allocator keeps what that took.
         phases["update"] += add_overhead(max(held, memory.update, memory.building))
+        phases["checkpoint"] += add_overhead(max(held, memory.checkpoint))
     return phases
 
 
