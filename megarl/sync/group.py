@@ -61,7 +61,7 @@ class GroupTransport(BucketTransport):
             self._wait(works[slot], "sent to")
             message = slots[slot][: bucket.num_bytes]
             fill(bucket, message)
-            works[slot] = bucket, self._group.send([message], self._num_sources + bucket.target, 0)
+            works[slot] = self._start_send(bucket, message)
             yield
         for work in works:
             self._wait(work, "sent to")
@@ -73,7 +73,7 @@ class GroupTransport(BucketTransport):
         def start(number: int) -> None:
             if number < len(buckets):
                 message = slots[number % NUM_SLOTS][: buckets[number].num_bytes]
-                works[number % NUM_SLOTS] = buckets[number], self._group.recv([message], buckets[number].source, 0)
+                works[number % NUM_SLOTS] = self._start_receive(buckets[number], message)
 
         for number in range(NUM_SLOTS):
             start(number)
@@ -97,26 +97,31 @@ class GroupTransport(BucketTransport):
         for source, target in sorted(pairs):
             bucket = Bucket(source, target, ())
             if rank == source:
-                self._wait((bucket, self._group.send([byte], self._num_sources + target, 0)), "connected to")
+                self._wait(self._start_send(bucket, byte), "sent to")
             elif rank == self._num_sources + target:
-                self._wait((bucket, self._group.recv([byte], source, 0)), "connected from")
+                self._wait(self._start_receive(bucket, byte), "received from")
 
     def _make_slots(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         largest = max((bucket.num_bytes for bucket in buckets), default=0)
         return [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(NUM_SLOTS)]
 
+    def _start_send(self, bucket: Bucket, message: Tensor) -> tuple[Bucket, dist.Work]:
+        with _naming(bucket, "sent to"):
+            return bucket, self._group.send([message], self._num_sources + bucket.target, 0)
+
+    def _start_receive(self, bucket: Bucket, message: Tensor) -> tuple[Bucket, dist.Work]:
+        with _naming(bucket, "received from"):
+            return bucket, self._group.recv([message], bucket.source, 0)
+
     def _wait(self, work: tuple[Bucket, dist.Work] | None, what: str) -> None:
         if work is None:
             return
         bucket, pending = work
-        try:
+        with _naming(bucket, what):
             if self._device.type == "cuda":
                 self._poll(pending)
             else:
                 pending.wait(self._timeout)
-        except RuntimeError as error:
-            other = f"server rank {bucket.target}" if what.endswith("to") else f"training rank {bucket.source}"
-            raise TransportError(f"a bucket was not {what} {other}: {error}") from error
 
     def _poll(self, work: dist.Work) -> None:
         """Wait for NCCL. With a timeout torch's own wait polls every 10 ms, in which two buckets could have passed."""
@@ -127,6 +132,16 @@ class GroupTransport(BucketTransport):
             time.sleep(POLL_S)
         # Raises what went wrong, and lets the current stream go on after the transfer.
         work.wait()
+
+
+@contextmanager
+def _naming(bucket: Bucket, what: str) -> Iterator[None]:
+    """Turns an error of the group into a TransportError that names the other end."""
+    try:
+        yield
+    except RuntimeError as error:
+        other = f"server rank {bucket.target}" if what == "sent to" else f"training rank {bucket.source}"
+        raise TransportError(f"a bucket was not {what} {other}: {error}") from error
 
 
 def _open_group(spec: Mapping[str, Any], rank: int, size: int, device: torch.device, in_pairs: bool) -> Any:
