@@ -100,6 +100,8 @@ def build_command(
     if config.max_staleness > 0:
         # Verification of a weight sync and evaluations do not wait for prefetched responses.
         options |= {"enable_priority_scheduling": True}
+    if config.router_replay:
+        options |= {"enable_return_routed_experts": True}
     options |= load_family_options(checkpoint)
     if not has_cuda():
         options |= {"device": "cpu", "attention_backend": "torch_native"}
