@@ -1,4 +1,4 @@
-"""What the processes of the checkpoint tests run: saves and loads of the optimizer's state, with one or another Adam."""
+"""What the processes of the checkpoint tests run: saves and loads with one or another Adam."""
 
 from functools import partial
 from pathlib import Path
