@@ -7,8 +7,8 @@ from typing import Any
 from megarl.config.schema.roles import Dtype
 
 NO_QUANTIZED_WEIGHTS = (
-    "servers hold the policy's weights in rollout.dtype=float32 or bfloat16: SGLang replaces weights by quantized ones of"
-    " another shape as it loads them, which a weight sync cannot write and its checksums cannot verify"
+    "servers hold the policy's weights in rollout.dtype=float32 or bfloat16: SGLang replaces weights by quantized ones"
+    " of another shape as it loads them, which a weight sync cannot write and its checksums cannot verify"
     " (docs/weight-sync.md, Quantized servers)"
 )
 
