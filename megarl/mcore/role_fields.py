@@ -35,7 +35,7 @@ TOKEN_MULTIPLES = {Fp8Recipe.delayed: 16, Fp8Recipe.tensorwise: 16, Fp8Recipe.bl
 
 
 def build_role_fields(spec: WorkerSpec) -> dict[str, Any]:
-    """The fields of TransformerConfig that `spec`'s keys decide: exactly those of `ROLE_KEYS`."""
+    """The fields of TransformerConfig that `spec`'s keys decide: those of `ROLE_KEYS`, and deterministic_mode."""
     full = spec.recompute is Recompute.full
     return {
         "recompute_granularity": None if spec.recompute is Recompute.none else spec.recompute.value,
@@ -43,6 +43,7 @@ def build_role_fields(spec: WorkerSpec) -> dict[str, Any]:
         "recompute_num_layers": spec.recompute_num_layers if full else None,
         "fp8": spec.fp8.value if spec.fp8 else None,
         "fp8_recipe": spec.fp8_recipe.value,
+        "deterministic_mode": spec.deterministic and torch.cuda.is_available(),
     }
 
 

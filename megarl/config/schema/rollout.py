@@ -6,6 +6,12 @@ from typing import Any
 
 from megarl.config.schema.roles import Dtype
 
+NO_QUANTIZED_WEIGHTS = (
+    "servers hold the policy's weights in rollout.dtype=float32 or bfloat16: SGLang replaces weights by quantized ones"
+    " of another shape as it loads them, which a weight sync cannot write and its checksums cannot verify"
+    " (docs/weight-sync.md, Quantized servers)"
+)
+
 
 class Transport(Enum):
     """How weights travel from the policy to the servers."""
@@ -35,7 +41,7 @@ class RolloutConfig:
     """Sampling temperature: logits are divided by it, in sampling and in every log-prob of training. The evaluations
     during training are greedy."""
     dtype: Dtype = Dtype.bfloat16
-    """Type of the servers' weights, activations and KV cache."""
+    """Type of the servers' weights, activations and KV cache. Weights are not quantized (docs/weight-sync.md)."""
     num_servers: int = 1
     """Number of SGLang servers; requests are distributed among them."""
     tp: int = 1

@@ -66,6 +66,7 @@ def test_the_keys_become_fields_of_megatron() -> None:
         "recompute_num_layers": 3,
         "fp8": "e4m3",
         "fp8_recipe": "tensorwise",
+        "deterministic_mode": False,
     }
 
 
