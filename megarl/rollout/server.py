@@ -112,7 +112,9 @@ def build_command(
         # Without it, as on a CPU, SGLang takes the same calls and keeps the memory.
         options |= {"enable_memory_saver": True}
     if config.router_replay:
-        options |= {"enable_return_routed_experts": True}
+        # Requests that share cached tokens are all told the experts of the one that computed them last, which near a
+        # tie are not those with which each sampled its first token.
+        options |= {"enable_return_routed_experts": True, "disable_radix_cache": True}
     options |= load_family_options(checkpoint)
     if not has_cuda():
         options |= {"device": "cpu", "attention_backend": "torch_native"}
