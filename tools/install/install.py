@@ -269,7 +269,7 @@ def find_toolkit_problem(home: Path, cuda: str) -> str | None:
     nvcc = home / "bin" / "nvcc"
     if not nvcc.is_file():
         return f"{home} has no bin/nvcc"
-    if not any(home.glob(f"{folder}/cuda_runtime.h") for folder in ("include", "targets/*/include")):
+    if not [*home.glob("include/cuda_runtime.h"), *home.glob("targets/*/include/cuda_runtime.h")]:
         return f"{home} has no include/cuda_runtime.h"
     text = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True).stdout
     found = re.search(r"release (\d+)\.(\d+)", text)
