@@ -19,7 +19,7 @@ from megarl.plan.assumptions import GIB, HOST_PROCESS_GIB, SERVER_GIB
 from megarl.plan.gpus import GpuKind, compute_free, compute_phases, count_gpus, list_kinds, place_job
 from megarl.plan.jobs import PlannedModels, build_jobs, check_batches, find_longest
 from megarl.plan.roles import RoleJob, StageMemory, estimate_stages
-from megarl.plan.seconds import Seconds, estimate_seconds
+from megarl.plan.seconds import Seconds, describe_work, estimate_seconds
 from megarl.plan.serving import ServerMemory, compute_server_weights, estimate_server
 from megarl.plan.transfer import Transfer, estimate_transfer
 
@@ -52,6 +52,8 @@ class JobPlan:
     """The server rank with the least free memory"""
     transfer: Transfer
     seconds: Seconds
+    mean_response: float
+    """Tokens, as the seconds take it"""
     host_bytes: int
     """Host memory of the fullest node"""
     problems: tuple[Problem, ...]
@@ -66,8 +68,10 @@ class JobPlan:
         return max(gpu for gpus in self.places.values() for gpu in gpus)
 
 
-def build_plan(config: Config, models: PlannedModels) -> JobPlan:
+def build_plan(config: Config, models: PlannedModels, mean_response: float | None = None) -> JobPlan:
     """The plan of a job on a cluster whose hardware is known.
+
+    mean_response: mean tokens of a response, for seconds; None: as assumed.
 
     Raises ConfigError for a layout that does not divide its model, and where the GPUs of a node are not counted.
     """
@@ -96,8 +100,9 @@ def build_plan(config: Config, models: PlannedModels) -> JobPlan:
         *_check_memory(gpus, gpu_bytes),
         *_check_host(config, host),
     )
-    seconds = estimate_seconds(config, jobs, server, transfer)
-    return JobPlan(jobs, stages, places, gpus, server, transfer, seconds, host, problems)
+    work = describe_work(config, mean_response)
+    seconds = estimate_seconds(config, jobs, stages, server, transfer, work)
+    return JobPlan(jobs, stages, places, gpus, server, transfer, seconds, work.response, host, problems)
 
 
 def count_job(config: Config, job: RoleJob) -> tuple[StageParameters, ...]:
