@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megarl.algo.registry import needs_critic
 from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.cluster import ClusterConfig, Placement
-from megarl.config.schema.rollout import Transport
+from megarl.config.schema.rollout import ServerOffload, Transport
 from megarl.config.schema.root import Config
 
 SERVERS = "servers"
@@ -112,6 +112,27 @@ def is_sharing(slots: Mapping[str, Sequence[DeviceSlot]]) -> bool:
     taken = {name: {(slot.node, gpu) for slot in group for gpu in slot.gpus} for name, group in slots.items()}
     roles = set().union(*(gpus for name, gpus in taken.items() if name != SERVERS))
     return not roles.isdisjoint(taken.get(SERVERS, set()))
+
+
+def find_server_offload(config: Config, command: str = "train") -> ServerOffload | None:
+    """rollout.offload where it has an effect: where servers share GPUs with roles, or GPUs are not counted."""
+    groups = list_groups(config, command)
+    if {group.name for group in groups} == {SERVERS}:
+        return None
+    is_counted = config.cluster.gpus_per_node > 0
+    return None if is_counted and not is_sharing(place(config.cluster, groups)) else config.rollout.offload
+
+
+def take_turns(config: Config, command: str = "train") -> bool:
+    """Whether the roles compute one after the other: they share GPUs, and at least one of them is offloaded.
+
+    Without that each keeps the memory of its calls, and turns would save nothing.
+    """
+    slots = place(config.cluster, list_groups(config, command))
+    roles = [name for name in slots if name != SERVERS]
+    taken = [{(slot.node, gpu) for slot in slots[name] for gpu in slot.gpus} for name in roles]
+    are_apart = sum(map(len, taken)) == len(set().union(*taken))
+    return not are_apart and any(getattr(config, name).offload is not None for name in roles)
 
 
 def count_nodes(slots: Mapping[str, Sequence[DeviceSlot]]) -> int:

@@ -25,6 +25,7 @@ OWN_OPTIONS = {
     "weight_version": "no key: the trainer sets it",
     "tp_size": "rollout.tp",
     "api_key": "no key: one is made for servers that listen on the network",
+    "enable_memory_saver": "rollout.offload",
     "admin_api_key": "no key: one is made for servers that listen on the network",
 }
 """Arguments that megarl sets itself, with the key that determines them"""

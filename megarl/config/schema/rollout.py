@@ -18,6 +18,15 @@ class Transport(Enum):
     """A checkpoint directory that policy and servers see"""
 
 
+class ServerOffload(Enum):
+    """What the servers give back of their GPUs' memory while roles that share these GPUs compute."""
+
+    kv_cache = "kv_cache"
+    """The KV cache"""
+    all = "all"
+    """The same, weights and CUDA graphs"""
+
+
 @dataclass
 class RolloutConfig:
     response_length: int = 1024
@@ -35,6 +44,9 @@ class RolloutConfig:
     """Maximum number of requests that a server processes at the same time."""
     kv_cache_tokens: int | None = None
     """Tokens of KV cache per server; null lets SGLang decide (on a CPU it must be a number)."""
+    offload: ServerOffload | None = None
+    """What the servers give back of their GPUs' memory while roles that share these GPUs compute, and take again before
+    they generate; null: nothing. Needs max_staleness=0."""
     num_threads: int = 1
     """CPU threads of a server's forward pass; without effect on a GPU."""
     startup_deadline_s: float = 300.0
