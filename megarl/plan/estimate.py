@@ -3,7 +3,7 @@
 import functools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from math import ceil
 
@@ -25,6 +25,8 @@ from megarl.plan.transfer import Transfer, estimate_transfer
 
 SAMPLE_BYTES = 64
 """Bytes per token of an iteration in the driver: ids, log-probs, values, advantages, returns and masks"""
+
+Counting = Callable[[Config, RoleJob], tuple[StageParameters, ...]]
 
 
 @dataclass(frozen=True)
@@ -68,17 +70,19 @@ class JobPlan:
         return max(gpu for gpus in self.places.values() for gpu in gpus)
 
 
-def build_plan(config: Config, models: PlannedModels, mean_response: float | None = None) -> JobPlan:
+def build_plan(
+    config: Config, models: PlannedModels, mean_response: float | None = None, count: Counting | None = None
+) -> JobPlan:
     """The plan of a job on a cluster whose hardware is known.
 
-    mean_response: mean tokens of a response, for seconds; None: as assumed.
+    mean_response: mean tokens of a response, for seconds; None: as assumed. count: as `count_job`.
 
     Raises ConfigError for a layout that does not divide its model, and where the GPUs of a node are not counted.
     """
     if config.cluster.gpus_per_node == 0:
         raise ConfigError(["cluster.gpus_per_node: found 0; a plan needs the number of GPUs of a node"])
     jobs = build_jobs(config, models, on_gpu=True)
-    stages = {name: estimate_stages(job, count_job(config, job)) for name, job in jobs.items()}
+    stages = {name: estimate_stages(job, (count or count_job)(config, job)) for name, job in jobs.items()}
     rollout, places = config.rollout, place_job(config)
     kinds = list_kinds(places, jobs)
     gpu_bytes, longest = int(config.cluster.hardware.memory_gib * GIB), find_longest(config)

@@ -62,7 +62,7 @@ def estimate_server(arch: Architecture, rollout: RolloutConfig, weights: int, fr
 
 
 def count_cache_bytes(rollout: RolloutConfig) -> int:
-    """Bytes of a number in the KV cache: of rollout.sglang.kv_cache_dtype (fp8_e5m2, fp8_e4m3), or the servers' type."""
+    """Bytes of a number in the KV cache: of rollout.sglang.kv_cache_dtype, or as the servers' activations."""
     dtype = str(rollout.sglang.get("kv_cache_dtype") or "auto")
     if dtype.startswith("fp8"):
         return 1
