@@ -32,7 +32,9 @@ from megarl.sync.serving_pieces import check_serving_layout
 NUM_BEST = 10
 NUM_KEPT = 16
 """Ways to compute that are joined with servers, of each division of the GPUs"""
-FRACTIONS = (0.9, 0.88, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4)
+LEAST_LEFT = 4 * GIB
+"""Memory that each GPU has left: what a plan has not foreseen"""
+FRACTIONS = (0.88, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4)
 """rollout.sglang.mem_fraction_static"""
 SHARES = (1, 2, 4)
 """Tokens of a micro-batch, in sequences of full length"""
@@ -127,8 +129,12 @@ def _check(
         return None
     if plan.problems:
         return None
-    limit = int(config.cluster.hardware.memory_gib * GIB)
-    return Found(overrides, plan, limit - max(max(gpus.phases.values()) for gpus in plan.gpus))
+    return Found(overrides, plan, find_left(config, plan))
+
+
+def find_left(config: Config, plan: JobPlan) -> float:
+    """Bytes that the fullest GPU has left in its fullest phase."""
+    return config.cluster.hardware.memory_gib * GIB - max(max(gpus.phases.values()) for gpus in plan.gpus)
 
 
 def list_divisions(config: Config) -> Iterator[Division]:
@@ -255,6 +261,6 @@ def join_servers(
                 plan = build_plan(apply(config, complete), models, mean_response, count_quickly)
             except ConfigError:
                 break
-            if not plan.problems:
+            if not plan.problems and find_left(config, plan) >= LEAST_LEFT:
                 yield complete, plan
                 break

@@ -1,6 +1,6 @@
 """A plan as tables for the terminal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import ceil
 
 from rich import box
@@ -16,6 +16,7 @@ from megarl.plan.estimate import JobPlan
 from megarl.plan.gpus import PHASES, Tenant
 from megarl.plan.jobs import find_longest
 from megarl.plan.roles import FP8_BYTES, RoleJob
+from megarl.plan.search import Found
 from megarl.plan.seconds import Seconds
 
 ENDS = ("patience", "stop_at_explained_variance")
@@ -229,8 +230,8 @@ def describe_assumptions(plan: JobPlan) -> str:
     text = (
         f"Assumed: matrix products at {a.PRODUCT_SHARE:g} of the peak (FP8 {a.FP8_SHARE:g}), attention at"
         f" {a.ATTENTION_SHARE:g}, other operations at {a.MEMORY_SHARE:g} of the memory bandwidth,"
-        f" {a.LAYER_S * 1000:g} ms a layer and micro-batch besides ({a.EXPERT_LAYER_S * 1000:g} ms with experts), nothing"
-        f" hidden of what experts and gradients send; in generation {a.DECODE_SHARE:g} of the peak,"
+        f" {a.LAYER_S * 1000:g} ms a layer and micro-batch besides ({a.EXPERT_LAYER_S * 1000:g} ms with experts),"
+        f" nothing hidden of what experts and gradients send; in generation {a.DECODE_SHARE:g} of the peak,"
         f" {a.DECODE_BANDWIDTH:g} of the memory bandwidth and {a.DECODE_STEP_S * 1000:g} ms a step; {a.LINK_SHARE:g} of"
         f" the bandwidth of NVLink, network and PCIe; responses of {plan.mean_response:,.0f} tokens on average"
         f" (--mean-response; only for seconds: memory is that of the limit). In addition to tensors:"
@@ -245,3 +246,17 @@ def describe_assumptions(plan: JobPlan) -> str:
             f" calls, {FP8_BYTES} bytes a parameter."
         )
     return text
+
+
+def list_found(title: str, found: Sequence[Found]) -> Iterator[str]:
+    """The lines of a search: seconds by phase, memory left, and the overrides on a line of their own."""
+    yield f"\n{title}{'' if found else ': none fits'}"
+    for number, each in enumerate(found, start=1):
+        parts = each.plan.seconds
+        phases = [("generation", parts.generation), ("log-probs, values", parts.scoring), ("update", parts.update)]
+        phases += [("offload", parts.offload)] * (parts.offload > 0) + [("sync", parts.sync)]
+        text = ", ".join(f"{name} {seconds:,.1f}" for name, seconds in phases)
+        yield f"{number:>3}. {each.seconds:,.1f} s ({text}); {each.left / GIB:.1f} GiB left; {each.plan.num_gpus} GPUs"
+        yield "     " + " ".join(each.overrides or ["as it is"])
+    if found:
+        yield describe_assumptions(found[0].plan)
