@@ -25,7 +25,7 @@ MAY_CHANGE = (
     *(f"{role}.optimizer.overlap_{what}" for role in ("policy", "critic") for what in ("grad_reduce", "param_gather")),
     *("reference.parallel.", "reference.offload"),
     *("rollout.num_servers", "rollout.tp", "rollout.transport", "rollout.sync_bucket_mb", "rollout.kv_cache_tokens"),
-    *("rollout.max_running_requests", "rollout.num_threads", "rollout.max_server_restarts"),
+    *("rollout.max_running_requests", "rollout.num_threads", "rollout.offload", "rollout.max_server_restarts"),
     *("rollout.startup_deadline_s", "rollout.request_deadline_s", "rollout.sync_deadline_s"),
     "rollout.max_probe_logprob_gap",
 )

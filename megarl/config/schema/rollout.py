@@ -24,7 +24,7 @@ class ServerOffload(Enum):
     kv_cache = "kv_cache"
     """The KV cache"""
     all = "all"
-    """The same, weights and CUDA graphs"""
+    """The same and the weights"""
 
 
 @dataclass
