@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import ray
 
-from megarl.cluster.address import resolve_host, use_gpus, use_interface
+from megarl.cluster.address import agree_on_nccl, resolve_host, use_gpus, use_interface
 from megarl.cluster.nodes import Cluster
 from megarl.cluster.waiting import PendingCall, wait_for
 from megarl.cluster.workers import redirect_output
@@ -49,9 +49,10 @@ class ServerActor:
     def __init__(self, spec: ServerSpec, listen_host: str, port: int | None):
         redirect_output(spec.log_dir / f"server-{spec.index}-owner.log")
         host = resolve_host(listen_host)
-        # Both set environment variables, which the server's processes inherit.
+        # These set environment variables, which the server's processes inherit.
         use_interface(host)
         use_gpus(spec.slot.gpus)
+        agree_on_nccl()
         self._server = SGLangServer(
             spec.config,
             spec.checkpoint,

@@ -11,7 +11,7 @@ import ray
 import torch
 from torch import Tensor
 
-from megarl.cluster.address import resolve_host, use_gpus, use_interface
+from megarl.cluster.address import agree_on_nccl, resolve_host, use_gpus, use_interface
 from megarl.cluster.nodes import Cluster
 from megarl.cluster.stacks import CallState, CallTracker, RankStacks, dump_on_signal, identify
 from megarl.cluster.turns import Turns
@@ -38,6 +38,7 @@ class WorkerActor:
         self._host = resolve_host(listen_host)
         use_interface(self._host)
         use_gpus(gpus)
+        agree_on_nccl()
         # Megatron's order of kernels and communication under tensor parallelism relies on it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         self._worker: MegatronWorker | None = None

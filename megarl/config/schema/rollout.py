@@ -11,7 +11,7 @@ class Transport(Enum):
     """How weights travel from the policy to the servers."""
 
     colocated = "colocated"
-    """Memory that the processes of one machine share"""
+    """Within a node memory that its processes share, of the GPU where they have one; between nodes as `split`"""
     split = "split"
     """Point to point over a process group (NCCL; gloo on a CPU)"""
     disk = "disk"
@@ -59,8 +59,8 @@ class RolloutConfig:
     transport: Transport = Transport.colocated
     """How weights travel from the policy to the servers."""
     sync_bucket_mb: int = 64
-    """Maximum size of one message of weights, in MiB. Each rank holds two; with transport=colocated, shared memory
-    holds two for each pair of a training rank and a server rank that exchange weights."""
+    """Maximum size of one message of weights, in MiB. Each rank holds two; with transport=colocated a training rank
+    holds two, on its GPU from the first sync on or in shared memory, and a server rank one during the sync."""
     max_server_restarts: int = 3
     """How many times servers that are lost in the same rollout or sync are restarted with the current weights, before
     the run ends with the error. 0: no restart. With max_staleness > 0 a lost server ends the attempt instead."""
