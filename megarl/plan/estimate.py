@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 from math import ceil
 
 from megarl.config.errors import ConfigError
-from megarl.config.placement import SERVERS
+from megarl.config.placement import SERVERS, find_server_offload, take_turns
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.config.schema.root import Config
@@ -16,7 +16,7 @@ from megarl.mcore.model.architecture import Architecture
 from megarl.mcore.model.parameter_count import count_stages
 from megarl.mcore.worker_spec import StageParameters
 from megarl.plan.assumptions import GIB, HOST_PROCESS_GIB, SERVER_GIB
-from megarl.plan.gpus import GpuKind, compute_free, compute_phases, count_gpus, list_kinds, place_job
+from megarl.plan.gpus import GpuKind, Sharing, compute_free, compute_phases, count_gpus, list_kinds, place_job
 from megarl.plan.jobs import PlannedModels, build_jobs, check_batches, find_longest
 from megarl.plan.roles import RoleJob, StageMemory, estimate_stages
 from megarl.plan.seconds import Seconds, describe_work, estimate_seconds
@@ -93,7 +93,10 @@ def build_plan(
         if kind.has_server
     }
     bucket = rollout.sync_bucket_mb << 20
-    gpus = tuple(GpuPlan(kind, compute_phases(kind, jobs, stages, servers.get(kind), bucket)) for kind in kinds)
+    sharing = Sharing(take_turns(config), find_server_offload(config))
+    gpus = tuple(
+        GpuPlan(kind, compute_phases(kind, jobs, stages, servers.get(kind), bucket, sharing)) for kind in kinds
+    )
     server = min(servers.values(), key=lambda memory: memory.kv_cache)
     transfer = estimate_transfer(jobs["policy"], stages["policy"], rollout, weights)
     host = compute_host(config, jobs, stages, places)
