@@ -4,6 +4,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -189,11 +190,19 @@ class WorkerGroup:
 
     def _send(self, verb: str, merge: Callable[[list[Any]], T], *args: Any) -> PendingCall[T]:
         # One copy in the object store serves every rank of a node.
-        shared = [ray.put(arg) if isinstance(arg, Sequences | TrainingSamples) else arg for arg in args]
+        shared = [ray.put(self._strip(arg)) if isinstance(arg, Sequences | TrainingSamples) else arg for arg in args]
         refs = tuple(actor.call.remote(verb, *shared) for actor in self._actors)
         return PendingCall(
             refs, self._names, f"{self.role}.{verb}", self._spec.deadline_s, merge, explain=self._ranks.explain
         )
+
+    def _strip(self, data: Sequences | TrainingSamples) -> Sequences | TrainingSamples:
+        """The data without routed experts for a role that does not replay them: they are most of its bytes."""
+        if self._spec.router_replay:
+            return data
+        if isinstance(data, Sequences):
+            return data.without_routed_experts()
+        return replace(data, sequences=data.sequences.without_routed_experts())
 
 
 def _take_first(results: list[T]) -> T:

@@ -26,7 +26,7 @@ from megarl.mcore.loss_targets import build_targets
 from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.model.build import build_chunks, build_config, wrap_chunks
 from megarl.mcore.model.layer_spec import uses_transformer_engine
-from megarl.mcore.model.router import compute_load_metrics, start_minibatch
+from megarl.mcore.model.router import compute_load_metrics, replay_routes, start_minibatch
 from megarl.mcore.offload import OffloadManager, uses_everything, uses_weights
 from megarl.mcore.optimizer import build_optimizer, build_scheduler, describe_adam
 from megarl.mcore.role_fields import build_role_fields, check_role_fields, find_token_multiple
@@ -67,6 +67,8 @@ class MegatronWorker:
         # This rank's pieces of the model: one, or vpp.
         self.chunks = build_chunks(self.arch, self.config, with_value_head=spec.role is Role.critic)
         load_hf(self.chunks, Path(spec.checkpoint), self.arch)
+        if spec.router_replay:
+            replay_routes(self.chunks)
         # DistributedDataParallel where they are trained.
         self.model: list[Any] = wrap_chunks(self.chunks, self.config, spec.optimizer)
         sum_gradients(self.config, self.model)

@@ -55,6 +55,8 @@ class WorkerSpec:
     offload: Offload | None = None
     fp8: Fp8 | None = None
     fp8_recipe: Fp8Recipe = Fp8Recipe.delayed
+    router_replay: bool = False
+    """Of the policy alone: its routers take the experts that come with the sequences"""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from megarl.plan.assumptions import ALLOCATOR_SHARE, GIB, PROCESS_GIB
 from megarl.plan.roles import RoleJob, StageMemory
 from megarl.plan.serving import ServerMemory
 
-PHASES = ("generation", "sync", "log-probs, values", "update")
+PHASES = ("generation", "sync", "log-probs, values", "update", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def compute_phases(
     bucket_bytes: rollout.sync_bucket_mb; every rank of a sync holds two messages.
     """
     is_shared = kind.has_server or len(kind.tenants) > 1
-    held, scoring, updating, sending = [], [], [], []
+    held, scoring, updating, saving, sending = [], [], [], [], []
     for tenant in kind.tenants:
         memory = stages[tenant.role][tenant.stage]
         least = hold(memory, jobs[tenant.role], is_shared)
@@ -93,8 +93,9 @@ def compute_phases(
         held.append(add_overhead(least))
         sending.append(add_overhead(max(least, memory.weights) + 2 * bucket_bytes if is_sender else least))
         scoring.append(add_overhead(max(least, memory.forward)))
-        # The first update: it creates the optimizer's state, after the model was built.
+        # The model was built before the first update, and the allocator keeps what that took.
         updating.append(add_overhead(max(least, memory.update, memory.building)))
+        saving.append(add_overhead(max(least, memory.checkpoint)))
     served = server if kind.has_server else None
     away = served.compute_rest(sharing.offload) if served else 0
     return {
@@ -102,6 +103,7 @@ def compute_phases(
         "sync": sum(sending) + (served.compute_loading(sharing.offload) + 2 * bucket_bytes if served else 0),
         "log-probs, values": _join(scoring, held, sharing.takes_turns) + away,
         "update": _join(updating, held, sharing.takes_turns) + away,
+        "checkpoint": _join(saving, held, sharing.takes_turns) + away,
     }
 
 

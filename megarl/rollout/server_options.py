@@ -24,6 +24,7 @@ OWN_OPTIONS = {
     "custom_weight_loader": "no key: weight syncs use it",
     "weight_version": "no key: the trainer sets it",
     "tp_size": "rollout.tp",
+    "enable_return_routed_experts": "rollout.router_replay",
     "api_key": "no key: one is made for servers that listen on the network",
     "enable_memory_saver": "rollout.offload",
     "admin_api_key": "no key: one is made for servers that listen on the network",

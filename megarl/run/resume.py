@@ -40,6 +40,7 @@ DECIDES = (
     *(f"{role}.{name}" for role in ("policy", "critic") for name in ("optimizer.", "dtype", "fp8", "fp8_recipe")),
     *("critic.updates_per_policy_update", "critic.init", "reference.dtype"),
     *("rollout.response_length", "rollout.temperature", "rollout.dtype", "rollout.max_staleness", "rollout.sglang"),
+    "rollout.router_replay",
 )
 """The keys that determine what is learned, named as in MAY_CHANGE; of two names of a key the longer one counts."""
 

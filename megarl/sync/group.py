@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ from megarl.sync.plan import Bucket
 
 PATIENCE = 10
 """The group's own timeout over the deadline of a wait, which is thus always the first to expire"""
+ABORT_DEADLINE = timedelta(seconds=30)
 POLL_S = 5e-5
 PAIR_CHANNELS = 8
 """Channels (CTAs) of an NCCL communicator of two ranks, whose buffers are in proportion to them: plenty for a network
@@ -87,7 +88,9 @@ class GroupTransport(BucketTransport):
         group, self._group = self._group, None
         if group is not None and self._device.type == "cuda":
             # What still runs on the GPU waits for ranks that may be gone. gloo ends with the last reference.
-            group.abort()
+            group._set_default_timeout(ABORT_DEADLINE)
+            with suppress(RuntimeError):
+                group.abort()
 
     def _connect(self, rank: int, pairs: Iterable[tuple[int, int]]) -> None:
         """Exchange a byte over each pair, in an order common to all: NCCL connects two ranks when both first call, and

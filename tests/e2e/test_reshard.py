@@ -5,7 +5,9 @@ import hashlib
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,6 +137,14 @@ def assert_holds(client: SGLangClient, shards: list[dict[str, Tensor]]) -> None:
             assert found[name] == hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest()[:16], name
 
 
+def locate_apart(locate: Callable[[], Any]) -> Any:
+    """As if the second training rank were on another node: its buckets go over a process group, the first one's through
+    memory.
+    """
+    (sources, targets), pids = locate()
+    return ([sources[0], "another"], targets), pids
+
+
 @pytest.mark.parametrize(
     ("transport", "kind"),
     [(Transport.colocated, "memory"), (Transport.split, "group"), (Transport.colocated, "mixed")],
@@ -148,13 +158,11 @@ def test_every_server_rank_holds_its_shard_of_the_policy_and_no_byte_moved_twice
     config: RolloutConfig,
     checkpoint: Path,
     tiny_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sync = make_sync(policy, client, RolloutConfig(**{**vars(config), "transport": transport}), checkpoint)
     if kind == "mixed":
-        # As if the second training rank were on another node: its buckets go over a process group, the first one's
-        # through memory.
-        (_, (node, *_)), pids = sync._ranks._locate()
-        sync._ranks._locate = lambda: (([node, "another"], [node, node]), pids)  # type: ignore[method-assign]
+        monkeypatch.setattr(sync._ranks, "_locate", partial(locate_apart, sync._ranks._locate))
     client.pause()
     client.begin_update()
     write_directly(client, read_shards(tiny_checkpoint))

@@ -142,6 +142,15 @@ def test_host_memory_is_counted() -> None:
     assert found.host_bytes == expected
 
 
+def test_replayed_experts_take_host_memory_of_the_driver_and_the_servers() -> None:
+    overrides = ("algo=grpo", "model=qwen3_235b_a22b", "cluster=h100x256", "checkpoint.save_every=0")
+    with_replay, without = plan(*overrides, "rollout.router_replay=true"), plan(*overrides)
+    kinds, server = with_replay.places, with_replay.server.kv_tokens * 94 * 8 * 4
+    per_node = 8 * server if 0 in kinds["servers"] else 0
+    found = with_replay.host_bytes - without.host_bytes
+    print(found, server, kinds["servers"][:4], with_replay.server.kv_tokens)
+
+
 def test_a_model_of_unknown_sizes_is_named() -> None:
     from megarl.config.errors import ConfigError
 

@@ -221,6 +221,18 @@ def test_a_replica_on_the_receivers_node_sends_before_one_elsewhere() -> None:
     assert (plan.sent[0], plan.sent[1]) == (plan.sent[2], plan.sent[3])
 
 
+def test_a_norm_comes_from_a_rank_that_sends_to_the_server_rank_anyway() -> None:
+    big, norm = TensorSlice(0, 0, 1000, 200), TensorSlice(0, 0, 1, 1)
+    sources = {
+        rank: [Piece(whole, 0, 0, whole, big), Piece("norm", 0, 0, "norm", norm)] for rank, whole in enumerate("ab")
+    }
+    targets = {
+        rank: [Piece(whole, 0, 0, whole, big), Piece("norm", 0, 0, "norm", norm)] for rank, whole in enumerate("ba")
+    }
+    plan = build_plan(sources, targets, dict.fromkeys(["a", "b", "norm"], "bfloat16"))
+    assert set(plan.copies) == {(1, 0), (0, 1)}
+
+
 def test_pairs_of_ranks_take_turns_and_each_side_sees_its_buckets_in_one_order() -> None:
     arch = build_architecture("qwen3", num_kv_heads=8)
     targets = {rank: predict_server_rank(arch, 2, rank) for rank in range(2)}
