@@ -5,13 +5,22 @@ import math
 import pytest
 
 from megarl.config.load import load_config
+from megarl.config.search_path import CONF_DIR
 from megarl.plan.assumptions import GIB
 from megarl.plan.changes import Change, find_change
 from megarl.plan.estimate import JobPlan, build_plan, compute_host
 from megarl.plan.gpus import PHASES
 from megarl.plan.jobs import find_models
 
-QWEN32B = ("algo=vapo", "model=qwen32b", "cluster=h100x64")
+PRESET = ("algo=vapo", "model=qwen32b", "cluster=h100x64")
+ALGOS = sorted(path.stem for path in (CONF_DIR / "algo").glob("*.yaml"))
+LAYOUT = "{num_processes: 16, tp: 8, sp: true, pp: 1, cp: 2}"
+QWEN32B = (
+    *(*PRESET, "cluster.placement=apart", "rollout.transport=split", "rollout.num_servers=8", "rollout.tp=4"),
+    *(f"{role}.{value}" for role in ("policy", "critic") for value in (f"parallel={LAYOUT}", "recompute=full")),
+    *("policy.offload=null", "critic.offload=null", "train.tokens_per_microbatch=16384"),
+)
+"""Each role on GPUs of its own"""
 
 
 def plan(*overrides: str) -> JobPlan:
@@ -34,10 +43,10 @@ def find(*overrides: str) -> Change:
 @pytest.mark.parametrize(
     "overrides",
     [
+        PRESET,
         QWEN32B,
-        ("algo=dapo", "model=qwen32b", "cluster=h100x64"),
-        ("algo=vapo", "model=qwen3_235b_a22b", "cluster=h100x256"),
-        ("algo=vapo", "model=llama3_8b", "cluster=h100x64"),
+        *((f"algo={algo}", f"model={model}") for algo in ALGOS for model in ("qwen32b", "qwen3_235b_a22b")),
+        ("algo=vapo", "model=llama3_8b"),
     ],
 )
 def test_the_presets_fit_their_clusters(overrides: tuple[str, ...]) -> None:
