@@ -4,7 +4,7 @@ A pure function of what the ranks on both sides hold. Bytes are counted at the r
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -86,12 +86,18 @@ class Plan:
         return dict(sums)
 
 
-def build_plan(sources: Pieces, targets: Pieces, dtypes: Mapping[str, str]) -> Plan:
+def build_plan(
+    sources: Pieces,
+    targets: Pieces,
+    dtypes: Mapping[str, str],
+    is_near: Callable[[int, int], bool] = lambda source, target: True,
+) -> Plan:
     """Choose for every element of the server ranks one training rank that sends it.
 
     sources: pieces of the training ranks, replicas included. targets: pieces of the server ranks. dtypes: of the
-    servers' tensors, by name. Among replicas the rank with the least to send so far is chosen, largest rectangles
-    first. Raises LayoutError for a part of a server's tensor that no training rank holds.
+    servers' tensors, by name. is_near: whether a training rank and a server rank are on the same node. Among replicas a
+    near rank is chosen before others, then the one with the least to send so far, largest rectangles first. Raises
+    LayoutError for a part of a server's tensor that no training rank holds.
     """
     holders = _find_holders(sources)
     wanted = []
@@ -103,7 +109,10 @@ def build_plan(sources: Pieces, targets: Pieces, dtypes: Mapping[str, str]) -> P
     chosen: dict[tuple[int, int], list[tuple[int, Copy]]] = defaultdict(list)
     for rank, number, piece, region in wanted:
         whole = next(held for held in holders[piece.whole] if held.intersect(region))
-        source, own = min(holders[piece.whole][whole], key=lambda holder: (loads[holder[0]], holder[0]))
+        source, own = min(
+            holders[piece.whole][whole],
+            key=lambda holder, rank=rank: (not is_near(holder[0], rank), loads[holder[0]], holder[0]),  # type: ignore[misc]
+        )
         copy = Copy(
             own.tensor, own.locate(region), piece.tensor, piece.locate(region), ITEM_SIZES[dtypes[piece.tensor]]
         )

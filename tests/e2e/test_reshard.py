@@ -239,7 +239,7 @@ def test_a_receiver_that_fails_takes_no_server_down(sync: PlantingSync, client: 
     sync.publish(10)
     real = sync._describe_transport
     sync.reconnect()
-    sync._describe_transport = lambda *args: real(*args) | {"directory": "/nowhere", "deadline_s": 2.0}
+    sync._describe_transport = lambda *args: real(*args) | {"directories": ["/proc/nowhere"] * 2, "deadline_s": 2.0}
     with pytest.raises((SyncError, RuntimeError), match="nowhere"):
         sync.publish(11)
     sync._describe_transport = real
