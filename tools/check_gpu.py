@@ -21,8 +21,9 @@ peak is not known) is skipped too, with its number.
 key=value are those of python -m megarl.train. Of them matter here:
 
   model=..., model.path=..., model.random=...   sizes of the large model, whose weights are random here and whose files
-                  need not be there (default: Qwen3-1.7B; with --device cpu a tiny one). The small one has layers of
-                  the same family. A model that one GPU cannot train is skipped with its plan
+                  need not be there (default: 1.4 billion weights, Qwen3-1.7B with 22 of its 28 layers; with --device
+                  cpu a tiny one). The small one has layers of the same family. A model that one GPU cannot train is
+                  skipped with its plan
   policy.dtype, critic.dtype, rollout.dtype     bfloat16 by default, float32 with --device cpu
   data.prompt_length, rollout.response_length, train.tokens_per_microbatch   1,024, 15,360 and 16,384 tokens by default;
                   those of a preset of model= do not count

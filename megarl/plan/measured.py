@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -54,7 +55,8 @@ def find_peaks(profile: torch.profiler.profile) -> dict[str, int]:
     """
     assert profile.profiler is not None
     assert profile.profiler.kineto_results is not None
-    pending = list(profile.profiler.kineto_results.experimental_event_tree())
+    # Any: torch's stubs know of each event's fields only what all kinds have in common.
+    pending: list[Any] = list(profile.profiler.kineto_results.experimental_event_tree())
     phases, allocations = [], []
     while pending:
         event = pending.pop()

@@ -27,12 +27,12 @@ from megarl.types import Sequences, TrainingSamples
 
 CPU, CUDA = "cpu", "cuda"
 LARGE: dict[str, dict[str, Any]] = {
-    # Qwen3-1.7B
+    # 1.4 billion weights: Qwen3-1.7B with 22 of its 28 layers, of which 80 GB hold all activations of 16,384 tokens.
     CUDA: {
         "model_type": "qwen3",
         "hidden_size": 2048,
         "intermediate_size": 6144,
-        "num_hidden_layers": 28,
+        "num_hidden_layers": 22,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
         "head_dim": 128,
@@ -94,7 +94,7 @@ class Setting:
         """Raises ConfigError, also for lengths that the model does not have."""
         given = list(self.overrides)
         defaults = ["algo=ppo", *DEFAULTS[self.device]]
-        if not any(text.startswith(("model=", "model.")) for text in given):
+        if not any(text.startswith(("model=", "model.random")) for text in given):
             defaults[1:1] = ["model=checkpoint", f"model.path={self._write_description()}"]
         # Of a group that both choose, Hydra takes one alone.
         groups = {text.split("=")[0] for text in given}
@@ -132,7 +132,8 @@ class Setting:
 
 def describe_random(random: RandomModelConfig, vocab_size: int) -> dict[str, Any]:
     family = FAMILIES[random.family]
-    fields = {"model_type": family.name, "architectures": [f"{family.hf_class}ForCausalLM"], "eos_token_id": 2}
+    fields = {"model_type": family.name, "architectures": [f"{family.hf_class}ForCausalLM"]}
+    fields |= {"eos_token_id": 2, "pad_token_id": None}
     return fields | build_random_fields(random, vocab_size)
 
 
