@@ -132,7 +132,7 @@ class Setting:
 
 def describe_random(random: RandomModelConfig, vocab_size: int) -> dict[str, Any]:
     family = FAMILIES[random.family]
-    fields = {"model_type": family.name, "architectures": [f"{family.hf_class}ForCausalLM"]}
+    fields: dict[str, Any] = {"model_type": family.name, "architectures": [f"{family.hf_class}ForCausalLM"]}
     fields |= {"eos_token_id": 2, "pad_token_id": None}
     return fields | build_random_fields(random, vocab_size)
 
