@@ -27,7 +27,8 @@ key=value are those of python -m megarl.train. Of them matter here:
   policy.dtype, critic.dtype, rollout.dtype     bfloat16 by default, float32 with --device cpu
   data.prompt_length, rollout.response_length, train.tokens_per_microbatch   1,024, 15,360 and 16,384 tokens by default;
                   those of a preset of model= do not count
-  policy.fp8_recipe, policy.recompute_*, model.megatron, rollout.sync_bucket_mb, rollout.temperature, rollout.sglang
+  policy.recompute_*, model.megatron, rollout.sync_bucket_mb, rollout.temperature, rollout.sglang; policy.fp8=hybrid
+                  with policy.fp8_recipe=... for another recipe of fp8
   cluster.hardware or cluster=...   the peak for the MFU, where the GPU's name is not known
 
 Exit code: 0 nothing fails, 1 something fails or nothing could be checked, 2 no GPU or a wrong argument.
@@ -190,7 +191,7 @@ def check_machine(args: argparse.Namespace, scratch: Path) -> int:
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", **hidden}
     machine = find_machine(environment)
     setting = Setting(choose_device(args.device, machine), tuple(args.overrides), scratch)
-    description = str(setting.config.model.path or setting.config.model.name)
+    model = setting.large
     console = Console(width=WIDTH, highlight=False)
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items() if version)
     console.print(
@@ -210,7 +211,7 @@ def check_machine(args: argparse.Namespace, scratch: Path) -> int:
     if setting.device == CPU:
         console.print("with --device cpu: this checks the tool, and says nothing of a GPU")
     console.print(f"{verdict}; {args.out}", soft_wrap=True)
-    content: dict[str, Any] = {"device": setting.device, "machine": machine.to_json(), "model": description}
+    content: dict[str, Any] = {"device": setting.device, "machine": machine.to_json(), "model": model}
     content |= {"overrides": args.overrides, "seconds": seconds, "logs": logs}
     write_json(args.out, content, lines)
     return code

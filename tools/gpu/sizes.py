@@ -66,10 +66,13 @@ def _check_sizes(setting: Setting, check: str, recompute: Recompute) -> Iterator
     checkpoint = setting.scratch / "large"
     if not checkpoint.exists():
         write_checkpoint(setting.large, checkpoint, dtype, setting.torch_device)
+        if setting.device == CUDA:
+            torch.cuda.empty_cache()
     spec = build_spec(setting, Role.policy, checkpoint, recompute=recompute)
     samples = make_large_samples(setting)
-    yield from _compare_memory(check, measure_phases(spec, samples, setting.scratch, check), planned)
-    yield from _check_process(setting, check, planned)
+    measured = measure_phases(spec, samples, setting.scratch, check)
+    yield from compare_memory(check, measured, planned)
+    yield _check_process(setting, check, measured, planned)
     yield from _check_speed(setting, check, spec, samples, arch)
 
 
@@ -88,7 +91,7 @@ def measure_phases(spec: WorkerSpec, samples: TrainingSamples, scratch: Path, na
     return meter.peaks
 
 
-def _compare_memory(check: str, measured: dict[str, int], planned: StageMemory) -> Iterator[Line]:
+def compare_memory(check: str, measured: dict[str, int], planned: StageMemory) -> Iterator[Line]:
     names = {
         "building": "building the model",
         "update": "the update",
@@ -112,17 +115,17 @@ def _format_bytes(number: int) -> str:
     return f"{number / GIB:.2f} GiB" if number >= GIB else f"{number / MIB:.1f} MiB"
 
 
-def _check_process(setting: Setting, check: str, planned: StageMemory) -> Iterator[Line]:
-    """What the GPU holds of this process besides tensors: CUDA's context, kernels, workspaces, fragmentation."""
+def _check_process(setting: Setting, check: str, measured: dict[str, int], planned: StageMemory) -> Line:
+    """What the GPU holds of this process besides tensors: CUDA's context, kernels, workspaces, and what torch's
+    allocator, which has returned nothing since the peak, holds beyond it.
+    """
     what = "memory besides tensors"
     if setting.device != CUDA:
-        yield skip(check, what, "needs a GPU")
-        return
+        return skip(check, what, "needs a GPU")
     free, total = torch.cuda.mem_get_info()
-    reserved, peak = torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
-    besides = (total - free - torch.cuda.memory_reserved()) + (reserved - peak)
+    besides = total - free - max(measured.values())
     most = PROCESS_GIB + ALLOCATOR_SHARE * planned.peak / GIB
-    yield judge(check, what, besides / GIB, most=most, unit="GiB", reason="with those of other processes on the GPU")
+    return judge(check, what, besides / GIB, most=most, unit="GiB", reason="with that of other processes on the GPU")
 
 
 def _check_speed(

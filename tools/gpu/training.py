@@ -49,6 +49,8 @@ def open_worker(spec: WorkerSpec, scratch: Path, name: str) -> Iterator[Any]:
 
     # Megatron's models are cyclic: the one before leaves its memory only now.
     gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     worker = MegatronWorker(spec, 0, 1, f"file://{scratch}/{name}.init")
     try:
         yield worker

@@ -231,6 +231,19 @@ def test_a_speed_is_judged_by_the_peak_of_a_known_gpu_alone() -> None:
     assert (unknown.verdict, unknown.value, unknown.unit) == (Verdict.skipped, 100.0, "TFLOP/s")
 
 
+def test_memory_beyond_the_plan_or_far_below_it_fails(tmp_path: Path) -> None:
+    setting = Setting(CPU, (), tmp_path)
+    arch = parse_architecture(setting.large, Path("model"))
+    job = build_jobs(setting.config, PlannedModels(arch, arch), on_gpu=False)["policy"]
+    (stage,) = estimate_stages(job, count_job(setting.config, job))
+    planned = {phase: getattr(stage, phase) for phase in ("building", "update", "resident", "forward")}
+    assert {line.verdict for line in sizes.compare_memory("a", planned, stage)} == {Verdict.holds}
+    for share in (0.7, 1.2):
+        wrong = {**planned, "update": int(share * planned["update"])}
+        verdicts = [line.verdict for line in sizes.compare_memory("a", wrong, stage)]
+        assert verdicts == [Verdict.holds, Verdict.fails, Verdict.holds, Verdict.holds]
+
+
 def test_a_perturbed_gradient_fails() -> None:
     results = {
         "policy": {"before": torch.zeros(2, 3), "after": torch.ones(2, 3), "gradient": {"w": torch.ones(8)}},
