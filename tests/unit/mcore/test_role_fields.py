@@ -166,7 +166,7 @@ except RuntimeError as error:
 """
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).resolve().parents[3]}"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
-    broken = "Transformer Engine is installed and broken (FileNotFoundError: no shared object file); make install"
+    broken = "Transformer Engine is installed and broken (FileNotFoundError: no shared object file); make clean install"
     assert done.stdout.startswith(broken), done.stderr
 
 
