@@ -35,7 +35,7 @@ fi
 # InfiniBand:  export NCCL_IB_HCA=mlx5 NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=7
 # RoCE:        export NCCL_IB_GID_INDEX=3 NCCL_IB_TC=106
 # EFA:         export FI_PROVIDER=efa FI_EFA_USE_DEVICE_RDMA=1
-# NVLink SHARP: export NCCL_NVLS_ENABLE=1
+# NVLink SHARP: export NCCL_NVLS_ENABLE=1 NCCL_CUMEM_ENABLE=1
 # Says at the start which of them NCCL uses:
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 

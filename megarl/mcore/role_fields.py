@@ -64,12 +64,24 @@ def check_role_fields(arch: Architecture, spec: WorkerSpec, in_worker: bool = Fa
     because the ranks may have GPUs where this process has none.
     """
     role = spec.role.value
+    if spec.router_replay:
+        yield from _check_router_replay(arch, spec)
     if spec.recompute is Recompute.full:
         yield from _check_recompute(role, arch, spec)
     if spec.fp8:
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
         if in_worker or capability or not has_transformer_engine():
             yield from find_fp8_problems(role, spec.fp8, spec.fp8_recipe, has_transformer_engine(), capability)
+
+
+def _check_router_replay(arch: Architecture, spec: WorkerSpec) -> Iterator[str]:
+    if arch.experts is None:
+        yield "rollout.router_replay: found true, but the model has no experts; it must be false"
+    if spec.megatron.get("moe_router_fusion"):
+        yield (
+            "model.megatron.moe_router_fusion: found true with rollout.router_replay, whose experts the fused router"
+            " does not take; it must be false"
+        )
 
 
 def _check_recompute(role: str, arch: Architecture, spec: WorkerSpec) -> Iterator[str]:

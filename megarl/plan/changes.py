@@ -127,8 +127,8 @@ def _list_gpu_changes(config: Config, plan: JobPlan) -> Iterator[Values]:
     if cluster.placement is Placement.apart:
         offloads = {f"{name}.offload": Offload.all for name in plan.jobs}
         # Where policy and servers share GPUs, NCCL cannot join them.
-        disk = {"rollout.transport": Transport.disk} if config.rollout.transport is Transport.split else {}
-        together: dict[str, Any] = {"cluster.placement": Placement.colocated, **disk}
+        memory = {"rollout.transport": Transport.colocated} if config.rollout.transport is Transport.split else {}
+        together: dict[str, Any] = {"cluster.placement": Placement.colocated, **memory}
         for values in ({"cluster.placement": Placement.split}, together):
             yield values
             yield {**values, **offloads}
@@ -141,8 +141,6 @@ def _list_nodes(config: Config, number: int) -> dict[str, Any]:
     values: dict[str, Any] = {"cluster.num_nodes": number}
     if config.cluster.num_nodes == 1 and config.cluster.listen_host != AUTO:
         values["cluster.listen_host"] = AUTO
-    if config.rollout.transport is Transport.colocated:
-        values["rollout.transport"] = Transport.split
     return values
 
 

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 from math import ceil
 
 from megarl.config.errors import ConfigError
-from megarl.config.placement import SERVERS
+from megarl.config.placement import SERVERS, find_server_offload, take_turns
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.config.schema.root import Config
@@ -16,9 +16,9 @@ from megarl.mcore.model.architecture import Architecture
 from megarl.mcore.model.parameter_count import count_stages
 from megarl.mcore.worker_spec import StageParameters
 from megarl.plan.assumptions import GIB, HOST_PROCESS_GIB, SERVER_GIB
-from megarl.plan.gpus import GpuKind, compute_free, compute_phases, count_gpus, list_kinds, place_job
+from megarl.plan.gpus import GpuKind, Sharing, compute_free, compute_phases, count_gpus, list_kinds, place_job
 from megarl.plan.jobs import PlannedModels, build_jobs, check_batches, find_longest
-from megarl.plan.roles import RoleJob, StageMemory, estimate_stages
+from megarl.plan.roles import RoleJob, StageMemory, compute_saved, estimate_stages
 from megarl.plan.seconds import Seconds, estimate_seconds
 from megarl.plan.serving import ServerMemory, compute_server_weights, estimate_server
 from megarl.plan.transfer import Transfer, estimate_transfer
@@ -85,10 +85,13 @@ def build_plan(config: Config, models: PlannedModels) -> JobPlan:
         if kind.has_server
     }
     bucket = rollout.sync_bucket_mb << 20
-    gpus = tuple(GpuPlan(kind, compute_phases(kind, jobs, stages, servers.get(kind), bucket)) for kind in kinds)
+    sharing = Sharing(take_turns(config), find_server_offload(config))
+    gpus = tuple(
+        GpuPlan(kind, compute_phases(kind, jobs, stages, servers.get(kind), bucket, sharing)) for kind in kinds
+    )
     server = min(servers.values(), key=lambda memory: memory.kv_cache)
     transfer = estimate_transfer(jobs["policy"], stages["policy"], rollout, weights)
-    host = compute_host(config, jobs, stages, places)
+    host = compute_host(config, jobs, stages, places, server.kv_tokens)
     problems = (
         *(Problem("batches", message) for message in check_batches(config, jobs)),
         *_check_gpus(config, jobs, places),
@@ -126,24 +129,30 @@ def compute_host(
     jobs: Mapping[str, RoleJob],
     stages: Mapping[str, tuple[StageMemory, ...]],
     places: Mapping[str, Sequence[int]],
+    kv_tokens: int,
 ) -> int:
     """Host memory of the fullest node in bytes.
 
     It has processes, Ray's object store, what is offloaded, the copy that a checkpoint makes before it is written
-    (weights and optimizer of each rank), and on the first node an iteration's samples.
+    (on the ranks that write), and on the first node an iteration's samples. With rollout.router_replay the
+    experts of a token are 4 bytes each beside a server's cache of `kv_tokens` (SGLang's state_capturer/base.py), and 2
+    in a sample and 2 in the policy's sequences.
     """
     per_node = config.cluster.gpus_per_node
     process = int(HOST_PROCESS_GIB * GIB)
     nodes: Counter[int] = Counter()
+    arch = jobs["policy"].arch
+    routed = 4 * arch.num_layers * arch.experts.top_k if config.rollout.router_replay and arch.experts else 0
     for gpu in places[SERVERS]:
-        nodes[gpu // per_node] += process
+        nodes[gpu // per_node] += process + routed * kv_tokens
     for name, job in jobs.items():
         per_stage = job.parallel.num_processes // job.parallel.pp
         for rank, gpu in enumerate(places[name]):
             memory = stages[name][rank // per_stage]
-            saved = memory.weights + memory.optimizer if job.is_trained and config.checkpoint.save_every else 0
+            saves = job.is_trained and config.checkpoint.save_every
+            saved = compute_saved(job, memory.parameters, rank % per_stage) if saves else 0
             nodes[gpu // per_node] += process + memory.offloaded + saved
-    nodes[0] += config.train.num_samples * find_longest(config) * SAMPLE_BYTES
+    nodes[0] += config.train.num_samples * find_longest(config) * (SAMPLE_BYTES + routed)
     return max(nodes.values()) + (config.cluster.object_store_mb << 20)
 
 

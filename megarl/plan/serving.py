@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.rollout import RolloutConfig, ServerOffload
 from megarl.mcore.model.architecture import Architecture
 from megarl.plan.activations import ELEMENT_BYTES
 from megarl.plan.assumptions import GIB, SERVER_GIB
@@ -32,6 +32,15 @@ class ServerMemory:
     @property
     def total(self) -> int:
         return self.weights + max(0, self.kv_cache) + int(SERVER_GIB * GIB)
+
+    def compute_rest(self, offload: ServerOffload | None) -> int:
+        """Bytes that stay while roles compute: CUDA's context, NCCL's buffers and CUDA graphs are never given back."""
+        given = {None: 0, ServerOffload.kv_cache: max(0, self.kv_cache), ServerOffload.all: self.total}[offload]
+        return max(int(SERVER_GIB * GIB), self.total - given)
+
+    def compute_loading(self, offload: ServerOffload | None) -> int:
+        """Bytes in a weight sync: the KV cache comes back after it."""
+        return self.total if offload is None else self.compute_rest(ServerOffload.kv_cache)
 
 
 def compute_server_weights(arch: Architecture, rollout: RolloutConfig) -> int:

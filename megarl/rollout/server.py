@@ -108,6 +108,11 @@ def build_command(
     if config.max_staleness > 0:
         # Verification of a weight sync and evaluations do not wait for prefetched responses.
         options |= {"enable_priority_scheduling": True}
+    if config.offload is not None and has_cuda():
+        # Without it, as on a CPU, SGLang takes the same calls and keeps the memory.
+        options |= {"enable_memory_saver": True}
+    if config.router_replay:
+        options |= {"enable_return_routed_experts": True}
     options |= load_family_options(checkpoint)
     if not has_cuda():
         options |= {"device": "cpu", "attention_backend": "torch_native"}

@@ -26,7 +26,9 @@ OWN_OPTIONS = {
     "custom_weight_loader": "no key: weight syncs use it",
     "weight_version": "no key: the trainer sets it",
     "tp_size": "rollout.tp",
+    "enable_return_routed_experts": "rollout.router_replay",
     "api_key": "no key: one is made for servers that listen on the network",
+    "enable_memory_saver": "rollout.offload",
     "admin_api_key": "no key: one is made for servers that listen on the network",
 }
 """Arguments that megarl sets itself, with the key that determines them"""

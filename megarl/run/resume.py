@@ -25,7 +25,7 @@ MAY_CHANGE = (
     *(f"{role}.optimizer.overlap_{what}" for role in ("policy", "critic") for what in ("grad_reduce", "param_gather")),
     *("reference.parallel.", "reference.offload"),
     *("rollout.num_servers", "rollout.tp", "rollout.transport", "rollout.sync_bucket_mb", "rollout.kv_cache_tokens"),
-    *("rollout.max_running_requests", "rollout.num_threads", "rollout.max_server_restarts"),
+    *("rollout.max_running_requests", "rollout.num_threads", "rollout.offload", "rollout.max_server_restarts"),
     *("rollout.startup_deadline_s", "rollout.request_deadline_s", "rollout.sync_deadline_s"),
     "rollout.max_probe_logprob_gap",
 )
@@ -40,6 +40,7 @@ DECIDES = (
     *(f"{role}.{name}" for role in ("policy", "critic") for name in ("optimizer.", "dtype", "fp8", "fp8_recipe")),
     *("critic.updates_per_policy_update", "critic.init", "reference.dtype"),
     *("rollout.response_length", "rollout.temperature", "rollout.dtype", "rollout.max_staleness", "rollout.sglang"),
+    "rollout.router_replay",
 )
 """The keys that determine what is learned, named as in MAY_CHANGE; of two names of a key the longer one counts."""
 

@@ -13,6 +13,7 @@ from megarl.mcore.model.architecture import Architecture
 from megarl.rollout.calls import StopFlag, run_in_parallel
 from megarl.rollout.client import SGLangClient, abort_all
 from megarl.sync.checksum import MASK, find_words
+from megarl.sync.memory import choose_way
 from megarl.sync.messages import encode_bucket
 from megarl.sync.plan import (
     Bucket,
@@ -26,6 +27,7 @@ from megarl.sync.plan import (
 )
 from megarl.sync.rpc import ANSWER_GRACE_S, ReplyListener, call_ranks
 from megarl.sync.serving_pieces import check_server_rank, predict_server_rank
+from megarl.sync.slots import Way
 from megarl.sync.steps import sync_step
 
 
@@ -42,6 +44,22 @@ class Session:
     """The number of bytes that gather and broadcast would move"""
     num_ranks: tuple[int, int]
     """Training ranks and server ranks"""
+    nodes: tuple[Sequence[str], Sequence[str]]
+    """The node of each training rank and of each server rank, as `megarl.sync.memory.find_node` names it"""
+    pids: Sequence[int]
+    """The process id of each training rank"""
+
+    @property
+    def far(self) -> list[tuple[int, int]]:
+        """The pairs (training rank, server rank) that exchange weights from one node to another."""
+        sources, targets = self.nodes
+        return [(source, target) for source, target in self.plan.copies if sources[source] != targets[target]]
+
+    @property
+    def near(self) -> list[tuple[int, int]]:
+        """Those that do so within a node."""
+        far = set(self.far)
+        return [pair for pair in self.plan.copies if pair not in far]
 
 
 class Ranks:
@@ -88,19 +106,26 @@ class Ranks:
                 client = self._clients[rank // tp]
                 raise SyncError(f"SGLang server {client.url}, rank {rank % tp}: {'; '.join(problems)}")
         dtypes = self._join_dtypes(described)
+        nodes, pids = self._locate()
         try:
-            plan = build_plan(sources, targets, dtypes)
+            plan = build_plan(sources, targets, dtypes, lambda source, target: nodes[0][source] == nodes[1][target])
         except LayoutError as error:
             raise SyncError(str(error)) from error
         buckets = cut_buckets(plan, self._config.sync_bucket_mb << 20)
         bound, broadcast = compute_bound(targets, dtypes), compute_broadcast(sources, targets, dtypes)
-        session = Session(plan, buckets, bound, broadcast, (len(sources), len(targets)))
+        session = Session(plan, buckets, bound, broadcast, (len(sources), len(targets)), nodes, pids)
         if self._plan_file is not None:
             names = {rank: f"{self._clients[rank // tp].url} rank {rank % tp}" for rank in targets}
             self._plan_file.write_text(format_plan(plan, names, session.bound, session.broadcast) + "\n")
         self._prepare(session, dtypes)
         self.session = session
         return session
+
+    def _locate(self) -> tuple[tuple[list[str], list[str]], list[int]]:
+        """The nodes of the training ranks and of the server ranks, and the process ids of the training ranks."""
+        located = self.call_senders("locate")
+        nodes, pids = [node for node, _ in located], [pid for _, pid in located]
+        return (nodes, self.call_receivers("locate")), pids
 
     def _join_dtypes(self, described: Sequence[Mapping[str, tuple[Sequence[int], str]]]) -> dict[str, str]:
         dtypes: dict[str, str] = {}
@@ -127,6 +152,24 @@ class Ranks:
             for rank in range(session.num_ranks[1])
         ]
         self.call_receivers("prepare", receivers)
+
+    def try_memory(self, session: Session) -> tuple[Way, str]:
+        """The way of all near pairs, and why: server ranks try to map their training ranks' GPU memory."""
+        offers = self.call_senders("offer_memory")
+        if None in offers:
+            return choose_way(False, ())
+        refused = [
+            f"training rank {source}'s memory: {offers[source]['refusal']}"
+            for source in sorted({source for source, _ in session.near})
+            if "refusal" in offers[source]
+        ]
+        if not refused:
+            to_try: list[dict[int, Any]] = [{} for _ in range(session.num_ranks[1])]
+            for source, target in session.near:
+                to_try[target][source] = offers[source]
+            answers = self.call_receivers("try_memory", [{"offers": own} for own in to_try])
+            refused = [f"server rank {rank}: {why}" for rank, why in enumerate(answers) if why is not None]
+        return choose_way(True, refused)
 
     def verify(self, session: Session) -> None:
         """Compare the checksum of every tensor of every server rank with that of the training ranks' parameters.

@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.sync.buckets import BucketTransport
 from megarl.sync.checksum import sum_checksums
+from megarl.sync.memory import find_node
 from megarl.sync.messages import decode_bucket, empty_bucket
 from megarl.sync.plan import Bucket
-from megarl.sync.transport import BucketTransport, open_transport
+from megarl.sync.transport import open_transport
+from megarl.sync.trial import find_refusal
 
 REQUEST = "megarl"
 REPLY_DEADLINE_S = 30.0
@@ -31,6 +34,10 @@ class _Receiver:
         self.words: dict[str, int] = {}
         self.rank = -1
 
+    def locate(self, tensors: Mapping[str, Tensor]) -> str:
+        """The node (`find_node`)."""
+        return find_node()
+
     def describe(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """The shape and dtype of each tensor, by name."""
         return {name: [list(x.shape), str(x.dtype).removeprefix("torch.")] for name, x in tensors.items()}
@@ -42,22 +49,32 @@ class _Receiver:
     def open(self, tensors: Mapping[str, Tensor], transport: dict[str, Any]) -> None:
         self._close()
         self.transport = open_transport(
-            transport, self.rank, is_source=False, device=next(iter(tensors.values())).device
+            transport,
+            self.rank,
+            is_source=False,
+            device=next(iter(tensors.values())).device,
+            peers={bucket.source for bucket in self.buckets},
         )
 
+    def try_memory(self, tensors: Mapping[str, Tensor], offers: dict[str, dict[str, str]]) -> str | None:
+        """Why this rank cannot map GPU memory that training ranks offer, by training rank; None: it can."""
+        self._close()
+        numbered = {int(source): offer for source, offer in offers.items()}
+        return find_refusal(numbered, next(iter(tensors.values())).device) if numbered else None
+
     def receive(self, tensors: Mapping[str, Tensor]) -> int:
-        """Receive all buckets; returns the number of bytes."""
+        """Receive all buckets; returns the number of bytes.
+
+        tensors: looked up for this sync, since a server may have given its memory back in between.
+        """
         assert self.transport is not None, "receive was called before open"
-        num_bytes = 0
         try:
-            for bucket, message in self.transport.receive(self.buckets):
-                empty_bucket(bucket, message, tensors)
-                num_bytes += sum(copy.num_bytes for copy in bucket.copies)
+            self.transport.receive(self.buckets, lambda bucket, message: empty_bucket(bucket, message, tensors))
         except BaseException:
             # Ranks that wait for this one then learn of it at once.
             self._close()
             raise
-        return num_bytes
+        return sum(copy.num_bytes for bucket in self.buckets for copy in bucket.copies)
 
     def checksum(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         """The checksums of what the model holds now, whatever was received."""
@@ -73,7 +90,8 @@ class _Receiver:
 
 _RECEIVER = _Receiver()
 VERBS: dict[str, Callable[..., Any]] = {
-    name: getattr(_RECEIVER, name) for name in ("describe", "prepare", "open", "receive", "checksum")
+    name: getattr(_RECEIVER, name)
+    for name in ("locate", "describe", "prepare", "try_memory", "open", "receive", "checksum")
 }
 
 

@@ -1,10 +1,10 @@
 """Weight sync from training shards to serving shards: each server rank gets exactly what it holds, and is verified."""
 
-import os
+import secrets
 import shutil
-import tempfile
 import time
 import uuid
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +15,12 @@ from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig, Transport
 from megarl.interfaces import TrainBackend
 from megarl.rollout.client import SGLangClient
+from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.server import is_loopback
+from megarl.sync.memory import SHARED_MEMORY
 from megarl.sync.probe import Probe, compute_policy_logprobs
 from megarl.sync.ranks import Ranks, Session
+from megarl.sync.slots import Way
 from megarl.sync.steps import explain_lost_servers
 from megarl.sync.versions import VersionBump, replacing_weights
 from megarl.types import Metrics
@@ -41,17 +44,20 @@ class ShardSync:
         host: str,
         policy_dtype: Dtype,
         check_processes: Callable[[], None] | None = None,
+        offloader: ServerOffloader | None = None,
     ) -> None:
         """Arguments that need a word:
 
         host: the address on which this process listens. scratch: a folder that all ranks see, used where `host` is a
         loopback address. check_processes: raises RuntimeError with exit status and log of a server that is down.
+        offloader: what the servers have given back; None: nothing ever.
         """
+        self._offloader = offloader or ServerOffloader()
         self._policy, self._clients, self._config, self._ranks = policy, list(clients), config, ranks
         self._probe = Probe(probe_tokens, config, policy_dtype, has_checksums=True)
         self._scratch, self._host = scratch, host
         self._check_processes = check_processes
-        self._memory: Path | None = None
+        self._directories: list[Path] = []
         self._store: Any = None
 
     def publish(self, version: int) -> Metrics:
@@ -64,7 +70,7 @@ class ShardSync:
         expected = compute_policy_logprobs(self._policy, self._probe.token_ids)
         times.mark("probe")
         with VersionBump(version) as bump, explain_lost_servers(self._check_processes):
-            with replacing_weights(self._clients, bump):
+            with replacing_weights(self._clients, bump, self._offloader):
                 times.mark("pause")
                 session, num_bytes = self._transfer(times)
                 self._ranks.verify(session)
@@ -110,19 +116,43 @@ class ShardSync:
         return session
 
     def _describe_transport(self, session: Session) -> dict[str, Any]:
+        """What `open_transport` of all ranks gets."""
         sources, targets = session.num_ranks
         common = {"num_sources": sources, "num_targets": targets, "deadline_s": self._config.sync_deadline_s}
-        if self._config.transport is Transport.colocated:
-            self._remove_memory()
-            self._memory = Path(tempfile.mkdtemp(prefix=f"megarl-sync-{os.getpid()}-", dir="/dev/shm"))
-            largest = max(bucket.num_bytes for bucket in session.buckets)
-            return common | {"kind": "memory", "directory": str(self._memory), "slot_bytes": -(-largest // 64) * 64}
+        if self._config.transport is Transport.split:
+            return common | {"kind": "group"} | self._describe_group()
+        spec = common | {"kind": "memory"} | self._describe_memory(session)
+        if session.far:
+            spec |= {"kind": "mixed", "far": session.far} | self._describe_group()
+        return spec
+
+    def _describe_memory(self, session: Session) -> dict[str, Any]:
+        way, why = self._ranks.try_memory(session) if session.near else (Way.pageable, "")
+        if way is Way.pinned:
+            warnings.warn(
+                f"weights are copied through page-locked memory, not from GPU to GPU: {why}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._remove_memory()
+        token, near = secrets.token_hex(8), {source for source, _ in session.near}
+        # By the process that makes it, so that what a killed run leaves is recognised on its node.
+        directories = {source: SHARED_MEMORY / f"megarl-sync-{session.pids[source]}-{token}" for source in near}
+        self._directories = list(directories.values())
+        largest = max(bucket.num_bytes for bucket in session.buckets)
+        return {
+            "way": way.value,
+            "directories": [str(directories[s]) if s in near else None for s in range(session.num_ranks[0])],
+            "slot_bytes": -(-largest // 64) * 64,
+        }
+
+    def _describe_group(self) -> dict[str, Any]:
         if is_loopback(self._host):
-            return common | {"kind": "group", "file": f"{self._scratch}/sync-{uuid.uuid4().hex}", "host": self._host}
+            return {"file": f"{self._scratch}/sync-{uuid.uuid4().hex}", "host": self._host}
         from torch.distributed import TCPStore
 
         self._store = TCPStore(self._host, 0, None, True, wait_for_workers=False)
-        return common | {"kind": "group", "file": None, "host": self._host, "port": self._store.port}
+        return {"file": None, "host": self._host, "port": self._store.port}
 
     def _move(self) -> float:
         """Send all buckets; returns the number of bytes that the server ranks received."""
@@ -130,9 +160,10 @@ class ShardSync:
         return float(sum(received))
 
     def _remove_memory(self) -> None:
-        if self._memory is not None:
-            shutil.rmtree(self._memory, ignore_errors=True)
-            self._memory = None
+        """Abort the syncs of this node's ranks, which look for their memory; other nodes' ranks follow by the pairs."""
+        for directory in self._directories:
+            shutil.rmtree(directory, ignore_errors=True)
+        self._directories = []
 
 
 @dataclass

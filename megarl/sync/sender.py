@@ -1,5 +1,6 @@
 """The sending end of the weight sync in each training rank: sends its part of the weights and of their checksums."""
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,12 +9,15 @@ from torch import Tensor
 
 from megarl.mcore.device import device
 from megarl.mcore.worker import MegatronWorker
+from megarl.sync.buckets import BucketTransport
 from megarl.sync.checksum import sum_checksums
+from megarl.sync.memory import find_node
 from megarl.sync.messages import fill_bucket
 from megarl.sync.plan import Bucket, Copy
 from megarl.sync.slices import Piece
 from megarl.sync.training_pieces import describe_rank
-from megarl.sync.transport import BucketTransport, open_transport
+from megarl.sync.transport import open_transport
+from megarl.sync.trial import Trial
 
 
 class WeightSender:
@@ -22,10 +26,15 @@ class WeightSender:
     def __init__(self, worker: MegatronWorker) -> None:
         self._worker = worker
         self._transport: BucketTransport | None = None
+        self._trial: Trial | None = None
         self._rank = -1
         self._buckets: Sequence[Bucket] = ()
         self._words: Mapping[tuple[int, str], int] = {}
         self._dtypes: dict[str, torch.dtype] = {}
+
+    def locate(self) -> tuple[str, int]:
+        """The node (`find_node`) and the process id."""
+        return find_node(), os.getpid()
 
     def describe(self) -> list[Piece]:
         """The pieces that this rank holds, including those that other ranks hold too."""
@@ -43,6 +52,20 @@ class WeightSender:
         """
         self._rank, self._buckets, self._words = rank, buckets, words
         self._dtypes = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}
+
+    def offer_memory(self) -> dict[str, str] | None:
+        """GPU memory that server ranks of this node shall try to map, until `open`; None without a GPU.
+
+        A refusal of CUDA is under the key `refusal`.
+        """
+        self.close()
+        if device().type != "cuda":
+            return None
+        try:
+            self._trial = Trial(device())
+        except RuntimeError as error:
+            return {"refusal": str(error)}
+        return self._trial.offer
 
     def open(self, transport: Mapping[str, Any]) -> None:
         """Connect; with a process group this waits for all ranks of both sides. Raises TransportError."""
@@ -72,6 +95,9 @@ class WeightSender:
             return sum_checksums(self._buckets, self._words, take)
 
     def close(self) -> None:
+        if self._trial is not None:
+            self._trial.close()
+            self._trial = None
         if self._transport is not None:
             self._transport.close()
             self._transport = None

@@ -10,6 +10,7 @@ from megarl.config.checks.compute import check_compute
 from megarl.config.checks.parallel import check_overlap, check_parallel, find_nearest_divisor
 from megarl.config.checks.ranges import MAX_STALENESS, check_ranges
 from megarl.config.checks.texts import check_texts
+from megarl.config.placement import find_server_offload
 from megarl.config.schema.algo import LARGEST_KL_ERROR, KLConfig, OverlongConfig, needs_full_kl, needs_reference
 from megarl.config.schema.hardware import check_hardware
 from megarl.config.schema.model import ModelSource
@@ -158,6 +159,11 @@ def _check_rollout(config: Config) -> Iterator[str]:
     yield from _check_overlong(config.algo.overlong, rollout.response_length)
     if rollout.max_staleness > 0:
         yield from check_older_samples(config.algo, f"rollout.max_staleness: {rollout.max_staleness} found")
+        if (offload := find_server_offload(config)) is not None:
+            yield (
+                f"rollout.offload: found {offload.name} with rollout.max_staleness={rollout.max_staleness}, where"
+                " servers generate while the roles compute; null, or rollout.max_staleness=0"
+            )
     for key in ("top_p", "top_k", "min_p"):
         if key in rollout.sglang:
             yield f"rollout.sglang.{key}: refused; log-probs are of the full distribution, not of a truncated one"
@@ -165,6 +171,12 @@ def _check_rollout(config: Config) -> Iterator[str]:
     if rollout.sglang.get("load_format") == "flash_rl":
         found["load_format"] = "flash_rl"
     yield from (f"rollout.sglang.{key}: found {value!r}; {NO_QUANTIZED_WEIGHTS}" for key, value in found.items())
+    chunk = rollout.sglang.get("chunked_prefill_size")
+    if rollout.router_replay and isinstance(chunk, int) and chunk <= 0:
+        yield (
+            f"rollout.sglang.chunked_prefill_size: found {chunk} with rollout.router_replay; SGLang holds the experts"
+            " of one chunk and ends where a prompt is longer: it must be above 0, or left out"
+        )
     if rollout.kv_cache_tokens is not None and rollout.kv_cache_tokens < longest:
         yield (
             f"rollout.kv_cache_tokens: found {rollout.kv_cache_tokens}; one sequence may have"
