@@ -5,6 +5,7 @@ is absent, `install` puts a finder on sys.meta_path that rewrites those names wh
 files on disk and torch itself stay as they are. Where CUDA is present nothing is installed.
 """
 
+import logging
 import os
 import sys
 import warnings
@@ -31,6 +32,8 @@ def install() -> bool:
             "import megarl.mcore first, so that Megatron can be rewritten for the CPU"
         )
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed.*", category=UserWarning)
+    # What torch says of every nvcc on the PATH, as that of a login node.
+    logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in str(record.msg))
     sys.meta_path.insert(0, CpuFinder())
     return True
 

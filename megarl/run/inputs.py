@@ -137,8 +137,8 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
             megatron=config.model.megatron,
             num_threads=config.cluster.cpu_threads_per_worker,
             deadline_s=config.cluster.call_deadline_s,
-            deterministic=config.train.deterministic,
             router_replay=config.rollout.router_replay and role is Role.policy,
+            deterministic=config.train.deterministic,
         )
 
     policy, critic, reference = config.policy, config.critic, config.reference

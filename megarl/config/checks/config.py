@@ -167,16 +167,16 @@ def _check_rollout(config: Config) -> Iterator[str]:
     for key in ("top_p", "top_k", "min_p"):
         if key in rollout.sglang:
             yield f"rollout.sglang.{key}: refused; log-probs are of the full distribution, not of a truncated one"
-    found = {key: rollout.sglang[key] for key in _QUANTIZES if rollout.sglang.get(key)}
-    if rollout.sglang.get("load_format") == "flash_rl":
-        found["load_format"] = "flash_rl"
-    yield from (f"rollout.sglang.{key}: found {value!r}; {NO_QUANTIZED_WEIGHTS}" for key, value in found.items())
     chunk = rollout.sglang.get("chunked_prefill_size")
     if rollout.router_replay and isinstance(chunk, int) and chunk <= 0:
         yield (
             f"rollout.sglang.chunked_prefill_size: found {chunk} with rollout.router_replay; SGLang holds the experts"
             " of one chunk and ends where a prompt is longer: it must be above 0, or left out"
         )
+    found = {key: rollout.sglang[key] for key in _QUANTIZES if rollout.sglang.get(key)}
+    if rollout.sglang.get("load_format") == "flash_rl":
+        found["load_format"] = "flash_rl"
+    yield from (f"rollout.sglang.{key}: found {value!r}; {NO_QUANTIZED_WEIGHTS}" for key, value in found.items())
     if rollout.kv_cache_tokens is not None and rollout.kv_cache_tokens < longest:
         yield (
             f"rollout.kv_cache_tokens: found {rollout.kv_cache_tokens}; one sequence may have"

@@ -77,8 +77,8 @@ class RolloutConfig:
     algo.mismatch.correction, or is that of algo=topr."""
     router_replay: bool = False
     """Only for a mixture of experts: the policy sends each token to the experts to which the servers sent it (R3,
-    2510.11370), and how often its own routers would have chosen the same is logged. false, because of what it costs, 2
-    bytes for each token, layer and expert; mismatch/* tells whether a model needs it."""
+    2510.11370), and how often its own routers would have chosen the same is logged. false, because of what it costs, a
+    byte for each token, layer and expert; mismatch/* tells whether a model needs it."""
     max_probe_logprob_gap: float | None = None
     """A larger |log-prob difference| / max(1, |log-prob|) between servers and policy on a token of the probe text after
     a sync is a warning. null: the bound follows from the dtype and the run's earlier gaps (docs/weight-sync.md)."""
