@@ -144,16 +144,16 @@ def compute_host(
 
     It has processes, Ray's object store, what is offloaded, the copy that a checkpoint makes before it is written
     (on the ranks that write), and on the first node an iteration's samples. With rollout.router_replay the
-    experts of a token are 4 bytes each beside a server's cache of `kv_tokens` (SGLang's state_capturer/base.py), and 2
-    in a sample and 2 in the policy's sequences.
+    experts of a token are 4 bytes each beside a server's cache of `kv_tokens` (SGLang's state_capturer/base.py), and
+    one in a sample and one in the policy's sequences.
     """
     per_node = config.cluster.gpus_per_node
     process = int(HOST_PROCESS_GIB * GIB)
     nodes: Counter[int] = Counter()
     arch = jobs["policy"].arch
-    routed = 4 * arch.num_layers * arch.experts.top_k if config.rollout.router_replay and arch.experts else 0
+    routed = arch.num_layers * arch.experts.top_k if config.rollout.router_replay and arch.experts else 0
     for gpu in places[SERVERS]:
-        nodes[gpu // per_node] += process + routed * kv_tokens
+        nodes[gpu // per_node] += process + 4 * routed * kv_tokens
     for name, job in jobs.items():
         per_stage = job.parallel.num_processes // job.parallel.pp
         for rank, gpu in enumerate(places[name]):
@@ -161,7 +161,7 @@ def compute_host(
             saves = job.is_trained and config.checkpoint.save_every
             saved = compute_saved(job, memory.parameters, rank % per_stage) if saves else 0
             nodes[gpu // per_node] += process + memory.offloaded + saved
-    nodes[0] += config.train.num_samples * find_longest(config) * (SAMPLE_BYTES + routed)
+    nodes[0] += config.train.num_samples * find_longest(config) * (SAMPLE_BYTES + 2 * routed)
     return max(nodes.values()) + (config.cluster.object_store_mb << 20)
 
 

@@ -9,7 +9,7 @@ from megarl.config.load import load_config
 from megarl.config.search_path import CONF_DIR
 from megarl.plan.assumptions import GIB
 from megarl.plan.changes import Change, find_change
-from megarl.plan.estimate import JobPlan, build_plan
+from megarl.plan.estimate import JobPlan, build_plan, compute_host
 from megarl.plan.gpus import PHASES
 from megarl.plan.jobs import find_models
 
@@ -136,12 +136,16 @@ def test_host_memory_is_counted() -> None:
 
 
 def test_replayed_experts_take_host_memory_of_the_driver_and_the_servers() -> None:
-    overrides = ("algo=grpo", "model=qwen3_235b_a22b", "cluster=h100x256", "checkpoint.save_every=0")
-    with_replay, without = plan(*overrides, "rollout.router_replay=true"), plan(*overrides)
-    kinds, server = with_replay.places, with_replay.server.kv_tokens * 94 * 8 * 4
-    per_node = 8 * server if 0 in kinds["servers"] else 0
-    found = with_replay.host_bytes - without.host_bytes
-    print(found, server, kinds["servers"][:4], with_replay.server.kv_tokens)
+    overrides = ("algo=grpo", "model=qwen3_235b_a22b", "cluster=h100x256", "rollout.router_replay=true")
+    found, more = plan(*overrides), plan(*overrides, "train.samples_per_iteration=8192")
+    config, off = load_config(overrides), load_config(overrides[:-1])
+    longest = config.data.prompt_length + config.rollout.response_length
+    # Eight experts of a token in 94 layers, twice in the driver; the first node has no server.
+    assert more.host_bytes - found.host_bytes == 4096 * longest * (64 + 2 * 94 * 8)
+    nowhere = {**found.places, "policy": (), "servers": tuple(range(8, 16))}
+    few, some = (compute_host(config, found.jobs, found.stages, nowhere, tokens) for tokens in (10**9, 2 * 10**9))
+    assert some - few == 8 * 10**9 * 94 * 8 * 4
+    assert compute_host(off, found.jobs, found.stages, nowhere, 10**9) < few
 
 
 def test_a_model_of_unknown_sizes_is_named() -> None:
