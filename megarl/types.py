@@ -39,14 +39,19 @@ class RoutedExperts:
     """The experts to which the layers of the rollout engine sent the tokens of a prompt and its response."""
 
     data: bytes
-    """int16 [N, num_layers, top_k], N: all tokens but the last, which no layer was given. What stands there for a layer
-    without experts means nothing."""
+    """Numbers of experts [N, num_layers, top_k], in one byte each up to 255 experts, else in two; N: all tokens but the
+    last, which no layer was given. What stands there for a layer without experts means nothing."""
     num_layers: int
     top_k: int
+    num_experts: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8 if self.num_experts < 256 else torch.int16
 
     def to_tensor(self) -> Tensor:
-        """int16 [N, num_layers, top_k]"""
-        return torch.frombuffer(bytearray(self.data), dtype=torch.int16).view(-1, self.num_layers, self.top_k)
+        """uint8 or int16 [N, num_layers, top_k]"""
+        return torch.frombuffer(bytearray(self.data), dtype=self.dtype).view(-1, self.num_layers, self.top_k)
 
 
 @dataclass(frozen=True)
@@ -119,8 +124,8 @@ class Sequences:
     prompt_lengths: Tensor
     """int64 [B]"""
     routed_experts: Tensor | None = None
-    """int16 [sum of lengths, layers, experts of a token]: to be used in place of those that the router would choose;
-    -1: it chooses. None: it always does."""
+    """uint8 or int16 [sum of lengths, layers, experts of a token]: 1 + the number of an expert, to be used in place of
+    those that the router would choose; 0: it chooses. None: it always does."""
 
     @property
     def num_samples(self) -> int:

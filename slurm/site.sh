@@ -24,7 +24,9 @@ MEGARL_MOUNTS=${MEGARL_MOUNTS:-}
 # export MEGARL_PREFLIGHT_S=900 MEGARL_HEAD_S=900
 
 # --- modules ---------------------------------------------------------------------------------------------------------
-# module purge; module load cuda/12.8
+# The toolkit of the CUDA that torch is built for (cuda-toolkit in tools/install/cuda.lock), or another of its major
+# version: SGLang compiles kernels with its nvcc. A container has it.
+# module purge; module load cuda/13.0
 
 # --- network ---------------------------------------------------------------------------------------------------------
 # The interface over which Ray, gloo and NCCL's bootstrap talk; empty: the one of the default route.

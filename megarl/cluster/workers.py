@@ -42,6 +42,8 @@ class WorkerActor:
         agree_on_nccl()
         # Megatron's order of kernels and communication under tensor parallelism relies on it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        # Megatron compiles a few small functions: no pool of processes for that in every rank.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         self._worker: MegatronWorker | None = None
         self._sender: WeightSender | None = None
 

@@ -40,7 +40,7 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]
     sequence_numbers: Tensor | None = None
     """int64 [S]: number of each token's sequence in cu_seqlens_q; -1: padding"""
     routed_experts: Tensor | None = None
-    """int16 [S, layers, experts of a token]: see `Sequences`; None: routers choose themselves"""
+    """[S, layers, experts of a token], as in `Sequences`; 0 for padding. None: routers choose themselves"""
     attention_share: AttentionShare | None = None
     """None: this rank has all tokens of its sequences, or Transformer Engine does with its own"""
 
@@ -107,9 +107,9 @@ def build_batch(sequences: Sequences, rows: list[int], multiple: int = 1, contex
     exists = positions < lengths[row_of]
     starts = F.pad((sequences.lengths.cumsum(0) - sequences.lengths)[picked], (0, len(sizes) - len(picked)))
     sources = (starts[row_of] + positions)[exists]
-    tokens = _place(sequences.tokens, sources, exists, padding=0)
+    tokens = _place(sequences.tokens, sources, exists)
     experts = sequences.routed_experts
-    experts = None if experts is None else _place(experts, sources, exists, padding=-1)
+    experts = None if experts is None else _place(experts, sources, exists)
     response = (exists & (positions >= prompts[row_of])).nonzero().squeeze(1)
     flat = {
         "targets": tokens[response].to(device()),
@@ -132,9 +132,9 @@ def build_batch(sequences: Sequences, rows: list[int], multiple: int = 1, contex
     return PackedBatch(tokens[mine][None].to(device()), positions[mine][None].to(device()), params, share=share, **flat)
 
 
-def _place(values: Tensor, sources: Tensor, exists: Tensor, padding: int) -> Tensor:
-    """What `values` has at `sources` where a token of the batch exists, `padding` elsewhere."""
-    placed = values.new_full((len(exists), *values.shape[1:]), padding)
+def _place(values: Tensor, sources: Tensor, exists: Tensor) -> Tensor:
+    """What `values` has at `sources` where a token of the batch exists, 0 elsewhere."""
+    placed = values.new_zeros((len(exists), *values.shape[1:]))
     placed[exists] = values[sources]
     return placed
 

@@ -31,7 +31,7 @@ def build_optimizer(
             bf16=transformer.bf16,
             params_dtype=transformer.params_dtype,
             use_distributed_optimizer=True,
-            overlap_param_gather=config.overlap_param_gather,
+            overlap_param_gather=bool(config.overlap_param_gather),
             log_num_zeros_in_grad=False,
         ),
         model,

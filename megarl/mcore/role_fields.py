@@ -3,8 +3,10 @@
 Imports no Megatron: the checks run before any process is started.
 """
 
-import importlib.util
+import functools
+import importlib
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ TOKEN_MULTIPLES = {Fp8Recipe.delayed: 16, Fp8Recipe.tensorwise: 16, Fp8Recipe.bl
 
 
 def build_role_fields(spec: WorkerSpec) -> dict[str, Any]:
-    """The fields of TransformerConfig that `spec`'s keys decide: exactly those of `ROLE_KEYS`."""
+    """The fields of TransformerConfig that `spec`'s keys decide: those of `ROLE_KEYS`, and deterministic_mode."""
     full = spec.recompute is Recompute.full
     return {
         "recompute_granularity": None if spec.recompute is Recompute.none else spec.recompute.value,
@@ -43,6 +45,7 @@ def build_role_fields(spec: WorkerSpec) -> dict[str, Any]:
         "recompute_num_layers": spec.recompute_num_layers if full else None,
         "fp8": spec.fp8.value if spec.fp8 else None,
         "fp8_recipe": spec.fp8_recipe.value,
+        "deterministic_mode": spec.deterministic and torch.cuda.is_available(),
     }
 
 
@@ -51,9 +54,25 @@ def find_token_multiple(spec: WorkerSpec) -> int:
     return TOKEN_MULTIPLES[spec.fp8_recipe] if spec.fp8 else 1
 
 
+@functools.cache
 def has_transformer_engine() -> bool:
-    """Whether the package is installed; it also needs CUDA to run."""
-    return importlib.util.find_spec("transformer_engine") is not None
+    """Whether Transformer Engine is installed; it also needs CUDA to run.
+
+    With CUDA it is imported, because a half-installed package is found like a whole one. Raises RuntimeError where
+    that fails: Megatron would go on without it, or end with an error that does not name it.
+    """
+    # Not importlib.util.find_spec: without CUDA the import hook finds it nowhere.
+    if PathFinder.find_spec("transformer_engine") is None:
+        return False
+    if torch.cuda.is_available():
+        try:
+            importlib.import_module("transformer_engine.pytorch")
+        except Exception as error:
+            raise RuntimeError(
+                f"Transformer Engine is installed and broken ({type(error).__name__}: {error}); make install"
+                " PLATFORM=cuda installs all of it, and without it megarl computes with plain torch layers"
+            ) from error
+    return True
 
 
 def check_role_fields(

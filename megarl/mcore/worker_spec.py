@@ -57,6 +57,8 @@ class WorkerSpec:
     fp8_recipe: Fp8Recipe = Fp8Recipe.delayed
     router_replay: bool = False
     """Of the policy alone: its routers take the experts that come with the sequences"""
+    deterministic: bool = False
+    """Compute the same from the same on a GPU; without effect on a CPU, which does so anyway"""
 
 
 @dataclass(frozen=True)

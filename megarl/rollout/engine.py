@@ -107,6 +107,7 @@ class SGLangEngine:
         ]
         self._config = config
         self._architecture = load_expert_architecture(checkpoint) if config.router_replay else None
+        self._shares_prefixes = not config.sglang.get("disable_radix_cache", config.router_replay)
         self._stop_token_ids = spec.stop_token_ids
         self._tokenizer = tokenizer
         self._seed = seed
@@ -230,7 +231,7 @@ class SGLangEngine:
             chunk = rows[start : start + step]
             ids = [request.prompts[row].token_ids for row in chunk]
             shared = [prompt for prompt in ids if len(prompt) >= MIN_SHARED_PREFIX]
-            if n > 1 and shared:
+            if n > 1 and shared and self._shares_prefixes:
                 send(shared, [{"max_new_tokens": 0, "temperature": 0.0}] * len(shared))
             params = [request.build_params(row, k) for row in chunk for k in range(n)]
             answers = send([prompt for prompt in ids for _ in range(n)], params)

@@ -17,7 +17,7 @@ from megarl.families.registry import parse_architecture
 from megarl.rollout.served_model import load_json
 from megarl.types import RoutedExperts, Sample
 
-KEYS = {"num_layers", "top_k", "deflated"}
+KEYS = {"num_layers", "top_k", "num_experts", "deflated"}
 
 
 def load_expert_architecture(checkpoint: Path) -> Architecture:
@@ -52,42 +52,45 @@ def decode_answer(encoded: str | None, num_tokens: int, arch: Architecture) -> R
         raise ValueError(f"it has routed experts from {routed.min()} to {routed.max()} of {num_experts}")
     if top_k > 1 and bool((routed[..., 0] == routed[..., 1]).any()):
         raise ValueError("a token of it was routed to the same expert twice")
-    return RoutedExperts(found.astype("<i2").tobytes(), arch.num_layers, top_k)
+    data = found.astype(np.uint8 if num_experts < 256 else np.int16).tobytes()
+    return RoutedExperts(data, arch.num_layers, top_k, num_experts)
 
 
 def to_record(experts: RoutedExperts) -> dict[str, Any]:
-    """As JSON: the numbers deflated, in base64, about half of their bytes."""
+    """As JSON: the numbers deflated, in base64, about as long as their bytes."""
     deflated = base64.b64encode(zlib.compress(experts.data, level=1)).decode()
-    return {"num_layers": experts.num_layers, "top_k": experts.top_k, "deflated": deflated}
+    return {name: getattr(experts, name) for name in KEYS - {"deflated"}} | {"deflated": deflated}
 
 
 def from_record(record: Any, num_tokens: int) -> RoutedExperts:
     """What `to_record` wrote of a prompt and response of `num_tokens`. Raises ValueError."""
     if not isinstance(record, Mapping) or record.keys() != KEYS:
         raise ValueError(f'"routed_experts" must be an object of {", ".join(sorted(KEYS))}')
-    num_layers, top_k, deflated = record["num_layers"], record["top_k"], record["deflated"]
-    if not all(isinstance(x, int) and x > 0 for x in (num_layers, top_k)) or not isinstance(deflated, str):
+    sizes, deflated = [record[name] for name in ("num_layers", "top_k", "num_experts")], record["deflated"]
+    if not all(isinstance(x, int) and x > 0 for x in sizes) or not isinstance(deflated, str):
         raise ValueError('"routed_experts" must have positive whole numbers and a text')
-    size = 2 * (num_tokens - 1) * num_layers * top_k
+    experts = RoutedExperts(b"", *sizes)
+    size = experts.dtype.itemsize * (num_tokens - 1) * experts.num_layers * experts.top_k
     try:
         data = zlib.decompressobj().decompress(base64.b64decode(deflated, validate=True), size + 1)
     except (binascii.Error, zlib.error) as error:
         raise ValueError(f'"routed_experts" cannot be read: {error}') from None
     if len(data) != size:
-        raise ValueError(f'"routed_experts" are not {num_tokens - 1} x {num_layers} x {top_k} numbers of two bytes')
-    return RoutedExperts(data, num_layers, top_k)
+        shape = f"{num_tokens - 1} x {experts.num_layers} x {experts.top_k}"
+        raise ValueError(f'"routed_experts" are not {shape} numbers of {experts.dtype}')
+    return RoutedExperts(data, *sizes)
 
 
 def build_routed_experts(samples: Sequence[Sample]) -> Tensor | None:
-    """`Sequences.routed_experts` of these samples: -1 for each one's last token, and for samples without; None where
+    """`Sequences.routed_experts` of these samples: 0 for each one's last token, and for samples without; None where
     no sample has any.
     """
-    shape = next(((x.num_layers, x.top_k) for s in samples if (x := s.response.routed_experts)), None)
-    if shape is None:
+    first = next((x for s in samples if (x := s.response.routed_experts)), None)
+    if first is None:
         return None
     lengths = [len(s.prompt.token_ids) + len(s.response.token_ids) for s in samples]
-    packed = torch.full((sum(lengths), *shape), -1, dtype=torch.int16)
+    packed = torch.zeros(sum(lengths), first.num_layers, first.top_k, dtype=first.dtype)
     for sample, rows in zip(samples, torch.split(packed, lengths), strict=True):
         if sample.response.routed_experts is not None:
-            rows[:-1] = sample.response.routed_experts.to_tensor()
+            rows[:-1] = sample.response.routed_experts.to_tensor() + 1
     return packed

@@ -138,6 +138,7 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
             num_threads=config.cluster.cpu_threads_per_worker,
             deadline_s=config.cluster.call_deadline_s,
             router_replay=config.rollout.router_replay and role is Role.policy,
+            deterministic=config.train.deterministic,
         )
 
     policy, critic, reference = config.policy, config.critic, config.reference

@@ -161,7 +161,8 @@ def _start_groups(
         starting = {role: group.start() for role, group in groups.items()}
         wait_started(list(starting.values()), resources.start_servers, roles_first=is_sharing(slots))
         for role, started in starting.items():
-            report.message(f"{role.value}: {started.result()}")
+            for line in started.result().splitlines():
+                report.message(f"{role.value}: {line}")
     for name, taken in slots.items():
         if where := resources.cluster.describe(taken):
             report.message(f"{name}: on {where}")

@@ -18,7 +18,7 @@ _LAYOUT = ("parallel.", "recompute", "recompute_method", "recompute_num_layers",
 
 MAY_CHANGE = (
     *("train.num_iterations", "train.max_minutes", "train.max_samples", "train.stop_at_heldout_reward"),
-    *("train.eval_every", "train.num_eval_prompts", "train.tokens_per_microbatch"),
+    *("train.eval_every", "train.num_eval_prompts", "train.tokens_per_microbatch", "train.deterministic"),
     "algo.value_pretrain.taken_from",
     *("checkpoint.", "cluster.", "evaluate.", "logger."),
     *(f"{role}.{name}" for role in ("policy", "critic") for name in _LAYOUT),

@@ -45,7 +45,6 @@ def test_a_policy_whose_routers_break_ties_otherwise_agrees_with_the_server_when
         open_trainer(hosts, tmp_path / "run", overrides) as trainer,
     ):
         rollout, _ = trainer.collect(1)
-        # The prompts' beginning is cached by the server, and still has its experts.
         assert all(sample.response.routed_experts is not None for sample in rollout.samples)
         chosen = tuple(replace(s, response=replace(s.response, routed_experts=None)) for s in rollout.samples)
         experience, _ = trainer.build_experience(Rollout(chosen, rollout.weight_version))
@@ -58,7 +57,7 @@ def test_a_policy_whose_routers_break_ties_otherwise_agrees_with_the_server_when
         ).samples
     print({name: (without[name], metrics[name]) for name in metrics if name.startswith("mismatch/")})
     print(update["policy/moe_routing_agreement"])
-    assert without["mismatch/logprob_gap_max"] > 0.1
-    assert metrics["mismatch/logprob_gap_max"] < 2e-5
+    assert without["mismatch/logprob_gap_max"] > 0.5
+    assert metrics["mismatch/logprob_gap_max"] < 5e-5
     assert 0.4 < update["policy/moe_routing_agreement"] < 0.9
     assert greedy.response.routed_experts is None

@@ -30,10 +30,10 @@ def give_experts(sequences: Sequences, num_layers: int = 2, num_experts: int = 4
     """The same with random experts for all tokens but the last of each row and all of row 2, where routers choose."""
     generator = torch.Generator().manual_seed(11)
     scores = torch.rand(len(sequences.tokens), num_layers, num_experts, generator=generator)
-    experts = scores.argsort(-1)[..., :top_k].to(torch.int16)
+    experts = 1 + scores.argsort(-1)[..., :top_k].to(torch.uint8)
     rows = experts.split(sequences.lengths.tolist())
     for number, row in enumerate(rows):
-        row[slice(None) if number == 2 else -1] = -1
+        row[slice(None) if number == 2 else -1] = 0
     return replace(sequences, routed_experts=experts)
 
 
@@ -83,7 +83,7 @@ def replay_own_routes(rank: int, world_size: int, spec: WorkerSpec, scratch: str
             if name == "chosen":
                 # One micro-batch, longest row first.
                 rows = worker._batches(sequences)[0].rows
-                packed = torch.stack([m.nonzero()[:, 1].view(len(m), -1) for m in maps], 1).to(torch.int16)
+                packed = 1 + torch.stack([m.nonzero()[:, 1].view(len(m), -1) for m in maps], 1).to(torch.uint8)
                 pieces = dict(zip(rows.tolist(), packed.split(sequences.lengths[rows].tolist()), strict=True))
                 experts = torch.cat([pieces[row] for row in range(12)])
         finally:

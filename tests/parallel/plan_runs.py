@@ -2,15 +2,13 @@
 most that its tensors took.
 """
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 import megarl.mcore  # noqa: F401
 from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.plan.measured import measuring_peaks
 from megarl.types import Sequences, TrainingSamples
 
 
@@ -35,55 +33,11 @@ def build_full_samples(num_samples: int, prompt: int, response: int) -> Training
     )
 
 
-class Peak:
-    """Bytes of tensors, above those at the start."""
-
-    num_bytes = 0
-
-
-@contextmanager
-def measuring_peak() -> Iterator[Peak]:
-    """Of this process's GPU, or of torch's allocator on a CPU, whose allocations the profiler records."""
-    found = Peak()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        yield found
-        found.num_bytes = torch.cuda.max_memory_allocated() - before
-        return
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        yield found
-    found.num_bytes = find_peak(profile)
-
-
-def find_peak(profile: torch.profiler.profile) -> int:
-    """Most bytes that were held at once. What gloo's threads free is not recorded: such a tensor counts until its
-    place in memory is taken again.
-    """
-    pending, allocations = list(profile.profiler.kineto_results.experimental_event_tree()), []
-    while pending:
-        event = pending.pop()
-        pending += event.children
-        if event.name == "[memory]":
-            fields = event.extra_fields
-            allocations.append((event.start_time_ns, fields.ptr, fields.alloc_size))
-    held: dict[int, int] = {}
-    total = peak = 0
-    for _, place, size in sorted(allocations, key=lambda allocation: allocation[0]):
-        total -= held.pop(place, 0)
-        if size > 0:
-            held[place] = size
-            total += size
-            peak = max(peak, total)
-    return peak
-
-
 def measure_role(rank: int, world_size: int, spec: WorkerSpec, samples: TrainingSamples, init_method: str) -> int:
     """Bytes of the peak on this rank."""
     from megarl.mcore.worker import MegatronWorker
 
-    with measuring_peak() as peak:
+    with measuring_peaks() as meter, meter.phase("all"):
         worker = MegatronWorker(spec, rank, world_size, init_method)
         try:
             rows = [torch.arange(samples.sequences.num_samples)] * 2
@@ -95,7 +49,7 @@ def measure_role(rank: int, world_size: int, spec: WorkerSpec, samples: Training
         finally:
             worker.close()
         del worker
-    return peak.num_bytes
+    return meter.peaks["all"]
 
 
 def measure_roles(

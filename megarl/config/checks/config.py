@@ -14,6 +14,7 @@ from megarl.config.placement import find_server_offload
 from megarl.config.schema.algo import LARGEST_KL_ERROR, KLConfig, OverlongConfig, needs_full_kl, needs_reference
 from megarl.config.schema.hardware import check_hardware
 from megarl.config.schema.model import ModelSource
+from megarl.config.schema.rollout import NO_QUANTIZED_WEIGHTS
 from megarl.config.schema.root import Config
 from megarl.config.schema.train import TrainConfig
 
@@ -23,6 +24,8 @@ _SIZES = (
     *("eval_every", "num_eval_prompts", "max_samples"),
 )
 """Keys of `train` that are 1 or more, or null."""
+_QUANTIZES = ("quantization", "quantize_and_serve", "modelopt_quant", "rl_quant_profile")
+"""SGLang's options that make a server hold other weights than the policy's."""
 MAX_SAMPLES = 2**20
 """Responses that are held at a time, a hundred times those of the largest published runs (8192 an iteration)"""
 MAX_TOKENS = 2**32
@@ -170,6 +173,10 @@ def _check_rollout(config: Config) -> Iterator[str]:
             f"rollout.sglang.chunked_prefill_size: found {chunk} with rollout.router_replay; SGLang holds the experts"
             " of one chunk and ends where a prompt is longer: it must be above 0, or left out"
         )
+    found = {key: rollout.sglang[key] for key in _QUANTIZES if rollout.sglang.get(key)}
+    if rollout.sglang.get("load_format") == "flash_rl":
+        found["load_format"] = "flash_rl"
+    yield from (f"rollout.sglang.{key}: found {value!r}; {NO_QUANTIZED_WEIGHTS}" for key, value in found.items())
     if rollout.kv_cache_tokens is not None and rollout.kv_cache_tokens < longest:
         yield (
             f"rollout.kv_cache_tokens: found {rollout.kv_cache_tokens}; one sequence may have"

@@ -6,6 +6,12 @@ from typing import Any
 
 from megarl.config.schema.roles import Dtype
 
+NO_QUANTIZED_WEIGHTS = (
+    "servers hold the policy's weights in rollout.dtype=float32 or bfloat16: SGLang replaces weights by quantized ones"
+    " of another shape as it loads them, which a weight sync cannot write and its checksums cannot verify"
+    " (docs/weight-sync.md, Quantized servers)"
+)
+
 
 class Transport(Enum):
     """How weights travel from the policy to the servers."""
@@ -35,7 +41,7 @@ class RolloutConfig:
     """Sampling temperature: logits are divided by it, in sampling and in every log-prob of training. The evaluations
     during training are greedy."""
     dtype: Dtype = Dtype.bfloat16
-    """Type of the servers' weights, activations and KV cache."""
+    """Type of the servers' weights, activations and KV cache. Weights are not quantized (docs/weight-sync.md)."""
     num_servers: int = 1
     """Number of SGLang servers; requests are distributed among them."""
     tp: int = 1
@@ -71,8 +77,8 @@ class RolloutConfig:
     algo.mismatch.correction, or is that of algo=topr."""
     router_replay: bool = False
     """Only for a mixture of experts: the policy sends each token to the experts to which the servers sent it (R3,
-    2510.11370), and how often its own routers would have chosen the same is logged. false, because of what it costs, 2
-    bytes for each token, layer and expert; mismatch/* tells whether a model needs it."""
+    2510.11370), and how often its own routers would have chosen the same is logged. false, because of what it costs, a
+    byte for each token, layer and expert; mismatch/* tells whether a model needs it."""
     max_probe_logprob_gap: float | None = None
     """A larger |log-prob difference| / max(1, |log-prob|) between servers and policy on a token of the probe text after
     a sync is a warning. null: the bound follows from the dtype and the run's earlier gaps (docs/weight-sync.md)."""

@@ -50,7 +50,7 @@ class Replay:
 
     def __init__(self) -> None:
         self.experts: Tensor | None = None
-        """int16 [S, top_k], a row of -1 where the router chooses; None: it chooses everywhere"""
+        """[S, top_k], 1 + numbers of experts, or 0 where the router chooses; None: it chooses everywhere"""
         self.is_counting = False
         self.counts: Tensor | None = None
         """float64 [2]: tokens whose set of experts is also the router's own, tokens with given experts"""
@@ -63,7 +63,7 @@ class Replay:
         own_scores, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if self.experts is None:
             return own_scores, own
-        given = self.experts.long()
+        given = self.experts.long() - 1
         exists = given[:, :1] >= 0
         if self.is_counting:
             same = (given.sort(-1).values == own.sort(-1).values).all(-1)

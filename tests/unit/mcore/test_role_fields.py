@@ -1,6 +1,9 @@
 """What recompute and fp8 ask of the model and of the machine."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,7 @@ def test_the_keys_become_fields_of_megatron() -> None:
         "recompute_num_layers": 3,
         "fp8": "e4m3",
         "fp8_recipe": "tensorwise",
+        "deterministic_mode": False,
     }
 
 
@@ -146,6 +150,25 @@ def test_every_recipe_has_a_least_gpu_and_a_multiple_of_tokens() -> None:
     multiples = [find_token_multiple(build_spec(fp8=Fp8.hybrid, fp8_recipe=recipe)) for recipe in Fp8Recipe]
     assert all(multiple % 16 == 0 for multiple in multiples)
     assert find_token_multiple(build_spec()) == 1
+
+
+def test_a_broken_transformer_engine_is_an_error_and_not_its_absence(tmp_path: Path) -> None:
+    """With its extension for torch missing it is found as ever, and importing it raises FileNotFoundError."""
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise FileNotFoundError('no shared object file')")
+    code = """
+import torch
+torch.cuda.is_available = lambda: True
+from megarl.mcore.role_fields import has_transformer_engine
+try:
+    has_transformer_engine()
+except RuntimeError as error:
+    print(error)
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).resolve().parents[3]}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    broken = "Transformer Engine is installed and broken (FileNotFoundError: no shared object file); make install"
+    assert done.stdout.startswith(broken), done.stderr
 
 
 @pytest.mark.skipif(not ON_CPU_WITHOUT_TE, reason="this machine may be able to compute in FP8")

@@ -24,6 +24,8 @@ PRESETS = {
     "Qwen/Qwen2.5-32B": ("qwen32b", 32_763_876_352),
     "Qwen/Qwen2.5-7B": ("qwen2_5_7b", 7_615_616_512),
     "Qwen/Qwen2-7B-Instruct": ("qwen2_7b", 7_615_616_512),
+    "Qwen/Qwen3-0.6B": ("qwen3_0_6b", 596_049_920),
+    "Qwen/Qwen2.5-0.5B-Instruct": ("qwen2_5_0_5b", 494_032_768),
     "Qwen/Qwen3-8B": ("qwen3_8b", 8_190_735_360),
     "meta-llama/Llama-3.1-8B-Instruct": ("llama3_8b", 8_030_261_248),
     "Qwen/Qwen3-235B-A22B": ("qwen3_235b_a22b", 235_093_634_560),

@@ -5,14 +5,23 @@ import math
 import pytest
 
 from megarl.config.load import load_config
+from megarl.config.search_path import CONF_DIR
 from megarl.plan.assumptions import GIB
 from megarl.plan.changes import Change, find_change
-from megarl.plan.estimate import JobPlan, build_plan
+from megarl.plan.estimate import JobPlan, build_plan, compute_host
 from megarl.plan.gpus import PHASES
 from megarl.plan.jobs import find_models
 from megarl.plan.roles import compute_saved
 
-QWEN32B = ("algo=vapo", "model=qwen32b", "cluster=h100x64")
+PRESET = ("algo=vapo", "model=qwen32b", "cluster=h100x64")
+ALGOS = sorted(path.stem for path in (CONF_DIR / "algo").glob("*.yaml"))
+LAYOUT = "{num_processes: 16, tp: 8, sp: true, pp: 1, cp: 2}"
+QWEN32B = (
+    *(*PRESET, "cluster.placement=apart", "rollout.transport=split", "rollout.num_servers=8", "rollout.tp=4"),
+    *(f"{role}.{value}" for role in ("policy", "critic") for value in (f"parallel={LAYOUT}", "recompute=full")),
+    *("policy.offload=null", "critic.offload=null", "train.tokens_per_microbatch=16384"),
+)
+"""Each role on GPUs of its own"""
 
 
 def plan(*overrides: str) -> JobPlan:
@@ -35,10 +44,10 @@ def find(*overrides: str) -> Change:
 @pytest.mark.parametrize(
     "overrides",
     [
+        PRESET,
         QWEN32B,
-        ("algo=dapo", "model=qwen32b", "cluster=h100x64"),
-        ("algo=vapo", "model=qwen3_235b_a22b", "cluster=h100x256"),
-        ("algo=vapo", "model=llama3_8b", "cluster=h100x64"),
+        *((f"algo={algo}", f"model={model}") for algo in ALGOS for model in ("qwen32b", "qwen3_235b_a22b")),
+        ("algo=vapo", "model=llama3_8b"),
     ],
 )
 def test_the_presets_fit_their_clusters(overrides: tuple[str, ...]) -> None:
@@ -138,12 +147,16 @@ def test_host_memory_is_counted() -> None:
 
 
 def test_replayed_experts_take_host_memory_of_the_driver_and_the_servers() -> None:
-    overrides = ("algo=grpo", "model=qwen3_235b_a22b", "cluster=h100x256", "checkpoint.save_every=0")
-    with_replay, without = plan(*overrides, "rollout.router_replay=true"), plan(*overrides)
-    kinds, server = with_replay.places, with_replay.server.kv_tokens * 94 * 8 * 4
-    per_node = 8 * server if 0 in kinds["servers"] else 0
-    found = with_replay.host_bytes - without.host_bytes
-    print(found, server, kinds["servers"][:4], with_replay.server.kv_tokens)
+    overrides = ("algo=grpo", "model=qwen3_235b_a22b", "cluster=h100x256", "rollout.router_replay=true")
+    found, more = plan(*overrides), plan(*overrides, "train.samples_per_iteration=8192")
+    config, off = load_config(overrides), load_config(overrides[:-1])
+    longest = config.data.prompt_length + config.rollout.response_length
+    # Eight experts of a token in 94 layers, twice in the driver; the first node has no server.
+    assert more.host_bytes - found.host_bytes == 4096 * longest * (64 + 2 * 94 * 8)
+    nowhere = {**found.places, "policy": (), "servers": tuple(range(8, 16))}
+    few, some = (compute_host(config, found.jobs, found.stages, nowhere, tokens) for tokens in (10**9, 2 * 10**9))
+    assert some - few == 8 * 10**9 * 94 * 8 * 4
+    assert compute_host(off, found.jobs, found.stages, nowhere, 10**9) < few
 
 
 def test_a_model_of_unknown_sizes_is_named() -> None:

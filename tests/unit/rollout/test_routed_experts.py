@@ -61,8 +61,8 @@ def encode(routed: np.ndarray) -> str:
 
 
 def build_sample(group: int, prompt: tuple[int, ...], response: tuple[int, ...], with_experts: bool = True) -> Sample:
-    routed = pick(len(prompt) + len(response) - 1, seed=group).astype("<i2")
-    experts = RoutedExperts(routed.tobytes(), 2, 3) if with_experts else None
+    routed = pick(len(prompt) + len(response) - 1, seed=group).astype(np.uint8)
+    experts = RoutedExperts(routed.tobytes(), 2, 3, 200) if with_experts else None
     n = len(response)
     answer = Response(response, "x", (-0.5,) * n, (True,) * n, (1,) * n, FinishReason.stop, experts)
     return Sample(Prompt(f"p{group}", "x", prompt, "x"), answer, Score(1.0, True), group)
@@ -71,8 +71,8 @@ def build_sample(group: int, prompt: tuple[int, ...], response: tuple[int, ...],
 def test_an_answers_experts_are_those_of_all_tokens_but_the_last(arch):
     routed = pick(6)
     found = decode_answer(encode(routed), 7, arch)
-    assert (found.num_layers, found.top_k) == (2, 3)
-    assert found.to_tensor().dtype == torch.int16
+    assert (found.num_layers, found.top_k, found.num_experts) == (2, 3, 200)
+    assert found.to_tensor().dtype == torch.uint8
     assert found.to_tensor().tolist() == routed.tolist()
     meta = {
         "finish_reason": {"type": "stop"},
@@ -111,13 +111,27 @@ def test_layers_without_experts_may_hold_anything(checkpoint):
     assert decode_answer(encode(routed), 7, arch).to_tensor().tolist() == routed.tolist()
 
 
-@given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 8), st.randoms(use_true_random=False))
-def test_what_is_written_is_read_back_byte_by_byte(num_tokens, num_layers, top_k, random):
-    data = random.randbytes(2 * (num_tokens - 1) * num_layers * top_k)
-    experts = RoutedExperts(data, num_layers, top_k)
+def test_more_than_255_experts_have_two_bytes_each(checkpoint):
+    (checkpoint / "config.json").write_text(json.dumps({**CONFIG, "num_experts": 300}))
+    routed = pick(6) + 100
+    found = decode_answer(encode(routed), 7, load_expert_architecture(checkpoint))
+    assert found.to_tensor().dtype == torch.int16
+    assert found.to_tensor().tolist() == routed.tolist()
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.integers(1, 8),
+    st.sampled_from([1, 255, 256, 1000]),
+    st.randoms(use_true_random=False),
+)
+def test_what_is_written_is_read_back_byte_by_byte(num_tokens, num_layers, top_k, num_experts, random):
+    data = random.randbytes((1 if num_experts < 256 else 2) * (num_tokens - 1) * num_layers * top_k)
+    experts = RoutedExperts(data, num_layers, top_k, num_experts)
     record = json.loads(json.dumps(to_record(experts)))
     assert from_record(record, num_tokens) == experts
-    with pytest.raises(ValueError, match="numbers of two bytes"):
+    with pytest.raises(ValueError, match="numbers of torch"):
         from_record(record, num_tokens + 1)
 
 
@@ -125,7 +139,7 @@ def test_what_is_written_is_read_back_byte_by_byte(num_tokens, num_layers, top_k
     "change", [{"deflated": "AAAA"}, {"deflated": "?"}, {"top_k": 0}, {"deflated": 1}, {"more": 1}]
 )
 def test_a_record_that_is_damaged_is_refused(change):
-    record = to_record(RoutedExperts(bytes(12), 2, 3))
+    record = to_record(RoutedExperts(bytes(6), 2, 3, 8))
     with pytest.raises(ValueError, match="routed_experts"):
         from_record({**record, **change}, 2)
 
@@ -145,16 +159,16 @@ def test_a_resumed_run_and_a_replay_buffer_have_them_and_the_file_of_all_respons
     assert "routed_experts" not in (tmp_path / "rollouts.jsonl").read_text()
 
 
-def test_the_policys_sequences_have_them_token_by_token_and_minus_one_where_it_chooses():
+def test_the_policys_sequences_have_them_token_by_token_and_zero_where_it_chooses():
     samples = (
         build_sample(0, (3, 4), (5, 2)),
         build_sample(1, (3,), (2,), with_experts=False),
         build_sample(2, (3,), (6, 7)),
     )
     sequences = build_sequences(Rollout(samples, 3))
-    assert sequences.routed_experts.dtype == torch.int16
-    none = [[-1] * 3] * 2
-    expected = [*pick(3, seed=0).tolist(), none, none, none, *pick(2, seed=2).tolist(), none]
+    assert sequences.routed_experts.dtype == torch.uint8
+    none = [[0] * 3] * 2
+    expected = [*(1 + pick(3, seed=0)).tolist(), none, none, none, *(1 + pick(2, seed=2)).tolist(), none]
     assert sequences.routed_experts.tolist() == expected
     assert sequences.select(torch.tensor([2, 0])).routed_experts.tolist() == [*expected[6:], *expected[:4]]
     assert sequences.without_routed_experts().routed_experts is None
@@ -164,9 +178,9 @@ def test_the_policys_sequences_have_them_token_by_token_and_minus_one_where_it_c
 def test_the_server_is_told_and_a_dense_model_or_unbounded_chunks_are_refused(checkpoint):
     overrides = ["model=tiny_moe", "rollout.router_replay=true"]
     command = build_command(load_config(overrides).rollout, checkpoint, host="127.0.0.1", port=1, seed=1)
-    assert "--enable-return-routed-experts" in command
+    assert {"--enable-return-routed-experts", "--disable-radix-cache"} <= set(command)
     command = build_command(load_config(overrides[:1]).rollout, checkpoint, host="127.0.0.1", port=1, seed=1)
-    assert "--enable-return-routed-experts" not in command
+    assert not {"--enable-return-routed-experts", "--disable-radix-cache"} & set(command)
     with pytest.raises(ConfigError, match=r"rollout\.sglang\.chunked_prefill_size: found -1 with"):
         load_config([*overrides, "rollout.sglang={chunked_prefill_size: -1}"])
     (checkpoint / "config.json").write_text(json.dumps({**CONFIG, "model_type": "qwen3"}))

@@ -66,7 +66,7 @@ def make_spec(kind: str, directory: Path, deadline_s: float = 30.0) -> dict[str,
     memory = {"way": "pageable", "directories": directories, "slot_bytes": 64}
     group = {"file": str(directory / "store"), "host": "127.0.0.1"}
     # As on two nodes with a training rank and a server rank each.
-    far = {"far": [[0, 1], [1, 0]]}
+    far = {"far": [[[0, 1]], [[1, 0]]]}
     return common | {"kind": kind} | {"memory": memory, "group": group, "mixed": memory | group | far}[kind]
 
 
@@ -139,7 +139,12 @@ def open_pair(directory: Path, deadline_s: float) -> tuple[GroupTransport, Group
     """Training rank 0 and server rank 0 of a group of two, in threads of this process."""
     spec = make_spec("group", directory, deadline_s) | {"num_sources": 1, "num_targets": 1}
     with ThreadPoolExecutor(2) as pool:
-        ends = list(pool.map(lambda rank: GroupTransport(spec, rank, torch.device("cpu")), range(2)))
+        ends = list(
+            pool.map(
+                lambda is_source: GroupTransport(spec, 0, is_source=is_source, device=torch.device("cpu")),
+                (True, False),
+            )
+        )
     return ends[0], ends[1]
 
 

@@ -28,7 +28,7 @@ def make_session(nodes: tuple[Sequence[str], Sequence[str]], pairs: Sequence[tup
     return Session(plan, buckets, 40, 40, num_ranks, nodes, [100 + source for source in range(num_ranks[0])])
 
 
-TWO_NODES = make_session((["a", "b"], ["a", "b"]), [(0, 0), (1, 0), (1, 1)])
+TWO_NODES = make_session((["a", "b"], ["a", "b"]), [(0, 0), (0, 1), (1, 0), (1, 1)])
 
 
 class AskedRanks(Ranks):
@@ -48,8 +48,13 @@ class AskedRanks(Ranks):
         return self.answers
 
 
-def test_pairs_of_ranks_on_two_nodes_are_far() -> None:
-    assert (TWO_NODES.near, TWO_NODES.far) == ([(0, 0), (1, 1)], [(1, 0)])
+def test_pairs_of_ranks_on_two_nodes_are_far_and_those_of_a_node_of_servers_together() -> None:
+    assert (TWO_NODES.near, TWO_NODES.far) == ([(0, 0), (1, 1)], [[(0, 1)], [(1, 0)]])
+    three = make_session((["a", "b", "c"], ["b", "b", "c"]), [(s, t) for s in range(3) for t in range(3)])
+    assert three.far == [[(0, 0), (0, 1), (2, 0), (2, 1)], [(0, 2), (1, 2)]]
+    for pairs in three.far:
+        training, serving = ({three.nodes[side][pair[side]] for pair in pairs} for side in range(2))
+        assert not training & serving
 
 
 def test_server_ranks_try_the_memory_of_training_ranks_of_their_node() -> None:
@@ -99,7 +104,7 @@ def test_the_rings_of_a_node_have_the_names_of_the_processes_that_make_them() ->
 
 def test_colocated_ranks_of_several_nodes_use_memory_and_a_group_by_pair() -> None:
     spec = describe(TWO_NODES, Transport.colocated, [None, None], [])
-    assert (spec["kind"], spec["way"], spec["far"]) == ("mixed", "pageable", [(1, 0)])
+    assert (spec["kind"], spec["way"], spec["far"]) == ("mixed", "pageable", [[(0, 1)], [(1, 0)]])
     assert all(spec["directories"])
     assert spec["file"].startswith("/scratch/sync-")
 

@@ -14,7 +14,7 @@ from megarl.mcore.model.router import Replay, moe_utils
 topk_routing_with_score_function = moe_utils.topk_routing_with_score_function
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 3.0, 1.0, 2.0], [1.0, 0.0, 0.5, -2.0]])
-GIVEN = torch.tensor([[3, 1], [3, 1], [-1, -1]], dtype=torch.int16)
+GIVEN = 1 + torch.tensor([[3, 1], [3, 1], [-1, -1]], dtype=torch.int16)
 """Another set than the highest scores, the same set, and the router's own choice"""
 
 
@@ -75,7 +75,7 @@ def test_the_routers_own_experts_in_any_order_give_the_same_bits(options: dict[s
     own = topk_routing_with_score_function(logits, topk, **options)[1].nonzero()[:, 1].view(200, topk)
     shuffled = torch.stack([row[torch.randperm(topk, generator=generator)] for row in own])
     replay, found = Replay(), []
-    replay.experts, replay.is_counting = shuffled.to(torch.int16), True
+    replay.experts, replay.is_counting = (shuffled + 1).to(torch.uint8), True
     for given in (None, replay):
         x = logits.clone().requires_grad_()
         weights, routes = topk_routing_with_score_function(x, topk, router_replay=given, **options)
@@ -99,7 +99,7 @@ def test_agreement_counts_equal_sets_among_the_tokens_with_given_experts() -> No
 @pytest.mark.parametrize("cp", [1, 2])
 def test_experts_go_with_their_tokens_into_every_share_of_a_batch(cp: int) -> None:
     sequences = build_sequences()
-    number = torch.arange(len(sequences.tokens), dtype=torch.int16)
+    number = 1 + torch.arange(len(sequences.tokens), dtype=torch.int16)
     sequences = type(sequences)(
         number.long(), sequences.lengths, sequences.prompt_lengths, number[:, None, None].expand(-1, 3, 2)
     )
@@ -107,6 +107,6 @@ def test_experts_go_with_their_tokens_into_every_share_of_a_batch(cp: int) -> No
         batch = build_batch(sequences, [4, 1, 7], multiple=8, context=ContextGroup(cp, rank))
         experts, real = batch.params.routed_experts, batch.params.sequence_numbers >= 0
         assert experts.shape == (batch.tokens.shape[1], 3, 2)
-        assert (experts[~real] == -1).all()
+        assert (experts[~real] == 0).all()
         assert torch.equal(experts[real], batch.tokens[0, real].to(torch.int16)[:, None, None].expand(-1, 3, 2))
     assert build_batch(sequences.without_routed_experts(), [4]).params.routed_experts is None

@@ -48,7 +48,7 @@ def force_experts(model: Any, experts: torch.Tensor, counts: list[int]) -> None:
 
         def force(gate: Any, _: Any, out: tuple[torch.Tensor, ...], layer: int = layer) -> tuple[torch.Tensor, ...]:
             logits, _, own = out
-            given = experts[:, layer].long()
+            given = experts[:, layer].long() - 1
             exists = given[:, :1] >= 0
             counts[0] += int(((given.sort().values == own.sort().values).all(1) & exists[:, 0]).sum())
             counts[1] += int(exists.sum())

@@ -1,0 +1,35 @@
+"""The peak of tensor memory by phase, on a CPU."""
+
+import pytest
+import torch
+
+from megarl.plan.measured import measuring_peaks
+
+MB = 10**6
+
+
+def allocate(megabytes: int) -> torch.Tensor:
+    return torch.zeros(megabytes * MB, dtype=torch.uint8)
+
+
+def test_each_phase_has_the_most_that_was_held_in_it_and_what_earlier_phases_left() -> None:
+    outside = allocate(50)
+    with measuring_peaks() as meter:
+        with meter.phase("first"):
+            kept = allocate(10)
+            passing = allocate(30)
+            del passing
+        with meter.phase("idle"):
+            pass
+        with meter.phase("last"):
+            more = allocate(5)
+    assert meter.peaks == {"first": 40 * MB, "idle": 10 * MB, "last": 15 * MB}
+    assert len(outside) + len(kept) + len(more) == 65 * MB
+
+
+def test_a_phase_is_measured_once() -> None:
+    with measuring_peaks() as meter:
+        with meter.phase("one"):
+            pass
+        with pytest.raises(ValueError, match="'one' was measured before"), meter.phase("one"):
+            pass

@@ -1,0 +1,339 @@
+"""tools/check_gpu.py: its verdicts, checks that crash or are late, and planted faults that it finds."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tool_loading import TOOLS, load_tool
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.schema.roles import Dtype
+from megarl.families.registry import parse_architecture
+from megarl.plan.estimate import count_job
+from megarl.plan.jobs import PlannedModels, build_jobs
+from megarl.plan.roles import estimate_stages
+from megarl.sync.slots import Way
+from megarl.tools.gpu import machine as machine_module
+from megarl.tools.gpu import serving, sizes, training, transfer
+from megarl.tools.gpu.lines import Verdict, conclude, fail, judge, make_table, read_line, skip, write_json
+from megarl.tools.gpu.machine import Machine
+from megarl.tools.gpu.setting import CPU, CUDA, SMALL, Setting, describe_random, list_tensors, make_samples
+
+tool = load_tool("check_gpu.py")
+NAN = float("nan")
+HOPPER = Machine("NVIDIA H100 80GB HBM3", (9, 0), 79.1, "580.0", "13.0", "3.12.3", {"torch": "2.11.0"}, {})
+NO_GPU = replace(HOPPER, gpu=None, capability=None, memory_gib=None, driver=None)
+
+
+def run_code(code: str, tmp_path: Path, deadline_s: float = 30.0) -> Any:
+    check = tool.Check("checked", "training", deadline_s)
+    setting = Setting(CPU, (), tmp_path)
+    return tool.run_check(check, setting, [sys.executable, "-c", code, str(tmp_path / "checked.jsonl")], os.environ)
+
+
+@pytest.mark.parametrize(
+    ("value", "least", "most", "verdict"),
+    [
+        (0.1, None, 0.1, Verdict.holds),
+        (0.11, None, 0.1, Verdict.fails),
+        (0.2, 0.2, None, Verdict.holds),
+        (0.19, 0.2, None, Verdict.fails),
+        (0.5, 0.75, 1.1, Verdict.fails),
+        (NAN, None, 0.1, Verdict.fails),
+        (float("inf"), 0.2, None, Verdict.fails),
+    ],
+)
+def test_a_value_holds_within_its_bounds_and_one_that_is_no_number_fails(
+    value: float, least: float | None, most: float | None, verdict: Verdict
+) -> None:
+    assert judge("a", "b", value, least=least, most=most).verdict is verdict
+
+
+def test_what_has_no_bound_cannot_hold() -> None:
+    with pytest.raises(ValueError, match="needs a bound"):
+        judge("a", "b", 1.0)
+
+
+def test_the_exit_code_is_0_only_where_something_holds_and_nothing_fails() -> None:
+    holds, fails, skipped = judge("a", "x", 0, most=1), fail("b", "y", "why"), skip("c", "z", "needs a GPU")
+    assert conclude([holds, skipped]) == ("nothing fails (1 holds, 0 fails, 1 skipped)", 0)
+    assert conclude([holds, fails, skipped]) == ("FAILS (1 holds, 1 fails, 1 skipped): b", 1)
+    assert conclude([skipped])[1] == 1
+    assert conclude([])[1] == 1
+
+
+def test_the_table_and_the_json_have_every_line(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    lines = [judge("a", "x", NAN, most=1, unit="GiB"), skip("c", "z", "needs a GPU", 3.5, "TFLOP/s")]
+    console = Console(width=150, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(make_table(lines))
+    text = console.export_text()
+    assert "fails" in text
+    assert "skipped" in text
+    assert "3.5" in text
+    write_json(tmp_path / "found.json", {"machine": HOPPER.to_json()}, lines)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["machine"]["gpu"] == HOPPER.gpu
+    assert found["verdict"].startswith("FAILS")
+    assert [read_line(line) for line in found["lines"]] == lines
+    assert machine_module.read_machine(json.loads(json.dumps(HOPPER.to_json()))) == HOPPER
+
+
+def test_a_check_that_crashes_is_a_failing_line_after_those_that_it_found(tmp_path: Path) -> None:
+    line = json.dumps(judge("checked", "first", 0, most=1).to_json())
+    code = f"import sys, os; open(sys.argv[1], 'w').write({line + chr(10)!r}); print('nearly'); sys.stdout.flush();"
+    outcome = run_code(code + "os.abort()", tmp_path)
+    assert [found.verdict for found in outcome.lines] == [Verdict.holds, Verdict.fails]
+    assert outcome.lines[1].reason == "ended by signal SIGABRT: nearly"
+    assert "nearly" in outcome.log
+
+
+def test_an_error_and_an_end_without_a_line_fail(tmp_path: Path) -> None:
+    (line,) = run_code("raise MemoryError('CUDA out of memory')", tmp_path).lines
+    assert (line.verdict, line.reason) == (Verdict.fails, "ended with status 1: MemoryError: CUDA out of memory")
+    (line,) = run_code("pass", tmp_path).lines
+    assert (line.verdict, line.reason) == (Verdict.fails, "ended without a line")
+
+
+def test_a_late_check_is_killed_with_its_processes(tmp_path: Path) -> None:
+    child = "import pathlib, os, time; pathlib.Path({!r}).write_text(str(os.getpid())); time.sleep(600)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child.format(str(tmp_path / 'pid'))!r}])"
+    outcome = run_code(code, tmp_path, deadline_s=3.0)
+    assert [line.reason for line in outcome.lines] == ["not ended within 3 s; killed"]
+    if (tmp_path / "pid").exists():  # It was started in time.
+        wait_for_end(int((tmp_path / "pid").read_text()))
+
+
+def wait_for_end(pid: int) -> None:
+    """Raises AssertionError where the process lives on."""
+    for _ in range(200):
+        state = Path(f"/proc/{pid}/stat")
+        try:
+            if state.read_text().rsplit(")", 1)[1].split()[0] in "ZX":
+                return
+        except OSError:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} lives on")
+
+
+def test_what_cannot_run_is_skipped_with_its_reason() -> None:
+    reason = tool.explain_no_fp8
+    assert reason(HOPPER, CUDA) is None
+    assert reason(HOPPER, CPU) == "needs a GPU"
+    assert reason(replace(HOPPER, capability=(8, 0)), CUDA).startswith("GPU without FP8: compute capability 8.0")
+    missing = {"transformer_engine": "Transformer Engine is not installed", "sglang": "SGLang is not installed"}
+    without = replace(HOPPER, problems=missing)
+    assert reason(without, CUDA) == "Transformer Engine is not installed"
+    chosen = tool.choose("fp8,logprobs")
+    outcomes = list(tool.run_all(chosen, without, Setting(CUDA, (), Path("/nowhere")), {}))
+    assert [outcome.lines[0].verdict for _, outcome in outcomes] == [Verdict.skipped] * 2
+    assert outcomes[1][1].lines[0].reason == "SGLang is not installed"
+    assert transfer.explain_missing(Way.ipc, CPU) == "needs a GPU"
+    assert transfer.explain_missing(Way.pageable, CPU) is None
+
+
+def test_an_installation_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "half_installed").mkdir()
+    (tmp_path / "half_installed" / "__init__.py").write_text("raise FileNotFoundError('libtransformer_engine.so')")
+    monkeypatch.syspath_prepend(tmp_path)
+    explain = machine_module._explain_import
+    assert explain("no_such_package.module", "It", imports=True) == "It is not installed"
+    found = explain("half_installed", "It", imports=True)
+    assert found == "It is installed and cannot be imported: FileNotFoundError: libtransformer_engine.so"
+
+
+def test_without_a_gpu_the_cpu_must_be_asked_for() -> None:
+    assert tool.choose_device(CPU, NO_GPU) == CPU
+    assert tool.choose_device(None, HOPPER) == CUDA
+    for asked in (None, CUDA):
+        with pytest.raises(ConfigError, match="torch sees no GPU"):
+            tool.choose_device(asked, NO_GPU)
+
+
+def test_a_wrong_name_or_key_ends_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main(["--device", "cpu", "--only", "float23"]) == 2
+    assert "'float23'; it must be one of float32, bfloat16, fp8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("device", "overrides", "message"),
+    [
+        (CPU, ["policy.dtypo=float32"], "policy.dtypo: no such key"),
+        (CPU, ["rollout.response_length=900"], "rollout.response_length: found 900"),
+        (CUDA, ["model.path=nobody/knows"], "model.path: 'nobody/knows' found"),
+    ],
+)
+def test_a_wrong_override_is_refused_by_its_key(
+    device: str, overrides: list[str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _ = Setting(device, tuple(overrides), tmp_path).config
+
+
+def test_a_preset_gives_the_sizes_and_the_command_line_the_rest(tmp_path: Path) -> None:
+    default = Setting(CUDA, (), tmp_path)
+    assert default.large["num_hidden_layers"] == 22
+    assert (default.config.data.prompt_length, default.config.rollout.response_length) == (1024, 15360)
+    preset = Setting(CUDA, ("model=qwen3_8b", "rollout.response_length=7168"), tmp_path)
+    assert preset.large["hidden_size"] == 4096
+    assert preset.config.rollout.response_length == 7168
+    assert preset.config.policy.dtype is Dtype.bfloat16
+    moe = Setting(CPU, ("model=tiny_moe", "rollout.response_length=72"), tmp_path)
+    assert moe.small["model_type"] == "qwen3_moe"
+
+
+def test_the_default_model_on_a_gpu_is_planned_within_one_h100(tmp_path: Path) -> None:
+    setting = Setting(CUDA, (), tmp_path)
+    arch = parse_architecture(setting.large, Path("model"))
+    job = build_jobs(setting.config, PlannedModels(arch, arch), on_gpu=True)["policy"]
+    (stage,) = estimate_stages(job, count_job(setting.config, job))
+    assert 1.4e9 < stage.parameters.total < 1.5e9
+    assert stage.peak < 70 * 2**30
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "glm4", "qwen3_moe"])
+def test_the_written_tensors_are_those_of_transformers(family: str) -> None:
+    import transformers
+
+    fields = describe_random(replace(SMALL, family=family), 128)
+    arch = parse_architecture(fields, Path("model"))
+    config = transformers.AutoConfig.for_model(**{key: x for key, x in fields.items() if key != "architectures"})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    number = sum(param.numel() for param in model.parameters())
+    assert sum(torch.Size(shape).numel() for _, shape in list_tensors(arch)) == number
+
+
+def test_flops_of_an_update_are_six_per_parameter_and_token_and_those_of_attention() -> None:
+    arch = parse_architecture(describe_random(replace(SMALL, num_heads=4, num_kv_heads=4), 100), Path("model"))
+    samples = make_samples([1], [9], 100)
+    matrices = 4 * (4 * 256 * 256 + 3 * 256 * 512)
+    expected = 6 * (10 * matrices + 9 * 256 * 100) + 6 * 4 * 10 * 10 * 256
+    assert sizes.count_update_flops(arch, samples) == pytest.approx(expected)
+
+
+def test_a_speed_is_judged_by_the_peak_of_a_known_gpu_alone() -> None:
+    hardware = load_config(["cluster=h100x8"]).cluster.hardware
+    slow, fast = (sizes.judge_speed("a", speed, hardware, "") for speed in (100e12, 400e12))
+    assert (slow.verdict, fast.verdict) == (Verdict.fails, Verdict.holds)
+    assert fast.value == pytest.approx(400 / 989)
+    unknown = sizes.judge_speed("a", 100e12, None, "")
+    assert (unknown.verdict, unknown.value, unknown.unit) == (Verdict.skipped, 100.0, "TFLOP/s")
+
+
+def test_memory_beyond_the_plan_or_far_below_it_fails(tmp_path: Path) -> None:
+    setting = Setting(CPU, (), tmp_path)
+    arch = parse_architecture(setting.large, Path("model"))
+    job = build_jobs(setting.config, PlannedModels(arch, arch), on_gpu=False)["policy"]
+    (stage,) = estimate_stages(job, count_job(setting.config, job))
+    planned = {phase: getattr(stage, phase) for phase in ("building", "update", "resident", "forward")}
+    assert {line.verdict for line in sizes.compare_memory("a", planned, stage)} == {Verdict.holds}
+    for share in (0.7, 1.2):
+        wrong = {**planned, "update": int(share * planned["update"])}
+        verdicts = [line.verdict for line in sizes.compare_memory("a", wrong, stage)]
+        assert verdicts == [Verdict.holds, Verdict.fails, Verdict.holds, Verdict.holds]
+
+
+def test_a_perturbed_gradient_fails() -> None:
+    results = {
+        "policy": {"before": torch.zeros(2, 3), "after": torch.ones(2, 3), "gradient": {"w": torch.ones(8)}},
+    }
+    for each in results.values():
+        each["computes"] = ""
+    wrong = {"policy": {**results["policy"], "gradient": {"w": torch.ones(8) * 1.01}}}
+    found = list(training.compare_results("float32", wrong, results))
+    assert [line.verdict for line in found] == [Verdict.holds, Verdict.fails, Verdict.holds]
+    lost = {"policy": {**results["policy"], "gradient": {}}}
+    assert list(training.compare_results("float32", lost, results))[1].verdict is Verdict.fails
+
+
+def test_a_tensor_that_differs_in_a_bit_or_is_missing_fails() -> None:
+    state = {"w": torch.tensor([1.0, NAN]), "optimizer/0/0/step": torch.tensor(3.0)}
+    assert training.compare_states("a", state, state).verdict is Verdict.holds
+    other = {**state, "w": torch.tensor([1.0000001, NAN])}
+    found = training.compare_states("a", other, state)
+    assert (found.verdict, found.value, found.reason) == (Verdict.fails, 1.0, "of 2 tensors; the first is w")
+    assert training.compare_states("a", {"w": state["w"]}, state).verdict is Verdict.fails
+
+
+def test_log_probs_of_another_model_fail() -> None:
+    own = torch.full((2, 3), -2.0)
+    assert {line.verdict for line in serving.compare("greedy", own, own, Dtype.float32)} == {Verdict.holds}
+    other = list(serving.compare("greedy", own + 0.01, own, Dtype.float32))
+    assert {line.verdict for line in other} == {Verdict.fails}
+
+
+@pytest.mark.slow
+def test_a_weight_that_is_perturbed_after_a_load_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import megarl.mcore  # noqa: F401
+    from megarl.mcore.worker import MegatronWorker
+
+    stock = MegatronWorker.load
+
+    def load(self: MegatronWorker, directory: Path) -> None:
+        stock(self, directory)
+        if directory.name == "state-2":
+            self.shards()[0][1][0, 0] += 1e-3
+
+    monkeypatch.setattr(MegatronWorker, "load", load)
+    found = list(training.check_checkpoint(Setting(CPU, (), tmp_path)))
+    saved = [line for line in found if line.what.startswith("saved")]
+    assert [line.verdict for line in saved] == [Verdict.holds, Verdict.fails]
+
+
+@pytest.mark.slow
+def test_a_byte_that_changes_on_its_way_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = transfer.fill
+
+    def fill(bucket: Any, message: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        stock(bucket, message, tensors)
+        message[5] += bucket.copies[0].source.row == 0
+
+    monkeypatch.setattr(transfer, "fill", fill)
+    line = transfer.move(Way.pageable, CPU, 1 << 20, 1 << 18)
+    assert (line.verdict, line.value) == (Verdict.fails, 1.0)
+
+
+BLOCKED = """
+import os, sys
+FREE = "MEGARL_TEST_WITH_SERVER"
+if "logprobs" in sys.orig_argv or FREE in os.environ:
+    os.environ[FREE] = "1"
+else:
+    blocked = ["ray", "transformer_engine", "httpx", "transformers", "pyarrow", "datasets"]
+    if "megarl.tools.gpu.machine" not in sys.orig_argv:
+        blocked.append("sglang")
+    for name in blocked:
+        sys.modules[name] = None
+"""
+"""sitecustomize.py of every process: of the whole tool only the check with a server can import these packages."""
+
+
+@pytest.mark.slow
+def test_the_whole_tool_runs_on_a_cpu_and_needs_ray_and_sglang_for_its_last_check_alone(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BLOCKED)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    out = tmp_path / "found.json"
+    command = [sys.executable, str(TOOLS / "check_gpu.py"), "--device", "cpu", "--out", str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    verdicts: dict[str, set[str]] = {}
+    for line in found["lines"]:
+        verdicts.setdefault(line["check"], set()).add(line["verdict"])
+    assert set(verdicts) == {check.name for check in tool.CHECKS}
+    assert verdicts.pop("fp8") == {"skipped"}
+    assert all("holds" in each and "fails" not in each for each in verdicts.values())
+    assert found["machine"]["versions"]["megatron-core"] == "0.16.1"
+    assert "nothing fails" in done.stdout
+    assert "says nothing of a GPU" in done.stdout
