@@ -62,7 +62,7 @@ class MegatronWorker:
             use_deterministic_kernels()
         self.spec = spec = choose_overlap(spec)
         self.arch = read_architecture(Path(spec.checkpoint))
-        problems = list(check_role_fields(self.arch, spec, in_worker=True))
+        problems = list(check_role_fields(self.arch, spec, in_worker=True, on_gpu=torch.cuda.is_available()))
         if problems:
             raise ValueError("; ".join(problems))
         deadline_s = spec.deadline_s + COLLECTIVE_GRACE_S
