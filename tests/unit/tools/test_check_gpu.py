@@ -293,7 +293,7 @@ def test_a_weight_that_is_perturbed_after_a_load_is_found(tmp_path: Path, monkey
 
     monkeypatch.setattr(MegatronWorker, "load", load)
     found = list(training.check_checkpoint(Setting(CPU, (), tmp_path)))
-    saved = [line for line in found if line.what.startswith("saved")]
+    saved = [line for line in found if line.what.endswith("loaded")]
     assert [line.verdict for line in saved] == [Verdict.holds, Verdict.fails]
 
 
