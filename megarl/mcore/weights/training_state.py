@@ -82,8 +82,8 @@ def load_state(directory: Path, state: TrainingState) -> None:
     """Read what `begin_save` wrote, under any layout. Every rank must call it.
 
     Random states are restored under the layout, and on the kind of device, that they are of. The files contain
-    pickles: only directories whose checksums have been verified may be given. Raises FileNotFoundError where `directory`
-    holds no checkpoint, CheckpointError where it has no optimizer's state.
+    pickles: only directories whose checksums have been verified may be given. Raises FileNotFoundError where
+    `directory` holds no checkpoint, CheckpointError where it has no optimizer's state.
     """
     if not (directory / "metadata.json").is_file():
         raise FileNotFoundError(f"{directory}: no training state (metadata.json is missing)")
