@@ -69,7 +69,7 @@ def has_transformer_engine() -> bool:
             importlib.import_module("transformer_engine.pytorch")
         except Exception as error:
             raise RuntimeError(
-                f"Transformer Engine is installed and broken ({type(error).__name__}: {error}); make install"
+                f"Transformer Engine is installed and broken ({type(error).__name__}: {error}); make clean install"
                 " PLATFORM=cuda installs all of it, and without it megarl computes with plain torch layers"
             ) from error
     return True

@@ -3,7 +3,6 @@
 The config.json under checkpoints/ are those that the models were published with.
 """
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -119,7 +118,9 @@ def test_megatron_takes_the_configuration_of_every_role(model: str, algo: str) -
     for spec in build_specs(config, CHECKPOINTS / model).values():
         built = build_config(arch, spec.parallel, spec.dtype, spec.megatron, build_role_fields(spec))
         assert built.num_layers == arch.num_layers
-        assert (built.recompute_granularity == "full") == (spec.optimizer is not None)
+        node = getattr(config, spec.role.value)
+        wanted = node.recompute if spec.optimizer is not None else Recompute.none
+        assert (built.recompute_granularity or "none") == wanted.name
 
 
 @pytest.mark.parametrize("algo", ["vapo", "grpo"])
@@ -129,7 +130,8 @@ def test_no_gpu_needs_more_than_its_memory(model: str, algo: str) -> None:
     tokens = max(config.train.tokens_per_microbatch, config.data.prompt_length + config.rollout.response_length)
     for role, node in list_roles(config).items():
         trained = isinstance(node, TrainedRoleConfig)
-        assert not trained or node.recompute is Recompute.full
+        if trained and node.recompute is not Recompute.full:
+            continue  # The estimate below keeps the layers' inputs alone; tests/unit/plan has the planner's.
         share = -(-tokens // node.parallel.cp)
         vocab = 0 if role is Role.critic else arch.vocab_size
         # A tenth is left to what the estimate does not see: CUDA, NCCL, one layer's activations, fragments.
@@ -143,5 +145,5 @@ def test_no_gpu_needs_more_than_its_memory(model: str, algo: str) -> None:
 
 def test_a_layout_that_cannot_hold_the_model_is_seen_by_the_estimate() -> None:
     arch = read("qwen32b")
-    layout = dataclasses.replace(load_config(["model=qwen32b"]).policy.parallel, num_processes=8, cp=1)
+    layout = ParallelConfig(num_processes=8, tp=8, sp=True)
     assert estimate_bytes(arch, layout, True, 16384, arch.vocab_size) > 0.9 * H100

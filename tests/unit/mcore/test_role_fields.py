@@ -74,6 +74,13 @@ def test_the_keys_become_fields_of_megatron() -> None:
     }
 
 
+@pytest.mark.parametrize(("deterministic", "gpu"), [(True, True), (True, False), (False, True)])
+def test_determinism_is_a_matter_of_gpus_alone(monkeypatch: pytest.MonkeyPatch, deterministic: bool, gpu: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    fields = build_role_fields(build_spec(deterministic=deterministic))
+    assert fields["deterministic_mode"] == (deterministic and gpu)
+
+
 def test_selective_recompute_and_none_carry_no_numbers_of_layers() -> None:
     for recompute, granularity in ((Recompute.selective, "selective"), (Recompute.none, None)):
         fields = build_role_fields(build_spec(recompute=recompute, recompute_num_layers=3))
@@ -167,7 +174,7 @@ except RuntimeError as error:
 """
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).resolve().parents[3]}"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
-    broken = "Transformer Engine is installed and broken (FileNotFoundError: no shared object file); make install"
+    broken = "Transformer Engine is installed and broken (FileNotFoundError: no shared object file); make clean install"
     assert done.stdout.startswith(broken), done.stderr
 
 

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from apart_job import PRESET, QWEN32B
 
 from megarl.config.load import load_config
 from megarl.config.search_path import CONF_DIR
@@ -13,15 +14,7 @@ from megarl.plan.gpus import PHASES
 from megarl.plan.jobs import find_models
 from megarl.plan.roles import compute_saved
 
-PRESET = ("algo=vapo", "model=qwen32b", "cluster=h100x64")
 ALGOS = sorted(path.stem for path in (CONF_DIR / "algo").glob("*.yaml"))
-LAYOUT = "{num_processes: 16, tp: 8, sp: true, pp: 1, cp: 2}"
-QWEN32B = (
-    *(*PRESET, "cluster.placement=apart", "rollout.transport=split", "rollout.num_servers=8", "rollout.tp=4"),
-    *(f"{role}.{value}" for role in ("policy", "critic") for value in (f"parallel={LAYOUT}", "recompute=full")),
-    *("policy.offload=null", "critic.offload=null", "train.tokens_per_microbatch=16384"),
-)
-"""Each role on GPUs of its own"""
 
 
 def plan(*overrides: str) -> JobPlan:
