@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from apart_job import QWEN32B as JOB
 
 from megarl.config.load import load_config
 from megarl.config.schema.hardware import HardwareConfig
@@ -23,7 +24,6 @@ from megarl.plan.seconds import compute_offload
 H100 = HardwareConfig("H100", 79.1, 989, 1979, 3350, 450, 50, host_memory_gib=2048)
 QWEN32B = parse_architecture(PUBLISHED["Qwen/Qwen2.5-32B"], Path("qwen32b"))
 QWEN235B = parse_architecture(PUBLISHED["Qwen/Qwen3-235B-A22B"], Path("qwen3"))
-JOB = ("algo=vapo", "model=qwen32b", "cluster=h100x64")
 
 
 def build_job(arch: Architecture = QWEN32B, saving: Saving | None = None, **layout: int) -> RoleJob:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from apart_job import QWEN32B
 
 from megarl.config.load import load_config
 from megarl.plan.check import check_plan
@@ -14,7 +15,6 @@ from megarl.run.inputs import Inputs, load_inputs
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools" / "plan.py"
-QWEN32B = ("algo=vapo", "model=qwen32b", "cluster=h100x64")
 TINY = ("algo=vapo", "model=tiny", "rollout.kv_cache_tokens=32768")
 
 

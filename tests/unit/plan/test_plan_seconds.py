@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from apart_job import QWEN32B
 
 from megarl.config.load import load_config
 from megarl.config.schema.root import Config
@@ -15,7 +16,6 @@ from megarl.plan.seconds import Seconds, describe_work
 from megarl.plan.tables import describe_pretraining, describe_stop
 
 ROOT = Path(__file__).resolve().parents[3]
-QWEN32B = ("algo=vapo", "model=qwen32b", "cluster=h100x64")
 
 
 def estimate(*overrides: str) -> tuple[Config, Seconds]:

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+from apart_job import PRESET, QWEN32B
 
 from megarl.config.load import load_config
 from megarl.config.search_path import CONF_DIR
@@ -11,16 +12,9 @@ from megarl.plan.changes import Change, find_change
 from megarl.plan.estimate import JobPlan, build_plan, compute_host
 from megarl.plan.gpus import PHASES
 from megarl.plan.jobs import find_models
+from megarl.plan.roles import compute_saved
 
-PRESET = ("algo=vapo", "model=qwen32b", "cluster=h100x64")
 ALGOS = sorted(path.stem for path in (CONF_DIR / "algo").glob("*.yaml"))
-LAYOUT = "{num_processes: 16, tp: 8, sp: true, pp: 1, cp: 2}"
-QWEN32B = (
-    *(*PRESET, "cluster.placement=apart", "rollout.transport=split", "rollout.num_servers=8", "rollout.tp=4"),
-    *(f"{role}.{value}" for role in ("policy", "critic") for value in (f"parallel={LAYOUT}", "recompute=full")),
-    *("policy.offload=null", "critic.offload=null", "train.tokens_per_microbatch=16384"),
-)
-"""Each role on GPUs of its own"""
 
 
 def plan(*overrides: str) -> JobPlan:
@@ -134,12 +128,15 @@ def test_host_memory_is_counted() -> None:
     (problem,) = plan(*overrides).problems
     assert problem.where == "host"
     assert "GiB of host memory of 300" in problem.message
-    # Eight ranks of the policy on the first node: processes, and a checkpoint's copy of weights and optimizer.
+    # Eight ranks of the policy on the first node: processes, and a checkpoint's copy of bfloat16 weights, their float32
+    # copies and two moments, of which the second node's ranks (cp 2) send these their half.
     found = plan(*QWEN32B)
     (policy,) = found.stages["policy"]
     samples = 8192 * 17408 * 64
-    expected = 8 * (6 * GIB + policy.weights + policy.optimizer) + 32768 * 2**20 + samples
+    expected = 8 * (6 * GIB + 14 * policy.parameters.total) + 32768 * 2**20 + samples
     assert found.host_bytes == expected
+    job = found.jobs["policy"]
+    assert [compute_saved(job, policy.parameters, rank) > 0 for rank in range(16)] == [True] * 8 + [False] * 8
 
 
 def test_replayed_experts_take_host_memory_of_the_driver_and_the_servers() -> None:
