@@ -79,6 +79,16 @@ class World:
         self.log.append((role, verb))
         self.watch(role, verb)
 
+    def note_after(self, offloader: ServerOffloader) -> Callable[[str, str], None]:
+        """`note` after the servers have given their memory back, as before each call of a role that needs a GPU."""
+
+        def note(role: str, verb: str) -> None:
+            if verb != "finish_save":
+                offloader.release()
+            self.note(role, verb)
+
+        return note
+
     @contextlib.contextmanager
     def open_resources(self, config: Config, inputs: Inputs, log_dir: Path) -> Iterator[RunResources]:
         servers = FakeServers(config.rollout.num_servers, inputs.architecture.vocab_size)
@@ -99,13 +109,7 @@ class World:
         resources.start_servers().result()
         clients: Any = [FakeClient(servers, name) for name in servers.names]
         offloader = ServerOffloader(clients, config.rollout.offload)
-
-        def note(role: str, verb: str) -> None:
-            if verb != "finish_save":
-                offloader.release()
-            self.note(role, verb)
-
-        roles = {role: FakeBackend(spec, note) for role, spec in inputs.specs.items()}
+        roles = {role: FakeBackend(spec, self.note_after(offloader)) for role, spec in inputs.specs.items()}
         engine = FakeEngine(
             servers,
             seed=config.seed,
