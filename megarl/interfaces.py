@@ -116,6 +116,11 @@ class RolloutEngine(Protocol):
 class RolloutServers(Protocol):
     """The processes of the generation servers, where they are this run's own."""
 
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of all servers."""
+        ...
+
     def find_lost(self) -> Mapping[str, str]:
         """The reason of each loss, by server: those that are down or do not answer. The others are reset."""
         ...

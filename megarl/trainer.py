@@ -23,6 +23,7 @@ from megarl.interfaces import Pending, RolloutEngine, RolloutServers, TrainBacke
 from megarl.report.report import Report
 from megarl.rollout.collector import Collector
 from megarl.rollout.dynamic_sampling import join_groups
+from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import RolloutWriter
 from megarl.rollout.source import GroupSource
 from megarl.rollout.tensors import build_tensors
@@ -53,6 +54,8 @@ class TrainerComponents:
     servers: RolloutServers | None = None
     """None: the servers are not this run's own, and losing one ends it"""
     saver: LoopSaver = field(default_factory=NoSaver)
+    offloader: ServerOffloader = field(default_factory=ServerOffloader)
+    """Which memory the servers have given back for the roles' calls"""
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,11 @@ class Trainer:
         self.components = components
         self.report, self.saver = components.report, components.saver
         self.recovery = Recovery(
-            components.servers, components.report.message, config.rollout.max_server_restarts, components.sync.reconnect
+            components.servers,
+            components.report.message,
+            config.rollout.max_server_restarts,
+            self.reconnect,
+            restarts_all=components.offloader.offload is not None,
         )
         self.kl = KlController.start(config.algo.kl)
         self.reward_moments = RunningMoments()
@@ -196,11 +203,29 @@ class Trainer:
         self.with_servers(self.components.engine.check_health)
 
     def with_servers(self, ask: Callable[[], T]) -> T:
-        """The result of `ask`, repeated where servers were lost, once they run again with the current weights."""
-        return self.recovery.run(ask, lambda: self.components.sync.publish(self.version))
+        """The result of `ask`, repeated where servers were lost, once they run again with the current weights.
+
+        Servers that have given memory back take it again first, and get the current weights.
+        """
+        sync, offloader = self.components.sync, self.components.offloader
+
+        def ask_ready() -> T:
+            if offloader.has_released:
+                sync.publish(self.version)
+            return ask()
+
+        return self.recovery.run(ask_ready, lambda: sync.publish(self.version))
+
+    def reconnect(self) -> None:
+        """Discard all state about the servers, after some were restarted."""
+        self.components.sync.reconnect()
+        self.components.offloader.forget()
 
     def build_experience(self, rollout: Rollout) -> tuple[Experience, Metrics]:
-        """The responses with the log-probs and values of policy, reference and critic, which compute in parallel."""
+        """The responses with the log-probs and values of policy, reference and critic.
+
+        They compute in parallel, or in turns where they share GPUs (megarl/cluster/turns.py).
+        """
         tensors = build_tensors(rollout)
         sequences, temperature = tensors.sequences, self.config.rollout.temperature
         kl = self.config.algo.kl
@@ -250,7 +275,7 @@ class Trainer:
         return samples, metrics
 
     def update(self, samples: TrainingSamples, iteration: int) -> Metrics:
-        """Optimizer steps of critic and policy on the same minibatches, in parallel: they are independent."""
+        """Optimizer steps of critic and policy on the same minibatches: they are independent."""
         minibatches = split_minibatches(self.config, samples.sequences.num_samples, iteration)
         running: list[Pending[list[Metrics]]] = []
         with self.report.phase("update"):

@@ -5,7 +5,7 @@ Shapes: B samples (one response each), T tokens of the longest response. Tensors
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -35,6 +35,26 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class RoutedExperts:
+    """The experts to which the layers of the rollout engine sent the tokens of a prompt and its response."""
+
+    data: bytes
+    """Numbers of experts [N, num_layers, top_k], in one byte each up to 255 experts, else in two; N: all tokens but the
+    last, which no layer was given. What stands there for a layer without experts means nothing."""
+    num_layers: int
+    top_k: int
+    num_experts: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8 if self.num_experts < 256 else torch.int16
+
+    def to_tensor(self) -> Tensor:
+        """uint8 or int16 [N, num_layers, top_k]"""
+        return torch.frombuffer(bytearray(self.data), dtype=self.dtype).view(-1, self.num_layers, self.top_k)
+
+
+@dataclass(frozen=True)
 class Response:
     """One response to a prompt. All tuples have one entry per response token."""
 
@@ -47,6 +67,8 @@ class Response:
     weight_versions: tuple[int, ...]
     """Version of the weights that generated each token"""
     finish_reason: FinishReason
+    routed_experts: RoutedExperts | None = None
+    """None without rollout.router_replay"""
 
 
 @dataclass(frozen=True)
@@ -101,6 +123,9 @@ class Sequences:
     """int64 [B], prompt + response"""
     prompt_lengths: Tensor
     """int64 [B]"""
+    routed_experts: Tensor | None = None
+    """uint8 or int16 [sum of lengths, layers, experts of a token]: 1 + the number of an expert, to be used in place of
+    those that the router would choose; 0: it chooses. None: it always does."""
 
     @property
     def num_samples(self) -> int:
@@ -113,10 +138,18 @@ class Sequences:
 
     def select(self, rows: Tensor) -> "Sequences":
         """The given rows (int64 [K]), in that order."""
-        pieces = torch.split(self.tokens, self.lengths.tolist())
-        chosen = [pieces[i] for i in rows.tolist()]
-        tokens = torch.cat(chosen) if chosen else self.tokens[:0]
-        return Sequences(tokens, self.lengths[rows], self.prompt_lengths[rows])
+
+        def pick(packed: Tensor) -> Tensor:
+            pieces = torch.split(packed, self.lengths.tolist())
+            chosen = [pieces[i] for i in rows.tolist()]
+            return torch.cat(chosen) if chosen else packed[:0]
+
+        experts = None if self.routed_experts is None else pick(self.routed_experts)
+        return Sequences(pick(self.tokens), self.lengths[rows], self.prompt_lengths[rows], experts)
+
+    def without_routed_experts(self) -> "Sequences":
+        """The same for a model whose routers choose themselves."""
+        return replace(self, routed_experts=None)
 
 
 @dataclass(frozen=True)

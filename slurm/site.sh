@@ -24,7 +24,9 @@ MEGARL_MOUNTS=${MEGARL_MOUNTS:-}
 # export MEGARL_PREFLIGHT_S=900 MEGARL_HEAD_S=900
 
 # --- modules ---------------------------------------------------------------------------------------------------------
-# module purge; module load cuda/12.8
+# The toolkit of the CUDA that torch is built for (cuda-toolkit in tools/install/cuda.lock), or another of its major
+# version: SGLang compiles kernels with its nvcc. A container has it.
+# module purge; module load cuda/13.0
 
 # --- network ---------------------------------------------------------------------------------------------------------
 # The interface over which Ray, gloo and NCCL's bootstrap talk; empty: the one of the default route.
@@ -35,7 +37,7 @@ fi
 # InfiniBand:  export NCCL_IB_HCA=mlx5 NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=7
 # RoCE:        export NCCL_IB_GID_INDEX=3 NCCL_IB_TC=106
 # EFA:         export FI_PROVIDER=efa FI_EFA_USE_DEVICE_RDMA=1
-# NVLink SHARP: export NCCL_NVLS_ENABLE=1
+# NVLink SHARP: export NCCL_NVLS_ENABLE=1 NCCL_CUMEM_ENABLE=1
 # Says at the start which of them NCCL uses:
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 

@@ -1,9 +1,14 @@
 """Whether a job fits its cluster, and what it takes there, before it waits in a queue; needs no GPU and no model files.
 
     python -m megarl.tools.plan algo=vapo model=qwen32b cluster=h100x64 [key=value] ...
+    python -m megarl.tools.plan --search algo=vapo model=qwen32b cluster=h100x64 [key=value] ...
 
 takes what python -m megarl.train takes. The exit code is 0 where the job fits, 1 where it does not, 2 for a
 configuration that is wrong.
+
+--search             the ten fastest plans on the cluster's GPUs, with the overrides to paste; keys that the command
+                     line sets keep their values
+--mean-response N    the mean length of responses in tokens, for the seconds; else half of rollout.response_length
 """
 
 import sys
@@ -23,7 +28,11 @@ from megarl.run.command import EXIT_BAD_CONFIG
 
 DOES_NOT_FIT = 1
 WIDTH = 128
-USAGE = "usage: python -m megarl.tools.plan [group=option] [key=value] ..., as python -m megarl.train takes them"
+USAGE = (
+    "usage: python -m megarl.tools.plan [--search] [--mean-response N] [group=option] [key=value] ..., as python -m"
+    " megarl.train takes them"
+)
+SEARCH, MEAN = "--search", "--mean-response"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,9 +40,10 @@ def main(arguments: Sequence[str]) -> int:
         print(__doc__)
         return 0
     try:
-        arguments = take_config_dirs(arguments)
+        arguments, mean = take_mean(take_config_dirs(arguments))
     except ConfigError as error:
         return show_problems(error)
+    searches, arguments = SEARCH in arguments, [argument for argument in arguments if argument != SEARCH]
     options = [argument for argument in arguments if argument.startswith("-")]
     if options:
         return show_problems(ConfigError([f"{options[0]}: no such option; {USAGE}"]))
@@ -42,9 +52,51 @@ def main(arguments: Sequence[str]) -> int:
         check_words(arguments)
         for line in rewrite_overrides(arguments).lines:
             print(line)
-        return show(load_config(arguments))
+        config = load_config(arguments)
+        check_hardware_is_known(config)
+        return show_search(arguments, config, mean) if searches else show(config, mean)
     except ConfigError as error:
         return show_problems(error)
+
+
+def take_mean(arguments: Sequence[str]) -> tuple[list[str], float | None]:
+    """The arguments without --mean-response, and its value in tokens."""
+    rest, mean = list[str](), None
+    words = iter(arguments)
+    for word in words:
+        name, _, text = word.partition("=")
+        if name != MEAN:
+            rest.append(word)
+            continue
+        text = text or next(words, "")
+        if not text.isdecimal() or int(text) < 1:
+            raise ConfigError([f"{MEAN}: found {text!r}; it must be a number of tokens, 1 or more"])
+        mean = float(text)
+    return rest, mean
+
+
+def check_hardware_is_known(config: Config) -> None:
+    if config.cluster.hardware.gpu is None:
+        raise ConfigError(
+            [
+                "cluster.hardware.gpu: found null; a plan needs a cluster whose GPU is known: cluster=h100x8, h100x64,"
+                " h100x256 or h200x8, or the numbers under cluster.hardware"
+            ]
+        )
+
+
+def show_search(arguments: Sequence[str], config: Config, mean: float | None) -> int:
+    """Print the fastest plans, on-policy and with responses generated ahead; the exit code."""
+    from megarl.plan.jobs import find_models
+    from megarl.plan.search import search
+    from megarl.plan.tables import list_found
+
+    models = find_models(config)
+    found = search(arguments, models, mean)
+    print("\n".join(list_found("The fastest plans, on-policy", found)))
+    ahead = search(arguments, models, mean, staleness=1)
+    print("\n".join(list_found("The fastest with rollout.max_staleness=1", ahead)))
+    return 0 if found or ahead else DOES_NOT_FIT
 
 
 def show_problems(error: ConfigError) -> int:
@@ -53,15 +105,8 @@ def show_problems(error: ConfigError) -> int:
     return EXIT_BAD_CONFIG
 
 
-def show(config: Config) -> int:
+def show(config: Config, mean: float | None) -> int:
     """Print the plan and the verdict; the exit code."""
-    if config.cluster.hardware.gpu is None:
-        raise ConfigError(
-            [
-                "cluster.hardware.gpu: found null; a plan needs a cluster whose GPU is known: cluster=h100x8, h100x64,"
-                " h100x256 or h200x8, or the numbers under cluster.hardware"
-            ]
-        )
     problems = list_contradictions(config)
     if problems:
         raise ConfigError([*problems, *find_less_shared(config)])
@@ -74,7 +119,7 @@ def show(config: Config) -> int:
     from megarl.plan.tables import list_tables
 
     models = find_models(config)
-    plan = build_plan(config, models)
+    plan = build_plan(config, models, mean)
     console = Console(width=WIDTH, highlight=False)
     for part in list_tables(config, plan):
         console.print(part)

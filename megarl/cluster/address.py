@@ -34,6 +34,16 @@ def use_interface(host: str) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
+def agree_on_nccl() -> None:
+    """NCCL's memory, alike in training ranks and servers, which split and several nodes join in one communicator.
+
+    SGLang turns both off in its processes (engine.py, _set_envs_and_config) unless they are set; ranks that differ in
+    them cannot connect. What the job's environment sets counts for both sides.
+    """
+    for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
+        os.environ.setdefault(name, "0")
+
+
 def use_gpus(gpus: Sequence[int]) -> None:
     """Make only these of the node's GPUs visible to CUDA, all where `gpus` is empty; call it before CUDA's first use.
 

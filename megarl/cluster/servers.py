@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import ray
 
-from megarl.cluster.address import resolve_host, use_gpus, use_interface
+from megarl.cluster.address import agree_on_nccl, resolve_host, use_gpus, use_interface
 from megarl.cluster.nodes import Cluster
 from megarl.cluster.waiting import PendingCall, wait_for
 from megarl.cluster.workers import redirect_output
@@ -49,9 +49,10 @@ class ServerActor:
     def __init__(self, spec: ServerSpec, listen_host: str, port: int | None):
         redirect_output(spec.log_dir / f"server-{spec.index}-owner.log")
         host = resolve_host(listen_host)
-        # Both set environment variables, which the server's processes inherit.
+        # These set environment variables, which the server's processes inherit.
         use_interface(host)
         use_gpus(spec.slot.gpus)
+        agree_on_nccl()
         self._server = SGLangServer(
             spec.config,
             spec.checkpoint,
@@ -89,7 +90,7 @@ class Servers:
         self._stop_deadline_s = stop_deadline_s
         self.api_key = self._specs[0].api_key
         """Required of callers; None: nothing is"""
-        self._names = tuple(f"SGLang server {spec.index}/{len(specs)}" for spec in specs)
+        self.names = tuple(f"SGLang server {spec.index}/{len(specs)}" for spec in specs)
         self._actors: list[Any] = [self._own(spec, None) for spec in specs]
         self._urls: PendingCall[list[str]] | None = None
         self._ended: list[int] = []
@@ -116,13 +117,13 @@ class Servers:
         # The server's own deadline passes first, with the end of its log in the message.
         deadline_s = start_s + port_deadline_s + POLL_DEADLINE_S
         refs = tuple(self._actors[i].start.remote(port_deadline_s, start_s) for i in numbers)
-        names = tuple(self._names[i] for i in numbers)
+        names = tuple(self.names[i] for i in numbers)
         return PendingCall(refs, names, f"{what} of the SGLang servers", deadline_s, list)
 
     def check_alive(self) -> None:
         """Raise WorkerError with the exit status and the end of the log where a server is down."""
         refs = [actor.check_alive.remote() for actor in self._actors]
-        wait_for(refs, self._names, "health of the SGLang servers", POLL_DEADLINE_S)
+        wait_for(refs, self.names, "health of the SGLang servers", POLL_DEADLINE_S)
 
     def find_lost(self) -> Mapping[str, str]:
         if self._urls is None:
@@ -130,7 +131,7 @@ class Servers:
         refs = [actor.find_loss.remote() for actor in self._actors]
         ray.wait(refs, num_returns=len(refs), timeout=LOSS_DEADLINE_S)
         lost: dict[str, str] = {}
-        for name, ref in zip(self._names, refs, strict=True):
+        for name, ref in zip(self.names, refs, strict=True):
             try:
                 loss = ray.get(ref, timeout=0)
             except ray.exceptions.GetTimeoutError:
@@ -144,10 +145,11 @@ class Servers:
         return lost
 
     def end(self, names: Collection[str]) -> None:
-        """As in `RolloutServers`; a restarted server appends to its log."""
-        assert self._urls is not None
+        """As in `RolloutServers`; a restarted server appends to its log. Does nothing before the first start."""
+        if self._urls is None or not names:
+            return
         urls = self._urls.result()
-        numbers = [number for number, name in enumerate(self._names) if name in names]
+        numbers = [number for number, name in enumerate(self.names) if name in names]
         self._stop(numbers)
         for number in numbers:
             # The guard ends its server, should it still run.

@@ -4,6 +4,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,9 +12,10 @@ import ray
 import torch
 from torch import Tensor
 
-from megarl.cluster.address import resolve_host, use_gpus, use_interface
+from megarl.cluster.address import agree_on_nccl, resolve_host, use_gpus, use_interface
 from megarl.cluster.nodes import Cluster
 from megarl.cluster.stacks import CallState, CallTracker, RankStacks, dump_on_signal, identify
+from megarl.cluster.turns import Turns
 from megarl.cluster.waiting import PendingCall, wait_for
 from megarl.config.placement import DeviceSlot
 from megarl.rollout.server import is_loopback, pick_free_port
@@ -37,8 +39,11 @@ class WorkerActor:
         self._host = resolve_host(listen_host)
         use_interface(self._host)
         use_gpus(gpus)
+        agree_on_nccl()
         # Megatron's order of kernels and communication under tensor parallelism relies on it.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        # Megatron compiles a few small functions: no pool of processes for that in every rank.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         self._worker: MegatronWorker | None = None
         self._sender: WeightSender | None = None
 
@@ -90,9 +95,19 @@ class WorkerGroup:
     """All ranks of one role. Implements `megarl.interfaces.TrainBackend`."""
 
     def __init__(
-        self, spec: "WorkerSpec", log_dir: Path, cluster: Cluster, slots: Sequence[DeviceSlot], start_deadline_s: float
+        self,
+        spec: "WorkerSpec",
+        log_dir: Path,
+        cluster: Cluster,
+        slots: Sequence[DeviceSlot],
+        start_deadline_s: float,
+        turns: Turns | None = None,
     ):
-        """Start the actors, one in each of `slots`; `start()` builds their models."""
+        """Start the actors, one in each of `slots`; `start()` builds their models.
+
+        turns: shared with the roles that are on the same GPUs; None: there are none.
+        """
+        self._turns = turns or Turns()
         self.role = spec.role.value
         self.num_ranks = spec.parallel.num_processes
         self._spec = spec
@@ -111,13 +126,17 @@ class WorkerGroup:
     def start(self) -> PendingCall[str]:
         """Build the models on all ranks; the result describes what computes them."""
         address = self._find_rendezvous()
-        refs = [
-            actor.build.remote(self._spec, rank, self.num_ranks, address) for rank, actor in enumerate(self._actors)
-        ]
-        what = f"building the {self.role} model"
-        return PendingCall(
-            tuple(refs), self._names, what, self._start_deadline_s, _take_first, explain=self._ranks.explain
-        )
+
+        def build() -> PendingCall[str]:
+            refs = tuple(
+                actor.build.remote(self._spec, rank, self.num_ranks, address) for rank, actor in enumerate(self._actors)
+            )
+            what = f"building the {self.role} model"
+            return PendingCall(
+                refs, self._names, what, self._start_deadline_s, _take_first, explain=self._ranks.explain
+            )
+
+        return self._turns.start(self.role, build)
 
     def _find_rendezvous(self) -> str:
         """The ranks' rendezvous: on one machine a file, because torch's TCP store listens on every interface."""
@@ -153,7 +172,8 @@ class WorkerGroup:
         return self._call("begin_save", _take_first, directory)
 
     def finish_save(self) -> PendingCall[None]:
-        return self._call("finish_save", _take_first)
+        # Files alone: it needs no turn.
+        return self._send("finish_save", _take_first)
 
     def load(self, directory: Path) -> PendingCall[None]:
         return self._call("load", _take_first, directory)
@@ -168,12 +188,23 @@ class WorkerGroup:
             ray.kill(actor)
 
     def _call(self, verb: str, merge: Callable[[list[Any]], T], *args: Any) -> PendingCall[T]:
+        return self._turns.start(self.role, lambda: self._send(verb, merge, *args))
+
+    def _send(self, verb: str, merge: Callable[[list[Any]], T], *args: Any) -> PendingCall[T]:
         # One copy in the object store serves every rank of a node.
-        shared = [ray.put(arg) if isinstance(arg, Sequences | TrainingSamples) else arg for arg in args]
+        shared = [ray.put(self._strip(arg)) if isinstance(arg, Sequences | TrainingSamples) else arg for arg in args]
         refs = tuple(actor.call.remote(verb, *shared) for actor in self._actors)
         return PendingCall(
             refs, self._names, f"{self.role}.{verb}", self._spec.deadline_s, merge, explain=self._ranks.explain
         )
+
+    def _strip(self, data: Sequences | TrainingSamples) -> Sequences | TrainingSamples:
+        """The data without routed experts for a role that does not replay them: they are most of its bytes."""
+        if self._spec.router_replay:
+            return data
+        if isinstance(data, Sequences):
+            return data.without_routed_experts()
+        return replace(data, sequences=data.sequences.without_routed_experts())
 
 
 def _take_first(results: list[T]) -> T:

@@ -20,6 +20,7 @@ from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.open_keys import open_overrides
 from megarl.config.peer_names import find_peer_name
 from megarl.config.roll.rewrite import list_set_keys, rewrite_overrides
+from megarl.config.schema.rollout import NO_QUANTIZED_WEIGHTS
 from megarl.config.schema.root import Config, register
 from megarl.config.search_path import CONF_DIR, find_hidden_files, is_search_path, list_config_dirs, list_options
 from megarl.config.words import check_words
@@ -142,6 +143,8 @@ def _describe(error: Exception, overrides: Sequence[str] = ()) -> str:
     cause = str(error.__cause__ or error)
     key = re.search(r"full_key: (\S+)", cause)
     first_line = cause.strip().splitlines()[0]
+    if key and key.group(1) == "rollout.dtype" and re.search(r"'(fp8|float8|fp4|int8|int4)", first_line):
+        first_line += f"; {NO_QUANTIZED_WEIGHTS}"
     return f"{key.group(1)}: {first_line}" if key else first_line
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megarl.algo.registry import needs_critic
 from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.cluster import ClusterConfig, Placement
-from megarl.config.schema.rollout import Transport
+from megarl.config.schema.rollout import ServerOffload, Transport
 from megarl.config.schema.root import Config
 
 SERVERS = "servers"
@@ -114,6 +114,27 @@ def is_sharing(slots: Mapping[str, Sequence[DeviceSlot]]) -> bool:
     return not roles.isdisjoint(taken.get(SERVERS, set()))
 
 
+def find_server_offload(config: Config, command: str = "train") -> ServerOffload | None:
+    """rollout.offload where it has an effect: where servers share GPUs with roles, or GPUs are not counted."""
+    groups = list_groups(config, command)
+    if {group.name for group in groups} == {SERVERS}:
+        return None
+    is_counted = config.cluster.gpus_per_node > 0
+    return None if is_counted and not is_sharing(place(config.cluster, groups)) else config.rollout.offload
+
+
+def take_turns(config: Config, command: str = "train") -> bool:
+    """Whether the roles compute one after the other: they share GPUs, and at least one of them is offloaded.
+
+    Without that each keeps the memory of its calls, and turns would save nothing.
+    """
+    slots = place(config.cluster, list_groups(config, command))
+    roles = [name for name in slots if name != SERVERS]
+    taken = [{(slot.node, gpu) for slot in slots[name] for gpu in slot.gpus} for name in roles]
+    are_apart = sum(map(len, taken)) == len(set().union(*taken))
+    return not are_apart and any(getattr(config, name).offload is not None for name in roles)
+
+
 def count_nodes(slots: Mapping[str, Sequence[DeviceSlot]]) -> int:
     """Nodes that are used, or lie before one that is."""
     return 1 + max((each.node for group in slots.values() for each in group), default=0)
@@ -130,14 +151,14 @@ def check_cluster(config: Config, command: str = "train") -> Iterator[str]:
     if cluster.ray_address is not None and not re.fullmatch(r".+:\d+", cluster.ray_address):
         yield f"cluster.ray_address: found {cluster.ray_address!r}; it must be HOST:PORT, or null for a Ray of this run"
     if cluster.num_nodes > 1:
-        yield from _check_several_nodes(config, groups)
+        yield from _check_several_nodes(config)
     if cluster.gpus_per_node:
         yield from _check_size(cluster, groups)
     is_colocated = cluster.placement is Placement.colocated and cluster.gpus_per_node > 0
     if is_colocated and cluster.hardware.gpu is not None and config.rollout.transport is Transport.split:
         yield (
             "rollout.transport: found split with cluster.placement=colocated, where policy and servers share GPUs: NCCL"
-            " joins no two processes of one GPU; disk, or on one node colocated"
+            " joins no two processes of one GPU; colocated, or disk"
         )
 
 
@@ -146,7 +167,7 @@ def list_contradictions(config: Config) -> list[str]:
     return [message for message in check_cluster(config) if message.startswith(CONTRADICTIONS)]
 
 
-def _check_several_nodes(config: Config, groups: Sequence[Group]) -> Iterator[str]:
+def _check_several_nodes(config: Config) -> Iterator[str]:
     cluster = config.cluster
     nodes = f"with cluster.num_nodes {cluster.num_nodes}"
     if cluster.ray_address is None:
@@ -161,8 +182,6 @@ def _check_several_nodes(config: Config, groups: Sequence[Group]) -> Iterator[st
             f"cluster.gpus_per_node: found 0 {nodes}; processes are placed by counting them: the GPUs of a node, or on"
             " nodes without GPUs the processes that each may have"
         )
-    if config.rollout.transport is Transport.colocated and {SERVERS, "policy"} <= {group.name for group in groups}:
-        yield f"rollout.transport: found colocated {nodes}; memory is shared within one machine only: split, or disk"
 
 
 def _check_size(cluster: ClusterConfig, groups: Sequence[Group]) -> Iterator[str]:
@@ -187,6 +206,8 @@ def _suggest(cluster: ClusterConfig, groups: Sequence[Group]) -> str:
     for other in (Placement.split, Placement.colocated):
         tried = ClusterConfig(num_nodes=cluster.num_nodes, gpus_per_node=cluster.gpus_per_node, placement=other)
         if count_nodes(place(tried, groups)) <= cluster.num_nodes:
-            disk = " with rollout.transport=disk" if other is Placement.colocated and cluster.num_nodes > 1 else ""
-            return f"; cluster.placement={other.name}{disk} has room, where the memory suffices (tools/plan.py tells)"
+            transport = " with rollout.transport=colocated" if other is Placement.colocated else ""
+            return (
+                f"; cluster.placement={other.name}{transport} has room, where the memory suffices (tools/plan.py tells)"
+            )
     return "; more nodes, or smaller parallel.num_processes and rollout.num_servers"

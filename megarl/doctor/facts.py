@@ -53,6 +53,12 @@ class Machine:
     driver: str | None
     """Version of NVIDIA's driver by nvidia-smi; None: there is none"""
     compiler: str | None
+    nvcc: str | None
+    """CUDA's compiler, where SGLang looks for it; None: there is none"""
+    nvcc_cuda: str | None
+    """Its CUDA version, such as 13.0; None: it does not say"""
+    ninja: str | None
+    """On the PATH of the servers, which has the folder of this Python first"""
     python_header: Path
     has_python_header: bool
     shm_free_gb: float

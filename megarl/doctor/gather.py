@@ -29,7 +29,7 @@ from megarl.doctor.facts import ApexKind, Checkpoint, Facts, Gpu, Imports, Machi
 LOCKS = Path(__file__).resolve().parents[1] / "tools" / "install"
 PLATFORMS = ("cpu", "cuda")
 PROBED = (("torch",), ("ray",))
-"""Modules to import, those of a tuple in one process; with torch, and a GPU, the CUDA packages are imported too"""
+"""Modules to import, those of a tuple in one process; with a torch for CUDA, the CUDA packages are imported too"""
 PROBE_DEADLINE_S = 90.0
 """Deadline of all imports; from a cold network file system torch alone takes many seconds"""
 KILL_DEADLINE_S = 3.0
@@ -183,6 +183,7 @@ def get_problem(find: Callable[[], object]) -> str | None:
 def find_machine() -> Machine:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     cache = find_hub_cache()
+    nvcc = find_nvcc()
     return Machine(
         system=find_system(),
         python=f"{platform.python_version()} ({sys.prefix})",
@@ -190,6 +191,9 @@ def find_machine() -> Machine:
         memory_gb=psutil.virtual_memory().total / 1e9,
         driver=ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         compiler=shutil.which("cc") or shutil.which("gcc"),
+        nvcc=nvcc,
+        nvcc_cuda=read_nvcc_version(nvcc) if nvcc else None,
+        ninja=shutil.which("ninja", path=os.pathsep.join([str(Path(sys.executable).parent), *os.get_exec_path()])),
         python_header=header,
         has_python_header=header.is_file(),
         shm_free_gb=find_free_gb("/dev/shm"),
@@ -201,6 +205,19 @@ def find_machine() -> Machine:
         hub_cache=cache,
         num_cached_models=len(list(cache.glob("models--*"))),
     )
+
+
+def find_nvcc() -> str | None:
+    """Where SGLang (kernels/jit/utils/compile/toolchain.py) and FlashInfer look: CUDA_HOME, PATH, /usr/local/cuda."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        return shutil.which(f"{home}/bin/nvcc")
+    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def read_nvcc_version(nvcc: str) -> str | None:
+    found = re.search(r"release (\d+\.\d+)", " ".join(ask_lines(nvcc, "--version")))
+    return found[1] if found else None
 
 
 def find_container_tools() -> Iterator[str]:
@@ -233,12 +250,16 @@ def find_free_gb(folder: str) -> float:
 
 
 def ask(*command: str) -> str | None:
-    """The first line that a command prints; None where it is not installed, fails or takes too long."""
+    """The first line that a command prints; None where there is none."""
+    return next(iter(ask_lines(*command)), None)
+
+
+def ask_lines(*command: str) -> list[str]:
+    """The lines that a command prints; none where it is not installed, fails or takes too long."""
     if shutil.which(command[0]) is None:
-        return None
+        return []
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    lines = done.stdout.strip().splitlines()
-    return lines[0].strip() if done.returncode == 0 and lines else None
+        return []
+    return [line.strip() for line in done.stdout.strip().splitlines()] if done.returncode == 0 else []

@@ -10,7 +10,9 @@ from megarl.doctor.facts import ApexKind, Facts, Finding, Level, Need
 
 FOR_CUDA = ("sglang-kernel", "flashinfer-python", "triton", "torchvision")
 """Packages that SGLang imports on a GPU; on a CPU there are stand-ins"""
-TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-torch")
+TRANSFORMER_ENGINE, ITS_MODULE = "transformer-engine", "transformer_engine.pytorch"
+DRIVER_LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
+"""What only NVIDIA's driver installs"""
 MANY_FILES = 65536
 FEWEST_FILES = 4096
 LEAST_TMP_GB = 2.0
@@ -28,8 +30,8 @@ def judge(facts: Facts, need: Need) -> list[Finding]:
 
 
 def choose_platform(facts: Facts, need: Need) -> str:
-    """The platform whose lock file applies: cuda where there is a GPU, or the configuration needs one."""
-    return "cuda" if need.cuda or facts.imports.gpus else "cpu"
+    """The platform whose lock file applies: cuda where torch is built for it, or the configuration needs a GPU."""
+    return "cuda" if need.cuda or facts.imports.torch_cuda else "cpu"
 
 
 def name_install(facts: Facts, need: Need) -> str:
@@ -61,8 +63,21 @@ def parse(text: str) -> Requirement | None:
 
 
 def check_imports(facts: Facts, need: Need) -> Iterator[Finding]:
-    for module, problem in (facts.imports.problems or {}).items():
-        yield Finding(Level.wrong, f"{module} is broken: {shorten(problem)}", name_install(facts, need))
+    problems = facts.imports.problems or {}
+    waiting = [module for module, problem in problems.items() if needs_driver(facts, problem)]
+    for module, problem in problems.items():
+        if module not in waiting:
+            yield Finding(Level.wrong, f"{module} is broken: {shorten(problem)}", name_install(facts, need))
+    if waiting:
+        yield Finding(
+            Level.note,
+            f"not tested, as only NVIDIA's driver has what they load ({DRIVER_LIBRARIES[0]}): {join(waiting)}",
+        )
+
+
+def needs_driver(facts: Facts, problem: str) -> bool:
+    """Whether an import failed for want of a driver alone, on a machine that has none."""
+    return not facts.imports.gpus and any(name in problem for name in DRIVER_LIBRARIES)
 
 
 def check_cuda(facts: Facts, need: Need) -> Iterator[Finding]:
@@ -103,17 +118,22 @@ def check_cuda(facts: Facts, need: Need) -> Iterator[Finding]:
 
 def check_cuda_packages(facts: Facts, need: Need) -> Iterator[Finding]:
     """Check the CUDA packages, also where the configuration does not need the GPU: one that is there is used."""
-    if choose_platform(facts, need) == "cpu":
+    if not need.cuda and not facts.imports.gpus:
         return
     absent = [name for name in FOR_CUDA if name not in facts.versions]
     if absent:
         yield Finding(Level.missing, f"SGLang's needs on a GPU: {join(absent)}", "make install PLATFORM=cuda")
-    if any(name not in facts.versions for name in TRANSFORMER_ENGINE) and not need.fp8:
+    if TRANSFORMER_ENGINE not in facts.versions and not need.fp8:
         yield Finding(
             Level.note,
             "without Transformer Engine policy and critic compute with plain torch layers, slower",
             "make install PLATFORM=cuda",
         )
+    yield from check_compilers(facts)
+
+
+def check_compilers(facts: Facts) -> Iterator[Finding]:
+    """Check what compiles kernels during a run: Triton's C compiler, and nvcc and ninja of SGLang and FlashInfer."""
     machine = facts.machine
     tools = [] if machine.compiler else ["a C compiler (cc)"]
     tools += [] if machine.has_python_header else [str(machine.python_header)]
@@ -124,6 +144,17 @@ def check_cuda_packages(facts: Facts, need: Need) -> Iterator[Finding]:
             f"{join(tools)}, with which Triton compiles kernels during a run",
             f"apt-get install gcc libc6-dev python{version}-dev",
         )
+    if machine.ninja is None:
+        yield Finding(Level.missing, "ninja, with which the servers compile kernels", "make install PLATFORM=cuda")
+    wanted = facts.imports.torch_cuda
+    if wanted is None:
+        return
+    remedy = f"apt-get install cuda-toolkit-{wanted.replace('.', '-')}, or its module; CUDA_HOME where it is elsewhere"
+    if machine.nvcc is None:
+        yield Finding(Level.missing, f"nvcc of CUDA {wanted}, with which the servers compile kernels", remedy)
+    elif machine.nvcc_cuda is None or machine.nvcc_cuda.split(".")[0] != wanted.split(".")[0]:
+        found = f"{machine.nvcc} says CUDA {machine.nvcc_cuda or 'and no version'}"
+        yield Finding(Level.wrong, f"{found}, and torch is built for CUDA {wanted}", remedy)
 
 
 def check_fp8(facts: Facts, need: Need) -> Iterator[Finding]:
@@ -133,7 +164,9 @@ def check_fp8(facts: Facts, need: Need) -> Iterator[Finding]:
     from megarl.config.schema.roles import Fp8, Fp8Recipe
     from megarl.mcore.role_fields import find_fp8_problems
 
-    with_te = all(name in facts.versions for name in TRANSFORMER_ENGINE)
+    if ITS_MODULE in (facts.imports.problems or {}):
+        return  # check_imports says so
+    with_te = TRANSFORMER_ENGINE in facts.versions
     capability = min((gpu.capability for gpu in facts.imports.gpus), default=None)
     for role, kind, recipe in need.fp8:
         for problem in find_fp8_problems(role, Fp8(kind), Fp8Recipe(recipe), with_te, capability):

@@ -1,7 +1,8 @@
 """`python -m megarl.doctor.probe MODULE ...`: imports each module and prints a line of JSON for it.
 
 It is a process of its own, so that a package that hangs or crashes does not affect its caller. Modules that exist only
-for CUDA are skipped where torch finds none.
+for CUDA are skipped where torch is a CPU build. Without a GPU they are imported too, as on a login node: what is half
+installed shows there as well.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ def main(names: Sequence[str]) -> None:
         if name == "torch" and problem is None:
             found = describe_torch(sys.modules["torch"])
             say(found)
-            if found["gpus"]:
+            if found["cuda"]:
                 main(CUDA_MODULES)
 
 

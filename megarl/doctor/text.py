@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from megarl.doctor.facts import Facts, Finding, Level, Need
-from megarl.doctor.judge import choose_platform
+from megarl.doctor.judge import choose_platform, needs_driver
 
 SHOWN = (
     *("torch", "megatron-core", "transformer-engine", "apex", "sglang", "sglang-kernel", "flashinfer-python"),
@@ -41,8 +41,9 @@ def _render_packages(facts: Facts, platform: str) -> Iterator[str]:
 
 
 def _remark(facts: Facts, name: str, version: str | None, pin: str | None) -> str:
-    if MODULES.get(name, name) in (facts.imports.problems or {}):
-        return "broken"
+    problem = (facts.imports.problems or {}).get(MODULES.get(name, name))
+    if problem is not None:
+        return "needs the driver" if needs_driver(facts, problem) else "broken"
     if name == "apex":
         return "optional: NVIDIA's, from source" if facts.apex is None else facts.apex.value
     if version is None:
@@ -64,7 +65,8 @@ def _render_machine(facts: Facts) -> Iterator[str]:
         "system": f"{machine.system}, {machine.num_cores} cores, {machine.memory_gb:.0f} GB; Python {machine.python}",
         "GPUs": (f"{len(gpus)} x {', '.join(kinds)}" if gpus else "none")
         + (f"; driver {machine.driver}" if machine.driver else "; no NVIDIA driver"),
-        "compiler": f"{machine.compiler or 'none'}; Python.h {'found' if machine.has_python_header else 'not found'}",
+        "compiler": f"{machine.compiler or 'none'}; Python.h {'found' if machine.has_python_header else 'not found'};"
+        f" nvcc {f'{machine.nvcc} ({machine.nvcc_cuda})' if machine.nvcc else 'none'}; ninja {machine.ninja or 'none'}",
         "Slurm": f"{machine.slurm or 'not found'}{job}; containers: {containers}",
         "limits": f"/dev/shm {machine.shm_free_gb:.1f} GB free, temporary folder {machine.tmp_free_gb:.1f} GB free,"
         f" open files {_count(soft)} (at most {_count(hard)})",

@@ -39,6 +39,8 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]
     """
     sequence_numbers: Tensor | None = None
     """int64 [S]: number of each token's sequence in cu_seqlens_q; -1: padding"""
+    routed_experts: Tensor | None = None
+    """[S, layers, experts of a token], as in `Sequences`; 0 for padding. None: routers choose themselves"""
     attention_share: AttentionShare | None = None
     """None: this rank has all tokens of its sequences, or Transformer Engine does with its own"""
 
@@ -104,8 +106,10 @@ def build_batch(sequences: Sequences, rows: list[int], multiple: int = 1, contex
     lengths, prompts = (F.pad(x, (0, len(sizes) - len(picked))) for x in (lengths, prompts))
     exists = positions < lengths[row_of]
     starts = F.pad((sequences.lengths.cumsum(0) - sequences.lengths)[picked], (0, len(sizes) - len(picked)))
-    tokens = torch.zeros_like(positions)
-    tokens[exists] = sequences.tokens[(starts[row_of] + positions)[exists]]
+    sources = (starts[row_of] + positions)[exists]
+    tokens = _place(sequences.tokens, sources, exists)
+    experts = sequences.routed_experts
+    experts = None if experts is None else _place(experts, sources, exists)
     response = (exists & (positions >= prompts[row_of])).nonzero().squeeze(1)
     flat = {
         "targets": tokens[response].to(device()),
@@ -115,16 +119,24 @@ def build_batch(sequences: Sequences, rows: list[int], multiple: int = 1, contex
     }
     numbers = torch.where(exists, row_of, -1)
     if context.size == 1:
-        params = _build_params(sizes, (response - 1).to(device()), numbers)
+        params = _build_params(sizes, (response - 1).to(device()), numbers, experts)
         return PackedBatch(tokens[None].to(device()), positions[None].to(device()), params, share=None, **flat)
     owners = find_owners(positions, sizes[row_of], context.size)
     mine = owners == context.rank
     share = share_responses(owners[response - 1], context, device())
     predictors = (mine.cumsum(0) - 1)[response - 1][share.mine.cpu()]
-    params = _build_params(sizes, predictors.to(device()), numbers[mine])
+    experts = None if experts is None else experts[mine]
+    params = _build_params(sizes, predictors.to(device()), numbers[mine], experts)
     if params.rectangles:
         params.attention_share = share_attention(params.rectangles, sizes, positions, owners, context, device())
     return PackedBatch(tokens[mine][None].to(device()), positions[mine][None].to(device()), params, share=share, **flat)
+
+
+def _place(values: Tensor, sources: Tensor, exists: Tensor) -> Tensor:
+    """What `values` has at `sources` where a token of the batch exists, 0 elsewhere."""
+    placed = values.new_zeros((len(exists), *values.shape[1:]))
+    placed[exists] = values[sources]
+    return placed
 
 
 def _pad_sizes(lengths: Tensor, multiple: int, cp: int) -> Tensor:
@@ -136,7 +148,7 @@ def _pad_sizes(lengths: Tensor, multiple: int, cp: int) -> Tensor:
     return torch.cat([sizes, torch.tensor([padding])]) if padding else sizes
 
 
-def _build_params(sizes: Tensor, predictors: Tensor, numbers: Tensor) -> PackedParams:
+def _build_params(sizes: Tensor, predictors: Tensor, numbers: Tensor, experts: Tensor | None) -> PackedParams:
     """sizes: those of whole sequences, of all context-parallel ranks."""
     cu_seqlens = F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32).to(device())
     longest, with_te = int(sizes.max()), uses_transformer_engine()
@@ -150,4 +162,5 @@ def _build_params(sizes: Tensor, predictors: Tensor, numbers: Tensor) -> PackedP
         rectangles=() if with_te else plan_rectangles(sizes.tolist(), device()),
         predictors=predictors,
         sequence_numbers=numbers.to(device()),
+        routed_experts=None if experts is None else experts.to(device()),
     )

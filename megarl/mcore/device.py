@@ -5,6 +5,8 @@ is absent, `install` puts a finder on sys.meta_path that rewrites those names wh
 files on disk and torch itself stay as they are. Where CUDA is present nothing is installed.
 """
 
+import logging
+import os
 import sys
 import warnings
 
@@ -30,8 +32,37 @@ def install() -> bool:
             "import megarl.mcore first, so that Megatron can be rewritten for the CPU"
         )
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed.*", category=UserWarning)
+    # What torch says of every nvcc on the PATH, as that of a login node.
+    logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in str(record.msg))
     sys.meta_path.insert(0, CpuFinder())
     return True
+
+
+DETERMINISTIC_ENVIRONMENT = {
+    # Transformer Engine's attention, whose backward pass otherwise adds up in the order in which blocks finish.
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    # One of the algorithms that Megatron's own --deterministic-mode asks for: NCCL does not choose by itself.
+    "NCCL_ALGO": "Ring",
+    # What torch.use_deterministic_algorithms asks of cuBLAS.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+"""What libraries read of the environment to compute the same again on a GPU"""
+
+
+def use_deterministic_kernels() -> None:
+    """Have this process compute the same from the same on a GPU, at the cost of speed (train.deterministic).
+
+    Call it before the model and the process groups are made. Variables that are set already stay, except Transformer
+    Engine's. An operation that torch has no deterministic kernel for raises RuntimeError with its name.
+    """
+    for name, value in DETERMINISTIC_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True)
+    # Filling memory that is written before it is read changes nothing.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def device() -> torch.device:

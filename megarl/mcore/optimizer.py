@@ -1,22 +1,17 @@
 """Megatron's AdamW with sharded state and float32 master weights, and its learning-rate schedule."""
 
+import megatron.core.optimizer
 import torch
-from megatron.core.optimizer import (
-    USING_PYTORCH_OPTIMIZER,
-    MegatronOptimizer,
-    distrib_optimizer,
-    get_megatron_optimizer,
-)
+from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.schema.roles import LrDecay, OptimizerConfig
-from megarl.mcore.cpu import fixes as cpu_fixes
+from megarl.mcore.distributed_optimizer import ReshardableOptimizer
 
-if USING_PYTORCH_OPTIMIZER and torch.cuda.is_available():
-    # On a CPU the import hook has done it.
-    cpu_fixes.FIXES[distrib_optimizer.__name__](distrib_optimizer)
+# get_megatron_optimizer makes it under this name.
+megatron.core.optimizer.DistributedOptimizer = ReshardableOptimizer
 
 
 def build_optimizer(
@@ -36,7 +31,7 @@ def build_optimizer(
             bf16=transformer.bf16,
             params_dtype=transformer.params_dtype,
             use_distributed_optimizer=True,
-            overlap_param_gather=config.overlap_param_gather,
+            overlap_param_gather=bool(config.overlap_param_gather),
             log_num_zeros_in_grad=False,
         ),
         model,

@@ -3,13 +3,15 @@
 Imports no Megatron: the checks run before any process is started.
 """
 
-import importlib.util
+import functools
+import importlib
 from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from typing import Any
 
 import torch
 
-from megarl.config.schema.roles import Fp8, Fp8Recipe, Recompute, RecomputeMethod
+from megarl.config.schema.roles import Dtype, Fp8, Fp8Recipe, Recompute, RecomputeMethod
 from megarl.mcore.model.architecture import Architecture
 from megarl.mcore.worker_spec import WorkerSpec
 
@@ -35,7 +37,7 @@ TOKEN_MULTIPLES = {Fp8Recipe.delayed: 16, Fp8Recipe.tensorwise: 16, Fp8Recipe.bl
 
 
 def build_role_fields(spec: WorkerSpec) -> dict[str, Any]:
-    """The fields of TransformerConfig that `spec`'s keys decide: exactly those of `ROLE_KEYS`."""
+    """The fields of TransformerConfig that `spec`'s keys decide: those of `ROLE_KEYS`, and deterministic_mode."""
     full = spec.recompute is Recompute.full
     return {
         "recompute_granularity": None if spec.recompute is Recompute.none else spec.recompute.value,
@@ -43,6 +45,7 @@ def build_role_fields(spec: WorkerSpec) -> dict[str, Any]:
         "recompute_num_layers": spec.recompute_num_layers if full else None,
         "fp8": spec.fp8.value if spec.fp8 else None,
         "fp8_recipe": spec.fp8_recipe.value,
+        "deterministic_mode": spec.deterministic and torch.cuda.is_available(),
     }
 
 
@@ -51,24 +54,61 @@ def find_token_multiple(spec: WorkerSpec) -> int:
     return TOKEN_MULTIPLES[spec.fp8_recipe] if spec.fp8 else 1
 
 
+@functools.cache
 def has_transformer_engine() -> bool:
-    """Whether the package is installed; it also needs CUDA to run."""
-    return importlib.util.find_spec("transformer_engine") is not None
+    """Whether Transformer Engine is installed; it also needs CUDA to run.
+
+    With CUDA it is imported, because a half-installed package is found like a whole one. Raises RuntimeError where
+    that fails: Megatron would go on without it, or end with an error that does not name it.
+    """
+    # Not importlib.util.find_spec: without CUDA the import hook finds it nowhere.
+    if PathFinder.find_spec("transformer_engine") is None:
+        return False
+    if torch.cuda.is_available():
+        try:
+            importlib.import_module("transformer_engine.pytorch")
+        except Exception as error:
+            raise RuntimeError(
+                f"Transformer Engine is installed and broken ({type(error).__name__}: {error}); make install"
+                " PLATFORM=cuda installs all of it, and without it megarl computes with plain torch layers"
+            ) from error
+    return True
 
 
-def check_role_fields(arch: Architecture, spec: WorkerSpec, in_worker: bool = False) -> Iterator[str]:
+def check_role_fields(
+    arch: Architecture, spec: WorkerSpec, in_worker: bool = False, on_gpu: bool = False
+) -> Iterator[str]:
     """One message for each key of the role that the model or the machine cannot follow.
 
     in_worker: this process is the one that computes; without it only what holds on every machine is reported,
-    because the ranks may have GPUs where this process has none.
+    because the ranks may have GPUs where this process has none. on_gpu: the ranks are known to have GPUs.
     """
     role = spec.role.value
+    if spec.router_replay:
+        yield from _check_router_replay(arch, spec)
     if spec.recompute is Recompute.full:
         yield from _check_recompute(role, arch, spec)
+    if on_gpu and spec.dtype is Dtype.float32 and spec.parallel.cp > 1 and has_transformer_engine():
+        # Of its backends only the unfused one computes in float32, and it has no context parallelism
+        # (transformer_engine/pytorch/attention/dot_product_attention/utils.py, get_attention_backend).
+        yield (
+            f"{role}.dtype: found float32 with {role}.parallel.cp={spec.parallel.cp}; on a GPU Transformer Engine's"
+            f" attention has no context parallelism in float32: {role}.dtype=bfloat16, or {role}.parallel.cp=1"
+        )
     if spec.fp8:
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
         if in_worker or capability or not has_transformer_engine():
             yield from find_fp8_problems(role, spec.fp8, spec.fp8_recipe, has_transformer_engine(), capability)
+
+
+def _check_router_replay(arch: Architecture, spec: WorkerSpec) -> Iterator[str]:
+    if arch.experts is None:
+        yield "rollout.router_replay: found true, but the model has no experts; it must be false"
+    if spec.megatron.get("moe_router_fusion"):
+        yield (
+            "model.megatron.moe_router_fusion: found true with rollout.router_replay, whose experts the fused router"
+            " does not take; it must be false"
+        )
 
 
 def _check_recompute(role: str, arch: Architecture, spec: WorkerSpec) -> Iterator[str]:

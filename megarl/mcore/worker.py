@@ -6,6 +6,7 @@ A plain class without Ray. Every rank of a role is called with the same argument
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,15 @@ from megarl.config.schema.algo_choices import KLEstimator
 from megarl.data.packing import pack
 from megarl.mcore import process_groups
 from megarl.mcore.batch import PackedBatch, build_batch
+from megarl.mcore.device import use_deterministic_kernels
 from megarl.mcore.full_kl import compute_full_kl
 from megarl.mcore.logprobs import VocabShard, build_vocab_shard, compute_logprobs
 from megarl.mcore.loss_targets import build_targets
 from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.model.build import build_chunks, build_config, wrap_chunks
+from megarl.mcore.model.fast import describe_fast_ways, find_kernels, resolve_overlap
 from megarl.mcore.model.layer_spec import uses_transformer_engine
-from megarl.mcore.model.router import compute_load_metrics, start_minibatch
+from megarl.mcore.model.router import compute_load_metrics, replay_routes, start_minibatch
 from megarl.mcore.offload import OffloadManager, uses_everything, uses_weights
 from megarl.mcore.optimizer import build_optimizer, build_scheduler, describe_adam
 from megarl.mcore.role_fields import build_role_fields, check_role_fields, find_token_multiple
@@ -56,9 +59,13 @@ class MegatronWorker:
             raise ValueError(f"{spec.role.value}: an optimizer belongs to policy and critic, and not to the reference")
         if not torch.cuda.is_available():
             torch.set_num_threads(spec.num_threads)
+        elif spec.deterministic:
+            use_deterministic_kernels()
+        if spec.optimizer is not None:
+            spec = replace(spec, optimizer=resolve_overlap(spec.optimizer, spec.parallel, find_kernels().gpu))
         self.spec = spec
         self.arch = read_architecture(Path(spec.checkpoint))
-        problems = list(check_role_fields(self.arch, spec, in_worker=True))
+        problems = list(check_role_fields(self.arch, spec, in_worker=True, on_gpu=torch.cuda.is_available()))
         if problems:
             raise ValueError("; ".join(problems))
         deadline_s = spec.deadline_s + COLLECTIVE_GRACE_S
@@ -67,6 +74,8 @@ class MegatronWorker:
         # This rank's pieces of the model: one, or vpp.
         self.chunks = build_chunks(self.arch, self.config, with_value_head=spec.role is Role.critic)
         load_hf(self.chunks, Path(spec.checkpoint), self.arch)
+        if spec.router_replay:
+            replay_routes(self.chunks)
         # DistributedDataParallel where they are trained.
         self.model: list[Any] = wrap_chunks(self.chunks, self.config, spec.optimizer)
         sum_gradients(self.config, self.model)
@@ -80,11 +89,12 @@ class MegatronWorker:
         self.offload = OffloadManager(spec.offload, [*self.chunks, *(self.reference or [])], self.model, self.optimizer)
 
     def describe(self) -> str:
-        """What computes here, in a few words."""
+        """What computes here, in a few words; then the faster ways that are on, and those that are off, by reason."""
         layers = "Transformer Engine's layers" if uses_transformer_engine() else "local layers"
         optimizer = "" if self.optimizer is None else f", {describe_adam(self.optimizer)}"
         fp8 = f" with FP8 products ({self.spec.fp8.value}, {self.spec.fp8_recipe.value})" if self.spec.fp8 else ""
-        return f"{layers} in {self.spec.dtype.value}{fp8}{optimizer}"
+        ways = describe_fast_ways(self.arch, self.spec, vars(self.config))
+        return "\n".join([f"{layers} in {self.spec.dtype.value}{fp8}{optimizer}", *ways])
 
     @uses_weights
     def logprobs(self, sequences: Sequences, temperature: float) -> RowsResult | None:

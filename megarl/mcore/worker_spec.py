@@ -55,6 +55,10 @@ class WorkerSpec:
     offload: Offload | None = None
     fp8: Fp8 | None = None
     fp8_recipe: Fp8Recipe = Fp8Recipe.delayed
+    router_replay: bool = False
+    """Of the policy alone: its routers take the experts that come with the sequences"""
+    deterministic: bool = False
+    """Compute the same from the same on a GPU; without effect on a CPU, which does so anyway"""
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,32 @@ SERVER_GIB = 4.0
 HOST_PROCESS_GIB = 6.0
 """Host memory per process: Python, CUDA's and torch's libraries, buffers"""
 
-UPDATE_MFU = 0.40
-"""Model FLOPs utilization of an update, against the peak; Megatron-LM's README has up to 0.47 on H100s"""
-FORWARD_MFU = 0.45
-"""Model FLOPs utilization of log-probs and values"""
-PREFILL_MFU = 0.40
+PRODUCT_SHARE = 0.72
+"""Share of the bfloat16 peak in matrix products"""
+FP8_SHARE = 0.62
+"""Share of the FP8 peak in matrix products, casts included"""
+ATTENTION_SHARE = 0.50
+"""Share of the bfloat16 peak in attention's core (FlashAttention-3, 2407.08608: 0.5 to 0.75 forward, less backward)"""
+MEMORY_SHARE = 0.80
+"""Share of the memory's bandwidth in all other operations"""
+MEMORY_PASSES = 2.0
+"""How often a forward pass moves what a layer keeps: written once and read once"""
+LOGIT_PASSES = 4.0
+"""How often log-probs move the logits as float32"""
+LAYER_S = 0.0003
+"""Seconds of a layer's forward pass besides its tokens"""
+EXPERT_LAYER_S = 0.003
+"""The same of a layer with experts, in which the host counts each expert's tokens"""
+PREFILL_SHARE = 0.45
+"""Share of the peak in reading prompts"""
+DECODE_SHARE = 0.50
+"""Share of the peak in the matrix products of a generation step"""
 DECODE_BANDWIDTH = 0.60
 """Share of the GPU's peak memory bandwidth during generation"""
 DECODE_STEP_S = 0.006
 """Additional time of each generation step: scheduling, kernel launches, all-reduces"""
 LINK_SHARE = 0.80
-"""Share of the peak bandwidth of NVLink and network in a weight sync"""
+"""Share of the peak bandwidth of NVLink, network and PCIe"""
 MEAN_RESPONSE = 0.5
 """Mean response length as a share of rollout.response_length; seconds follow from it, memory from the limit"""
 

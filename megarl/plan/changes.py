@@ -61,7 +61,7 @@ def _prune(config: Config, models: PlannedModels, rounds: list[Values], plan: Jo
         after = _try(apply(config, _join(fewer)), models, known) if fewer else None
         if after is not None and not after.problems:
             rounds, plan = fewer, after
-    return Change(tuple(f"{key}={_write(value)}" for key, value in _join(rounds).items()), plan)
+    return Change(tuple(f"{key}={write_value(value)}" for key, value in _join(rounds).items()), plan)
 
 
 def _join(rounds: list[Values]) -> Values:
@@ -96,16 +96,33 @@ def _try(config: Config, models: PlannedModels, known: set[str]) -> JobPlan | No
 
 
 def apply(config: Config, values: Values) -> Config:
-    """A copy of the configuration with these values."""
-    changed = copy.deepcopy(config)
+    """A copy of the configuration with these values; what they do not touch is shared with it."""
+    changed = copy.copy(config)
     for key, value in values.items():
         *path, name = key.split(".")
-        node = reduce(lambda at, part: at[part] if isinstance(at, dict) else getattr(at, part), path, changed)
-        if isinstance(node, dict):
-            node[name] = value
-        else:
-            setattr(node, name, value)
+        node: Any = changed
+        for part in path:
+            child = copy.copy(_get(node, part))
+            _set(node, part, child)
+            node = child
+        _set(node, name, value)
     return changed
+
+
+def read_value(config: Config, key: str) -> Any:
+    """The value of a dotted key; None where it is not set."""
+    return reduce(_get, key.split("."), config)
+
+
+def _get(node: Any, name: str) -> Any:
+    return node.get(name) if isinstance(node, dict) else getattr(node, name)
+
+
+def _set(node: Any, name: str, value: Any) -> None:
+    if isinstance(node, dict):
+        node[name] = value
+    else:
+        setattr(node, name, value)
 
 
 def list_candidates(config: Config, plan: JobPlan, problem: Problem) -> Iterator[Values]:
@@ -127,8 +144,8 @@ def _list_gpu_changes(config: Config, plan: JobPlan) -> Iterator[Values]:
     if cluster.placement is Placement.apart:
         offloads = {f"{name}.offload": Offload.all for name in plan.jobs}
         # Where policy and servers share GPUs, NCCL cannot join them.
-        disk = {"rollout.transport": Transport.disk} if config.rollout.transport is Transport.split else {}
-        together: dict[str, Any] = {"cluster.placement": Placement.colocated, **disk}
+        memory = {"rollout.transport": Transport.colocated} if config.rollout.transport is Transport.split else {}
+        together: dict[str, Any] = {"cluster.placement": Placement.colocated, **memory}
         for values in ({"cluster.placement": Placement.split}, together):
             yield values
             yield {**values, **offloads}
@@ -141,8 +158,6 @@ def _list_nodes(config: Config, number: int) -> dict[str, Any]:
     values: dict[str, Any] = {"cluster.num_nodes": number}
     if config.cluster.num_nodes == 1 and config.cluster.listen_host != AUTO:
         values["cluster.listen_host"] = AUTO
-    if config.rollout.transport is Transport.colocated:
-        values["rollout.transport"] = Transport.split
     return values
 
 
@@ -230,9 +245,12 @@ def _list_larger(config: Config, name: str) -> Iterator[Values]:
             yield from ({**number, **cut, **_list_nodes(config, cluster.num_nodes + more)} for cut in cuts)
 
 
-def _write(value: Any) -> str:
+def write_value(value: Any) -> str:
+    """As on the command line."""
     if isinstance(value, Enum):
         return str(value.value)
     if value is None:
         return "null"
+    if isinstance(value, list):
+        return f"[{','.join(write_value(each) for each in value)}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

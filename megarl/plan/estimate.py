@@ -3,12 +3,12 @@
 import functools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from math import ceil
 
 from megarl.config.errors import ConfigError
-from megarl.config.placement import SERVERS
+from megarl.config.placement import SERVERS, find_server_offload, take_turns
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.config.schema.root import Config
@@ -16,15 +16,17 @@ from megarl.mcore.model.architecture import Architecture
 from megarl.mcore.model.parameter_count import count_stages
 from megarl.mcore.worker_spec import StageParameters
 from megarl.plan.assumptions import GIB, HOST_PROCESS_GIB, SERVER_GIB
-from megarl.plan.gpus import GpuKind, compute_free, compute_phases, count_gpus, list_kinds, place_job
+from megarl.plan.gpus import GpuKind, Sharing, compute_free, compute_phases, count_gpus, list_kinds, place_job
 from megarl.plan.jobs import PlannedModels, build_jobs, check_batches, find_longest
-from megarl.plan.roles import RoleJob, StageMemory, estimate_stages
-from megarl.plan.seconds import Seconds, estimate_seconds
+from megarl.plan.roles import RoleJob, StageMemory, compute_saved, estimate_stages
+from megarl.plan.seconds import Seconds, describe_work, estimate_seconds
 from megarl.plan.serving import ServerMemory, compute_server_weights, estimate_server
 from megarl.plan.transfer import Transfer, estimate_transfer
 
 SAMPLE_BYTES = 64
 """Bytes per token of an iteration in the driver: ids, log-probs, values, advantages, returns and masks"""
+
+Counting = Callable[[Config, RoleJob], tuple[StageParameters, ...]]
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class JobPlan:
     """The server rank with the least free memory"""
     transfer: Transfer
     seconds: Seconds
+    mean_response: float
+    """Tokens, as the seconds take it"""
     host_bytes: int
     """Host memory of the fullest node"""
     problems: tuple[Problem, ...]
@@ -66,15 +70,19 @@ class JobPlan:
         return max(gpu for gpus in self.places.values() for gpu in gpus)
 
 
-def build_plan(config: Config, models: PlannedModels) -> JobPlan:
+def build_plan(
+    config: Config, models: PlannedModels, mean_response: float | None = None, count: Counting | None = None
+) -> JobPlan:
     """The plan of a job on a cluster whose hardware is known.
+
+    mean_response: mean tokens of a response, for seconds; None: as assumed. count: as `count_job`.
 
     Raises ConfigError for a layout that does not divide its model, and where the GPUs of a node are not counted.
     """
     if config.cluster.gpus_per_node == 0:
         raise ConfigError(["cluster.gpus_per_node: found 0; a plan needs the number of GPUs of a node"])
     jobs = build_jobs(config, models, on_gpu=True)
-    stages = {name: estimate_stages(job, count_job(config, job)) for name, job in jobs.items()}
+    stages = {name: estimate_stages(job, (count or count_job)(config, job)) for name, job in jobs.items()}
     rollout, places = config.rollout, place_job(config)
     kinds = list_kinds(places, jobs)
     gpu_bytes, longest = int(config.cluster.hardware.memory_gib * GIB), find_longest(config)
@@ -85,10 +93,13 @@ def build_plan(config: Config, models: PlannedModels) -> JobPlan:
         if kind.has_server
     }
     bucket = rollout.sync_bucket_mb << 20
-    gpus = tuple(GpuPlan(kind, compute_phases(kind, jobs, stages, servers.get(kind), bucket)) for kind in kinds)
+    sharing = Sharing(take_turns(config), find_server_offload(config))
+    gpus = tuple(
+        GpuPlan(kind, compute_phases(kind, jobs, stages, servers.get(kind), bucket, sharing)) for kind in kinds
+    )
     server = min(servers.values(), key=lambda memory: memory.kv_cache)
     transfer = estimate_transfer(jobs["policy"], stages["policy"], rollout, weights)
-    host = compute_host(config, jobs, stages, places)
+    host = compute_host(config, jobs, stages, places, server.kv_tokens)
     problems = (
         *(Problem("batches", message) for message in check_batches(config, jobs)),
         *_check_gpus(config, jobs, places),
@@ -96,8 +107,9 @@ def build_plan(config: Config, models: PlannedModels) -> JobPlan:
         *_check_memory(gpus, gpu_bytes),
         *_check_host(config, host),
     )
-    seconds = estimate_seconds(config, jobs, server, transfer)
-    return JobPlan(jobs, stages, places, gpus, server, transfer, seconds, host, problems)
+    work = describe_work(config, mean_response)
+    seconds = estimate_seconds(config, jobs, stages, server, transfer, work)
+    return JobPlan(jobs, stages, places, gpus, server, transfer, seconds, work.response, host, problems)
 
 
 def count_job(config: Config, job: RoleJob) -> tuple[StageParameters, ...]:
@@ -126,24 +138,30 @@ def compute_host(
     jobs: Mapping[str, RoleJob],
     stages: Mapping[str, tuple[StageMemory, ...]],
     places: Mapping[str, Sequence[int]],
+    kv_tokens: int,
 ) -> int:
     """Host memory of the fullest node in bytes.
 
     It has processes, Ray's object store, what is offloaded, the copy that a checkpoint makes before it is written
-    (weights and optimizer of each rank), and on the first node an iteration's samples.
+    (on the ranks that write), and on the first node an iteration's samples. With rollout.router_replay the
+    experts of a token are 4 bytes each beside a server's cache of `kv_tokens` (SGLang's state_capturer/base.py), and
+    one in a sample and one in the policy's sequences.
     """
     per_node = config.cluster.gpus_per_node
     process = int(HOST_PROCESS_GIB * GIB)
     nodes: Counter[int] = Counter()
+    arch = jobs["policy"].arch
+    routed = arch.num_layers * arch.experts.top_k if config.rollout.router_replay and arch.experts else 0
     for gpu in places[SERVERS]:
-        nodes[gpu // per_node] += process
+        nodes[gpu // per_node] += process + 4 * routed * kv_tokens
     for name, job in jobs.items():
         per_stage = job.parallel.num_processes // job.parallel.pp
         for rank, gpu in enumerate(places[name]):
             memory = stages[name][rank // per_stage]
-            saved = memory.weights + memory.optimizer if job.is_trained and config.checkpoint.save_every else 0
+            saves = job.is_trained and config.checkpoint.save_every
+            saved = compute_saved(job, memory.parameters, rank % per_stage) if saves else 0
             nodes[gpu // per_node] += process + memory.offloaded + saved
-    nodes[0] += config.train.num_samples * find_longest(config) * SAMPLE_BYTES
+    nodes[0] += config.train.num_samples * find_longest(config) * (SAMPLE_BYTES + 2 * routed)
     return max(nodes.values()) + (config.cluster.object_store_mb << 20)
 
 

@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.config.placement import SERVERS, list_groups, place
+from megarl.config.schema.rollout import ServerOffload
 from megarl.config.schema.root import Config
 from megarl.plan.assumptions import ALLOCATOR_SHARE, GIB, PROCESS_GIB
 from megarl.plan.roles import RoleJob, StageMemory
 from megarl.plan.serving import ServerMemory
 
-PHASES = ("generation", "sync", "log-probs, values", "update")
+PHASES = ("generation", "sync", "log-probs, values", "update", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -61,31 +62,56 @@ def list_kinds(places: Mapping[str, Sequence[int]], jobs: Mapping[str, RoleJob])
     return tuple(GpuKind(tuple(gpus), *key) for key, gpus in kinds.items())
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """How the processes of a GPU share it."""
+
+    takes_turns: bool
+    """Roles compute one after the other (megarl/cluster/turns.py)"""
+    offload: ServerOffload | None
+    """What servers have given back while roles compute (megarl/rollout/offload.py)"""
+
+
 def compute_phases(
     kind: GpuKind,
     jobs: Mapping[str, RoleJob],
     stages: Mapping[str, Sequence[StageMemory]],
     server: ServerMemory | None,
     bucket_bytes: int,
+    sharing: Sharing,
 ) -> dict[str, int]:
-    """Bytes of one GPU in each phase, by PHASES. Processes that share it compute in parallel.
+    """Bytes of one GPU in each phase, by PHASES. Roles that share it compute in parallel, or take turns.
 
     bucket_bytes: rollout.sync_bucket_mb; every rank of a sync holds two messages.
     """
-    served = server.total if server and kind.has_server else 0
-    phases = dict.fromkeys(PHASES, served)
-    phases["sync"] += 2 * bucket_bytes if served else 0
     is_shared = kind.has_server or len(kind.tenants) > 1
+    held, scoring, updating, saving, sending = [], [], [], [], []
     for tenant in kind.tenants:
-        memory, job = stages[tenant.role][tenant.stage], jobs[tenant.role]
-        held = hold(memory, job, is_shared)
+        memory = stages[tenant.role][tenant.stage]
+        least = hold(memory, jobs[tenant.role], is_shared)
         is_sender = tenant.role == "policy"
-        phases["generation"] += add_overhead(held)
-        phases["sync"] += add_overhead(max(held, memory.weights) + 2 * bucket_bytes if is_sender else held)
-        phases["log-probs, values"] += add_overhead(max(held, memory.forward))
-        # The first update: it creates the optimizer's state, after the model was built.
-        phases["update"] += add_overhead(max(held, memory.update, memory.building))
-    return phases
+        held.append(add_overhead(least))
+        sending.append(add_overhead(max(least, memory.weights) + 2 * bucket_bytes if is_sender else least))
+        scoring.append(add_overhead(max(least, memory.forward)))
+        # The model was built before the first update, and the allocator keeps what that took.
+        updating.append(add_overhead(max(least, memory.update, memory.building)))
+        saving.append(add_overhead(max(least, memory.checkpoint)))
+    served = server if kind.has_server else None
+    away = served.compute_rest(sharing.offload) if served else 0
+    return {
+        "generation": sum(held) + (served.total if served else 0),
+        "sync": sum(sending) + (served.compute_loading(sharing.offload) + 2 * bucket_bytes if served else 0),
+        "log-probs, values": _join(scoring, held, sharing.takes_turns) + away,
+        "update": _join(updating, held, sharing.takes_turns) + away,
+        "checkpoint": _join(saving, held, sharing.takes_turns) + away,
+    }
+
+
+def _join(working: Sequence[int], held: Sequence[int], takes_turns: bool) -> int:
+    """Bytes of all roles on a GPU at their peak. working: of each that computes. held: of each that waits."""
+    if not takes_turns:
+        return sum(working)
+    return sum(held) + max((work - least for work, least in zip(working, held, strict=True)), default=0)
 
 
 def hold(memory: StageMemory, job: RoleJob, is_shared: bool) -> int:

@@ -5,6 +5,7 @@ from math import ceil
 
 from megarl.config.schema.roles import Dtype, Offload, ParallelConfig
 from megarl.mcore.model.architecture import Architecture
+from megarl.mcore.weights.dist_format import GATHERED_ELEMENTS
 from megarl.mcore.worker_spec import StageParameters
 from megarl.plan.activations import (
     ELEMENT_BYTES,
@@ -59,7 +60,7 @@ class StageMemory:
     """Number of micro-batches whose activations are held at once"""
     weights: int
     fp8: int
-    """Copies of the weights in FP8, and their transposes; `offload` does not move them"""
+    """Copies of the weights in FP8, and their transposes; with `offload` they are dropped between the calls"""
     gradients: int
     optimizer: int
     activations: int
@@ -75,7 +76,9 @@ class StageMemory:
     offloaded: int
     """Held in host memory between the calls"""
     building: int
-    """While the model is built: gradients, and the weights twice or the optimizer's float32 copy of them"""
+    """While the model is built: gradients, and the weights twice or the optimizer's state"""
+    gathered: int
+    """Buffers of a save, through which the optimizer's state goes to the host"""
 
     @property
     def update(self) -> int:
@@ -91,8 +94,13 @@ class StageMemory:
         return max(self.resident, self.weights + self.fp8) + self.forward_work
 
     @property
+    def checkpoint(self) -> int:
+        """The peak of a save; what is offloaded is brought back for it."""
+        return self.weights + self.fp8 + self.gradients + self.optimizer + self.gathered
+
+    @property
     def peak(self) -> int:
-        return max(self.update, self.forward, self.building)
+        return max(self.update, self.forward, self.building, self.checkpoint)
 
 
 def estimate_stages(job: RoleJob, stages: tuple[StageParameters, ...]) -> tuple[StageMemory, ...]:
@@ -135,7 +143,8 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
     in_head = head.saved + head.gradient if head else 0
     # The peak is in the head's backward pass or, after it, in that of a layer.
     work = max(in_layers - (head.saved if head else 0), in_head - (head.saved if head else 0), 0)
-    copies = max(parameters.total * b, optimizer // 3 if job.dtype is Dtype.bfloat16 else 0)
+    # The optimizer's state is there from the start (megarl/mcore/optimizer.py).
+    copies = max(parameters.total * b, optimizer)
     moved = _list_offloaded(job.offload, weights, gradients, optimizer)
     return StageMemory(
         parameters=parameters,
@@ -149,11 +158,43 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
         work=work if job.is_trained else 0,
         forward_work=max(layer.mlp + 3 * layer.input, head.forward if head else 0)
         + (head.forward if head and job.holds_reference else 0),
-        resident=weights + fp8 + gradients + optimizer - sum(moved),
+        resident=weights + (0 if job.offload else fp8) + gradients + optimizer - sum(moved),
         # Gradients are dropped, not moved.
         offloaded=moved[0] + moved[2],
         building=weights + gradients + (copies if job.is_trained else 0),
+        gathered=compute_gathered(job, parameters) if job.is_trained else 0,
     )
+
+
+def count_replicas(job: RoleJob) -> tuple[int, int]:
+    """Over how many ranks the optimizer's state is sharded: that of dense parameters and that of experts."""
+    parallel = job.parallel
+    experts = parallel.num_processes // (parallel.pp * parallel.ep * parallel.etp)
+    return parallel.dp * parallel.cp, max(1, experts)
+
+
+def compute_gathered(job: RoleJob, parameters: StageParameters) -> int:
+    """Float32 buffers of the data-parallel rank that gathers: its own piece, and those of all, which are at most
+    GATHERED_ELEMENTS (megarl/mcore/distributed_optimizer.py).
+    """
+    sizes = []
+    for count, replicas in zip((parameters.dense, parameters.experts), count_replicas(job), strict=True):
+        elements = min(count, GATHERED_ELEMENTS)
+        sizes.append(elements if replicas == 1 else elements + ceil(elements / replicas))
+    return 4 * max(sizes)
+
+
+def compute_saved(job: RoleJob, parameters: StageParameters, rank: int) -> int:
+    """Host memory of a rank for a checkpoint until it is written: weights, and in float32 the optimizer's copy of them
+    and two moments, on the first data-parallel rank, which writes those of all; 0 on the others.
+
+    rank: within its stage, whose ranks Megatron orders by tp, cp and dp, those with experts by etp, ep and dp
+    (megatron/core/parallel_state.py, RankGenerator).
+    """
+    parallel = job.parallel
+    dense = parameters.dense if rank < parallel.tp else 0
+    experts = parameters.experts if rank < parallel.etp * parallel.ep else 0
+    return (ELEMENT_BYTES[job.dtype] + 12) * (dense + experts)
 
 
 def compute_optimizer(job: RoleJob, parameters: StageParameters) -> int:
@@ -161,10 +202,8 @@ def compute_optimizer(job: RoleJob, parameters: StageParameters) -> int:
     dp x cp of them (Rajbhandari et al. 1910.02054, section 5.1, P_os; megatron/core/optimizer/distrib_optimizer.py),
     of experts over those that hold the same ones.
     """
-    parallel = job.parallel
     each = 8 if job.dtype is Dtype.float32 else 12
-    replicas = parallel.dp * parallel.cp
-    expert_replicas = max(1, parallel.num_processes // (parallel.pp * parallel.ep * parallel.etp))
+    replicas, expert_replicas = count_replicas(job)
     return ceil(each * parameters.dense / replicas) + ceil(each * parameters.experts / expert_replicas)
 
 

@@ -1,29 +1,17 @@
 """Seconds of an iteration by phase: floating-point operations and bytes over the assumed shares of the peaks."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
-
-import torch
 
 from megarl.config.schema.cluster import Placement
-from megarl.config.schema.roles import Recompute
-from megarl.config.schema.rollout import Transport
+from megarl.config.schema.roles import Offload
 from megarl.config.schema.root import Config
-from megarl.mcore.row_costs import compute_row_costs
-from megarl.plan.assumptions import (
-    DECODE_BANDWIDTH,
-    DECODE_STEP_S,
-    FORWARD_MFU,
-    LINK_SHARE,
-    MEAN_RESPONSE,
-    PREFILL_MFU,
-    UPDATE_MFU,
-)
-from megarl.plan.roles import RoleJob
+from megarl.plan.assumptions import LINK_SHARE, MEAN_RESPONSE
+from megarl.plan.generation import compute_generation
+from megarl.plan.passes import Work, compute_forward, compute_update, count_multiply_adds
+from megarl.plan.roles import RoleJob, StageMemory
 from megarl.plan.serving import ServerMemory
-from megarl.plan.transfer import Transfer
-from megarl.types import Sequences
+from megarl.plan.transfer import Transfer, compute_sync_seconds
 
 
 @dataclass(frozen=True)
@@ -48,24 +36,56 @@ class Seconds:
     scoring: float
     """Log-probs and values of policy, reference and critic"""
     update: float
-    sync: float | None
-    """None: not estimated (rollout.transport=disk)"""
+    sync: float
+    offload: float
+    """Moving weights and optimizer between GPU and host"""
+    mfu: Mapping[str, float]
+    """Model FLOPs utilization of each role's update: without what is computed twice"""
     pretraining: PretrainingStep | None
     """None: there is no value pretraining"""
+    overlaps: bool = False
+    """rollout.max_staleness: the next responses are generated while the roles compute"""
+
+    @property
+    def training(self) -> float:
+        """What the training processes do between two rollouts, without the sync."""
+        return self.scoring + self.update + self.offload
 
     @property
     def iteration(self) -> float:
-        """The whole iteration, without a sync that is not estimated."""
-        return self.generation + self.scoring + self.update + (self.sync or 0.0)
+        """With max_staleness the generation of an iteration begins when the previous one is taken, and pauses during
+        the sync (megarl/rollout/prefetcher.py): the slower of both decides.
+        """
+        if self.overlaps:
+            return max(self.generation, self.training) + self.sync
+        return self.generation + self.training + self.sync
 
 
-def estimate_seconds(config: Config, jobs: Mapping[str, RoleJob], server: ServerMemory, transfer: Transfer) -> Seconds:
-    num_samples = config.train.num_samples
-    forward = {name: _compute_forward(config, job, num_samples) for name, job in jobs.items()}
-    updates = {name: _compute_update(config, job, forward[name]) for name, job in jobs.items() if job.is_trained}
+def describe_work(config: Config, mean_response: float | None = None) -> Work:
+    """mean_response: tokens; None: MEAN_RESPONSE of the limit."""
+    mean = MEAN_RESPONSE * config.rollout.response_length if mean_response is None else mean_response
+    train = config.train
+    return Work(train.num_samples, train.minibatch_size, config.data.prompt_length, mean, train.tokens_per_microbatch)
+
+
+def estimate_seconds(
+    config: Config,
+    jobs: Mapping[str, RoleJob],
+    stages: Mapping[str, tuple[StageMemory, ...]],
+    server: ServerMemory,
+    transfer: Transfer,
+    work: Work,
+) -> Seconds:
+    place = (config.cluster.hardware, config.cluster.gpus_per_node)
+    forward = {name: compute_forward(job, stages[name], work, *place) for name, job in jobs.items()}
+    updates = {
+        name: compute_update(job, stages[name], work, *place) * count_updates(config, job)
+        for name, job in jobs.items()
+        if job.is_trained
+    }
     # Roles that share GPUs take turns on them.
     join = max if config.cluster.placement is Placement.apart else sum
-    generation = _compute_generation(config, jobs["policy"], num_samples, server)
+    generation = compute_generation(config, jobs["policy"], work, server)
     scoring = join(forward.values())
     pretraining = None
     settings = config.algo.value_pretrain
@@ -75,59 +95,39 @@ def estimate_seconds(config: Config, jobs: Mapping[str, RoleJob], server: Server
             scoring=scoring if config.algo.kl.in_reward else forward["critic"],
             update=updates["critic"],
         )
-    return Seconds(generation, scoring, join(updates.values()), compute_sync_seconds(transfer, config), pretraining)
+    return Seconds(
+        generation,
+        scoring,
+        join(updates.values()),
+        compute_sync_seconds(config, transfer),
+        join(compute_offload(config, job, stages[name]) for name, job in jobs.items()),
+        {name: compute_mfu(config, jobs[name], work, part) for name, part in updates.items()},
+        pretraining,
+        overlaps=config.rollout.max_staleness > 0,
+    )
 
 
-def _compute_update(config: Config, job: RoleJob, forward: float) -> float:
-    """A role's update in one iteration, over all epochs. forward: seconds of its forward pass over the samples."""
+def count_updates(config: Config, job: RoleJob) -> int:
+    """Passes of a role over an iteration's samples in its update."""
     repeats = config.critic.updates_per_policy_update if job.has_value_head else 1
-    # Backward: twice the forward pass; what is recomputed: once more (2205.05198, section 5).
-    passes = 4 if job.saving.recompute is Recompute.full else 3
-    return forward * FORWARD_MFU / UPDATE_MFU * passes * config.train.epochs_per_iteration * repeats
+    return config.train.epochs_per_iteration * repeats
 
 
-def _compute_forward(config: Config, job: RoleJob, num_samples: int) -> float:
-    """One forward pass over an iteration's samples; a pipeline idles (pp - 1) / (m vpp) of it (2104.04473, 2.2)."""
-    hardware = config.cluster.hardware
-    peak = (hardware.fp8_tflops if job.fp8 else hardware.bf16_tflops) * 1e12
-    flops = 2 * compute_mean_cost(config, job) * num_samples
-    bubble = (job.parallel.pp - 1) / (job.num_microbatches * job.parallel.vpp)
-    return flops / (job.parallel.num_processes * peak * FORWARD_MFU) * (1 + bubble)
+def compute_mfu(config: Config, job: RoleJob, work: Work, seconds: float) -> float:
+    """Of an update: a forward pass and a backward pass of twice as many operations, over the bfloat16 peak."""
+    per_token, per_square, per_response = count_multiply_adds(job.arch, job.has_value_head)
+    sample = work.length * per_token + work.length**2 * per_square + work.response * per_response
+    flops = 6 * sample * work.num_samples * count_updates(config, job)
+    return flops / (job.parallel.num_processes * config.cluster.hardware.bf16_tflops * 1e12 * seconds)
 
 
-def compute_mean_cost(config: Config, job: RoleJob) -> float:
-    """Multiply-adds of a forward pass over one sample of mean length (megarl/mcore/row_costs.py)."""
-    prompt = config.data.prompt_length
-    length = prompt + ceil(MEAN_RESPONSE * config.rollout.response_length)
-    sample = Sequences(torch.zeros(length, dtype=torch.int64), torch.tensor([length]), torch.tensor([prompt]))
-    return compute_row_costs(job.arch, sample, with_value_head=job.has_value_head)[0]
-
-
-def _compute_generation(config: Config, job: RoleJob, num_samples: int, server: ServerMemory) -> float:
-    """Prefill, then one step per token for the sequences that run at once; each step reads the weights and their KV
-    cache. At least the time of one response of full length.
+def compute_offload(config: Config, job: RoleJob, stages: Sequence[StageMemory]) -> float:
+    """Every call brings the weights and takes them away again: log-probs or values, the update and, of the policy, the
+    sync; the update moves the optimizer too (megarl/mcore/offload.py).
     """
-    rollout, hardware = config.rollout, config.cluster.hardware
-    response = MEAN_RESPONSE * rollout.response_length
-    context = config.data.prompt_length + response / 2
-    waiting = num_samples / rollout.num_servers
-    running = max(1.0, min(waiting, rollout.max_running_requests, server.kv_tokens / (context + response / 2)))
-    bandwidth = hardware.hbm_gb_s * 1e9 * DECODE_BANDWIDTH
-
-    def step(sequences: float) -> float:
-        return (server.weights + sequences * context * server.bytes_per_token) / bandwidth + DECODE_STEP_S
-
-    prefill = 2 * compute_mean_cost(config, job) * config.data.prompt_length / (config.data.prompt_length + response)
-    prefill *= waiting / (rollout.tp * hardware.bf16_tflops * 1e12 * PREFILL_MFU)
-    return prefill + max(waiting * response / running * step(running), rollout.response_length * step(1))
-
-
-def compute_sync_seconds(transfer: Transfer, config: Config) -> float | None:
-    """Seconds of a sync by its busiest port, over the network or, on a single node, NVLink. None with transport=disk:
-    the speed of the file system is not known.
-    """
-    if config.rollout.transport is Transport.disk:
-        return None
-    hardware = config.cluster.hardware
-    link = hardware.network_gb_s if config.cluster.num_nodes > 1 else hardware.nvlink_gb_s
-    return transfer.busiest / (link * 1e9 * LINK_SHARE)
+    if job.offload is None:
+        return 0.0
+    calls = 1 + job.is_trained + (job.name == "policy")
+    weights = calls if job.offload is Offload.all else 0
+    moved = max(2 * (weights * stage.weights + stage.optimizer) for stage in stages)
+    return moved / (config.cluster.hardware.pcie_gb_s * 1e9 * LINK_SHARE)

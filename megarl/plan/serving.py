@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.rollout import RolloutConfig, ServerOffload
 from megarl.mcore.model.architecture import Architecture
 from megarl.plan.activations import ELEMENT_BYTES
 from megarl.plan.assumptions import GIB, SERVER_GIB
@@ -33,6 +33,15 @@ class ServerMemory:
     def total(self) -> int:
         return self.weights + max(0, self.kv_cache) + int(SERVER_GIB * GIB)
 
+    def compute_rest(self, offload: ServerOffload | None) -> int:
+        """Bytes that stay while roles compute: CUDA's context, NCCL's buffers and CUDA graphs are never given back."""
+        given = {None: 0, ServerOffload.kv_cache: max(0, self.kv_cache), ServerOffload.all: self.total}[offload]
+        return max(int(SERVER_GIB * GIB), self.total - given)
+
+    def compute_loading(self, offload: ServerOffload | None) -> int:
+        """Bytes in a weight sync: the KV cache comes back after it."""
+        return self.total if offload is None else self.compute_rest(ServerOffload.kv_cache)
+
 
 def compute_server_weights(arch: Architecture, rollout: RolloutConfig) -> int:
     """Bytes of the weights on one rank, without padding rows of the vocabulary."""
@@ -52,10 +61,18 @@ def estimate_server(arch: Architecture, rollout: RolloutConfig, weights: int, fr
     takes 2 * layers * key-value heads of this rank * size of a head elements, at least one head a rank.
     """
     heads = max(1, arch.num_kv_heads // rollout.tp)
-    per_token = 2 * arch.num_layers * heads * arch.head_size * ELEMENT_BYTES[rollout.dtype]
+    per_token = 2 * arch.num_layers * heads * arch.head_size * count_cache_bytes(rollout)
     fraction = float(rollout.sglang.get("mem_fraction_static") or DEFAULT_FRACTION)
     room = int(fraction * free) - weights
     if rollout.kv_cache_tokens is not None:
         room = min(room, rollout.kv_cache_tokens * per_token)
     tokens = max(0, room) // per_token
     return ServerMemory(weights, room, tokens, per_token, tokens // longest, fraction, int((1 - fraction) * free))
+
+
+def count_cache_bytes(rollout: RolloutConfig) -> int:
+    """Bytes of a number in the KV cache: of rollout.sglang.kv_cache_dtype, or as the servers' activations."""
+    dtype = str(rollout.sglang.get("kv_cache_dtype") or "auto")
+    if dtype.startswith("fp8"):
+        return 1
+    return 2 if dtype in ("bfloat16", "bf16") else ELEMENT_BYTES[rollout.dtype]

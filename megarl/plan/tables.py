@@ -1,6 +1,6 @@
 """A plan as tables for the terminal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import ceil
 
 from rich import box
@@ -8,6 +8,7 @@ from rich.table import Table
 
 from megarl.config.checks.config import describe_sizes
 from megarl.config.placement import SERVERS, format_numbers
+from megarl.config.schema.rollout import Transport
 from megarl.config.schema.root import Config
 from megarl.plan import assumptions
 from megarl.plan.assumptions import GIB
@@ -15,6 +16,7 @@ from megarl.plan.estimate import JobPlan
 from megarl.plan.gpus import PHASES, Tenant
 from megarl.plan.jobs import find_longest
 from megarl.plan.roles import FP8_BYTES, RoleJob
+from megarl.plan.search import Found
 from megarl.plan.seconds import Seconds
 
 ENDS = ("patience", "stop_at_explained_variance")
@@ -146,24 +148,30 @@ def _tabulate_seconds(config: Config, plan: JobPlan) -> Table:
     seconds, transfer = plan.seconds, plan.transfer
     table = _build_table("An iteration", "phase", "seconds", "details")
     table.columns[2].justify = "left"
-    samples = config.train.num_samples
-    mean = assumptions.MEAN_RESPONSE * config.rollout.response_length
-    remarks = {
-        "generation": f"{samples:,} responses of {mean:,.0f} tokens on average",
-        "log-probs, values": f"MFU {assumptions.FORWARD_MFU:g}",
-        "update": f"MFU {assumptions.UPDATE_MFU:g}",
-        "sync": f"{transfer.total / 1e9:.1f} GB in all; {transfer.busiest / 1e9:.1f} GB through the busiest port",
-    }
-    total = ""
-    if seconds.sync is None:
-        remarks["sync"] = "rollout.transport=disk: through a file system, whose speed is not known here"
-        total = "without the sync"
-    parts = dict(zip(remarks, (seconds.generation, seconds.scoring, seconds.update, seconds.sync), strict=True))
-    for name, remark in remarks.items():
-        part = parts[name]
-        table.add_row(name, "not estimated" if part is None else f"{part:,.1f}", remark)
-    table.add_row("all", f"{seconds.iteration:,.1f}", total)
+    samples, layouts = config.train.num_samples, _describe_shares(plan)
+    sent = f"{transfer.total / 1e9:.1f} GB in all; {transfer.busiest / 1e9:.1f} GB through the busiest port"
+    if config.rollout.transport is Transport.disk:
+        sent = (
+            f"through a file system of {config.cluster.hardware.disk_gb_s:g} GB/s a node (cluster.hardware.disk_gb_s)"
+        )
+    rows = [
+        ("generation", seconds.generation, f"{samples:,} responses of {plan.mean_response:,.0f} tokens on average"),
+        ("log-probs, values", seconds.scoring, ""),
+        ("update", seconds.update, layouts),
+        ("sync", seconds.sync, sent),
+    ]
+    if seconds.offload:
+        rows.insert(3, ("offload", seconds.offload, "weights and optimizer to the host and back"))
+    for name, part, remark in rows:
+        table.add_row(name, f"{part:,.1f}", remark)
+    remark = "the slower of generation and the rest, and the sync (rollout.max_staleness)" if seconds.overlaps else ""
+    table.add_row("all", f"{seconds.iteration:,.1f}", remark)
     return table
+
+
+def _describe_shares(plan: JobPlan) -> str:
+    """The share of the peak that each layout reaches, without what is computed twice."""
+    return "MFU " + ", ".join(f"{share:.2f} of the {name}" for name, share in plan.seconds.mfu.items())
 
 
 def describe_pretraining(config: Config, seconds: Seconds) -> Iterator[str]:
@@ -220,11 +228,15 @@ def _describe_host(config: Config, plan: JobPlan) -> str:
 def describe_assumptions(plan: JobPlan) -> str:
     a, jobs = assumptions, plan.jobs.values()
     text = (
-        f"Assumed: MFU {a.UPDATE_MFU:g} in updates, {a.FORWARD_MFU:g} in log-probs and values; {a.DECODE_BANDWIDTH:g}"
-        f" of the memory bandwidth and {a.DECODE_STEP_S * 1000:g} ms a step in generation; {a.LINK_SHARE:g} of the"
-        f" links in a sync; responses of {a.MEAN_RESPONSE:g} of their limit (only for seconds: memory is that of the"
-        f" limit). In addition to tensors: {a.PROCESS_GIB:g} GiB and {a.ALLOCATOR_SHARE:.0%} per training process,"
-        f" {a.SERVER_GIB:g} GiB per GPU of a server, {a.HOST_PROCESS_GIB:g} GiB of host memory per process."
+        f"Assumed: matrix products at {a.PRODUCT_SHARE:g} of the peak (FP8 {a.FP8_SHARE:g}), attention at"
+        f" {a.ATTENTION_SHARE:g}, other operations at {a.MEMORY_SHARE:g} of the memory bandwidth,"
+        f" {a.LAYER_S * 1000:g} ms a layer and micro-batch besides ({a.EXPERT_LAYER_S * 1000:g} ms with experts),"
+        f" nothing hidden of what experts and gradients send; in generation {a.DECODE_SHARE:g} of the peak,"
+        f" {a.DECODE_BANDWIDTH:g} of the memory bandwidth and {a.DECODE_STEP_S * 1000:g} ms a step; {a.LINK_SHARE:g} of"
+        f" the bandwidth of NVLink, network and PCIe; responses of {plan.mean_response:,.0f} tokens on average"
+        f" (--mean-response; only for seconds: memory is that of the limit). In addition to tensors:"
+        f" {a.PROCESS_GIB:g} GiB and {a.ALLOCATOR_SHARE:.0%} per training process, {a.SERVER_GIB:g} GiB per GPU of a"
+        f" server, {a.HOST_PROCESS_GIB:g} GiB of host memory per process."
     )
     if any(job.arch.experts for job in jobs):
         text += " Experts: the routes are balanced, so that each rank receives as many tokens as it sends."
@@ -234,3 +246,17 @@ def describe_assumptions(plan: JobPlan) -> str:
             f" calls, {FP8_BYTES} bytes a parameter."
         )
     return text
+
+
+def list_found(title: str, found: Sequence[Found]) -> Iterator[str]:
+    """The lines of a search: seconds by phase, memory left, and the overrides on a line of their own."""
+    yield f"\n{title}{'' if found else ': none fits'}"
+    for number, each in enumerate(found, start=1):
+        parts = each.plan.seconds
+        phases = [("generation", parts.generation), ("log-probs, values", parts.scoring), ("update", parts.update)]
+        phases += [("offload", parts.offload)] * (parts.offload > 0) + [("sync", parts.sync)]
+        text = ", ".join(f"{name} {seconds:,.1f}" for name, seconds in phases)
+        yield f"{number:>3}. {each.seconds:,.1f} s ({text}); {each.left / GIB:.1f} GiB left; {each.plan.num_gpus} GPUs"
+        yield "     " + " ".join(each.overrides or ["as it is"])
+    if found:
+        yield describe_assumptions(found[0].plan)

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.rollout import RolloutConfig, Transport
+from megarl.config.schema.root import Config
 from megarl.plan.activations import ELEMENT_BYTES
+from megarl.plan.assumptions import LINK_SHARE
 from megarl.plan.roles import RoleJob, StageMemory
 
 
@@ -33,3 +35,16 @@ def estimate_transfer(
     )
     num_ranks = rollout.num_servers * rollout.tp
     return Transfer(num_ranks * server_weights, server_weights, int(sent * size * rollout.num_servers))
+
+
+def compute_sync_seconds(config: Config, transfer: Transfer) -> float:
+    """Seconds of a sync by its busiest port, over the network or, on a single node, NVLink. With transport=disk the
+    policy's nodes write the checkpoint together and then each node with a server reads all of it, once.
+    """
+    hardware, cluster = config.cluster.hardware, config.cluster
+    if config.rollout.transport is Transport.disk:
+        size, per_node = transfer.received * config.rollout.tp, cluster.gpus_per_node
+        writers = max(1, min(cluster.num_nodes, config.policy.parallel.num_processes // per_node))
+        return (size / writers + size) / (hardware.disk_gb_s * 1e9)
+    link = hardware.network_gb_s if cluster.num_nodes > 1 else hardware.nvlink_gb_s
+    return transfer.busiest / (link * 1e9 * LINK_SHARE)

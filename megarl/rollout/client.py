@@ -148,8 +148,19 @@ class SGLangClient:
         except RequestError as error:
             if "no weight-update session is open" not in str(error):
                 raise
-        self._post("/abort_request", {"abort_all": True}, None)
+        self.abort_requests()
         self.resume()
+
+    def abort_requests(self) -> None:
+        self._post("/abort_request", {"abort_all": True}, None)
+
+    def release_memory(self, tags: Sequence[str]) -> None:
+        """Give memory of the GPU back: of the KV cache, of the weights. The server must be idle."""
+        self._post("/release_memory_occupation", {"tags": list(tags)}, None)
+
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        """Take memory again that was given back."""
+        self._post("/resume_memory_occupation", {"tags": list(tags)}, None)
 
     def begin_update(self) -> None:
         self._post("/begin_weight_update", {}, None)

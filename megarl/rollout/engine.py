@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.schema.rollout import RolloutConfig
+from megarl.families.architecture import Architecture
 from megarl.interfaces import DeadlineError
 from megarl.rollout.calls import StopFlag, find_cause, run_in_parallel
 from megarl.rollout.client import URGENT, ConnectionLostError, RequestError, SGLangClient, abort_all
+from megarl.rollout.routed_experts import decode_answer, load_expert_architecture
 from megarl.rollout.served_model import load_generation_spec
 from megarl.types import FinishReason, Prompt, Response
 
@@ -45,10 +47,12 @@ class Request:
     urgent: bool
     key: str | None
     """Identifies the run and the call; None: random numbers are the server's"""
+    with_routed_experts: bool = False
 
     @property
     def fields(self) -> dict[str, Any]:
-        return {"return_logprob": True} | ({"priority": URGENT} if self.urgent else {})
+        fields = {"return_logprob": True} | ({"return_routed_experts": True} if self.with_routed_experts else {})
+        return fields | ({"priority": URGENT} if self.urgent else {})
 
     def build_params(self, row: int, k: int) -> Params:
         """SGLang's sampling_params of the k-th response to the row-th prompt."""
@@ -102,6 +106,8 @@ class SGLangEngine:
             for url in urls
         ]
         self._config = config
+        self._architecture = load_expert_architecture(checkpoint) if config.router_replay else None
+        self._shares_prefixes = not config.sglang.get("disable_radix_cache", config.router_replay)
         self._stop_token_ids = spec.stop_token_ids
         self._tokenizer = tokenizer
         self._seed = seed
@@ -144,7 +150,9 @@ class SGLangEngine:
             "max_new_tokens": self._config.response_length,
             "stop_token_ids": list(self._stop_token_ids),
         }
-        request = Request(prompts, num_responses, params, urgent, None if key is None else f"{self._seed}/{key}")
+        name = None if key is None else f"{self._seed}/{key}"
+        # Evaluations, which alone are urgent, are not learned from.
+        request = Request(prompts, num_responses, params, urgent, name, self._architecture is not None and not urgent)
         shares = [list(range(i, len(prompts), len(self.clients))) for i in range(len(self.clients))]
         jobs = [partial(self._generate_share, request, home, share) for home, share in enumerate(shares) if share]
         found = {row: group for part in self._run(jobs) for row, group in part.items()}
@@ -223,13 +231,13 @@ class SGLangEngine:
             chunk = rows[start : start + step]
             ids = [request.prompts[row].token_ids for row in chunk]
             shared = [prompt for prompt in ids if len(prompt) >= MIN_SHARED_PREFIX]
-            if n > 1 and shared:
+            if n > 1 and shared and self._shares_prefixes:
                 send(shared, [{"max_new_tokens": 0, "temperature": 0.0}] * len(shared))
             params = [request.build_params(row, k) for row in chunk for k in range(n)]
             answers = send([prompt for prompt in ids for _ in range(n)], params)
             if len(answers) != len(params):
                 raise RequestError(f"asked a server for {len(params)} responses, got {len(answers)}")
-            responses = self._build_responses(answers)
+            responses = self._build_responses(answers, request)
             found |= {row: responses[i * n : (i + 1) * n] for i, row in enumerate(chunk)}
         return found
 
@@ -245,13 +253,17 @@ class SGLangEngine:
                     raise
         raise AssertionError("unreachable")
 
-    def _build_responses(self, answers: Sequence[Mapping[str, Any]]) -> list[Response]:
+    def _build_responses(self, answers: Sequence[Mapping[str, Any]], request: Request) -> list[Response]:
         texts = self._tokenizer.batch_decode([a["output_ids"] for a in answers], skip_special_tokens=True)
-        return [build_response(answer, text) for answer, text in zip(answers, texts, strict=True)]
+        arch = self._architecture if request.with_routed_experts else None
+        return [build_response(answer, text, arch) for answer, text in zip(answers, texts, strict=True)]
 
 
-def build_response(answer: Mapping[str, Any], text: str) -> Response:
-    """One answer of /generate as a Response. Raises RequestError for an aborted or inconsistent one."""
+def build_response(answer: Mapping[str, Any], text: str, arch: Architecture | None = None) -> Response:
+    """One answer of /generate as a Response. Raises RequestError for an aborted or inconsistent one.
+
+    arch: of the model whose routed experts the answer has; None: it has none.
+    """
     meta = answer["meta_info"]
     ids = tuple(answer["output_ids"])
     entries = meta["output_token_logprobs"]
@@ -260,6 +272,12 @@ def build_response(answer: Mapping[str, Any], text: str) -> Response:
         raise RequestError(f"a response ended with {meta['finish_reason']}; stop or length was expected")
     if not ids or tuple(entry[1] for entry in entries) != ids:
         raise RequestError(f"a response of {len(ids)} tokens came with {len(entries)} log-probs, not of these tokens")
+    experts = None
+    try:
+        if arch is not None:
+            experts = decode_answer(meta.get("routed_experts"), meta["prompt_tokens"] + len(ids), arch)
+    except ValueError as error:
+        raise RequestError(f"an answer of {len(ids)} tokens cannot be replayed: {error}") from None
     return Response(
         token_ids=ids,
         text=text,
@@ -267,6 +285,7 @@ def build_response(answer: Mapping[str, Any], text: str) -> Response:
         generated=(True,) * len(ids),
         weight_versions=_expand_versions(meta, len(ids)),
         finish_reason=FinishReason[reason],
+        routed_experts=experts,
     )
 
 

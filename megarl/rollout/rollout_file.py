@@ -6,7 +6,9 @@
  "score": {"reward", "correct", "details", "answer"}}
 
 and "first_old_logprobs" where the sample has them, with the meanings of megarl/types.py. `iteration` is 0 during value
-pretraining; `sample` counts the lines of a rollout from 0. Numbers are read back bit for bit.
+pretraining; `sample` counts the lines of a rollout from 0. Numbers are read back bit for bit. The files from which a
+run goes on (`write_rollouts`) also have "routed_experts"; the one of all its responses has not: they are some hundred
+bytes a token.
 """
 
 import json
@@ -19,10 +21,12 @@ from typing import Any
 
 from megarl.checkpoint.manifest import write_atomically
 from megarl.report.metrics import drop_unfinished_line, refuse_constant, refuse_repeated_keys
+from megarl.rollout import routed_experts
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 FILE_NAME = "rollouts.jsonl"
 _FIRST_OLD = "first_old_logprobs"
+_EXPERTS = "routed_experts"
 
 
 class RolloutWriter:
@@ -43,16 +47,19 @@ class RolloutWriter:
         self._file.close()
 
 
-def format_rollout(rollout: Rollout, iteration: int) -> str:
+def format_rollout(rollout: Rollout, iteration: int, with_routed_experts: bool = False) -> str:
     """The lines of a rollout. Raises ValueError for NaN or infinity among the numbers."""
-    numbers = range(len(rollout.samples))
-    return "".join(f"{json.dumps(_to_record(rollout, number, iteration), allow_nan=False)}\n" for number in numbers)
+    records = [_to_record(rollout, number, iteration) for number in range(len(rollout.samples))]
+    for record, sample in zip(records, rollout.samples, strict=True):
+        if with_routed_experts and sample.response.routed_experts is not None:
+            record[_EXPERTS] = routed_experts.to_record(sample.response.routed_experts)
+    return "".join(f"{json.dumps(record, allow_nan=False)}\n" for record in records)
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
     """Write a file of these rollouts, as iterations 0, 1, ...; it is complete on disk or absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, "".join(format_rollout(rollout, number) for number, rollout in enumerate(rollouts)))
+    write_atomically(path, "".join(format_rollout(rollout, number, True) for number, rollout in enumerate(rollouts)))
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,8 @@ def _to_record(rollout: Rollout, number: int, iteration: int) -> dict[str, Any]:
         "num_samples": len(rollout.samples),
         "group": sample.group,
         "prompt": {**vars(sample.prompt), "metadata": dict(sample.prompt.metadata)},
-        "response": {**vars(sample.response), "finish_reason": sample.response.finish_reason.value},
+        "response": {name: getattr(sample.response, name) for name in _FIELDS["response"]}
+        | {"finish_reason": sample.response.finish_reason.value},
         "score": {**vars(sample.score), "details": dict(sample.score.details)},
         **first_old,
     }
@@ -185,6 +193,12 @@ def _to_sample(record: Mapping[str, Any], where: str, limits: Limits | None) -> 
             raise ValueError(
                 f"{where}: response has {len(values)} {name}; expected one for each of its {num_tokens} tokens"
             )
+    experts = record.get(_EXPERTS)
+    if experts is not None:
+        try:
+            experts = routed_experts.from_record(experts, len(prompt["token_ids"]) + num_tokens)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
     if limits:
         _check_limits(where, prompt["token_ids"], response["token_ids"], limits)
     return Sample(
@@ -196,6 +210,7 @@ def _to_sample(record: Mapping[str, Any], where: str, limits: Limits | None) -> 
             generated=tuple(response["generated"]),
             weight_versions=tuple(response["weight_versions"]),
             finish_reason=FinishReason(response["finish_reason"]),
+            routed_experts=experts,
         ),
         Score(**record["score"]),
         record["group"],
@@ -285,13 +300,15 @@ _LINE: dict[str, Check] = {
     **dict.fromkeys(("iteration", "weight_version", "sample", "num_samples", "group"), _WHOLE),
     **dict.fromkeys(_FIELDS, (lambda value: isinstance(value, dict), "an object")),
 }
+_OPTIONAL: dict[str, Check] = {_FIRST_OLD: _NUMBERS, _EXPERTS: (lambda value: isinstance(value, dict), "an object")}
 
 
 def _check_record(record: Any, where: str) -> dict[str, Any]:
     """The record, with exactly the keys and types of the format. Raises ValueError."""
     if not isinstance(record, dict):
         raise ValueError(f"{where}: found a JSON {type(record).__name__}; expected an object")
-    _check_fields(record, _LINE | ({_FIRST_OLD: _NUMBERS} if _FIRST_OLD in record else {}), where, "")
+    optional = {name: check for name, check in _OPTIONAL.items() if name in record}
+    _check_fields(record, _LINE | optional, where, "")
     for name, checks in _FIELDS.items():
         _check_fields(record[name], checks, where, f"{name}.")
     return record

@@ -19,9 +19,9 @@ class GenerationSpec:
 
 def load_generation_spec(checkpoint: Path) -> GenerationSpec:
     """Read generation_config.json, else config.json. Raises ConfigError naming file and key."""
-    config = _load_json(checkpoint / "config.json")
+    config = load_json(checkpoint / "config.json")
     generation = checkpoint / "generation_config.json"
-    overrides = _load_json(generation) if generation.is_file() else {}
+    overrides = load_json(generation) if generation.is_file() else {}
     vocab_size = config.get("vocab_size")
     if not isinstance(vocab_size, int):
         raise ConfigError([f"{checkpoint / 'config.json'}: vocab_size is {vocab_size!r}; a number was expected"])
@@ -42,11 +42,12 @@ def load_family_options(checkpoint: Path) -> dict[str, Any]:
     """Arguments of the server that the model's family needs; none for a checkpoint of no family here."""
     if not (checkpoint / "config.json").is_file():
         return {}
-    family = FAMILIES.get(_load_json(checkpoint / "config.json").get("model_type", ""))
+    family = FAMILIES.get(load_json(checkpoint / "config.json").get("model_type", ""))
     return {} if family is None else dict(family.server_options)
 
 
-def _load_json(file: Path) -> dict[str, Any]:
+def load_json(file: Path) -> dict[str, Any]:
+    """The object in a file. Raises ConfigError naming the file."""
     try:
         content = json.loads(file.read_text())
     except (OSError, json.JSONDecodeError) as error:

@@ -19,10 +19,11 @@ import httpx
 import torch
 
 from megarl.config.errors import ConfigError
+from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import DeadlineError
 from megarl.rollout.served_model import load_family_options
-from megarl.rollout.server_options import check_options, render_options
+from megarl.rollout.server_options import check_attention, check_options, render_options
 
 STANDINS = Path(__file__).parent / "standins"
 MODELS = Path(__file__).parent / "models"
@@ -37,6 +38,13 @@ LONGEST_IN_SCRATCH = "abcdefgh/torch-shm-dir-abcdef/manager.sock"
 """The random end of a scratch folder's name, and the longest socket in it: torch's; SGLang's are /tmpabcdefgh"""
 FIRST_PORT = 20000
 """Ray's own ports are below this one."""
+FLOAT32_ON_GPU = {
+    # The RMSNorm of sgl_kernel is compiled for 16-bit numbers alone; this is SGLang's switch for PyTorch's operations.
+    "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",
+    # Triton would round the float32 numbers of a product to TF32, whose fraction has 10 bits.
+    "TRITON_F32_DEFAULT": "ieee",
+}
+"""What a server with rollout.dtype=float32 needs on a GPU, beside an attention backend that takes float32"""
 
 
 class ServerError(RuntimeError):
@@ -72,9 +80,9 @@ def build_command(
 ) -> list[str]:
     """The command line of one server. weight_version: the version of the checkpoint's weights.
 
-    Raises ConfigError for keys of `rollout.sglang` that SGLang does not have.
+    Raises ConfigError for keys of `rollout.sglang` that SGLang does not have, or that do not take the dtype.
     """
-    problems = check_options(config.sglang)
+    problems = [*check_options(config.sglang), *(check_attention(config) if has_cuda() else ())]
     if not has_cuda() and config.kv_cache_tokens is None:
         # By default SGLang takes most of the machine's memory and zero-fills it for minutes.
         problems.append("rollout.kv_cache_tokens: null; on a CPU it must be a number of tokens")
@@ -100,9 +108,19 @@ def build_command(
     if config.max_staleness > 0:
         # Verification of a weight sync and evaluations do not wait for prefetched responses.
         options |= {"enable_priority_scheduling": True}
+    if config.offload is not None and has_cuda():
+        # Without it, as on a CPU, SGLang takes the same calls and keeps the memory.
+        options |= {"enable_memory_saver": True}
+    if config.router_replay:
+        # Requests that share cached tokens are all told the experts of the one that computed them last, which near a
+        # tie are not those with which each sampled its first token.
+        options |= {"enable_return_routed_experts": True, "disable_radix_cache": True}
     options |= load_family_options(checkpoint)
     if not has_cuda():
         options |= {"device": "cpu", "attention_backend": "torch_native"}
+    elif config.dtype is Dtype.float32:
+        # On Hopper SGLang takes FlashAttention 3 by default, whatever the dtype.
+        options |= {"attention_backend": "triton"}
     return [sys.executable, "-m", "sglang.launch_server", *render_options(options | config.sglang)]
 
 
@@ -115,6 +133,8 @@ def build_environment(config: RolloutConfig, scratch: Path, *, shares_gpus: bool
     path = [str(MODELS)]
     environment |= {
         "TMPDIR": str(scratch),
+        # SGLang compiles kernels with the `ninja` that it finds there; a wheel of ours brings it.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         # A file instead of torch's TCP store, which would listen on every interface.
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
         # Plain decoder models are found without importing all 200 of SGLang's model files.
@@ -128,6 +148,8 @@ def build_environment(config: RolloutConfig, scratch: Path, *, shares_gpus: bool
         # Roles use more of some GPUs than of others. SGLang, which counts with the least that is free on any, takes
         # that for processes of somebody else and would refuse; where the GPUs are the server's own it is right.
         environment.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "false")
+    if has_cuda() and config.dtype is Dtype.float32:
+        environment = FLOAT32_ON_GPU | environment
     if not has_cuda():
         path.insert(0, str(STANDINS))
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(config.num_threads)}

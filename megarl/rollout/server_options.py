@@ -5,12 +5,14 @@ import functools
 import importlib.util
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError, find_nearest_key
+from megarl.config.schema.roles import Dtype
+from megarl.config.schema.rollout import RolloutConfig
 
 OWN_OPTIONS = {
     "model_path": "model.path",
@@ -24,10 +26,16 @@ OWN_OPTIONS = {
     "custom_weight_loader": "no key: weight syncs use it",
     "weight_version": "no key: the trainer sets it",
     "tp_size": "rollout.tp",
+    "enable_return_routed_experts": "rollout.router_replay",
     "api_key": "no key: one is made for servers that listen on the network",
+    "enable_memory_saver": "rollout.offload",
     "admin_api_key": "no key: one is made for servers that listen on the network",
 }
 """Arguments that megarl sets itself, with the key that determines them"""
+
+
+FLOAT32_ATTENTION = ("triton", "torch_native", "flex_attention")
+"""SGLang's attention backends that take float32; those of FlashAttention, FlashInfer and TensorRT-LLM do not"""
 
 
 def _is_number(value: Any, *types: type) -> bool:
@@ -133,6 +141,18 @@ def check_options(options: Mapping[str, Any]) -> list[str]:
         elif value is not None and (right := _find_right(known[key], value)) is not None:
             problems.append(f"rollout.sglang.{key}: found {value!r}; SGLang takes {right}")
     return problems
+
+
+def check_attention(config: RolloutConfig) -> Iterator[str]:
+    """One message for each attention backend of a GPU in `rollout.sglang` that does not take rollout.dtype=float32."""
+    if config.dtype is Dtype.float32:
+        for key in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+            found = config.sglang.get(key)
+            if found is not None and found not in FLOAT32_ATTENTION:
+                yield (
+                    f"rollout.sglang.{key}: found {found!r} with rollout.dtype=float32, which it does not take;"
+                    f" {' or '.join(FLOAT32_ATTENTION)}, or rollout.dtype=bfloat16"
+                )
 
 
 def _find_right(option: Option, value: Any) -> str | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megarl.rollout.routed_experts import build_routed_experts
 from megarl.types import FinishReason, Rollout, Sequences
 
 
@@ -47,6 +48,7 @@ def build_sequences(rollout: Rollout) -> Sequences:
         tokens=torch.tensor([token for pair in pairs for ids in pair for token in ids], dtype=torch.int64),
         lengths=torch.tensor([len(p) + len(r) for p, r in pairs], dtype=torch.int64),
         prompt_lengths=torch.tensor([len(p) for p, _ in pairs], dtype=torch.int64),
+        routed_experts=build_routed_experts(rollout.samples),
     )
 
 

@@ -12,6 +12,7 @@ from megarl.checkpoint.manifest import CheckpointError
 from megarl.cluster.waiting import WorkerError
 from megarl.config.checks.config import describe_sizes
 from megarl.config.errors import ConfigError
+from megarl.config.placement import find_server_offload
 from megarl.config.schema.root import Config
 from megarl.data.sampler import PromptSampler
 from megarl.interfaces import DeadlineError, TrainBackend, wait_all
@@ -111,9 +112,11 @@ class _Attempts:
                     )
                     raise
                 self.say_restart(error, num_restarts)
-            if lost and self.resources.servers is not None:
-                # The next attempt starts them: after the roles, where they share GPUs.
-                self.resources.servers.end(lost)
+            if self.resources.servers is not None:
+                # The next attempt starts them: after the roles, where they share GPUs. Servers that give memory back
+                # begin anew: the roles are built beside them, and nobody knows what this attempt has left them.
+                gives_back = find_server_offload(self.config) is not None
+                self.resources.servers.end(self.resources.servers.names if gives_back else lost)
 
     def attempt(self) -> Summary:
         """Train from the newest checkpoint, or from the start where there is none."""

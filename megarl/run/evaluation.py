@@ -4,7 +4,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -65,7 +65,7 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
     ConfigError, before any process is started, for problems that only the inputs reveal.
     """
     config = next(iter(configs.values()))
-    rollout, evaluate = config.rollout, config.evaluate
+    rollout, evaluate = replace(config.rollout, offload=None), config.evaluate
     inputs = load_evaluation_inputs(configs)
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(contextlib.closing(Progress(sys.stdout)))

@@ -4,7 +4,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ from megarl.checkpoint.lock import locking
 from megarl.cluster.nodes import Cluster
 from megarl.cluster.opened import open_ray
 from megarl.cluster.servers import running_servers
+from megarl.cluster.turns import Turns
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.allocation import is_restarted
-from megarl.config.placement import SERVERS, is_sharing, list_groups, place
+from megarl.config.placement import SERVERS, find_server_offload, is_sharing, list_groups, place, take_turns
 from megarl.config.schema.rollout import Transport
 from megarl.config.schema.root import Config
 from megarl.data.sampler import PromptSampler
@@ -25,6 +26,7 @@ from megarl.rollout.client import SGLangClient
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.journal import Journal
+from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter
 from megarl.run.inputs import Inputs
 from megarl.sync.disk import DiskSync
@@ -80,10 +82,11 @@ def open_resources(config: Config, inputs: Inputs, log_dir: Path) -> Iterator[Ru
     groups = list_groups(config)
     slots = place(config.cluster, groups)
     shares_gpus = is_sharing(slots)
+    rollout = replace(config.rollout, offload=find_server_offload(config))
     with (
         open_ray(config.cluster, sum(group.num_processes for group in groups)) as cluster,
         running_servers(
-            config.rollout,
+            rollout,
             inputs.checkpoint,
             log_dir,
             config.seed,
@@ -113,41 +116,39 @@ def open_components(
     Where they share GPUs, the workers are started before the servers. journal: stores what is sampled, for a resumed
     run; None: nothing does.
     """
-    rollout = config.rollout
     with contextlib.ExitStack() as stack:
-        groups = _start_groups(stack, config, inputs, resources, run_dir / "logs", report)
-        urls = resources.start_servers().result()
-        engine = SGLangEngine(
-            urls,
-            inputs.checkpoint,
-            rollout,
-            inputs.tokenizer,
-            seed=config.seed,
-            check_processes=resources.check_servers,
-            api_key=resources.api_key,
-        )
-        stack.callback(engine.close)
+        turns = Turns(take_turns(config))
+        groups = _start_groups(stack, config, inputs, resources, run_dir / "logs", report, turns)
+        engine = stack.enter_context(contextlib.closing(_build_engine(config, inputs, resources)))
         # Clients of its own: cancelling prefetched responses must not break the calls of a sync.
         clients = [stack.enter_context(contextlib.closing(client.copy())) for client in engine.clients]
-        sync = build_sync(config, inputs, groups[Role.policy], clients, resources, run_dir)
+        offloader = _build_offloader(config, clients, turns)
+        sync = build_sync(config, inputs, groups[Role.policy], clients, resources, run_dir, offloader)
         stack.callback(sync.close)
         yield TrainerComponents(
             policy=groups[Role.policy],
             critic=groups.get(Role.critic),
             reference=groups.get(Role.reference),
             engine=engine,
-            collector=Collector(engine, inputs.reward, temperature=rollout.temperature, journal=journal),
+            collector=Collector(engine, inputs.reward, temperature=config.rollout.temperature, journal=journal),
             sync=sync,
             sampler=PromptSampler(inputs.data.train, config.seed),
             heldout=inputs.data.heldout[: config.train.num_eval_prompts],
             report=report,
             rollout_file=_open_rollout_file(stack, run_dir) if config.logger.save_rollouts else None,
             servers=resources.servers,
+            offloader=offloader,
         )
 
 
 def _start_groups(
-    stack: contextlib.ExitStack, config: Config, inputs: Inputs, resources: RunResources, log_dir: Path, report: Report
+    stack: contextlib.ExitStack,
+    config: Config,
+    inputs: Inputs,
+    resources: RunResources,
+    log_dir: Path,
+    report: Report,
+    turns: Turns,
 ) -> dict[Role, WorkerGroup]:
     """Start the workers of every role; waits for them and for the servers."""
     slots = place(config.cluster, list_groups(config))
@@ -155,12 +156,13 @@ def _start_groups(
     with report.phase("start"):
         for role, spec in inputs.specs.items():
             start_s = config.cluster.worker_start_deadline_s
-            groups[role] = WorkerGroup(spec, log_dir, resources.cluster, slots[role.value], start_s)
+            groups[role] = WorkerGroup(spec, log_dir, resources.cluster, slots[role.value], start_s, turns)
             stack.callback(groups[role].close)
         starting = {role: group.start() for role, group in groups.items()}
         wait_started(list(starting.values()), resources.start_servers, roles_first=is_sharing(slots))
         for role, started in starting.items():
-            report.message(f"{role.value}: {started.result()}")
+            for line in started.result().splitlines():
+                report.message(f"{role.value}: {line}")
     for name, taken in slots.items():
         if where := resources.cluster.describe(taken):
             report.message(f"{name}: on {where}")
@@ -180,6 +182,26 @@ def wait_started(
     wait_all([start_servers(), *roles])
 
 
+def _build_engine(config: Config, inputs: Inputs, resources: RunResources) -> SGLangEngine:
+    """Waits for the servers."""
+    return SGLangEngine(
+        resources.start_servers().result(),
+        inputs.checkpoint,
+        config.rollout,
+        inputs.tokenizer,
+        seed=config.seed,
+        check_processes=resources.check_servers,
+        api_key=resources.api_key,
+    )
+
+
+def _build_offloader(config: Config, clients: Sequence[SGLangClient], turns: Turns) -> ServerOffloader:
+    """From here on the servers give their memory back before each call of a role, with rollout.offload."""
+    offloader = ServerOffloader(clients, find_server_offload(config))
+    turns.free_servers = offloader.release
+    return offloader
+
+
 def build_sync(
     config: Config,
     inputs: Inputs,
@@ -187,11 +209,13 @@ def build_sync(
     clients: Sequence[SGLangClient],
     resources: RunResources,
     run_dir: Path,
+    offloader: ServerOffloader,
 ) -> DiskSync | ShardSync:
     """The weight sync that rollout.transport selects."""
     rollout, host = config.rollout, resources.cluster.host
     ranks = Ranks(policy, clients, rollout, inputs.architecture, host, run_dir / "sync_plan.md")
     common: dict[str, Any] = {"policy_dtype": config.policy.dtype, "check_processes": resources.check_servers}
+    common["offloader"] = offloader
     if rollout.transport is Transport.disk:
         return DiskSync(policy, clients, rollout, run_dir / "sync", inputs.probe_tokens, ranks=ranks, **common)
     common |= {"scratch": resources.cluster.scratch, "host": host}

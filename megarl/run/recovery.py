@@ -21,14 +21,18 @@ class Recovery:
         say: Callable[[str], None],
         max_restarts: int,
         reconnect: Callable[[], None] = lambda: None,
+        *,
+        restarts_all: bool = False,
     ):
         """servers: None where they cannot be restarted. say: called with a message for each loss. max_restarts: in a
-        row, for one call of `run`. reconnect: called after each restart.
+        row, for one call of `run`. reconnect: called after each restart. restarts_all: where one is lost, the others
+        are restarted too.
         """
         self._servers = servers
         self._say = say
         self._reconnect = reconnect
         self._max_restarts = max_restarts
+        self._restarts_all = restarts_all
 
     def run(self, ask: Callable[[], T], refill: Callable[[], object] = lambda: None) -> T:
         """The result of `ask`, repeated where servers were lost.
@@ -65,6 +69,6 @@ class Recovery:
             error.add_note(f"{losses}; rollout.max_server_restarts={self._max_restarts} have been made in a row")
             return False
         self._say(f"{losses}; restart {num_restarts + 1} of at most {self._max_restarts}")
-        self._servers.restart(lost)
+        self._servers.restart(self._servers.names if self._restarts_all else lost)
         self._reconnect()
         return True

@@ -18,14 +18,14 @@ _LAYOUT = ("parallel.", "recompute", "recompute_method", "recompute_num_layers",
 
 MAY_CHANGE = (
     *("train.num_iterations", "train.max_minutes", "train.max_samples", "train.stop_at_heldout_reward"),
-    *("train.eval_every", "train.num_eval_prompts", "train.tokens_per_microbatch"),
+    *("train.eval_every", "train.num_eval_prompts", "train.tokens_per_microbatch", "train.deterministic"),
     "algo.value_pretrain.taken_from",
     *("checkpoint.", "cluster.", "evaluate.", "logger."),
     *(f"{role}.{name}" for role in ("policy", "critic") for name in _LAYOUT),
     *(f"{role}.optimizer.overlap_{what}" for role in ("policy", "critic") for what in ("grad_reduce", "param_gather")),
     *("reference.parallel.", "reference.offload"),
     *("rollout.num_servers", "rollout.tp", "rollout.transport", "rollout.sync_bucket_mb", "rollout.kv_cache_tokens"),
-    *("rollout.max_running_requests", "rollout.num_threads", "rollout.max_server_restarts"),
+    *("rollout.max_running_requests", "rollout.num_threads", "rollout.offload", "rollout.max_server_restarts"),
     *("rollout.startup_deadline_s", "rollout.request_deadline_s", "rollout.sync_deadline_s"),
     "rollout.max_probe_logprob_gap",
 )
@@ -40,6 +40,7 @@ DECIDES = (
     *(f"{role}.{name}" for role in ("policy", "critic") for name in ("optimizer.", "dtype", "fp8", "fp8_recipe")),
     *("critic.updates_per_policy_update", "critic.init", "reference.dtype"),
     *("rollout.response_length", "rollout.temperature", "rollout.dtype", "rollout.max_staleness", "rollout.sglang"),
+    "rollout.router_replay",
 )
 """The keys that determine what is learned, named as in MAY_CHANGE; of two names of a key the longer one counts."""
 

@@ -12,6 +12,7 @@ from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import TrainBackend
 from megarl.rollout.calls import StopFlag, run_in_parallel
 from megarl.rollout.client import SGLangClient, abort_all
+from megarl.rollout.offload import ServerOffloader
 from megarl.sync.probe import Probe, compute_policy_logprobs
 from megarl.sync.ranks import Ranks
 from megarl.sync.steps import explain_lost_servers, sync_step
@@ -33,6 +34,7 @@ class DiskSync:
         policy_dtype: Dtype,
         check_processes: Callable[[], None] | None = None,
         ranks: Ranks | None = None,
+        offloader: ServerOffloader | None = None,
     ):
         """Arguments that need a word:
 
@@ -40,10 +42,12 @@ class DiskSync:
         them: the probe text alone decides.
         directory: is visible to policy and servers alike (a run's is in its run directory) and used by nothing else.
         check_processes: raises RuntimeError with exit status and log of a server that is down.
+        offloader: what the servers have given back; None: nothing ever.
 
         Each version is written to a subdirectory; the last one stays until the next publish or `close`.
         """
         self._policy = policy
+        self._offloader = offloader or ServerOffloader()
         self._clients = list(clients)
         self._config = config
         self._directory = directory
@@ -64,14 +68,15 @@ class DiskSync:
         target = self._directory / f"v{version}"
         self._directory.mkdir(parents=True, exist_ok=True)
         self._policy.export_weights(target).result()
+        # Before the servers take their memory again: they give it back for each call of the policy.
+        expected = compute_policy_logprobs(self._policy, self._probe.token_ids)
         exported = time.monotonic()
         with VersionBump(version) as bump, explain_lost_servers(self._check_processes):
-            with replacing_weights(self._clients, bump):
+            with replacing_weights(self._clients, bump, self._offloader):
                 self._load_all(target)
                 loaded = time.monotonic()
                 if self._ranks is not None:
                     self._ranks.verify(self._ranks.session or self._ranks.handshake())
-            expected = compute_policy_logprobs(self._policy, self._probe.token_ids)
             gap = self._probe.measure(self._clients, expected)
         self._remove_others(target)
         return {

@@ -25,7 +25,11 @@ class SharedBuffer:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         """Raises GpuMemoryError."""
         _enter(device)
-        self._pointer = _check(driver.cuMemAlloc(num_bytes), f"allocate {num_bytes} bytes")
+        if torch.cuda.mem_get_info(device)[0] < num_bytes:
+            torch.cuda.empty_cache()
+        self._pointer = _check(
+            driver.cuMemAlloc(num_bytes), f"allocate {num_bytes} bytes (a smaller rollout.sync_bucket_mb needs less)"
+        )
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",

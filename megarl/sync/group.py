@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -16,42 +16,45 @@ from megarl.sync.plan import Bucket
 
 PATIENCE = 10
 """The group's own timeout over the deadline of a wait, which is thus always the first to expire"""
+ABORT_DEADLINE = timedelta(seconds=30)
 POLL_S = 5e-5
-PAIR_CHANNELS = 8
-"""Channels (CTAs) of an NCCL communicator of two ranks, whose buffers are in proportion to them: plenty for a network
-port, and an eighth of the buffers of the 64 that NCCL may take."""
 
 
 class GroupTransport(BucketTransport):
-    """Sends buckets over a process group of its own, whose ranks are the training ranks, then the server ranks.
-
-    With NCCL all ranks share one communicator, or each pair of `pairs` has one: NCCL lets no two ranks of a
-    communicator be on the same GPU, as colocated ranks are.
+    """Sends buckets over a process group of its own, with NCCL over one communicator of all its ranks: torch would
+    make one for each pair of them, each with buffers of its own.
     """
 
     def __init__(
         self,
         spec: Mapping[str, Any],
         rank: int,
+        *,
+        is_source: bool,
         device: torch.device,
-        pairs: Iterable[tuple[int, int]] | None = None,
+        pairs: Sequence[tuple[int, int]] | None = None,
+        name: str = "all",
     ) -> None:
-        """Waits for all ranks.
+        """Waits for all ranks of the group.
 
-        rank: in the group. pairs: (training rank, server rank) that exchange buckets where ranks share GPUs; None:
-        none does. Raises TransportError where not all join within the deadline.
+        spec: as of `open_transport`. rank: within its side. pairs: (training rank, server rank) that exchange buckets
+        in this group, whose ranks they are; no two of these may be on the same GPU; None: all ranks of both sides.
+        name: of the group among those of a sync. Raises TransportError where not all join within the deadline.
         """
-        self._num_sources, self._device = spec["num_sources"], device
-        self._timeout = timedelta(seconds=spec["deadline_s"])
-        size = spec["num_sources"] + spec["num_targets"]
+        self._device, self._timeout = device, timedelta(seconds=spec["deadline_s"])
+        sources, targets = range(spec["num_sources"]), range(spec["num_targets"])
+        members = [(True, source) for source in sources] + [(False, target) for target in targets]
+        if pairs is not None:
+            used = {(True, source) for source, _ in pairs} | {(False, target) for _, target in pairs}
+            members = [member for member in members if member in used]
+        self._numbers = {member: number for number, member in enumerate(members)}
         try:
-            self._group: Any = _open_group(spec, rank, size, device, pairs is not None)
+            self._group: Any = _open_group(spec, self._numbers[is_source, rank], len(members), device, name)
         except RuntimeError as error:
             raise TransportError(
-                f"the {size} ranks of the weight sync did not all join within {self._timeout}: {error}"
+                f"the {len(members)} ranks of the weight sync did not all join within {self._timeout}: {error}"
             ) from error
-        if pairs is not None:
-            self._connect(rank, pairs)
+        self._connect(is_source, rank, pairs or ())
 
     def sending(self, buckets: Sequence[Bucket], fill: Fill) -> Iterator[None]:
         slots = self._make_slots(buckets)
@@ -61,7 +64,7 @@ class GroupTransport(BucketTransport):
             self._wait(works[slot], "sent to")
             message = slots[slot][: bucket.num_bytes]
             fill(bucket, message)
-            works[slot] = bucket, self._group.send([message], self._num_sources + bucket.target, 0)
+            works[slot] = self._start_send(bucket, message)
             yield
         for work in works:
             self._wait(work, "sent to")
@@ -73,7 +76,7 @@ class GroupTransport(BucketTransport):
         def start(number: int) -> None:
             if number < len(buckets):
                 message = slots[number % NUM_SLOTS][: buckets[number].num_bytes]
-                works[number % NUM_SLOTS] = buckets[number], self._group.recv([message], buckets[number].source, 0)
+                works[number % NUM_SLOTS] = self._start_receive(buckets[number], message)
 
         for number in range(NUM_SLOTS):
             start(number)
@@ -87,36 +90,43 @@ class GroupTransport(BucketTransport):
         group, self._group = self._group, None
         if group is not None and self._device.type == "cuda":
             # What still runs on the GPU waits for ranks that may be gone. gloo ends with the last reference.
-            group.abort()
+            group._set_default_timeout(ABORT_DEADLINE)
+            with suppress(RuntimeError):
+                group.abort()
 
-    def _connect(self, rank: int, pairs: Iterable[tuple[int, int]]) -> None:
-        """Exchange a byte over each pair, in an order common to all: NCCL connects two ranks when both first call, and
-        in the middle of a sync one might wait for the other in a circle.
+    def _connect(self, is_source: bool, rank: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Exchange a byte over each pair, in an order common to all: NCCL connects two ranks when both first call. In
+        the middle of a sync, with buckets on other ways in between, ranks could so wait for each other in a circle.
         """
         byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
         for source, target in sorted(pairs):
             bucket = Bucket(source, target, ())
-            if rank == source:
-                self._wait((bucket, self._group.send([byte], self._num_sources + target, 0)), "connected to")
-            elif rank == self._num_sources + target:
-                self._wait((bucket, self._group.recv([byte], source, 0)), "connected from")
+            if (is_source, rank) == (True, source):
+                self._wait(self._start_send(bucket, byte), "sent to")
+            elif (is_source, rank) == (False, target):
+                self._wait(self._start_receive(bucket, byte), "received from")
 
     def _make_slots(self, buckets: Sequence[Bucket]) -> list[Tensor]:
         largest = max((bucket.num_bytes for bucket in buckets), default=0)
         return [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(NUM_SLOTS)]
 
+    def _start_send(self, bucket: Bucket, message: Tensor) -> tuple[Bucket, dist.Work]:
+        with _naming(bucket, "sent to"):
+            return bucket, self._group.send([message], self._numbers[False, bucket.target], 0)
+
+    def _start_receive(self, bucket: Bucket, message: Tensor) -> tuple[Bucket, dist.Work]:
+        with _naming(bucket, "received from"):
+            return bucket, self._group.recv([message], self._numbers[True, bucket.source], 0)
+
     def _wait(self, work: tuple[Bucket, dist.Work] | None, what: str) -> None:
         if work is None:
             return
         bucket, pending = work
-        try:
+        with _naming(bucket, what):
             if self._device.type == "cuda":
                 self._poll(pending)
             else:
                 pending.wait(self._timeout)
-        except RuntimeError as error:
-            other = f"server rank {bucket.target}" if what.endswith("to") else f"training rank {bucket.source}"
-            raise TransportError(f"a bucket was not {what} {other}: {error}") from error
 
     def _poll(self, work: dist.Work) -> None:
         """Wait for NCCL. With a timeout torch's own wait polls every 10 ms, in which two buckets could have passed."""
@@ -129,7 +139,17 @@ class GroupTransport(BucketTransport):
         work.wait()
 
 
-def _open_group(spec: Mapping[str, Any], rank: int, size: int, device: torch.device, in_pairs: bool) -> Any:
+@contextmanager
+def _naming(bucket: Bucket, what: str) -> Iterator[None]:
+    """Turns an error of the group into a TransportError that names the other end."""
+    try:
+        yield
+    except RuntimeError as error:
+        other = f"server rank {bucket.target}" if what == "sent to" else f"training rank {bucket.source}"
+        raise TransportError(f"a bucket was not {what} {other}: {error}") from error
+
+
+def _open_group(spec: Mapping[str, Any], rank: int, size: int, device: torch.device, name: str) -> Any:
     """A process group outside torch.distributed's registry: the processes at both ends have default groups already.
 
     Any: torch's stubs know neither the groups' options nor that they are process groups.
@@ -137,9 +157,9 @@ def _open_group(spec: Mapping[str, Any], rank: int, size: int, device: torch.dev
     timeout = timedelta(seconds=spec["deadline_s"])
     store: dist.Store
     if spec["file"]:
-        store = dist.FileStore(spec["file"], size)
+        store = dist.FileStore(f"{spec['file']}-{name}", size)
     else:
-        store = dist.TCPStore(spec["host"], spec["port"], size, False, timeout)
+        store = dist.PrefixStore(name, dist.TCPStore(spec["host"], spec["port"], size, False, timeout))
     # NCCL waits for missing ranks without end.
     if store.add("arrived", 1) == size:
         store.set("all arrived", "")
@@ -150,13 +170,10 @@ def _open_group(spec: Mapping[str, Any], rank: int, size: int, device: torch.dev
     if device.type != "cuda":
         options._devices = [_make_device(kind, spec)]
         return kind(store, rank, size, options)
-    if in_pairs:
-        options.config.max_ctas = PAIR_CHANNELS
     with without_watchdog():
         group = kind(store, rank, size, options)
-    if not in_pairs:
-        # Otherwise torch makes a communicator for each pair at its first message.
-        group.eager_connect_single_device(device)
+    # Otherwise torch makes a communicator for each pair at its first message.
+    group.eager_connect_single_device(device)
     return group
 
 

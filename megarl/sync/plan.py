@@ -12,6 +12,10 @@ from megarl.sync.slices import Piece, TensorSlice
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+SMALL = 1e-5
+"""Share of what a server rank holds, below which a tensor is no reason for one more pair of ranks, each of which costs
+buffers: norms and biases, of which every tensor-parallel rank has a replica"""
+
 Pieces = Mapping[int, Sequence[Piece]]
 """The pieces that each rank holds, by rank"""
 
@@ -96,8 +100,9 @@ def build_plan(
 
     sources: pieces of the training ranks, replicas included. targets: pieces of the server ranks. dtypes: of the
     servers' tensors, by name. is_near: whether a training rank and a server rank are on the same node. Among replicas a
-    near rank is chosen before others, then the one with the least to send so far, largest rectangles first. Raises
-    LayoutError for a part of a server's tensor that no training rank holds.
+    near rank is chosen before others, for SMALL tensors one that sends to this rank already, then the one with the
+    least to send so far; largest rectangles first. Raises LayoutError for a part of a server's tensor that no training
+    rank holds.
     """
     holders = _find_holders(sources)
     wanted = []
@@ -106,13 +111,19 @@ def build_plan(
             wanted += [(rank, number, piece, region) for region in _cover(piece, holders)]
     wanted.sort(key=lambda item: (-item[3].size, item[0], item[1], item[3]))
     loads = dict.fromkeys(sources, 0)
+    small = {rank: SMALL * sum(piece.region.size for piece in pieces) for rank, pieces in targets.items()}
     chosen: dict[tuple[int, int], list[tuple[int, Copy]]] = defaultdict(list)
     for rank, number, piece, region in wanted:
         whole = next(held for held in holders[piece.whole] if held.intersect(region))
-        source, own = min(
-            holders[piece.whole][whole],
-            key=lambda holder, rank=rank: (not is_near(holder[0], rank), loads[holder[0]], holder[0]),  # type: ignore[misc]
-        )
+        is_small = region.size < small[rank]
+
+        def prefer(
+            holder: tuple[int, Piece], rank: int = rank, is_small: bool = is_small
+        ) -> tuple[bool, bool, int, int]:
+            source, _ = holder
+            return not is_near(source, rank), is_small and (source, rank) not in chosen, loads[source], source
+
+        source, own = min(holders[piece.whole][whole], key=prefer)
         copy = Copy(
             own.tensor, own.locate(region), piece.tensor, piece.locate(region), ITEM_SIZES[dtypes[piece.tensor]]
         )

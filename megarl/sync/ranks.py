@@ -50,16 +50,22 @@ class Session:
     """The process id of each training rank"""
 
     @property
-    def far(self) -> list[tuple[int, int]]:
-        """The pairs (training rank, server rank) that exchange weights from one node to another."""
+    def near(self) -> list[tuple[int, int]]:
+        """The pairs (training rank, server rank) that exchange weights within a node."""
         sources, targets = self.nodes
-        return [(source, target) for source, target in self.plan.copies if sources[source] != targets[target]]
+        return [(source, target) for source, target in self.plan.copies if sources[source] == targets[target]]
 
     @property
-    def near(self) -> list[tuple[int, int]]:
-        """Those that do so within a node."""
-        far = set(self.far)
-        return [pair for pair in self.plan.copies if pair not in far]
+    def far(self) -> list[list[tuple[int, int]]]:
+        """Those that do so from one node to another, in a list for each node of server ranks: of the ranks in it no two
+        share a GPU, although each GPU may have a training rank and a server rank.
+        """
+        sources, targets = self.nodes
+        lists: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for source, target in self.plan.copies:
+            if sources[source] != targets[target]:
+                lists[targets[target]].append((source, target))
+        return list(lists.values())
 
 
 class Ranks:

@@ -15,6 +15,7 @@ from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig, Transport
 from megarl.interfaces import TrainBackend
 from megarl.rollout.client import SGLangClient
+from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.server import is_loopback
 from megarl.sync.memory import SHARED_MEMORY
 from megarl.sync.probe import Probe, compute_policy_logprobs
@@ -43,12 +44,15 @@ class ShardSync:
         host: str,
         policy_dtype: Dtype,
         check_processes: Callable[[], None] | None = None,
+        offloader: ServerOffloader | None = None,
     ) -> None:
         """Arguments that need a word:
 
         host: the address on which this process listens. scratch: a folder that all ranks see, used where `host` is a
         loopback address. check_processes: raises RuntimeError with exit status and log of a server that is down.
+        offloader: what the servers have given back; None: nothing ever.
         """
+        self._offloader = offloader or ServerOffloader()
         self._policy, self._clients, self._config, self._ranks = policy, list(clients), config, ranks
         self._probe = Probe(probe_tokens, config, policy_dtype, has_checksums=True)
         self._scratch, self._host = scratch, host
@@ -66,7 +70,7 @@ class ShardSync:
         expected = compute_policy_logprobs(self._policy, self._probe.token_ids)
         times.mark("probe")
         with VersionBump(version) as bump, explain_lost_servers(self._check_processes):
-            with replacing_weights(self._clients, bump):
+            with replacing_weights(self._clients, bump, self._offloader):
                 times.mark("pause")
                 session, num_bytes = self._transfer(times)
                 self._ranks.verify(session)

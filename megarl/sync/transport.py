@@ -17,10 +17,13 @@ from megarl.sync.plan import Bucket
 class MixedTransport(BucketTransport):
     """Through memory within a node, over a process group between nodes; buckets keep their common order."""
 
-    def __init__(self, memory: BucketTransport, group: BucketTransport, far: Iterable[tuple[int, int]]) -> None:
-        """far: the pairs (training rank, server rank) on different nodes."""
-        self._parts = (memory, group)
-        self._far = set(far)
+    def __init__(
+        self, memory: BucketTransport, groups: Sequence[tuple[BucketTransport, Iterable[tuple[int, int]]]]
+    ) -> None:
+        """groups: each with its pairs (training rank, server rank); all other pairs use memory."""
+        self._memory = memory
+        self._ways = {pair: group for group, pairs in groups for pair in pairs}
+        self._parts = (memory, *(group for group, _ in groups))
 
     def sending(self, buckets: Sequence[Bucket], fill: Fill) -> Iterator[None]:
         return self._walk(buckets, lambda part, own: part.sending(own, fill))
@@ -44,7 +47,7 @@ class MixedTransport(BucketTransport):
             yield from rest
 
     def _pick(self, bucket: Bucket) -> BucketTransport:
-        return self._parts[(bucket.source, bucket.target) in self._far]
+        return self._ways.get((bucket.source, bucket.target), self._memory)
 
 
 def open_transport(
@@ -65,18 +68,23 @@ def open_transport(
     - `memory`: `way` (a value of `Way`: "ipc", "pinned", or "pageable", which is also the only one between CPUs),
       `directories` (one for each training rank, in /dev/shm, that it creates) and `slot_bytes` (of the largest bucket).
     - `group`: `host`, and `file` (the rendezvous, which all ranks see) or else `port` (of a TCPStore at `host`).
-    - `mixed`: the keys of both; `far`: the pairs [training rank, server rank] that use the group.
+    - `mixed`: the keys of both; `far`: the pairs [training rank, server rank] that use a group, in a list for each
+      group. No two ranks of a group may be on the same GPU, which NCCL refuses.
     """
-    group_rank = rank if is_source else spec["num_sources"] + rank
     if spec["kind"] == "group":
-        return GroupTransport(spec, group_rank, device)
-    far = {(source, target) for source, target in spec.get("far", ())}
-    near = [peer for peer in peers if (peer, rank) not in far]
+        return GroupTransport(spec, rank, is_source=is_source, device=device)
+    far = [[(source, target) for source, target in pairs] for pairs in spec.get("far", ())]
+    near = [peer for peer in peers if not any((peer, rank) in pairs for pairs in far)]
     memory = MemoryTransport(spec, rank, is_source=is_source, device=device, peers=near)
     if spec["kind"] == "memory":
         return memory
+    groups: list[tuple[BucketTransport, list[tuple[int, int]]]] = []
     try:
-        return MixedTransport(memory, GroupTransport(spec, group_rank, device, far), far)
+        for number, pairs in enumerate(far):
+            if rank in {pair[0 if is_source else 1] for pair in pairs}:
+                group = GroupTransport(spec, rank, is_source=is_source, device=device, pairs=pairs, name=str(number))
+                groups.append((group, pairs))
     except BaseException:
-        memory.close()
+        MixedTransport(memory, groups).close()
         raise
+    return MixedTransport(memory, groups)

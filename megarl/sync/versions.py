@@ -6,6 +6,7 @@ from types import TracebackType
 
 from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError
 from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient
+from megarl.rollout.offload import ServerOffloader
 from megarl.sync.steps import CLEAN_UP_DEADLINE_S, paused, sync_step, updating
 
 
@@ -48,12 +49,28 @@ class VersionBump:
 
 
 @contextlib.contextmanager
-def replacing_weights(clients: Sequence[SGLangClient], bump: VersionBump) -> Iterator[None]:
-    """Within the block the servers are paused in a weight update and serve no version; afterwards that of `bump`."""
+def explain_memory(what: str) -> Iterator[None]:
+    """Turns a refused, lost or late call within the block into a SyncError; the cause names the server."""
+    try:
+        yield
+    except (RequestError, ConnectionLostError, DeadlineError) as error:
+        raise SyncError(f"a server did not take the memory of {what} again: {error}") from error
+
+
+@contextlib.contextmanager
+def replacing_weights(clients: Sequence[SGLangClient], bump: VersionBump, offloader: ServerOffloader) -> Iterator[None]:
+    """Within the block the servers are paused in a weight update and serve no version; afterwards that of `bump`.
+
+    They take the memory of their weights again before it, and that of their KV cache after it.
+    """
     with paused(clients):
         for client in clients:
             with sync_step(client, "withdrawal of the weight version"):
                 client.set_weight_version(UNPUBLISHED)
+        with explain_memory("the weights"):
+            offloader.resume_weights()
         with updating(clients):
             yield
+        with explain_memory("the KV cache"):
+            offloader.resume_cache()
         bump.apply(clients)

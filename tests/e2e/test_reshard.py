@@ -5,7 +5,9 @@ import hashlib
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,16 +137,32 @@ def assert_holds(client: SGLangClient, shards: list[dict[str, Tensor]]) -> None:
             assert found[name] == hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest()[:16], name
 
 
-@pytest.mark.parametrize("transport", list(Transport)[:2])
+def locate_apart(locate: Callable[[], Any]) -> Any:
+    """As if the second training rank were on another node: its buckets go over a process group, the first one's through
+    memory.
+    """
+    (sources, targets), pids = locate()
+    return ([sources[0], "another"], targets), pids
+
+
+@pytest.mark.parametrize(
+    ("transport", "kind"),
+    [(Transport.colocated, "memory"), (Transport.split, "group"), (Transport.colocated, "mixed")],
+    ids=["memory", "group", "mixed"],
+)
 def test_every_server_rank_holds_its_shard_of_the_policy_and_no_byte_moved_twice(
     transport: Transport,
+    kind: str,
     policy: tuple[WorkerGroup, Path],
     client: SGLangClient,
     config: RolloutConfig,
     checkpoint: Path,
     tiny_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sync = make_sync(policy, client, RolloutConfig(**{**vars(config), "transport": transport}), checkpoint)
+    if kind == "mixed":
+        monkeypatch.setattr(sync._ranks, "_locate", partial(locate_apart, sync._ranks._locate))
     client.pause()
     client.begin_update()
     write_directly(client, read_shards(tiny_checkpoint))
@@ -155,6 +173,10 @@ def test_every_server_rank_holds_its_shard_of_the_policy_and_no_byte_moved_twice
         assert_holds(client, read_shards(checkpoint))
         assert client.load_weight_version() == version
     assert metrics["sync/bytes_over_bound"] == 1.0
+    session = sync._ranks.session
+    assert session is not None
+    assert {source for source, _ in session.near} == ({0} if kind == "mixed" else {0, 1})
+    assert {source for pairs in session.far for source, _ in pairs} == ({1} if kind == "mixed" else set())
     assert metrics["sync/probe_logprob_gap"] < 1e-4
     assert 0 < metrics["sync/verify_share"] < 1
     sync.close()

@@ -35,6 +35,10 @@ class FakeServers:
         names = [f"SGLang server {i}/{num_servers}" for i in range(num_servers)]
         self.all = {name: FakeServer(name, build_policy(vocab_size), lost="it was not started") for name in names}
 
+    @property
+    def names(self) -> list[str]:
+        return list(self.all)
+
     def start(self) -> Done[list[str]]:
         self.restart([name for name, server in self.all.items() if server.lost])
         return Done(list(self.all))

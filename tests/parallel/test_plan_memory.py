@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_runs import measure_saves
 from layout_runs import launch
 from plan_runs import measure_roles
 
@@ -17,7 +18,7 @@ from megarl.hf.checkpoint import resolve_checkpoint
 from megarl.mcore.worker_spec import Role
 from megarl.plan.estimate import count_job
 from megarl.plan.jobs import build_jobs, find_models
-from megarl.plan.roles import StageMemory, estimate_stages
+from megarl.plan.roles import StageMemory, compute_saved, estimate_stages
 from megarl.run.inputs import build_specs
 
 pytestmark = pytest.mark.slow
@@ -112,3 +113,28 @@ def test_the_planned_peak_is_within_a_tenth_of_the_measured_one(name: str, measu
     parts = stages[0]
     # Neither the parameters alone nor the activations alone make the peak.
     assert 0.1 * parts.peak < parts.activations + parts.head + parts.work < 0.9 * parts.peak
+
+
+def test_the_planned_memory_of_a_save_is_within_a_tenth_of_the_measured_one(tmp_path: Path) -> None:
+    """On a CPU what goes to the host and the buffers that it goes through are in the same memory. The gathered state
+    fills while the buffers are there; weights are copied once they are gone.
+    """
+    runs: dict[str, tuple[str, str]] = {
+        "sharded": ("policy.parallel={num_processes: 2}", "policy.dtype=bfloat16"),
+        "split": ("policy.parallel={num_processes: 2, tp: 2, sp: true}", "policy.dtype=float32"),
+    }
+    specs, planned = {}, {}
+    for name, overrides in runs.items():
+        config = load_config(["algo=grpo", "model=tiny", *overrides, "model.random={num_layers: 4, hidden_size: 256}"])
+        job = build_jobs(config, find_models(config), on_gpu=False)["policy"]
+        (stage,) = estimate_stages(job, count_job(config, job))
+        specs[name] = build_specs(config, Path(resolve_checkpoint(config.model, tmp_path)))[Role.policy]
+        saved = [compute_saved(job, stage.parameters, rank) for rank in range(2)]
+        own = 4 * stage.parameters.total // 2 if name == "sharded" else stage.gathered
+        state = 12 * stage.parameters.total
+        planned[name] = [max(x, state + stage.gathered) if x else own for x in saved]
+    found = launch(2, measure_saves, specs)
+    for name, expected in planned.items():
+        ratios = [plan / measured for plan, measured in zip(expected, found[name], strict=True)]
+        print(f"{name}: planned / measured {ratios}, measured {found[name]}")
+        assert all(abs(ratio - 1) <= WITHIN for ratio in ratios), ratios

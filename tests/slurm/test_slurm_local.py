@@ -45,7 +45,7 @@ def test_local_takes_the_options_of_sbatch_and_refuses_what_does_not_fit(tmp_pat
 def test_a_users_configuration_directory_is_passed_on_by_its_full_path(tmp_path: Path) -> None:
     (tmp_path / "mine" / "algo").mkdir(parents=True)
     (tmp_path / "mine" / "algo" / "my_algo.yaml").write_text("# @package _global_\ndefaults: [vapo]\n")
-    done = call(tmp_path, "--local", "--nodes=2", "--config-dir=mine", "algo=my_algo", "model=qwen3_8b")
+    done = call(tmp_path, "--local", "--nodes=1", "--config-dir=mine", "algo=my_algo", "model=qwen3_8b")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"-m megarl.train cluster=slurm --config-dir={tmp_path}/mine algo=my_algo" in done.stdout
     missing = call(tmp_path, "--local", "--config-dir=other", "algo=vapo", "model=qwen32b")

@@ -10,9 +10,11 @@ from megarl.config.checks.compute import check_compute
 from megarl.config.checks.parallel import check_overlap, check_parallel, find_nearest_divisor
 from megarl.config.checks.ranges import MAX_STALENESS, check_ranges
 from megarl.config.checks.texts import check_texts
+from megarl.config.placement import find_server_offload
 from megarl.config.schema.algo import LARGEST_KL_ERROR, KLConfig, OverlongConfig, needs_full_kl, needs_reference
 from megarl.config.schema.hardware import check_hardware
 from megarl.config.schema.model import ModelSource
+from megarl.config.schema.rollout import NO_QUANTIZED_WEIGHTS
 from megarl.config.schema.root import Config
 from megarl.config.schema.train import TrainConfig
 
@@ -22,6 +24,8 @@ _SIZES = (
     *("eval_every", "num_eval_prompts", "max_samples"),
 )
 """Keys of `train` that are 1 or more, or null."""
+_QUANTIZES = ("quantization", "quantize_and_serve", "modelopt_quant", "rl_quant_profile")
+"""SGLang's options that make a server hold other weights than the policy's."""
 MAX_SAMPLES = 2**20
 """Responses that are held at a time, a hundred times those of the largest published runs (8192 an iteration)"""
 MAX_TOKENS = 2**32
@@ -155,9 +159,24 @@ def _check_rollout(config: Config) -> Iterator[str]:
     yield from _check_overlong(config.algo.overlong, rollout.response_length)
     if rollout.max_staleness > 0:
         yield from check_older_samples(config.algo, f"rollout.max_staleness: {rollout.max_staleness} found")
+        if (offload := find_server_offload(config)) is not None:
+            yield (
+                f"rollout.offload: found {offload.name} with rollout.max_staleness={rollout.max_staleness}, where"
+                " servers generate while the roles compute; null, or rollout.max_staleness=0"
+            )
     for key in ("top_p", "top_k", "min_p"):
         if key in rollout.sglang:
             yield f"rollout.sglang.{key}: refused; log-probs are of the full distribution, not of a truncated one"
+    chunk = rollout.sglang.get("chunked_prefill_size")
+    if rollout.router_replay and isinstance(chunk, int) and chunk <= 0:
+        yield (
+            f"rollout.sglang.chunked_prefill_size: found {chunk} with rollout.router_replay; SGLang holds the experts"
+            " of one chunk and ends where a prompt is longer: it must be above 0, or left out"
+        )
+    found = {key: rollout.sglang[key] for key in _QUANTIZES if rollout.sglang.get(key)}
+    if rollout.sglang.get("load_format") == "flash_rl":
+        found["load_format"] = "flash_rl"
+    yield from (f"rollout.sglang.{key}: found {value!r}; {NO_QUANTIZED_WEIGHTS}" for key, value in found.items())
     if rollout.kv_cache_tokens is not None and rollout.kv_cache_tokens < longest:
         yield (
             f"rollout.kv_cache_tokens: found {rollout.kv_cache_tokens}; one sequence may have"

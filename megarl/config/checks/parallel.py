@@ -31,8 +31,8 @@ def check_parallel(key: str, parallel: ParallelConfig, samples_per_minibatch: in
 
 def check_overlap(key: str, optimizer: OptimizerConfig) -> Iterator[str]:
     """One message per problem of the optimizer under `key`."""
-    if optimizer.overlap_param_gather and not optimizer.overlap_grad_reduce:
-        yield f"{key}.overlap_param_gather: found true, which needs {key}.overlap_grad_reduce=true as well"
+    if optimizer.overlap_param_gather and optimizer.overlap_grad_reduce is False:
+        yield f"{key}.overlap_param_gather: found true, which needs {key}.overlap_grad_reduce=true, or null"
 
 
 def _check_product(key: str, parallel: ParallelConfig, samples_per_minibatch: int) -> Iterator[str]:

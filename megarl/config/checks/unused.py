@@ -7,6 +7,7 @@ from megarl.algo.registry import needs_critic
 from megarl.config.checks.algo_keys import Dead, find_dead_keys, list_declared_keys
 from megarl.config.checks.rule import Rule
 from megarl.config.checks.size_rules import SIZE_RULES, decays
+from megarl.config.placement import find_server_offload
 from megarl.config.schema.data import FileDataConfig
 from megarl.config.schema.model import ModelSource
 from megarl.config.schema.roles import Recompute
@@ -69,6 +70,12 @@ RULES: tuple[Rule, ...] = (
         ("rollout.sync_bucket_mb",),
         lambda c: c.rollout.transport is not Transport.disk,
         "with rollout.transport=disk; it counts with colocated or split",
+    ),
+    Rule(
+        ("rollout.offload",),
+        lambda c: find_server_offload(c) is not None,
+        "where servers share no GPU with a role; it counts with cluster.placement=colocated",
+        switch=True,
     ),
     Rule(
         ("cluster.placement",),
@@ -137,7 +144,7 @@ COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
                 "model.megatron",
                 *("cluster.cpu_threads_per_worker", "cluster.worker_start_deadline_s", "cluster.call_deadline_s"),
                 *("rollout.sync_deadline_s", "rollout.max_probe_logprob_gap", "rollout.max_staleness"),
-                *("rollout.transport", "rollout.sync_bucket_mb", "cluster.hardware"),
+                *("rollout.transport", "rollout.sync_bucket_mb", "rollout.offload", "cluster.hardware"),
             ),
             lambda c: False,
             "in an evaluation, which has no training processes; it counts in python -m megarl.train",

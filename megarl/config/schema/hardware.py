@@ -26,6 +26,10 @@ class HardwareConfig:
     """Bandwidth out of a GPU to others of its node, in one direction, in 1e9 bytes a second."""
     network_gb_s: float = 0.0
     """Bandwidth out of a GPU to other nodes, in one direction, in 1e9 bytes a second."""
+    pcie_gb_s: float = 64.0
+    """Bandwidth between a GPU and its host, in one direction, in 1e9 bytes a second; of PCIe 5.0 with 16 lanes."""
+    disk_gb_s: float = 5.0
+    """What a node reads from or writes to the shared file system, in 1e9 bytes a second; as measured, not a peak."""
     host_memory_gib: float = 0.0
     """Memory of a node in GiB."""
 

@@ -132,10 +132,12 @@ class OptimizerConfig:
     """Added to the denominator of Adam's update."""
     clip_grad: float = 1.0
     """Largest global norm of the gradient of one optimizer step; larger ones are scaled down to it. 0: not clipped."""
-    overlap_grad_reduce: bool = False
-    """Reduce gradients over data-parallel ranks while the backward pass still runs."""
-    overlap_param_gather: bool = False
-    """Gather updated weights from data-parallel ranks while the next forward pass runs; needs overlap_grad_reduce."""
+    overlap_grad_reduce: bool | None = None
+    """Reduce gradients over data-parallel ranks while the backward pass still runs. null: on a GPU, where dp * cp is
+    above 1."""
+    overlap_param_gather: bool | None = None
+    """Gather updated weights from data-parallel ranks while the next forward pass runs; needs overlap_grad_reduce.
+    null: where overlap_grad_reduce is automatic, on with it."""
 
     def count_decay_steps(self, steps_per_iteration: int) -> int | None:
         """Optimizer steps after which the rate is min_lr; None where neither key says."""

@@ -6,16 +6,31 @@ from typing import Any
 
 from megarl.config.schema.roles import Dtype
 
+NO_QUANTIZED_WEIGHTS = (
+    "servers hold the policy's weights in rollout.dtype=float32 or bfloat16: SGLang replaces weights by quantized ones"
+    " of another shape as it loads them, which a weight sync cannot write and its checksums cannot verify"
+    " (docs/weight-sync.md, Quantized servers)"
+)
+
 
 class Transport(Enum):
     """How weights travel from the policy to the servers."""
 
     colocated = "colocated"
-    """Memory that the processes of one machine share"""
+    """Within a node memory that its processes share, of the GPU where they have one; between nodes as `split`"""
     split = "split"
     """Point to point over a process group (NCCL; gloo on a CPU)"""
     disk = "disk"
     """A checkpoint directory that policy and servers see"""
+
+
+class ServerOffload(Enum):
+    """What the servers give back of their GPUs' memory while roles that share these GPUs compute."""
+
+    kv_cache = "kv_cache"
+    """The KV cache"""
+    all = "all"
+    """The same and the weights"""
 
 
 @dataclass
@@ -26,7 +41,7 @@ class RolloutConfig:
     """Sampling temperature: logits are divided by it, in sampling and in every log-prob of training. The evaluations
     during training are greedy."""
     dtype: Dtype = Dtype.bfloat16
-    """Type of the servers' weights, activations and KV cache."""
+    """Type of the servers' weights, activations and KV cache. Weights are not quantized (docs/weight-sync.md)."""
     num_servers: int = 1
     """Number of SGLang servers; requests are distributed among them."""
     tp: int = 1
@@ -35,6 +50,9 @@ class RolloutConfig:
     """Maximum number of requests that a server processes at the same time."""
     kv_cache_tokens: int | None = None
     """Tokens of KV cache per server; null lets SGLang decide (on a CPU it must be a number)."""
+    offload: ServerOffload | None = None
+    """What the servers give back of their GPUs' memory while roles that share these GPUs compute, and take again before
+    they generate; null: nothing. Needs max_staleness=0."""
     num_threads: int = 1
     """CPU threads of a server's forward pass; without effect on a GPU."""
     startup_deadline_s: float = 300.0
@@ -47,8 +65,8 @@ class RolloutConfig:
     transport: Transport = Transport.colocated
     """How weights travel from the policy to the servers."""
     sync_bucket_mb: int = 64
-    """Maximum size of one message of weights, in MiB. Each rank holds two; with transport=colocated, shared memory
-    holds two for each pair of a training rank and a server rank that exchange weights."""
+    """Maximum size of one message of weights, in MiB. Each rank holds two; with transport=colocated a training rank
+    holds two, on its GPU from the first sync on or in shared memory, and a server rank one during the sync."""
     max_server_restarts: int = 3
     """How many times servers that are lost in the same rollout or sync are restarted with the current weights, before
     the run ends with the error. 0: no restart. With max_staleness > 0 a lost server ends the attempt instead."""
@@ -57,6 +75,10 @@ class RolloutConfig:
     train on it. 0: on-policy, the servers wait for each update. n: responses of up to n further iterations are
     generated while the trainer works, and continue with the new weights after each update; the loss then needs
     algo.mismatch.correction, or is that of algo=topr."""
+    router_replay: bool = False
+    """Only for a mixture of experts: the policy sends each token to the experts to which the servers sent it (R3,
+    2510.11370), and how often its own routers would have chosen the same is logged. false, because of what it costs, a
+    byte for each token, layer and expert; mismatch/* tells whether a model needs it."""
     max_probe_logprob_gap: float | None = None
     """A larger |log-prob difference| / max(1, |log-prob|) between servers and policy on a token of the probe text after
     a sync is a warning. null: the bound follows from the dtype and the run's earlier gaps (docs/weight-sync.md)."""

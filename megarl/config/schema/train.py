@@ -39,6 +39,10 @@ class TrainConfig:
     """End cleanly after the iteration in which this many minutes have passed since the processes started; a
     resumed run counts from 0 again. null: no limit."""
 
+    deterministic: bool = False
+    """Training processes on GPUs use kernels that give the same weights from the same rollouts, and are slower for it
+    (docs/reliability.md, On a GPU). On a CPU they always do."""
+
     @property
     def num_prompts(self) -> int:
         """Prompts of one iteration."""

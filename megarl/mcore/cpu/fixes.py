@@ -1,4 +1,4 @@
-"""Corrections of three Megatron-Core 0.16.1 modules for machines without CUDA, applied by the import hook."""
+"""Corrections of two Megatron-Core 0.16.1 modules for machines without CUDA, applied by the import hook."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -34,57 +34,6 @@ def _fix_random(module: ModuleType) -> None:
     module.CudaRNGStatesTracker.fork = fork
 
 
-def _initial_adam_state(param: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What torch.optim.AdamW holds of a parameter before its first step."""
-    return {
-        # The fused kernel reads it where the parameter is.
-        "step": torch.zeros((), dtype=torch.float32, device=param.device),
-        "exp_avg": torch.zeros_like(param, requires_grad=False),
-        "exp_avg_sq": torch.zeros_like(param, requires_grad=False),
-    }
-
-
-def _fix_distrib_optimizer(module: ModuleType) -> None:
-    """The distributed optimizer's load, for torch.optim.AdamW in place of the fused Adam of TE or Apex.
-
-    The stock one copies every key of the optimizer state, `step` included, from a checkpoint that has no
-    `step` per parameter, and leaves one step tensor shared by all parameters, so that each step counts once
-    per parameter. It takes `fused` and `foreach` from the checkpoint too, which TE's or Apex's does not have.
-    """
-    cls = module.DistributedOptimizer
-    stock_load = cls.load_state_dict
-    stock_sharded_state_dict = cls.sharded_state_dict
-
-    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-        group_index, group_order = self.model_param_group_index_map[model_param]
-        main_param = self.optimizer.param_groups[group_index]["params"][group_order]
-        destination = {"param": main_param, **self.optimizer.state[main_param]}
-        with torch.no_grad():
-            for key, value in destination.items():
-                if key in tensors:
-                    value.copy_(tensors[key])
-
-    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        kernels = [{key: group.get(key) for key in ("fused", "foreach")} for group in self.optimizer.param_groups]
-        stock_load(self, state_dict)
-        for group, kernel in zip(self.optimizer.param_groups, kernels, strict=True):
-            group.update(kernel)
-        for param, state in self.optimizer.state.items():
-            if "step" in state:
-                state["step"] = state["step"].to(param.device, torch.float32, copy=True)
-
-    def sharded_state_dict(self: Any, model_sharded_state_dict: Any, is_loading: bool = False, **rest: Any) -> Any:
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                if not self.optimizer.state[param]:
-                    self.optimizer.state[param].update(_initial_adam_state(param))
-        return stock_sharded_state_dict(self, model_sharded_state_dict, is_loading, **rest)
-
-    cls._set_main_param_and_optimizer_states = set_states
-    cls.load_state_dict = load_state_dict
-    cls.sharded_state_dict = sharded_state_dict
-
-
 def _fix_mappings(module: ModuleType) -> None:
     """tensor_parallel.mappings gathers and scatters parts of different sizes, which Gloo cannot: they are padded."""
     stock_gather: Callable[..., torch.Tensor] = module._gather_along_first_dim
@@ -118,5 +67,4 @@ def _fix_mappings(module: ModuleType) -> None:
 FIXES: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.tensor_parallel.mappings": _fix_mappings,
     "megatron.core.tensor_parallel.random": _fix_random,
-    "megatron.core.optimizer.distrib_optimizer": _fix_distrib_optimizer,
 }

@@ -15,6 +15,9 @@ from megarl.hf.cache import default_cache_dir
 from megarl.mcore.cpu import fixes as cpu_fixes
 
 ROOTS = ("megatron.core",)
+NEED_GPU = ("transformer_engine", "flash_mla")
+"""Packages of the CUDA lock that Megatron would import, and that cannot be loaded, or cannot compute, without a driver:
+FlashMLA is linked against libcuda.so.1, and Megatron gives Transformer Engine's optimizer every tensor."""
 STANDIN = "_megarl_cuda"
 
 
@@ -152,11 +155,15 @@ class CpuLoader(SourceFileLoader):
 
 
 class CpuFinder(MetaPathFinder):
-    """Finds the modules of `ROOTS` where they are and has `CpuLoader` load them."""
+    """Finds the modules of `ROOTS` where they are and has `CpuLoader` load them; those of `NEED_GPU` it finds nowhere,
+    so that Megatron is the same with the packages of the CUDA lock as with those of the CPU lock.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if fullname in NEED_GPU:
+            raise ModuleNotFoundError(f"{fullname} is not used on a machine without CUDA", name=fullname)
         if not any(fullname == root or fullname.startswith(root + ".") for root in ROOTS):
             return None
         spec = PathFinder.find_spec(fullname, path, target)

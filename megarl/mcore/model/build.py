@@ -31,6 +31,7 @@ from megarl.mcore.batch import PackedParams
 from megarl.mcore.device import device
 from megarl.mcore.model.architecture import check_layout
 from megarl.mcore.model.experts import build_expert_fields, check_expert_options, mark_experts
+from megarl.mcore.model.fast import build_fast_fields, check_fast_fields, find_kernels, fuse_weight_gradients
 from megarl.mcore.model.layer_spec import build_block_spec, uses_transformer_engine
 from megarl.mcore.model.layers import ValueHead
 from megarl.mcore.role_fields import ROLE_KEYS
@@ -90,16 +91,10 @@ def _layout_fields(parallel: ParallelConfig) -> dict[str, Any]:
     }
 
 
-# Defaults that model.megatron may change. Those which need compiled extensions are off.
-_DEFAULTS: dict[str, Any] = {
-    "gradient_accumulation_fusion": False,
-    "apply_rope_fusion": False,
-    "masked_softmax_fusion": False,
-    "persist_layer_norm": False,
-    "bias_dropout_fusion": False,
-    "bias_activation_fusion": False,
-    "moe_router_dtype": "fp32",
-}
+# Beside those of `build_fast_fields`. Every dispatcher but these two asks for micro-batches of one length; flex needs
+# DeepEP's package and network, alltoall what every collective needs.
+_DEFAULTS: dict[str, Any] = {"moe_router_dtype": "fp32", "moe_token_dispatcher_type": "alltoall"}
+"""Defaults that model.megatron may change."""
 
 
 def build_config(
@@ -115,21 +110,23 @@ def build_config(
     Raises ValueError that names the key for an unknown field, one that something else decides, and sizes
     that the layout does not divide.
     """
-    own = _own_fields(arch, parallel, dtype)
-    problems = [*_check_fields(megatron, own), *check_layout(arch, parallel, "parallel", megatron)]
+    own, kernels = _own_fields(arch, parallel, dtype), find_kernels()
+    problems = [*_check_fields(megatron, own), *check_fast_fields(arch, megatron, kernels)]
+    problems += check_layout(arch, parallel, "parallel", megatron)
     if problems:
         raise ValueError("; ".join(problems))
-    return TransformerConfig(**{**_DEFAULTS, **own, **megatron, **(role_fields or {})})
+    fast = build_fast_fields(arch, megatron, kernels)
+    return TransformerConfig(**{**_DEFAULTS, **fast, **own, **megatron, **(role_fields or {})})
 
 
 def check_options(arch: Architecture, spec: WorkerSpec) -> list[str]:
     """What is wrong with a role's model.megatron; one message each, naming the key, or Megatron's own words."""
     own = _own_fields(arch, spec.parallel, spec.dtype)
-    problems = _check_fields(spec.megatron, own)
+    problems = [*_check_fields(spec.megatron, own), *check_fast_fields(arch, spec.megatron, None)]
     if not problems:
         try:
             TransformerConfig(**{**_DEFAULTS, **own, **spec.megatron})
-        except (ValueError, AssertionError) as error:
+        except (ValueError, AssertionError, ImportError) as error:
             problems.append(f"model.megatron: refused by Megatron with this layout: {error}")
     return problems
 
@@ -145,6 +142,8 @@ def _check_fields(megatron: dict[str, Any], own: dict[str, Any]) -> list[str]:
         elif key in ROLE_KEYS:
             name = ROLE_KEYS[key]
             problems.append(f"model.megatron.{key}: found {value!r}; set policy.{name} and critic.{name} instead")
+        elif key == "deterministic_mode":
+            problems.append(f"model.megatron.{key}: found {value!r}; set train.deterministic instead")
         elif key in own:
             problems.append(
                 f"model.megatron.{key}: decided by the checkpoint, the role's layout and dtype, or here ({own[key]!r})"
@@ -180,6 +179,9 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         self, arch: Architecture, config: TransformerConfig, with_value_head: bool, vp_stage: int | None = None
     ) -> None:
         """vp_stage: which of this rank's pieces of the model it is; None: the only one."""
+        fuses = config.gradient_accumulation_fusion
+        # Megatron's own layers, of which the output layer is one, ask for Apex' kernel.
+        config.gradient_accumulation_fusion = fuses and find_kernels().apex
         super().__init__(
             config=config,
             transformer_layer_spec=build_block_spec(arch, config, vp_stage),
@@ -196,6 +198,9 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             rope_scaling=arch.rope_factor is not None,
             rope_scaling_factor=arch.rope_factor or 1.0,
         )
+        config.gradient_accumulation_fusion = fuses
+        if fuses:
+            fuse_weight_gradients(self)
         self.arch, self.with_value_head = arch, with_value_head
         if self.post_process:
             if with_value_head:
@@ -241,7 +246,7 @@ def wrap_chunks(
     chunks: Sequence[PackedGPT], config: TransformerConfig, optimizer: OptimizerConfig | None
 ) -> list[torch.nn.Module]:
     """Megatron's Float16Module where the dtype is bfloat16, and its DistributedDataParallel where they are
-    trained (there is an `optimizer`).
+    trained (there is an `optimizer`, after `resolve_overlap`).
     """
     wrapped: list[torch.nn.Module] = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
     for chunk in wrapped:
@@ -251,8 +256,8 @@ def wrap_chunks(
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=optimizer.overlap_grad_reduce,
-        overlap_param_gather=optimizer.overlap_param_gather,
+        overlap_grad_reduce=bool(optimizer.overlap_grad_reduce),
+        overlap_param_gather=bool(optimizer.overlap_param_gather),
     )
     # The communication of later pieces runs beside the computation of others in any case: one bucket each.
     return [

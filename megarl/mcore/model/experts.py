@@ -16,8 +16,6 @@ def build_expert_fields(arch: Architecture, parallel: ParallelConfig) -> dict[st
     fields: dict[str, Any] = {
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.etp,
-        # Megatron asks for it with micro-batches that differ in length, even of dense models.
-        "moe_token_dispatcher_type": "alltoall",
     }
     experts = arch.experts
     if experts is None:
@@ -56,6 +54,12 @@ def check_expert_options(megatron: dict[str, Any], with_experts: bool) -> Iterat
             yield f"model.megatron.{key}: found {value!r}, but the model has no experts; leave it out"
         elif value is not None and (not isinstance(value, int | float) or value < 0):
             yield f"model.megatron.{key}: found {value!r}; it must be a number of 0 or more"
+    dispatcher = megatron.get("moe_token_dispatcher_type", "alltoall")
+    if dispatcher not in ("alltoall", "flex"):
+        yield (
+            f"model.megatron.moe_token_dispatcher_type: found {dispatcher!r}; it must be alltoall or flex, since"
+            " micro-batches differ in length"
+        )
     if "moe" in (megatron.get("recompute_modules") or ()):
         # The router is told its micro-batch by the layer, which is not run again.
         yield "model.megatron.recompute_modules: found moe, which is not built here; recompute=full is"

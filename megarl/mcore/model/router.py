@@ -1,4 +1,4 @@
-"""The router of a mixture of experts, its load-balancing terms, and what it tells of the experts' load.
+"""The router of a mixture of experts, its load-balancing terms, replayed routes, and what it tells of both.
 
 Megarl's terms are sums over whole sequences and over tokens, divided by the counts of the whole minibatch, so that
 their gradient does not depend on the layout or on how the minibatch was cut into micro-batches. Megatron's own are
@@ -39,6 +39,42 @@ class Load:
     """float64 [2]: this rank's part of the load-balancing and of the z-loss term, without coefficients"""
 
 
+class Replay:
+    """Given experts in place of those with the highest scores, which are weighed by the router's own scores (R3,
+    2510.11370): the gradient reaches the router through these.
+
+    Takes the place of Megatron's RouterReplay, which is one list for the whole process: which of its entries a
+    recomputed layer takes depends on the order of the backward passes, and a reference in the policy's process would
+    replay the policy's routes. A layer that runs again here brings its micro-batch with it.
+    """
+
+    def __init__(self) -> None:
+        self.experts: Tensor | None = None
+        """[S, top_k], 1 + numbers of experts, or 0 where the router chooses; None: it chooses everywhere"""
+        self.is_counting = False
+        self.counts: Tensor | None = None
+        """float64 [2]: tokens whose set of experts is also the router's own, tokens with given experts"""
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        """scores [S, E], choose: Megatron's choice -> scores and numbers of the experts of each token [S, topk]."""
+        own: Tensor
+        own_scores, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.experts is None:
+            return own_scores, own
+        given = self.experts.long() - 1
+        exists = given[:, :1] >= 0
+        if self.is_counting:
+            same = (given.sort(-1).values == own.sort(-1).values).all(-1)
+            counts = torch.stack([same.sum(), exists.sum()]).double()
+            self.counts = counts if self.counts is None else self.counts + counts
+        experts = torch.where(exists, given, own)
+        # In the order of the router's own choice: where the sets are equal, so is every bit of what follows.
+        chosen, order = scores.gather(1, experts).sort(dim=-1, descending=True, stable=True)
+        return chosen, experts.gather(1, order)
+
+
 class Router(TopKRouter):  # type: ignore[misc]
     """Megatron's top-k router, with load-balancing terms per sequence and token in place of its own.
 
@@ -56,6 +92,8 @@ class Router(TopKRouter):  # type: ignore[misc]
     load: Load | None = None
     packed: PackedSeqParams | None = None
     """Parameters of the micro-batch at hand, set by the layer"""
+    router_replay: Replay | None
+    """None: the router chooses the experts"""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         """Move and convert everything but the correction bias, which is moved and keeps its float32 numbers."""
@@ -74,14 +112,14 @@ class Router(TopKRouter):  # type: ignore[misc]
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [S, 1, E] -> weights and bool map [S, E]"""
+        if self.router_replay is not None:
+            self._take_experts(self.router_replay)
         weights, routes = super().routing(logits, padding_mask)
         if not self.training or not torch.is_grad_enabled() or self.load is None:
             return weights, routes
         assert self.packed is not None
         logits = logits.view(-1, self.num_experts)
-        numbers = self.packed.sequence_numbers
-        if self.config.sequence_parallel:
-            numbers = numbers.chunk(self.tp_group.size())[self.tp_group.rank()]
+        numbers = self._take_share(self.packed.sequence_numbers)
         real = numbers >= 0
         self.load.tokens += routes[real].sum(0)
         losses = []
@@ -94,6 +132,20 @@ class Router(TopKRouter):  # type: ignore[misc]
             losses.append(self.config.moe_z_loss_coeff * z)
             self.load.terms[1] += z.detach()
         return (MoEAuxLossAutoScaler.apply(weights, sum(losses)) if losses else weights), routes
+
+    def _take_experts(self, replay: Replay) -> None:
+        assert self.packed is not None
+        experts = self.packed.routed_experts
+        replay.experts = None if experts is None else self._take_share(experts[:, self.layer_number - 1])
+        # In the evaluation alone, whose weights are those that the servers had: see compute_load_metrics.
+        replay.is_counting = not self.training
+
+    def _take_share(self, tokens: Tensor) -> Tensor:
+        """This rank's part of what is given for all tokens of the micro-batch, along the first dimension."""
+        if not self.config.sequence_parallel:
+            return tokens
+        part: Tensor = tokens.chunk(self.tp_group.size())[self.tp_group.rank()]
+        return part
 
     def _balance(self, logits: Tensor, routes: Tensor, numbers: Tensor) -> Tensor:
         """This rank's part of the load-balancing term: its tokens' probabilities with the whole sequences' routes."""
@@ -135,6 +187,14 @@ def find_routers(chunks: Sequence[torch.nn.Module]) -> Iterator[Router]:
                 yield module
 
 
+def replay_routes(chunks: Sequence[torch.nn.Module]) -> None:
+    """Have the routers take the experts that come with the micro-batches, where they do."""
+    for router in find_routers(chunks):
+        router.router_replay = Replay()
+        # The fused router asks nobody.
+        router.config.moe_router_fusion = False
+
+
 def start_minibatch(chunks: Sequence[torch.nn.Module], num_sequences: int, num_tokens: int) -> None:
     """Tell the routers the counts of the whole minibatch that their terms are divided by."""
     for router in find_routers(chunks):
@@ -146,24 +206,31 @@ def compute_load_metrics(chunks: Sequence[torch.nn.Module], name: str) -> dict[s
     """Load of the experts in the minibatch, averaged over layers; {} for a dense model. All ranks must call it.
 
     NAME/moe_max_load: tokens of the busiest expert of a layer over those of an average one; NAME/moe_aux_loss and
-    NAME/moe_z_loss: the terms without their coefficients, where these are not 0.
+    NAME/moe_z_loss: the terms without their coefficients, where these are not 0. NAME/moe_routing_agreement: with
+    replayed routes, the share of tokens and layers whose set of experts is also the router's own choice, in the
+    evaluations since the last call, where there were any.
     """
     config: Any = chunks[0].config
     if config.num_moe_experts is None:
         return {}
-    size = (config.num_layers, config.num_moe_experts + 2)
+    size = (config.num_layers, config.num_moe_experts + 4)
     table = torch.zeros(size, dtype=torch.float64, device=device())
     # A stage may have dense layers alone.
     for router in find_routers(chunks):
         assert router.load is not None, "start_minibatch comes before"
-        table[router.layer_number - 1] = torch.cat([router.load.tokens, router.load.terms])
+        agreed = router.load.terms.new_zeros(2)
+        if (replay := router.router_replay) is not None and replay.counts is not None:
+            agreed, replay.counts = replay.counts, None
+        table[router.layer_number - 1] = torch.cat([router.load.tokens, router.load.terms, agreed])
     dist.all_reduce(table)
     if isinstance(config.moe_layer_freq, list):
         table = table[torch.tensor(config.moe_layer_freq, dtype=torch.bool, device=table.device)]
-    tokens, terms = table[:, :-2], table[:, -2:].mean(0).tolist()
+    tokens, terms, (num_agreed, num_given) = table[:, :-4], table[:, -4:-2].mean(0).tolist(), table[:, -2:].sum(0)
     metrics = {f"{name}/moe_max_load": float((tokens.amax(1) / tokens.mean(1)).mean())}
     if config.moe_aux_loss_coeff:
         metrics[f"{name}/moe_aux_loss"] = terms[0]
     if config.moe_z_loss_coeff:
         metrics[f"{name}/moe_z_loss"] = terms[1]
+    if num_given:
+        metrics[f"{name}/moe_routing_agreement"] = float(num_agreed / num_given)
     return metrics

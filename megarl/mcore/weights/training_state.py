@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.schema.roles import ParallelConfig
@@ -36,14 +38,17 @@ class TrainingState:
 class Writing:
     """A state on its way to disk: copied to host memory, written by a thread of this rank."""
 
-    def __init__(self, directory: Path, request: AsyncRequest) -> None:
+    def __init__(self, directory: Path, request: AsyncRequest, live: Iterable[Tensor]) -> None:
+        """live: tensors that training changes meanwhile. Others in host memory were made for this save: no copy."""
         self.directory = directory
+        places = {tensor.untyped_storage().data_ptr() for tensor in live}
         self._request = request
         self._thread: threading.Thread | None = None
         if request.async_fn is not None:
             transforms, _ = request.async_fn.args
             _, buckets, results = request.async_fn_args
-            staged = [(path, key, (items, _copy_to_host(tensors))) for path, key, (items, tensors) in buckets]
+            staged = [(path, key, (items, _copy_to_host(tensors, places))) for path, key, (items, tensors) in buckets]
+            buckets[:] = staged
             self._thread = threading.Thread(target=_write, args=(transforms, staged, results), name="megarl-save")
             self._thread.start()
 
@@ -66,8 +71,11 @@ def begin_save(directory: Path, state: TrainingState) -> Writing:
     }
     # Megatron's own queue is a process that imports the main module anew; a thread needs none.
     filesystem_async._results_queue = queue.Queue()
+    live = [tensor for chunk in state.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+    if state.optimizer is not None:
+        _separate_halves(sharded["optimizer"])
     request = dist_checkpointing.save(sharded, str(directory), async_sharded_save=True, content_metadata=dict(CONTENT))
-    return Writing(directory, request)
+    return Writing(directory, request, live)
 
 
 def load_state(directory: Path, state: TrainingState) -> None:
@@ -136,6 +144,17 @@ def _shard(state: TrainingState, *, is_loading: bool) -> ShardedStateDict:
     return sharded
 
 
+def _separate_halves(sharded: ShardedStateDict) -> None:
+    """Apply the factories that cut gate and up apart, and give each half memory of its own, a parameter at a time.
+
+    Megatron's writer would copy all halves of the optimizer's state while all whole ones are still there.
+    """
+    apply_factories(sharded)
+    for part in nested_values(sharded):
+        if isinstance(part, ShardedTensor) and part.data.untyped_storage().nbytes() != part.data.nbytes:
+            part.data = part.data.clone()
+
+
 def _take_random_state() -> dict[str, Any]:
     state = {"torch": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
     return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
@@ -153,8 +172,11 @@ def _shard_random_state(state: dict[str, Any] | None) -> ShardedObject:
     return ShardedObject("random", state, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
 
 
-def _copy_to_host(items: list[tuple[Any, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
-    return [(item, tensor.detach().to("cpu", copy=True)) for item, tensor in items]
+def _copy_to_host(items: list[tuple[Any, Tensor]], places: set[int]) -> list[tuple[Any, Tensor]]:
+    """places: addresses of storages that must be copied."""
+    return [
+        (item, tensor.detach().to("cpu", copy=tensor.untyped_storage().data_ptr() in places)) for item, tensor in items
+    ]
 
 
 def _write(transforms: list[Any], buckets: list[Any], results: "queue.Queue[Any]") -> None:

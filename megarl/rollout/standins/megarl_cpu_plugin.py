@@ -8,6 +8,8 @@ other branch on the name stays as it is. Sampling: torch.multinomial draws a ran
 the vocabulary; with 49152 entries that is a third of a decode step of a model of 135M parameters. Here each token
 takes one number, of its request's `sampling_seed` and its place in the sequence; SGLang itself reads that seed only
 with --enable-deterministic-inference, which no CPU has the kernels for.
+
+Memory that SGLang would lock for a GPU's copies, such as that of returned routed experts, stays as it is.
 """
 
 import logging
@@ -108,13 +110,18 @@ def sample_from_top_probs(
     return sample_limited(probs, top_ks, top_ps, min_ps, sampling_seed, positions)
 
 
+def lock_nothing(stock, buffer, granularity=None):
+    """SGLang's _cuda_host_register, which asks CUDA to lock the pages."""
+
+
 def register():
-    """Take the name `torch_native` in SGLang's registry of backends, and wrap its sampling functions."""
+    """Take the name `torch_native` in SGLang's registry of backends, and wrap its sampling and page-locking."""
     register_attention_backend("torch_native")(BatchedAttnBackend)
     sampler, batch_info = "sglang.srt.layers.sampler", "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
     for target, hook in {
         f"{batch_info}.from_schedule_batch": build_sampling_info,
         f"{sampler}.sampling_from_probs_torch": sample_from_probs,
         f"{sampler}.top_k_top_p_min_p_sampling_from_probs_torch": sample_from_top_probs,
+        "sglang.srt.mem_cache.pool_host.common._cuda_host_register": lock_nothing,
     }.items():
         HookRegistry.register(target, hook, HookType.AROUND)

@@ -61,10 +61,12 @@ def test_what_is_left_is_data_parallel() -> None:
 
 
 def test_overlapped_gathering_needs_overlapped_reduction() -> None:
-    (problem,) = check_overlap("policy.optimizer", OptimizerConfig(overlap_param_gather=True))
+    only_gather = OptimizerConfig(overlap_param_gather=True, overlap_grad_reduce=False)
+    (problem,) = check_overlap("policy.optimizer", only_gather)
     assert problem.startswith("policy.optimizer.overlap_param_gather: found true")
     both = OptimizerConfig(overlap_param_gather=True, overlap_grad_reduce=True)
     assert list(check_overlap("policy.optimizer", both)) == []
+    assert list(check_overlap("policy.optimizer", OptimizerConfig(overlap_param_gather=True))) == []
 
 
 @given(number=st.integers(1, 200), wanted=st.integers(1, 300))

@@ -217,6 +217,26 @@ def test_values_that_contradict_one_another_end_before_anything_starts(overrides
     assert expected in problems_of(*overrides)
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.dtype=fp8",
+        "rollout.sglang.quantization=fp8",
+        "rollout.sglang.quantize_and_serve=true",
+        "rollout.sglang.load_format=flash_rl",
+    ],
+)
+def test_quantized_weights_of_servers_are_refused_with_the_reason(override):
+    message = problems_of(override)
+    assert message.startswith(override.partition("=")[0])
+    assert override.partition("=")[2].lower() in message.lower()
+    assert "which a weight sync cannot write and its checksums cannot verify" in message
+
+
+def test_an_fp8_kv_cache_is_none_of_the_weights_and_is_passed_through():
+    assert load_config(["rollout.sglang.kv_cache_dtype=fp8_e4m3"]).rollout.sglang == {"kv_cache_dtype": "fp8_e4m3"}
+
+
 def test_all_problems_are_reported_at_once():
     message = problems_of("train.samples_per_minibatch=100", "policy.optimizer.lr=-1")
     assert "samples_per_minibatch" in message

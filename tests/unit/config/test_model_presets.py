@@ -16,11 +16,16 @@ from megarl.config.schema.root import Config
 from megarl.mcore.model.architecture import Architecture, check_layout, read_architecture
 from megarl.mcore.role_fields import build_role_fields, check_role_fields
 from megarl.mcore.worker_spec import Role
+from megarl.plan.gpus import count_gpus, place_job
 from megarl.run.inputs import build_specs
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
-GPUS = {"qwen2_7b": 16, "qwen2_5_7b": 16, "qwen3_8b": 16, "llama3_8b": 16, "qwen32b": 64, "qwen3_235b_a22b": 256}
+ON_ONE_NODE = dict.fromkeys(("qwen2_7b", "qwen2_5_7b", "qwen3_8b", "llama3_8b"), 8)
+ON_ONE_GPU = dict.fromkeys(("qwen3_0_6b", "qwen2_5_0_5b"), 1)
+GPUS = {**ON_ONE_GPU, **ON_ONE_NODE, "qwen32b": 64, "qwen3_235b_a22b": 256}
 BILLIONS = {
+    "qwen3_0_6b": 0.60,
+    "qwen2_5_0_5b": 0.49,
     "qwen2_7b": 7.62,
     "qwen2_5_7b": 7.62,
     "qwen3_8b": 8.19,
@@ -86,9 +91,9 @@ def test_the_checkpoints_have_the_published_number_of_weights(model: str) -> Non
 def test_vapo_with_a_preset_is_a_complete_job_that_fills_its_cluster(model: str) -> None:
     config = load_config(["algo=vapo", f"model={model}"])
     roles = [config.policy, config.critic]
-    servers = config.rollout.num_servers * config.rollout.tp
-    assert sum(role.parallel.num_processes for role in roles) + servers == GPUS[model]
-    assert [role.optimizer.lr for role in roles] == [1e-6, 2e-6]
+    assert count_gpus(place_job(config)) == GPUS[model]
+    assert config.cluster.num_nodes * config.cluster.gpus_per_node == GPUS[model]
+    assert [role.optimizer.lr for role in roles] == [1e-6, 1e-5 if model in ON_ONE_GPU else 2e-6]
     assert config.model.path
     assert config.data.path
     assert type(config.reward).__name__ == "MathRewardConfig"
@@ -102,9 +107,7 @@ def test_the_model_allows_the_layout_of_every_role(model: str, algo: str) -> Non
         assert not check_layout(arch, spec.parallel, role.value, spec.megatron)
         assert not list(check_role_fields(arch, spec))
     assert config.data.prompt_length + config.rollout.response_length <= arch.max_length
-    servers = config.rollout.num_servers * config.rollout.tp
-    used = sum(role.parallel.num_processes for role in list_roles(config).values())
-    assert used + servers <= GPUS[model]
+    assert count_gpus(place_job(config)) <= GPUS[model]
 
 
 @pytest.mark.parametrize("algo", ["vapo", "grpo"])

@@ -16,7 +16,7 @@ from megarl.run.resume import list_values
 
 DOCS = Path(__file__).parents[3] / "docs" / "algorithms.md"
 ALGOS = list_options("algo")
-OF_NO_SIZE = ("tiny", "tiny_moe", "smollm2_135m", "checkpoint")
+OF_NO_SIZE = ("tiny", "tiny_moe", "smollm2_135m", "qwen3_0_6b", "qwen2_5_0_5b", "checkpoint")
 MODELS = [name for name in list_options("model") if name not in OF_NO_SIZE]
 STEPS = {
     **dict.fromkeys(("ppo", "vc_ppo", "vapo", "dapo", "topr"), 16),

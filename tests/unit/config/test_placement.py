@@ -130,21 +130,24 @@ def test_a_server_larger_than_a_node_is_refused() -> None:
     assert problem == "rollout.tp: found 4; a server is on one node, which has 2 GPUs"
 
 
-def test_several_nodes_need_a_ray_that_spans_them_an_address_and_a_transport_between_them() -> None:
-    found = check("algo=vapo", "model=tiny", "cluster.num_nodes=2", "rollout.transport=colocated")
+def test_several_nodes_need_a_ray_that_spans_them_and_an_address() -> None:
+    found = check("algo=vapo", "model=tiny", "cluster.num_nodes=2")
     assert [problem.split(":")[0] for problem in found] == [
         "cluster.ray_address",
         "cluster.listen_host",
         "cluster.gpus_per_node",
-        "rollout.transport",
     ]
-    right = (
-        "cluster.ray_address=h:1",
-        "cluster.listen_host=auto",
-        "cluster.gpus_per_node=2",
-        "rollout.transport=split",
-    )
-    assert check("algo=vapo", "model=tiny", "cluster.num_nodes=2", *right) == []
+    right = ("cluster.ray_address=h:1", "cluster.listen_host=auto", "cluster.gpus_per_node=2")
+    for transport in ("colocated", "split", "disk"):
+        given = (*right, f"rollout.transport={transport}")
+        assert check("algo=vapo", "model=tiny", "cluster.num_nodes=2", *given) == []
+
+
+def test_policy_and_servers_share_the_gpus_of_several_nodes_without_a_disk() -> None:
+    nodes = ("cluster=h100x64", "cluster.ray_address=h:1", "cluster.placement=colocated")
+    given = ("algo=grpo", "model=qwen32b", *nodes)
+    assert check(*given, "rollout.transport=colocated") == []
+    assert [problem.split(":")[0] for problem in check(*given, "rollout.transport=split")] == ["rollout.transport"]
 
 
 def test_an_address_without_a_port_is_refused() -> None:

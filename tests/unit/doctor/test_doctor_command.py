@@ -1,5 +1,6 @@
 """`python -m megarl.doctor` as it is called, on this machine."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -25,7 +26,7 @@ def test_the_default_job_can_run_where_the_tests_run() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1] == "it can run here"
-    assert any(line.split()[:2] == ["torch", torch.__version__] for line in lines if line)
+    assert any(line.split()[:2] == ["torch", importlib.metadata.version("torch")] for line in lines if line)
     assert len(lines) <= LONGEST_SCREEN
     assert done.stderr == ""
 
@@ -34,9 +35,11 @@ def test_the_default_job_can_run_where_the_tests_run() -> None:
 def test_a_job_for_a_cluster_is_told_all_that_is_missing_here() -> None:
     done = run("algo=vapo", "model=qwen32b", "cluster=gpu", "model.path=nobody/nothing", "policy.fp8=hybrid")
     assert done.returncode == 1, done.stdout + done.stderr
-    for text in ("GPUs on one node", "a CPU build", "sglang-kernel", "policy.fp8", "model.path: 'nobody/nothing'"):
+    for text in ("GPUs on one node", "sglang-kernel", "policy.fp8", "model.path: 'nobody/nothing'"):
         assert text in done.stdout
-    assert "make install PLATFORM=cuda" in done.stdout
+    if torch.version.cuda is None:
+        assert "a CPU build" in done.stdout
+        assert "make install PLATFORM=cuda" in done.stdout
     assert len(done.stdout.splitlines()) <= LONGEST_SCREEN
     assert done.stderr == ""
 

@@ -23,6 +23,9 @@ MACHINE = Machine(
     memory_gb=2000.0,
     driver="580.95.05",
     compiler="/usr/bin/cc",
+    nvcc="/usr/local/cuda/bin/nvcc",
+    nvcc_cuda="13.0",
+    ninja="/opt/megarl/.venv/bin/ninja",
     python_header=Path("/usr/include/python3.11/Python.h"),
     has_python_header=True,
     shm_free_gb=900.0,
@@ -35,7 +38,7 @@ MACHINE = Machine(
     num_cached_models=3,
 )
 BASE = {"torch": "2.14.1", "megatron-core": "0.16.1", "sglang": "0.5.23", "ray": "2.60.0"}
-CUDA = dict.fromkeys((*FOR_CUDA, *TRANSFORMER_ENGINE), "1")
+CUDA = dict.fromkeys((*FOR_CUDA, TRANSFORMER_ENGINE), "1")
 NODE = Facts(
     versions=BASE | CUDA,
     requirements=("torch>=2.13", "megatron-core==0.16.1", "sglang==0.5.23", "ray<3,>=2.60"),
@@ -86,7 +89,7 @@ CASES = {
     "no kernels": (without(NODE, "sglang-kernel"), EIGHT, "SGLang's needs on a GPU: sglang-kernel", "PLATFORM=cuda"),
     "kernels for an idle GPU": (without(NODE, "triton"), LAPTOP, "SGLang's needs on a GPU: triton", "PLATFORM=cuda"),
     "FP8 without TE": (
-        without(NODE, "transformer-engine-torch"),
+        without(NODE, "transformer-engine"),
         FP8,
         "policy.fp8: found hybrid; it needs Transformer Engine, which is not installed",
         None,
@@ -102,6 +105,20 @@ CASES = {
         importing(NODE, problems={"sgl_kernel": "ImportError: libnuma.so.1: cannot open"}),
         EIGHT,
         "sgl_kernel is broken: ImportError: libnuma.so.1: cannot open",
+        "PLATFORM=cuda",
+    ),
+    "half of Transformer Engine": (
+        importing(
+            NODE, problems={"transformer_engine.pytorch": "FileNotFoundError: Could not find shared object file"}
+        ),
+        FP8,
+        "transformer_engine.pytorch is broken: FileNotFoundError",
+        "PLATFORM=cuda",
+    ),
+    "a library of the driver, with a driver": (
+        importing(NODE, problems={"sgl_kernel": "ImportError: libcuda.so.1: cannot open"}),
+        EIGHT,
+        "sgl_kernel is broken: ImportError: libcuda.so.1",
         "PLATFORM=cuda",
     ),
     "a package of megarl's": (without(NOTEBOOK, "ray"), LAPTOP, "not installed: ray<3,>=2.60", "make install"),
@@ -122,6 +139,14 @@ CASES = {
     ),
     "no compiler": (on(NODE, compiler=None), EIGHT, "a C compiler (cc), with which Triton", "python3.11-dev"),
     "no header": (on(NODE, has_python_header=False), EIGHT, "/usr/include/python3.11/Python.h", "python3.11-dev"),
+    "no ninja": (on(NODE, ninja=None), EIGHT, "ninja, with which the servers compile kernels", "PLATFORM=cuda"),
+    "no nvcc": (on(NODE, nvcc=None, nvcc_cuda=None), EIGHT, "nvcc of CUDA 13.0, with which", "cuda-toolkit-13-0"),
+    "another nvcc": (
+        on(NODE, nvcc_cuda="12.8"),
+        EIGHT,
+        "/usr/local/cuda/bin/nvcc says CUDA 12.8, and torch is built for CUDA 13.0",
+        "cuda-toolkit-13-0",
+    ),
     "small shared memory": (on(NODE, shm_free_gb=0.06), EIGHT, "/dev/shm has 0.1 GB free", "--shm-size"),
     "full disk": (on(NODE, tmp_free_gb=0.5), LAPTOP, "the temporary folder has 0.5 GB free", "TMPDIR"),
     "few open files": (on(NODE, open_files=(1024, 1024)), EIGHT, "1024 open files are allowed", "ulimit -n 1024"),
@@ -153,7 +178,22 @@ def test_what_a_run_can_do_without_is_a_note_and_stops_nothing(facts: Facts, tex
 
 
 def test_a_run_on_a_cpu_needs_no_cuda_package_compiler_or_slurm() -> None:
-    assert judge(on(NOTEBOOK, compiler=None, has_python_header=False), LAPTOP) == []
+    bare = on(NOTEBOOK, compiler=None, has_python_header=False, nvcc=None, nvcc_cuda=None, ninja=None)
+    assert judge(bare, LAPTOP) == []
+
+
+def test_a_toolkit_may_be_of_another_minor_version_than_torchs() -> None:
+    assert judge(on(NODE, nvcc_cuda="13.4"), EIGHT) == []
+
+
+def test_what_only_a_driver_has_is_no_fault_of_a_login_node() -> None:
+    problems = {"sgl_kernel": "ImportError: libcuda.so.1: cannot open shared object file"}
+    login = on(importing(NODE, gpus=(), problems=problems), driver=None)
+    (finding,) = judge(login, LAPTOP)
+    assert finding.level is Level.note
+    assert "only NVIDIA's driver has what they load (libcuda.so.1): sgl_kernel" in finding.text
+    row = next(line for line in render("", login, EIGHT, []) if line.startswith("sglang-kernel"))
+    assert row.endswith("needs the driver")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -112,6 +113,182 @@ def test_a_step_that_failed_runs_again(installer: ModuleType) -> None:
 def test_a_wrong_argument_is_told_with_the_choices(installer: ModuleType, arguments: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=re.escape(message)):
         installer.read_arguments(arguments)
+
+
+PINS = {
+    "torch": "torch==2.14.1",
+    "cuda-toolkit": "cuda-toolkit==13.0.3.0",
+    "nvidia-cudnn-cu13": "nvidia-cudnn-cu13==9.24.0.43",
+    "requests": "requests==2.34.2",
+    "transformer-engine": "transformer-engine==2.20.2",
+    "transformer-engine-cu13": "transformer-engine-cu13==2.20.2",
+    "transformer-engine-torch": "transformer-engine-torch==2.20.2",
+}
+
+
+def write_toolkit(home: Path, release: str) -> Path:
+    (home / "include").mkdir(parents=True)
+    (home / "include" / "cuda_runtime.h").touch()
+    (home / "bin").mkdir()
+    nvcc = home / "bin" / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.88'\n")
+    nvcc.chmod(0o755)
+    return home
+
+
+def test_the_toolkit_is_the_one_named_or_that_of_nvcc_and_may_be_of_another_minor_version(
+    installer: ModuleType, tmp_path: Path
+) -> None:
+    home, other = write_toolkit(tmp_path / "cuda", "13.2"), write_toolkit(tmp_path / "other", "13.0")
+    (tmp_path / "link").symlink_to(other / "bin")
+    path = {"PATH": str(tmp_path / "link")}
+    assert installer.find_toolkit({"CUDA_HOME": str(home), **path}, "13.0") == home
+    assert installer.find_toolkit({"CUDA_PATH": str(home), **path}, "13.0") == home
+    assert installer.find_toolkit(path, "13.0") == other
+
+
+def test_a_missing_or_wrong_toolkit_is_told_with_what_to_install(installer: ModuleType, tmp_path: Path) -> None:
+    old, headless = write_toolkit(tmp_path / "old", "12.8"), write_toolkit(tmp_path / "headless", "13.0")
+    (headless / "include" / "cuda_runtime.h").unlink()
+    for home, problem in {
+        old: "has version 12.8",
+        headless: "has no include/cuda_runtime.h",
+        tmp_path / "nowhere": "has no bin/nvcc",
+    }.items():
+        with pytest.raises(SystemExit, match=f"CUDA 13, as torch is built for CUDA 13.0: {home} {problem}") as ended:
+            installer.find_toolkit({"CUDA_HOME": str(home)}, "13.0")
+        assert "apt-get install cuda-toolkit-13-0" in str(ended.value)
+
+
+@pytest.mark.parametrize("without", ["toolkit", "c++"])
+def test_without_toolkit_or_compiler_nothing_is_made_or_downloaded(
+    installer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str
+) -> None:
+    def start(*arguments: object, **options: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
+    find = shutil.which
+    monkeypatch.setattr(installer.shutil, "which", lambda name, **rest: None if name == without else find(name, **rest))
+    monkeypatch.setattr(installer, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(installer.venv, "create", start)
+    monkeypatch.setattr(installer.subprocess, "run", start)
+    message = {"toolkit": "nowhere has no bin/nvcc", "c++": "c++ cannot be found.\nOn Debian: apt-get install gcc g++"}
+    with pytest.raises(SystemExit, match=re.escape(message[without])):
+        installer.main(["cuda"])
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_a_toolkit_is_not_asked_for_where_everything_is_installed(
+    installer: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a node without one that shares the folder of the node that has it."""
+    lock = INSTALL / "cuda.lock"
+    installer.step(lock.name, lock.read_text(), lambda: None)
+    asked: list[str] = []
+    monkeypatch.setattr(installer, "find_toolkit", lambda *arguments: asked.append("toolkit"))
+    monkeypatch.setattr(installer, "make_venv", lambda: None)
+    monkeypatch.setattr(installer, "pip", lambda *arguments, **options: None)
+    installer.main(["cuda"])
+    assert asked == []
+
+
+def test_the_build_takes_the_headers_of_the_wheels_and_what_the_user_sets(installer: ModuleType) -> None:
+    found = installer.build_environment({"PATH": "/usr/bin", "HOME": "/home/user"}, Path("/opt/cuda"), jobs=7)
+    assert found == {
+        "HOME": "/home/user",
+        "PATH": f"{installer.PYTHON.parent}:/usr/bin",
+        "CUDA_HOME": "/opt/cuda",
+        "NVTE_BUILD_USE_NVIDIA_WHEELS": "1",
+        "NVTE_FRAMEWORK": "pytorch",
+        "NVTE_CUDA_ARCHS": "90",
+        "MAX_JOBS": "7",
+    }
+    given = installer.build_environment({"NVTE_CUDA_ARCHS": "80;90", "MAX_JOBS": "2"}, Path("/opt/cuda"), jobs=7)
+    assert (given["NVTE_CUDA_ARCHS"], given["MAX_JOBS"]) == ("80;90", "2")
+
+
+def test_there_are_at_most_as_many_compilers_as_cores(installer: ModuleType) -> None:
+    assert 1 <= installer.count_jobs() <= len(os.sched_getaffinity(0))
+
+
+def test_the_key_of_a_wheel_changes_with_all_that_it_is_compiled_against(installer: ModuleType) -> None:
+    key = installer.name_wheel_folder(PINS, "90")
+    assert key.startswith("transformer-engine-torch-2.20.2_torch2.14.1_cuda13.0_python3.")
+    assert re.fullmatch(r"[\w.-]+", installer.name_wheel_folder(PINS, "80;90"))
+    changes = {
+        "torch": "torch==2.14.2",
+        "cuda-toolkit": "cuda-toolkit==13.1.0",
+        "nvidia-cudnn-cu13": "nvidia-cudnn-cu13==9.25.0",
+        "transformer-engine-torch": "transformer-engine-torch==2.21.0",
+    }
+    keys = {installer.name_wheel_folder({**PINS, name: pin}, "90") for name, pin in changes.items()}
+    assert len(keys | {key, installer.name_wheel_folder(PINS, "100")}) == len(changes) + 2
+    assert installer.name_wheel_folder({**PINS, "requests": "requests==3"}, "90") == key
+
+
+@pytest.fixture
+def pip_calls(installer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The calls of pip, in place of which `pip wheel` writes an empty wheel; the build can be imported."""
+    calls: list[tuple[str, ...]] = []
+
+    def pip(*arguments: str, **options: object) -> None:
+        calls.append(arguments)
+        for argument in arguments:
+            if argument.startswith("--wheel-dir="):
+                (Path(argument.split("=")[1]) / "transformer_engine_torch.whl").touch()
+
+    monkeypatch.setattr(installer, "pip", pip)
+    monkeypatch.setattr(installer, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(installer, "PYTHON", Path("/bin/true"))
+    monkeypatch.setenv("CUDA_HOME", str(write_toolkit(tmp_path / "cuda", "13.0")))
+    return calls
+
+
+def test_a_wheel_is_built_once_and_installed_with_the_other_parts_at_once(
+    installer: ModuleType, pip_calls: list[tuple[str, ...]], tmp_path: Path
+) -> None:
+    for _ in range(2):
+        installer.install_transformer_engine(PINS)
+    assert [call[0] for call in pip_calls] == ["uninstall", "wheel", "install", "uninstall", "install"]
+    assert "--no-cache-dir" in pip_calls[1], "pip's cache does not know which torch a wheel was built against"
+    assert pip_calls[2] == pip_calls[4]
+    *_, first, second, wheel = pip_calls[2]
+    assert (first, second) == ("transformer-engine==2.20.2", "transformer-engine-cu13==2.20.2")
+    assert Path(wheel).parent == tmp_path / "cache" / "wheels" / installer.name_wheel_folder(PINS, "90")
+    assert Path(wheel).is_file()
+
+
+def test_of_a_build_that_fails_nothing_stays(
+    installer: ModuleType, pip_calls: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    working = installer.pip
+
+    def pip(*arguments: str, **options: object) -> None:
+        working(*arguments, **options)
+        if arguments[0] == "wheel":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(installer, "pip", pip)
+    with pytest.raises(KeyboardInterrupt):
+        installer.install_transformer_engine(PINS)
+    assert [call[0] for call in pip_calls] == ["uninstall", "wheel"]
+    assert list((tmp_path / "cache" / "wheels").iterdir()) == []
+
+
+def test_a_wheel_that_cannot_be_imported_is_not_left_installed(
+    installer: ModuleType, pip_calls: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installer, "PYTHON", Path("/bin/false"))
+    with pytest.raises(SystemExit, match=r"cannot be imported; remove .*transformer-engine-torch-2\.20\.2_.* to build"):
+        installer.install_transformer_engine(PINS)
+    assert pip_calls[-1][0] == "uninstall"
+
+
+def test_the_module_that_a_site_loads_is_of_the_locked_torchs_cuda() -> None:
+    pins = {name: f"{name}=={version}" for name, version in read_lock("cuda.lock").items()}
+    cuda = load_tool("install/install.py").read_cuda_version(pins)
+    assert f"module load cuda/{cuda}\n" in (ROOT / "slurm" / "site.sh").read_text()
 
 
 def test_without_a_fitting_python_the_installer_says_which_one_it_needs(tmp_path: Path) -> None:

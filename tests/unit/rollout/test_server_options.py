@@ -2,6 +2,8 @@
 
 import importlib.util
 import itertools
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,14 @@ from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.rollout import server
 from megarl.rollout.server import ServerError, SGLangServer, build_command
-from megarl.rollout.server_options import OWN_OPTIONS, check_options, load_options, render_options
+from megarl.rollout.server_options import (
+    FLOAT32_ATTENTION,
+    OWN_OPTIONS,
+    check_attention,
+    check_options,
+    load_options,
+    render_options,
+)
 
 
 def test_the_installed_releases_arguments_are_found_with_their_flags():
@@ -96,6 +105,49 @@ def test_the_stand_ins_are_used_only_without_cuda(tmp_path, monkeypatch):
         assert (str(server.STANDINS) in path.split(":")) == (not cuda)
         words = build_command(RolloutConfig(kv_cache_tokens=1), tmp_path, host="127.0.0.1", port=5, seed=1)
         assert ("--device" in words) == (not cuda)
+
+
+def test_servers_find_the_programs_of_the_environment_that_starts_them_although_it_is_not_activated(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    path = server.build_environment(RolloutConfig(), tmp_path)["PATH"]
+    assert path.split(":") == [str(Path(sys.executable).parent), "/usr/bin", "/bin"]
+    found = shutil.which("ninja", path=path)
+    assert found is None or Path(found).parent == Path(sys.executable).parent
+
+
+@pytest.mark.parametrize("dtype", list(Dtype))
+def test_float32_servers_on_a_gpu_use_kernels_that_take_float32(tmp_path, monkeypatch, dtype):
+    monkeypatch.setattr(server, "has_cuda", lambda: True)
+    for name in server.FLOAT32_ON_GPU:
+        monkeypatch.delenv(name, raising=False)
+    config = RolloutConfig(dtype=dtype, kv_cache_tokens=1)
+    pairs = dict(itertools.pairwise(build_command(config, tmp_path, host="127.0.0.1", port=5, seed=1)))
+    environment = server.build_environment(config, tmp_path)
+    is_float32 = dtype is Dtype.float32
+    assert pairs.get("--attention-backend") == ("triton" if is_float32 else None)
+    assert environment.get("SGLANG_FORCE_FUSED_OP_BACKEND") == ("torch" if is_float32 else None)
+    assert environment.get("TRITON_F32_DEFAULT") == ("ieee" if is_float32 else None)
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32")
+    assert server.build_environment(config, tmp_path)["TRITON_F32_DEFAULT"] == "tf32"
+
+
+def test_the_installed_sglang_has_the_switch_and_the_backends_for_float32():
+    sglang = Path(importlib.util.find_spec("sglang").origin).parent
+    assert "SGLANG_FORCE_FUSED_OP_BACKEND" in (sglang / "srt" / "environ.py").read_text()
+    assert 'TORCH = "torch"' in (sglang / "kernels" / "spec.py").read_text()
+    choices = (sglang / "srt" / "arg_groups" / "choices.py").read_text()
+    assert all(f'"{name}",' in choices for name in FLOAT32_ATTENTION)
+
+
+@pytest.mark.parametrize("key", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"])
+def test_an_attention_backend_that_takes_no_float32_is_refused_with_those_that_do(key):
+    (problem,) = check_attention(RolloutConfig(dtype=Dtype.float32, sglang={key: "fa3"}))
+    assert problem.startswith(f"rollout.sglang.{key}: found 'fa3' with rollout.dtype=float32")
+    assert "triton or torch_native or flex_attention" in problem
+    assert not list(check_attention(RolloutConfig(dtype=Dtype.float32, sglang={key: "triton"})))
+    assert not list(check_attention(RolloutConfig(dtype=Dtype.bfloat16, sglang={key: "fa3"})))
 
 
 def test_only_a_server_that_shares_gpus_bears_that_some_are_fuller_than_others(tmp_path, monkeypatch):

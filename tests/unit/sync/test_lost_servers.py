@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
@@ -31,6 +32,7 @@ CLEAN_UP = ["/end_weight_update", "/continue_generation"]
 STOPPED = """
 import os, signal, sys, threading, time
 from pathlib import Path
+import torch
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.rollout.engine import SGLangEngine
@@ -45,8 +47,10 @@ class Policy:
     def export_weights(self, directory):
         directory.mkdir()
         return self
+    def logprobs(self, sequences, temperature):
+        return self
     def result(self):
-        return None
+        return torch.zeros(1, 1)
 
 config = RolloutConfig()
 engine = SGLangEngine([url], checkpoint, config, None, check_processes=check)
@@ -122,8 +126,11 @@ class Policy:
         directory.mkdir()
         return self
 
+    def logprobs(self, sequences, temperature):
+        return self
+
     def result(self):
-        return None
+        return torch.zeros(1, 1)
 
 
 def build_sync(servers, directory, **options) -> DiskSync:

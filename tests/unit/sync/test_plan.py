@@ -209,6 +209,30 @@ def test_replicas_share_the_sending_evenly() -> None:
     assert max(plan.sent.values()) <= 1.1 * min(plan.sent.values())
 
 
+def test_a_replica_on_the_receivers_node_sends_before_one_elsewhere() -> None:
+    arch = build_architecture("qwen3")
+    # Two nodes with two training ranks, replicas of the other two, and a server of two ranks each.
+    sources = predict_ranks(arch, ParallelConfig(num_processes=4, tp=2, sp=True))
+    targets = {rank: predict_server_rank(arch, 2, rank % 2) for rank in range(4)}
+    dtypes = {piece.tensor: "bfloat16" for pieces in targets.values() for piece in pieces}
+    plan = build_plan(sources, targets, dtypes, lambda source, target: source // 2 == target // 2)
+    assert {source // 2 == target // 2 for source, target in plan.copies} == {True}
+    assert plan.num_bytes == compute_bound(targets, dtypes)
+    assert (plan.sent[0], plan.sent[1]) == (plan.sent[2], plan.sent[3])
+
+
+def test_a_norm_comes_from_a_rank_that_sends_to_the_server_rank_anyway() -> None:
+    big, norm = TensorSlice(0, 0, 1000, 200), TensorSlice(0, 0, 1, 1)
+    sources = {
+        rank: [Piece(whole, 0, 0, whole, big), Piece("norm", 0, 0, "norm", norm)] for rank, whole in enumerate("ab")
+    }
+    targets = {
+        rank: [Piece(whole, 0, 0, whole, big), Piece("norm", 0, 0, "norm", norm)] for rank, whole in enumerate("ba")
+    }
+    plan = build_plan(sources, targets, dict.fromkeys(["a", "b", "norm"], "bfloat16"))
+    assert set(plan.copies) == {(1, 0), (0, 1)}
+
+
 def test_pairs_of_ranks_take_turns_and_each_side_sees_its_buckets_in_one_order() -> None:
     arch = build_architecture("qwen3", num_kv_heads=8)
     targets = {rank: predict_server_rank(arch, 2, rank) for rank in range(2)}

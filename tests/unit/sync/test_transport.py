@@ -1,8 +1,11 @@
 """Buckets between processes over shared memory and a process group: more than slots, and with ends that are missing."""
 
+import os
 import shutil
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 import torch.multiprocessing
 
 from megarl.sync.buckets import BucketTransport, TransportError
+from megarl.sync.group import GroupTransport, without_watchdog
 from megarl.sync.plan import Bucket, Copy
 from megarl.sync.slices import TensorSlice
 from megarl.sync.transport import open_transport
@@ -62,7 +66,7 @@ def make_spec(kind: str, directory: Path, deadline_s: float = 30.0) -> dict[str,
     memory = {"way": "pageable", "directories": directories, "slot_bytes": 64}
     group = {"file": str(directory / "store"), "host": "127.0.0.1"}
     # As on two nodes with a training rank and a server rank each.
-    far = {"far": [[0, 1], [1, 0]]}
+    far = {"far": [[[0, 1]], [[1, 0]]]}
     return common | {"kind": kind} | {"memory": memory, "group": group, "mixed": memory | group | far}[kind]
 
 
@@ -129,6 +133,47 @@ def test_the_names_of_the_slots_are_gone_after_the_first_sync_so_that_they_end_w
 def test_a_group_that_does_not_meet_is_an_error_at_the_deadline(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match="the 4 ranks of the weight sync did not all join"):
         open_transport(make_spec("group", tmp_path, 1.0), 0, is_source=True, device=torch.device("cpu"))
+
+
+def open_pair(directory: Path, deadline_s: float) -> tuple[GroupTransport, GroupTransport]:
+    """Training rank 0 and server rank 0 of a group of two, in threads of this process."""
+    spec = make_spec("group", directory, deadline_s) | {"num_sources": 1, "num_targets": 1}
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(
+            pool.map(
+                lambda is_source: GroupTransport(spec, 0, is_source=is_source, device=torch.device("cpu")),
+                (True, False),
+            )
+        )
+    return ends[0], ends[1]
+
+
+def test_a_rank_that_sends_nothing_is_named_at_our_deadline_long_before_the_groups_own_timeout(tmp_path: Path) -> None:
+    source, target = open_pair(tmp_path, deadline_s=2.0)
+    for end in (source, target):
+        assert end._group.options._timeout == timedelta(seconds=20)
+    with pytest.raises(TransportError, match=r"a bucket was not received from training rank 0: .*2000ms"):
+        target.receive(take_own(0, 0), lambda *_: None)
+
+
+def test_a_rank_that_is_lost_is_named(tmp_path: Path) -> None:
+    source, target = open_pair(tmp_path, deadline_s=30.0)
+    target.close()
+    with pytest.raises(TransportError, match="a bucket was not sent to server rank 0"):
+        source.send(take_own(0, 0), lambda bucket, message: message.zero_())
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_torchs_watchdog_is_off_while_a_group_of_the_sync_is_made_and_no_longer(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    monkeypatch.setenv(name, before or "")
+    if before is None:
+        monkeypatch.delenv(name)
+    with without_watchdog():
+        assert os.environ[name] == "1"
+    assert os.environ.get(name) == before
 
 
 def test_a_group_of_loopback_listens_on_loopback_alone(tmp_path: Path) -> None:

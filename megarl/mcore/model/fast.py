@@ -1,0 +1,175 @@
+"""Which of Megatron-Core's faster ways this process takes, and for each other one the reason.
+
+Read in megatron-core 0.16.1 and Transformer Engine 2.20. None of them changes a result but by rounding, and a key of
+model.megatron or of the optimizer decides instead where it is given.
+"""
+
+import functools
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.moe import moe_utils
+
+from megarl.config.schema.roles import OptimizerConfig, ParallelConfig
+from megarl.families.architecture import Architecture
+from megarl.families.registry import FAMILIES
+from megarl.mcore.model.layer_spec import uses_transformer_engine
+from megarl.mcore.worker_spec import WorkerSpec
+
+_PERMUTE = ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute")
+_NO_GPU = "there is no GPU"
+_NO_TE = "Transformer Engine is not installed"
+_INTERLEAVED = (
+    "the model turns neighbouring numbers, of which Megatron does not tell Transformer Engine's packed kernel"
+)
+_NEED_KERNELS = ("apply_rope_fusion", "gradient_accumulation_fusion", "moe_permute_fusion")
+"""The fields that are an error where their kernels are missing; torch.compile does without."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What this process can run."""
+
+    gpu: bool = False
+    te: bool = False
+    """Transformer Engine's layers are the model's"""
+    rope: bool = False
+    """Transformer Engine's rotary kernel for packed sequences"""
+    permute: bool = False
+    """Transformer Engine's kernels that sort tokens by expert"""
+    apex: bool = False
+    """Apex' fused_weight_gradient_mlp_cuda, which the layers of Megatron itself add weight gradients with"""
+    compiler: bool = False
+    """What torch.compile needs on a GPU: Triton, and a C compiler for its launchers"""
+    deep_ep: bool = False
+    """The package of the flex dispatcher"""
+
+
+@functools.cache
+def find_kernels() -> Kernels:
+    return Kernels(
+        gpu=torch.cuda.is_available(),
+        te=uses_transformer_engine(),
+        rope=rope_utils.fused_apply_rotary_pos_emb_thd is not None,
+        permute=all(getattr(moe_utils, f"fused_{name}", None) is not None for name in _PERMUTE),
+        apex=layers._grad_accum_fusion_available,
+        compiler=importlib.util.find_spec("triton") is not None
+        and any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))),
+        deep_ep=importlib.util.find_spec("deep_ep") is not None,
+    )
+
+
+def find_reasons(arch: Architecture, megatron: Mapping[str, Any], kernels: Kernels) -> dict[str, str | None]:
+    """Each field of TransformerConfig that is on where it can be: the reason why it is off, None where it is on.
+
+    megatron: model.megatron, of which other fields may exclude one of these.
+    """
+    no_te = None if kernels.te else _NO_TE
+    reasons = {
+        "apply_rope_fusion": no_te or (_INTERLEAVED if _turns_neighbours(arch) else _missing(kernels.rope)),
+        "bias_activation_fusion": _find_activation_reason(megatron, kernels),
+        "gradient_accumulation_fusion": None if kernels.te or kernels.apex else f"{_NO_TE}, nor is Apex' kernel",
+    }
+    if arch.experts is not None:
+        reasons["moe_permute_fusion"] = no_te or _missing(kernels.permute)
+    return reasons if kernels.gpu else dict.fromkeys(reasons, _NO_GPU)
+
+
+def build_fast_fields(arch: Architecture, megatron: Mapping[str, Any], kernels: Kernels) -> dict[str, bool]:
+    """The fields of TransformerConfig that `find_reasons` is about."""
+    return {field: reason is None for field, reason in find_reasons(arch, megatron, kernels).items()}
+
+
+def check_fast_fields(arch: Architecture, megatron: Mapping[str, Any], kernels: Kernels | None) -> Iterator[str]:
+    """One message for each fast way in model.megatron that the model or the machine does not have.
+
+    kernels: of the process that computes; None: what holds on every machine alone is reported.
+    """
+    if megatron.get("apply_rope_fusion") and _turns_neighbours(arch):
+        yield f"model.megatron.apply_rope_fusion: found true, but {_INTERLEAVED}; leave it out"
+    if kernels is None:
+        return
+    reasons = find_reasons(arch, megatron, kernels)
+    for field in _NEED_KERNELS:
+        reason = reasons.get(field)
+        if megatron.get(field) and reason not in (None, _INTERLEAVED):
+            yield f"model.megatron.{field}: found true, but {reason}; leave it out"
+    flex = megatron.get("moe_token_dispatcher_type") == "flex"
+    if flex and megatron.get("moe_flex_dispatcher_backend", "deepep") == "deepep" and not kernels.deep_ep:
+        yield "model.megatron.moe_token_dispatcher_type: found flex; its package deep_ep is not installed: alltoall"
+
+
+def find_overlap_reason(parallel: ParallelConfig, gpu: bool) -> str | None:
+    """Why communication of gradients and weights does not overlap with computation by itself; None where it does."""
+    if not gpu:
+        return _NO_GPU
+    return None if parallel.dp * parallel.cp > 1 else "no other rank has the same weights"
+
+
+def resolve_overlap(optimizer: OptimizerConfig, parallel: ParallelConfig, gpu: bool) -> OptimizerConfig:
+    """The optimizer with true or false for each null of its overlap keys.
+
+    A given overlap_param_gather=true asks for overlap_grad_reduce, and false of the latter excludes the former.
+    """
+    automatic = find_overlap_reason(parallel, gpu) is None
+    reduce, gather = optimizer.overlap_grad_reduce, optimizer.overlap_param_gather
+    reduce = reduce if reduce is not None else automatic or bool(gather)
+    gather = gather if gather is not None else automatic and reduce
+    return replace(optimizer, overlap_grad_reduce=reduce, overlap_param_gather=gather)
+
+
+def fuse_weight_gradients(model: torch.nn.Module) -> int:
+    """Have Transformer Engine's layers add their weight gradients to the float32 ones in the product itself.
+
+    Returns their number. Megatron's own field for it, gradient_accumulation_fusion, would also ask for Apex' kernel: by
+    it the output layer, which is Megatron's ColumnParallelLinear, refuses to be built where Apex is not installed.
+    """
+    fused = [module for module in model.modules() if hasattr(module, "fuse_wgrad_accumulation")]
+    for module in fused:
+        module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
+    return len(fused)
+
+
+def describe_fast_ways(arch: Architecture, spec: WorkerSpec, fields: Mapping[str, Any]) -> Iterator[str]:
+    """The ways that are on, in one line, and those that are off, in one line for each reason.
+
+    spec: its optimizer after `resolve_overlap`. fields: of the TransformerConfig.
+    """
+    kernels = find_kernels()
+    reasons = find_reasons(arch, spec.megatron, kernels)
+    on = {field: bool(fields[field]) for field in reasons}
+    # Whether it is on is the user's choice: no other reason is needed.
+    reasons |= {field: None for field in reasons if field in spec.megatron}
+    if spec.optimizer is not None:
+        overlap = {
+            name: bool(getattr(spec.optimizer, name)) for name in ("overlap_grad_reduce", "overlap_param_gather")
+        }
+        on |= overlap
+        reasons |= dict.fromkeys(overlap, find_overlap_reason(spec.parallel, kernels.gpu))
+    if any(on.values()):
+        yield f"on: {', '.join(name for name, is_on in on.items() if is_on)}"
+    off: dict[str, list[str]] = {}
+    for name in (name for name, is_on in on.items() if not is_on):
+        off.setdefault(reasons[name] or "the configuration says so", []).append(name)
+    yield from (f"off: {', '.join(names)} ({reason})" for reason, names in off.items())
+
+
+def _turns_neighbours(arch: Architecture) -> bool:
+    return bool(FAMILIES[arch.family].megatron_fields(arch).get("rotary_interleaved"))
+
+
+def _find_activation_reason(megatron: Mapping[str, Any], kernels: Kernels) -> str | None:
+    if megatron.get("use_te_activation_func"):
+        return "model.megatron.use_te_activation_func excludes it"
+    return None if kernels.compiler else "torch.compile needs Triton and a C compiler (gcc or clang, or CC)"
+
+
+def _missing(found: bool) -> str | None:
+    return None if found else "the installed Transformer Engine does not have its kernel"

@@ -1,0 +1,114 @@
+"""What the processes of the checkpoint tests run: saves and loads with one or another Adam."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lazy_adam
+import torch
+from layout_runs import build_spec
+from tiny_checkpoints import build_samples
+
+from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.plan.measured import measuring_peaks
+
+ROWS = [torch.arange(12)]
+
+
+def build_worker(spec: WorkerSpec, rank: int, world_size: int, init: Path) -> Any:
+    from megarl.mcore.worker import MegatronWorker
+
+    return MegatronWorker(spec, rank, world_size, f"file://{init}")
+
+
+def find_storages(worker: Any) -> set[int]:
+    """Addresses of the optimizer's tensors, without torch's step counts."""
+    from megarl.mcore.offload import list_optimizer_tensors
+
+    return {tensor.data_ptr() for tensor in list_optimizer_tensors(worker.optimizer) if tensor.ndim}
+
+
+def save_and_load(rank: int, world_size: int, spec: WorkerSpec, is_lazy: bool, scratch: str) -> dict[str, Any]:
+    """A save before the first step and one after the second; what a new worker makes of each, as checksums of the
+    weights after one more step. Files of the runs before in `scratch` are continued too, under "other".
+    """
+    if is_lazy:
+        lazy_adam.install()
+    root, name = Path(scratch), "lazy" if is_lazy else "torch"
+    others = [folder for folder in root.glob("*-stepped") if folder.name != f"{name}-stepped"]
+    states = {key: root / f"{name}-{key}" for key in ("fresh", "stepped")}
+    result: dict[str, Any] = {"other": {}}
+    worker = build_worker(spec, rank, world_size, root / f"{name}.init")
+    try:
+        for key, num_steps in (("fresh", 0), ("stepped", 2)):
+            worker.update(build_samples(), ROWS * num_steps)
+            saved = worker.checksum()
+            worker.save(states[key])
+            metrics = worker.update(build_samples(), ROWS)
+            result[key] = {"saved": saved, "stepped": worker.checksum(), "metrics": metrics}
+            worker.load(states[key])
+            result[key]["again"] = worker.checksum()
+        result["kind"] = type(worker.optimizer.chained_optimizers[0].optimizer).__name__
+    finally:
+        worker.close()
+    for key, folder in [*states.items(), *[("other", folder) for folder in others]]:
+        worker = build_worker(spec, rank, world_size, root / f"{name}-{key}.init")
+        try:
+            places = find_storages(worker)
+            worker.load(folder)
+            loaded, kept = worker.checksum(), places == find_storages(worker)
+            metrics = worker.update(build_samples(), ROWS)
+            result[key] |= {"loaded": loaded, "kept": kept, "continued": worker.checksum(), "after": metrics}
+        finally:
+            worker.close()
+    return result
+
+
+def save_in_buckets(rank: int, world_size: int, checkpoint: Path, scratch: str) -> dict[str, Any]:
+    """All tensors of a checkpoint after two steps whose gradients are reduced in one bucket or in many."""
+    from megatron.core import dist_checkpointing
+
+    from megarl.config.schema.roles import OptimizerConfig
+    from megarl.mcore.model import build
+
+    results = {}
+    for name, size in (("one", None), ("many", 1000)):
+        # Without a clip: its norm is summed in another order.
+        optimizer = OptimizerConfig(lr=1e-2, eps=1e-3, clip_grad=0.0, overlap_grad_reduce=size is not None)
+        spec = build_spec(Role.policy, checkpoint, "dp2", optimizer=optimizer)
+        config = partial(build.DistributedDataParallelConfig, bucket_size=size)
+        with mock.patch.object(build, "DistributedDataParallelConfig", config):
+            worker = build_worker(spec, rank, world_size, Path(scratch) / f"{name}.init")
+        try:
+            worker.update(build_samples(), ROWS * 2)
+            worker.save(Path(scratch) / name)
+            num_buckets = sum(len(buffer.buckets) for buffer in worker.model[0].buffers)
+        finally:
+            worker.close()
+        if rank == 0:
+            torch.distributed.init_process_group(
+                "gloo", init_method=f"file://{scratch}/read-{name}", rank=0, world_size=1
+            )
+            plain = dist_checkpointing.load_plain_tensors(f"{scratch}/{name}")
+            torch.distributed.destroy_process_group()
+            tensors = {key: value for key, value in plain.items() if isinstance(value, torch.Tensor)}
+            results[name] = {"num_buckets": num_buckets, "tensors": tensors}
+    return results
+
+
+def measure_saves(rank: int, world_size: int, runs: dict[str, WorkerSpec], scratch: str) -> dict[str, list[int]]:
+    """Bytes of each rank's tensors at the peak of a save, beside those that are there before it."""
+    results: dict[str, list[int]] = {}
+    for name, spec in runs.items():
+        worker = build_worker(spec, rank, world_size, Path(scratch) / f"{name}.init")
+        try:
+            with measuring_peaks() as meter, meter.phase("save"):
+                worker.begin_save(Path(scratch) / name)
+            worker.finish_save()
+            found: list[Any] = [None] * world_size
+            torch.distributed.all_gather_object(found, meter.peaks["save"])
+            results[name] = found
+        finally:
+            worker.close()
+    return results

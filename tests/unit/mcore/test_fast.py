@@ -1,0 +1,209 @@
+"""Which of Megatron's faster ways are on, why others are not, and that Megatron itself has the same conditions."""
+
+import ast
+import importlib.util
+from dataclasses import fields as dataclass_fields
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_checkpoints import write_checkpoint
+
+from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
+from megarl.mcore.model import build
+from megarl.mcore.model.architecture import Architecture, read_architecture
+from megarl.mcore.model.build import build_config
+from megarl.mcore.model.fast import (
+    Kernels,
+    build_fast_fields,
+    check_fast_fields,
+    find_kernels,
+    find_overlap_reason,
+    find_reasons,
+    fuse_weight_gradients,
+    resolve_overlap,
+)
+
+TransformerConfig = build.TransformerConfig
+NOTHING = Kernels()
+EVERYTHING = Kernels(**{field.name: True for field in dataclass_fields(Kernels)})
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+
+
+@pytest.fixture(scope="module")
+def archs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Architecture]:
+    found = {}
+    for family in ("qwen3", "glm4", "qwen3_moe", "glm4_moe"):
+        path = tmp_path_factory.mktemp(family)
+        write_checkpoint(path, family)
+        found[family] = read_architecture(path)
+    return found
+
+
+def test_with_every_kernel_everything_is_on(archs: dict[str, Architecture]) -> None:
+    dense = dict.fromkeys(("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion"), True)
+    assert build_fast_fields(archs["qwen3"], {}, EVERYTHING) == dense
+    assert build_fast_fields(archs["qwen3_moe"], {}, EVERYTHING) == dense | {"moe_permute_fusion": True}
+    known = {field.name for field in dataclass_fields(TransformerConfig)}
+    assert set(build_fast_fields(archs["qwen3_moe"], {}, EVERYTHING)) <= known
+
+
+def test_without_a_gpu_everything_is_off_for_that_reason(archs: dict[str, Architecture]) -> None:
+    reasons = find_reasons(archs["qwen3_moe"], {}, replace(EVERYTHING, gpu=False))
+    assert set(reasons.values()) == {"there is no GPU"}
+
+
+@pytest.mark.parametrize(
+    ("family", "megatron", "lacks", "off", "reason"),
+    [
+        ("qwen3", {}, "te", "apply_rope_fusion", "Transformer Engine is not installed"),
+        ("qwen3", {}, "rope", "apply_rope_fusion", "the installed Transformer Engine does not have its kernel"),
+        ("glm4", {}, None, "apply_rope_fusion", "the model turns neighbouring numbers"),
+        ("qwen3", {}, "compiler", "bias_activation_fusion", "torch.compile needs Triton and a C compiler"),
+        ("qwen3", {"use_te_activation_func": True}, None, "bias_activation_fusion", "use_te_activation_func"),
+        ("qwen3_moe", {}, "permute", "moe_permute_fusion", "the installed Transformer Engine does not have"),
+    ],
+)
+def test_each_way_is_off_alone_where_its_condition_does_not_hold(
+    archs: dict[str, Architecture], family: str, megatron: dict[str, Any], lacks: str | None, off: str, reason: str
+) -> None:
+    kernels = replace(EVERYTHING, **({lacks: False} if lacks else {}))
+    found = find_reasons(archs[family], megatron, kernels)
+    assert reason in str(found[off])
+    assert [field for field, why in found.items() if why is not None and field != off] == []
+
+
+def test_weight_gradients_are_fused_by_transformer_engine_or_by_apex(archs: dict[str, Architecture]) -> None:
+    for te, apex in ((True, False), (False, True), (True, True)):
+        reasons = find_reasons(archs["qwen3"], {}, replace(EVERYTHING, te=te, apex=apex))
+        assert reasons["gradient_accumulation_fusion"] is None
+    reasons = find_reasons(archs["qwen3"], {}, replace(EVERYTHING, te=False, apex=False))
+    assert reasons["gradient_accumulation_fusion"] == "Transformer Engine is not installed, nor is Apex' kernel"
+
+
+@on_cpu
+def test_model_megatron_decides_where_it_is_given(archs: dict[str, Architecture]) -> None:
+    config = build_config(archs["qwen3"], ParallelConfig(), Dtype.float32, {"bias_activation_fusion": True})
+    assert config.bias_activation_fusion
+    assert not build_config(archs["qwen3"], ParallelConfig(), Dtype.float32, {}).bias_activation_fusion
+
+
+@pytest.mark.parametrize("field", ["apply_rope_fusion", "gradient_accumulation_fusion", "moe_permute_fusion"])
+def test_a_way_without_its_kernel_is_refused_where_it_is_computed_and_not_before(
+    archs: dict[str, Architecture], field: str
+) -> None:
+    arch = archs["qwen3_moe"]
+    (problem,) = check_fast_fields(arch, {field: True}, replace(NOTHING, gpu=True))
+    assert problem.startswith(f"model.megatron.{field}: found true, but Transformer Engine is not installed")
+    assert list(check_fast_fields(arch, {field: True}, None)) == []
+    assert list(check_fast_fields(arch, {field: True}, EVERYTHING)) == []
+    assert list(check_fast_fields(arch, {field: False}, NOTHING)) == []
+
+
+def test_fused_rope_of_interleaved_positions_is_refused_on_every_machine(archs: dict[str, Architecture]) -> None:
+    for kernels in (None, EVERYTHING):
+        (problem,) = check_fast_fields(archs["glm4"], {"apply_rope_fusion": True}, kernels)
+        assert problem.startswith("model.megatron.apply_rope_fusion: found true, but the model turns neighbouring")
+
+
+def test_the_flex_dispatcher_needs_its_package(archs: dict[str, Architecture]) -> None:
+    arch, flex = archs["qwen3_moe"], {"moe_token_dispatcher_type": "flex"}
+    (problem,) = check_fast_fields(arch, flex, replace(EVERYTHING, deep_ep=False))
+    assert problem.startswith("model.megatron.moe_token_dispatcher_type: found flex; its package deep_ep")
+    assert list(check_fast_fields(arch, flex, EVERYTHING)) == []
+    config = build_config(arch, ParallelConfig(), Dtype.float32, {})
+    assert config.moe_token_dispatcher_type == "alltoall"
+    with pytest.raises(ValueError, match=r"moe_token_dispatcher_type: found 'allgather'; it must be alltoall or flex"):
+        build_config(arch, ParallelConfig(), Dtype.float32, {"moe_token_dispatcher_type": "allgather"})
+
+
+@pytest.mark.parametrize(
+    ("given", "num_processes", "tp", "gpu", "expected"),
+    [
+        ((None, None), 2, 1, True, (True, True)),
+        ((None, None), 2, 1, False, (False, False)),
+        ((None, None), 1, 1, True, (False, False)),
+        ((None, None), 2, 2, True, (False, False)),
+        ((False, None), 2, 1, True, (False, False)),
+        ((None, False), 2, 1, True, (True, False)),
+        ((True, None), 2, 1, False, (True, False)),
+        ((None, True), 2, 1, False, (True, True)),
+        ((True, True), 1, 1, True, (True, True)),
+    ],
+)
+def test_overlap_is_automatic_on_gpus_that_share_gradients_and_as_given_elsewhere(
+    given: tuple[bool | None, bool | None], num_processes: int, tp: int, gpu: bool, expected: tuple[bool, bool]
+) -> None:
+    optimizer = OptimizerConfig(overlap_grad_reduce=given[0], overlap_param_gather=given[1])
+    found = resolve_overlap(optimizer, ParallelConfig(num_processes=num_processes, tp=tp), gpu)
+    assert (found.overlap_grad_reduce, found.overlap_param_gather) == expected
+
+
+def test_context_parallel_ranks_share_gradients_too() -> None:
+    assert find_overlap_reason(ParallelConfig(num_processes=2, cp=2), gpu=True) is None
+    assert find_overlap_reason(ParallelConfig(num_processes=2, pp=2), gpu=True) == "no other rank has the same weights"
+
+
+def test_only_layers_that_can_are_told_to_add_up_their_weight_gradients() -> None:
+    class Linear(torch.nn.Linear):
+        """As Transformer Engine's layers have it (2.20: Linear, LayerNormLinear, GroupedLinear)."""
+
+        fuse_wgrad_accumulation = False
+
+    model = torch.nn.Sequential(Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Sequential(Linear(2, 2)))
+    assert fuse_weight_gradients(model) == 2
+    assert model[0].fuse_wgrad_accumulation
+    assert model[2][0].fuse_wgrad_accumulation
+    assert not hasattr(model[1], "fuse_wgrad_accumulation")
+
+
+@on_cpu
+@pytest.mark.parametrize("field", ["apply_rope_fusion", "moe_permute_fusion"])
+def test_megatron_itself_refuses_what_is_off_for_want_of_a_kernel(archs: dict[str, Architecture], field: str) -> None:
+    """The kernels that are looked for are those that Megatron asks for."""
+    arch = archs["qwen3_moe"]
+    own = build._own_fields(arch, ParallelConfig(), Dtype.float32) | build._DEFAULTS
+    TransformerConfig(**own)
+    found = find_reasons(arch, {}, replace(find_kernels(), gpu=True, te=True))[field]
+    if found is None:
+        assert getattr(TransformerConfig(**own, **{field: True}), field)
+    else:
+        with pytest.raises((ValueError, ImportError), match="fus"):
+            TransformerConfig(**own, **{field: True})
+
+
+def test_megatrons_fused_rope_of_packed_sequences_still_has_no_interleaved_argument() -> None:
+    """Where it gets one, `find_reasons` need not switch fused rope off for GLM-4."""
+    spec = importlib.util.find_spec("megatron.core.extensions")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    source = Path(next(iter(spec.submodule_search_locations))) / "transformer_engine.py"
+    names = {
+        argument.arg
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name == "fused_apply_rotary_pos_emb_thd"
+        for argument in node.args.args
+    }
+    assert names == {"t", "cu_seqlens", "freqs", "cp_size", "cp_rank"}
+
+
+@on_cpu
+def test_the_swiglu_that_is_fused_computes_what_the_plain_one_does() -> None:
+    from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
+
+    torch.manual_seed(0)
+    x, weights, grad = torch.randn(7, 1, 24, dtype=torch.float64), torch.rand(7, 1, 1, dtype=torch.float64), None
+    results = []
+    for fused in (True, False):
+        leaf, weight = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        gate, up = leaf.chunk(2, -1)
+        plain = torch.nn.functional.silu(gate) * up
+        out = bias_swiglu_impl(leaf, None) if fused else plain
+        weighted = weighted_bias_swiglu_impl(leaf[:, 0], None, weight[:, 0]) if fused else (plain * weight)[:, 0]
+        grad = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out) if grad is None else grad
+        ((out * grad).sum() + (weighted * grad[:, 0]).square().sum()).backward()
+        results.append((out.detach(), weighted.detach(), leaf.grad, weight.grad))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

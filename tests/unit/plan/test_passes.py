@@ -1,0 +1,182 @@
+"""Seconds of passes, generation, offloading and syncs, computed by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import load_config
+from megarl.config.schema.hardware import HardwareConfig
+from megarl.config.schema.roles import Dtype, Offload, ParallelConfig, Recompute, RecomputeMethod
+from megarl.config.schema.root import Config
+from megarl.mcore.model.architecture import Architecture, parse_architecture
+from megarl.mcore.worker_spec import StageParameters
+from megarl.plan.activations import MicroBatch, Saving
+from megarl.plan.estimate import JobPlan, build_plan, count_job
+from megarl.plan.jobs import build_jobs, find_models
+from megarl.plan.layouts import FIRST, LAST, count_quickly, find_ends
+from megarl.plan.passes import Work, compute_forward, compute_layer_seconds, compute_update, count_microbatches
+from megarl.plan.published import PUBLISHED
+from megarl.plan.roles import RoleJob, StageMemory, estimate_stages
+from megarl.plan.seconds import compute_offload
+
+H100 = HardwareConfig("H100", 79.1, 989, 1979, 3350, 450, 50, host_memory_gib=2048)
+QWEN32B = parse_architecture(PUBLISHED["Qwen/Qwen2.5-32B"], Path("qwen32b"))
+QWEN235B = parse_architecture(PUBLISHED["Qwen/Qwen3-235B-A22B"], Path("qwen3"))
+JOB = ("algo=vapo", "model=qwen32b", "cluster=h100x64")
+
+
+def build_job(arch: Architecture = QWEN32B, saving: Saving | None = None, **layout: int) -> RoleJob:
+    parallel = ParallelConfig(**{"num_processes": 64, "sp": layout.get("tp", 1) > 1, **layout})  # type: ignore[arg-type]
+    return RoleJob(
+        "policy", arch, parallel, Dtype.bfloat16, True, False, False, None, saving or Saving(),
+        MicroBatch(1, 1, 1), 1, True,
+    )  # fmt: skip
+
+
+def plan(*overrides: str) -> tuple[Config, JobPlan]:
+    config = load_config([*JOB, *overrides])
+    return config, build_plan(config, find_models(config))
+
+
+def build_stages(job: RoleJob, *layers: int) -> tuple[StageMemory, ...]:
+    return estimate_stages(job, tuple(StageParameters(number, 0, 0, 0, 0) for number in layers))
+
+
+def test_a_layers_products_and_collectives_are_its_operations_and_bytes_over_the_peaks() -> None:
+    layer = compute_layer_seconds(build_job(tp=8), H100, 8, tokens=8192, length=4096)
+    h, queries, keys, f = 5120, 40 * 128, 8 * 128, 27648
+    multiply_adds = 8192 * (2 * h * (queries + keys) + 3 * h * f) / 8
+    assert layer.products == pytest.approx(2 * multiply_adds / (0.72 * 989e12))
+    assert layer.attention == pytest.approx(2 * 8192 * 4096 * queries / 8 / (0.5 * 989e12))
+    # Two gathers and two scatters, each of 7/8 of [tokens, h] in bfloat16; half of them hidden in the backward pass.
+    sent = 4 * 8192 * h * 2 * 7 / 8 / (0.8 * 450e9)
+    assert layer.tensor_parallel == pytest.approx(sent)
+    twice = layer.products + layer.attention + layer.memory + layer.fixed
+    assert layer.backward == pytest.approx(2 * twice + sent / 2)
+    alone = compute_layer_seconds(build_job(), H100, 8, 8192, 4096)
+    assert (alone.tensor_parallel, alone.context_parallel, alone.experts) == (0, 0, 0)
+
+
+def test_the_ring_of_context_parallelism_hides_behind_long_sequences_only() -> None:
+    job = build_job(tp=8, cp=8)
+    assert compute_layer_seconds(job, H100, 8, 2048, 65536).context_parallel == 0
+    assert compute_layer_seconds(job, H100, 8, 2048, 512).context_parallel > 0
+
+
+def test_tokens_reach_experts_of_their_node_over_nvlink_and_others_over_the_network() -> None:
+    near = compute_layer_seconds(build_job(QWEN235B, ep=8), H100, 8, 4096, 4096).experts
+    far = compute_layer_seconds(build_job(QWEN235B, ep=16), H100, 8, 4096, 4096).experts
+    routed = 2 * 4096 * 8 * 4096 * 2  # to the experts and back, 8 of them, 4,096 numbers of 2 bytes
+    assert near == pytest.approx(routed * 7 / 8 / (0.8 * 450e9))
+    assert far == pytest.approx(routed * 15 / 16 * 8 / 15 / (0.8 * 50e9))
+
+
+WORK = Work(num_samples=512, minibatch=512, prompt=1024, response=3072, budget=8192)
+
+
+def test_a_pipeline_waits_for_its_other_stages_once_a_minibatch_and_interleaving_shortens_it() -> None:
+    def update(vpp: int, pp: int = 4) -> float:
+        job = build_job(tp=4, pp=pp, vpp=vpp)
+        return compute_update(job, build_stages(job, *(64 // pp,) * pp), WORK, H100, 8)
+
+    # 4 replicas of 128 samples, two in a micro-batch: 64 of them, and 3 that wait; interleaved in halves, 1.5.
+    assert count_microbatches(build_job(tp=4, pp=4), WORK, 128) == (64, 8192)
+    assert update(1) / update(2) == pytest.approx((64 + 3) / (64 + 1.5))
+
+
+def test_the_slowest_stage_decides() -> None:
+    job = build_job(tp=8, pp=4)
+    even, uneven = build_stages(job, 16, 16, 16, 16), build_stages(job, 24, 16, 16, 8)
+    assert compute_forward(job, uneven, WORK, H100, 8) > 1.3 * compute_forward(job, even, WORK, H100, 8)
+
+
+def test_recomputation_adds_the_forward_pass_of_the_layers_that_it_recomputes() -> None:
+    def update(saving: Saving) -> float:
+        job = build_job(saving=saving, tp=8)
+        return compute_update(job, build_stages(job, 64), WORK, H100, 8)
+
+    none, full = update(Saving()), update(Saving(Recompute.full))
+    layer = compute_layer_seconds(build_job(tp=8), H100, 8, 8192, 4096)
+    # 8 replicas of 64 samples, two in a micro-batch.
+    assert full - none == pytest.approx(32 * 64 * layer.forward)
+    quarter = update(Saving(Recompute.full, RecomputeMethod.block, num_layers=16))
+    assert quarter - none == pytest.approx((full - none) / 4)
+    attention = update(Saving(Recompute.selective))
+    assert attention - none == pytest.approx(32 * 64 * layer.attention)
+    mlp = update(Saving(Recompute.selective, modules=("mlp",)))
+    assert attention < mlp < full
+
+
+def test_micro_batches_that_are_too_small_cost_the_time_between_them() -> None:
+    job = build_job(tp=8)
+    stages = build_stages(job, 64)
+    small, large = (compute_update(job, stages, replace(WORK, budget=size), H100, 8) for size in (4096, 16384))
+    # 64 micro-batches instead of 16, of 64 layers each: forward once, backward twice.
+    assert small - large == pytest.approx((64 - 16) * 64 * 3 * 0.0003)
+
+
+def test_with_staleness_the_slower_of_generation_and_training_decides() -> None:
+    """rollout/prefetcher.py: the next iteration may begin as soon as one is taken; a sync pauses both."""
+    _, now = plan()
+    _, ahead = plan("rollout.max_staleness=1", "algo.mismatch.correction=tis")
+    parts = now.seconds
+    assert parts.iteration == pytest.approx(parts.generation + parts.scoring + parts.update + parts.sync)
+    assert ahead.seconds.iteration == pytest.approx(max(parts.generation, parts.scoring + parts.update) + parts.sync)
+
+
+def test_offloading_moves_weights_for_every_call_and_the_optimizer_for_the_update() -> None:
+    config, found = plan()
+    job, stages = found.jobs["policy"], found.stages["policy"]
+    speed = 0.8 * 64e9
+    assert compute_offload(config, job, stages) == 0
+    everything = compute_offload(config, replace(job, offload=Offload.all), stages)
+    # Log-probs, update and sync; there and back.
+    assert everything == pytest.approx(2 * (3 * stages[0].weights + stages[0].optimizer) / speed)
+    optimizer = compute_offload(config, replace(job, offload=Offload.optimizer), stages)
+    assert optimizer == pytest.approx(2 * stages[0].optimizer / speed)
+
+
+def test_a_sync_over_disk_writes_the_model_once_and_reads_it_once_a_node() -> None:
+    config, found = plan("rollout.transport=disk", "cluster.hardware.disk_gb_s=2")
+    size = found.transfer.total / config.rollout.num_servers
+    writers = config.policy.parallel.num_processes // 8
+    assert found.seconds.sync == pytest.approx((size / writers + size) / 2e9)
+
+
+def test_a_kv_cache_in_fp8_holds_twice_as_many_tokens() -> None:
+    _, half = plan("rollout.sglang.kv_cache_dtype=fp8_e4m3")
+    _, whole = plan()
+    assert 2 * half.server.bytes_per_token == whole.server.bytes_per_token
+    assert half.server.kv_tokens == pytest.approx(2 * whole.server.kv_tokens, abs=1)
+    assert half.seconds.generation < whole.seconds.generation
+
+
+@pytest.mark.parametrize(
+    ("arch", "layout", "megatron"),
+    [
+        (replace(QWEN32B, num_layers=8), {"tp": 4, "pp": 4, "vpp": 2}, {}),
+        (replace(QWEN32B, num_layers=6, tied=True), {"tp": 2, "pp": 2, "cp": 2}, {}),
+        (replace(QWEN235B, num_layers=10), {"tp": 2, "pp": 4, "ep": 8}, {FIRST: 2, LAST: 2}),
+        (replace(QWEN235B, num_layers=4), {"pp": 2, "ep": 16}, {}),
+    ],
+)
+@pytest.mark.parametrize("is_critic", [False, True])
+def test_parameters_counted_from_two_small_models_are_those_of_the_whole_one(
+    arch: Architecture, layout: dict[str, int], megatron: dict[str, int], is_critic: bool
+) -> None:
+    config = load_config(JOB)
+    config.model.megatron = dict(megatron)
+    job = replace(build_job(arch, **layout), has_value_head=is_critic)
+    assert count_quickly(config, job) == count_job(config, job)
+
+
+def test_the_first_and_last_stage_have_at_most_as_many_layers_as_the_others() -> None:
+    assert [find_ends(94, pp) for pp in (2, 4, 8, 16)] == [None, 23, 11, 5]
+    assert find_ends(64, 8) is None
+
+
+def test_every_role_of_a_preset_is_counted_quickly_as_it_is_counted() -> None:
+    config = load_config(JOB)
+    for job in build_jobs(config, find_models(config), on_gpu=True).values():
+        assert count_quickly(config, job) == count_job(config, job)
