@@ -143,7 +143,7 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
     in_head = head.saved + head.gradient if head else 0
     # The peak is in the head's backward pass or, after it, in that of a layer.
     work = max(in_layers - (head.saved if head else 0), in_head - (head.saved if head else 0), 0)
-    # The optimizer's state is there from the start (megarl/mcore/optimizer.py).
+    # The optimizer's state is there from the start (megarl/mcore/distributed_optimizer.py).
     copies = max(parameters.total * b, optimizer)
     moved = _list_offloaded(job.offload, weights, gradients, optimizer)
     return StageMemory(
