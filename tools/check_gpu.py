@@ -189,7 +189,10 @@ def check_machine(args: argparse.Namespace, scratch: Path) -> int:
     checks = choose(args.only)
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if args.device == CPU else {}
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", **hidden}
-    machine = find_machine(environment)
+    try:
+        machine = find_machine(environment)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        raise ConfigError([str(error)]) from error
     setting = Setting(choose_device(args.device, machine), tuple(args.overrides), scratch)
     model = setting.large
     console = Console(width=WIDTH, highlight=False)

@@ -76,7 +76,7 @@ class StageMemory:
     offloaded: int
     """Held in host memory between the calls"""
     building: int
-    """While the model is built: gradients, and the weights twice or the optimizer's float32 copy of them"""
+    """While the model is built: gradients, and the weights twice or the optimizer's state"""
     gathered: int
     """Buffers of a save, through which the optimizer's state goes to the host"""
 
@@ -143,7 +143,8 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
     in_head = head.saved + head.gradient if head else 0
     # The peak is in the head's backward pass or, after it, in that of a layer.
     work = max(in_layers - (head.saved if head else 0), in_head - (head.saved if head else 0), 0)
-    copies = max(parameters.total * b, optimizer // 3 if job.dtype is Dtype.bfloat16 else 0)
+    # The optimizer's state is there from the start (megarl/mcore/distributed_optimizer.py).
+    copies = max(parameters.total * b, optimizer)
     moved = _list_offloaded(job.offload, weights, gradients, optimizer)
     return StageMemory(
         parameters=parameters,

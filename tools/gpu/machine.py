@@ -2,13 +2,13 @@
 
 import importlib
 import importlib.metadata
-import importlib.util
 import json
 import platform
 import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from importlib.machinery import PathFinder
 from typing import Any
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "transformers", "safetensors", "numpy")
@@ -80,7 +80,8 @@ def find_problems(has_gpu: bool) -> dict[str, str]:
 
 
 def _explain_import(module: str, name: str, *, imports: bool) -> str | None:
-    if importlib.util.find_spec(module.split(".")[0]) is None:
+    # Not importlib.util.find_spec: without CUDA megarl's import hook finds Transformer Engine nowhere.
+    if PathFinder.find_spec(module.split(".")[0]) is None:
         return f"{name} is not installed"
     if not imports:
         return None

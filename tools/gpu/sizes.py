@@ -17,11 +17,12 @@ from megarl.families.architecture import Architecture
 from megarl.families.registry import parse_architecture
 from megarl.mcore.row_costs import compute_row_costs
 from megarl.mcore.worker_spec import Role, WorkerSpec
-from megarl.plan.assumptions import ALLOCATOR_SHARE, GIB, PROCESS_GIB, UPDATE_MFU
+from megarl.plan.assumptions import ALLOCATOR_SHARE, GIB, PROCESS_GIB
 from megarl.plan.estimate import count_job
 from megarl.plan.jobs import PlannedModels, build_jobs
 from megarl.plan.measured import measuring_peaks
-from megarl.plan.roles import StageMemory, estimate_stages
+from megarl.plan.passes import Work, compute_update
+from megarl.plan.roles import RoleJob, StageMemory, compute_saved, estimate_stages
 from megarl.tools.gpu.lines import Line, judge, skip
 from megarl.tools.gpu.setting import CUDA, Setting, build_spec, make_large_samples, write_checkpoint
 from megarl.tools.gpu.training import open_worker
@@ -35,7 +36,7 @@ given GPUs that it does not need
 NUM_UPDATES = 3
 """Timed ones, of one optimizer step each, after one that is not"""
 LEAST_OF_MFU = 0.5
-"""Share of the MFU that the planner assumes: below it its seconds are too few by more than twice"""
+"""Share of the planned MFU: below it the planned seconds are too few by more than twice"""
 PEAKS = {"NVIDIA H100 80GB HBM3": "h100x8", "NVIDIA H200": "h200x8"}
 """The cluster whose hardware a GPU is, by the name that its driver tells. Of the same chip there are slower boards"""
 
@@ -71,12 +72,11 @@ def _check_sizes(setting: Setting, check: str, recompute: Recompute) -> Iterator
             torch.cuda.empty_cache()
     spec = build_spec(setting, Role.policy, checkpoint, recompute=recompute)
     samples = make_large_samples(setting)
-    saves = setting.device == CUDA and has_room(setting.scratch, planned.weights + planned.optimizer)
+    saves = has_room(setting.scratch, planned.weights + planned.optimizer)
     measured = measure_phases(spec, samples, setting.scratch, check, saves=saves)
-    yield from compare_memory(check, measured, planned)
-    yield compare_saving(setting, check, measured, planned)
+    yield from compare_memory(check, measured, planned, plan_saving(job, planned))
     yield _check_process(setting, check, measured, planned)
-    yield from _check_speed(setting, check, spec, samples, arch)
+    yield from _check_speed(setting, check, spec, job, planned)
 
 
 def has_room(directory: Path, num_bytes: int) -> bool:
@@ -87,7 +87,7 @@ def measure_phases(
     spec: WorkerSpec, samples: TrainingSamples, scratch: Path, name: str, *, saves: bool
 ) -> dict[str, int]:
     """Peak bytes of tensors while the model is built, in two updates, between the calls, in log-probs and, where it
-    saves, while its state is copied to the host and written.
+    saves, while its state is copied to the host.
     """
     rows = [torch.arange(samples.sequences.num_samples)]
     with measuring_peaks() as meter, ExitStack() as stack:
@@ -101,36 +101,38 @@ def measure_phases(
             worker.logprobs(samples.sequences, spec.temperature)
         if saves:
             with meter.phase("saving"):
-                worker.save(scratch / f"{name}-state")
+                worker.begin_save(scratch / f"{name}-state")
+            worker.finish_save()
             shutil.rmtree(scratch / f"{name}-state")
     return meter.peaks
 
 
-def compare_memory(check: str, measured: dict[str, int], planned: StageMemory) -> Iterator[Line]:
+def compare_memory(check: str, measured: dict[str, int], planned: StageMemory, saving: int) -> Iterator[Line]:
+    """saving: planned bytes while a state is saved, on this kind of device."""
     phases = {
         "building": ("building the model", planned.building),
         "update": ("the update", planned.update),
         "resident": ("between the calls", planned.resident),
         "forward": ("log-probs", planned.forward),
+        "saving": ("saving", saving),
     }
     for phase, (what, plan) in phases.items():
+        if phase not in measured:
+            reason = f"no room for a state of {_format_bytes(planned.weights + planned.optimizer)} (TMPDIR)"
+            yield skip(check, f"memory, {what}", reason)
+            continue
         ratio = measured[phase] / plan
-        note = f"{_format_bytes(measured[phase])} measured, {_format_bytes(plan)} planned"
+        note = f"{_format_bytes(measured[phase])} of {_format_bytes(plan)}"
         bounds = {"least": LEAST_MEMORY, "most": MOST_MEMORY}
         yield judge(check, f"memory, {what}", ratio, **bounds, unit="of the plan", reason=note)
 
 
-def compare_saving(setting: Setting, check: str, measured: dict[str, int], planned: StageMemory) -> Line:
-    """A save may take what an update does: it needs no memory that the job does not have."""
-    what = "memory, saving"
-    if setting.device != CUDA:
-        return skip(check, what, "needs a GPU: on a CPU the copies for the disk are tensors like the others")
-    if "saving" not in measured:
-        room = f"{setting.scratch} has no room for a state of {_format_bytes(planned.weights + planned.optimizer)}"
-        return skip(check, what, f"{room} (TMPDIR names another place)")
-    note = f"{_format_bytes(measured['saving'])} measured, {_format_bytes(planned.peak)} planned"
-    ratio = measured["saving"] / planned.peak
-    return judge(check, what, ratio, most=MOST_MEMORY, unit="of the planned peak", reason=note)
+def plan_saving(job: RoleJob, planned: StageMemory) -> int:
+    """The peak of a save; on a CPU what is copied to the host for the disk are tensors like the others."""
+    if job.on_gpu:
+        return planned.checkpoint
+    state = 12 * planned.parameters.total + planned.gathered
+    return planned.resident + max(compute_saved(job, planned.parameters, 0), state)
 
 
 def _format_bytes(number: int) -> str:
@@ -150,10 +152,9 @@ def _check_process(setting: Setting, check: str, measured: dict[str, int], plann
     return judge(check, what, besides / GIB, most=most, unit="GiB", reason="with that of other processes on the GPU")
 
 
-def _check_speed(
-    setting: Setting, check: str, spec: WorkerSpec, samples: TrainingSamples, arch: Architecture
-) -> Iterator[Line]:
-    flops = count_update_flops(arch, samples)
+def _check_speed(setting: Setting, check: str, spec: WorkerSpec, job: RoleJob, planned: StageMemory) -> Iterator[Line]:
+    samples = make_large_samples(setting)
+    flops = count_update_flops(job.arch, samples)
     with open_worker(spec, setting.scratch, f"{check}-speed") as worker:
         rows = [torch.arange(samples.sequences.num_samples)]
         seconds = []
@@ -163,22 +164,38 @@ def _check_speed(
             worker.update(samples, rows)
             _synchronize()
             seconds.append(time.perf_counter() - start)
-        computes = worker.describe()
+        computes = worker.describe().splitlines()[0]
     median = statistics.median(seconds[1:])
     tokens = int(samples.sequences.lengths.sum())
     longest = int(samples.sequences.lengths.max())
     note = f"{tokens / median:.0f} tokens/s, sequences of {longest}; {computes}"
-    yield judge_speed(check, flops / median, find_hardware(setting), note)
+    hardware = find_hardware(setting)
+    expected = plan_seconds(job, planned, spec, samples, hardware) if hardware else 0.0
+    yield judge_speed(check, flops, median, expected, hardware, note)
 
 
-def judge_speed(check: str, flops_per_second: float, hardware: HardwareConfig | None, note: str) -> Line:
-    """The MFU, or TFLOP/s where the peak is not known."""
+def plan_seconds(
+    job: RoleJob, planned: StageMemory, spec: WorkerSpec, samples: TrainingSamples, hardware: HardwareConfig
+) -> float:
+    """The planner's seconds of one update of the samples, all of which are as long as the first."""
+    sequences = samples.sequences
+    prompt, response = int(sequences.prompt_lengths[0]), int(sequences.response_lengths[0])
+    work = Work(sequences.num_samples, sequences.num_samples, prompt, response, spec.tokens_per_microbatch)
+    return compute_update(job, (planned,), work, hardware, per_node=1)
+
+
+def judge_speed(
+    check: str, flops: float, seconds: float, planned_s: float, hardware: HardwareConfig | None, note: str
+) -> Line:
+    """The MFU of an update beside that of its planned seconds, or TFLOP/s where the peak is not known."""
     if hardware is None:
         reason = f"unknown peak (cluster.hardware.bf16_tflops): TFLOP/s only; {note}"
-        return skip(check, "speed of the update", reason, flops_per_second / 1e12, "TFLOP/s")
-    mfu = flops_per_second / (hardware.bf16_tflops * 1e12)
-    note = f"{flops_per_second / 1e12:.0f} of {hardware.bf16_tflops:g} TFLOP/s; {note}"
-    return judge(check, "MFU of the update", mfu, least=LEAST_OF_MFU * UPDATE_MFU, unit="of the peak", reason=note)
+        return skip(check, "speed of the update", reason, flops / seconds / 1e12, "TFLOP/s")
+    peak = hardware.bf16_tflops * 1e12
+    planned = flops / planned_s / peak
+    note = f"planned {planned:.2f}; {flops / seconds / 1e12:.0f} of {hardware.bf16_tflops:g} TFLOP/s; {note}"
+    mfu = flops / seconds / peak
+    return judge(check, "MFU of the update", mfu, least=LEAST_OF_MFU * planned, unit="of the peak", reason=note)
 
 
 def count_update_flops(arch: Architecture, samples: TrainingSamples) -> float:

@@ -87,7 +87,12 @@ def run_updates(spec: WorkerSpec, scratch: Path, name: str) -> dict[str, Any]:
         worker.export_gradient(samples, scratch / f"{name}-gradient")
         worker.update(samples, rows * (NUM_STEPS - 1))
         gradient = load_file(scratch / f"{name}-gradient" / "model.safetensors")
-        return {"before": before, "after": evaluate(), "gradient": gradient, "computes": worker.describe()}
+        return {
+            "before": before,
+            "after": evaluate(),
+            "gradient": gradient,
+            "computes": worker.describe().splitlines()[0],
+        }
 
 
 def run_roles(setting: Setting, name: str, dtype: Dtype, **changes: Any) -> Results:

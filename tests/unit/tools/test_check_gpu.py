@@ -17,6 +17,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.roles import Dtype
 from megarl.families.registry import parse_architecture
+from megarl.mcore.worker_spec import Role
 from megarl.plan.estimate import count_job
 from megarl.plan.jobs import PlannedModels, build_jobs
 from megarl.plan.roles import estimate_stages
@@ -25,7 +26,17 @@ from megarl.tools.gpu import machine as machine_module
 from megarl.tools.gpu import serving, sizes, training, transfer
 from megarl.tools.gpu.lines import Verdict, conclude, fail, judge, make_table, read_line, skip, write_json
 from megarl.tools.gpu.machine import Machine
-from megarl.tools.gpu.setting import CPU, CUDA, SMALL, Setting, describe_random, list_tensors, make_samples
+from megarl.tools.gpu.setting import (
+    CPU,
+    CUDA,
+    SMALL,
+    Setting,
+    build_spec,
+    describe_random,
+    list_tensors,
+    make_large_samples,
+    make_samples,
+)
 
 tool = load_tool("check_gpu.py")
 NAN = float("nan")
@@ -224,11 +235,21 @@ def test_flops_of_an_update_are_six_per_parameter_and_token_and_those_of_attenti
 
 def test_a_speed_is_judged_by_the_peak_of_a_known_gpu_alone() -> None:
     hardware = load_config(["cluster=h100x8"]).cluster.hardware
-    slow, fast = (sizes.judge_speed("a", speed, hardware, "") for speed in (100e12, 400e12))
+    slow, fast = (sizes.judge_speed("a", 400e12, seconds, 1.0, hardware, "") for seconds in (2.1, 1.0))
     assert (slow.verdict, fast.verdict) == (Verdict.fails, Verdict.holds)
     assert fast.value == pytest.approx(400 / 989)
-    unknown = sizes.judge_speed("a", 100e12, None, "")
+    unknown = sizes.judge_speed("a", 100e12, 1.0, 0.0, None, "")
     assert (unknown.verdict, unknown.value, unknown.unit) == (Verdict.skipped, 100.0, "TFLOP/s")
+
+
+def test_the_planned_speed_of_the_default_model_is_that_of_published_runs(tmp_path: Path) -> None:
+    setting = Setting(CUDA, ("cluster=h100x8",), tmp_path)
+    arch, hardware = parse_architecture(setting.large, Path("model")), setting.config.cluster.hardware
+    job = build_jobs(setting.config, PlannedModels(arch, arch), on_gpu=True)["policy"]
+    (stage,) = estimate_stages(job, count_job(setting.config, job))
+    samples = make_large_samples(setting)
+    seconds = sizes.plan_seconds(job, stage, build_spec(setting, Role.policy, tmp_path), samples, hardware)
+    assert 0.2 < sizes.count_update_flops(arch, samples) / seconds / (hardware.bf16_tflops * 1e12) < 0.6
 
 
 def test_memory_beyond_the_plan_or_far_below_it_fails(tmp_path: Path) -> None:
@@ -237,17 +258,16 @@ def test_memory_beyond_the_plan_or_far_below_it_fails(tmp_path: Path) -> None:
     job = build_jobs(setting.config, PlannedModels(arch, arch), on_gpu=False)["policy"]
     (stage,) = estimate_stages(job, count_job(setting.config, job))
     planned = {phase: getattr(stage, phase) for phase in ("building", "update", "resident", "forward")}
-    assert {line.verdict for line in sizes.compare_memory("a", planned, stage)} == {Verdict.holds}
+    planned["saving"] = sizes.plan_saving(job, stage)
+    assert {line.verdict for line in sizes.compare_memory("a", planned, stage, planned["saving"])} == {Verdict.holds}
     for share in (0.7, 1.2):
         wrong = {**planned, "update": int(share * planned["update"])}
-        verdicts = [line.verdict for line in sizes.compare_memory("a", wrong, stage)]
-        assert verdicts == [Verdict.holds, Verdict.fails, Verdict.holds, Verdict.holds]
-
-    cuda = Setting(CUDA, (), tmp_path)
-    saved = [sizes.compare_saving(cuda, "a", {"saving": int(x * stage.peak)}, stage).verdict for x in (1.0, 1.2)]
-    assert saved == [Verdict.holds, Verdict.fails]
-    assert "no room" in sizes.compare_saving(cuda, "a", {}, stage).reason
-    assert sizes.compare_saving(setting, "a", {}, stage).verdict is Verdict.skipped
+        verdicts = [line.verdict for line in sizes.compare_memory("a", wrong, stage, planned["saving"])]
+        assert verdicts == [Verdict.holds, Verdict.fails, *[Verdict.holds] * 3]
+    del planned["saving"]
+    *_, last = sizes.compare_memory("a", planned, stage, 1)
+    assert (last.verdict, last.reason.split(" of")[0]) == (Verdict.skipped, "no room for a state")
+    assert sizes.plan_saving(replace(job, on_gpu=True), stage) == stage.checkpoint
 
 
 def test_a_perturbed_gradient_fails() -> None:
