@@ -227,8 +227,9 @@ def _describe_host(config: Config, plan: JobPlan) -> str:
 
 def describe_assumptions(plan: JobPlan) -> str:
     a, jobs = assumptions, plan.jobs.values()
+    fp8 = f" (FP8 {a.FP8_SHARE:g})" if any(job.fp8 for job in jobs) else ""
     text = (
-        f"Assumed: matrix products at {a.PRODUCT_SHARE:g} of the peak (FP8 {a.FP8_SHARE:g}), attention at"
+        f"Assumed: matrix products at {a.PRODUCT_SHARE:g} of the peak{fp8}, attention at"
         f" {a.ATTENTION_SHARE:g}, other operations at {a.MEMORY_SHARE:g} of the memory bandwidth,"
         f" {a.LAYER_S * 1000:g} ms a layer and micro-batch besides ({a.EXPERT_LAYER_S * 1000:g} ms with experts),"
         f" nothing hidden of what experts and gradients send; in generation {a.DECODE_SHARE:g} of the peak,"

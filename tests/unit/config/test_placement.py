@@ -101,10 +101,12 @@ def test_no_two_processes_of_a_group_share_a_gpu_and_apart_no_two_at_all(
         assert not trained & set(taken[SERVERS])
 
 
-def test_vapo_with_qwen32b_is_64_gpus_apart() -> None:
-    groups = list_groups(load_config(["algo=vapo", "model=qwen32b"]))
-    assert sum(group.num_gpus for group in groups) == 64
-    assert count_nodes(place(ClusterConfig(gpus_per_node=8), groups)) == 8
+def test_policy_critic_and_servers_of_qwen32b_are_64_gpus_each_and_share_8_nodes() -> None:
+    config = load_config(["algo=vapo", "model=qwen32b"])
+    groups = list_groups(config)
+    assert [group.num_gpus for group in groups] == [64, 64, 64]
+    assert count_nodes(place(config.cluster, groups)) == 8
+    assert count_nodes(place(ClusterConfig(gpus_per_node=8), groups)) == 24
 
 
 def check(*overrides: str) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from apart_job import QWEN32B
+from apart_job import PRESET, QWEN32B
 
 from megarl.config.load import load_config
 from megarl.plan.check import check_plan
@@ -37,10 +37,18 @@ def test_a_job_that_fits_ends_with_0_and_says_everything(tool: ModuleType, capsy
     assert tool.main(QWEN32B) == 0
     out = capsys.readouterr().out
     assert out.rstrip().endswith("fits: 64 GPUs")
-    for text in ("4,096,062,464", "524.3 GB in all", "Host memory", "MFU 0.4", "890,473", "tp 8 cp 2 sp", "update"):
+    for text in (
+        "4,096,062,464",
+        "524.3 GB in all",
+        "Host memory",
+        "MFU 0.33 of the policy",
+        "890,473",
+        "tp 8 cp 2 sp",
+        "update",
+    ):
         assert text in out
-    assert "Value pretraining: up to 50 steps of 6,666.8 s" in out
-    assert "sbatch --signal=B:USR1@5200 suffices" in " ".join(out.split())
+    assert "Value pretraining: up to 50 steps of 6,652.7 s" in out
+    assert "sbatch --signal=B:USR1@4900 suffices" in " ".join(out.split())
     assert "FP8" not in out
     assert "Experts" not in out
 
@@ -51,7 +59,7 @@ def test_a_job_that_fits_ends_with_0_and_says_everything(tool: ModuleType, capsy
         (("model=qwen32b", "cluster=h100x256"), ("fits: 64 of 256 GPUs; the others are idle",)),
         (("model=qwen32b", "cluster=h100x64", "policy.fp8=hybrid"), ("FP8 copies", "weight and its transpose")),
         (("model=qwen3_235b_a22b", "cluster=h100x256"), ("Experts: the routes are balanced", "fits: 256 GPUs")),
-        (("model=qwen32b", "cluster=h100x64", "rollout.transport=disk"), ("not estimated", "without the sync")),
+        (("model=qwen32b", "cluster=h100x64", "rollout.transport=disk"), ("a file system of 5 GB/s a node",)),
     ],
 )
 def test_what_is_taken_as_given_is_said(
@@ -65,7 +73,9 @@ def test_what_is_taken_as_given_is_said(
 def test_a_placement_that_contradicts_its_transport_and_does_not_fit_either_gets_another(
     tool: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert tool.main(["algo=vapo", "model=qwen3_8b", "cluster=h100x8", "cluster.placement=colocated"]) == 2
+    kept = ("policy.offload=null", "critic.offload=null", "rollout.offload=null", "rollout.transport=split")
+    sizes = [f"{role}.parallel={{num_processes: 4, tp: 2, sp: true, cp: 1}}" for role in ("policy", "critic")]
+    assert tool.main(["algo=vapo", "model=qwen3_8b", "cluster=h100x8", *kept, *sizes]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: rollout.transport: found split with cluster.placement=colocated")
     assert second.startswith("error: cluster.placement: found colocated, in which the job does not fit either")
@@ -94,7 +104,7 @@ def test_one_that_does_not_fit_ends_with_1_and_the_nearest_change() -> None:
     [
         (("algo=vapo", "model=qwen32b", "cluster=h100x65"), "cluster: found 'h100x65'; the choices are"),
         (("algo=vapo", "model=qwen32b", "cluster=laptop"), "cluster.hardware.gpu: found null"),
-        ((*QWEN32B, "cluster.gpus_per_node=0"), "cluster.gpus_per_node: found 0"),
+        ((*PRESET, "cluster.gpus_per_node=0"), "cluster.gpus_per_node: found 0"),
         ((*QWEN32B, "policy.paralel.tp=3"), "policy.paralel.tp: no such key; did you mean policy.parallel.tp?"),
         ((*QWEN32B, "rollout.tp=3"), "rollout.tp: found 3"),
         ((*QWEN32B, "model.path=nobody/nothing"), "model.path: 'nobody/nothing' found"),
@@ -104,6 +114,7 @@ def test_one_that_does_not_fit_ends_with_1_and_the_nearest_change() -> None:
             "qwen32b: found without a value; each argument must be key=value, or group=option",
         ),
         (("--gpus",), "--gpus: no such option; usage:"),
+        ((*PRESET, "--mean-response=none"), "--mean-response: found 'none'; it must be a number of tokens, 1 or more"),
     ],
 )
 def test_a_wrong_configuration_ends_with_2_and_names_the_key(
@@ -111,6 +122,29 @@ def test_a_wrong_configuration_ends_with_2_and_names_the_key(
 ) -> None:
     assert tool.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_mean_length_of_responses_changes_seconds_and_not_memory(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool.main(PRESET) == 0
+    half = capsys.readouterr().out
+    assert tool.main([*PRESET, "--mean-response", "4000"]) == 0
+    out = capsys.readouterr().out
+    assert "8,192 responses of 4,000 tokens on average" in out
+    before, after = (text.partition("An iteration")[0] for text in (half, out))
+    assert before == after
+
+
+def test_a_search_prints_lines_to_paste_on_policy_and_ahead(
+    tool: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fixed = ("policy.parallel.cp=1", "policy.parallel.tp=2", "rollout.tp=1", "cluster.placement=split")
+    assert tool.main(["--search", "algo=dapo", "model=qwen3_8b", *fixed]) == 0
+    on_policy, ahead = capsys.readouterr().out.split("The fastest with rollout.max_staleness=1")
+    assert on_policy.startswith("\nThe fastest plans, on-policy\n  1. ")
+    assert "rollout.max_staleness" not in on_policy
+    assert "     rollout.max_staleness=1 algo.mismatch.correction=tis policy.parallel" in ahead
 
 
 def test_rolls_names_are_taken(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from apart_job import QWEN32B
+from apart_job import PRESET, QWEN32B
 
 from megarl.config.load import load_config
 from megarl.config.schema.root import Config
@@ -77,7 +77,8 @@ def test_saved_rollouts_are_not_generated() -> None:
     "override", ["algo.value_pretrain.steps=0", "algo.value_pretrain.taken_from=runs/a", "algo=dapo"]
 )
 def test_without_a_critic_or_steps_of_its_own_nothing_is_pretrained(override: str) -> None:
-    config, seconds = estimate(override)
+    config = load_config([*PRESET, override])
+    seconds = build_plan(config, find_models(config)).seconds
     assert seconds.pretraining is None
     assert list(describe_pretraining(config, seconds)) == []
 
