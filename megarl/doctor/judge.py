@@ -67,7 +67,9 @@ def check_imports(facts: Facts, need: Need) -> Iterator[Finding]:
     waiting = [module for module, problem in problems.items() if needs_driver(facts, problem)]
     for module, problem in problems.items():
         if module not in waiting:
-            yield Finding(Level.wrong, f"{module} is broken: {shorten(problem)}", name_install(facts, need))
+            # What is installed is not installed again without `clean`.
+            remedy = name_install(facts, need).replace("make install", "make clean install")
+            yield Finding(Level.wrong, f"{module} is broken: {shorten(problem)}", remedy)
     if waiting:
         yield Finding(
             Level.note,

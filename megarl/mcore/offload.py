@@ -16,6 +16,9 @@ from torch import Tensor
 from megarl.config.schema.roles import Offload
 from megarl.mcore.device import device
 
+PIECE_BYTES = 1 << 28
+"""Host memory is taken in pieces of this size"""
+
 
 def find_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     """The distinct storages of the tensors on this process's device, by address of the storage object.
@@ -43,6 +46,15 @@ def list_gradient_buffers(chunks: Sequence[Any]) -> Iterator[Tensor]:
             yield buffer.grad_data
 
 
+def drop_fp8_weights(models: Iterable[torch.nn.Module]) -> None:
+    """Drop the FP8 copies of the weights that Transformer Engine keeps between micro-batches: the first micro-batch of
+    the next call casts them again in any case (transformer_engine/pytorch/module/base.py, quantize_weight).
+    """
+    for model in models:
+        for module in model.modules():
+            getattr(module, "_fp8_workspaces", {}).clear()
+
+
 def _ddp_buffers(chunk: Any) -> list[Any]:
     # On other modules `buffers` is torch's method.
     return chunk.buffers if isinstance(chunk.buffers, list) else []
@@ -54,40 +66,56 @@ class StorageOffloader:
     def __init__(self, keep: bool = True) -> None:
         """keep: whether the bytes are needed again; without it they come back as zeros."""
         self.keep = keep
-        self._hosts: dict[int, Tensor] = {}
+        self._hosts: list[Tensor] = []
         self._parked: list[tuple[torch.UntypedStorage, int]] = []
 
     def park(self, storages: dict[int, torch.UntypedStorage]) -> None:
         """Move the storages to the host; they have 0 bytes then. Does nothing while others are parked here."""
         if self._parked:
             return
+        parked = [(storage, storage.nbytes()) for storage in storages.values()]
         if self.keep:
-            hosts = {key: self._find_host(key, storage) for key, storage in storages.items()}
-            for key, storage in storages.items():
-                hosts[key].copy_(_as_bytes(storage), non_blocking=True)
-            self._hosts = hosts
+            self._reserve(sum(size for _, size in parked))
+            for content, host in self._pair(parked):
+                host.copy_(content, non_blocking=True)
         _synchronize()
-        self._parked = [(storage, storage.nbytes()) for storage in storages.values()]
-        for storage in storages.values():
+        self._parked = parked
+        for storage, _ in parked:
             storage.resize_(0)
 
     def bring(self) -> None:
         """Move everything back."""
         for storage, size in self._parked:
             storage.resize_(size)
-            content = _as_bytes(storage)
-            if self.keep:
-                content.copy_(self._hosts[storage._cdata], non_blocking=True)
-            else:
-                content.zero_()
+            if not self.keep:
+                _as_bytes(storage).zero_()
+        if self.keep:
+            for content, host in self._pair(self._parked):
+                content.copy_(host, non_blocking=True)
         _synchronize()
         self._parked = []
 
-    def _find_host(self, key: int, storage: torch.UntypedStorage) -> Tensor:
-        host = self._hosts.get(key)
-        if host is not None and host.numel() == storage.nbytes():
-            return host
-        return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=device().type == "cuda")
+    def _reserve(self, size: int) -> None:
+        """In pieces of a power of two: torch rounds pinned memory up to the next one, which for whole storages may be
+        nearly twice their size (ATen/core/CachingHostAllocator.h).
+        """
+        held = sum(host.numel() for host in self._hosts)
+        while held < size:
+            piece = min(PIECE_BYTES, size - held)
+            self._hosts.append(torch.empty(piece, dtype=torch.uint8, pin_memory=device().type == "cuda"))
+            held += piece
+
+    def _pair(self, parked: Sequence[tuple[torch.UntypedStorage, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The bytes of the storages, one after the other, with their places in host memory."""
+        hosts, room = iter(self._hosts), torch.empty(0, dtype=torch.uint8)
+        for storage, _ in parked:
+            content = _as_bytes(storage)
+            while len(content):
+                if not len(room):
+                    room = next(hosts)
+                size = min(len(content), len(room))
+                yield content[:size], room[:size]
+                content, room = content[size:], room[size:]
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -142,6 +170,7 @@ class OffloadManager:
         self._gradients.park(find_storages(list_gradient_buffers(self._chunks)))
         if self.offload is Offload.all:
             self._weights.park(weights)
+        drop_fp8_weights(self._models)
         if device().type == "cuda":
             # Give the memory back to the GPU, for the other processes on it.
             torch.cuda.empty_cache()

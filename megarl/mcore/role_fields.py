@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megarl.config.schema.roles import Fp8, Fp8Recipe, Recompute, RecomputeMethod
+from megarl.config.schema.roles import Dtype, Fp8, Fp8Recipe, Recompute, RecomputeMethod
 from megarl.mcore.model.architecture import Architecture
 from megarl.mcore.worker_spec import WorkerSpec
 
@@ -69,23 +69,32 @@ def has_transformer_engine() -> bool:
             importlib.import_module("transformer_engine.pytorch")
         except Exception as error:
             raise RuntimeError(
-                f"Transformer Engine is installed and broken ({type(error).__name__}: {error}); make install"
+                f"Transformer Engine is installed and broken ({type(error).__name__}: {error}); make clean install"
                 " PLATFORM=cuda installs all of it, and without it megarl computes with plain torch layers"
             ) from error
     return True
 
 
-def check_role_fields(arch: Architecture, spec: WorkerSpec, in_worker: bool = False) -> Iterator[str]:
+def check_role_fields(
+    arch: Architecture, spec: WorkerSpec, in_worker: bool = False, on_gpu: bool = False
+) -> Iterator[str]:
     """One message for each key of the role that the model or the machine cannot follow.
 
     in_worker: this process is the one that computes; without it only what holds on every machine is reported,
-    because the ranks may have GPUs where this process has none.
+    because the ranks may have GPUs where this process has none. on_gpu: the ranks are known to have GPUs.
     """
     role = spec.role.value
     if spec.router_replay:
         yield from _check_router_replay(arch, spec)
     if spec.recompute is Recompute.full:
         yield from _check_recompute(role, arch, spec)
+    if on_gpu and spec.dtype is Dtype.float32 and spec.parallel.cp > 1 and has_transformer_engine():
+        # Of its backends only the unfused one computes in float32, and it has no context parallelism
+        # (transformer_engine/pytorch/attention/dot_product_attention/utils.py, get_attention_backend).
+        yield (
+            f"{role}.dtype: found float32 with {role}.parallel.cp={spec.parallel.cp}; on a GPU Transformer Engine's"
+            f" attention has no context parallelism in float32: {role}.dtype=bfloat16, or {role}.parallel.cp=1"
+        )
     if spec.fp8:
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
         if in_worker or capability or not has_transformer_engine():

@@ -6,7 +6,6 @@ A plain class without Ray. Every rank of a role is called with the same argument
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from megarl.mcore.logprobs import VocabShard, build_vocab_shard, compute_logprob
 from megarl.mcore.loss_targets import build_targets
 from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.model.build import build_chunks, build_config, wrap_chunks
-from megarl.mcore.model.fast import describe_fast_ways, find_kernels, resolve_overlap
+from megarl.mcore.model.fast import choose_overlap, describe_fast_ways
 from megarl.mcore.model.layer_spec import uses_transformer_engine
 from megarl.mcore.model.router import compute_load_metrics, replay_routes, start_minibatch
 from megarl.mcore.offload import OffloadManager, uses_everything, uses_weights
@@ -61,11 +60,9 @@ class MegatronWorker:
             torch.set_num_threads(spec.num_threads)
         elif spec.deterministic:
             use_deterministic_kernels()
-        if spec.optimizer is not None:
-            spec = replace(spec, optimizer=resolve_overlap(spec.optimizer, spec.parallel, find_kernels().gpu))
-        self.spec = spec
+        self.spec = spec = choose_overlap(spec)
         self.arch = read_architecture(Path(spec.checkpoint))
-        problems = list(check_role_fields(self.arch, spec, in_worker=True))
+        problems = list(check_role_fields(self.arch, spec, in_worker=True, on_gpu=torch.cuda.is_available()))
         if problems:
             raise ValueError("; ".join(problems))
         deadline_s = spec.deadline_s + COLLECTIVE_GRACE_S

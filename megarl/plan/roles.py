@@ -60,7 +60,7 @@ class StageMemory:
     """Number of micro-batches whose activations are held at once"""
     weights: int
     fp8: int
-    """Copies of the weights in FP8, and their transposes; `offload` does not move them"""
+    """Copies of the weights in FP8, and their transposes; with `offload` they are dropped between the calls"""
     gradients: int
     optimizer: int
     activations: int
@@ -157,7 +157,7 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
         work=work if job.is_trained else 0,
         forward_work=max(layer.mlp + 3 * layer.input, head.forward if head else 0)
         + (head.forward if head and job.holds_reference else 0),
-        resident=weights + fp8 + gradients + optimizer - sum(moved),
+        resident=weights + (0 if job.offload else fp8) + gradients + optimizer - sum(moved),
         # Gradients are dropped, not moved.
         offloaded=moved[0] + moved[2],
         building=weights + gradients + (copies if job.is_trained else 0),

@@ -58,7 +58,7 @@ class ServerOffloader:
 
     def _resume(self, tag: str) -> None:
         if tag in self._released:
-            self._call_all(partial(SGLangClient.resume_memory, tags=[tag]))
+            self._call_all(lambda client: client.resume_memory([tag]))
             self._released.remove(tag)
 
     def _call_all(self, ask: Callable[[SGLangClient], None]) -> None:

@@ -115,13 +115,16 @@ def build_command(
         # Requests that share cached tokens are all told the experts of the one that computed them last, which near a
         # tie are not those with which each sampled its first token.
         options |= {"enable_return_routed_experts": True, "disable_radix_cache": True}
-    options |= load_family_options(checkpoint)
-    if not has_cuda():
-        options |= {"device": "cpu", "attention_backend": "torch_native"}
-    elif config.dtype is Dtype.float32:
-        # On Hopper SGLang takes FlashAttention 3 by default, whatever the dtype.
-        options |= {"attention_backend": "triton"}
+    options |= load_family_options(checkpoint) | choose_attention(config.dtype)
     return [sys.executable, "-m", "sglang.launch_server", *render_options(options | config.sglang)]
+
+
+def choose_attention(dtype: Dtype) -> dict[str, str]:
+    """The options of the device and of its attention, where SGLang's own choice would not do."""
+    if not has_cuda():
+        return {"device": "cpu", "attention_backend": "torch_native"}
+    # On Hopper SGLang takes FlashAttention 3, whatever the dtype.
+    return {"attention_backend": "triton"} if dtype is Dtype.float32 else {}
 
 
 def build_environment(config: RolloutConfig, scratch: Path, *, shares_gpus: bool = False) -> dict[str, str]:

@@ -92,7 +92,7 @@ def load_models(config: Config) -> Models:
 def load_specs(config: Config, models: Models) -> dict[Role, WorkerSpec]:
     """The worker specs of the roles that the algorithm needs. Raises ConfigError where they do not fit the models."""
     specs = build_specs(config, models.checkpoint, models.critic_checkpoint)
-    problems = [*_check_model(config, models.architecture), *_check_megatron_options(specs, models)]
+    problems = [*_check_model(config, models.architecture), *_check_megatron_options(config, specs, models)]
     if problems:
         raise ConfigError(problems)
     return specs
@@ -192,11 +192,11 @@ def _check_model(config: Config, architecture: Architecture) -> Iterator[str]:
     yield from check_serving_layout(architecture, config.rollout.tp)
 
 
-def _check_megatron_options(specs: dict[Role, WorkerSpec], models: Models) -> Iterator[str]:
+def _check_megatron_options(config: Config, specs: dict[Role, WorkerSpec], models: Models) -> Iterator[str]:
     architectures = {role: models.critic_architecture if role is Role.critic else models.architecture for role in specs}
     for role, spec in specs.items():
         yield from check_layout(architectures[role], spec.parallel, f"{role.value}.parallel", spec.megatron)
-        yield from check_role_fields(architectures[role], spec)
+        yield from check_role_fields(architectures[role], spec, on_gpu=config.cluster.gpus_per_node > 0)
     if specs[Role.policy].megatron:
         from megarl.mcore.model.build import check_options  # imports Megatron, which takes seconds
 

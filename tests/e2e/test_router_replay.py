@@ -55,8 +55,6 @@ def test_a_policy_whose_routers_break_ties_otherwise_agrees_with_the_server_when
         (greedy,) = trainer.components.collector.collect_greedy(
             trainer.components.heldout[:1], weight_version=0
         ).samples
-    print({name: (without[name], metrics[name]) for name in metrics if name.startswith("mismatch/")})
-    print(update["policy/moe_routing_agreement"])
     assert without["mismatch/logprob_gap_max"] > 0.5
     assert metrics["mismatch/logprob_gap_max"] < 5e-5
     assert 0.4 < update["policy/moe_routing_agreement"] < 0.9

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from fakes.model import EOS, TableModel, build_policy
 from megarl.interfaces import UNPUBLISHED, SyncError
 from megarl.rollout.client import ConnectionLostError
 from megarl.rollout.engine import compute_sampling_seed
+from megarl.rollout.offload import ServerOffloader
 from megarl.types import FinishReason, Metrics, Prompt, Response
 
 
@@ -25,6 +26,8 @@ class FakeServer:
     lost: str | None = None
     """why"""
     num_starts: int = 0
+    released: set[str] = field(default_factory=set)
+    """Memory that it has given back"""
 
 
 class FakeServers:
@@ -154,6 +157,7 @@ class _Call:
     def _add(self, server: FakeServer, own: Tensor) -> None:
         if server.lost:
             raise ConnectionLostError(f"{server.name}: {server.lost}")
+        assert not server.released, f"{server.name} generates without its {server.released}"
         logits = server.model(self.before[own], self.first[own])
         log_p = (logits / (self.temperature or 1.0)).log_softmax(-1)
         drawn = self.draws[own, len(self.tokens[int(own[0])])]
@@ -182,6 +186,37 @@ class _Call:
         return [made[row * n : (row + 1) * n] for row in range(len(self.prompts))]
 
 
+class FakeClient:
+    """Of a fake server, what `ServerOffloader` calls; as strict as SGLang, which ends where it is asked twice."""
+
+    def __init__(self, servers: FakeServers, name: str):
+        self._servers, self._name = servers, name
+
+    @property
+    def _server(self) -> FakeServer:
+        server = self._servers.all[self._name]
+        if server.lost:
+            raise ConnectionLostError(f"{server.name}: {server.lost}")
+        return server
+
+    def set_weight_version(self, version: int) -> None:
+        self._server.version = version
+
+    def abort_requests(self) -> None: ...
+
+    def flush_cache(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def release_memory(self, tags: Sequence[str]) -> None:
+        assert not self._server.released & set(tags)
+        self._server.released |= set(tags)
+
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        assert self._server.released >= set(tags)
+        self._server.released -= set(tags)
+
+
 class FakeSync:
     """`WeightSync` from a fake policy. `watch` is told of it when the servers serve as no version, and may raise."""
 
@@ -190,8 +225,10 @@ class FakeSync:
         policy: FakeBackend,
         servers: FakeServers,
         watch: Callable[[str, str], None] = lambda _role, _verb: None,
+        offloader: ServerOffloader | None = None,
     ):
         self._policy, self._servers, self._watch = policy, servers, watch
+        self._offloader = offloader or ServerOffloader()
         self.published: list[int] = []
         self.num_reconnects = 0
 
@@ -204,7 +241,10 @@ class FakeSync:
         for server in self._servers.all.values():
             if server.lost:
                 raise SyncError(f"{server.name}: {server.lost}")
+        self._offloader.resume_weights()
+        for server in self._servers.all.values():
             server.model.load_state_dict(weights)
+        self._offloader.resume_cache()
         for server in self._servers.all.values():
             server.version = version
         return {"sync/bytes": float(sum(x.nbytes for x in weights.values())), "sync/seconds": 0.0}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fakes.backend import Done, FakeBackend
-from fakes.rollout import FakeEngine, FakeServers, FakeSync
+from fakes.rollout import FakeClient, FakeEngine, FakeServers, FakeSync
 from megarl.cluster.nodes import Cluster
 from megarl.config.load import load_config
 from megarl.config.schema.root import Config
@@ -20,6 +20,7 @@ from megarl.mcore.worker_spec import Role
 from megarl.report.report import Report, build_report
 from megarl.rollout.collector import Collector
 from megarl.rollout.journal import Journal
+from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter
 from megarl.run import attempts
 from megarl.run.inputs import Inputs, load_inputs
@@ -78,6 +79,16 @@ class World:
         self.log.append((role, verb))
         self.watch(role, verb)
 
+    def note_after(self, offloader: ServerOffloader) -> Callable[[str, str], None]:
+        """`note` after the servers have given their memory back, as before each call of a role that needs a GPU."""
+
+        def note(role: str, verb: str) -> None:
+            if verb != "finish_save":
+                offloader.release()
+            self.note(role, verb)
+
+        return note
+
     @contextlib.contextmanager
     def open_resources(self, config: Config, inputs: Inputs, log_dir: Path) -> Iterator[RunResources]:
         servers = FakeServers(config.rollout.num_servers, inputs.architecture.vocab_size)
@@ -96,7 +107,9 @@ class World:
         servers = resources.servers
         assert isinstance(servers, FakeServers)
         resources.start_servers().result()
-        roles = {role: FakeBackend(spec, self.note) for role, spec in inputs.specs.items()}
+        clients: Any = [FakeClient(servers, name) for name in servers.names]
+        offloader = ServerOffloader(clients, config.rollout.offload)
+        roles = {role: FakeBackend(spec, self.note_after(offloader)) for role, spec in inputs.specs.items()}
         engine = FakeEngine(
             servers,
             seed=config.seed,
@@ -115,7 +128,8 @@ class World:
                     reference=roles.get(Role.reference),
                     engine=engine,
                     collector=Collector(engine, self.reward, temperature=config.rollout.temperature, journal=journal),
-                    sync=FakeSync(roles[Role.policy], servers, self.note),
+                    sync=FakeSync(roles[Role.policy], servers, self.note, offloader),
+                    offloader=offloader,
                     sampler=PromptSampler(inputs.data.train, config.seed),
                     heldout=inputs.data.heldout[: config.train.num_eval_prompts],
                     report=report,

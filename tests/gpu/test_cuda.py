@@ -19,6 +19,7 @@ pytestmark = pytest.mark.gpu
 
 ROLES = [Role.policy, Role.critic]
 PARTS = ["weights", "gradients", "optimizer"]
+FUSIONS = ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
 with_te = pytest.mark.skipif(not has_transformer_engine(), reason="Transformer Engine is not installed")
 
 
@@ -51,6 +52,7 @@ def cuda(checkpoint: Path) -> dict[str, Any]:
     kinds = {
         "float32": {"dtype": Dtype.float32},
         "bfloat16": {"dtype": Dtype.bfloat16},
+        "plain": {"dtype": Dtype.bfloat16, "megatron": dict.fromkeys(FUSIONS, False)},
         "full": {"dtype": Dtype.bfloat16, "recompute": Recompute.full},
         "optimizer": {"dtype": Dtype.bfloat16, "offload": Offload.optimizer},
         "all": {"dtype": Dtype.bfloat16, "offload": Offload.all},
@@ -117,16 +119,16 @@ def test_parked_storages_come_back_bit_by_bit_and_leave_no_memory_behind() -> No
 @with_te
 @pytest.mark.parametrize("role", [role.value for role in ROLES])
 def test_with_transformer_engine_its_layers_and_its_adam_are_used(cuda: dict[str, Any], role: str) -> None:
-    assert cuda[f"{role}-bfloat16"]["description"] == (
-        "Transformer Engine's layers in bfloat16, Transformer Engine's fused Adam"
-    )
+    lines = cuda[f"{role}-bfloat16"]["description"].splitlines()
+    assert lines[0] == "Transformer Engine's layers in bfloat16, Transformer Engine's fused Adam"
+    assert f"on: {', '.join(FUSIONS)}" in lines
 
 
 @pytest.mark.skipif(has_transformer_engine(), reason="Transformer Engine's Adam is used")
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "all"])
 def test_torchs_adam_is_the_fused_one_also_after_a_load(cuda: dict[str, Any], kind: str) -> None:
     """Its default on a GPU, foreach, has temporaries that a plan does not count."""
-    assert cuda[f"policy-{kind}"]["description"].endswith("fused AdamW")
+    assert cuda[f"policy-{kind}"]["description"].splitlines()[0].endswith("fused AdamW")
 
 
 @with_te
@@ -139,3 +141,18 @@ def test_fp8_stays_near_bfloat16(checkpoint: Path, cuda: dict[str, Any], recipe:
     found = launch(1, run_roles, {"fp8": spec})["fp8"]
     assert not torch.equal(found["before"], cuda["policy-bfloat16"]["before"])
     assert (found["before"] - cuda["policy-bfloat16"]["before"]).abs().max() < 0.5
+
+
+@pytest.mark.parametrize("role", [role.value for role in ROLES])
+def test_fused_kernels_compute_what_the_plain_ones_do_up_to_rounding(cuda: dict[str, Any], role: str) -> None:
+    plain, fused = cuda[f"{role}-plain"], cuda[f"{role}-bfloat16"]
+    assert not any(line.startswith("on:") for line in plain["description"].splitlines())
+    assert (fused["before"] - plain["before"]).abs().max() < 0.1
+    assert find_gradient_difference(fused, plain) < 0.15
+
+
+def test_deterministic_kernels_give_the_same_weights_again(checkpoint: Path) -> None:
+    spec = build_spec(Role.policy, checkpoint, dtype=Dtype.bfloat16, deterministic=True, tokens_per_microbatch=60)
+    first, second = (launch(1, run_roles, {"deterministic": spec})["deterministic"] for _ in range(2))
+    assert first["checksum"] == second["checksum"]
+    assert first["metrics"] == second["metrics"]

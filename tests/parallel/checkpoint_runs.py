@@ -8,10 +8,10 @@ from unittest import mock
 import lazy_adam
 import torch
 from layout_runs import build_spec
-from plan_runs import measuring_peak
 from tiny_checkpoints import build_samples
 
 from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.plan.measured import measuring_peaks
 
 ROWS = [torch.arange(12)]
 
@@ -103,11 +103,11 @@ def measure_saves(rank: int, world_size: int, runs: dict[str, WorkerSpec], scrat
     for name, spec in runs.items():
         worker = build_worker(spec, rank, world_size, Path(scratch) / f"{name}.init")
         try:
-            with measuring_peak() as peak:
+            with measuring_peaks() as meter, meter.phase("save"):
                 worker.begin_save(Path(scratch) / name)
             worker.finish_save()
             found: list[Any] = [None] * world_size
-            torch.distributed.all_gather_object(found, peak.num_bytes)
+            torch.distributed.all_gather_object(found, meter.peaks["save"])
             results[name] = found
         finally:
             worker.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_runs import measure_saves
 from layout_runs import launch
 from plan_runs import measure_roles
 
@@ -17,7 +18,7 @@ from megarl.hf.checkpoint import resolve_checkpoint
 from megarl.mcore.worker_spec import Role
 from megarl.plan.estimate import count_job
 from megarl.plan.jobs import build_jobs, find_models
-from megarl.plan.roles import StageMemory, estimate_stages
+from megarl.plan.roles import StageMemory, compute_saved, estimate_stages
 from megarl.run.inputs import build_specs
 
 pytestmark = pytest.mark.slow
@@ -112,3 +113,19 @@ def test_the_planned_peak_is_within_a_tenth_of_the_measured_one(name: str, measu
     parts = stages[0]
     # Neither the parameters alone nor the activations alone make the peak.
     assert 0.1 * parts.peak < parts.activations + parts.head + parts.work < 0.9 * parts.peak
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_planned_memory_of_a_save_is_within_a_tenth_of_the_measured_one(dtype: str, tmp_path: Path) -> None:
+    """On a CPU what goes to the host and the buffers that it goes through are in the same memory. The gathered state
+    fills while the buffers are there; weights are copied once they are gone.
+    """
+    sizes = "model.random={num_layers: 4, hidden_size: 256}"
+    config = load_config(["algo=grpo", "model=tiny", f"policy.dtype={dtype}", sizes])
+    job = build_jobs(config, find_models(config), on_gpu=False)["policy"]
+    (stage,) = estimate_stages(job, count_job(config, job))
+    planned = max(compute_saved(job, stage.parameters, 0), 12 * stage.parameters.total + stage.gathered)
+    spec = build_specs(config, Path(resolve_checkpoint(config.model, tmp_path)))[Role.policy]
+    (found,) = launch(1, measure_saves, {dtype: spec})[dtype]
+    print(f"{dtype}: planned / measured {planned / found}, measured {found}")
+    assert abs(planned / found - 1) <= WITHIN

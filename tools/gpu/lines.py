@@ -79,9 +79,9 @@ def fail(check: str, what: str, reason: str) -> Line:
 def make_table(lines: Iterable[Line]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name, side in {"check": "left", "what": "left", "value": "right", "bound": "right"}.items():
-        table.add_column(name, justify="right" if side == "right" else "left", no_wrap=name != "what")
+        table.add_column(name, justify="right" if side == "right" else "left", no_wrap=True)
     for name in ("unit", "verdict", "note"):
-        table.add_column(name, no_wrap=name == "verdict")
+        table.add_column(name, no_wrap=name != "note")
     for line in lines:
         value = "-" if line.value is None else f"{line.value:.3g}"
         table.add_row(line.check, line.what, value, line.bound, line.unit, line.verdict.value, line.reason)

@@ -186,9 +186,9 @@ def check_checkpoint(setting: Setting) -> Iterator[Line]:
             expected = take_state(worker)
         with open_worker(spec, scratch, f"{name}-loaded") as worker:
             worker.load(scratch / name)
-            yield compare_states(f"saved {when}, loaded: weights and optimizer", take_state(worker), saved)
+            yield compare_states(f"saved {when}, loaded", take_state(worker), saved)
             worker.update(samples, rows)
-            yield compare_steps(f"the step after a load, {when}", take_state(worker), saved, expected)
+            yield compare_steps(f"saved {when}, next step", take_state(worker), saved, expected)
 
 
 def take_state(worker: Any) -> dict[str, Tensor]:

@@ -174,13 +174,20 @@ def install_lock(lock: Path) -> None:
 def install_transformer_engine(pins: dict[str, str]) -> None:
     """All parts of it or none, so that an interrupted build leaves nothing that looks installed."""
     # What is there was compiled against another torch, and pip takes a wheel of the same version for the same.
-    pip("uninstall", "--yes", *TRANSFORMER_ENGINE)
+    uninstall_transformer_engine()
     wheel = build_wheel_once(pins)
     pip("install", "--no-deps", *(pins[name] for name in TRANSFORMER_ENGINE if name != BUILT_AGAINST_TORCH), str(wheel))
     done = subprocess.run([str(PYTHON), "-W", "ignore", "-c", TRY_TRANSFORMER_ENGINE], capture_output=True, text=True)
     if done.returncode != 0:
-        pip("uninstall", "--yes", *TRANSFORMER_ENGINE)
+        uninstall_transformer_engine()
         fail(f"Transformer Engine cannot be imported; remove {wheel.parent} to build it anew:\n{done.stderr}")
+
+
+def uninstall_transformer_engine() -> None:
+    pip("uninstall", "--yes", *TRANSFORMER_ENGINE)
+    # pip leaves an empty folder, which Python takes for a package, and Megatron for Transformer Engine.
+    for folder in VENV.glob("lib/python*/site-packages/transformer_engine"):
+        shutil.rmtree(folder)
 
 
 def build_wheel_once(pins: dict[str, str]) -> Path:

@@ -125,6 +125,13 @@ def resolve_overlap(optimizer: OptimizerConfig, parallel: ParallelConfig, gpu: b
     return replace(optimizer, overlap_grad_reduce=reduce, overlap_param_gather=gather)
 
 
+def choose_overlap(spec: WorkerSpec) -> WorkerSpec:
+    """The spec with the overlap keys of its optimizer decided for this process."""
+    if spec.optimizer is None:
+        return spec
+    return replace(spec, optimizer=resolve_overlap(spec.optimizer, spec.parallel, find_kernels().gpu))
+
+
 def fuse_weight_gradients(model: torch.nn.Module) -> int:
     """Have Transformer Engine's layers add their weight gradients to the float32 ones in the product itself.
 
@@ -140,7 +147,7 @@ def fuse_weight_gradients(model: torch.nn.Module) -> int:
 def describe_fast_ways(arch: Architecture, spec: WorkerSpec, fields: Mapping[str, Any]) -> Iterator[str]:
     """The ways that are on, in one line, and those that are off, in one line for each reason.
 
-    spec: its optimizer after `resolve_overlap`. fields: of the TransformerConfig.
+    spec: after `choose_overlap`. fields: of the TransformerConfig.
     """
     kernels = find_kernels()
     reasons = find_reasons(arch, spec.megatron, kernels)

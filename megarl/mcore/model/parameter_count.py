@@ -7,7 +7,7 @@ that every collective is done (torch.testing._internal.distributed.fake_pg).
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -84,9 +84,12 @@ def _playing(rank: int, parallel: ParallelConfig) -> Iterator[None]:
     """Play rank `rank` of `parallel.num_processes`."""
     if dist.is_initialized():
         raise RuntimeError("the parameters of a layout are counted in a process that has joined no process group")
-    # Megatron asks for the current GPU in order to put tensors on it; torch would set one up for that.
-    with warnings.catch_warnings(), patch.object(torch.cuda, "current_device", lambda: 0):
+    with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
+        # Megatron asks for the current GPU in order to put tensors on it, and with context parallelism for a stream;
+        # torch would set up the first GPU for either, whose memory the driver then held during the run.
+        stack.enter_context(patch.object(torch.cuda, "current_device", lambda: 0))
+        stack.enter_context(patch.object(torch.cuda, "Stream", lambda *args, **kwargs: None))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.num_processes)
         try:
             process_groups.initialize_groups(parallel, create_gloo_process_groups=False)

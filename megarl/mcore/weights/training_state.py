@@ -81,9 +81,9 @@ def begin_save(directory: Path, state: TrainingState) -> Writing:
 def load_state(directory: Path, state: TrainingState) -> None:
     """Read what `begin_save` wrote, under any layout. Every rank must call it.
 
-    Random states are restored under the layout that they are of. The files contain pickles: only directories whose
-    checksums have been verified may be given. Raises FileNotFoundError where `directory` holds no checkpoint,
-    CheckpointError where it has no optimizer's state.
+    Random states are restored under the layout, and on the kind of device, that they are of. The files contain
+    pickles: only directories whose checksums have been verified may be given. Raises FileNotFoundError where
+    `directory` holds no checkpoint, CheckpointError where it has no optimizer's state.
     """
     if not (directory / "metadata.json").is_file():
         raise FileNotFoundError(f"{directory}: no training state (metadata.json is missing)")
@@ -162,6 +162,9 @@ def _take_random_state() -> dict[str, Any]:
 
 def _put_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
+    if ("cuda" in state) != torch.cuda.is_available():
+        # What Megatron tracks is the state of a GPU's generator, and without GPUs that of the CPU's.
+        return
     tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

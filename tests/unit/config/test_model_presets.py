@@ -3,7 +3,6 @@
 The config.json under checkpoints/ are those that the models were published with.
 """
 
-import dataclasses
 from pathlib import Path
 
 import pytest

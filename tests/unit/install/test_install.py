@@ -240,6 +240,7 @@ def pip_calls(installer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(installer, "pip", pip)
     monkeypatch.setattr(installer, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(installer, "VENV", tmp_path / ".venv")
     monkeypatch.setattr(installer, "PYTHON", Path("/bin/true"))
     monkeypatch.setenv("CUDA_HOME", str(write_toolkit(tmp_path / "cuda", "13.0")))
     return calls
@@ -270,9 +271,12 @@ def test_of_a_build_that_fails_nothing_stays(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(installer, "pip", pip)
+    left_by_pip = tmp_path / ".venv" / "lib" / "python3.11" / "site-packages" / "transformer_engine"
+    (left_by_pip / "common" / "include").mkdir(parents=True)
     with pytest.raises(KeyboardInterrupt):
         installer.install_transformer_engine(PINS)
     assert [call[0] for call in pip_calls] == ["uninstall", "wheel"]
+    assert not left_by_pip.exists()
     assert list((tmp_path / "cache" / "wheels").iterdir()) == []
 
 

@@ -109,6 +109,23 @@ print("without them")
     assert run_python(code) == "without them"
 
 
+def test_deterministic_kernels_are_asked_of_every_library_and_given_settings_stay() -> None:
+    code = """
+import os
+os.environ |= {"NCCL_ALGO": "Tree", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"}
+os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+import torch
+from megarl.mcore.device import use_deterministic_kernels
+assert not torch.are_deterministic_algorithms_enabled()
+use_deterministic_kernels()
+assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+names = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG")
+print(*(os.environ[name] for name in names))
+"""
+    assert run_python(code) == "0 Tree :4096:8"
+
+
 @pytest.fixture
 def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """(a module's file, a function that loads it as Megatron's are), with a bytecode folder of the test's own"""

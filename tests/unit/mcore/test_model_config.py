@@ -87,6 +87,11 @@ def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
         ),
         ({"fp4": "e2m1"}, ParallelConfig(), "model.megatron.fp4: needs Transformer Engine"),
         (
+            {"deterministic_mode": True},
+            ParallelConfig(),
+            "model.megatron.deterministic_mode: found True; set train.deterministic instead",
+        ),
+        (
             {},
             ParallelConfig(num_processes=2, tp=2),
             "parallel.tp: found 2, which does not divide the model's 3 key-value heads; the nearest is 1",
@@ -156,6 +161,15 @@ def test_a_contradiction_within_megatrons_options_is_found_before_anything_start
     (problem,) = check_options(arch, build_spec(tmp_path, options))
     assert problem.startswith("model.megatron: refused by Megatron with this layout")
     assert check_options(arch, build_spec(tmp_path, {})) == []
+
+
+def test_a_kernel_that_megatron_looks_for_in_vain_is_a_message_too(tmp_path: Path) -> None:
+    """Megatron-Core 0.16.1 raises ImportError for permute fusion where Transformer Engine is missing."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if getattr(moe_utils, "fused_permute", None) is None:
+        (problem,) = check_options(read(tmp_path), build_spec(tmp_path, {"moe_permute_fusion": True}))
+        assert problem.startswith("model.megatron: refused by Megatron with this layout")
 
 
 def test_the_padded_vocabulary_is_the_same_for_layouts_that_are_powers_of_two() -> None:

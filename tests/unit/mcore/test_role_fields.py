@@ -13,6 +13,7 @@ from tiny_checkpoints import write_checkpoint
 
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, Fp8, Fp8Recipe, ParallelConfig, Recompute, RecomputeMethod
+from megarl.mcore import role_fields
 from megarl.mcore.model.architecture import Architecture, read_architecture
 from megarl.mcore.role_fields import (
     COMPUTE_CAPABILITIES,
@@ -71,6 +72,13 @@ def test_the_keys_become_fields_of_megatron() -> None:
         "fp8_recipe": "tensorwise",
         "deterministic_mode": False,
     }
+
+
+@pytest.mark.parametrize(("deterministic", "gpu"), [(True, True), (True, False), (False, True)])
+def test_determinism_is_a_matter_of_gpus_alone(monkeypatch: pytest.MonkeyPatch, deterministic: bool, gpu: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    fields = build_role_fields(build_spec(deterministic=deterministic))
+    assert fields["deterministic_mode"] == (deterministic and gpu)
 
 
 def test_selective_recompute_and_none_carry_no_numbers_of_layers() -> None:
@@ -166,7 +174,7 @@ except RuntimeError as error:
 """
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).resolve().parents[3]}"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
-    broken = "Transformer Engine is installed and broken (FileNotFoundError: no shared object file); make install"
+    broken = "Transformer Engine is installed and broken (FileNotFoundError: no shared object file); make clean install"
     assert done.stdout.startswith(broken), done.stderr
 
 
@@ -181,3 +189,30 @@ def test_without_transformer_engine_fp8_is_an_error_before_and_in_the_worker(
     assert next(check_role_fields(arch, spec)).startswith(message)
     with pytest.raises(ValueError, match=message):
         MegatronWorker(spec, 0, 1, f"file://{tmp_path}/init")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cp", "with_te", "on_gpu", "is_refused"),
+    [
+        (Dtype.float32, 2, True, True, True),
+        (Dtype.bfloat16, 2, True, True, False),
+        (Dtype.float32, 1, True, True, False),
+        (Dtype.float32, 2, False, True, False),
+        (Dtype.float32, 2, True, False, False),
+    ],
+)
+def test_transformer_engine_has_no_context_parallelism_in_float32(
+    arch: Architecture,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: Dtype,
+    cp: int,
+    with_te: bool,
+    on_gpu: bool,
+    is_refused: bool,
+) -> None:
+    monkeypatch.setattr(role_fields, "has_transformer_engine", lambda: with_te)
+    spec = build_spec(dtype=dtype, parallel=ParallelConfig(num_processes=cp, cp=cp))
+    problems = list(check_role_fields(arch, spec, on_gpu=on_gpu))
+    assert len(problems) == is_refused
+    if is_refused:
+        assert problems[0].startswith("reference.dtype: found float32 with reference.parallel.cp=2;")

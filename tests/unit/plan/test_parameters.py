@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -12,7 +13,7 @@ from megarl.config.schema.model import RandomModelConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.families.registry import FAMILIES
 from megarl.mcore.model.architecture import Architecture, parse_architecture, read_architecture
-from megarl.mcore.model.parameter_count import count_stages
+from megarl.mcore.model.parameter_count import _playing, count_stages
 from megarl.mcore.weights.entries import compute_megatron_shape, list_entries
 from megarl.mcore.worker_spec import StageParameters
 from megarl.plan.jobs import describe_random
@@ -120,3 +121,10 @@ def test_nothing_of_the_model_takes_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert count(describe("Qwen/Qwen2.5-32B"))[0].total == 32_763_876_352
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB
+
+
+def test_counting_asks_for_no_stream_of_a_gpu() -> None:
+    """Transformer Engine's attention does with context parallelism, and the driver would hold memory of GPU 0."""
+    with _playing(0, ParallelConfig(num_processes=2, cp=2)):
+        # Without a GPU torch's own raises.
+        assert torch.cuda.Stream() is None

@@ -11,7 +11,7 @@ from megarl.mcore.model.architecture import Architecture, Experts, parse_archite
 from megarl.mcore.worker_spec import StageParameters
 from megarl.plan.activations import Attention, MicroBatch, Saving, choose_attention, compute_layer, sum_layers
 from megarl.plan.published import PUBLISHED
-from megarl.plan.roles import RoleJob, count_in_flight, estimate_stages
+from megarl.plan.roles import RoleJob, compute_saved, count_in_flight, estimate_stages
 from megarl.plan.serving import compute_server_weights, estimate_server
 from megarl.plan.transfer import estimate_transfer
 from megarl.sync.plan import build_plan
@@ -151,7 +151,7 @@ def test_what_is_offloaded_is_not_resident() -> None:
     assert everything.forward < none.forward
 
 
-def test_fp8_copies_of_weights_and_transposes_stay_whatever_is_offloaded() -> None:
+def test_fp8_copies_of_weights_and_transposes_stay_where_nothing_is_offloaded() -> None:
     """Of each parameter of the layers a byte, and one of the transpose; embedding and output layer have none."""
     parameters = (StageParameters(4, dense=1000, experts=400, embedding=100, head=200),)
     without = estimate_stages(build_job(MOE, ParallelConfig()), parameters)[0]
@@ -159,8 +159,25 @@ def test_fp8_copies_of_weights_and_transposes_stay_whatever_is_offloaded() -> No
     assert (without.fp8, cached.fp8) == (0, 2 * (1400 - 300))
     assert cached.update == without.update + 2200
     assert cached.forward == without.forward + 2200
-    everything = build_job(MOE, ParallelConfig(), caches_fp8=True, offload=Offload.all)
-    assert estimate_stages(everything, parameters)[0].resident == 2200
+    assert cached.resident == without.resident + 2200
+    dropped = estimate_stages(build_job(MOE, ParallelConfig(), caches_fp8=True, offload=Offload.all), parameters)[0]
+    assert dropped.resident == 0
+    assert (dropped.update, dropped.forward) == (cached.update, 2200 + dropped.forward_work + dropped.weights)
+
+
+def test_a_save_takes_a_copy_on_the_first_data_parallel_rank_and_bounded_buffers_on_the_gpu() -> None:
+    dense, experts = StageParameters(4, 10**9, 0, 0, 0), StageParameters(4, 10**6, 4 * 10**6, 0, 0)
+    job = build_job(QWEN32B, ParallelConfig(num_processes=8, tp=2, cp=2))
+    assert [compute_saved(job, dense, rank) for rank in range(8)] == [14 * 10**9] * 2 + [0] * 6
+    # 256 MiB of all four ranks that share the state, and a quarter of it of this one.
+    memory = estimate_stages(job, (dense,))[0]
+    assert memory.gathered == (256 + 64) * 2**20
+    assert memory.checkpoint == memory.resident + memory.gathered < memory.update + memory.gathered
+    # Experts are sharded over the ranks with the same ones: the first four of the eight hold each once.
+    mixture = build_job(MOE, ParallelConfig(num_processes=8, ep=4), dtype=Dtype.float32)
+    saved = [compute_saved(mixture, experts, rank) for rank in range(8)]
+    assert saved == [16 * 5 * 10**6, *[16 * 4 * 10**6] * 3, *[0] * 4]
+    assert estimate_stages(mixture, (experts,))[0].gathered == 4 * (4 + 2) * 10**6
 
 
 def test_the_logits_and_their_gradient_are_at_the_last_stage() -> None:

@@ -10,6 +10,7 @@ from megarl.plan.changes import Change, find_change
 from megarl.plan.estimate import JobPlan, build_plan, compute_host
 from megarl.plan.gpus import PHASES
 from megarl.plan.jobs import find_models
+from megarl.plan.roles import compute_saved
 
 ALGOS = sorted(path.stem for path in (CONF_DIR / "algo").glob("*.yaml"))
 
@@ -126,12 +127,15 @@ def test_host_memory_is_counted() -> None:
     (problem,) = plan(*overrides).problems
     assert problem.where == "host"
     assert "GiB of host memory of 300" in problem.message
-    # Eight ranks of the policy on the first node, which write the checkpoint: weights, their float32 copy, two moments.
+    # Eight ranks of the policy on the first node: processes, and a checkpoint's copy of bfloat16 weights, their float32
+    # copies and two moments, of which the second node's ranks (cp 2) send these their half.
     found = plan(*QWEN32B)
     (policy,) = found.stages["policy"]
     samples = 8192 * 17408 * 64
     expected = 8 * (6 * GIB + 14 * policy.parameters.total) + 32768 * 2**20 + samples
     assert found.host_bytes == expected
+    job = found.jobs["policy"]
+    assert [compute_saved(job, policy.parameters, rank) > 0 for rank in range(16)] == [True] * 8 + [False] * 8
 
 
 def test_replayed_experts_take_host_memory_of_the_driver_and_the_servers() -> None:

@@ -243,6 +243,12 @@ def test_memory_beyond_the_plan_or_far_below_it_fails(tmp_path: Path) -> None:
         verdicts = [line.verdict for line in sizes.compare_memory("a", wrong, stage)]
         assert verdicts == [Verdict.holds, Verdict.fails, Verdict.holds, Verdict.holds]
 
+    cuda = Setting(CUDA, (), tmp_path)
+    saved = [sizes.compare_saving(cuda, "a", {"saving": int(x * stage.peak)}, stage).verdict for x in (1.0, 1.2)]
+    assert saved == [Verdict.holds, Verdict.fails]
+    assert "no room" in sizes.compare_saving(cuda, "a", {}, stage).reason
+    assert sizes.compare_saving(setting, "a", {}, stage).verdict is Verdict.skipped
+
 
 def test_a_perturbed_gradient_fails() -> None:
     results = {
@@ -287,7 +293,7 @@ def test_a_weight_that_is_perturbed_after_a_load_is_found(tmp_path: Path, monkey
 
     monkeypatch.setattr(MegatronWorker, "load", load)
     found = list(training.check_checkpoint(Setting(CPU, (), tmp_path)))
-    saved = [line for line in found if line.what.startswith("saved")]
+    saved = [line for line in found if line.what.endswith("loaded")]
     assert [line.verdict for line in saved] == [Verdict.holds, Verdict.fails]
 
 
