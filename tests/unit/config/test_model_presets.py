@@ -152,5 +152,5 @@ def test_no_gpu_needs_more_than_its_memory(model: str, algo: str) -> None:
 
 def test_a_layout_that_cannot_hold_the_model_is_seen_by_the_estimate() -> None:
     arch = read("qwen32b")
-    layout = dataclasses.replace(load_config(["model=qwen32b"]).policy.parallel, num_processes=8, tp=8, pp=1, cp=1)
+    layout = ParallelConfig(num_processes=8, tp=8, sp=True)
     assert estimate_bytes(arch, layout, True, 16384, arch.vocab_size) > 0.9 * H100
