@@ -10,7 +10,7 @@ from roll_cases import FILES, import_tree, load_tree, make, run_import, write
 
 from megarl.config.checks.unused import find_unused
 from megarl.config.load import load_config
-from megarl.config.schema.cluster import ClusterConfig
+from megarl.config.schema.cluster import ClusterConfig, Placement
 from megarl.config.schema.data import JsonlDataConfig
 from megarl.config.schema.reward import MathRewardConfig
 from megarl.config.schema.root import Config
@@ -103,6 +103,7 @@ def test_nothing_of_the_tiny_task_the_laptop_or_a_preset_is_in_an_imported_job(t
     expected = {**flatten(Config()), **flatten(JsonlDataConfig(), "data."), **flatten(MathRewardConfig(), "reward.")}
     gpu = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "cluster" / "gpu.yaml"))
     expected |= {f"cluster.{key}": value for key, value in gpu.items()} | {"model.name": "checkpoint"}
+    expected["cluster.placement"] = Placement[gpu["placement"]]
     strange = {key: value for key, value in found.items() if key not in overrides and value != expected.get(key)}
     without_effect = dict(find_unused(config, strange))
     assert strange.keys() - without_effect.keys() <= {"algo.name"}
