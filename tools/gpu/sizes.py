@@ -35,8 +35,6 @@ given GPUs that it does not need
 """
 NUM_UPDATES = 3
 """Timed ones, of one optimizer step each, after one that is not"""
-UPDATE_MFU = 0.40
-"""Share of the peak in an update without recomputation; Megatron-LM's README has up to 0.47 on H100s"""
 LEAST_OF_MFU = 0.5
 """Share of the planned MFU: below it the planned seconds are too few by more than twice"""
 PEAKS = {"NVIDIA H100 80GB HBM3": "h100x8", "NVIDIA H200": "h200x8"}
