@@ -114,21 +114,19 @@ def is_sharing(slots: Mapping[str, Sequence[DeviceSlot]]) -> bool:
     return not roles.isdisjoint(taken.get(SERVERS, set()))
 
 
-def find_server_offload(config: Config, command: str = "train") -> ServerOffload | None:
+def find_server_offload(config: Config) -> ServerOffload | None:
     """rollout.offload where it has an effect: where servers share GPUs with roles, or GPUs are not counted."""
-    groups = list_groups(config, command)
-    if {group.name for group in groups} == {SERVERS}:
-        return None
     is_counted = config.cluster.gpus_per_node > 0
-    return None if is_counted and not is_sharing(place(config.cluster, groups)) else config.rollout.offload
+    slots = place(config.cluster, list_groups(config))
+    return None if is_counted and not is_sharing(slots) else config.rollout.offload
 
 
-def take_turns(config: Config, command: str = "train") -> bool:
+def take_turns(config: Config) -> bool:
     """Whether the roles compute one after the other: they share GPUs, and at least one of them is offloaded.
 
     Without that each keeps the memory of its calls, and turns would save nothing.
     """
-    slots = place(config.cluster, list_groups(config, command))
+    slots = place(config.cluster, list_groups(config))
     roles = [name for name in slots if name != SERVERS]
     taken = [{(slot.node, gpu) for slot in slots[name] for gpu in slot.gpus} for name in roles]
     are_apart = sum(map(len, taken)) == len(set().union(*taken))
