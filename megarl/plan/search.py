@@ -13,7 +13,7 @@ from typing import Any
 from megarl.config.checks.algo import check_older_samples
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.placement import list_contradictions
+from megarl.config.placement import SERVERS, list_contradictions, list_groups
 from megarl.config.schema.cluster import Placement
 from megarl.config.schema.roles import Offload, Recompute, RecomputeMethod
 from megarl.config.schema.rollout import ServerOffload, Transport
@@ -154,11 +154,7 @@ def list_divisions(config: Config) -> Iterator[Division]:
 
 
 def _list_roles(config: Config) -> list[str]:
-    from megarl.algo.registry import needs_critic
-    from megarl.config.schema.algo import needs_reference
-
-    names = {"policy": True, "critic": needs_critic(config.algo), "reference": needs_reference(config.algo)}
-    return [name for name, needed in names.items() if needed]
+    return [group.name for group in list_groups(config) if group.name != SERVERS]
 
 
 def list_ways(

@@ -7,7 +7,7 @@ from megarl.config.schema.rollout import RolloutConfig, Transport
 from megarl.config.schema.root import Config
 from megarl.plan.activations import ELEMENT_BYTES
 from megarl.plan.assumptions import LINK_SHARE
-from megarl.plan.roles import RoleJob, StageMemory
+from megarl.plan.roles import RoleJob, StageMemory, count_replicas
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,8 @@ def estimate_transfer(
     job: RoleJob, stages: Sequence[StageMemory], rollout: RolloutConfig, server_weights: int
 ) -> Transfer:
     """job: the policy's. server_weights: bytes of a server rank."""
-    parallel, size = job.parallel, ELEMENT_BYTES[rollout.dtype]
-    expert_replicas = max(1, parallel.num_processes // (parallel.pp * parallel.ep * parallel.etp))
-    sent = max(
-        stage.parameters.dense / (parallel.dp * parallel.cp) + stage.parameters.experts / expert_replicas
-        for stage in stages
-    )
+    size, (replicas, expert_replicas) = ELEMENT_BYTES[rollout.dtype], count_replicas(job)
+    sent = max(stage.parameters.dense / replicas + stage.parameters.experts / expert_replicas for stage in stages)
     num_ranks = rollout.num_servers * rollout.tp
     return Transfer(num_ranks * server_weights, server_weights, int(sent * size * rollout.num_servers))
 
