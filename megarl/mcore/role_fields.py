@@ -5,7 +5,7 @@ Imports no Megatron: the checks run before any process is started.
 
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from typing import Any
 
@@ -85,7 +85,7 @@ def check_role_fields(
     """
     role = spec.role.value
     if spec.router_replay:
-        yield from _check_router_replay(arch, spec)
+        yield from check_router_replay(arch, spec.megatron)
     if spec.recompute is Recompute.full:
         yield from _check_recompute(role, arch, spec)
     if on_gpu and spec.dtype is Dtype.float32 and spec.parallel.cp > 1 and has_transformer_engine():
@@ -101,10 +101,11 @@ def check_role_fields(
             yield from find_fp8_problems(role, spec.fp8, spec.fp8_recipe, has_transformer_engine(), capability)
 
 
-def _check_router_replay(arch: Architecture, spec: WorkerSpec) -> Iterator[str]:
+def check_router_replay(arch: Architecture, megatron: Mapping[str, Any]) -> Iterator[str]:
+    """One message for each reason why the policy cannot replay its routes. megatron: model.megatron."""
     if arch.experts is None:
         yield "rollout.router_replay: found true, but the model has no experts; it must be false"
-    if spec.megatron.get("moe_router_fusion"):
+    if megatron.get("moe_router_fusion"):
         yield (
             "model.megatron.moe_router_fusion: found true with rollout.router_replay, whose experts the fused router"
             " does not take; it must be false"

@@ -15,6 +15,7 @@ from megarl.families.registry import build_random_fields
 from megarl.hf.checkpoint import default_cache_dir, resolve_checkpoint
 from megarl.hf.random_model import SPECIAL_TOKENS
 from megarl.mcore.model.architecture import Architecture, check_layout, parse_architecture, read_architecture
+from megarl.mcore.role_fields import check_router_replay
 from megarl.plan.activations import MicroBatch, Saving
 from megarl.plan.published import PUBLISHED
 from megarl.plan.roles import RoleJob
@@ -91,7 +92,7 @@ def describe_random(random: RandomModelConfig) -> Architecture:
 def build_jobs(config: Config, models: PlannedModels, on_gpu: bool) -> dict[str, RoleJob]:
     """The roles that the algorithm needs, in the order policy, critic, reference.
 
-    Raises ConfigError for a layout that does not divide its model.
+    Raises ConfigError for a layout that does not divide its model, and for replay of routes that it does not have.
     """
     jobs = {"policy": _build_job(config, "policy", config.policy, models.policy, on_gpu)}
     if needs_critic(config.algo):
@@ -101,6 +102,8 @@ def build_jobs(config: Config, models: PlannedModels, on_gpu: bool) -> dict[str,
     problems = list(check_serving_layout(models.policy, config.rollout.tp))
     for name, job in jobs.items():
         problems += check_layout(job.arch, job.parallel, f"{name}.parallel", config.model.megatron)
+    if config.rollout.router_replay:
+        problems += check_router_replay(models.policy, config.model.megatron)
     if problems:
         raise ConfigError(problems)
     return jobs

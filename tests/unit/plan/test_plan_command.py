@@ -107,6 +107,7 @@ def test_one_that_does_not_fit_ends_with_1_and_the_nearest_change() -> None:
         ((*PRESET, "cluster.gpus_per_node=0"), "cluster.gpus_per_node: found 0"),
         ((*QWEN32B, "policy.paralel.tp=3"), "policy.paralel.tp: no such key; did you mean policy.parallel.tp?"),
         ((*QWEN32B, "rollout.tp=3"), "rollout.tp: found 3"),
+        ((*QWEN32B, "rollout.router_replay=true"), "rollout.router_replay: found true, but the model has no experts"),
         ((*QWEN32B, "model.path=nobody/nothing"), "model.path: 'nobody/nothing' found"),
         ((*QWEN32B, "cluster.hardware.hbm_gb_s=0"), "cluster.hardware.hbm_gb_s: found 0.0; it must be above 0"),
         (
