@@ -79,8 +79,8 @@ def check_hardware_is_known(config: Config) -> None:
     if config.cluster.hardware.gpu is None:
         raise ConfigError(
             [
-                "cluster.hardware.gpu: found null; a plan needs a cluster whose GPU is known: cluster=h100x8, h100x64,"
-                " h100x256 or h200x8, or the numbers under cluster.hardware"
+                "cluster.hardware.gpu: found null; a plan needs a cluster whose GPU is known: cluster=h100x8, h100x16,"
+                " h100x64, h100x256 or h200x8, or the numbers under cluster.hardware (docs/one-node.md has an example)"
             ]
         )
 
@@ -161,7 +161,8 @@ def find_less_shared(config: Config) -> list[str]:
 
 def describe_gpus(config: Config, used: int) -> str:
     there = config.cluster.num_nodes * config.cluster.gpus_per_node
-    return f"{used} GPUs" if used == there else f"{used} of {there} GPUs; the others are idle"
+    number = "1 GPU" if used == 1 else f"{used} GPUs"
+    return number if used == there else f"{used} of {there} GPUs; the others are idle"
 
 
 if __name__ == "__main__":
