@@ -4,7 +4,8 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -113,11 +114,24 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3", job_name="megarl"):
-            return compose("config", overrides=open_overrides(overrides))
+            composed = compose("config", overrides=open_overrides(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([_describe(error, overrides)]) from error
     finally:
         GlobalHydra.instance().hydra = outer
+    wrong = list(_find_numbers_as_switches(composed, overrides))
+    if wrong:
+        raise ConfigError(wrong)
+    return composed
+
+
+def _find_numbers_as_switches(composed: DictConfig, overrides: Sequence[str]) -> Iterator[str]:
+    """Numbers besides 0 and 1 for keys that are true or false; OmegaConf takes them for true."""
+    for override in _parse(overrides):
+        key, value = override.key_or_group, override.value()
+        is_other = isinstance(value, int) and value not in (0, 1)
+        if is_other and isinstance(OmegaConf.select(composed, key), bool):
+            yield f"{key}: found {value}; it must be true or false"
 
 
 def _describe(error: Exception, overrides: Sequence[str] = ()) -> str:
@@ -143,9 +157,19 @@ def _describe(error: Exception, overrides: Sequence[str] = ()) -> str:
     cause = str(error.__cause__ or error)
     key = re.search(r"full_key: (\S+)", cause)
     first_line = cause.strip().splitlines()[0]
+    if "is not a valid bool" in first_line:
+        first_line += "; it must be true or false"
+    if key and _takes_null(error.__cause__ or error):
+        first_line += ", or null"
     if key and key.group(1) == "rollout.dtype" and re.search(r"'(fp8|float8|fp4|int8|int4)", first_line):
         first_line += f"; {NO_QUANTIZED_WEIGHTS}"
     return f"{key.group(1)}: {first_line}" if key else first_line
+
+
+def _takes_null(error: BaseException) -> bool:
+    """Whether the key whose value OmegaConf refuses may be null."""
+    schema = getattr(error, "object_type", None)
+    return is_dataclass(schema) and NoneType in get_args(get_type_hints(schema).get(str(getattr(error, "key", None))))
 
 
 def _describe_syntax(error: Exception) -> str:

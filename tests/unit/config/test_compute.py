@@ -35,8 +35,11 @@ def test_each_role_has_its_own_way_to_compute() -> None:
     ("overrides", "message"),
     [
         (["policy.recompute=some"], "policy.recompute: Invalid value 'some', expected one of [none, selective, full]"),
-        (["policy.offload=weights"], "policy.offload: Invalid value 'weights', expected one of [optimizer, all]"),
-        (["critic.fp8=e5m2"], "critic.fp8: Invalid value 'e5m2', expected one of [hybrid, e4m3]"),
+        (
+            ["policy.offload=weights"],
+            "policy.offload: Invalid value 'weights', expected one of [optimizer, all], or null",
+        ),
+        (["critic.fp8=e5m2"], "critic.fp8: Invalid value 'e5m2', expected one of [hybrid, e4m3], or null"),
         (
             ["policy.recompute=full", "policy.recompute_num_layers=0"],
             "policy.recompute_num_layers: found 0; it must be 1 or more",

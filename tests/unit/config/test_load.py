@@ -191,12 +191,27 @@ def test_a_decay_that_ends_within_the_warm_up_is_an_error():
         ("train.num_iterations=many", "train.num_iterations"),
         ("algo.advantage=gaee", "algo.advantage"),
         ("policy.dtype=fp12", "policy.dtype"),
+        ("train.deterministic=2", "train.deterministic"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_an_error_that_names_its_key(override, key):
     message = problems_of(override)
     assert key in message
     assert override.split("=")[1] in message
+
+
+@pytest.mark.parametrize(
+    ("override", "choices"),
+    [
+        ("train.deterministic=maybe", "; it must be true or false"),
+        ("train.deterministic=2", "; it must be true or false"),
+        ("policy.optimizer.overlap_grad_reduce=maybe", "; it must be true or false, or null"),
+        ("rollout.offload=weights", "expected one of [kv_cache, all], or null"),
+        ("policy.recompute=some", "expected one of [none, selective, full]"),
+    ],
+)
+def test_a_value_that_is_no_choice_is_an_error_with_all_choices(override, choices):
+    assert problems_of(override).endswith(choices)
 
 
 @pytest.mark.parametrize(
