@@ -79,8 +79,9 @@ def ask_server(
 
 
 def build_server_config(config: RolloutConfig, options: dict[str, Any]) -> RolloutConfig:
+    """One small server, which keeps its memory."""
     tokens = max(4 * NUM_PROMPTS * SMALL.max_length, 4096)
-    return replace(config, tp=1, max_running_requests=NUM_PROMPTS, kv_cache_tokens=tokens, sglang=options)
+    return replace(config, tp=1, max_running_requests=NUM_PROMPTS, kv_cache_tokens=tokens, offload=None, sglang=options)
 
 
 def join(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Sequences:
