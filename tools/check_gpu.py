@@ -177,7 +177,10 @@ def choose_device(asked: str | None, machine: Machine) -> str:
     if asked != CPU and machine.gpu is None:
         cuda = f"torch {machine.versions['torch']} is built for CUDA {machine.cuda}" if machine.cuda else "a CPU build"
         raise ConfigError(
-            [f"--device: torch sees no GPU ({cuda}, driver {machine.driver}); --device cpu checks the tool on a CPU"]
+            [
+                f"--device: torch sees no GPU ({cuda}, driver {machine.driver or 'none'}); --device cpu checks the tool"
+                " on a CPU"
+            ]
         )
     return asked or CUDA
 
@@ -198,7 +201,8 @@ def check_machine(args: argparse.Namespace, scratch: Path) -> int:
     console = Console(width=WIDTH, highlight=False)
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items() if version)
     console.print(
-        f"{machine.gpu or 'CPU'}, driver {machine.driver}; Python {machine.python}, {versions}", soft_wrap=True
+        f"{machine.gpu or 'CPU'}, driver {machine.driver or 'none'}; Python {machine.python}, {versions}",
+        soft_wrap=True,
     )
     lines: list[Line] = []
     seconds: dict[str, float] = {}

@@ -155,8 +155,8 @@ def check_compilers(facts: Facts) -> Iterator[Finding]:
     if machine.nvcc is None:
         yield Finding(Level.missing, f"nvcc of CUDA {wanted}, with which the servers compile kernels", remedy)
     elif machine.nvcc_cuda is None or machine.nvcc_cuda.split(".")[0] != wanted.split(".")[0]:
-        found = f"{machine.nvcc} says CUDA {machine.nvcc_cuda or 'and no version'}"
-        yield Finding(Level.wrong, f"{found}, and torch is built for CUDA {wanted}", remedy)
+        found = f"is of CUDA {machine.nvcc_cuda}" if machine.nvcc_cuda else "says no version"
+        yield Finding(Level.wrong, f"{machine.nvcc} {found}, and torch is built for CUDA {wanted}", remedy)
 
 
 def check_fp8(facts: Facts, need: Need) -> Iterator[Finding]:

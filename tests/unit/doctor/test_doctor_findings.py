@@ -144,7 +144,7 @@ CASES = {
     "another nvcc": (
         on(NODE, nvcc_cuda="12.8"),
         EIGHT,
-        "/usr/local/cuda/bin/nvcc says CUDA 12.8, and torch is built for CUDA 13.0",
+        "/usr/local/cuda/bin/nvcc is of CUDA 12.8, and torch is built for CUDA 13.0",
         "cuda-toolkit-13-0",
     ),
     "small shared memory": (on(NODE, shm_free_gb=0.06), EIGHT, "/dev/shm has 0.1 GB free", "--shm-size"),
