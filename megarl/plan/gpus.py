@@ -82,7 +82,7 @@ def compute_phases(
 ) -> dict[str, int]:
     """Bytes of one GPU in each phase, by PHASES. Roles that share it compute in parallel, or take turns.
 
-    bucket_bytes: rollout.sync_bucket_mb; every rank of a sync holds two messages.
+    bucket_bytes: rollout.sync_bucket_mb; a rank of a sync holds at most two messages.
     """
     is_shared = kind.has_server or len(kind.tenants) > 1
     held, scoring, updating, saving, sending = [], [], [], [], []

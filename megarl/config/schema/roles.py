@@ -137,7 +137,7 @@ class OptimizerConfig:
     above 1."""
     overlap_param_gather: bool | None = None
     """Gather updated weights from data-parallel ranks while the next forward pass runs; needs overlap_grad_reduce.
-    null: where overlap_grad_reduce is automatic, on with it."""
+    null: with it, on a GPU where dp * cp is above 1."""
 
     def count_decay_steps(self, steps_per_iteration: int) -> int | None:
         """Optimizer steps after which the rate is min_lr; None where neither key says."""
