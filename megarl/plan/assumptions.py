@@ -1,4 +1,4 @@
-"""The assumptions of a plan that no formula gives; each is printed with the plan."""
+"""The assumptions of a plan that no formula gives; those that count most are printed with the plan."""
 
 GIB = 1 << 30
 
