@@ -18,10 +18,10 @@ from megarl.config.schema.cluster import Placement
 from megarl.config.schema.roles import Offload, Recompute, RecomputeMethod
 from megarl.config.schema.rollout import ServerOffload, Transport
 from megarl.config.schema.root import Config
-from megarl.plan.assumptions import GIB
+from megarl.plan.assumptions import GIB, SERVER_GIB
 from megarl.plan.changes import Values, apply, read_value, write_value
 from megarl.plan.estimate import JobPlan, build_plan
-from megarl.plan.gpus import add_overhead
+from megarl.plan.gpus import add_overhead, hold
 from megarl.plan.jobs import PlannedModels, build_jobs, find_longest
 from megarl.plan.layouts import Layout, count_quickly, list_layouts
 from megarl.plan.passes import compute_forward, compute_update
@@ -33,7 +33,8 @@ NUM_BEST = 10
 NUM_KEPT = 16
 """Ways to compute that are joined with servers, of each division of the GPUs"""
 LEAST_LEFT = 4 * GIB
-"""Memory that each GPU has left: what a plan has not foreseen"""
+SHARE_LEFT = 1 / 16
+"""Memory that each GPU has left, for what a plan has not foreseen: the smaller of LEAST_LEFT and this share of it"""
 FRACTIONS = (0.88, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4)
 """rollout.sglang.mem_fraction_static"""
 SHARES = (1, 2, 4)
@@ -137,6 +138,11 @@ def find_left(config: Config, plan: JobPlan) -> float:
     return config.cluster.hardware.memory_gib * GIB - max(max(gpus.phases.values()) for gpus in plan.gpus)
 
 
+def compute_reserve(config: Config) -> float:
+    """Bytes that a plan leaves of each GPU."""
+    return min(LEAST_LEFT, SHARE_LEFT * config.cluster.hardware.memory_gib * GIB)
+
+
 def list_divisions(config: Config) -> Iterator[Division]:
     """Servers take turns with the roles only where these wait for them, that is without staleness."""
     per_node, has_reference = config.cluster.gpus_per_node, "reference" in _list_roles(config)
@@ -211,23 +217,28 @@ def _list_savings(config: Config, models: PlannedModels, layout: Layout) -> Iter
 
 
 def _time_roles(config: Config, models: PlannedModels, mean_response: float | None, is_shared: bool) -> float | None:
-    """Seconds of log-probs, values, update and offloading; None where a role does not fit a GPU even alone."""
+    """Seconds of log-probs, values, update and offloading; None where no memory is left beside what servers keep."""
     cluster, work = config.cluster, describe_work(config, mean_response)
-    limit = cluster.hardware.memory_gib * GIB
     forward, update = [], []
+    peaks, held = [], []
     try:
         jobs = build_jobs(config, models, on_gpu=True)
         for job in jobs.values():
             if job.is_trained and job.parallel.dp > work.minibatch:
                 return None
             stages = estimate_stages(job, count_quickly(config, job))
-            if max(add_overhead(stage.peak) for stage in stages) > limit:
-                return None
+            peaks.append(max(add_overhead(stage.peak) for stage in stages))
+            held.append(max(add_overhead(hold(stage, job, is_shared)) for stage in stages))
             place = (cluster.hardware, cluster.gpus_per_node)
             forward.append(compute_forward(job, stages, work, *place) + compute_offload(config, job, stages))
             if job.is_trained:
                 update.append(compute_update(job, stages, work, *place) * count_updates(config, job))
     except ConfigError:
+        return None
+    needed = sum(held) + max(peak - least for peak, least in zip(peaks, held, strict=True)) if is_shared else max(peaks)
+    if cluster.placement is Placement.colocated:
+        needed += int(SERVER_GIB * GIB)
+    if needed > cluster.hardware.memory_gib * GIB - compute_reserve(config):
         return None
     return sum(forward) + sum(update) if is_shared else max(forward) + max(update)
 
@@ -257,6 +268,6 @@ def join_servers(
                 plan = build_plan(apply(config, complete), models, mean_response, count_quickly)
             except ConfigError:
                 break
-            if not plan.problems and find_left(config, plan) >= LEAST_LEFT:
+            if not plan.problems and find_left(config, plan) >= compute_reserve(config):
                 yield complete, plan
                 break

@@ -251,7 +251,7 @@ def describe_assumptions(plan: JobPlan) -> str:
 
 def list_found(title: str, found: Sequence[Found]) -> Iterator[str]:
     """The lines of a search: seconds by phase, memory left, and the overrides on a line of their own."""
-    yield f"\n{title}{'' if found else ': none fits'}"
+    yield f"\n{title}{'' if found else ': none of those that were tried fits'}"
     for number, each in enumerate(found, start=1):
         parts = each.plan.seconds
         phases = [("generation", parts.generation), ("log-probs, values", parts.scoring), ("update", parts.update)]

@@ -85,5 +85,14 @@ def test_every_division_uses_the_gpus_of_the_cluster_at_most_once() -> None:
             assert taken.get(each.placement, roles + each.servers) == 64
 
 
+def test_one_small_gpu_that_all_share_has_a_plan_no_slower_than_the_preset() -> None:
+    hardware = "gpu: X, memory_gib: 23.5, bf16_tflops: 165, fp8_tflops: 330, hbm_gb_s: 1008, nvlink_gb_s: 32"
+    job = ("algo=vapo", "model=qwen3_0_6b", f"cluster.hardware={{{hardware}, network_gb_s: 3, host_memory_gib: 64}}")
+    best = find(job)[0]
+    assert best.plan.num_gpus == 1
+    assert best.left >= 23.5 / 16 * GIB
+    assert best.seconds <= plan(*job).seconds.iteration
+
+
 def test_where_nothing_fits_nothing_is_found() -> None:
     assert find([*NODE, "cluster.hardware.memory_gib=20"]) == []
