@@ -228,7 +228,9 @@ def test_without_checksums_the_probe_finds_one_changed_tensor_and_the_server_ser
     assert client.load_weight_version() == version + 1
 
 
-def test_a_directory_without_weights_is_a_sync_error(first_responses, engine, rollout_config, tmp_path):
+def test_a_directory_without_weights_is_a_sync_error(
+    first_responses, engine, tiny_checkpoint, rollout_config, tmp_path
+):
     class Empty(TransformersPolicy):
         def export_weights(self, directory):
             directory.mkdir()
@@ -236,7 +238,7 @@ def test_a_directory_without_weights_is_a_sync_error(first_responses, engine, ro
 
     client = engine.clients[0]
     version = client.load_weight_version()
-    sync = build_sync(Empty.__new__(Empty), engine, rollout_config, tmp_path, build_probe_tokens((), 50))
+    sync = build_sync(Empty(tiny_checkpoint), engine, rollout_config, tmp_path, build_probe_tokens((), 50))
     with pytest.raises(SyncError, match=f"{client.url} failed at the load of the weights in {tmp_path}"):
         sync.publish(version + 1)
     assert client.load_weight_version() == UNPUBLISHED

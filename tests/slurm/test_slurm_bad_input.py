@@ -41,7 +41,7 @@ def test_each_kind_of_bad_input_ends_its_job_before_ray_starts_and_is_named(
             split, "model.source=path", "model.path=Qwen/Qwen2.5-32B", options=TWO_NODES
         ),
         "--nodes=2: options of sbatch stand before slurm/train.sh": submit(split, "--nodes=2", options=TWO_NODES),
-        "rollout.tp: found 4; a server is on one node, which has 2 GPUs": submit("model=qwen32b", options=TWO_NODES),
+        "rollout.tp: found 8; a server is on one node, which has 2 GPUs": submit("model=qwen32b", options=TWO_NODES),
     }
     smi = "[ $SLURMD_NODENAME = n1 ] && name=H100 || name=A100; echo 0, $name, 1 MiB; echo 1, $name, 1 MiB"
     write_program(tmp_path / "bin" / "nvidia-smi", smi)

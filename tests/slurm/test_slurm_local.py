@@ -28,9 +28,9 @@ def test_local_prints_every_command_of_the_complete_preset_and_does_nothing(tmp_
         f"-m megarl.train cluster=slurm algo=vapo model=qwen32b hydra.run.dir=\\'{tmp_path}/runs/slurm" in done.stdout
     )
     assert done.stdout.count("srun ") == 6
-    for line in ("allocation: 8 nodes x 8 GPUs", "policy: 16 processes on nodes 1 to 2, 16 GPUs"):
+    for line in ("allocation: 8 nodes x 8 GPUs", "policy: 64 processes on nodes 1 to 8, 64 GPUs"):
         assert line in done.stderr
-    assert "servers: 8 processes on nodes 5 to 8, 32 GPUs" in done.stderr
+    assert "servers: 8 processes on nodes 1 to 8, 64 GPUs" in done.stderr
     assert not list(tmp_path.iterdir())
 
 
