@@ -20,19 +20,25 @@ class Turns:
     def start(self, role: str, start: Callable[[], P]) -> P:
         """The call that `start` starts; one at a time, once all calls of other roles have ended.
 
-        Raises what one of those raised, and what `free_servers` raises; the call is then not started.
+        Raises what one of those raises in the meantime, and what `free_servers` raises; the call is then not started.
         """
         self.free_servers()
         if not self._one_at_a_time:
             return start()
         for entry in [(other, pending) for other, pending in self._running if other != role]:
-            try:
+            if not _has_failed(entry[1]):
+                # A signal leaves the call running.
                 wait_all([entry[1]])
-            except Exception:
-                # Whoever saves the state after it starts calls of other roles. A signal leaves the call running.
-                self._running.remove(entry)
-                raise
             self._running.remove(entry)
         pending = start()
         self._running.append((role, pending))
         return pending
+
+
+def _has_failed(pending: Pending[Any]) -> bool:
+    """Whether the call failed before: whoever waits for it learns why, and what saves the state after that goes on."""
+    try:
+        pending.wait(0.0)
+    except Exception:
+        return True
+    return False

@@ -12,6 +12,7 @@ import warnings
 
 import torch
 
+from megarl.config.schema.roles import Dtype
 from megarl.mcore.cpu.hook import CpuFinder
 
 
@@ -63,6 +64,16 @@ def use_deterministic_kernels() -> None:
     torch.use_deterministic_algorithms(True)
     # Filling memory that is written before it is read changes nothing.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def choose_kernels(dtype: Dtype, *, deterministic: bool) -> None:
+    """Settle how this process computes on a GPU; call it before CUDA's first product."""
+    if dtype is Dtype.float32:
+        # torch keeps the 23 bits of fraction in float32 products. Transformer Engine asks cuBLAS for TF32, which has
+        # 10, and has no switch (common/gemm/cublaslt_gemm.cu, CUBLAS_COMPUTE_32F_FAST_TF32); cuBLAS reads this one.
+        os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+    if deterministic:
+        use_deterministic_kernels()
 
 
 def device() -> torch.device:

@@ -20,7 +20,7 @@ from megarl.config.schema.algo_choices import KLEstimator
 from megarl.data.packing import pack
 from megarl.mcore import process_groups
 from megarl.mcore.batch import PackedBatch, build_batch
-from megarl.mcore.device import use_deterministic_kernels
+from megarl.mcore.device import choose_kernels
 from megarl.mcore.full_kl import compute_full_kl
 from megarl.mcore.logprobs import VocabShard, build_vocab_shard, compute_logprobs
 from megarl.mcore.loss_targets import build_targets
@@ -58,8 +58,8 @@ class MegatronWorker:
             raise ValueError(f"{spec.role.value}: an optimizer belongs to policy and critic, and not to the reference")
         if not torch.cuda.is_available():
             torch.set_num_threads(spec.num_threads)
-        elif spec.deterministic:
-            use_deterministic_kernels()
+        else:
+            choose_kernels(spec.dtype, deterministic=spec.deterministic)
         self.spec = spec = choose_overlap(spec)
         self.arch = read_architecture(Path(spec.checkpoint))
         problems = list(check_role_fields(self.arch, spec, in_worker=True, on_gpu=torch.cuda.is_available()))

@@ -6,7 +6,7 @@ from megarl.cluster.turns import Turns
 
 
 class Call:
-    """A `Pending` that notes when it begins and when it has ended."""
+    """A `Pending` that notes when it begins and when it has ended, which it has once somebody gives it time."""
 
     def __init__(self, log: list[str], name: str, error: BaseException | None = None):
         self.log, self.name, self.error = log, name, error
@@ -14,13 +14,15 @@ class Call:
 
     def wait(self, timeout_s: float) -> bool:
         if f"{self.name} ends" not in self.log:
+            if timeout_s == 0.0:
+                return False
             self.log.append(f"{self.name} ends")
         if self.error is not None:
             raise self.error
         return True
 
     def result(self) -> None:
-        self.wait(0.0)
+        self.wait(1.0)
 
 
 def test_a_call_begins_once_the_calls_of_other_roles_have_ended_and_the_servers_have_given_memory_back() -> None:
@@ -52,6 +54,16 @@ def test_the_failure_of_a_call_is_raised_once_before_the_next_begins() -> None:
     # What saves the state after the error is not hindered by it.
     turns.start("critic", lambda: Call(log, "save"))
     assert log == ["update begins", "update ends", "save begins"]
+
+
+def test_a_failure_that_its_caller_has_seen_does_not_hinder_the_save_that_follows() -> None:
+    log: list[str] = []
+    turns = Turns(one_at_a_time=True)
+    values = turns.start("critic", lambda: Call(log, "values", RuntimeError("out of memory")))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        values.result()
+    turns.start("policy", lambda: Call(log, "save"))
+    assert log == ["values begins", "values ends", "save begins"]
 
 
 def test_a_signal_in_the_wait_leaves_the_call_to_be_waited_for() -> None:

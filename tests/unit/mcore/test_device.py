@@ -1,6 +1,7 @@
 """The import hook: what it rewrites, and that it is not there where CUDA is."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.config.schema.roles import Dtype
 from megarl.mcore import device
 from megarl.mcore.cpu import hook as cpu_hook
 from megarl.mcore.cpu.hook import CpuLoader, CpuRewriter, find_bytecode_folder, rewrite
@@ -124,6 +126,18 @@ names = ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONF
 print(*(os.environ[name] for name in names))
 """
     assert run_python(code) == "0 Tree :4096:8"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "expected"),
+    [(Dtype.float32, None, "0"), (Dtype.float32, "1", "1"), (Dtype.bfloat16, None, None)],
+)
+def test_float32_products_on_a_gpu_are_not_rounded_to_tf32_unless_the_environment_says_so(
+    dtype: Dtype, given: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {} if given is None else {"NVIDIA_TF32_OVERRIDE": given})
+    device.choose_kernels(dtype, deterministic=False)
+    assert os.environ.get("NVIDIA_TF32_OVERRIDE") == expected
 
 
 @pytest.fixture
