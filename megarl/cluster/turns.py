@@ -25,20 +25,25 @@ class Turns:
         self.free_servers()
         if not self._one_at_a_time:
             return start()
-        for entry in [(other, pending) for other, pending in self._running if other != role]:
-            if not _has_failed(entry[1]):
+        for entry in list(self._running):
+            state = _look(entry[1])
+            if state is None and entry[0] == role:
+                continue
+            if state is None:
                 # A signal leaves the call running.
                 wait_all([entry[1]])
+            # Its results stay in the object store as long as it is held here.
             self._running.remove(entry)
         pending = start()
         self._running.append((role, pending))
         return pending
 
 
-def _has_failed(pending: Pending[Any]) -> bool:
-    """Whether the call failed before: whoever waits for it learns why, and what saves the state after that goes on."""
+def _look(pending: Pending[Any]) -> bool | None:
+    """Whether the call succeeded; None: it still runs. Of a failed one whoever waits for it learns why, and what saves
+    the state after that goes on.
+    """
     try:
-        pending.wait(0.0)
+        return pending.wait(0.0) or None
     except Exception:
-        return True
-    return False
+        return False

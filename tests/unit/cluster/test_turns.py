@@ -76,3 +76,11 @@ def test_a_signal_in_the_wait_leaves_the_call_to_be_waited_for() -> None:
     del log[:]
     turns.start("critic", lambda: Call(log, "save"))
     assert log == ["logprobs ends", "save begins"]
+
+
+def test_calls_that_have_ended_are_not_held_however_long_a_role_calls_alone() -> None:
+    log: list[str] = []
+    turns = Turns(one_at_a_time=True)
+    for number in range(5):
+        turns.start("critic", lambda number=number: Call(log, f"values {number}")).result()  # type: ignore[misc]
+    assert len(turns._running) == 1
