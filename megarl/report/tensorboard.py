@@ -1,5 +1,6 @@
 """TensorBoard event files under RUN_DIR/tensorboard; the step is the iteration."""
 
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +16,7 @@ class TensorBoardWriter:
         """Raises RuntimeError where the tensorboard package is missing."""
         self._directory = directory
         self._writer = load_tensorboard().SummaryWriter(log_dir=str(directory))
+        self._opened = int(time.time())
 
     def write(self, iteration: int, metrics: Metrics) -> None:
         for name, value in metrics.items():
@@ -24,7 +26,10 @@ class TensorBoardWriter:
     def rewind(self, iteration: int) -> None:
         """Hide what was written for this iteration and later ones."""
         self._writer.close()
+        # Files are read in the order of their names, which begin with the second in which they were made.
+        time.sleep(max(0.0, self._opened + 1 - time.time()))
         self._writer = load_tensorboard().SummaryWriter(log_dir=str(self._directory), purge_step=iteration)
+        self._opened = int(time.time())
 
     def close(self) -> None:
         self._writer.close()

@@ -134,9 +134,13 @@ def test_a_folder_with_a_finished_one_is_not_written_to_again(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["pretrained"]
 
 
-def test_tensorboard_shows_each_step_once_with_what_came_of_it_last(tmp_path):
+@pytest.mark.parametrize("number", [3, 9])
+def test_tensorboard_shows_each_step_once_with_what_came_of_it_last(tmp_path, monkeypatch, number):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
+    # The number of a process's event file is the end of its name: .10 is sorted before .9.
+    monkeypatch.setattr(event_file_writer._global_uid, "_value", number)
     report = build_report(load_config(["logger.terminal=false"]).logger, tmp_path, 1)
     for step in (1, 2, 3):
         report.log_pretraining(step, 4, {EXPLAINED: 0.25 * step})
