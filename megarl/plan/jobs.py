@@ -52,7 +52,7 @@ def find_architecture(name: str, key: str) -> Architecture:
     directory = Path(name).expanduser()
     if (directory / "config.json").is_file():
         return _read(directory, key)
-    cached = _find_in_cache(name)
+    cached = find_in_cache(name)
     if cached is not None:
         return _read(cached, key)
     if name in PUBLISHED:
@@ -65,7 +65,8 @@ def find_architecture(name: str, key: str) -> Architecture:
     )
 
 
-def _find_in_cache(name: str) -> Path | None:
+def find_in_cache(name: str) -> Path | None:
+    """The directory of a model whose config.json is in the local Hugging Face cache; None where none is."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

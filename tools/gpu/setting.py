@@ -21,7 +21,7 @@ from megarl.families.registry import FAMILIES, build_random_fields, list_weights
 from megarl.hf.random_model import SPECIAL_TOKENS
 from megarl.mcore.role_fields import ROLE_KEYS
 from megarl.mcore.worker_spec import Role, WorkerSpec
-from megarl.plan.jobs import find_architecture
+from megarl.plan.jobs import find_architecture, find_in_cache
 from megarl.plan.published import PUBLISHED
 from megarl.types import Sequences, TrainingSamples
 
@@ -146,14 +146,12 @@ def find_description(config: Config) -> dict[str, Any]:
         return describe_random(config.model.random, len(config.model.random.alphabet) + len(SPECIAL_TOKENS))
     name = str(config.model.path)
     find_architecture(name, "model.path")
-    file = Path(name).expanduser() / "config.json"
-    if not file.is_file() and name in PUBLISHED:
-        return dict(PUBLISHED[name])
-    if not file.is_file():
-        from huggingface_hub import try_to_load_from_cache
-
-        file = Path(str(try_to_load_from_cache(name, "config.json")))
-    content: dict[str, Any] = json.loads(file.read_text())
+    directory = Path(name).expanduser()
+    if not (directory / "config.json").is_file():
+        if name in PUBLISHED:
+            return dict(PUBLISHED[name])
+        directory = find_in_cache(name) or directory
+    content: dict[str, Any] = json.loads((directory / "config.json").read_text())
     return content
 
 

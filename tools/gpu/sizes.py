@@ -76,7 +76,7 @@ def _check_sizes(setting: Setting, check: str, recompute: Recompute) -> Iterator
     measured = measure_phases(spec, samples, setting.scratch, check, saves=saves)
     yield from compare_memory(check, measured, planned, plan_saving(job, planned))
     yield _check_process(setting, check, measured, planned)
-    yield from _check_speed(setting, check, spec, job, planned)
+    yield from _check_speed(setting, check, spec, samples, job, planned)
 
 
 def has_room(directory: Path, num_bytes: int) -> bool:
@@ -152,8 +152,9 @@ def _check_process(setting: Setting, check: str, measured: dict[str, int], plann
     return judge(check, what, besides / GIB, most=most, unit="GiB", reason="with that of other processes on the GPU")
 
 
-def _check_speed(setting: Setting, check: str, spec: WorkerSpec, job: RoleJob, planned: StageMemory) -> Iterator[Line]:
-    samples = make_large_samples(setting)
+def _check_speed(
+    setting: Setting, check: str, spec: WorkerSpec, samples: TrainingSamples, job: RoleJob, planned: StageMemory
+) -> Iterator[Line]:
     flops = count_update_flops(job.arch, samples)
     with open_worker(spec, setting.scratch, f"{check}-speed") as worker:
         rows = [torch.arange(samples.sequences.num_samples)]
