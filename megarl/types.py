@@ -4,12 +4,14 @@ Shapes: B samples (one response each), T tokens of the longest response. Tensors
 [B, T]; position t of row i is response token t of sample i, and entries past the response are zero (False in masks).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 
@@ -18,6 +20,22 @@ class FinishReason(Enum):
     """The policy ended its response itself (end-of-sequence token)"""
     length = "length"
     """The response was cut at the length limit"""
+    max_turns = "max_turns"
+    """The environment would have gone on, but environment.max_turns was reached"""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit cut the response."""
+        return self is not FinishReason.stop
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a conversation."""
+
+    role: str
+    """system, user, assistant or tool"""
+    content: str
 
 
 @dataclass(frozen=True)
@@ -32,6 +50,8 @@ class Prompt:
     answer: str
     """The reference answer, in the form that the verifier expects"""
     metadata: Mapping[str, str] = field(default_factory=dict)
+    messages: tuple[Message, ...] = field(default=(), compare=False)
+    """What `text` renders, for environments that continue the conversation; empty in recorded rollouts"""
 
 
 @dataclass(frozen=True)
@@ -55,20 +75,121 @@ class RoutedExperts:
 
 
 @dataclass(frozen=True)
-class Response:
-    """One response to a prompt. All tuples have one entry per response token."""
+class WeightVersions:
+    """The version of the weights that generated each token of a response, as runs of equal versions."""
 
-    token_ids: tuple[int, ...]
+    versions: tuple[int, ...]
+    """Version of each run"""
+    ends: tuple[int, ...]
+    """Number of the token after each run's last one, increasing; the last is the number of tokens"""
+
+    @classmethod
+    def of(cls, per_token: Iterable[int]) -> "WeightVersions":
+        """From one version per token."""
+        found = np.fromiter(per_token, dtype=np.int64)
+        if not found.size:
+            return cls((), ())
+        ends = np.append(np.flatnonzero(np.diff(found)) + 1, found.size)
+        return cls(tuple(found[ends - 1].tolist()), tuple(ends.tolist()))
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        return self.ends[-1] if self.ends else 0
+
+    def expand(self) -> NDArray[np.int64]:
+        """int64 [T], one version per token."""
+        return np.repeat(np.array(self.versions, dtype=np.int64), np.diff((0, *self.ends)))
+
+    def find_used(self, mask: NDArray[np.bool_]) -> tuple[int, ...]:
+        """The versions, in order, of runs with a token in `mask`, bool [T]."""
+        starts = (0, *self.ends[:-1])
+        return tuple(v for v, a, b in zip(self.versions, starts, self.ends, strict=True) if mask[a:b].any())
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One action of the policy, and the environment's observation after it."""
+
+    start: int
+    """Number of the response token with which the action begins"""
+    end: int
+    """Number of the token after the action's last one; the observation goes from here to the next turn's start, or to
+    the end of the response"""
     text: str
-    rollout_logprobs: tuple[float, ...]
+    """Text of the action, special tokens left out"""
+    reward: float = 0.0
+    """The environment's reward for this turn; it stands at the action's last token"""
+    details: Mapping[str, float] = field(default_factory=dict)
+    """Named numbers of the environment, for example {"tool_calls": 1.0}"""
+
+
+@dataclass(frozen=True, eq=False)
+class Response:
+    """What follows a prompt: one turn of the policy, or several with an environment's observations between them.
+
+    The arrays have one entry per token. Sequences given for them are converted; arrays are not copied.
+    """
+
+    token_ids: NDArray[np.int32]
+    text: str
+    """Text of the last turn's action, special tokens left out: what verifiers read"""
+    rollout_logprobs: NDArray[np.float32]
     """log pi(token) by the rollout engine, of the temperature-scaled distribution; 0 where not generated"""
-    generated: tuple[bool, ...]
+    generated: NDArray[np.bool_]
     """Whether the policy generated this token, m in the formulas; False for the output of a tool or an environment"""
-    weight_versions: tuple[int, ...]
-    """Version of the weights that generated each token"""
+    weight_versions: WeightVersions
     finish_reason: FinishReason
+    """Of the last turn"""
     routed_experts: RoutedExperts | None = None
     """None without rollout.router_replay"""
+    turns: tuple[Turn, ...] = ()
+    """In order, covering all tokens; where none is given, the whole response is one turn"""
+
+    def __init__(
+        self,
+        token_ids: ArrayLike,
+        text: str,
+        rollout_logprobs: ArrayLike,
+        generated: ArrayLike,
+        weight_versions: WeightVersions | Iterable[int],
+        finish_reason: FinishReason,
+        routed_experts: RoutedExperts | None = None,
+        turns: Sequence[Turn] = (),
+    ):
+        """Raises ValueError where the arrays have different lengths."""
+        if not isinstance(weight_versions, WeightVersions):
+            weight_versions = WeightVersions.of(weight_versions)
+        ids = np.asarray(token_ids, dtype=np.int32)
+        values: dict[str, Any] = {
+            "token_ids": ids,
+            "text": text,
+            "rollout_logprobs": np.asarray(rollout_logprobs, dtype=np.float32),
+            "generated": np.asarray(generated, dtype=np.bool_),
+            "weight_versions": weight_versions,
+            "finish_reason": finish_reason,
+            "routed_experts": routed_experts,
+            "turns": tuple(turns) or (Turn(0, len(ids), text),),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        for name in ("rollout_logprobs", "generated", "weight_versions"):
+            if len(values[name]) != len(ids):
+                raise ValueError(f"a response of {len(ids)} tokens has {len(values[name])} {name}")
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        return len(self.token_ids)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Response):
+            return NotImplemented
+        arrays = ("token_ids", "rollout_logprobs", "generated")
+        others = ("text", "weight_versions", "finish_reason", "routed_experts", "turns")
+        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in arrays) and all(
+            getattr(self, name) == getattr(other, name) for name in others
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -83,6 +204,8 @@ class Score:
     answer: str | None = None
     """The answer that the verifier read in the response, normalized so that equal answers usually have equal texts;
     None where there is none or the verifier reads none. Majority votes count it."""
+    failure: str | None = None
+    """Why there is no reward (the verifier raised, hung or died); the sample is then not learned from"""
 
 
 RewardFunction = Callable[[Prompt, Response], Score]
@@ -91,6 +214,8 @@ RewardFunction = Callable[[Prompt, Response], Score]
 
 @dataclass(frozen=True)
 class Sample:
+    """A scored response."""
+
     prompt: Prompt
     response: Response
     score: Score
@@ -98,9 +223,9 @@ class Sample:
     """Number of the group, from 0 within the iteration; samples of one prompt share it"""
     age: int = 0
     """Iterations since the response was sampled; above 0 in replay only"""
-    first_old_logprobs: tuple[float, ...] | None = None
-    """With age above 0: old_logprobs of the iteration that first learned from the response, one for each token; None
-    where they were not kept"""
+    first_old_logprobs: NDArray[np.float32] | None = field(default=None, compare=False)
+    """With age above 0: old_logprobs of the iteration that first learned from the response, float32 [T]; None where
+    they were not kept"""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import get_origin, get_type_hints
 
-from megarl.config.schema import data, reward
+from megarl.config.schema import data, environment, reward
 from megarl.config.schema.root import Config
 
 
@@ -16,6 +16,7 @@ def list_open_keys() -> tuple[str, ...]:
     found = {
         *_find_dicts(Config, ""),
         *(key for schema in data.SCHEMAS.values() for key in _find_dicts(schema, "data.")),
+        *(key for schema in environment.SCHEMAS.values() for key in _find_dicts(schema, "environment.")),
         *(key for schema in reward.SCHEMAS.values() for key in _find_dicts(schema, "reward.")),
     }
     return tuple(sorted(found))

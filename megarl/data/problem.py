@@ -4,12 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-
-@dataclass(frozen=True)
-class Message:
-    role: str
-    """system, user or assistant."""
-    content: str
+from megarl.types import Message
 
 
 @dataclass(frozen=True)

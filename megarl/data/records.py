@@ -8,7 +8,8 @@ from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.data import FileDataConfig
-from megarl.data.problem import Message, Problem
+from megarl.data.problem import Problem
+from megarl.types import Message
 
 PROMPT_FIELDS = (
     "question",

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.data import DataConfig
-from megarl.data.problem import Message, Problem
+from megarl.data.problem import Problem
+from megarl.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

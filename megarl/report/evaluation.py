@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from megarl.report.estimators import Estimate, Votes, compute_maj_at_k, compute_mean, compute_pass_at_k
-from megarl.types import FinishReason, Sample
+from megarl.types import Sample
 
 FILE_NAME = "evaluation.json"
 RESPONSES_FILE_NAME = "responses.jsonl"
@@ -65,7 +65,7 @@ def summarize_set(
         estimates={key: compute_mean(each, num_samples, confidence) for key, each in values.items()},
         mean_reward=fmean(sample.score.reward for sample in samples),
         mean_response_tokens=fmean(len(sample.response.token_ids) for sample in samples),
-        truncated_frac=fmean(sample.response.finish_reason is FinishReason.length for sample in samples),
+        truncated_frac=fmean(sample.response.finish_reason.is_truncated for sample in samples),
         unread_frac=unread,
         problems=problems,
     )

@@ -76,7 +76,8 @@ class Collector:
 
 def list_versions(response: Response) -> list[int]:
     """The weight version of each token that the policy generated."""
-    return [v for v, own in zip(response.weight_versions, response.generated, strict=True) if own]
+    found: list[int] = response.weight_versions.expand()[response.generated].tolist()
+    return found
 
 
 def check_versions(samples: Sequence[Sample], weight_version: int, max_staleness: int = 0) -> None:

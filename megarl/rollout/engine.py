@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.config.schema.rollout import RolloutConfig
@@ -281,8 +282,8 @@ def build_response(answer: Mapping[str, Any], text: str, arch: Architecture | No
     return Response(
         token_ids=ids,
         text=text,
-        rollout_logprobs=tuple(float(entry[0]) for entry in entries),
-        generated=(True,) * len(ids),
+        rollout_logprobs=[float(entry[0]) for entry in entries],
+        generated=np.ones(len(ids), dtype=np.bool_),
         weight_versions=_expand_versions(meta, len(ids)),
         finish_reason=FinishReason[reason],
         routed_experts=experts,

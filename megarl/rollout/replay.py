@@ -68,6 +68,6 @@ def keep_logprobs(groups: list[Group], old_logprobs: Tensor) -> None:
     rows = iter(old_logprobs)
     for index, group in enumerate(groups):
         groups[index] = tuple(
-            replace(sample, first_old_logprobs=tuple(next(rows)[: len(sample.response.token_ids)].tolist()))
+            replace(sample, first_old_logprobs=next(rows)[: len(sample.response)].numpy(force=True).copy())
             for sample in group
         )

@@ -2,8 +2,9 @@
 
 {"iteration": 1, "weight_version": 0, "sample": 0, "num_samples": 256, "group": 0,
  "prompt": {"id", "text", "token_ids", "answer", "metadata"},
- "response": {"token_ids", "text", "rollout_logprobs", "generated", "weight_versions", "finish_reason"},
- "score": {"reward", "correct", "details", "answer"}}
+ "response": {"token_ids", "text", "rollout_logprobs", "generated", "weight_versions", "finish_reason",
+              "turns": [{"start", "end", "text", "reward", "details"}, ...]},
+ "score": {"reward", "correct", "details", "answer", "failure"}}
 
 and "first_old_logprobs" where the sample has them, with the meanings of megarl/types.py. `iteration` is 0 during value
 pretraining; `sample` counts the lines of a rollout from 0. Numbers are read back bit for bit. The files from which a
@@ -19,10 +20,12 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megarl.checkpoint.manifest import write_atomically
 from megarl.report.metrics import drop_unfinished_line, refuse_constant, refuse_repeated_keys
 from megarl.rollout import routed_experts
-from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
+from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score, Turn
 
 FILE_NAME = "rollouts.jsonl"
 _FIRST_OLD = "first_old_logprobs"
@@ -127,18 +130,30 @@ def read_rollouts(path: Path, limits: Limits | None = None) -> Iterator[Rollout]
 
 def _to_record(rollout: Rollout, number: int, iteration: int) -> dict[str, Any]:
     sample = rollout.samples[number]
-    first_old = {} if sample.first_old_logprobs is None else {_FIRST_OLD: sample.first_old_logprobs}
+    first_old = {} if sample.first_old_logprobs is None else {_FIRST_OLD: sample.first_old_logprobs.tolist()}
     return {
         "iteration": iteration,
         "weight_version": rollout.weight_version,
         "sample": number,
         "num_samples": len(rollout.samples),
         "group": sample.group,
-        "prompt": {**vars(sample.prompt), "metadata": dict(sample.prompt.metadata)},
-        "response": {name: getattr(sample.response, name) for name in _FIELDS["response"]}
-        | {"finish_reason": sample.response.finish_reason.value},
+        "prompt": {name: getattr(sample.prompt, name) for name in _FIELDS["prompt"]}
+        | {"metadata": dict(sample.prompt.metadata)},
+        "response": _to_response_record(sample.response),
         "score": {**vars(sample.score), "details": dict(sample.score.details)},
         **first_old,
+    }
+
+
+def _to_response_record(response: Response) -> dict[str, Any]:
+    return {
+        "token_ids": response.token_ids.tolist(),
+        "text": response.text,
+        "rollout_logprobs": response.rollout_logprobs.astype(float).tolist(),
+        "generated": response.generated.tolist(),
+        "weight_versions": response.weight_versions.expand().tolist(),
+        "finish_reason": response.finish_reason.value,
+        "turns": [{**vars(turn), "details": dict(turn.details)} for turn in response.turns],
     }
 
 
@@ -204,17 +219,18 @@ def _to_sample(record: Mapping[str, Any], where: str, limits: Limits | None) -> 
     return Sample(
         Prompt(**{**prompt, "token_ids": tuple(prompt["token_ids"])}),
         Response(
-            token_ids=tuple(response["token_ids"]),
+            token_ids=response["token_ids"],
             text=response["text"],
-            rollout_logprobs=tuple(response["rollout_logprobs"]),
-            generated=tuple(response["generated"]),
-            weight_versions=tuple(response["weight_versions"]),
+            rollout_logprobs=response["rollout_logprobs"],
+            generated=response["generated"],
+            weight_versions=response["weight_versions"],
             finish_reason=FinishReason(response["finish_reason"]),
             routed_experts=experts,
+            turns=[Turn(**turn) for turn in response["turns"]],
         ),
         Score(**record["score"]),
         record["group"],
-        first_old_logprobs=None if first_old is None else tuple(first_old),
+        first_old_logprobs=None if first_old is None else np.array(first_old, dtype=np.float32),
     )
 
 
@@ -269,6 +285,21 @@ def _map_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
 
+def _is_turn(value: Any) -> bool:
+    checks = {
+        "start": _is_whole,
+        "end": _is_whole,
+        "text": _is_text,
+        "reward": _is_number,
+        "details": _map_of(_is_number),
+    }
+    return (
+        isinstance(value, dict)
+        and value.keys() == checks.keys()
+        and all(check(value[name]) for name, check in checks.items())
+    )
+
+
 _WHOLE: Check = (_is_whole, "a whole number, 0 or more")
 _TEXT: Check = (_is_text, "a text")
 _WHOLES: Check = (_list_of(_is_whole), "a list of whole numbers, 0 or more")
@@ -287,13 +318,15 @@ _FIELDS: dict[str, dict[str, Check]] = {
         "rollout_logprobs": _NUMBERS,
         "generated": (_list_of(_is_flag), "a list of true and false"),
         "weight_versions": (_list_of(_is_integer), "a list of whole numbers"),
-        "finish_reason": (lambda v: v in [r.value for r in FinishReason], "stop or length"),
+        "finish_reason": (lambda v: v in [r.value for r in FinishReason], "stop, length or max_turns"),
+        "turns": (lambda v: isinstance(v, list) and all(map(_is_turn, v)), "a list of turns"),
     },
     "score": {
         "reward": (_is_number, "a finite number"),
         "correct": (_is_flag, "true or false"),
         "details": (_map_of(_is_number), "an object of finite numbers"),
         "answer": (lambda v: v is None or _is_text(v), "a text or null"),
+        "failure": (lambda v: v is None or _is_text(v), "a text or null"),
     },
 }
 _LINE: dict[str, Check] = {

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.rollout.routed_experts import build_routed_experts
-from megarl.types import FinishReason, Rollout, Sequences
+from megarl.types import Rollout, Sequences
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def build_sequences(rollout: Rollout) -> Sequences:
     """Prompt and response of every sample, concatenated."""
     pairs = [(s.prompt.token_ids, s.response.token_ids) for s in rollout.samples]
     return Sequences(
-        tokens=torch.tensor([token for pair in pairs for ids in pair for token in ids], dtype=torch.int64),
+        tokens=torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *(ids for pair in pairs for ids in pair)])),
         lengths=torch.tensor([len(p) + len(r) for p, r in pairs], dtype=torch.int64),
         prompt_lengths=torch.tensor([len(p) for p, _ in pairs], dtype=torch.int64),
         routed_experts=build_routed_experts(rollout.samples),
@@ -62,21 +63,21 @@ def build_tensors(rollout: Rollout) -> RolloutTensors:
     scored = torch.zeros_like(mask)
     for i, sample in enumerate(samples):
         length = len(sample.response.token_ids)
-        mask[i, :length] = torch.tensor(sample.response.generated, dtype=torch.bool)
-        logprobs[i, :length] = torch.tensor(sample.response.rollout_logprobs, dtype=torch.float32)
+        mask[i, :length] = torch.from_numpy(sample.response.generated)
+        logprobs[i, :length] = torch.from_numpy(sample.response.rollout_logprobs)
         if sample.first_old_logprobs is not None:
-            first_old[i, :length] = torch.tensor(sample.first_old_logprobs, dtype=torch.float32)
+            first_old[i, :length] = torch.from_numpy(sample.first_old_logprobs)
         if sample.age == 0 or sample.first_old_logprobs is not None:
             # Each iteration raises the version by one: what was sampled n iterations ago was first scored by the
             # weights n versions ago.
-            versions = torch.tensor(sample.response.weight_versions, dtype=torch.int64)
+            versions = torch.from_numpy(sample.response.weight_versions.expand())
             scored[i, :length] = versions == rollout.weight_version - sample.age
     return RolloutTensors(
         sequences=build_sequences(rollout),
         groups=torch.tensor([s.group for s in samples], dtype=torch.int64),
         ages=torch.tensor([s.age for s in samples], dtype=torch.int64),
         rewards=torch.tensor([s.score.reward for s in samples], dtype=torch.float32),
-        truncated=torch.tensor([s.response.finish_reason is FinishReason.length for s in samples]),
+        truncated=torch.tensor([s.response.finish_reason.is_truncated for s in samples]),
         mask=mask,
         rollout_logprobs=logprobs.masked_fill(~mask, 0.0),
         first_old_logprobs=first_old,

@@ -34,7 +34,7 @@ evaluated, judged and given up, what is saved and shown. A name that ends in a d
 
 DECIDES = (
     "seed",
-    *("algo.", "model.", "data.", "reward."),
+    *("algo.", "model.", "data.", "environment.", "reward."),
     *("train.samples_per_iteration", "train.prompts_per_iteration", "train.responses_per_prompt"),
     *("train.samples_per_minibatch", "train.num_minibatches", "train.epochs_per_iteration"),
     *(f"{role}.{name}" for role in ("policy", "critic") for name in ("optimizer.", "dtype", "fp8", "fp8_recipe")),

@@ -17,7 +17,7 @@ LAYERS = (
     {"algo", "families"},
     {"config"},
     {"interfaces"},
-    {"data", "reward", "hf", "report", "checkpoint", "run.signals", "run.arguments", "run.machine"},
+    {"data", "environment", "reward", "hf", "report", "checkpoint", "run.signals", "run.arguments", "run.machine"},
     {"mcore", "rollout"},
     {"sync"},
     {"cluster", "run.inputs", "run.command", "run.recovery", "run.resume", "run.trainer_state"},

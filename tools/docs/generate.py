@@ -23,7 +23,7 @@ from omegaconf import MISSING as REQUIRED
 
 from megarl.algo.objective import format_objective
 from megarl.config.load import load_config
-from megarl.config.schema import data, reward
+from megarl.config.schema import data, environment, reward
 from megarl.config.schema.root import Config
 from megarl.config.search_path import list_options
 
@@ -82,7 +82,11 @@ def _render_intro(group: str, schema: type) -> Iterator[str]:
 
 
 def _find_kinds(group: str) -> Mapping[str, type]:
-    kinds: dict[str, Mapping[str, type]] = {"data": data.SCHEMAS, "reward": reward.SCHEMAS}
+    kinds: dict[str, Mapping[str, type]] = {
+        "data": data.SCHEMAS,
+        "environment": environment.SCHEMAS,
+        "reward": reward.SCHEMAS,
+    }
     return kinds.get(group, {})
 
 

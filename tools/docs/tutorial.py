@@ -147,7 +147,7 @@ class Recorder(Trainer):
                 {
                     "text": response.text,
                     "num_tokens": len(response.token_ids),
-                    "versions": sorted(set(response.weight_versions)),
+                    "versions": sorted(set(response.weight_versions.versions)),
                 }
                 for response in again
             ],
@@ -162,7 +162,7 @@ class Recorder(Trainer):
         lambda_ = compute_adaptive_lambda(mask.sum()[None], algo.length_alpha, algo.lambda_min)
         return {
             "text": sample.response.text,
-            "token_ids": list(sample.response.token_ids),
+            "token_ids": sample.response.token_ids.tolist(),
             "num_tokens": int(mask.sum()),
             "finish_reason": sample.response.finish_reason.value,
             "reward": sample.score.reward,
@@ -174,12 +174,13 @@ class Recorder(Trainer):
 
     def _describe_tokens(self, row: int, after: Any) -> list[dict[str, Any]]:
         response = self.rollout.samples[row].response
-        pieces = self.tokenizer.convert_ids_to_tokens(list(response.token_ids))
+        pieces = self.tokenizer.convert_ids_to_tokens(response.token_ids.tolist())
+        versions = response.weight_versions.expand()
         return [
             {
                 "id": token,
                 "token": pieces[t],
-                "version": response.weight_versions[t],
+                "version": int(versions[t]),
                 "rollout_logprob": float(self.experience.rollout_logprobs[row, t]),
                 "old_logprob": float(self.experience.old_logprobs[row, t]),
                 "value": float(self.values[row, t]),
@@ -187,7 +188,7 @@ class Recorder(Trainer):
                 "return": float(self.returns[row, t]),
                 "logprob_after": float(after[row, t]),
             }
-            for t, token in enumerate(response.token_ids)
+            for t, token in enumerate(response.token_ids.tolist())
         ]
 
     def _describe_steps(self) -> dict[str, list[dict[str, float]]]:

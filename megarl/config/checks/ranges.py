@@ -6,7 +6,7 @@ from functools import reduce
 from math import inf, isfinite
 
 from megarl.algo.registry import needs_critic
-from megarl.config.schema import data, reward
+from megarl.config.schema import data, environment, reward
 from megarl.config.schema.model import ModelSource
 from megarl.config.schema.roles import OptimizerConfig
 from megarl.config.schema.root import Config
@@ -105,6 +105,11 @@ OPTION_RANGES: dict[type, dict[str, Range]] = {
         "size": Range(1, high=10**6, why="all are made at the start"),
         "num_heldout": Range(1, high=10**6, why="all are made at the start"),
     },
+    environment.MultiTurnEnvironmentConfig: {
+        "max_turns": Range(1, high=100_000),
+        "turn_length": Range(1, high=2**24),
+        "step_deadline_s": Range(0.01, high=86_400),
+    },
     reward.LetterCountRewardConfig: {"tolerance": Range(1), "falloff": Range(1, above=True)},
     reward.MathRewardConfig: {"timeout_s": _SCORING},
     reward.ReasoningGymRewardConfig: {"timeout_s": _SCORING, "correct_at": Range(-inf)},
@@ -127,7 +132,11 @@ def check_ranges(config: Config) -> Iterator[str]:
         yield f"reward.wrong: found {config.reward.wrong}; it must be a finite number below 1, a right answer's reward"
     if config.model.source is ModelSource.random:
         yield from _find_outside(config.model.random, RANDOM_MODEL_RANGES, "model.random.")
-    for prefix, node in (("data.", config.data), ("reward.", config.reward)):
+    for prefix, node in (
+        ("data.", config.data),
+        ("environment.", config.environment),
+        ("reward.", config.reward),
+    ):
         for schema in type(node).__mro__:
             yield from _find_outside(node, OPTION_RANGES.get(schema, {}), prefix)
     yield from check_optimizer("policy.optimizer", config.policy.optimizer, config.train.num_optimizer_steps)

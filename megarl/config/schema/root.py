@@ -8,11 +8,13 @@ from omegaconf import MISSING
 
 from megarl.config import run_name
 from megarl.config.schema import data as data_config
+from megarl.config.schema import environment as environment_config
 from megarl.config.schema import reward as reward_config
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.checkpoint import CheckpointConfig
 from megarl.config.schema.cluster import ClusterConfig
 from megarl.config.schema.data import DataConfig
+from megarl.config.schema.environment import EnvironmentConfig
 from megarl.config.schema.evaluate import EvaluateConfig
 from megarl.config.schema.logger import LoggerConfig
 from megarl.config.schema.model import ModelConfig
@@ -40,6 +42,8 @@ class Config:
     """The frozen model that KL terms compare with; only where there is one."""
     data: DataConfig = MISSING
     """Where the prompts come from; its keys are those of the chosen source."""
+    environment: EnvironmentConfig = MISSING
+    """What answers the policy within an episode; its keys are those of the chosen kind."""
     reward: RewardConfig = MISSING
     """How a response is scored; its keys are those of the chosen kind."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -63,4 +67,5 @@ def register() -> None:
     store.store(name="schema", node=Config)
     run_name.register()
     data_config.register(store)
+    environment_config.register(store)
     reward_config.register(store)
