@@ -160,21 +160,19 @@ class Response:
         if not isinstance(weight_versions, WeightVersions):
             weight_versions = WeightVersions.of(weight_versions)
         ids = np.asarray(token_ids, dtype=np.int32)
-        values: dict[str, Any] = {
-            "token_ids": ids,
-            "text": text,
-            "rollout_logprobs": np.asarray(rollout_logprobs, dtype=np.float32),
-            "generated": np.asarray(generated, dtype=np.bool_),
-            "weight_versions": weight_versions,
-            "finish_reason": finish_reason,
-            "routed_experts": routed_experts,
-            "turns": tuple(turns) or (Turn(0, len(ids), text),),
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(  # past the frozen __setattr__
+            token_ids=ids,
+            text=text,
+            rollout_logprobs=np.asarray(rollout_logprobs, dtype=np.float32),
+            generated=np.asarray(generated, dtype=np.bool_),
+            weight_versions=weight_versions,
+            finish_reason=finish_reason,
+            routed_experts=routed_experts,
+            turns=tuple(turns) or (Turn(0, len(ids), text),),
+        )
         for name in ("rollout_logprobs", "generated", "weight_versions"):
-            if len(values[name]) != len(ids):
-                raise ValueError(f"a response of {len(ids)} tokens has {len(values[name])} {name}")
+            if len(getattr(self, name)) != len(ids):
+                raise ValueError(f"a response of {len(ids)} tokens has {len(getattr(self, name))} {name}")
 
     def __len__(self) -> int:
         """The number of tokens."""
@@ -185,9 +183,8 @@ class Response:
             return NotImplemented
         arrays = ("token_ids", "rollout_logprobs", "generated")
         others = ("text", "weight_versions", "finish_reason", "routed_experts", "turns")
-        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in arrays) and all(
-            getattr(self, name) == getattr(other, name) for name in others
-        )
+        same = [np.array_equal(getattr(self, name), getattr(other, name)) for name in arrays]
+        return all(same) and all(getattr(self, name) == getattr(other, name) for name in others)
 
     __hash__ = None  # type: ignore[assignment]
 
