@@ -28,6 +28,7 @@ from megarl.types import FinishReason, RoutedExperts, WeightVersions
 _LONG = re.compile(rb'"(output_ids|output_token_logprobs|routed_experts)":([\["])')
 _COMMA = ord(",")
 _EVERY_OTHER = 0b01010101
+_LARGEST_ID = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +102,7 @@ def _build(answer: Any, cut: Sequence[memoryview], arch: Architecture | None) ->
         reason, num_prompt_tokens = meta["finish_reason"], meta["prompt_tokens"]
         if reason is None or reason["type"] not in FinishReason.__members__:
             raise RequestError(f"a response ended with {reason}; stop or length was expected")
-        ids = _parse_ids(cut[answer["output_ids"]])
-        logprobs = _parse_logprobs(cut[meta["output_token_logprobs"]], ids)
+        ids, logprobs = _parse_tokens(cut[answer["output_ids"]], cut[meta["output_token_logprobs"]])
         versions = _find_versions(meta, len(ids))
         text, index = answer["text"], answer.get("index", 0)
     except (KeyError, TypeError, IndexError, ValueError) as error:
@@ -119,50 +119,41 @@ def _build(answer: Any, cut: Sequence[memoryview], arch: Architecture | None) ->
     return ParsedAnswer(text, ids, logprobs, versions, FinishReason[reason["type"]], num_prompt_tokens, experts, index)
 
 
-def _parse_ids(piece: memoryview) -> NDArray[np.int32]:
-    """int32 [T] of ID,ID,...,ID"""
-    if not piece:
-        return np.zeros(0, np.int32)
-    commas = np.flatnonzero(np.frombuffer(piece, np.uint8) == _COMMA)
-    bounds = np.empty((len(commas) + 1, 2), np.int32)
-    bounds[:, 0], bounds[:, 1] = np.append(0, commas + 1), np.append(commas, len(piece))
-    return _parse_numbers(piece, bounds, pa.int32(), np.int32)
+def _parse_tokens(ids: memoryview, entries: memoryview) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """int32 [T] of ID,...,ID and float32 [T] of [LOGPROB,ID,null],...,[LOGPROB,ID,null] with the same ids."""
+    expected = np.fromstring(ids.tobytes(), np.int64, sep=",") if ids else np.zeros(0, np.int64)
+    logprobs, found = _parse_entries(entries)
+    if not len(expected) or not np.array_equal(found, expected):
+        raise RequestError(
+            f"a response of {len(expected)} tokens came with {len(found)} log-probs, not of these tokens"
+        )
+    wrong = ~np.isfinite(logprobs) | (expected < 0) | (expected > _LARGEST_ID)
+    if wrong.any():
+        t = int(wrong.argmax())
+        raise RequestError(f"a response of {len(expected)} tokens has id {expected[t]} with log-prob {logprobs[t]}")
+    return expected.astype(np.int32), logprobs
 
 
-def _parse_logprobs(piece: memoryview, ids: NDArray[np.int32]) -> NDArray[np.float32]:
-    """float32 [T] of [LOGPROB,ID,null],...,[LOGPROB,ID,null], whose ids must be these."""
-    commas = np.flatnonzero(np.frombuffer(piece, np.uint8) == _COMMA) if piece else np.zeros(0, np.int64)
+def _parse_entries(entries: memoryview) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+    """The log-probs and ids."""
+    commas = np.nonzero(np.frombuffer(entries, np.uint8) == _COMMA)[0] if entries else np.zeros(0, np.int64)
     num = (len(commas) + 1) // 3
-    if len(ids) == 0 or num != len(ids) or len(commas) != 3 * num - 1:
-        raise RequestError(f"a response of {len(ids)} tokens came with {num} log-probs, not of these tokens")
+    if len(commas) != 3 * num - 1:
+        return np.zeros(0, np.float32), np.zeros(0)
+    # An Arrow array of texts has no gaps: those between the numbers are texts too, but null, which are not read.
     bounds = np.empty((num, 4), np.int32)
     bounds[0, 0], bounds[1:, 0] = 1, commas[2::3] + 2
     bounds[:, 1], bounds[:, 2], bounds[:, 3] = commas[0::3], commas[0::3] + 1, commas[1::3]
-    numbers = _parse_numbers(piece, bounds, pa.float64(), np.float64)
-    if not np.array_equal(numbers[1::2], ids):
-        raise RequestError(f"a response of {num} tokens came with {num} log-probs, not of these tokens")
-    with np.errstate(over="ignore"):
-        logprobs = numbers[0::2].astype(np.float32)
-    if not np.isfinite(logprobs).all():
-        first = int(np.flatnonzero(~np.isfinite(logprobs))[0])
-        raise RequestError(f"a response of {num} tokens has the log-prob {numbers[2 * first]} at token {first}")
-    return logprobs
-
-
-def _parse_numbers(piece: memoryview, bounds: NDArray[np.int32], kind: pa.DataType, dtype: type) -> NDArray[Any]:
-    """The numbers that stand between each start and end; bounds: int32 [..., start, end, start, end]."""
-    offsets = bounds.reshape(-1)
-    if bool((np.diff(offsets) < 0).any()):
-        raise RequestError(f"the tokens of an answer cannot be read: {bytes(piece[:100])!r}")
-    # An Arrow array of texts has no gaps: those between the numbers are texts too, but null, which are not read.
-    num_texts = len(offsets) - 1
+    if (bounds[:, 0] > bounds[:, 1]).any():
+        raise ValueError("a log-prob is missing")
+    num_texts = bounds.size - 1
     valid = bytes([_EVERY_OTHER]) * (num_texts // 8 + 1)
-    try:
-        texts = pa.StringArray.from_buffers(num_texts, *(pa.py_buffer(x) for x in (offsets, piece, valid)))
-        values = texts.cast(kind).buffers()[1]
-    except (pa.ArrowInvalid, ValueError) as error:
-        raise RequestError(f"the tokens of an answer cannot be read: {error}") from None
-    return np.frombuffer(values, dtype)[:num_texts:2].copy()
+    texts = pa.StringArray.from_buffers(
+        num_texts, pa.py_buffer(bounds.reshape(-1)), pa.py_buffer(entries), pa.py_buffer(valid)
+    )
+    numbers = np.frombuffer(texts.cast(pa.float64()).buffers()[1], np.float64)[:num_texts]
+    with np.errstate(over="ignore"):
+        return numbers[0::4].astype(np.float32), numbers[2::4]
 
 
 def _find_versions(meta: Mapping[str, Any], length: int) -> WeightVersions:
