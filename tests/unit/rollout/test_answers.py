@@ -84,7 +84,7 @@ def entries(*found):
         (entries([-0.1, 8, None], [-0.2, 9, None], [-0.3, 3, None]), "log-probs, not of these tokens"),
         (entries([-0.1, 8, None], [None, 9, None], [-0.3, 2, None]), "Failed to parse string: 'null'"),
         (entries([-0.1, 8, None], [-1e39, 9, None], [-0.3, 2, None]), "has id 9 with log-prob -inf"),
-        (entries([-0.1, 8, None], [-0.2, 9, "x"], [-0.3, 2, None]), "not of these tokens|is not what SGLang writes"),
+        (entries([-0.1, 8, None], [-0.2, 9, "x"], [-0.3, 2, None]), "have no end"),
         (entries([-0.1, 8], [-0.2, 9], [-0.3, 2]), "is not what SGLang writes"),
         ({"output_token_logprobs": None}, "is not what SGLang writes"),
         ({"weight_versions": [{"version": "3", "start": 0, "end": 2}]}, "do not cover a response of 3 tokens"),
