@@ -29,8 +29,10 @@ from megarl.report.evaluation import (
     summarize_set,
     write_evaluation,
 )
+from megarl.report.failures import check_failures, describe_failures
 from megarl.report.progress import Progress
 from megarl.report.text import format_seconds
+from megarl.report.turns import Decode
 from megarl.reward.build import build_reward, check_reward, reads_answers
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
@@ -49,6 +51,8 @@ class EvaluationSet:
     reward: RewardFunction
     reads_answers: bool
     """Whether the reward reports which answer it read"""
+    max_failed_frac: float = 1.0
+    """reward.max_failed_frac"""
 
 
 @dataclass(frozen=True)
@@ -94,8 +98,9 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
         stack.callback(engine.close)
         num_slots = rollout.max_running_requests * rollout.num_servers
         recovery = Recovery(servers, progress.line, rollout.max_server_restarts)
+        decode = inputs.tokenizer.decode
         results = evaluate_sets(
-            engine, inputs.sets, evaluate, run_dir, progress, num_slots=num_slots, recovery=recovery
+            engine, inputs.sets, evaluate, run_dir, progress, num_slots=num_slots, recovery=recovery, decode=decode
         )
         write_evaluation(run_dir / FILE_NAME, results, list_settings(configs, inputs.checkpoint))
         progress.line(format_table(results))
@@ -135,7 +140,7 @@ def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase") -
     )
     reward = build_reward(config.reward)
     check_reward(reward, prompts[:1])
-    return EvaluationSet(name, prompts, reward, reads_answers(config.reward))
+    return EvaluationSet(name, prompts, reward, reads_answers(config.reward), config.reward.max_failed_frac)
 
 
 def _check_length(checkpoint: Path, prompt_length: int, response_length: int) -> None:
@@ -162,11 +167,13 @@ def evaluate_sets(
     num_slots: int,
     weight_version: int = 0,
     recovery: Recovery | None = None,
+    decode: Decode | None = None,
 ) -> list[SetResult]:
     """The result of each set; every response is written to RUN_DIR/responses.jsonl as soon as it has been scored.
 
     num_slots: responses that the servers generate at once. weight_version: of the servers, 0 after their start.
-    recovery: None where a lost server is not restarted.
+    recovery: None where a lost server is not restarted. decode: reads the observations in responses.jsonl. Raises
+    TooManyFailuresError where more of a set's responses than reward.max_failed_frac have no reward.
     """
     recovery = recovery or Recovery(None, progress.line, 0)
     results = []
@@ -183,10 +190,13 @@ def evaluate_sets(
                 batch = each.prompts[start : start + step]
                 # Restarted servers hold the same checkpoint.
                 found = recovery.run(partial(_collect, collector, batch, config.num_samples, weight_version))
-                _write_responses(file, each.name, found, config.num_samples)
+                _write_responses(file, each.name, found, config.num_samples, decode)
                 samples += found
                 progress.line(_describe_progress(each, samples, time.monotonic() - started))
             progress.leave()
+            check_failures(samples, each.max_failed_frac)
+            if text := describe_failures(samples):
+                progress.line(f"warning: {each.name}: {text}; they count as wrong, with a reward of 0")
             # A user's own function reads answers where it says so.
             reads = each.reads_answers or any(sample.score.answer is not None for sample in samples)
             results.append(summarize_set(each.name, samples, list_ks(config), config.confidence, reads_answers=reads))
@@ -205,8 +215,10 @@ def _collect(
         ) from error
 
 
-def _write_responses(file: IO[str], name: str, samples: Sequence[Sample], num_samples: int) -> None:
-    file.writelines(format_response(name, i % num_samples, sample) for i, sample in enumerate(samples))
+def _write_responses(
+    file: IO[str], name: str, samples: Sequence[Sample], num_samples: int, decode: Decode | None
+) -> None:
+    file.writelines(format_response(name, i % num_samples, sample, decode) for i, sample in enumerate(samples))
     file.flush()
 
 
