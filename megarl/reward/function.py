@@ -8,7 +8,10 @@ from megarl.config.errors import ConfigError
 from megarl.types import Prompt, Response, Score
 
 RESERVED_NAMES = frozenset(
-    {"mean", "std", "min", "max", "correct", "positive_frac", "shaped_mean", "equal_groups_frac", "heldout"}
+    {
+        *("mean", "std", "min", "max", "correct", "positive_frac", "shaped_mean", "equal_groups_frac", "failed_frac"),
+        "heldout",
+    }
 )
 """What the trainer itself logs under reward/."""
 

@@ -29,8 +29,10 @@ from megarl.report.evaluation import (
     summarize_set,
     write_evaluation,
 )
+from megarl.report.failures import check_failures, describe_failures
 from megarl.report.progress import Progress
 from megarl.report.text import format_seconds
+from megarl.report.turns import Decode
 from megarl.reward.build import build_reward, check_reward, reads_answers
 from megarl.reward.scorer import DirectScorer
 from megarl.rollout.collector import Collector
@@ -54,6 +56,8 @@ class EvaluationSet:
     response_length: int
     conversation: Conversation | None = None
     """What answers the policy; None with environment=single_turn"""
+    max_failed_frac: float = 1.0
+    """reward.max_failed_frac"""
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,17 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
         stack.callback(engine.close)
         num_slots = rollout.max_running_requests * rollout.num_servers
         recovery = Recovery(servers, progress.line, rollout.max_server_restarts)
+        decode = inputs.tokenizer.decode
         results = evaluate_sets(
-            engine, inputs.sets, evaluate, run_dir, progress, num_slots=num_slots, seed=config.seed, recovery=recovery
+            engine,
+            inputs.sets,
+            evaluate,
+            run_dir,
+            progress,
+            num_slots=num_slots,
+            seed=config.seed,
+            recovery=recovery,
+            decode=decode,
         )
         write_evaluation(run_dir / FILE_NAME, results, list_settings(configs, inputs.checkpoint))
         progress.line(format_table(results))
@@ -148,6 +161,7 @@ def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase") -
         reads_answers(config.reward),
         config.rollout.response_length,
         build_conversation(config, tokenizer),
+        config.reward.max_failed_frac,
     )
 
 
@@ -176,11 +190,13 @@ def evaluate_sets(
     seed: int = 0,
     weight_version: int = 0,
     recovery: Recovery | None = None,
+    decode: Decode | None = None,
 ) -> list[SetResult]:
     """The result of each set; every response is written to RUN_DIR/responses.jsonl as soon as it has been scored.
 
     num_slots: responses that the servers generate at once. seed: of the run. weight_version: of the servers, 0 after
-    their start. recovery: None where a lost server is not restarted.
+    their start. recovery: None where a lost server is not restarted. decode: reads the observations in responses.jsonl.
+    Raises TooManyFailuresError where more of a set's responses than reward.max_failed_frac have no reward.
     """
     recovery = recovery or Recovery(None, progress.line, 0)
     results = []
@@ -200,10 +216,13 @@ def evaluate_sets(
                 # Restarted servers hold the same checkpoint.
                 key = f"{each.name}/{start}"
                 found = recovery.run(partial(_collect, collector, batch, config.num_samples, weight_version, key))
-                _write_responses(file, each.name, found, config.num_samples)
+                _write_responses(file, each.name, found, config.num_samples, decode)
                 samples += found
                 progress.line(_describe_progress(each, samples, time.monotonic() - started))
             progress.leave()
+            check_failures(samples, each.max_failed_frac)
+            if text := describe_failures(samples):
+                progress.line(f"warning: {each.name}: {text}; they count as wrong, with a reward of 0")
             # A user's own function reads answers where it says so.
             reads = each.reads_answers or any(sample.score.answer is not None for sample in samples)
             results.append(summarize_set(each.name, samples, list_ks(config), config.confidence, reads_answers=reads))
@@ -222,8 +241,10 @@ def _collect(
         ) from error
 
 
-def _write_responses(file: IO[str], name: str, samples: Sequence[Sample], num_samples: int) -> None:
-    file.writelines(format_response(name, i % num_samples, sample) for i, sample in enumerate(samples))
+def _write_responses(
+    file: IO[str], name: str, samples: Sequence[Sample], num_samples: int, decode: Decode | None
+) -> None:
+    file.writelines(format_response(name, i % num_samples, sample, decode) for i, sample in enumerate(samples))
     file.flush()
 
 
