@@ -94,7 +94,6 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
             urls,
             inputs.checkpoint,
             rollout,
-            inputs.tokenizer,
             seed=config.seed,
             check_processes=servers.check_alive,
             api_key=servers.api_key,

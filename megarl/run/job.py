@@ -198,7 +198,6 @@ def _build_engine(config: Config, inputs: Inputs, resources: RunResources) -> SG
         resources.start_servers().result(),
         inputs.checkpoint,
         config.rollout,
-        inputs.tokenizer,
         seed=config.seed,
         check_processes=resources.check_servers,
         api_key=resources.api_key,

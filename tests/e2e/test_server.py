@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
@@ -120,7 +120,6 @@ def engine(server, tiny_checkpoint, rollout_config, tmp_path_factory):
         [server.url],
         tiny_checkpoint,
         rollout_config,
-        AutoTokenizer.from_pretrained(tiny_checkpoint),
         check_processes=server.check_alive,
     )
     checkpoint = TransformersPolicy(tiny_checkpoint)
@@ -280,8 +279,7 @@ def test_a_missed_deadline_says_what_it_waited_for(first_responses, server, engi
 
 def test_a_lost_server_is_replaced_by_the_next(first_responses, server, tiny_checkpoint, rollout_config):
     dead = f"http://127.0.0.1:{pick_free_port('127.0.0.1')}"
-    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
-    pair = SGLangEngine([dead, server.url], tiny_checkpoint, rollout_config, tokenizer)
+    pair = SGLangEngine([dead, server.url], tiny_checkpoint, rollout_config)
     groups = pair.generate(build_prompts(5), num_responses=2, temperature=1.0)
     assert [len(group) for group in groups] == [2] * 5
     with pytest.raises(RuntimeError, match=f"{dead} does not answer"):
@@ -307,11 +305,11 @@ def test_a_server_that_exits_at_start_shows_the_end_of_its_log(tiny_checkpoint, 
 def test_a_server_started_anew_repeats_a_key_keeps_others_out_and_stop_leaves_nothing(
     first_responses, tiny_checkpoint, rollout_config, server_seed, tmp_path
 ):
-    log_file, tokenizer = tmp_path / "again.log", AutoTokenizer.from_pretrained(tiny_checkpoint)
+    log_file = tmp_path / "again.log"
     again = SGLangServer(rollout_config, tiny_checkpoint, log_file=log_file, seed=server_seed, api_key=KEY)
     again.start()
     again.wait_healthy(rollout_config.startup_deadline_s)
-    engine = SGLangEngine([again.url], tiny_checkpoint, rollout_config, tokenizer, api_key=KEY)
+    engine = SGLangEngine([again.url], tiny_checkpoint, rollout_config, api_key=KEY)
     assert not any(
         KEY in word for process in psutil.process_iter(["cmdline"]) for word in process.info["cmdline"] or ()
     )

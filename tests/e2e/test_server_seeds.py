@@ -10,7 +10,6 @@ import pytest
 import torch
 from servers import running_server
 from test_server import build_prompts
-from transformers import AutoTokenizer
 
 from megarl.rollout.client import ConnectionLostError
 from megarl.rollout.engine import SGLangEngine, compute_sampling_seed
@@ -49,11 +48,10 @@ def second_server(tiny_checkpoint, config, first_responses, tmp_path_factory) ->
 
 @pytest.fixture(scope="module")
 def build_engine(tiny_checkpoint, config):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
     made = []
 
     def build(*urls: str, seed: int = 7) -> SGLangEngine:
-        made.append(SGLangEngine(urls, tiny_checkpoint, config, tokenizer, seed=seed))
+        made.append(SGLangEngine(urls, tiny_checkpoint, config, seed=seed))
         return made[-1]
 
     yield build
@@ -126,9 +124,8 @@ def test_a_key_repeats_bit_by_bit_whatever_came_in_between(first_responses, engi
 
 def test_a_key_repeats_bit_by_bit_where_the_prompt_is_in_the_cache(server, tiny_checkpoint, rollout_config):
     """The log-probs' last bits tell a prompt's forward in one piece from its last token's alone."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
     prompt = Prompt("backwards", "", build_prompts()[5].token_ids[::-1], "")
-    with contextlib.closing(SGLangEngine([server.url], tiny_checkpoint, rollout_config, tokenizer)) as engine:
+    with contextlib.closing(SGLangEngine([server.url], tiny_checkpoint, rollout_config)) as engine:
 
         def ask(key: str | None) -> list[list[Response]]:
             return engine.generate([prompt], num_responses=1, temperature=1.0, key=key)

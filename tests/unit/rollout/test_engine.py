@@ -5,8 +5,6 @@ import socket
 import threading
 
 import pytest
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.rollout import RolloutConfig
@@ -61,14 +59,13 @@ def test_an_unreachable_server_is_tried_a_bounded_number_of_times(tmp_path, monk
     """The listener accepts and hangs up: every connection is one lost request."""
     write(tmp_path, {"vocab_size": 50, "eos_token_id": 2})
     monkeypatch.setattr("megarl.rollout.engine.ATTEMPT_PAUSE_S", 0.1)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
     checks = []
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         listener.settimeout(10)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        engine = SGLangEngine([url], tmp_path, RolloutConfig(), tokenizer, check_processes=lambda: checks.append(1))
+        engine = SGLangEngine([url], tmp_path, RolloutConfig(), check_processes=lambda: checks.append(1))
         accepted = []
 
         def hang_up():

@@ -53,7 +53,7 @@ class Policy:
         return torch.zeros(1, 1)
 
 config = RolloutConfig()
-engine = SGLangEngine([url], checkpoint, config, None, check_processes=check)
+engine = SGLangEngine([url], checkpoint, config, check_processes=check)
 sync = DiskSync(
     Policy(), engine.clients, config, checkpoint / "sync", (), policy_dtype=Dtype.float32, check_processes=check
 )
@@ -179,7 +179,7 @@ def test_ctrl_c_ends_the_wait_its_calls_and_the_process(checkpoint, what, asked)
 def test_a_lost_server_shows_its_exit_status_once_it_is_known(checkpoint, monkeypatch):
     monkeypatch.setattr("megarl.rollout.engine.ATTEMPT_PAUSE_S", 0.3)
     with serving({"/generate": "hang up"}) as server:
-        engine = SGLangEngine([server.url], checkpoint, RolloutConfig(), None, check_processes=build_check(0.5))
+        engine = SGLangEngine([server.url], checkpoint, RolloutConfig(), check_processes=build_check(0.5))
         with pytest.raises(RuntimeError, match="exited with status 137") as caught:
             engine.generate([Prompt("p", "", (5,), "")], num_responses=1, temperature=1.0)
         assert f"{server.url}/generate" in str(caught.value.__cause__)
@@ -191,7 +191,7 @@ def test_a_lost_server_shows_its_exit_status_once_it_is_known(checkpoint, monkey
 def test_a_late_server_shows_its_exit_status(checkpoint):
     with serving({"/generate": "hang"}) as server:
         config = RolloutConfig(request_deadline_s=0.2)
-        engine = SGLangEngine([server.url], checkpoint, config, None, check_processes=build_check(0.0))
+        engine = SGLangEngine([server.url], checkpoint, config, check_processes=build_check(0.0))
         with pytest.raises(RuntimeError, match="exited with status 137") as caught:
             engine.generate([Prompt("p", "", (5,), "")], num_responses=1, temperature=1.0)
         assert isinstance(caught.value.__cause__, DeadlineError)
@@ -206,7 +206,7 @@ def test_cancelling_ends_a_rollout_of_another_thread_without_asking_again(checkp
         caught.append(True)
 
     with serving({"/generate": "hang"}) as server:
-        engine = SGLangEngine([server.url], checkpoint, RolloutConfig(), None, check_processes=build_check(0.0))
+        engine = SGLangEngine([server.url], checkpoint, RolloutConfig(), check_processes=build_check(0.0))
         thread = threading.Thread(target=generate)
         thread.start()
         while not server.asked:
