@@ -6,21 +6,31 @@ from megarl.algo.rewards import check_score
 from megarl.config.errors import ConfigError
 from megarl.config.schema.reward import (
     AdditionRewardConfig,
+    CodeRewardConfig,
     ExactRewardConfig,
+    FormatRewardConfig,
     FunctionRewardConfig,
+    HttpRewardConfig,
+    LengthRewardConfig,
     LetterCountRewardConfig,
     MathRewardConfig,
+    NumericRewardConfig,
     ProcessRewardConfig,
     ReasoningGymRewardConfig,
     RewardConfig,
 )
 from megarl.reward.addition import score_addition
+from megarl.reward.code import CodeReward
 from megarl.reward.exact import score_exact
+from megarl.reward.format import FormatVerifier
 from megarl.reward.function import FunctionVerifier
 from megarl.reward.gym import ReasoningGymVerifier
+from megarl.reward.http import HttpReward
 from megarl.reward.interface import AsyncReward, DirectReward, ProcessVerifier, RewardFailedError
+from megarl.reward.length import LengthReward
 from megarl.reward.letter_count import LetterCountReward
 from megarl.reward.mathematics import MathVerifier
+from megarl.reward.numeric import NumericPatternVerifier, NumericReward
 from megarl.reward.pool import PooledReward, ProcessReward
 from megarl.types import FinishReason, Prompt, Response, RewardFunction
 
@@ -33,8 +43,13 @@ def build_async_reward(config: RewardConfig) -> AsyncReward:
     direct = build_direct(config)
     if direct is not None:
         return DirectReward(direct)
-    if isinstance(config, ProcessRewardConfig):
-        return PooledReward(build_verifier(config), config.num_workers)
+    match config:
+        case CodeRewardConfig():
+            return CodeReward(config)
+        case HttpRewardConfig():
+            return HttpReward(config)
+        case ProcessRewardConfig():
+            return PooledReward(build_verifier(config), config.num_workers)
     raise ConfigError([f"reward: found a {type(config).__name__}; megarl/reward/build.py has no reward for it"])
 
 
@@ -47,7 +62,7 @@ def build_reward(config: RewardConfig) -> RewardFunction:
     direct = build_direct(config)
     if direct is not None:
         return direct
-    if isinstance(config, ProcessRewardConfig):
+    if isinstance(config, ProcessRewardConfig) and not isinstance(config, CodeRewardConfig):
         reward = ProcessReward(build_verifier(config))
         reward.start()
         return reward
@@ -63,6 +78,10 @@ def build_direct(config: RewardConfig) -> RewardFunction | None:
             return score_addition
         case ExactRewardConfig():
             return score_exact
+        case LengthRewardConfig():
+            return LengthReward(config.min_length, config.max_length, config.falloff)
+        case NumericRewardConfig() if config.pattern is None:
+            return NumericReward.of(config)
     return None
 
 
@@ -75,12 +94,16 @@ def build_verifier(config: ProcessRewardConfig) -> ProcessVerifier:
             return ReasoningGymVerifier(config)
         case FunctionRewardConfig():
             return FunctionVerifier(config)
+        case FormatRewardConfig():
+            return FormatVerifier(config)
+        case NumericRewardConfig():
+            return NumericPatternVerifier(config)
     raise ConfigError([f"reward: found a {type(config).__name__}; megarl/reward/build.py has no verifier for it"])
 
 
 def reads_answers(config: RewardConfig) -> bool:
     """Whether this verifier fills Score.answer; a function of the user's may, too."""
-    return isinstance(config, AdditionRewardConfig | ExactRewardConfig | MathRewardConfig)
+    return isinstance(config, AdditionRewardConfig | ExactRewardConfig | MathRewardConfig | NumericRewardConfig)
 
 
 EMPTY = Response((0,), "", (0.0,), (True,), (0,), FinishReason.stop)

@@ -117,6 +117,17 @@ OPTION_RANGES: dict[type, dict[str, Range]] = {
         "timeout_s": _SCORING,
         "memory_gb": Range(0.01, high=2**20, why="GiB"),
     },
+    reward.NumericRewardConfig: {"tolerance": _NOT_NEGATIVE, "relative_tolerance": _NOT_NEGATIVE},
+    reward.LengthRewardConfig: {
+        "min_length": _NOT_NEGATIVE,
+        "max_length": _NOT_NEGATIVE,
+        "falloff": _NOT_NEGATIVE,
+    },
+    reward.HttpRewardConfig: {
+        "timeout_s": Range(0.01, high=86_400, why="seconds"),
+        "max_retries": Range(0, high=100),
+        "max_concurrency": Range(1, high=100_000, why="each is a connection"),
+    },
     reward.ReasoningGymRewardConfig: {"correct_at": Range(-inf)},
 }
 """The ranges of the options of `data` and `reward`, by their schema."""
