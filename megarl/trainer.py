@@ -26,7 +26,7 @@ from megarl.rollout.dynamic_sampling import join_groups
 from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import RolloutWriter
 from megarl.rollout.source import GroupSource
-from megarl.rollout.tensors import build_tensors
+from megarl.rollout.tensors import build_tensors, find_too_stale
 from megarl.run.recovery import Recovery
 from megarl.run.saving import LoopSaver, NoSaver
 from megarl.run.signals import deferring_stops
@@ -220,6 +220,7 @@ class Trainer:
         """Discard all state about the servers, after some were restarted."""
         self.components.sync.reconnect()
         self.components.offloader.forget()
+        self.source.begin_again()
 
     def build_experience(self, rollout: Rollout) -> tuple[Experience, Metrics]:
         """The responses with the log-probs and values of policy, reference and critic.
@@ -251,6 +252,7 @@ class Trainer:
                 ref_logprobs=ref.result() if ref else None,
                 ref_kl=ref_kl.result() if ref_kl else None,
                 values=values.result() if values else None,
+                too_stale=find_too_stale(rollout, self.config.rollout.max_staleness),
             )
         return experience, compute_batch_metrics(experience)
 

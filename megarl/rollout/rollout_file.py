@@ -6,10 +6,10 @@
               "turns": [{"start", "end", "text", "reward", "details"}, ...]},
  "score": {"reward", "correct", "details", "answer", "failure"}}
 
-and "first_old_logprobs" where the sample has them, with the meanings of megarl/types.py. `iteration` is 0 during value
-pretraining; `sample` counts the lines of a rollout from 0. Numbers are read back bit for bit. The files from which a
-run goes on (`write_rollouts`) also have "routed_experts"; the one of all its responses has not: they are some hundred
-bytes a token.
+and "first_old_logprobs" and "group_number" where the sample has them, with the meanings of megarl/types.py. `iteration`
+is 0 during value pretraining; `sample` counts the lines of a rollout from 0. Numbers are read back bit for bit. The
+files from which a run goes on (`write_rollouts`) also have "routed_experts"; the one of all its responses has not: they
+are some hundred bytes a token.
 """
 
 import json
@@ -30,6 +30,7 @@ from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score,
 FILE_NAME = "rollouts.jsonl"
 _FIRST_OLD = "first_old_logprobs"
 _EXPERTS = "routed_experts"
+_NUMBER = "group_number"
 
 
 class RolloutWriter:
@@ -142,6 +143,7 @@ def _to_record(rollout: Rollout, number: int, iteration: int) -> dict[str, Any]:
         "response": _to_response_record(sample.response),
         "score": {**vars(sample.score), "details": dict(sample.score.details)},
         **first_old,
+        **({} if sample.group_number is None else {_NUMBER: sample.group_number}),
     }
 
 
@@ -231,6 +233,7 @@ def _to_sample(record: Mapping[str, Any], where: str, limits: Limits | None) -> 
         Score(**record["score"]),
         record["group"],
         first_old_logprobs=None if first_old is None else np.array(first_old, dtype=np.float32),
+        group_number=record.get(_NUMBER),
     )
 
 
@@ -333,7 +336,11 @@ _LINE: dict[str, Check] = {
     **dict.fromkeys(("iteration", "weight_version", "sample", "num_samples", "group"), _WHOLE),
     **dict.fromkeys(_FIELDS, (lambda value: isinstance(value, dict), "an object")),
 }
-_OPTIONAL: dict[str, Check] = {_FIRST_OLD: _NUMBERS, _EXPERTS: (lambda value: isinstance(value, dict), "an object")}
+_OPTIONAL: dict[str, Check] = {
+    _FIRST_OLD: _NUMBERS,
+    _EXPERTS: (lambda value: isinstance(value, dict), "an object"),
+    _NUMBER: _WHOLE,
+}
 
 
 def _check_record(record: Any, where: str) -> dict[str, Any]:
