@@ -110,9 +110,14 @@ OPTION_RANGES: dict[type, dict[str, Range]] = {
         "turn_length": Range(1, high=2**24),
         "step_deadline_s": Range(0.01, high=86_400),
     },
+    reward.RewardConfig: {"max_failed_frac": Range(0, high=1)},
     reward.LetterCountRewardConfig: {"tolerance": Range(1), "falloff": Range(1, above=True)},
-    reward.MathRewardConfig: {"timeout_s": _SCORING},
-    reward.ReasoningGymRewardConfig: {"timeout_s": _SCORING, "correct_at": Range(-inf)},
+    reward.ProcessRewardConfig: {
+        "num_workers": Range(1, high=1024, why="each is a process"),
+        "timeout_s": _SCORING,
+        "memory_gb": Range(0.01, high=2**20, why="GiB"),
+    },
+    reward.ReasoningGymRewardConfig: {"correct_at": Range(-inf)},
 }
 """The ranges of the options of `data` and `reward`, by their schema."""
 

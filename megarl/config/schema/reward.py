@@ -14,6 +14,24 @@ class RewardConfig:
     wrong: float = field(default=0.0, kw_only=True)
     """Reward of a wrong answer; a right one has 1, and a score s between them wrong + (1 - wrong) s. What is learned
     from has this scale; metrics, thresholds, evaluation and saved rollouts have the score. Below 1; -1 in DAPO."""
+    max_failed_frac: float = field(default=0.1, kw_only=True)
+    """Maximum share of an iteration's responses (in an evaluation, of a set's) without a reward, because the verifier
+    or the environment raised, hung or died; more end the run with the most frequent reasons. Up to it they are masked
+    and counted. With the default a group of 16 keeps 14 on average, enough for its mean; 0: none may fail."""
+
+
+@dataclass
+class ProcessRewardConfig(RewardConfig):
+    """The keys of rewards that run in processes of their own."""
+
+    num_workers: int | None = field(default=None, kw_only=True)
+    """Number of processes that score at a time, beside generation; each is started when all before it are busy. null:
+    one for every four cores of this machine, at least one and at most 16."""
+    timeout_s: float = field(default=5.0, kw_only=True)
+    """Time limit in seconds of scoring one response. What is a fault of the response (math and reasoning_gym: a
+    comparison that does not end) counts as wrong; anything else is a failure, and the sample is not learned from."""
+    memory_gb: float = field(default=8.0, kw_only=True)
+    """Memory limit in GiB of one process, as address space beyond what it has after loading."""
 
 
 @dataclass
@@ -50,27 +68,23 @@ class StatedAnswer(Enum):
 
 
 @dataclass
-class MathRewardConfig(RewardConfig):
+class MathRewardConfig(ProcessRewardConfig):
     """Mathematical equality of the stated answer and the expected one, read by math-verify's parser."""
 
     answer: StatedAnswer = StatedAnswer.final
     """What states the answer of a response: a box, an explicit final statement too, or also the last value."""
-    timeout_s: float = 5.0
-    """Time limit in seconds of scoring one response; a response that takes longer counts as wrong."""
 
 
 @dataclass
-class ReasoningGymRewardConfig(RewardConfig):
+class ReasoningGymRewardConfig(ProcessRewardConfig):
     """The task's own scorer from reasoning-gym."""
 
-    timeout_s: float = 5.0
-    """Time limit in seconds of scoring one response; a response that takes longer counts as wrong."""
     correct_at: float = 1.0
     """The lowest score that counts as correct; scorers give less than 1 for partly right answers."""
 
 
 @dataclass
-class FunctionRewardConfig(RewardConfig):
+class FunctionRewardConfig(ProcessRewardConfig):
     """Your own function from (Prompt, Response) to Score."""
 
     path: str = MISSING
