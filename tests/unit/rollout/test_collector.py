@@ -1,6 +1,5 @@
 """From responses to a scored rollout and its tensors."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -8,11 +7,9 @@ import pytest
 import torch
 
 from megarl.interfaces import UNPUBLISHED
-from megarl.rollout.client import RequestError
-from megarl.rollout.collector import check_versions, compute_staleness, score_groups
-from megarl.rollout.engine import build_response
+from megarl.rollout.collector import check_versions, compute_staleness
 from megarl.rollout.tensors import build_sequences, build_tensors
-from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score, WeightVersions
+from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 
 def make_response(*ids: int, finish=FinishReason.stop, generated=None) -> Response:
@@ -27,25 +24,20 @@ GROUPS = [
 ]
 
 
+def score_groups(groups, reward) -> tuple[Sample, ...]:
+    return tuple(
+        Sample(prompt, response, reward(prompt, response), number)
+        for number, (prompt, responses) in enumerate(zip(PROMPTS, groups, strict=False))
+        for response in responses
+    )
+
+
 def score(groups):
-    return score_groups(PROMPTS[: len(groups)], groups, lambda p, r: Score(0.0, False))
+    return score_groups(groups, lambda _prompt, _response: Score(0.0, False))
 
 
 def make_rollout() -> Rollout:
-    return Rollout(score_groups(PROMPTS, GROUPS, lambda p, r: Score(float(len(r.token_ids)), p.id == "a")), 3)
-
-
-def test_groups_are_contiguous_and_in_the_prompts_order():
-    samples = make_rollout().samples
-    assert [s.group for s in samples] == [0, 0, 1, 1]
-    assert [s.prompt.id for s in samples] == ["a", "a", "b", "b"]
-    assert [s.score.reward for s in samples] == [2.0, 3.0, 1.0, 3.0]
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_no_finite_number_names_the_prompt(bad):
-    with pytest.raises(ValueError, match=f"prompt 'b' is {bad}"):
-        score_groups(PROMPTS, GROUPS, lambda p, r: Score(bad if p.id == "b" else 0.0, False))
+    return Rollout(score_groups(GROUPS, lambda p, r: Score(float(len(r)), p.id == "a")), 3)
 
 
 def test_a_token_of_other_weights_than_the_trainers_is_refused_unless_it_was_not_generated():
@@ -98,41 +90,6 @@ def test_tensors_are_padded_with_zeros_and_skip_what_was_not_generated():
     assert tensors.rewards.tolist() == [2, 3, 1, 3]
     assert tensors.groups.tolist() == [0, 0, 1, 1]
     assert tensors.rewards.dtype == tensors.rollout_logprobs.dtype == torch.float32
-
-
-def make_answer(**changes):
-    meta = {
-        "finish_reason": {"type": "stop", "matched": 2},
-        "output_token_logprobs": [[-0.1, 8, None], [-0.2, 9, None], [-0.3, 2, None]],
-        "weight_version": "4",
-    }
-    return {"output_ids": [8, 9, 2], "meta_info": meta | changes}
-
-
-def test_an_answer_becomes_a_response_with_a_version_per_token():
-    spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]
-    response = build_response(make_answer(weight_versions=spans), "hi")
-    assert response.rollout_logprobs.tolist() == np.float32([-0.1, -0.2, -0.3]).tolist()
-    assert response.weight_versions == WeightVersions((3, 4), (1, 3))
-    assert response.generated.all()
-    assert response.finish_reason is FinishReason.stop
-    assert build_response(make_answer(), "").weight_versions == WeightVersions((4,), (3,))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"finish_reason": {"type": "abort"}}, "abort"),
-        ({"output_token_logprobs": [[-0.1, 8, None]]}, "3 tokens came with 1 log-probs"),
-        (
-            {"weight_versions": [{"version": "3", "start": 0, "end": 2}]},
-            "do not cover a response of 3 tokens",
-        ),
-    ],
-)
-def test_an_inconsistent_answer_is_refused(changes, message):
-    with pytest.raises(RequestError, match=message):
-        build_response(make_answer(**changes), "")
 
 
 def test_mu_is_the_trainers_where_it_had_the_weights_that_sampled_and_else_the_engines():
