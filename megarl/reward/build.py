@@ -6,6 +6,7 @@ from megarl.algo.rewards import check_score
 from megarl.config.errors import ConfigError
 from megarl.config.schema.reward import (
     AdditionRewardConfig,
+    EnvironmentRewardConfig,
     ExactRewardConfig,
     FunctionRewardConfig,
     LetterCountRewardConfig,
@@ -14,6 +15,7 @@ from megarl.config.schema.reward import (
     RewardConfig,
 )
 from megarl.reward.addition import score_addition
+from megarl.reward.environment import EnvironmentReward
 from megarl.reward.exact import score_exact
 from megarl.reward.function import load_reward_function
 from megarl.reward.gym import ReasoningGymReward
@@ -38,6 +40,8 @@ def build_reward(config: RewardConfig) -> RewardFunction:
             return MathReward(config)
         case ReasoningGymRewardConfig():
             return ReasoningGymReward(config)
+        case EnvironmentRewardConfig():
+            return EnvironmentReward(config)
         case FunctionRewardConfig():
             return load_reward_function(config.path)
     raise ConfigError([f"reward: found a {type(config).__name__}; megarl/reward/build.py has no verifier for it"])

@@ -70,6 +70,14 @@ class ReasoningGymRewardConfig(RewardConfig):
 
 
 @dataclass
+class EnvironmentRewardConfig(RewardConfig):
+    """The rewards that the environment gave to the turns, and nothing else."""
+
+    correct_at: float = 1.0
+    """The least sum of the turns' rewards that counts as correct."""
+
+
+@dataclass
 class FunctionRewardConfig(RewardConfig):
     """Your own function from (Prompt, Response) to Score."""
 
@@ -83,6 +91,7 @@ SCHEMAS: dict[str, type[RewardConfig]] = {
     "addition": AdditionRewardConfig,
     "math": MathRewardConfig,
     "reasoning_gym": ReasoningGymRewardConfig,
+    "environment": EnvironmentRewardConfig,
     "function": FunctionRewardConfig,
 }
 

@@ -115,7 +115,7 @@ def test_a_kind_that_reads_answers_reads_the_right_one_in_itself(kind):
         score = build_reward(config)(build_prompt("85"), build_response("85"))
         assert (score.correct, score.answer) == (True, "85")
     else:
-        assert kind in ("letter_count", "reasoning_gym")
+        assert kind in ("letter_count", "reasoning_gym", "environment")
 
 
 def test_addition_names_a_prompt_whose_answer_is_no_integer():
@@ -261,7 +261,7 @@ def test_a_function_with_a_scale_of_its_own_is_refused_beside_reward_wrong_befor
 
 @pytest.mark.parametrize("kind", sorted(set(SCHEMAS) - {"function"}))
 def test_every_kind_has_the_reward_of_a_wrong_answer(kind):
-    overrides = [f"reward={kind}", "model=tiny", "reward.wrong=-1"]
+    overrides = [f"reward={kind}", "model=tiny", "reward.wrong=-1", "environment=guess"]
     assert load_config(overrides).reward.wrong == -1.0
 
 
