@@ -32,8 +32,10 @@ from megarl.report.evaluation import (
 from megarl.report.progress import Progress
 from megarl.report.text import format_seconds
 from megarl.reward.build import build_reward, check_reward, reads_answers
+from megarl.reward.scorer import DirectScorer
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
+from megarl.rollout.episodes import Conversation, EpisodeRunner, build_conversation
 from megarl.rollout.server import build_command
 from megarl.run.recovery import Recovery
 from megarl.types import Prompt, RewardFunction, Sample
@@ -49,6 +51,9 @@ class EvaluationSet:
     reward: RewardFunction
     reads_answers: bool
     """Whether the reward reports which answer it read"""
+    response_length: int
+    conversation: Conversation | None = None
+    """What answers the policy; None with environment=single_turn"""
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,7 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
             inputs.checkpoint,
             rollout,
             inputs.tokenizer,
+            seed=config.seed,
             check_processes=servers.check_alive,
             api_key=servers.api_key,
             top_p=evaluate.top_p,
@@ -95,7 +101,7 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
         num_slots = rollout.max_running_requests * rollout.num_servers
         recovery = Recovery(servers, progress.line, rollout.max_server_restarts)
         results = evaluate_sets(
-            engine, inputs.sets, evaluate, run_dir, progress, num_slots=num_slots, recovery=recovery
+            engine, inputs.sets, evaluate, run_dir, progress, num_slots=num_slots, seed=config.seed, recovery=recovery
         )
         write_evaluation(run_dir / FILE_NAME, results, list_settings(configs, inputs.checkpoint))
         progress.line(format_table(results))
@@ -135,7 +141,14 @@ def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase") -
     )
     reward = build_reward(config.reward)
     check_reward(reward, prompts[:1])
-    return EvaluationSet(name, prompts, reward, reads_answers(config.reward))
+    return EvaluationSet(
+        name,
+        prompts,
+        reward,
+        reads_answers(config.reward),
+        config.rollout.response_length,
+        build_conversation(config, tokenizer),
+    )
 
 
 def _check_length(checkpoint: Path, prompt_length: int, response_length: int) -> None:
@@ -160,19 +173,22 @@ def evaluate_sets(
     progress: Progress,
     *,
     num_slots: int,
+    seed: int = 0,
     weight_version: int = 0,
     recovery: Recovery | None = None,
 ) -> list[SetResult]:
     """The result of each set; every response is written to RUN_DIR/responses.jsonl as soon as it has been scored.
 
-    num_slots: responses that the servers generate at once. weight_version: of the servers, 0 after their start.
-    recovery: None where a lost server is not restarted.
+    num_slots: responses that the servers generate at once. seed: of the run. weight_version: of the servers, 0 after
+    their start. recovery: None where a lost server is not restarted.
     """
     recovery = recovery or Recovery(None, progress.line, 0)
     results = []
     with (run_dir / RESPONSES_FILE_NAME).open("w", encoding="utf-8") as file:
         for each in sets:
-            collector = Collector(engine, each.reward, temperature=get_temperature(config))
+            runner = EpisodeRunner(each.response_length, each.conversation)
+            temperature = get_temperature(config)
+            collector = Collector(engine, DirectScorer(each.reward), runner, seed=seed, temperature=temperature)
             samples: list[Sample] = []
             started = time.monotonic()
             progress.enter(each.name)
@@ -182,7 +198,8 @@ def evaluate_sets(
                 recovery.run(engine.check_health)
                 batch = each.prompts[start : start + step]
                 # Restarted servers hold the same checkpoint.
-                found = recovery.run(partial(_collect, collector, batch, config.num_samples, weight_version))
+                key = f"{each.name}/{start}"
+                found = recovery.run(partial(_collect, collector, batch, config.num_samples, weight_version, key))
                 _write_responses(file, each.name, found, config.num_samples)
                 samples += found
                 progress.line(_describe_progress(each, samples, time.monotonic() - started))
@@ -194,10 +211,10 @@ def evaluate_sets(
 
 
 def _collect(
-    collector: Collector, prompts: Sequence[Prompt], num_samples: int, weight_version: int
+    collector: Collector, prompts: Sequence[Prompt], num_samples: int, weight_version: int, key: str
 ) -> tuple[Sample, ...]:
     try:
-        return collector.collect(prompts, num_samples, weight_version=weight_version).samples
+        return collector.collect(prompts, num_samples, weight_version=weight_version, key=key).samples
     except DeadlineError as error:
         raise DeadlineError(
             f"{error}; rollout.request_deadline_s is for {len(prompts) * num_samples} responses here: raise it, or"
