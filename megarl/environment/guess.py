@@ -3,6 +3,7 @@
 import re
 
 from megarl.environment.interface import Action, Environment, EpisodeSetting, Step
+from megarl.types import FinishReason
 
 NUMBER = re.compile(r"[0-9]+")
 MOST_DIGITS = 18
@@ -11,9 +12,9 @@ MOST_DIGITS = 18
 class Guess(Environment):
     """The hidden number is the prompt's answer. The right guess has a reward of 1, everything else 0.
 
-    A guess is the last whole number of the action. The episode ends with the right guess, with the last guess, or with
-    an action without a number. Details of a turn: "ruled_out" is 1 where an earlier answer had ruled the guess out,
-    "unreadable" is 1 where there is no number.
+    A guess is the last whole number of the action. The episode ends with the right guess, with the last one, or with an
+    action that is no guess: one without a number, or cut at a limit of its length. Details of a turn: "ruled_out" is 1
+    where an earlier answer had ruled the guess out, "unreadable" is 1 where the action is no guess.
     """
 
     def __init__(self, max_turns: int, higher: str = "higher", lower: str = "lower"):
@@ -36,7 +37,7 @@ class Guess(Environment):
         self._number = int(prompt.answer)
 
     def step(self, action: Action) -> Step:
-        guess = read_guess(action.text)
+        guess = None if action.finish_reason is FinishReason.length else read_guess(action.text)
         if guess is None:
             return Step(done=True, details={"ruled_out": 0.0, "unreadable": 1.0})
         details = {"ruled_out": float(not self._above < guess < self._below), "unreadable": 0.0}

@@ -17,8 +17,8 @@ def begin(number: int | str, max_turns: int = 3) -> Guess:
     return environment
 
 
-def act(environment: Guess, text: str, turn: int) -> Step:
-    return environment.step(Action(text, text, (1,), turn, FinishReason.stop))
+def act(environment: Guess, text: str, turn: int, finish_reason: FinishReason = FinishReason.stop) -> Step:
+    return environment.step(Action(text, text, (1,), turn, finish_reason))
 
 
 def play(policy: Callable[[Sequence[str]], int], number: int, max_turns: int) -> float:
@@ -54,6 +54,11 @@ def test_the_last_wrong_guess_ends_the_episode_without_a_reward():
 
 def test_an_action_without_a_number_ends_the_episode():
     assert act(begin(5), "<>", 0) == Step(done=True, details={"ruled_out": 0.0, "unreadable": 1.0})
+
+
+def test_a_number_that_is_cut_at_a_limit_is_no_guess():
+    step = act(begin(5), "5", 0, FinishReason.length)
+    assert step == Step(done=True, details={"ruled_out": 0.0, "unreadable": 1.0})
 
 
 @pytest.mark.parametrize(("guesses", "ruled_out"), [("46", 0), ("43", 1), ("44", 1), ("17", 0), ("11", 1)])
