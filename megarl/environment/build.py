@@ -7,10 +7,12 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema.environment import (
     ClassEnvironmentConfig,
     EnvironmentConfig,
+    GuessEnvironmentConfig,
     MultiTurnEnvironmentConfig,
     SingleTurnEnvironmentConfig,
 )
 from megarl.config.user_code import load_named
+from megarl.environment.guess import Guess
 from megarl.environment.interface import Environment
 
 EnvironmentFactory = Callable[[], Environment]
@@ -43,4 +45,6 @@ def _find_factory(config: MultiTurnEnvironmentConfig) -> EnvironmentFactory:
             if not callable(target):
                 raise ConfigError([f"environment.path: found {config.path!r}; a class was expected"])
             return partial(target, **config.options)
+        case GuessEnvironmentConfig():
+            return partial(Guess, config.max_turns, config.higher, config.lower)
     raise ConfigError([f"environment: found a {type(config).__name__}; megarl/environment/build.py has none for it"])

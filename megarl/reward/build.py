@@ -7,6 +7,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema.reward import (
     AdditionRewardConfig,
     CodeRewardConfig,
+    EnvironmentRewardConfig,
     ExactRewardConfig,
     FormatRewardConfig,
     FunctionRewardConfig,
@@ -21,6 +22,7 @@ from megarl.config.schema.reward import (
 )
 from megarl.reward.addition import score_addition
 from megarl.reward.code import CodeReward
+from megarl.reward.environment import EnvironmentReward
 from megarl.reward.exact import score_exact
 from megarl.reward.format import FormatVerifier
 from megarl.reward.function import FunctionVerifier
@@ -78,6 +80,8 @@ def build_direct(config: RewardConfig) -> RewardFunction | None:
             return score_addition
         case ExactRewardConfig():
             return score_exact
+        case EnvironmentRewardConfig():
+            return EnvironmentReward(config)
         case LengthRewardConfig():
             return LengthReward(config.min_length, config.max_length, config.falloff)
         case NumericRewardConfig() if config.pattern is None:

@@ -101,6 +101,7 @@ OPTION_RANGES: dict[type, dict[str, Range]] = {
         "max_dots": Range(1, high=100_000, why="each with each letter is a prompt, and all are made at the start"),
         "letters_per_dot": Range(1, high=100_000),
     },
+    data.GuessDataConfig: {"max_number": Range(2, high=10**6, why="each is a prompt, and all are made at the start")},
     data.ReasoningGymDataConfig: {
         "size": Range(1, high=10**6, why="all are made at the start"),
         "num_heldout": Range(1, high=10**6, why="all are made at the start"),
@@ -129,6 +130,7 @@ OPTION_RANGES: dict[type, dict[str, Range]] = {
         "max_concurrency": Range(1, high=100_000, why="each is a connection"),
     },
     reward.ReasoningGymRewardConfig: {"correct_at": Range(-inf)},
+    reward.EnvironmentRewardConfig: {"correct_at": Range(-inf)},
 }
 """The ranges of the options of `data` and `reward`, by their schema."""
 

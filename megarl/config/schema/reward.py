@@ -84,6 +84,14 @@ class ReasoningGymRewardConfig(ProcessRewardConfig):
 
 
 @dataclass
+class EnvironmentRewardConfig(RewardConfig):
+    """The rewards that the environment gave to the turns, and nothing else."""
+
+    correct_at: float = 1.0
+    """The least sum of the turns' rewards that counts as correct."""
+
+
+@dataclass
 class FunctionRewardConfig(ProcessRewardConfig):
     """Your own function from (Prompt, Response) to Score."""
 
@@ -164,6 +172,7 @@ SCHEMAS: dict[str, type[RewardConfig]] = {
     "addition": AdditionRewardConfig,
     "math": MathRewardConfig,
     "reasoning_gym": ReasoningGymRewardConfig,
+    "environment": EnvironmentRewardConfig,
     "function": FunctionRewardConfig,
     "numeric": NumericRewardConfig,
     "format": FormatRewardConfig,

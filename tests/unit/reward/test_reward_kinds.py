@@ -33,7 +33,7 @@ from megarl.sandbox.function_server import load_callable
 PROMPT = build_prompt("")
 NEEDED = {"function": {"path": "reward_cases:build_prompt"}, "http": {"url": "http://127.0.0.1:1/score"}}
 """Keys without a default"""
-READS_NO_ANSWER = {"letter_count", "reasoning_gym", "format", "length", "code", "http", "function"}
+READS_NO_ANSWER = {"environment", "letter_count", "reasoning_gym", "format", "length", "code", "http", "function"}
 
 
 @pytest.mark.parametrize("kind", SCHEMAS)
@@ -260,7 +260,7 @@ def test_a_function_with_a_scale_of_its_own_is_refused_beside_reward_wrong_befor
 @pytest.mark.parametrize("kind", SCHEMAS)
 def test_every_kind_has_the_reward_of_a_wrong_answer(kind):
     needed = [f"reward.{key}={value}" for key, value in NEEDED.get(kind, {}).items()]
-    overrides = [f"reward={kind}", "model=tiny", "reward.wrong=-1", *needed]
+    overrides = [f"reward={kind}", "model=tiny", "reward.wrong=-1", "environment=guess", *needed]
     assert load_config(overrides).reward.wrong == -1.0
 
 
