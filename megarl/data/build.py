@@ -16,6 +16,7 @@ from megarl.config.schema.data import (
     LetterCountDataConfig,
     ParquetDataConfig,
     ReasoningGymDataConfig,
+    VerifiersDataConfig,
 )
 from megarl.data.files import JsonlSource, ParquetSource
 from megarl.data.hub import HuggingFaceSource
@@ -23,6 +24,7 @@ from megarl.data.problem import Problem, Source
 from megarl.data.reasoning import ReasoningGymSource
 from megarl.data.render import Renderer
 from megarl.data.tasks import AdditionSource, LetterCountSource
+from megarl.data.verifiers import VerifiersSource
 from megarl.types import Prompt
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ SOURCES: Mapping[type[DataConfig], Callable[[Any], Source]] = {
     JsonlDataConfig: JsonlSource,
     ParquetDataConfig: ParquetSource,
     HuggingFaceDataConfig: HuggingFaceSource,
+    VerifiersDataConfig: VerifiersSource,
 }
 """The source that each configuration asks for; a new source is a new entry."""
 

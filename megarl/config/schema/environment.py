@@ -41,9 +41,22 @@ class ClassEnvironmentConfig(MultiTurnEnvironmentConfig):
     """Keyword arguments with which an object is made for each episode."""
 
 
+@dataclass
+class VerifiersEnvironmentConfig(MultiTurnEnvironmentConfig):
+    """An environment of the package verifiers, with data=verifiers and reward=environment."""
+
+    max_turns: int = 1_000
+    """Maximum number of turns beside the environment's own limit."""
+    id: str = MISSING
+    """The environment: the name of an installed one, or package.module:callable."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Its arguments."""
+
+
 SCHEMAS: dict[str, type[EnvironmentConfig]] = {
     "single_turn": SingleTurnEnvironmentConfig,
     "class": ClassEnvironmentConfig,
+    "verifiers": VerifiersEnvironmentConfig,
 }
 
 

@@ -45,9 +45,9 @@ def test_a_quoted_text_keeps_mathematics_and_lists():
 def test_names_in_a_response_are_not_replaced():
     prompt = replace(build_prompt("85"), messages=(Message("system", "be brief"), Message("user", "47 + 38?")))
     text = fill_rubric("Q {question} A {answer} R {response} {other}", prompt, build_response("{answer}{question}"))
-    assert text.split() == (
+    assert text.replace("\n", " ") == (
         "Q <question> 47 + 38? </question> A <answer> 85 </answer> R <response> {answer}{question} </response> {other}"
-    ).split()
+    )
 
 
 def test_a_prompt_known_as_text_is_its_own_question():

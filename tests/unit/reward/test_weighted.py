@@ -45,7 +45,10 @@ def test_parts_are_written_in_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("reward.parts.right.anwser=boxed", r"reward\.parts\.right\.anwser: no such key.*reward\.parts\.right\.answer\?"),
+        (
+            "reward.parts.right.anwser=boxed",
+            r"reward\.parts\.right\.anwser: no such key.*reward\.parts\.right\.answer\?",
+        ),
         ("reward.parts.right.answer=some", r"reward\.parts\.right\.answer: .*boxed"),
         ("reward.parts.right.timeout_s=-1", r"reward\.parts\.right\.timeout_s: found -1"),
         ("reward.parts.right.wrong=-1", r"reward\.parts\.right\.wrong: has no effect in a part"),
