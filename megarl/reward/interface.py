@@ -1,4 +1,4 @@
-"""What a reward is inside: a function of this process, one that runs in processes of its own, or one to await."""
+"""The sorts of rewards: functions of this process, functions in processes of their own, and what is awaited."""
 
 from typing import Any, Protocol
 

@@ -16,7 +16,7 @@ LAYERS = (
     {"types"},
     {"algo", "families"},
     {"config"},
-    {"interfaces", "verifiers_package"},
+    {"interfaces", "sandbox", "verifiers_package"},
     {"data", "environment", "reward", "hf", "report", "checkpoint", "run.signals", "run.arguments", "run.machine"},
     {"mcore", "rollout"},
     {"sync"},

@@ -111,8 +111,6 @@ OPTION_RANGES: dict[type, dict[str, Range]] = {
         "step_deadline_s": Range(0.01, high=86_400),
     },
     reward.LetterCountRewardConfig: {"tolerance": Range(1), "falloff": Range(1, above=True)},
-    reward.MathRewardConfig: {"timeout_s": _SCORING},
-    reward.ReasoningGymRewardConfig: {"timeout_s": _SCORING, "correct_at": Range(-inf)},
     reward.ServerRewardConfig: {
         "deadline_s": Range(0.01, high=86_400),
         "num_retries": Range(0, high=100),
@@ -125,6 +123,12 @@ OPTION_RANGES: dict[type, dict[str, Range]] = {
     },
     reward.ScalarModelRewardConfig: {"scale": Range(-inf), "offset": Range(-inf), "correct_at": Range(-inf)},
     reward.WeightedRewardConfig: {"correct_at": Range(-inf)},
+    reward.ProcessRewardConfig: {
+        "num_workers": Range(1, high=1024, why="each is a process"),
+        "timeout_s": _SCORING,
+        "memory_gb": Range(0.01, high=2**20, why="GiB"),
+    },
+    reward.ReasoningGymRewardConfig: {"correct_at": Range(-inf)},
 }
 """The ranges of the options of `data` and `reward`, by their schema."""
 

@@ -18,6 +18,20 @@ class RewardConfig:
 
 
 @dataclass
+class ProcessRewardConfig(RewardConfig):
+    """The keys of rewards that run in processes of their own."""
+
+    num_workers: int | None = field(default=None, kw_only=True)
+    """Number of processes that score at a time, beside generation; each is started when all before it are busy. null:
+    one for every four cores of this machine, at least one and at most 16."""
+    timeout_s: float = field(default=5.0, kw_only=True)
+    """Time limit in seconds of scoring one response. What is a fault of the response (math and reasoning_gym: a
+    comparison that does not end) counts as wrong; anything else is a failure, and the sample is not learned from."""
+    memory_gb: float = field(default=8.0, kw_only=True)
+    """Memory limit in GiB of one process, as address space beyond what it has after loading."""
+
+
+@dataclass
 class ExactRewardConfig(RewardConfig):
     """The response is the answer, up to case, spaces and a full stop at the end."""
 
@@ -51,27 +65,23 @@ class StatedAnswer(Enum):
 
 
 @dataclass
-class MathRewardConfig(RewardConfig):
+class MathRewardConfig(ProcessRewardConfig):
     """Mathematical equality of the stated answer and the expected one, read by math-verify's parser."""
 
     answer: StatedAnswer = StatedAnswer.final
     """What states the answer of a response: a box, an explicit final statement too, or also the last value."""
-    timeout_s: float = 5.0
-    """Time limit in seconds of scoring one response; a response that takes longer counts as wrong."""
 
 
 @dataclass
-class ReasoningGymRewardConfig(RewardConfig):
+class ReasoningGymRewardConfig(ProcessRewardConfig):
     """The task's own scorer from reasoning-gym."""
 
-    timeout_s: float = 5.0
-    """Time limit in seconds of scoring one response; a response that takes longer counts as wrong."""
     correct_at: float = 1.0
     """The lowest score that counts as correct; scorers give less than 1 for partly right answers."""
 
 
 @dataclass
-class FunctionRewardConfig(RewardConfig):
+class FunctionRewardConfig(ProcessRewardConfig):
     """Your own function from (Prompt, Response) to Score."""
 
     path: str = MISSING
