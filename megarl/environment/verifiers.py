@@ -5,6 +5,7 @@ policy: what it is asked is the observation, and the action is what it answers. 
 """
 
 import asyncio
+import copy
 import functools
 import json
 import threading
@@ -132,7 +133,7 @@ class _Policy:
         """The action as a ChatCompletion; as a server does, an error where the conversation has become too long."""
         from openai import BadRequestError
 
-        self.asked.put_nowait(list(messages))
+        self.asked.put_nowait(copy.deepcopy(messages))
         action = await self.answers.get()
         if action is None:
             request = httpx.Request("POST", "http://policy")

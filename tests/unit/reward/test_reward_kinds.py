@@ -29,7 +29,6 @@ from megarl.reward.function import RESERVED_NAMES
 from megarl.reward.interface import RewardFailedError
 from megarl.reward.scorer import build_scorer
 
-
 REQUIRED = {
     "function": {"path": "reward_cases:build_prompt"},
     "judge": {"url": "http://127.0.0.1:9"},
