@@ -108,7 +108,8 @@ def tokenize_problems(problems: Sequence[Problem], renderer: Renderer, side: str
         repeats[digest] += 1
         if len(ids) <= limit:
             name = digest if repeats[digest] == 1 else f"{digest}-{repeats[digest]}"
-            kept.append((problem, Prompt(name, text, ids, problem.answer, problem.metadata)))
+            messages = renderer.build_messages(problem)
+            kept.append((problem, Prompt(name, text, ids, problem.answer, problem.metadata, messages)))
     return kept
 
 

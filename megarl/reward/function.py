@@ -10,7 +10,10 @@ from megarl.sandbox.function_server import call, load_callable
 from megarl.types import Prompt, Response, Score
 
 RESERVED_NAMES = frozenset(
-    {"mean", "std", "min", "max", "correct", "positive_frac", "shaped_mean", "equal_groups_frac", "heldout"}
+    {
+        *("mean", "std", "min", "max", "correct", "positive_frac", "shaped_mean", "equal_groups_frac", "failed_frac"),
+        "heldout",
+    }
 )
 """What the trainer itself logs under reward/."""
 

@@ -63,7 +63,9 @@ def run_job(
             )
         note_start()
         report = stack.enter_context(
-            contextlib.closing(build_report(config.logger, run_dir, config.train.num_iterations))
+            contextlib.closing(
+                build_report(config.logger, run_dir, config.train.num_iterations, decode=inputs.tokenizer.decode)
+            )
         )
         stack.enter_context(show_warnings(report))
         report.message(describe_sizes(config))

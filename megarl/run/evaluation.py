@@ -29,11 +29,15 @@ from megarl.report.evaluation import (
     summarize_set,
     write_evaluation,
 )
+from megarl.report.failures import check_failures, describe_failures
 from megarl.report.progress import Progress
 from megarl.report.text import format_seconds
+from megarl.report.turns import Decode
 from megarl.reward.build import build_reward, check_reward, reads_answers
+from megarl.reward.scorer import DirectScorer
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
+from megarl.rollout.episodes import Conversation, EpisodeRunner, build_conversation
 from megarl.rollout.server import build_command
 from megarl.run.recovery import Recovery
 from megarl.types import Prompt, RewardFunction, Sample
@@ -49,6 +53,11 @@ class EvaluationSet:
     reward: RewardFunction
     reads_answers: bool
     """Whether the reward reports which answer it read"""
+    response_length: int
+    conversation: Conversation | None = None
+    """What answers the policy; None with environment=single_turn"""
+    max_failed_frac: float = 1.0
+    """reward.max_failed_frac"""
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,7 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
             inputs.checkpoint,
             rollout,
             inputs.tokenizer,
+            seed=config.seed,
             check_processes=servers.check_alive,
             api_key=servers.api_key,
             top_p=evaluate.top_p,
@@ -94,8 +104,17 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
         stack.callback(engine.close)
         num_slots = rollout.max_running_requests * rollout.num_servers
         recovery = Recovery(servers, progress.line, rollout.max_server_restarts)
+        decode = inputs.tokenizer.decode
         results = evaluate_sets(
-            engine, inputs.sets, evaluate, run_dir, progress, num_slots=num_slots, recovery=recovery
+            engine,
+            inputs.sets,
+            evaluate,
+            run_dir,
+            progress,
+            num_slots=num_slots,
+            seed=config.seed,
+            recovery=recovery,
+            decode=decode,
         )
         write_evaluation(run_dir / FILE_NAME, results, list_settings(configs, inputs.checkpoint))
         progress.line(format_table(results))
@@ -135,7 +154,15 @@ def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase") -
     )
     reward = build_reward(config.reward)
     check_reward(reward, prompts[:1])
-    return EvaluationSet(name, prompts, reward, reads_answers(config.reward))
+    return EvaluationSet(
+        name,
+        prompts,
+        reward,
+        reads_answers(config.reward),
+        config.rollout.response_length,
+        build_conversation(config, tokenizer),
+        config.reward.max_failed_frac,
+    )
 
 
 def _check_length(checkpoint: Path, prompt_length: int, response_length: int) -> None:
@@ -160,19 +187,24 @@ def evaluate_sets(
     progress: Progress,
     *,
     num_slots: int,
+    seed: int = 0,
     weight_version: int = 0,
     recovery: Recovery | None = None,
+    decode: Decode | None = None,
 ) -> list[SetResult]:
     """The result of each set; every response is written to RUN_DIR/responses.jsonl as soon as it has been scored.
 
-    num_slots: responses that the servers generate at once. weight_version: of the servers, 0 after their start.
-    recovery: None where a lost server is not restarted.
+    num_slots: responses that the servers generate at once. seed: of the run. weight_version: of the servers, 0 after
+    their start. recovery: None where a lost server is not restarted. decode: reads the observations in responses.jsonl.
+    Raises TooManyFailuresError where more of a set's responses than reward.max_failed_frac have no reward.
     """
     recovery = recovery or Recovery(None, progress.line, 0)
     results = []
     with (run_dir / RESPONSES_FILE_NAME).open("w", encoding="utf-8") as file:
         for each in sets:
-            collector = Collector(engine, each.reward, temperature=get_temperature(config))
+            runner = EpisodeRunner(each.response_length, each.conversation)
+            temperature = get_temperature(config)
+            collector = Collector(engine, DirectScorer(each.reward), runner, seed=seed, temperature=temperature)
             samples: list[Sample] = []
             started = time.monotonic()
             progress.enter(each.name)
@@ -182,11 +214,15 @@ def evaluate_sets(
                 recovery.run(engine.check_health)
                 batch = each.prompts[start : start + step]
                 # Restarted servers hold the same checkpoint.
-                found = recovery.run(partial(_collect, collector, batch, config.num_samples, weight_version))
-                _write_responses(file, each.name, found, config.num_samples)
+                key = f"{each.name}/{start}"
+                found = recovery.run(partial(_collect, collector, batch, config.num_samples, weight_version, key))
+                _write_responses(file, each.name, found, config.num_samples, decode)
                 samples += found
                 progress.line(_describe_progress(each, samples, time.monotonic() - started))
             progress.leave()
+            check_failures(samples, each.max_failed_frac)
+            if text := describe_failures(samples):
+                progress.line(f"warning: {each.name}: {text}; they count as wrong, with a reward of 0")
             # A user's own function reads answers where it says so.
             reads = each.reads_answers or any(sample.score.answer is not None for sample in samples)
             results.append(summarize_set(each.name, samples, list_ks(config), config.confidence, reads_answers=reads))
@@ -194,10 +230,10 @@ def evaluate_sets(
 
 
 def _collect(
-    collector: Collector, prompts: Sequence[Prompt], num_samples: int, weight_version: int
+    collector: Collector, prompts: Sequence[Prompt], num_samples: int, weight_version: int, key: str
 ) -> tuple[Sample, ...]:
     try:
-        return collector.collect(prompts, num_samples, weight_version=weight_version).samples
+        return collector.collect(prompts, num_samples, weight_version=weight_version, key=key).samples
     except DeadlineError as error:
         raise DeadlineError(
             f"{error}; rollout.request_deadline_s is for {len(prompts) * num_samples} responses here: raise it, or"
@@ -205,8 +241,10 @@ def _collect(
         ) from error
 
 
-def _write_responses(file: IO[str], name: str, samples: Sequence[Sample], num_samples: int) -> None:
-    file.writelines(format_response(name, i % num_samples, sample) for i, sample in enumerate(samples))
+def _write_responses(
+    file: IO[str], name: str, samples: Sequence[Sample], num_samples: int, decode: Decode | None
+) -> None:
+    file.writelines(format_response(name, i % num_samples, sample, decode) for i, sample in enumerate(samples))
     file.flush()
 
 

@@ -17,6 +17,7 @@ from megarl.mcore.role_fields import ROLE_KEYS, check_role_fields
 from megarl.mcore.weights.hf_critic import check_critic_checkpoint
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.reward.build import build_reward, check_reward
+from megarl.rollout.episodes import Conversation, build_conversation
 from megarl.rollout.rollout_file import Limits, SavedRollouts, check_rollouts
 from megarl.rollout.server import build_command
 from megarl.sync.probe import build_probe_tokens
@@ -38,6 +39,8 @@ class Inputs:
     tokenizer: "PreTrainedTokenizerBase"
     data: DataSplits
     reward: RewardFunction
+    conversation: Conversation | None
+    """What answers the policy; None with environment=single_turn"""
     specs: dict[Role, WorkerSpec]
     """Of the roles that the algorithm needs"""
     probe_tokens: tuple[int, ...]
@@ -68,10 +71,11 @@ def load_inputs(config: Config) -> Inputs:
     data = build_data(config.data, tokenizer, config.seed)
     reward = build_reward(config.reward)
     check_reward(reward, (data.train[0], data.heldout[0]), config.reward.wrong)
+    conversation = build_conversation(config, tokenizer)
     length = min(PROBE_LENGTH, architecture.max_length)
     probe = build_probe_tokens(data.heldout, architecture.vocab_size, length)
     saved = load_saved_rollouts(config, models)
-    return Inputs(models.checkpoint, architecture, tokenizer, data, reward, specs, probe, saved)
+    return Inputs(models.checkpoint, architecture, tokenizer, data, reward, conversation, specs, probe, saved)
 
 
 def load_models(config: Config) -> Models:

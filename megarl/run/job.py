@@ -22,9 +22,11 @@ from megarl.data.sampler import PromptSampler
 from megarl.interfaces import UNPUBLISHED, Pending, RolloutServers, wait_all
 from megarl.mcore.worker_spec import Role
 from megarl.report.report import Report
+from megarl.reward.scorer import DirectScorer
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
+from megarl.rollout.episodes import EpisodeRunner
 from megarl.rollout.journal import Journal
 from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter
@@ -130,7 +132,15 @@ def open_components(
             critic=groups.get(Role.critic),
             reference=groups.get(Role.reference),
             engine=engine,
-            collector=Collector(engine, inputs.reward, temperature=config.rollout.temperature, journal=journal),
+            collector=Collector(
+                engine,
+                DirectScorer(inputs.reward),
+                EpisodeRunner(config.rollout.response_length, inputs.conversation),
+                seed=config.seed,
+                temperature=config.rollout.temperature,
+                in_lockstep=config.rollout.max_staleness == 0,
+                journal=journal,
+            ),
             sync=sync,
             sampler=PromptSampler(inputs.data.train, config.seed),
             heldout=inputs.data.heldout[: config.train.num_eval_prompts],

@@ -110,6 +110,7 @@ OPTION_RANGES: dict[type, dict[str, Range]] = {
         "turn_length": Range(1, high=2**24),
         "step_deadline_s": Range(0.01, high=86_400),
     },
+    reward.RewardConfig: {"max_failed_frac": Range(0, high=1)},
     reward.LetterCountRewardConfig: {"tolerance": Range(1), "falloff": Range(1, above=True)},
     reward.ServerRewardConfig: {
         "deadline_s": Range(0.01, high=86_400),

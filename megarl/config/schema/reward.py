@@ -15,6 +15,10 @@ class RewardConfig:
     wrong: float = field(default=0.0, kw_only=True)
     """Reward of a wrong answer; a right one has 1, and a score s between them wrong + (1 - wrong) s. What is learned
     from has this scale; metrics, thresholds, evaluation and saved rollouts have the score. Below 1; -1 in DAPO."""
+    max_failed_frac: float = field(default=0.1, kw_only=True)
+    """Maximum share of an iteration's responses (in an evaluation, of a set's) without a reward, because the verifier
+    or the environment raised, hung or died; more end the run with the most frequent reasons. Up to it they are masked
+    and counted. With the default a group of 16 keeps 14 on average, enough for its mean; 0: none may fail."""
 
 
 @dataclass

@@ -194,7 +194,7 @@ def test_replayed_samples_are_of_the_policy_that_sampled_them(tmp_path: Path) ->
                 experience.mask,
                 strict=True,
             ):
-                key = (sample.prompt.id, sample.response.token_ids)
+                key = (sample.prompt.id, tuple(sample.response.token_ids.tolist()))
                 if sample.age == 0:
                     first.setdefault(key, row)
                 length = len(sample.response.token_ids)
@@ -224,11 +224,11 @@ def test_what_was_drawn_ahead_of_its_first_iteration_has_the_logprobs_of_that_it
             nonlocal num_replayed
             experience, metrics = build(rollout)
             for sample, row in zip(rollout.samples, experience.old_logprobs.tolist(), strict=True):
-                key = (sample.prompt.id, sample.response.token_ids)
+                key = (sample.prompt.id, tuple(sample.response.token_ids.tolist()))
                 if sample.age == 0:
                     first.setdefault(key, tuple(row[: len(key[1])]))
                 else:
-                    assert sample.first_old_logprobs == first[key]
+                    assert tuple(sample.first_old_logprobs.tolist()) == first[key]
                     num_replayed += 1
             return experience, metrics
 

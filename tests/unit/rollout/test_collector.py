@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +12,7 @@ from megarl.rollout.client import RequestError
 from megarl.rollout.collector import check_versions, compute_staleness, score_groups
 from megarl.rollout.engine import build_response
 from megarl.rollout.tensors import build_sequences, build_tensors
-from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
+from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score, WeightVersions
 
 
 def make_response(*ids: int, finish=FinishReason.stop, generated=None) -> Response:
@@ -111,10 +112,11 @@ def make_answer(**changes):
 def test_an_answer_becomes_a_response_with_a_version_per_token():
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]
     response = build_response(make_answer(weight_versions=spans), "hi")
-    assert response.rollout_logprobs == (-0.1, -0.2, -0.3)
-    assert response.weight_versions == (3, 4, 4)
+    assert response.rollout_logprobs.tolist() == np.float32([-0.1, -0.2, -0.3]).tolist()
+    assert response.weight_versions == WeightVersions((3, 4), (1, 3))
+    assert response.generated.all()
     assert response.finish_reason is FinishReason.stop
-    assert build_response(make_answer(), "").weight_versions == (4, 4, 4)
+    assert build_response(make_answer(), "").weight_versions == WeightVersions((4,), (3,))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def test_mu_is_the_trainers_where_it_had_the_weights_that_sampled_and_else_the_e
         response = Response((7, 8), "", (-0.1, -0.2), (True, True), versions, stop)
         return Sample(prompt, response, score, 0, age, first)
 
-    kept = (-0.3, -0.4)
+    kept = np.float32([-0.3, -0.4])
     samples = (sample((4, 5)), sample((3, 3), 2, kept), sample((3, 3), 2), sample((3, 4), 1, kept))
     tensors = build_tensors(Rollout(samples, 5))
     assert tensors.scored.tolist() == [[False, True], [True, True], [False, False], [False, True]]
