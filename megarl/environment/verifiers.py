@@ -48,7 +48,7 @@ class VerifiersEnvironment(Environment):
     async def step(self, action: Action) -> Step:  # type: ignore[override]
         """Raises RuntimeError where the environment, or a function of its rubric, raised."""
         asked = await _run(self._answer(action))
-        if asked is None or action.finish_reason is FinishReason.length:
+        if asked is None:
             return await self.cut()
         start = len(self._known) + 1
         if asked[: start - 1] != self._known or len(asked) <= start or asked[start - 1]["role"] != "assistant":
@@ -56,8 +56,8 @@ class VerifiersEnvironment(Environment):
         self._known = asked
         return Step(_to_messages(asked[start:]))
 
-    async def cut(self) -> Step:
-        """The reward of the episode as it stands, which ends."""
+    async def cut(self) -> Step:  # type: ignore[override]
+        """End the episode. Its reward is that of what has been said."""
         state = await _run(self._end())
         details = {name: float(value) for name, value in (state["metrics"] or {}).items()}
         return Step(reward=float(state["reward"]), done=True, details=details)

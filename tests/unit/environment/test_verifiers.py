@@ -39,7 +39,7 @@ def act(text, turn=0, finish_reason=FinishReason.stop):
     return Action(text, text, (1,), turn, finish_reason)
 
 
-def play(problem, texts, env_id=COUNTDOWN, last=FinishReason.stop, **args):
+def play(problem, texts, env_id=COUNTDOWN, **args):
     """What reset and each step returned, until the environment is done."""
 
     async def run():
@@ -47,7 +47,7 @@ def play(problem, texts, env_id=COUNTDOWN, last=FinishReason.stop, **args):
         found = [await env.reset(set_up(problem))]
         try:
             for turn, text in enumerate(texts):
-                found.append(await env.step(act(text, turn, last if text is texts[-1] else FinishReason.stop)))
+                found.append(await env.step(act(text, turn)))
         finally:
             await env.close()
         return found
@@ -96,16 +96,12 @@ def test_the_environments_own_limit_ends_the_episode_with_its_reward():
     assert (only.done, only.reward) == (True, pytest.approx(2 / 3))
 
 
-def test_an_action_cut_at_the_length_limit_ends_the_episode_with_its_reward():
-    *_, last = play(load().train[2], ["2", "1"], last=FinishReason.length)
-    assert (last.done, last.reward) == (True, pytest.approx(4 / 3))
-
-
-def test_an_episode_cut_by_a_limit_of_ours_has_its_reward():
+@pytest.mark.parametrize("finish_reason", [FinishReason.stop, FinishReason.length])
+def test_an_episode_cut_by_a_limit_of_ours_has_its_reward(finish_reason):
     async def run():
         env = VerifiersEnvironment(id=COUNTDOWN, args={})
         await env.reset(set_up(load().train[2]))
-        await env.step(act("2"))
+        assert not (await env.step(act("2", 0, finish_reason))).done
         step = await env.cut()
         await env.close()
         return step
