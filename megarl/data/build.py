@@ -17,6 +17,7 @@ from megarl.config.schema.data import (
     LetterCountDataConfig,
     ParquetDataConfig,
     ReasoningGymDataConfig,
+    VerifiersDataConfig,
 )
 from megarl.data.files import JsonlSource, ParquetSource
 from megarl.data.hub import HuggingFaceSource
@@ -24,6 +25,7 @@ from megarl.data.problem import Problem, Source
 from megarl.data.reasoning import ReasoningGymSource
 from megarl.data.render import Renderer
 from megarl.data.tasks import AdditionSource, GuessSource, LetterCountSource
+from megarl.data.verifiers import VerifiersSource
 from megarl.types import Prompt
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ SOURCES: Mapping[type[DataConfig], Callable[[Any], Source]] = {
     JsonlDataConfig: JsonlSource,
     ParquetDataConfig: ParquetSource,
     HuggingFaceDataConfig: HuggingFaceSource,
+    VerifiersDataConfig: VerifiersSource,
 }
 """The source that each configuration asks for; a new source is a new entry."""
 

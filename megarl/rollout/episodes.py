@@ -138,16 +138,20 @@ class EpisodeRunner:
             action = Action(turn.text, encoder.decode(ids), tuple(ids), number, turn.finish_reason)
             step = _check_step(await self._ask("Environment.step", environment.step, action))
             transcript.note(step)
-            if turn.finish_reason is FinishReason.length:
-                return FinishReason.length
-            if step.done:
-                return FinishReason.stop
-            if number + 1 == config.max_turns:
-                return FinishReason.max_turns
-            observation = _encode(partial(encoder.encode, step.observation, ids[-1]))
-            if transcript.num_tokens + len(observation) >= self._response_length:
-                return FinishReason.length
-            transcript.add_observation(observation)
+            if step.done or turn.finish_reason is FinishReason.length:
+                finish = turn.finish_reason
+            elif number + 1 == config.max_turns:
+                finish = FinishReason.max_turns
+            else:
+                observation = _encode(partial(encoder.encode, step.observation, ids[-1]))
+                if transcript.num_tokens + len(observation) < self._response_length:
+                    transcript.add_observation(observation)
+                    continue
+                finish = FinishReason.length
+            last = None if step.done else await self._ask("Environment.cut", environment.cut)
+            if last is not None:
+                transcript.note(_check_step(last))
+            return finish
         raise AssertionError("unreachable")
 
     async def _ask(self, what: str, method: Callable[..., Any], *arguments: Any) -> Any:

@@ -54,10 +54,23 @@ class GuessEnvironmentConfig(MultiTurnEnvironmentConfig):
     """The answer where the number is below the guess."""
 
 
+@dataclass
+class VerifiersEnvironmentConfig(MultiTurnEnvironmentConfig):
+    """An environment of the package verifiers, with data=verifiers and reward=environment."""
+
+    max_turns: int = 1_000
+    """Maximum number of turns beside the environment's own limit."""
+    id: str = MISSING
+    """The environment: the name of an installed one, or package.module:callable."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Its arguments."""
+
+
 SCHEMAS: dict[str, type[EnvironmentConfig]] = {
     "single_turn": SingleTurnEnvironmentConfig,
     "guess": GuessEnvironmentConfig,
     "class": ClassEnvironmentConfig,
+    "verifiers": VerifiersEnvironmentConfig,
 }
 
 
