@@ -22,6 +22,7 @@ from megarl.rollout.rollout_file import Limits, SavedRollouts, check_rollouts
 from megarl.rollout.server import build_command
 from megarl.sync.probe import build_probe_tokens
 from megarl.sync.serving_pieces import check_serving_layout
+from megarl.toolbox.prompt import build_tool_prompt
 from megarl.types import RewardFunction
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ def load_inputs(config: Config) -> Inputs:
     build_command(config.rollout, models.checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
     specs = load_specs(config, models)
     tokenizer = load_tokenizer(models.checkpoint)
-    data = build_data(config.data, tokenizer, config.seed)
+    tools = build_tool_prompt(config.environment, config.data, tokenizer)
+    data = build_data(config.data, tokenizer, config.seed, tools)
     reward = build_reward(config.reward)
     check_reward(reward, (data.train[0], data.heldout[0]), config.reward.wrong)
     conversation = build_conversation(config, tokenizer)
