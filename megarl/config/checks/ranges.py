@@ -112,6 +112,14 @@ OPTION_RANGES: dict[type, dict[str, Range]] = {
         "step_deadline_s": Range(0.01, high=86_400),
     },
     reward.RewardConfig: {"max_failed_frac": Range(0, high=1)},
+    environment.ToolsEnvironmentConfig: {
+        "num_processes": Range(1, high=1024, why="each is a process of the driver's machine"),
+        "call_timeout_s": Range(0.01, high=86_400),
+        "memory_gb": Range(0.01, high=2**20),
+        "max_calls": Range(1, high=100_000),
+        "result_length": Range(1, high=2**24),
+        "call_reward": Range(-inf),
+    },
     reward.LetterCountRewardConfig: {"tolerance": Range(1), "falloff": Range(1, above=True)},
     reward.ServerRewardConfig: {
         "deadline_s": Range(0.01, high=86_400),
