@@ -69,10 +69,11 @@ def _compute_targets(
     turn_rewards_BT = compute_turn_rewards(experience, algo, response_length, reward_moments, wrong)
     inputs = AdvantageInputs(rewards_B, kl_BT, mask, experience.groups, experience.values, turn_rewards_BT, dtype)
     found = _compute_advantages(inputs, algo)
+    fresh = mask if experience.too_stale is None else mask & ~experience.too_stale
     samples = TrainingSamples(
         sequences=experience.sequences,
         mask=mask,
-        loss_mask=mask & ~experience.truncated[:, None] if algo.overlong.filter else mask,
+        loss_mask=fresh & ~experience.truncated[:, None] if algo.overlong.filter else fresh,
         positive=experience.rewards >= algo.positive_threshold,
         advantages=_finish_advantages(found.advantages, mask, algo, dtype),
         rollout_logprobs=experience.rollout_logprobs,
@@ -81,6 +82,7 @@ def _compute_targets(
         ref_logprobs=experience.ref_logprobs,
         old_values=experience.values if found.returns is not None else None,
         returns=None if found.returns is None else found.returns.to(dtype),
+        critic_mask=None if experience.too_stale is None else fresh,
     )
     metrics |= dict(found.metrics) | _compute_metrics(samples, rewards_B, experience.ages == 0)
     return samples, metrics | compute_mismatch_metrics(experience, algo.mismatch)

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from generation import generate_groups
 from loop_parts import hosts_of, open_trainer
 from servers import running_server
 from test_server import TransformersPolicy, build_sync
@@ -61,7 +62,9 @@ def test_responses_in_flight_go_on_with_the_new_weights_and_say_so_for_each_toke
     sync.publish(1)
     policies = {1: TransformersPolicy(tiny_checkpoint)}
     found = []
-    thread = threading.Thread(target=lambda: found.extend(engine.generate(prompts, num_responses=24, temperature=1.0)))
+    thread = threading.Thread(
+        target=lambda: found.extend(generate_groups(engine, prompts, num_responses=24, temperature=1.0))
+    )
     thread.start()
     version = 1
     while thread.is_alive():
@@ -72,7 +75,7 @@ def test_responses_in_flight_go_on_with_the_new_weights_and_say_so_for_each_toke
         policies[version] = TransformersPolicy(tiny_checkpoint)
         policies[version].model.load_state_dict(trained.model.state_dict())
         # An evaluation in between is of the present weights alone.
-        for (greedy,) in engine.generate(prompts, num_responses=1, temperature=0.0, urgent=True):
+        for (greedy,) in generate_groups(engine, prompts, num_responses=1, temperature=0.0, urgent=True):
             assert set(greedy.weight_versions) == {version}
     mixed = 0
     for prompt, group in zip(prompts, found, strict=True):
