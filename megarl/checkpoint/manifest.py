@@ -9,7 +9,7 @@ cover all files.
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -98,11 +98,11 @@ def name_some(names: Sequence[str]) -> str:
     return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the file's text atomically; it is synced to disk on return."""
+def write_atomically(path: Path, text: str | Iterable[str]) -> None:
+    """Replace the file's text, given as a whole or in pieces, atomically; it is synced to disk on return."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
+        file.writelines([text] if isinstance(text, str) else text)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

@@ -9,7 +9,8 @@
 and "first_old_logprobs" and "group_number" where the sample has them, with the meanings of megarl/types.py. `iteration`
 is 0 during value pretraining; `sample` counts the lines of a rollout from 0. Numbers are read back bit for bit. The
 files from which a run goes on (`write_rollouts`) also have "routed_experts"; the one of all its responses has not: they
-are some hundred bytes a token.
+are some hundred bytes a token. In them what has an entry per token is packed (`rollout_records.pack`): 12 bytes a token
+and no Python object, since each iteration waits for its journal.
 """
 
 import json
@@ -20,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megarl.checkpoint.manifest import write_atomically
 from megarl.report.metrics import drop_unfinished_line, refuse_constant, refuse_repeated_keys
 from megarl.rollout import routed_experts
-from megarl.rollout.rollout_records import EXPERTS, FIELDS, FIRST_OLD, NUMBER, check_record
+from megarl.rollout.rollout_records import EXPERTS, FIELDS, FIRST_OLD, NUMBER, check_record, pack, unfold, unpack
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score, Turn
 
 FILE_NAME = "rollouts.jsonl"
@@ -41,26 +43,32 @@ class RolloutWriter:
 
     def write(self, rollout: Rollout, iteration: int) -> None:
         """Append all samples. Raises ValueError for NaN or infinity among the numbers, and then writes nothing."""
-        self._file.write(format_rollout(rollout, iteration))
+        self._file.writelines(list(format_rollout(rollout, iteration)))
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
 
-def format_rollout(rollout: Rollout, iteration: int, with_routed_experts: bool = False) -> str:
-    """The lines of a rollout. Raises ValueError for NaN or infinity among the numbers."""
-    records = [_to_record(rollout, number, iteration) for number in range(len(rollout.samples))]
-    for record, sample in zip(records, rollout.samples, strict=True):
-        if with_routed_experts and sample.response.routed_experts is not None:
+def format_rollout(rollout: Rollout, iteration: int, to_resume: bool = False) -> Iterator[str]:
+    """The lines of a rollout. Raises ValueError for NaN or infinity among the numbers.
+
+    to_resume: packed, with routed experts.
+    """
+    for number, sample in enumerate(rollout.samples):
+        record = _to_record(rollout, number, iteration)
+        if to_resume and sample.response.routed_experts is not None:
             record[EXPERTS] = routed_experts.to_record(sample.response.routed_experts)
-    return "".join(f"{json.dumps(record, allow_nan=False)}\n" for record in records)
+        packed = pack(record) if to_resume else unfold(record)
+        yield f"{json.dumps(packed, allow_nan=False, separators=(',', ':'))}\n"
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
     """Write a file of these rollouts, as iterations 0, 1, ...; it is complete on disk or absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, "".join(format_rollout(rollout, number, True) for number, rollout in enumerate(rollouts)))
+    write_atomically(
+        path, (line for number, each in enumerate(rollouts) for line in format_rollout(each, number, True))
+    )
 
 
 @dataclass(frozen=True)
@@ -128,7 +136,7 @@ def read_rollouts(path: Path, limits: Limits | None = None) -> Iterator[Rollout]
 
 def _to_record(rollout: Rollout, number: int, iteration: int) -> dict[str, Any]:
     sample = rollout.samples[number]
-    first_old = {} if sample.first_old_logprobs is None else {FIRST_OLD: sample.first_old_logprobs.tolist()}
+    first_old = {} if sample.first_old_logprobs is None else {FIRST_OLD: sample.first_old_logprobs}
     return {
         "iteration": iteration,
         "weight_version": rollout.weight_version,
@@ -146,11 +154,11 @@ def _to_record(rollout: Rollout, number: int, iteration: int) -> dict[str, Any]:
 
 def _to_response_record(response: Response) -> dict[str, Any]:
     return {
-        "token_ids": response.token_ids.tolist(),
+        "token_ids": response.token_ids,
         "text": response.text,
-        "rollout_logprobs": response.rollout_logprobs.astype(float).tolist(),
-        "generated": response.generated.tolist(),
-        "weight_versions": response.weight_versions.expand().tolist(),
+        "rollout_logprobs": response.rollout_logprobs,
+        "generated": response.generated,
+        "weight_versions": response.weight_versions,
         "finish_reason": response.finish_reason.value,
         "turns": [{**vars(turn), "details": dict(turn.details)} for turn in response.turns],
     }
@@ -170,7 +178,7 @@ def _read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     )
                     return
                 raise ValueError(f"{where}: {error}; expected one JSON object a line") from None
-            yield where, check_record(record, where)
+            yield where, unpack(check_record(record, where), where)
 
 
 def _warn_incomplete(where: str, samples: list[Sample], header: Mapping[str, Any]) -> None:
@@ -229,13 +237,13 @@ def _to_sample(record: Mapping[str, Any], where: str, limits: Limits | None) -> 
         ),
         Score(**record["score"]),
         record["group"],
-        first_old_logprobs=None if first_old is None else np.array(first_old, dtype=np.float32),
+        first_old_logprobs=None if first_old is None else np.asarray(first_old, dtype=np.float32),
         group_number=record.get(NUMBER),
     )
 
 
-def _check_limits(where: str, prompt: list[int], response: list[int], limits: Limits) -> None:
-    largest = max([*prompt, *response], default=0)
+def _check_limits(where: str, prompt: list[int], response: NDArray[np.int32], limits: Limits) -> None:
+    largest = max([*prompt, *response.tolist()], default=0)
     if largest >= limits.vocab_size:
         raise ValueError(
             f"{where}: found token id {largest}; the critic's vocabulary has {limits.vocab_size} tokens: the rollouts"

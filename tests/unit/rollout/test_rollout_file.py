@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.rollout.rollout_file import Limits, RolloutWriter, check_rollouts, load_rollouts
+from megarl.rollout.rollout_file import Limits, RolloutWriter, check_rollouts, load_rollouts, write_rollouts
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 WIDE = Limits(vocab_size=1000, max_length=100, response_length=50)
@@ -198,7 +198,7 @@ def test_a_line_in_the_middle_that_is_no_strict_json_is_an_error(tmp_path, text)
 
 def test_a_number_beyond_the_range_of_floats_is_an_error(tmp_path):
     path = write(tmp_path / "r.jsonl", *two_rollouts())
-    path.write_text(path.read_text().replace('"reward": 0.3', '"reward": 1e999', 1))
+    path.write_text(path.read_text().replace('"reward":0.3', '"reward":1e999', 1))
     with pytest.raises(ValueError, match=rf'^{path}:1: "score.reward" is inf'):
         load_rollouts(path)
 
@@ -228,3 +228,65 @@ def test_what_the_critic_cannot_take_is_named_with_its_line(tmp_path, limits, li
 def test_a_file_that_is_right_is_counted(tmp_path):
     saved = check_rollouts(write(tmp_path / "r.jsonl", *two_rollouts()), WIDE)
     assert (saved.num_rollouts, saved.num_samples) == (2, 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(written=st.lists(rollouts(), min_size=1, max_size=3))
+def test_what_a_run_goes_on_from_is_read_back_bit_by_bit(tmp_path_factory, written):
+    path = tmp_path_factory.mktemp("file") / "journal.jsonl"
+    write_rollouts(path, written)
+    found = load_rollouts(path)
+    assert found == tuple(written)
+    for a, b in zip(found, written, strict=True):
+        assert [get_bytes(sample) for sample in a.samples] == [get_bytes(sample) for sample in b.samples]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r["response"].update(token_ids="AAAA"), '"token_ids" cannot be read|buffer size'),
+        (lambda r: r["response"].update(token_ids="?"), '"token_ids" cannot be read'),
+        (lambda r: r["response"].update(token_ids="/////wAAAAA="), '"token_ids" has -1; expected numbers of 0 or more'),
+        (lambda r: r["response"].update(generated="Af8="), '"generated" has what is no number of its kind'),
+        (lambda r: r["response"].update(rollout_logprobs="AADAfwAAAAA="), '"rollout_logprobs" has what is no number'),
+        (
+            lambda r: r["response"].update(rollout_logprobs=[-1.0, 0.0]),
+            '"response.rollout_logprobs" is .*; expected a text',
+        ),
+        (lambda r: r["response"].update(generated="AQ=="), "response has 1 generated; expected one for each of its 2"),
+        (lambda r: r["response"].update(weight_versions=[[2, 1]]), "response has 1 weight_versions; expected one for"),
+        (lambda r: r["response"].update(weight_versions=[[2, 2], [0, 2]]), r'"weight_versions" end at \[2, 2\]'),
+        (
+            lambda r: r["response"].update(weight_versions=[2, 0]),
+            '"response.weight_versions" is .*; expected a list of',
+        ),
+    ],
+)
+def test_a_damaged_line_of_what_a_run_goes_on_from_is_named(tmp_path, change, message):
+    path = tmp_path / "journal.jsonl"
+    write_rollouts(path, two_rollouts())
+    spoil(path, 3, change)
+    with pytest.raises(ValueError, match=rf"^{path}:3: .*{message}"):
+        load_rollouts(path)
+
+
+def test_what_a_run_goes_on_from_has_no_number_that_json_lacks_and_is_then_not_written(tmp_path):
+    rollout = Rollout((build_sample(), build_sample(rollout_logprobs=(math.nan, 0.0))), 0)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_rollouts(tmp_path / "r.jsonl", [rollout])
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+@pytest.mark.parametrize("numbers", [[2**31, 1], [-1, 1], [1.0, 1], [True, 1]])
+def test_tokens_are_whole_numbers_of_31_bits(tmp_path, numbers):
+    path = write(tmp_path / "r.jsonl", *two_rollouts())
+    spoil(path, 1, lambda r: r["response"].update(token_ids=numbers))
+    with pytest.raises(ValueError, match=r'"response.token_ids" is .*; expected a list of whole numbers'):
+        load_rollouts(path)
+
+
+def test_a_log_prob_beyond_float32_is_an_error(tmp_path):
+    path = write(tmp_path / "r.jsonl", *two_rollouts())
+    spoil(path, 1, lambda r: r["response"].update(rollout_logprobs=[1e39, 0]))
+    with pytest.raises(ValueError, match=r'"response.rollout_logprobs" is .*; expected a list of finite numbers'):
+        load_rollouts(path)
