@@ -13,6 +13,7 @@ from megarl.cluster.waiting import WorkerError
 from megarl.config.checks.config import describe_sizes
 from megarl.config.errors import ConfigError
 from megarl.config.placement import find_server_offload
+from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.config.schema.root import Config
 from megarl.data.sampler import PromptSampler
 from megarl.interfaces import DeadlineError, TrainBackend, wait_all
@@ -69,7 +70,9 @@ def run_job(
         )
         stack.enter_context(show_warnings(report))
         report.message(describe_sizes(config))
-        report.message(format_objective(config.algo, config.train.responses_per_prompt, config.reward.wrong))
+        has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig)
+        k = config.train.responses_per_prompt
+        report.message(format_objective(config.algo, k, config.reward.wrong, has_turns=has_turns))
         report.message(describe_data(inputs))
         with report.phase("start"):
             resources = stack.enter_context(open_resources(config, inputs, run_dir / "logs"))
