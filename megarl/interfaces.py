@@ -5,14 +5,19 @@ raises `DeadlineError`, naming what it waited for, when the deadline that the im
 """
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from megarl.types import Metrics, Prompt, Response, Sequences, TrainingSamples
+from megarl.types import Metrics, Response, Sequences, TrainingSamples
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -85,27 +90,64 @@ class TrainBackend(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class TurnRequest:
+    """One turn to be generated."""
+
+    token_ids: NDArray[np.int32]
+    """int32 [N], all tokens before the turn"""
+    max_new_tokens: int
+    temperature: float
+    """0 is greedy"""
+    server: int
+    """Number of the server that is asked"""
+    name: str | None = None
+    """Names the turn; its random numbers follow from the run's seed and this name, so that it is reproducible. None:
+    they are fresh."""
+    urgent: bool = False
+    """Ahead of requests that are not"""
+
+
 class RolloutEngine(Protocol):
-    """The generation servers."""
+    """The generation servers, asked by coroutines that run on an event loop in a thread of its own."""
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        num_responses: int,
-        temperature: float,
-        urgent: bool = False,
-        key: str | None = None,
-    ) -> list[list[Response]]:
-        """`num_responses` responses for each prompt, in order. temperature 0 is greedy. Thread-safe.
+    @property
+    def num_servers(self) -> int: ...
 
-        urgent: ahead of other threads' calls without it. key: names the call; its random numbers follow from the run's
-        seed and this name, so that it is reproducible; None: they are fresh.
+    @property
+    def num_slots(self) -> int:
+        """Number of responses that the servers generate at once."""
+        ...
+
+    @property
+    def depends_on_batch(self) -> bool:
+        """Whether the last bits of a turn depend on what else its server computes at the same time; to repeat a turn
+        exactly, the same batch must then be sent.
         """
         ...
 
+    async def generate_turns(self, requests: Sequence[TurnRequest], take: Callable[[int, Response], None]) -> None:
+        """Generate all turns, those of one server as one batch; `take(i, turn)` gets the i-th as soon as it is there.
+
+        A request that is alone and whose server is lost goes to another. Raises ValueError for tokens that are none,
+        what explains the loss of a server, and DeadlineError.
+        """
+        ...
+
+    async def drop_cached_prefixes(self) -> None:
+        """Have the servers forget what they have cached, once no request is left."""
+        ...
+
+    def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Begin `work` on the event loop. Cancelling the future cancels the work. Thread-safe."""
+        ...
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which an exception in the waiting thread (a signal's) cancels. Thread-safe."""
+        ...
+
     def cancel(self) -> None:
-        """End the calls in flight in other threads: each raises CancelledError (concurrent.futures)."""
+        """Cancel all work: each wait for it raises CancelledError (concurrent.futures)."""
         ...
 
     def check_health(self) -> None:

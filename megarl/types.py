@@ -100,10 +100,13 @@ class WeightVersions:
         """int64 [T], one version per token."""
         return np.repeat(np.array(self.versions, dtype=np.int64), np.diff((0, *self.ends)))
 
+    def list_runs(self) -> list[tuple[int, int, int]]:
+        """(version, number of the first token, number of the token after the last one) of each run."""
+        return list(zip(self.versions, (0, *self.ends[:-1]), self.ends, strict=True))
+
     def find_used(self, mask: NDArray[np.bool_]) -> tuple[int, ...]:
         """The versions, in order, of runs with a token in `mask`, bool [T]."""
-        starts = (0, *self.ends[:-1])
-        return tuple(v for v, a, b in zip(self.versions, starts, self.ends, strict=True) if mask[a:b].any())
+        return tuple(version for version, start, end in self.list_runs() if mask[start:end].any())
 
 
 @dataclass(frozen=True)
@@ -160,21 +163,19 @@ class Response:
         if not isinstance(weight_versions, WeightVersions):
             weight_versions = WeightVersions.of(weight_versions)
         ids = np.asarray(token_ids, dtype=np.int32)
-        values: dict[str, Any] = {
-            "token_ids": ids,
-            "text": text,
-            "rollout_logprobs": np.asarray(rollout_logprobs, dtype=np.float32),
-            "generated": np.asarray(generated, dtype=np.bool_),
-            "weight_versions": weight_versions,
-            "finish_reason": finish_reason,
-            "routed_experts": routed_experts,
-            "turns": tuple(turns) or (Turn(0, len(ids), text),),
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(  # past the frozen __setattr__
+            token_ids=ids,
+            text=text,
+            rollout_logprobs=np.asarray(rollout_logprobs, dtype=np.float32),
+            generated=np.asarray(generated, dtype=np.bool_),
+            weight_versions=weight_versions,
+            finish_reason=finish_reason,
+            routed_experts=routed_experts,
+            turns=tuple(turns) or (Turn(0, len(ids), text),),
+        )
         for name in ("rollout_logprobs", "generated", "weight_versions"):
-            if len(values[name]) != len(ids):
-                raise ValueError(f"a response of {len(ids)} tokens has {len(values[name])} {name}")
+            if len(getattr(self, name)) != len(ids):
+                raise ValueError(f"a response of {len(ids)} tokens has {len(getattr(self, name))} {name}")
 
     def __len__(self) -> int:
         """The number of tokens."""
@@ -185,9 +186,8 @@ class Response:
             return NotImplemented
         arrays = ("token_ids", "rollout_logprobs", "generated")
         others = ("text", "weight_versions", "finish_reason", "routed_experts", "turns")
-        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in arrays) and all(
-            getattr(self, name) == getattr(other, name) for name in others
-        )
+        same = [np.array_equal(getattr(self, name), getattr(other, name)) for name in arrays]
+        return all(same) and all(getattr(self, name) == getattr(other, name) for name in others)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -226,6 +226,9 @@ class Sample:
     first_old_logprobs: NDArray[np.float32] | None = field(default=None, compare=False)
     """With age above 0: old_logprobs of the iteration that first learned from the response, float32 [T]; None where
     they were not kept"""
+    group_number: int | None = None
+    """With rollout.max_staleness > 0: number of the group among all that the run has started, from 0. An iteration's
+    fresh groups have numbers that no other iteration's have."""
 
 
 @dataclass(frozen=True)
@@ -312,6 +315,8 @@ class Experience:
     """float32 [B, T]: KL(old policy, reference) over the whole vocabulary; None without kl.reward_estimator=full"""
     values: Tensor | None
     """float32 [B, T]: V of the state in which token t is chosen; None without a critic"""
+    too_stale: Tensor | None = None
+    """bool [B, T]: the token is older than rollout.max_staleness allows and has no loss; None: no token is"""
 
     def select(self, rows: Tensor) -> "Experience":
         """The given rows (int64 [K]), in that order; T stays."""
@@ -343,6 +348,8 @@ class TrainingSamples:
     """float32 [B, T]"""
     returns: Tensor | None
     """float32 [B, T]"""
+    critic_mask: Tensor | None = None
+    """bool [B, T]: tokens with a critic loss, a subset of `mask`; None: all of it"""
 
     def select(self, rows: Tensor) -> "TrainingSamples":
         """The given rows (int64 [K]), in that order; T stays."""

@@ -11,6 +11,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema.data import (
     AdditionDataConfig,
     DataConfig,
+    GuessDataConfig,
     HuggingFaceDataConfig,
     JsonlDataConfig,
     LetterCountDataConfig,
@@ -22,7 +23,7 @@ from megarl.data.hub import HuggingFaceSource
 from megarl.data.problem import Problem, Source
 from megarl.data.reasoning import ReasoningGymSource
 from megarl.data.render import Renderer
-from megarl.data.tasks import AdditionSource, LetterCountSource
+from megarl.data.tasks import AdditionSource, GuessSource, LetterCountSource
 from megarl.types import Prompt
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ MOST_HELDOUT_BY_DEFAULT = 256
 SOURCES: Mapping[type[DataConfig], Callable[[Any], Source]] = {
     LetterCountDataConfig: LetterCountSource,
     AdditionDataConfig: AdditionSource,
+    GuessDataConfig: GuessSource,
     ReasoningGymDataConfig: ReasoningGymSource,
     JsonlDataConfig: JsonlSource,
     ParquetDataConfig: ParquetSource,
@@ -52,7 +54,7 @@ class DataSplits:
 
 
 def build_data(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: int) -> DataSplits:
-    """The prompts of a run, the same for the same seed. No question is on both sides.
+    """The prompts of a run, the same for the same seed. No question is on both sides, unless the source shares them.
 
     Raises ConfigError for bad keys, unreadable or malformed files, and where no prompt is short enough.
     """
@@ -68,7 +70,8 @@ def build_data(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: i
         unused = len(heldout)
         heldout = choose_heldout(heldout, config.num_heldout, seed)
         num_read -= unused - len(heldout)
-        train = remove_questions(train, heldout)
+        if not problems.shares_questions:
+            train = remove_questions(train, heldout)
     return DataSplits(
         train=tuple(prompt for _, prompt in train),
         heldout=tuple(prompt for _, prompt in heldout),
@@ -105,7 +108,8 @@ def tokenize_problems(problems: Sequence[Problem], renderer: Renderer, side: str
         repeats[digest] += 1
         if len(ids) <= limit:
             name = digest if repeats[digest] == 1 else f"{digest}-{repeats[digest]}"
-            kept.append((problem, Prompt(name, text, ids, problem.answer, problem.metadata)))
+            messages = renderer.build_messages(problem)
+            kept.append((problem, Prompt(name, text, ids, problem.answer, problem.metadata, messages)))
     return kept
 
 

@@ -28,7 +28,14 @@ class Renderer:
 
     def render(self, problem: Problem) -> str:
         """The text whose tokens are the prompt."""
-        return self._render_turns(problem) + self._render_prefix(problem)
+        return self.render_messages(self.build_messages(problem)) + self._render_prefix(problem)
+
+    def build_messages(self, problem: Problem) -> tuple[Message, ...]:
+        """The problem's messages with data.instruction and data.system."""
+        messages = self._add_instruction(problem.messages)
+        if self.config.system is None:
+            return messages
+        return (Message("system", self.config.system), *(m for m in messages if m.role != "system"))
 
     def _render_prefix(self, problem: Problem) -> str:
         """What the assistant's turn begins with; the policy continues it."""
@@ -37,11 +44,11 @@ class Renderer:
         prefix = self.config.response_prefix.replace(PLACEHOLDER, _get_last_question(problem.messages))
         return prefix if self.uses_template else SEPARATOR + prefix
 
-    def _render_turns(self, problem: Problem) -> str:
-        messages = self._add_instruction(problem.messages)
-        if self.config.system is not None:
-            others = tuple(m for m in messages if m.role != "system")
-            messages = (Message("system", self.config.system), *others)
+    def render_messages(self, messages: Sequence[Message]) -> str:
+        """The text of the messages, up to where the assistant's next one begins.
+
+        Raises ConfigError where the chat template refuses them.
+        """
         if not self.uses_template:
             return SEPARATOR.join(m.content for m in messages if m.content)
         chat = [{"role": m.role, "content": m.content} for m in messages]
@@ -54,17 +61,18 @@ class Renderer:
             ) from error
         return str(text)
 
-    def tokenize(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    def tokenize(self, texts: Sequence[str], add_special_tokens: bool | None = None) -> list[tuple[int, ...]]:
         """Token ids of each text.
 
-        A chat template writes its own special tokens; plain text gets those the tokenizer adds by itself.
+        add_special_tokens: those that the tokenizer adds at the ends of a text; None: where no chat template is used. A
+        chat template writes its own special tokens; plain text gets those the tokenizer adds by itself.
         """
         if not texts:
             return []
         try:
             encoded = self.tokenizer(
                 list(texts),
-                add_special_tokens=not self.uses_template,
+                add_special_tokens=not self.uses_template if add_special_tokens is None else add_special_tokens,
                 return_offsets_mapping=self.tokenizer.is_fast,
             )
         except Exception as error:  # tokenizers has no class of its own for an unknown character

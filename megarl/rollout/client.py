@@ -69,7 +69,7 @@ class SGLangClient:
 
         Raises ValueError for an empty batch, an empty prompt or a token id outside the vocabulary.
         """
-        self.check_token_ids(input_ids)
+        check_token_ids(input_ids, self._vocab_size)
         params = dict(sampling_params) if isinstance(sampling_params, Mapping) else list(sampling_params)
         body = {"input_ids": [list(ids) for ids in input_ids], "sampling_params": params, "stream": False}
         answers = self._post("/generate", body | fields, deadline_s)
@@ -97,17 +97,6 @@ class SGLangClient:
         if found != [0 if token == self._vocab_size - 1 else token for token in token_ids]:
             raise RequestError(f"{self.url}/generate scored the tokens {found}; {list(token_ids)} were sent")
         return [float(entry[0]) for entry in entries[1:]]
-
-    def check_token_ids(self, input_ids: Sequence[Sequence[int]]) -> None:
-        """Raises ValueError naming the prompt's index for a prompt without tokens or with an id out of range."""
-        if not input_ids:
-            raise ValueError("generate: no prompts")
-        for row, ids in enumerate(input_ids):
-            if not ids:
-                raise ValueError(f"generate: prompt {row} has no tokens")
-            if min(ids) < 0 or max(ids) >= self._vocab_size:
-                bad = next(i for i in ids if not 0 <= i < self._vocab_size)
-                raise ValueError(f"generate: prompt {row} has token id {bad}; the largest is {self._vocab_size - 1}")
 
     def is_healthy(self, deadline_s: float = 20.0, *, generating: bool = False) -> bool:
         """Whether the server answers; with `generating`, whether it generates a token, which takes a second or more."""
@@ -223,6 +212,18 @@ class SGLangClient:
     def _remember_socket(self, event: str, info: Mapping[str, Any]) -> None:
         if event == "connection.connect_tcp.complete":
             self._sockets.add(info["return_value"].get_extra_info("socket"))
+
+
+def check_token_ids(input_ids: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Raises ValueError naming the prompt's index for a prompt without tokens or with an id out of range."""
+    if not input_ids:
+        raise ValueError("generate: no prompts")
+    for row, ids in enumerate(input_ids):
+        if not len(ids):
+            raise ValueError(f"generate: prompt {row} has no tokens")
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            bad = next(i for i in ids if not 0 <= i < vocab_size)
+            raise ValueError(f"generate: prompt {row} has token id {bad}; the largest is {vocab_size - 1}")
 
 
 def abort_all(clients: Sequence[SGLangClient]) -> None:

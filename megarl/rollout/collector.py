@@ -1,43 +1,79 @@
-"""From prompts to scored responses: generation and rewards, as one Rollout."""
+"""From prompts to scored responses: episodes and rewards, as one Rollout."""
 
+import asyncio
 import contextlib
 import math
-import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 
 from megarl.interfaces import RolloutEngine
+from megarl.reward.scorer import Scorer
+from megarl.rollout.client import ConnectionLostError
+from megarl.rollout.engine import compute_sampling_seed
+from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner, draw_seed
+from megarl.rollout.event_loop import gather_all
 from megarl.rollout.journal import Journal
-from megarl.types import Metrics, Prompt, Response, RewardFunction, Rollout, Sample, Score
+from megarl.rollout.sending import Independent, Lockstep, Sender
+from megarl.types import Metrics, Prompt, Rollout, Sample, Score
+
+MAX_ATTEMPTS = 3
+"""How often a call is made before a lost connection becomes an error."""
+ATTEMPT_PAUSE_S = 1.0
 
 
 class Collector:
-    """Has the engine generate groups of responses and scores each response. Thread-safe."""
+    """Runs the episodes of groups of responses, and scores each as soon as it has ended. Thread-safe."""
 
     def __init__(
-        self, engine: RolloutEngine, reward: RewardFunction, *, temperature: float, journal: Journal | None = None
+        self,
+        engine: RolloutEngine,
+        scorer: Scorer,
+        runner: EpisodeRunner,
+        *,
+        seed: int,
+        temperature: float,
+        in_lockstep: bool = True,
+        journal: Journal | None = None,
     ):
-        """journal: stores the samples of calls with a key; what it holds already is not sampled again."""
+        """Arguments that need a word:
+
+        seed: of the run. in_lockstep: calls with a key are sent in the same batches in every run, where the engine
+        depends on it; not with max_staleness > 0, where nothing repeats exactly. journal: stores the samples of calls
+        with a key; what it holds already is not sampled again.
+        """
         self._engine = engine
-        self._journal = journal
-        self._reward = reward
+        self._scorer = scorer
+        self._runner = runner
+        self._seed = seed
         self._temperature = temperature
-        self._scoring = threading.Lock()
+        self._in_lockstep = in_lockstep and engine.depends_on_batch
+        self.journal = journal
+        self._independent: Independent | None = None
+        self._num_under_way = [0] * engine.num_servers
 
     def sample(self, prompts: Sequence[Prompt], num_responses: int, *, key: str | None = None) -> tuple[Sample, ...]:
         """One group of `num_responses` samples per prompt, groups numbered from 0 in the order of `prompts`.
 
-        key: as in `RolloutEngine.generate`. The weight versions are not checked. Raises ValueError where a reward is
-        not finite.
+        key: names the call; its random numbers follow from the run's seed and this name, so that it is reproducible.
+        None: they are fresh. The weight versions are not checked.
         """
-        journal = self._journal
+        journal = self.journal
         found = journal.load(key, prompts, num_responses) if journal and key else None
         if found is not None:
             return found
-        groups = self._engine.generate(prompts, num_responses=num_responses, temperature=self._temperature, key=key)
-        samples = score_groups(prompts, groups, self._score)
+        samples = self._collect(prompts, num_responses, key, self._temperature)
         if journal and key:
             journal.save(key, samples)
         return samples
+
+    def start_group(self, prompt: Prompt, num_responses: int, *, key: str) -> "Future[tuple[Sample, ...]]":
+        """Begin the episodes of one group; the future has its samples, of group 0. Nothing is journaled.
+
+        Cancelling the future breaks off its requests.
+        """
+        return self._engine.start(self._run_independent([prompt], num_responses, key, self._temperature))
 
     def collect(
         self, prompts: Sequence[Prompt], num_responses: int, *, weight_version: int, key: str | None = None
@@ -58,74 +94,149 @@ class Collector:
         try:
             yield
         except Exception:
-            if self._journal and key:
-                self._journal.drop(key)
+            if self.journal and key:
+                self.journal.drop(key)
             raise
 
     def collect_greedy(self, prompts: Sequence[Prompt], *, weight_version: int, key: str | None = None) -> Rollout:
-        """The greedy response to each prompt, for evaluation, ahead of prefetched requests; otherwise as `collect`."""
-        groups = self._engine.generate(prompts, num_responses=1, temperature=0.0, urgent=True, key=key)
-        samples = score_groups(prompts, groups, self._score)
+        """The greedy response to each prompt, for evaluation, ahead of other requests; otherwise as `collect`."""
+        samples = self._collect(prompts, 1, key, 0.0, urgent=True)
         check_versions(samples, weight_version)
         return Rollout(samples, weight_version)
 
-    def _score(self, prompt: Prompt, response: Response) -> Score:
-        with self._scoring:  # A user's function need not be thread-safe.
-            return self._reward(prompt, response)
+    def _collect(
+        self, prompts: Sequence[Prompt], num_responses: int, key: str | None, temperature: float, urgent: bool = False
+    ) -> tuple[Sample, ...]:
+        if num_responses < 1 or temperature < 0:
+            raise ValueError(f"num_responses {num_responses} (>= 1), temperature {temperature} (>= 0)")
+        if not prompts:
+            return ()
+        if key is None or not self._in_lockstep:
+            return self._engine.run(self._run_independent(prompts, num_responses, key, temperature, urgent))
+        return self._engine.run(self._run_in_lockstep(prompts, num_responses, key, temperature, urgent))
+
+    async def _run_in_lockstep(
+        self, prompts: Sequence[Prompt], num_responses: int, key: str, temperature: float, urgent: bool
+    ) -> tuple[Sample, ...]:
+        """A lost connection makes all begin anew: what is computed beside what decides the last bits."""
+        servers = [row % self._engine.num_servers for row in range(len(prompts))]
+        for attempt in range(MAX_ATTEMPTS):
+            await asyncio.sleep(ATTEMPT_PAUSE_S if attempt else 0.0)
+            sender = Lockstep(self._engine, len(prompts) * num_responses)
+            try:
+                # Nothing else runs then, and nothing is cached.
+                await self._engine.drop_cached_prefixes()
+                requests = self._build_requests(prompts, num_responses, key, temperature, servers, urgent)
+                return await self._run_all(requests, sender, num_responses)
+            except ConnectionLostError:
+                if attempt == MAX_ATTEMPTS - 1:
+                    raise
+            finally:
+                await sender.close()
+        raise AssertionError("unreachable")
+
+    async def _run_independent(
+        self,
+        prompts: Sequence[Prompt],
+        num_responses: int,
+        key: str | None,
+        temperature: float,
+        urgent: bool = False,
+    ) -> tuple[Sample, ...]:
+        if self._independent is None:
+            self._independent = Independent(self._engine)
+        servers = []
+        for _ in prompts:
+            servers.append(min(range(self._engine.num_servers), key=self._num_under_way.__getitem__))
+            self._num_under_way[servers[-1]] += num_responses
+        try:
+            requests = self._build_requests(prompts, num_responses, key, temperature, servers, urgent)
+            return await self._run_all(requests, self._independent, num_responses)
+        finally:
+            for server in servers:
+                self._num_under_way[server] -= num_responses
+
+    def _build_requests(
+        self,
+        prompts: Sequence[Prompt],
+        num_responses: int,
+        key: str | None,
+        temperature: float,
+        servers: Sequence[int],
+        urgent: bool,
+    ) -> list[EpisodeRequest]:
+        requests = []
+        for row, (prompt, server) in enumerate(zip(prompts, servers, strict=True)):
+            for k in range(num_responses):
+                name = None if key is None else f"{key}/{row}/{k}"
+                seed = draw_seed() if name is None else compute_sampling_seed(f"{self._seed}/{name}/environment")
+                requests.append(EpisodeRequest(prompt, name, seed, temperature, server, urgent))
+        return requests
+
+    async def _run_all(
+        self, requests: Sequence[EpisodeRequest], sender: Sender, num_responses: int
+    ) -> tuple[Sample, ...]:
+        samples = await gather_all(
+            self._run_one(number, request, sender, number // num_responses) for number, request in enumerate(requests)
+        )
+        return tuple(samples)
+
+    async def _run_one(self, number: int, request: EpisodeRequest, sender: Sender, group: int) -> Sample:
+        try:
+            episode = await self._runner.run(request, lambda turn: sender.send(number, turn))
+        finally:
+            sender.leave(number)
+        return Sample(episode.prompt, episode.response, await self._score(episode), group)
+
+    async def _score(self, episode: Episode) -> Score:
+        if episode.failure is not None:
+            return Score(0.0, False, failure=episode.failure)
+        score = await self._scorer.score(episode.prompt, episode.response)
+        rewards = [turn.reward for turn in episode.response.turns]
+        if score.failure is not None or not any(rewards):
+            return score
+        return replace(score, reward=score.reward + math.fsum(rewards))
 
 
-def list_versions(response: Response) -> list[int]:
-    """The weight version of each token that the policy generated."""
-    found: list[int] = response.weight_versions.expand()[response.generated].tolist()
-    return found
+def check_versions(samples: Sequence[Sample], weight_version: int, *, may_be_older: bool = False) -> None:
+    """Check that the weights of `weight_version`, the trainer's, generated every token.
 
-
-def check_versions(samples: Sequence[Sample], weight_version: int, max_staleness: int = 0) -> None:
-    """Check that every token was generated by weights at most `max_staleness` versions behind `weight_version`.
-
-    Raises RuntimeError naming prompt and versions.
+    may_be_older: earlier weights of the trainer may have done so too. Raises RuntimeError naming prompt and versions.
     """
+    oldest = 0 if may_be_older else weight_version  # A negative version denotes no weights of the trainer.
     for sample in samples:
-        used = set(list_versions(sample.response))
-        oldest = max(0, weight_version - max_staleness)  # A negative version denotes no weights of the trainer.
+        used = sample.response.weight_versions.find_used(sample.response.generated)
         if used and not oldest <= min(used) <= max(used) <= weight_version:
-            versions = ", ".join(str(version) for version in sorted(used))
-            behind = f", and rollout.max_staleness is {max_staleness}" if max_staleness else ""
+            versions = ", ".join(str(version) for version in sorted(set(used)))
             raise RuntimeError(
                 f"a response to prompt {sample.prompt.id!r} was generated with the servers' weight version {versions}; "
-                f"the trainer's is {weight_version}{behind}: the servers missed a weight sync, or it took place"
-                " during the rollout"
+                f"the trainer's is {weight_version}: the servers missed a weight sync, or it took place during the"
+                " rollout"
             )
 
 
-def compute_staleness(samples: Sequence[Sample], weight_version: int) -> Metrics:
+def compute_staleness(samples: Sequence[Sample], weight_version: int, max_staleness: int) -> Metrics:
     """Metrics of how old the weights were that generated the samples; empty where there is no token.
 
-    rollout/staleness_mean, _max: versions behind `weight_version`, over the generated tokens. rollout/mixed_frac:
-    share of the responses whose tokens have more than one version.
+    rollout/staleness_mean, _max: versions behind `weight_version`, over the generated tokens that are learned from,
+    those of at most `max_staleness`. rollout/too_stale_frac: share of the generated tokens that are older and not
+    learned from. rollout/mixed_frac: share of the responses whose tokens have more than one version.
     """
-    used = [versions for sample in samples if (versions := list_versions(sample.response))]
-    behind = [weight_version - version for versions in used for version in versions]
-    if not behind:
+    behind: Counter[int] = Counter()
+    num_used = []
+    for sample in samples:
+        generated, versions = sample.response.generated, sample.response.weight_versions
+        num_used.append(len(set(versions.find_used(generated))))
+        for version, start, end in versions.list_runs():
+            behind[weight_version - version] += int(generated[start:end].sum())
+    num_tokens = behind.total()
+    if not num_tokens:
         return {}
+    fresh = {age: num for age, num in behind.items() if age <= max_staleness and num}
+    num_fresh = sum(fresh.values())
     return {
-        "rollout/staleness_mean": sum(behind) / len(behind),
-        "rollout/staleness_max": float(max(behind)),
-        "rollout/mixed_frac": sum(len(set(versions)) > 1 for versions in used) / len(used),
+        "rollout/staleness_mean": sum(age * num for age, num in fresh.items()) / max(1, num_fresh),
+        "rollout/staleness_max": float(max(fresh, default=0)),
+        "rollout/mixed_frac": sum(num > 1 for num in num_used) / sum(num > 0 for num in num_used),
+        "rollout/too_stale_frac": 1 - num_fresh / num_tokens,
     }
-
-
-def score_groups(
-    prompts: Sequence[Prompt], groups: Sequence[Sequence[Response]], reward: RewardFunction
-) -> tuple[Sample, ...]:
-    """A scored Sample for every response. Raises ValueError naming the prompt where a reward is not finite."""
-    samples = []
-    for group, (prompt, responses) in enumerate(zip(prompts, groups, strict=True)):
-        for response in responses:
-            score = reward(prompt, response)
-            if not math.isfinite(score.reward):
-                raise ValueError(
-                    f"the reward of a response to prompt {prompt.id!r} is {score.reward}; it must be a finite number"
-                )
-            samples.append(Sample(prompt, response, score, group))
-    return tuple(samples)

@@ -1,26 +1,24 @@
 """Generation over one or several SGLang servers; implements the RolloutEngine interface."""
 
+import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
-from transformers import PreTrainedTokenizerBase
+import torch
 
 from megarl.config.schema.rollout import RolloutConfig
-from megarl.families.architecture import Architecture
-from megarl.interfaces import DeadlineError
-from megarl.rollout.calls import StopFlag, find_cause, run_in_parallel
-from megarl.rollout.client import URGENT, ConnectionLostError, RequestError, SGLangClient, abort_all
-from megarl.rollout.routed_experts import decode_answer, load_expert_architecture
+from megarl.interfaces import DeadlineError, TurnRequest
+from megarl.rollout.answers import parse_answer
+from megarl.rollout.calls import find_cause
+from megarl.rollout.client import URGENT, ConnectionLostError, RequestError, SGLangClient
+from megarl.rollout.event_loop import OnEventLoop, call_in_thread, gather_all
+from megarl.rollout.generation_client import GenerationClient
+from megarl.rollout.routed_experts import load_expert_architecture
 from megarl.rollout.served_model import load_generation_spec
-from megarl.types import FinishReason, Prompt, Response
-
-T = TypeVar("T")
+from megarl.types import Response
 
 MAX_ATTEMPTS = 3
 """How often a request is sent before a lost connection becomes an error."""
@@ -32,50 +30,20 @@ REQUEST_ROWS_PER_SLOT = 4
 """Responses per call, as a multiple of the number that a server runs at once"""
 
 
-Params = Mapping[str, Any]
-"""SGLang's `sampling_params` of one request"""
-Answers = list[dict[str, Any]]
-"""SGLang's answers to one call"""
-
-
-@dataclass(frozen=True)
-class Request:
-    """The arguments of one call of `generate`."""
-
-    prompts: Sequence[Prompt]
-    num_responses: int
-    params: Params
-    urgent: bool
-    key: str | None
-    """Identifies the run and the call; None: random numbers are the server's"""
-    with_routed_experts: bool = False
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        fields = {"return_logprob": True} | ({"return_routed_experts": True} if self.with_routed_experts else {})
-        return fields | ({"priority": URGENT} if self.urgent else {})
-
-    def build_params(self, row: int, k: int) -> Params:
-        """SGLang's sampling_params of the k-th response to the row-th prompt."""
-        if self.key is None:
-            return self.params
-        return {**self.params, "sampling_seed": compute_sampling_seed(f"{self.key}/{row}/{k}")}
-
-
 def compute_sampling_seed(name: str) -> int:
     """A seed of 63 bits, from the SHA-256 of the name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1
 
 
-class SGLangEngine:
+class SGLangEngine(OnEventLoop):
     """A RolloutEngine over servers that hold the same weights.
 
-    Each server gets whole groups, in one call where possible: SGLang then schedules them as one batch, which is
-    fastest and makes a run reproducible under the same seed.
+    On a CPU, turns with a name are reproducible bit for bit where they are sent in the same batches to the same number
+    of servers without cached prefixes: the last bits of a logit depend on the batch. On a GPU SGLang uses the seeds
+    only with rollout.sglang.enable_deterministic_inference=true, and the bits then depend on no batch.
 
-    On a CPU, calls with a key are reproducible bit for bit, whatever came before them and whichever process answers,
-    where nothing else runs on the servers (max_staleness 0) and their number is the same: the last bits of a logit
-    depend on the batch. On a GPU SGLang uses the seeds only with rollout.sglang.enable_deterministic_inference=true.
+    rollout_logprobs are those of the temperature-scaled distribution (at temperature 1 where it is 0). The
+    end-of-sequence token is a response token like any other.
     """
 
     def __init__(
@@ -83,7 +51,6 @@ class SGLangEngine:
         urls: Sequence[str],
         checkpoint: Path,
         config: RolloutConfig,
-        tokenizer: PreTrainedTokenizerBase,
         *,
         seed: int = 0,
         check_processes: Callable[[], None] | None = None,
@@ -93,71 +60,62 @@ class SGLangEngine:
     ):
         """Arguments that need a word:
 
-        seed: of the run, for calls with a key. check_processes: raises RuntimeError with exit status and log of a
+        seed: of the run, for turns with a name. check_processes: raises RuntimeError with exit status and log of a
         server that is down. api_key: the servers' key, where they require one. top_p, top_k: truncate the
         distribution that is sampled, not that of rollout_logprobs; for evaluation.
 
         Raises ConfigError for a checkpoint without a vocabulary size or an end-of-sequence token.
         """
+        super().__init__()
         if not urls:
             raise ValueError("SGLangEngine: no server urls")
         spec = load_generation_spec(checkpoint)
-        self.clients = [
-            SGLangClient(url, vocab_size=spec.vocab_size, deadline_s=config.request_deadline_s, api_key=api_key)
-            for url in urls
-        ]
+        keys: dict[str, Any] = {
+            "vocab_size": spec.vocab_size,
+            "deadline_s": config.request_deadline_s,
+            "api_key": api_key,
+        }
+        self.clients = [SGLangClient(url, **keys) for url in urls]
+        self._generators = [GenerationClient(url, **keys) for url in urls]
         self._config = config
         self._architecture = load_expert_architecture(checkpoint) if config.router_replay else None
         self._shares_prefixes = not config.sglang.get("disable_radix_cache", config.router_replay)
-        self._stop_token_ids = spec.stop_token_ids
-        self._tokenizer = tokenizer
         self._seed = seed
         self._check_processes = check_processes
-        self._top_p, self._top_k = top_p, top_k
-        self._num_cancelled = 0
+        self._params = {"top_p": top_p, "top_k": top_k, "stop_token_ids": list(spec.stop_token_ids)}
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        num_responses: int,
-        temperature: float,
-        urgent: bool = False,
-        key: str | None = None,
-    ) -> list[list[Response]]:
-        """`num_responses` responses for each prompt, in the order of `prompts`. temperature 0 is greedy. Thread-safe.
+    @property
+    def num_servers(self) -> int:
+        return len(self.clients)
 
-        urgent: ahead of other threads' calls that are not, where servers schedule by priority (max_staleness > 0).
+    @property
+    def num_slots(self) -> int:
+        return self.num_servers * self._config.max_running_requests
 
-        key: seeds each response by the run's seed, the key, its prompt's index in `prompts` and its index in the
-        group. With max_staleness 0 servers also drop their cached prefixes first, and a lost server's share is not
-        moved to another server, which would have to compute both shares at once.
+    @property
+    def depends_on_batch(self) -> bool:
+        return not torch.cuda.is_available()
 
-        rollout_logprobs are those of the temperature-scaled distribution (at temperature 1 where it is 0). The
-        end-of-sequence token is a response token like any other.
-
-        Raises ValueError for a prompt without tokens or with an id outside the vocabulary; what `check_processes`
-        raises for a server that is down, else ConnectionLostError where no server answers; DeadlineError. A signal
-        that raises in this thread ends the wait and breaks the calls in flight; so does `cancel`, by CancelledError.
+    async def generate_turns(self, requests: Sequence[TurnRequest], take: Callable[[int, Response], None]) -> None:
+        """Generate all turns; see `RolloutEngine`. Raises ValueError for a turn without tokens before it or with an id
+        outside the vocabulary; what `check_processes` raises for a server that is down, else ConnectionLostError where
+        no server answers; DeadlineError.
         """
-        if num_responses < 1 or temperature < 0:
-            raise ValueError(f"generate: num_responses {num_responses} (>= 1), temperature {temperature} (>= 0)")
-        if not prompts:
-            return []
-        params = {
-            "temperature": temperature,
-            "top_p": self._top_p,
-            "top_k": self._top_k,
-            "max_new_tokens": self._config.response_length,
-            "stop_token_ids": list(self._stop_token_ids),
-        }
-        name = None if key is None else f"{self._seed}/{key}"
-        # Evaluations, which alone are urgent, are not learned from.
-        request = Request(prompts, num_responses, params, urgent, name, self._architecture is not None and not urgent)
-        shares = [list(range(i, len(prompts), len(self.clients))) for i in range(len(self.clients))]
-        jobs = [partial(self._generate_share, request, home, share) for home, share in enumerate(shares) if share]
-        found = {row: group for part in self._run(jobs) for row, group in part.items()}
-        return [found[row] for row in range(len(prompts))]
+        try:
+            if len(requests) == 1:
+                take(0, await self._generate_one(requests[0]))
+                return
+            shares = [[i for i, each in enumerate(requests) if each.server == n] for n in range(self.num_servers)]
+            await gather_all(self._generate_share(requests, share, take) for share in shares if share)
+        except (ConnectionLostError, DeadlineError) as error:
+            cause = await call_in_thread(lambda: find_cause(self._check_processes))
+            if cause is not None:
+                raise cause from error
+            raise
+
+    async def drop_cached_prefixes(self) -> None:
+        """Have the servers forget what they have cached, once requests that a lost connection left are gone."""
+        await gather_all(generator.flush_cache() for generator in self._generators)
 
     def check_health(self) -> None:
         """Raise RuntimeError naming a server that is down, with its exit status and log where its process ended."""
@@ -166,134 +124,89 @@ class SGLangEngine:
         for client in self.clients:
             if not client.is_healthy():
                 error = ConnectionLostError(f"SGLang server {client.url} does not answer /health")
-                self._raise_cause(error)
-                raise error
-
-    def cancel(self) -> None:
-        """End the calls in flight in other threads: each raises CancelledError. Later calls are not affected."""
-        self._num_cancelled += 1
-        abort_all(self.clients)
+                cause = find_cause(self._check_processes)
+                raise cause or error from error
 
     def close(self) -> None:
+        self.run(self._close_generators())
+        super().close()
         for client in self.clients:
             client.close()
 
-    def _run(self, jobs: Sequence[Callable[[StopFlag], T]]) -> list[T]:
-        num_cancelled = self._num_cancelled
-        try:
-            return run_in_parallel(jobs, partial(abort_all, self.clients))
-        except (ConnectionLostError, DeadlineError) as error:
-            if self._num_cancelled > num_cancelled:
-                raise CancelledError from error
-            self._raise_cause(error)
-            raise
+    async def _close_generators(self) -> None:
+        for generator in self._generators:
+            await generator.close()
 
-    def _raise_cause(self, error: RuntimeError) -> None:
-        cause = find_cause(self._check_processes)
-        if cause is not None:
-            raise cause from error
-
-    def _generate_share(
-        self, request: Request, home: int, rows: list[int], stop: StopFlag
-    ) -> dict[int, list[Response]]:
-        """Generate the groups of these rows on server `home`.
-
-        Where it is lost, another takes over, unless there is a key and max_staleness is 0.
-        """
-        clients = self.clients[home:] + self.clients[:home]
-
-        def send_to_any(ids: Sequence[Sequence[int]], params: Sequence[Params]) -> Answers:
-            return self._attempt(clients, lambda client: client.generate(ids, params, **request.fields), stop)
-
-        def generate_uncached(client: SGLangClient) -> dict[int, list[Response]]:
-            def send(ids: Sequence[Sequence[int]], params: Sequence[Params]) -> Answers:
-                stop.check()
-                return client.generate(ids, params, **request.fields)
-
-            # Wait for requests left by a lost connection, so that nothing else runs and nothing is cached.
-            client.flush_cache()
-            return self._generate_rows(request, rows, send)
-
-        if request.key is None or self._config.max_staleness > 0:
-            return self._generate_rows(request, rows, send_to_any)
-        return self._attempt(clients[:1], generate_uncached, stop)
-
-    def _generate_rows(
-        self,
-        request: Request,
-        rows: list[int],
-        send: Callable[[Sequence[Sequence[int]], Sequence[Params]], Answers],
-    ) -> dict[int, list[Response]]:
-        slots = REQUEST_ROWS_PER_SLOT * self._config.max_running_requests
-        n = request.num_responses
-        step = max(1, slots // n)
-        found: dict[int, list[Response]] = {}
-        for start in range(0, len(rows), step):
-            chunk = rows[start : start + step]
-            ids = [request.prompts[row].token_ids for row in chunk]
-            shared = [prompt for prompt in ids if len(prompt) >= MIN_SHARED_PREFIX]
-            if n > 1 and shared and self._shares_prefixes:
-                send(shared, [{"max_new_tokens": 0, "temperature": 0.0}] * len(shared))
-            params = [request.build_params(row, k) for row in chunk for k in range(n)]
-            answers = send([prompt for prompt in ids for _ in range(n)], params)
-            if len(answers) != len(params):
-                raise RequestError(f"asked a server for {len(params)} responses, got {len(answers)}")
-            responses = self._build_responses(answers, request)
-            found |= {row: responses[i * n : (i + 1) * n] for i, row in enumerate(chunk)}
-        return found
-
-    def _attempt(self, clients: Sequence[SGLangClient], ask: Callable[[SGLangClient], T], stop: StopFlag) -> T:
-        """The result of `ask` on the first client or, where its connection is lost, on the next."""
-        num_cancelled = self._num_cancelled
+    async def _generate_one(self, request: TurnRequest) -> Response:
+        """One turn, by the server that is asked or, where its connection is lost, by the next."""
+        generators = self._generators[request.server :] + self._generators[: request.server]
+        ids, params = request.token_ids.tolist(), self._build_params(request)
         for attempt in range(MAX_ATTEMPTS):
-            stop.sleep(ATTEMPT_PAUSE_S if attempt >= len(clients) else 0.0)
+            await asyncio.sleep(ATTEMPT_PAUSE_S if attempt >= len(generators) else 0.0)
             try:
-                return ask(clients[attempt % len(clients)])
+                generator = generators[attempt % len(generators)]
+                raw = await generator.generate(ids, params, **self._build_fields(request))
+                return self._read(raw, [request])[1]
             except ConnectionLostError:
-                if attempt == MAX_ATTEMPTS - 1 or self._num_cancelled > num_cancelled:
+                if attempt == MAX_ATTEMPTS - 1:
                     raise
         raise AssertionError("unreachable")
 
-    def _build_responses(self, answers: Sequence[Mapping[str, Any]], request: Request) -> list[Response]:
-        texts = self._tokenizer.batch_decode([a["output_ids"] for a in answers], skip_special_tokens=True)
-        arch = self._architecture if request.with_routed_experts else None
-        return [build_response(answer, text, arch) for answer, text in zip(answers, texts, strict=True)]
+    async def _generate_share(
+        self, requests: Sequence[TurnRequest], share: list[int], take: Callable[[int, Response], None]
+    ) -> None:
+        """The turns of one server, in as few calls as it takes well."""
+        generator = self._generators[requests[share[0]].server]
+        step = REQUEST_ROWS_PER_SLOT * self._config.max_running_requests
+        for start in range(0, len(share), step):
+            rows = share[start : start + step]
+            ids = [requests[row].token_ids.tolist() for row in rows]
+            fields = self._build_fields(requests[rows[0]])
+            await self._prefill_shared(generator, ids, fields)
+            params = [self._build_params(requests[row]) for row in rows]
+            answered = set()
+            async for answer in generator.generate_batch(ids, params, **fields):
+                index, response = self._read(answer, [requests[row] for row in rows])
+                answered.add(index)
+                take(rows[index], response)
+            if len(answered) != len(rows):
+                raise RequestError(f"asked {generator.url} for {len(rows)} responses, got {len(answered)}")
 
+    async def _prefill_shared(
+        self, generator: GenerationClient, ids: Sequence[list[int]], fields: Mapping[str, Any]
+    ) -> None:
+        """Compute prompts that several requests have once, so that the responses find them in the server's cache."""
+        if not self._shares_prefixes:
+            return
+        counts = Counter(tuple(each) for each in ids if len(each) >= MIN_SHARED_PREFIX)
+        shared = [list(prompt) for prompt, count in counts.items() if count > 1]
+        if shared:
+            params = [{"max_new_tokens": 0, "temperature": 0.0}] * len(shared)
+            async for _ in generator.generate_batch(shared, params, **fields):
+                pass
 
-def build_response(answer: Mapping[str, Any], text: str, arch: Architecture | None = None) -> Response:
-    """One answer of /generate as a Response. Raises RequestError for an aborted or inconsistent one.
+    def _build_params(self, request: TurnRequest) -> dict[str, Any]:
+        """SGLang's sampling_params of one request."""
+        params = self._params | {"temperature": request.temperature, "max_new_tokens": request.max_new_tokens}
+        if request.name is None:
+            return params
+        return params | {"sampling_seed": compute_sampling_seed(f"{self._seed}/{request.name}")}
 
-    arch: of the model whose routed experts the answer has; None: it has none.
-    """
-    meta = answer["meta_info"]
-    ids = tuple(answer["output_ids"])
-    entries = meta["output_token_logprobs"]
-    reason = meta["finish_reason"]["type"]
-    if reason not in FinishReason.__members__:
-        raise RequestError(f"a response ended with {meta['finish_reason']}; stop or length was expected")
-    if not ids or tuple(entry[1] for entry in entries) != ids:
-        raise RequestError(f"a response of {len(ids)} tokens came with {len(entries)} log-probs, not of these tokens")
-    experts = None
-    try:
-        if arch is not None:
-            experts = decode_answer(meta.get("routed_experts"), meta["prompt_tokens"] + len(ids), arch)
-    except ValueError as error:
-        raise RequestError(f"an answer of {len(ids)} tokens cannot be replayed: {error}") from None
-    return Response(
-        token_ids=ids,
-        text=text,
-        rollout_logprobs=[float(entry[0]) for entry in entries],
-        generated=np.ones(len(ids), dtype=np.bool_),
-        weight_versions=_expand_versions(meta, len(ids)),
-        finish_reason=FinishReason[reason],
-        routed_experts=experts,
-    )
+    def _build_fields(self, request: TurnRequest) -> dict[str, Any]:
+        fields: dict[str, Any] = {"return_logprob": True}
+        if self._replays_experts(request):
+            fields["return_routed_experts"] = True
+        return fields | ({"priority": URGENT} if request.urgent else {})
 
+    def _replays_experts(self, request: TurnRequest) -> bool:
+        # Evaluations, which alone are urgent, are not learned from.
+        return self._architecture is not None and not request.urgent
 
-def _expand_versions(meta: Mapping[str, Any], length: int) -> tuple[int, ...]:
-    """SGLang's spans {version, start, end} as one weight version per token."""
-    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": length}]
-    versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
-    if len(versions) != length:
-        raise RequestError(f"weight versions {spans} do not cover a response of {length} tokens")
-    return tuple(versions)
+    def _read(self, raw: bytes, batch: Sequence[TurnRequest]) -> tuple[int, Response]:
+        """The answer's index in its batch, and the turn. Raises RequestError where it continues other tokens."""
+        # The requests of a batch are alike.
+        answer = parse_answer(raw, self._architecture if self._replays_experts(batch[0]) else None)
+        num_sent = len(batch[answer.index].token_ids)
+        if answer.num_prompt_tokens != num_sent:
+            raise RequestError(f"a turn after {num_sent} tokens was generated after {answer.num_prompt_tokens}")
+        return answer.index, answer.build_response()

@@ -22,9 +22,11 @@ from megarl.data.sampler import PromptSampler
 from megarl.interfaces import UNPUBLISHED, Pending, RolloutServers, wait_all
 from megarl.mcore.worker_spec import Role
 from megarl.report.report import Report
+from megarl.reward.scorer import build_scorer
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
+from megarl.rollout.episodes import EpisodeRunner
 from megarl.rollout.journal import Journal
 from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter
@@ -120,6 +122,7 @@ def open_components(
         turns = Turns(take_turns(config))
         groups = _start_groups(stack, config, inputs, resources, run_dir / "logs", report, turns)
         engine = stack.enter_context(contextlib.closing(_build_engine(config, inputs, resources)))
+        scorer = stack.enter_context(contextlib.closing(build_scorer(config.reward)))
         # Clients of its own: cancelling prefetched responses must not break the calls of a sync.
         clients = [stack.enter_context(contextlib.closing(client.copy())) for client in engine.clients]
         offloader = _build_offloader(config, clients, turns)
@@ -130,7 +133,15 @@ def open_components(
             critic=groups.get(Role.critic),
             reference=groups.get(Role.reference),
             engine=engine,
-            collector=Collector(engine, inputs.reward, temperature=config.rollout.temperature, journal=journal),
+            collector=Collector(
+                engine,
+                scorer,
+                EpisodeRunner(config.rollout.response_length, inputs.conversation),
+                seed=config.seed,
+                temperature=config.rollout.temperature,
+                in_lockstep=config.rollout.max_staleness == 0,
+                journal=journal,
+            ),
             sync=sync,
             sampler=PromptSampler(inputs.data.train, config.seed),
             heldout=inputs.data.heldout[: config.train.num_eval_prompts],
@@ -188,7 +199,6 @@ def _build_engine(config: Config, inputs: Inputs, resources: RunResources) -> SG
         resources.start_servers().result(),
         inputs.checkpoint,
         config.rollout,
-        inputs.tokenizer,
         seed=config.seed,
         check_processes=resources.check_servers,
         api_key=resources.api_key,

@@ -1,21 +1,20 @@
 """A `RolloutEngine`, its `RolloutServers` and the `WeightSync` into them, in this process."""
 
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fakes.backend import Done, FakeBackend
 from fakes.model import EOS, TableModel, build_policy
-from megarl.interfaces import UNPUBLISHED, SyncError
+from megarl.interfaces import UNPUBLISHED, SyncError, TurnRequest
 from megarl.rollout.client import ConnectionLostError
 from megarl.rollout.engine import compute_sampling_seed
+from megarl.rollout.event_loop import OnEventLoop, call_in_thread
 from megarl.rollout.offload import ServerOffloader
-from megarl.types import FinishReason, Metrics, Prompt, Response
+from megarl.types import FinishReason, Metrics, Response
 
 
 @dataclass
@@ -68,122 +67,103 @@ class FakeServers:
             self.all[name] = FakeServer(name, build_policy(self.vocab_size), num_starts=num_starts)
 
 
-class FakeEngine:
-    """`RolloutEngine`: servers take the prompts in turn; all calls go on token by token, so that weights and versions
-    may change under them.
+class FakeEngine(OnEventLoop):
+    """`RolloutEngine`: all turns go on token by token, so that weights and versions may change under them.
 
-    on_token: called before each token of a call with its key and the token's number; it may raise, wait or publish.
+    on_token: called before each token of a call with the call's key and the token's number; it may raise, wait or
+    publish.
     """
+
+    num_slots = 64
+    depends_on_batch = True
 
     def __init__(
         self,
         servers: FakeServers,
         *,
         seed: int,
-        response_length: int,
         decode: Callable[[Sequence[int]], str],
         on_token: Callable[[str | None, int], None] = lambda _key, _number: None,
     ):
-        self._servers, self._seed, self._length, self._decode = servers, seed, response_length, decode
+        super().__init__()
+        self._servers, self._seed, self._decode = servers, seed, decode
         self._on_token = on_token
-        self._lock = threading.Lock()
-        self._num_unkeyed = 0
-        self._num_cancelled = 0
-        self.asked: list[tuple[str | None, tuple[str, ...]]] = []
-        """Key and prompts of each call"""
+        self._num_unnamed = 0
+        self.asked: list[tuple[str | None, tuple[tuple[int, ...], ...]]] = []
+        """Key and prompts, each once, of each call"""
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        num_responses: int,
-        temperature: float,
-        urgent: bool = False,
-        key: str | None = None,
-    ) -> list[list[Response]]:
-        for prompt in prompts:
-            outside = [token for token in prompt.token_ids if not 0 <= token < self._servers.vocab_size]
-            if outside or not prompt.token_ids:
-                raise ValueError(f"prompt {prompt.id}: token id {outside or 'missing'}")
-        with self._lock:
-            self.asked.append((key, tuple(prompt.id for prompt in prompts)))
-            name = f"{self._seed}/{key}" if key is not None else f"fresh-{self._num_unkeyed}"
-            self._num_unkeyed += key is None
-        call = _Call(prompts, num_responses, temperature, self._length, name)
-        num_cancelled = self._num_cancelled
-        for number in range(self._length):
-            if call.has_ended:
+    @property
+    def num_servers(self) -> int:
+        return len(self._servers.all)
+
+    async def generate_turns(self, requests: Sequence[TurnRequest], take: Callable[[int, Response], None]) -> None:
+        for request in requests:
+            outside = [token for token in request.token_ids.tolist() if not 0 <= token < self._servers.vocab_size]
+            if outside or not len(request.token_ids):
+                raise ValueError(f"prompt {request.name}: token id {outside or 'missing'}")
+        name = requests[0].name
+        key = None if name is None else name.rsplit("/", 2)[0]
+        self.asked.append((key, tuple(dict.fromkeys(tuple(request.token_ids.tolist()) for request in requests))))
+        turns = [_FakeTurn(request, f"{self._seed}/{request.name or self._draw_name()}") for request in requests]
+        for number in range(max(request.max_new_tokens for request in requests)):
+            if not any(turn.is_open for turn in turns):
                 break
-            self._on_token(key, number)
-            if self._num_cancelled > num_cancelled:
-                raise CancelledError
-            call.add_token(list(self._servers.all.values()))
-        return call.build_responses(self._decode)
+            await call_in_thread(partial(self._on_token, key, number))
+            for place, server in enumerate(self._servers.all.values()):
+                _add_token(server, [turn for turn in turns if turn.is_open and turn.request.server == place])
+            for index, turn in enumerate(turns):
+                if not turn.is_open and not turn.is_taken:
+                    turn.is_taken = True
+                    take(index, turn.build_response(self._decode))
 
-    def cancel(self) -> None:
-        self._num_cancelled += 1
+    def _draw_name(self) -> str:
+        self._num_unnamed += 1
+        return f"fresh-{self._num_unnamed}"
+
+    async def drop_cached_prefixes(self) -> None: ...
 
     def check_health(self) -> None:
         self._servers.check_alive()
 
 
-class _Call:
-    """The N responses of one call, as far as they have come."""
+class _FakeTurn:
+    """One turn, as far as it has come."""
 
-    def __init__(self, prompts: Sequence[Prompt], num_responses: int, temperature: float, length: int, name: str):
-        self.prompts, self.num_responses, self.temperature = prompts, num_responses, temperature
-        pairs = [(row, k) for row in range(len(prompts)) for k in range(num_responses)]
-        self.rows = torch.tensor([row for row, _ in pairs])
-        self.first = torch.tensor([prompts[row].token_ids[0] for row, _ in pairs])
-        self.before = torch.tensor([prompts[row].token_ids[-1] for row, _ in pairs])
-        self.is_open = torch.ones(len(pairs), dtype=torch.bool)
-        self.tokens: list[list[int]] = [[] for _ in pairs]
-        self.logprobs: list[list[float]] = [[] for _ in pairs]
-        self.versions: list[list[int]] = [[] for _ in pairs]
-        seeds = [compute_sampling_seed(f"{name}/{row}/{k}") for row, k in pairs]
-        self.draws = torch.from_numpy(np.stack([np.random.Generator(np.random.PCG64(s)).random(length) for s in seeds]))
+    def __init__(self, request: TurnRequest, name: str):
+        self.request = request
+        self.first, self.before = int(request.token_ids[0]), int(request.token_ids[-1])
+        self.is_open, self.is_taken = True, False
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        seed = compute_sampling_seed(name)
+        self.draws = np.random.Generator(np.random.PCG64(seed)).random(request.max_new_tokens)
 
-    @property
-    def has_ended(self) -> bool:
-        return not bool(self.is_open.any())
+    def build_response(self, decode: Callable[[Sequence[int]], str]) -> Response:
+        finish = FinishReason.stop if self.tokens[-1] == EOS else FinishReason.length
+        generated = (True,) * len(self.tokens)
+        return Response(self.tokens, decode(self.tokens), self.logprobs, generated, self.versions, finish)
 
-    def add_token(self, servers: Sequence[FakeServer]) -> None:
-        for number, server in enumerate(servers):
-            own = torch.nonzero(self.is_open & (self.rows % len(servers) == number)).flatten()
-            if own.numel():
-                self._add(server, own)
 
-    @torch.no_grad()
-    def _add(self, server: FakeServer, own: Tensor) -> None:
-        if server.lost:
-            raise ConnectionLostError(f"{server.name}: {server.lost}")
-        assert not server.released, f"{server.name} generates without its {server.released}"
-        logits = server.model(self.before[own], self.first[own])
-        log_p = (logits / (self.temperature or 1.0)).log_softmax(-1)
-        drawn = self.draws[own, len(self.tokens[int(own[0])])]
-        sampled = (log_p.exp().double().cumsum(-1) < drawn[:, None]).sum(-1).clamp(max=log_p.shape[1] - 1)
-        chosen = sampled if self.temperature else log_p.argmax(-1)
-        self.before[own] = chosen
-        self.is_open[own] = chosen != EOS
-        for i, token, value in zip(own.tolist(), chosen.tolist(), log_p[range(len(own)), chosen].tolist(), strict=True):
-            self.tokens[i].append(token)
-            self.logprobs[i].append(value)
-            self.versions[i].append(server.version)
-
-    def build_responses(self, decode: Callable[[Sequence[int]], str]) -> list[list[Response]]:
-        made = [
-            Response(
-                tuple(tokens),
-                decode(tokens),
-                tuple(logprobs),
-                (True,) * len(tokens),
-                tuple(versions),
-                FinishReason.stop if tokens[-1] == EOS else FinishReason.length,
-            )
-            for tokens, logprobs, versions in zip(self.tokens, self.logprobs, self.versions, strict=True)
-        ]
-        n = self.num_responses
-        return [made[row * n : (row + 1) * n] for row in range(len(self.prompts))]
+@torch.no_grad()
+def _add_token(server: FakeServer, turns: Sequence[_FakeTurn]) -> None:
+    if not turns:
+        return
+    if server.lost:
+        raise RuntimeError(f"{server.name}: {server.lost}")
+    assert not server.released, f"{server.name} generates without its {server.released}"
+    logits = server.model(torch.tensor([t.before for t in turns]), torch.tensor([t.first for t in turns]))
+    temperatures = torch.tensor([turn.request.temperature or 1.0 for turn in turns])
+    log_p = (logits / temperatures[:, None]).log_softmax(-1)
+    drawn = torch.tensor([turn.draws[len(turn.tokens)] for turn in turns], dtype=torch.float64)
+    sampled = (log_p.exp().double().cumsum(-1) < drawn[:, None]).sum(-1).clamp(max=log_p.shape[1] - 1)
+    for row, turn in enumerate(turns):
+        token = int(sampled[row] if turn.request.temperature else log_p[row].argmax())
+        turn.tokens.append(token)
+        turn.logprobs.append(float(log_p[row, token]))
+        turn.versions.append(server.version)
+        turn.before = token
+        turn.is_open = token != EOS and len(turn.tokens) < turn.request.max_new_tokens
 
 
 class FakeClient:

@@ -18,7 +18,9 @@ from megarl.config.schema.root import Config
 from megarl.data.sampler import PromptSampler
 from megarl.mcore.worker_spec import Role
 from megarl.report.report import Report, build_report
+from megarl.reward.scorer import Scorer
 from megarl.rollout.collector import Collector
+from megarl.rollout.episodes import EpisodeRunner
 from megarl.rollout.journal import Journal
 from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter
@@ -113,11 +115,11 @@ class World:
         engine = FakeEngine(
             servers,
             seed=config.seed,
-            response_length=config.rollout.response_length,
             decode=lambda tokens: inputs.tokenizer.decode(tokens, skip_special_tokens=True),
             on_token=lambda key, number: self.on_token(key, number),
         )
         with contextlib.ExitStack() as stack:
+            stack.callback(engine.close)
             file = RolloutWriter(run_dir / FILE_NAME) if config.logger.save_rollouts else None
             if file is not None:
                 stack.callback(file.close)
@@ -127,7 +129,15 @@ class World:
                     critic=roles.get(Role.critic),
                     reference=roles.get(Role.reference),
                     engine=engine,
-                    collector=Collector(engine, self.reward, temperature=config.rollout.temperature, journal=journal),
+                    collector=Collector(
+                        engine,
+                        Scorer(self.reward),
+                        EpisodeRunner(config.rollout.response_length, inputs.conversation),
+                        seed=config.seed,
+                        temperature=config.rollout.temperature,
+                        in_lockstep=config.rollout.max_staleness == 0,
+                        journal=journal,
+                    ),
                     sync=FakeSync(roles[Role.policy], servers, self.note, offloader),
                     offloader=offloader,
                     sampler=PromptSampler(inputs.data.train, config.seed),

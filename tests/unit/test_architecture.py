@@ -16,7 +16,7 @@ LAYERS = (
     {"types"},
     {"algo", "families"},
     {"config"},
-    {"interfaces"},
+    {"interfaces", "sandbox"},
     {"data", "environment", "reward", "hf", "report", "checkpoint", "run.signals", "run.arguments", "run.machine"},
     {"mcore", "rollout"},
     {"sync"},

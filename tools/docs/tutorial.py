@@ -121,9 +121,8 @@ class Recorder(Trainer):
         rows = max(groups, key=lambda rows: statistics.pstdev(self.rollout.samples[i].score.reward for i in rows))
         followed = max(rows, key=lambda row: self.rollout.samples[row].score.reward)
         minibatches = split_minibatches(self.config, len(self.rollout.samples), 1)
-        again = self.components.engine.generate(
-            [self.rollout.samples[followed].prompt], num_responses=8, temperature=1.0, key="tutorial"
-        )[0]
+        asked = [self.rollout.samples[followed].prompt]
+        again = [sample.response for sample in self.components.collector.sample(asked, 8, key="tutorial")]
         after = self.components.policy.logprobs(self.experience.sequences, self.config.rollout.temperature).result()
         return {
             "num_samples": len(self.rollout.samples),

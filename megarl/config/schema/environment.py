@@ -41,8 +41,22 @@ class ClassEnvironmentConfig(MultiTurnEnvironmentConfig):
     """Keyword arguments with which an object is made for each episode."""
 
 
+@dataclass
+class GuessEnvironmentConfig(MultiTurnEnvironmentConfig):
+    """A number is hidden, each guess is answered with whether the number is higher or lower. For data=guess, or data
+    whose answers are whole numbers."""
+
+    max_turns: int = 3
+    """Number of guesses; the episode ends with the last one."""
+    higher: str = "higher"
+    """The answer where the number is above the guess."""
+    lower: str = "lower"
+    """The answer where the number is below the guess."""
+
+
 SCHEMAS: dict[str, type[EnvironmentConfig]] = {
     "single_turn": SingleTurnEnvironmentConfig,
+    "guess": GuessEnvironmentConfig,
     "class": ClassEnvironmentConfig,
 }
 

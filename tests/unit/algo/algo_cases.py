@@ -157,6 +157,7 @@ def build_targets(s: TrainingSamples, rows: torch.Tensor, **replaced) -> TokenTa
         "ref_logprobs": flat(s.ref_logprobs),
         "old_values": flat(s.old_values),
         "returns": flat(s.returns),
+        "critic_mask": flat(s.critic_mask),
     }
     return TokenTargets(**(values | replaced))
 
