@@ -77,13 +77,16 @@ def run_job(
         )
         stack.enter_context(show_warnings(report))
         report.message(describe_sizes(config))
-        has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig)
-        k = config.train.responses_per_prompt
-        report.message(format_objective(config.algo, k, config.reward.wrong, has_turns=has_turns))
+        report.message(describe_objective(config))
         report.message(describe_data(inputs))
         with report.phase("start"):
             resources = stack.enter_context(open_resources(config, inputs, run_dir / "logs"))
         return _Attempts(config, inputs, resources, run_dir, report, pretrained).run()
+
+
+def describe_objective(config: Config) -> str:
+    has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig)
+    return format_objective(config.algo, config.train.responses_per_prompt, config.reward.wrong, has_turns=has_turns)
 
 
 class _Attempts:
