@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from megarl.config.schema.rollout import RolloutConfig
@@ -205,17 +204,9 @@ class SGLangEngine(OnEventLoop):
 
     def _read(self, raw: bytes, batch: Sequence[TurnRequest]) -> tuple[int, Response]:
         """The answer's index in its batch, and the turn. Raises RequestError where it continues other tokens."""
+        # The requests of a batch are alike.
         answer = parse_answer(raw, self._architecture if self._replays_experts(batch[0]) else None)
-        request = batch[answer.index]
-        if answer.num_prompt_tokens != len(request.token_ids):
-            found = f"a turn after {len(request.token_ids)} tokens was generated after {answer.num_prompt_tokens}"
-            raise RequestError(found)
-        return answer.index, Response(
-            token_ids=answer.token_ids,
-            text=answer.text,
-            rollout_logprobs=answer.logprobs,
-            generated=np.ones(len(answer.token_ids), dtype=np.bool_),
-            weight_versions=answer.weight_versions,
-            finish_reason=answer.finish_reason,
-            routed_experts=answer.routed_experts,
-        )
+        num_sent = len(batch[answer.index].token_ids)
+        if answer.num_prompt_tokens != num_sent:
+            raise RequestError(f"a turn after {num_sent} tokens was generated after {answer.num_prompt_tokens}")
+        return answer.index, answer.build_response()

@@ -40,6 +40,7 @@ from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.episodes import Conversation, EpisodeRunner, build_conversation
 from megarl.rollout.server import build_command
 from megarl.run.recovery import Recovery
+from megarl.toolbox.prompt import build_tool_prompt
 from megarl.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase") -
         name=name,
         path=evaluate.paths.get(name),
         num_problems=evaluate.num_problems,
+        tools=build_tool_prompt(config.environment, config.data, tokenizer),
     )
     with contextlib.closing(build_scorer(config.reward)) as scorer:
         scorer.check(prompts[:1])

@@ -23,6 +23,7 @@ from megarl.rollout.rollout_file import Limits, SavedRollouts, check_rollouts
 from megarl.rollout.server import build_command
 from megarl.sync.probe import build_probe_tokens
 from megarl.sync.serving_pieces import check_serving_layout
+from megarl.toolbox.prompt import build_tool_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,7 +68,8 @@ def load_inputs(config: Config) -> Inputs:
     build_command(config.rollout, models.checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
     specs = load_specs(config, models)
     tokenizer = load_tokenizer(models.checkpoint)
-    data = build_data(config.data, tokenizer, config.seed)
+    tools = build_tool_prompt(config.environment, config.data, tokenizer)
+    data = build_data(config.data, tokenizer, config.seed, tools)
     with contextlib.closing(build_scorer(config.reward)) as scorer:
         scorer.check((data.train[0], data.heldout[0]), config.reward.wrong)
     conversation = build_conversation(config, tokenizer)

@@ -15,7 +15,6 @@ from generation import generate_groups
 from loop_parts import hosts_of, open_trainer
 from servers import running_server
 from test_server import TransformersPolicy, build_sync
-from transformers import AutoTokenizer
 
 from megarl.data.sampler import PromptSampler
 from megarl.rollout.engine import SGLangEngine
@@ -55,9 +54,7 @@ def list_spans(versions) -> list[tuple[int, int, int]]:
 def test_responses_in_flight_go_on_with_the_new_weights_and_say_so_for_each_token(
     stale_server, stale_config, tiny_checkpoint, tmp_path
 ):
-    engine = SGLangEngine(
-        [stale_server.url], tiny_checkpoint, stale_config, AutoTokenizer.from_pretrained(tiny_checkpoint)
-    )
+    engine = SGLangEngine([stale_server.url], tiny_checkpoint, stale_config)
     # Four prompts of 40 tokens, shared as prefixes: their cache must not survive the weights.
     prompts = [Prompt(str(i), "", tuple(3 + (7 * i + j) % 45 for j in range(40)), "") for i in range(4)]
     trained = TransformersPolicy(tiny_checkpoint)

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -167,3 +168,39 @@ def test_the_age_of_a_replayed_sample_is_the_number_of_iterations_since_it_was_s
     drawn = sorted(buffer.draw(100, iteration=5), key=lambda group: group[0].prompt.id)
     rollout = join_groups([make_group("fresh", EASY, version=3), *drawn], 4)
     assert build_tensors(rollout).ages.tolist() == [0, 0, 3, 3, 2, 2, 1, 1]
+
+
+def fail(group: tuple[Sample, ...], *numbers: int) -> tuple[Sample, ...]:
+    """The group without the rewards of these samples."""
+    lost = Score(0.0, False, failure="TimeoutError")
+    return tuple(replace(s, score=lost) if i in numbers else s for i, s in enumerate(group))
+
+
+def test_a_sample_without_a_reward_makes_no_variance():
+    assert has_reward_variance(make_group("a", [1.0, 0.0, 1.0]))
+    assert not has_reward_variance(fail(make_group("a", [1.0, 0.0, 1.0]), 1))
+    assert not has_reward_variance(fail(make_group("a", [1.0, 0.0]), 0))
+    assert not has_reward_variance(fail(make_group("a", [1.0, 0.0]), 0, 1))
+
+
+def test_groups_without_any_reward_are_neither_correct_nor_wrong():
+    groups = [
+        make_group("0", MIXED),
+        fail(make_group("1", EASY), 0),
+        fail(make_group("2", HARD), 1),
+        fail(make_group("3", MIXED), 0, 1),
+    ]
+    samples = join_groups(groups, 0).samples
+    _, metrics = collect_groups_with_reward_variance(lambda n: [], lambda _: samples, 1, max_rounds=1)
+    assert metrics["sampling/equal_correct_frac"] == metrics["sampling/equal_wrong_frac"] == 0.25
+    # 0 and 1, one 1 and one 0 are left.
+    assert metrics["sampling/reward_mean"] == 0.5
+
+
+def test_where_all_have_failed_the_data_are_not_blamed():
+    samples = join_groups([fail(make_group("0", MIXED), 0, 1)], 0).samples
+    with pytest.raises(NoRewardVarianceError) as caught:
+        collect_groups_with_reward_variance(lambda n: [], lambda _: samples, 1, max_rounds=1)
+    assert "2 of 2 responses have no reward: 2 x TimeoutError" in str(caught.value)
+    assert "the verifier or the environment must be mended" in str(caught.value)
+    assert "the data are" not in str(caught.value)
