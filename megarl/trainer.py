@@ -17,16 +17,19 @@ from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets
 from megarl.config.schema.algo import AlgoConfig, needs_reward_moments, uses_topr
 from megarl.config.schema.algo_choices import KLEstimator
+from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.config.schema.root import Config
 from megarl.data.sampler import PromptSampler
 from megarl.interfaces import Pending, RolloutEngine, RolloutServers, TrainBackend, WeightSync, wait_all
+from megarl.report.failures import check_failures, describe_failures
 from megarl.report.report import Report
+from megarl.report.scores import compute_environment_metrics, compute_heldout_metrics, compute_score_metrics
 from megarl.rollout.collector import Collector
 from megarl.rollout.dynamic_sampling import join_groups
 from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import RolloutWriter
 from megarl.rollout.source import GroupSource
-from megarl.rollout.tensors import build_tensors
+from megarl.rollout.tensors import build_tensors, find_too_stale
 from megarl.run.recovery import Recovery
 from megarl.run.saving import LoopSaver, NoSaver
 from megarl.run.signals import deferring_stops
@@ -80,6 +83,7 @@ class Trainer:
             self.reconnect,
             restarts_all=components.offloader.offload is not None,
         )
+        self.has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig)
         self.kl = KlController.start(config.algo.kl)
         self.reward_moments = RunningMoments()
         self.engine_noise: float | None = None
@@ -175,7 +179,11 @@ class Trainer:
             batch = self.source.take(iteration, self.version)
         for samples in batch.sampled:
             self.record(Rollout(samples, self.version), iteration)
-        metrics = batch.metrics | compute_score_metrics([sample for group in batch.fresh for sample in group])
+        self.check_failures([s for samples in batch.sampled for s in samples], f"iteration-{iteration}")
+        fresh = [sample for group in batch.fresh for sample in group]
+        metrics = batch.metrics | compute_score_metrics(fresh)
+        if self.has_turns:
+            metrics |= compute_environment_metrics(fresh)
         rollout = join_groups(batch.fresh + batch.replayed, self.version)
         return rollout, metrics | {"sampling/total_samples": self.num_samples}
 
@@ -190,7 +198,18 @@ class Trainer:
             lambda: self.components.collector.collect(prompts, num_responses, weight_version=self.version, key=key)
         )
         self.record(rollout, 0)
+        self.check_failures(rollout.samples, key)
         return rollout
+
+    def check_failures(self, samples: Sequence[Sample], key: str) -> None:
+        """Say which responses of a call have no reward, and why; nothing is learned from them.
+
+        Raises TooManyFailuresError; a resumed run then samples and scores them again.
+        """
+        with self.components.collector.forgetting_failures(key):
+            check_failures(samples, self.config.reward.max_failed_frac)
+        if text := describe_failures(samples):
+            self.report.message(f"warning: {key}: {text}; they are not learned from")
 
     def record(self, rollout: Rollout, iteration: int) -> None:
         """Count the responses and, with logger.save_rollouts, save them."""
@@ -220,6 +239,7 @@ class Trainer:
         """Discard all state about the servers, after some were restarted."""
         self.components.sync.reconnect()
         self.components.offloader.forget()
+        self.source.begin_again()
 
     def build_experience(self, rollout: Rollout) -> tuple[Experience, Metrics]:
         """The responses with the log-probs and values of policy, reference and critic.
@@ -236,22 +256,14 @@ class Trainer:
             ref = self.components.reference.logprobs(sequences, temperature) if self.components.reference else None
             values = self.components.critic.values(sequences) if self.components.critic else None
             wait_all([pending for pending in (old, ref_kl, ref, values) if pending])
-            old_logprobs = old.result()
-            experience = Experience(
-                sequences=sequences,
-                groups=tensors.groups,
-                ages=tensors.ages,
-                rewards=tensors.rewards,
-                truncated=tensors.truncated,
-                mask=tensors.mask,
-                rollout_logprobs=tensors.rollout_logprobs,
-                old_logprobs=old_logprobs,
-                sampling_logprobs=tensors.find_sampling_logprobs(old_logprobs),
-                scored=tensors.scored,
+            experience = tensors.build_experience(
+                old.result(),
                 ref_logprobs=ref.result() if ref else None,
                 ref_kl=ref_kl.result() if ref_kl else None,
                 values=values.result() if values else None,
             )
+            too_stale = find_too_stale(rollout, self.config.rollout.max_staleness)
+            experience = replace(experience, too_stale=too_stale)
         return experience, compute_batch_metrics(experience)
 
     def build_targets(self, experience: Experience, algo: AlgoConfig) -> tuple[TrainingSamples, Metrics]:
@@ -302,9 +314,13 @@ class Trainer:
                 )
             )
         self.report.samples(rollout.samples)
-        metrics = {name.replace("reward/", "heldout/"): v for name, v in compute_score_metrics(rollout.samples).items()}
-        self.heldout_reward = sum(s.score.reward for s in rollout.samples) / len(rollout.samples)
-        return metrics | {"reward/heldout": self.heldout_reward}
+        if text := describe_failures(rollout.samples):
+            self.report.message(
+                f"warning: evaluation-{self.iteration}: {text}; they count as wrong, with a reward of 0"
+            )
+        metrics = compute_heldout_metrics(rollout.samples, with_environment=self.has_turns)
+        self.heldout_reward = metrics["reward/heldout"]
+        return metrics
 
     def reached_goal(self) -> bool:
         goal = self.config.train.stop_at_heldout_reward
@@ -334,12 +350,3 @@ def average_steps(steps: Sequence[Metrics]) -> Metrics:
         for name, value in step.items():
             values[name].append(value)
     return {name: max(v) if name.endswith("_max") else sum(v) / len(v) for name, v in values.items()}
-
-
-def compute_score_metrics(samples: Sequence[Sample]) -> Metrics:
-    """Means over the samples of the verifier's named parts and of correctness."""
-    names = samples[0].score.details.keys() if samples else ()
-    return {
-        **{f"reward/{name}": sum(s.score.details[name] for s in samples) / len(samples) for name in names},
-        "reward/correct": sum(s.score.correct for s in samples) / len(samples),
-    }

@@ -61,6 +61,9 @@ class AdvantageInputs:
     """int64 [B]: responses to the same prompt have the same number"""
     values_BT: Tensor | None
     """float [B, T] of the critic; None without one"""
+    turn_rewards_BT: Tensor | None = None
+    """float64 [B, T], the part of R' that stands at the last token of a turn before the last, 0 elsewhere; None where
+    all of it stands at the end"""
 
     @property
     def returns_B(self) -> Tensor:
@@ -69,10 +72,12 @@ class AdvantageInputs:
 
     @property
     def token_rewards_BT(self) -> Tensor:
-        """float64 [B, T]: R' at the last generated token, minus the KL penalty at every one."""
+        """float64 [B, T]: the turns' rewards at the ends of their actions, the rest of R' at the last generated token,
+        minus the KL penalty at every one; their sum is `returns_B`.
+        """
         from megarl.algo.rewards import compute_token_rewards
 
-        return compute_token_rewards(self.rewards_B, self.mask_BT, self.kl_penalty_BT)
+        return compute_token_rewards(self.rewards_B, self.mask_BT, self.kl_penalty_BT, self.turn_rewards_BT)
 
 
 @dataclass(frozen=True)

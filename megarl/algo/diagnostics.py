@@ -61,18 +61,26 @@ def compute_quarters(mask: Tensor) -> Tensor:
 
 def compute_batch_metrics(experience: Experience) -> Metrics:
     """reward/* and length/* (generated tokens) of one iteration's raw experience, over the samples of this iteration
-    (ages 0); empty where there are none. Raises NonFiniteError.
+    (ages 0) that have a reward; where there are none, reward/failed_frac alone or nothing. Raises NonFiniteError.
+
+    reward/failed_frac: share of the samples of this iteration without a reward. length/truncated_frac: of those with
+    one, cut at rollout.response_length, which limits actions and observations together.
     """
-    check_finite("rewards", experience.rewards)
     fresh = experience.ages == 0
+    if not bool(fresh.any()):
+        return {}
+    failed_frac = {"reward/failed_frac": float(experience.failed[fresh].double().mean())}
+    fresh &= ~experience.failed
+    check_finite("rewards", experience.rewards, ~experience.failed)
     rewards, groups = experience.rewards[fresh].double(), experience.groups[fresh]
     if rewards.numel() == 0:
-        return {}
+        return failed_frac
     lengths = experience.mask[fresh].sum(1).double()
     index, sizes = compute_group_index(groups)
     constant = compute_moments(rewards, groups, NormScope.group).constant
     equal_groups = torch.zeros(sizes.shape, dtype=torch.bool).index_put((index,), constant)
     return {
+        **failed_frac,
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(correction=0)),
         "reward/min": float(rewards.min()),

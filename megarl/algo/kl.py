@@ -105,7 +105,7 @@ class KlController:
 
     def update(self, experience: Experience) -> tuple["KlController", Metrics]:
         """The controller for the next iteration, once per iteration; the coefficient that this one used (kl/coef) and
-        the KL that is compared with the target (kl/compared).
+        the KL that is compared with the target (kl/compared). Failed samples do not count.
         """
         if not self.in_reward:
             return self, {}
@@ -113,6 +113,6 @@ class KlController:
         if self.target is None:
             return self, metrics
         kl = compute_mean_kl(compute_token_kl(experience, self.estimator), experience.mask, self.agg_mode)
-        num_samples = experience.sequences.num_samples
+        num_samples = int((~experience.failed).sum())
         coef = compute_adapted_coef(self.coef, kl, self.target, self.horizon, num_samples)
         return replace(self, coef=coef), metrics | {"kl/compared": kl}

@@ -14,6 +14,13 @@ from megarl.config.schema.algo_choices import NormScope
 from megarl.types import Experience
 
 
+def drop_failed(experience: Experience) -> Experience:
+    """The samples that have a reward."""
+    if not bool(experience.failed.any()):
+        return experience
+    return experience.select((~experience.failed).nonzero()[:, 0])
+
+
 def compute_scaled_rewards(scores_B: Tensor, wrong: float) -> Tensor:
     """wrong + (1 - wrong) * score, float64 [B]: `wrong` for a score of 0, 1 for a score of 1.
 
@@ -71,7 +78,10 @@ def update_reward_moments(
     response_length: int | None = None,
     wrong: float = 0.0,
 ) -> RunningMoments:
-    """The run's moments with this iteration's rewards taken in; what reward_norm=running divides by."""
+    """The run's moments with this iteration's rewards taken in, without failed samples; what reward_norm=running
+    divides by.
+    """
+    experience = drop_failed(experience)
     return merge_moments(moments, compute_penalised_rewards(experience, algo, response_length, wrong))
 
 
@@ -111,14 +121,44 @@ def compute_shaped_rewards(
     return rewards
 
 
-def compute_token_rewards(rewards_B: Tensor, mask_BT: Tensor, penalty_BT: Tensor | None) -> Tensor:
-    """R' at the last generated token, minus the KL penalty (beta * k) at every one, float64 [B, T].
+def compute_turn_rewards(
+    experience: Experience,
+    algo: AlgoConfig,
+    response_length: int | None = None,
+    reward_moments: RunningMoments | None = None,
+    wrong: float = 0.0,
+) -> Tensor | None:
+    """The part of R' that stands at the ends of turns before the last, float64 [B, T]; None where there is none.
+
+    It is (1 - wrong) * reward of the turn / (std + 1e-6), with the std that divides the response's reward, and 0 where
+    that reward is one of a set of equal ones. What else R' has is for the end: the mean that is subtracted, the offset
+    of `wrong`, the overlong penalty, and what the clip cuts off.
+    """
+    if experience.turn_rewards is None:
+        return None
+    check_finite("turn_rewards", experience.turn_rewards)
+    turn_rewards = (1 - wrong) * experience.turn_rewards.double()
+    if algo.reward_norm.std is NormScope.none:
+        return turn_rewards
+    rewards = compute_penalised_rewards(experience, algo, response_length, wrong)
+    moments = compute_moments(rewards, experience.groups, algo.reward_norm.std, reward_moments)
+    return turn_rewards * torch.where(moments.constant, 0.0, 1 / (moments.std + STD_EPS))[:, None]
+
+
+def compute_token_rewards(
+    rewards_B: Tensor, mask_BT: Tensor, penalty_BT: Tensor | None, turn_rewards_BT: Tensor | None = None
+) -> Tensor:
+    """float64 [B, T]: the turns' rewards, the rest of R' at the last generated token, so that both are R', and minus
+    the KL penalty (beta * k) at every generated token.
 
     A response without generated tokens has no token rewards.
     """
     out = torch.zeros(mask_BT.shape, dtype=torch.float64) if penalty_BT is None else -penalty_BT.double()
+    rest_B = rewards_B.double()
+    if turn_rewards_BT is not None:
+        out, rest_B = out + turn_rewards_BT, rest_B - turn_rewards_BT.sum(1)
     some = mask_BT.any(1).nonzero()[:, 0]
     if some.numel():
         last = (mask_BT[some] * torch.arange(mask_BT.shape[1])).amax(1)
-        out[some, last] += rewards_B[some].double()
+        out[some, last] += rest_B[some]
     return out

@@ -3,7 +3,7 @@
 Suffixes: B samples, T response positions.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from megarl.algo.declarations import AdvantageInputs, Advantages
 from megarl.algo.diagnostics import compute_mismatch_metrics
 from megarl.algo.finite import check_finite
 from megarl.algo.kl import compute_token_kl
-from megarl.algo.registry import find_advantage, needs_critic
-from megarl.algo.rewards import compute_shaped_rewards
+from megarl.algo.registry import find_advantage, name_advantages, needs_critic
+from megarl.algo.rewards import compute_shaped_rewards, compute_turn_rewards, drop_failed
 from megarl.algo.statistics import RunningMoments, compute_whitened
 from megarl.config.schema.algo import AlgoConfig, needs_reference, uses_topr
 from megarl.config.schema.algo_choices import KLEstimator
@@ -34,23 +34,50 @@ def compute_targets(
     kl_coef: beta of the KL in the reward. response_length: rollout.response_length, needed by algo.overlong.penalty.
     reward_moments: needed by reward_norm=running, with this iteration's rewards taken in (`update_reward_moments`).
     wrong: reward.wrong, the reward of a wrong answer.
+    Failed samples have no targets, and everything is computed as if they were not there.
     Raises NonFiniteError for NaN or infinity at generated tokens, ValueError for missing or misshapen inputs.
     """
     _check_experience(experience, algo)
+    scored = drop_failed(experience)
+    samples, metrics = _compute_targets(scored, algo, kl_coef, response_length, reward_moments, wrong)
+    return (samples if scored is experience else _restore_failed(samples, experience)), metrics
+
+
+def _restore_failed(samples: TrainingSamples, experience: Experience) -> TrainingSamples:
+    """Targets of all samples of the experience, from those of the samples with a reward; 0 and False at the others."""
+    rows, restored = (~experience.failed).nonzero()[:, 0], {}
+    for field in fields(samples):
+        value = getattr(samples, field.name)
+        if isinstance(value, Tensor):
+            value = value.new_zeros((len(experience.failed), *value.shape[1:])).index_copy_(0, rows, value)
+        restored[field.name] = value
+    return TrainingSamples(**(restored | {"sequences": experience.sequences}))
+
+
+def _compute_targets(
+    experience: Experience,
+    algo: AlgoConfig,
+    kl_coef: float,
+    response_length: int | None,
+    reward_moments: RunningMoments | None,
+    wrong: float,
+) -> tuple[TrainingSamples, Metrics]:
     mask, dtype = experience.mask, experience.old_logprobs.dtype
     rewards_B = compute_shaped_rewards(experience, algo, response_length, reward_moments, wrong)
     kl_BT, metrics = _compute_penalty(experience, algo, kl_coef)
-    inputs = AdvantageInputs(rewards_B, kl_BT, mask, experience.groups, experience.values)
+    turn_rewards_BT = compute_turn_rewards(experience, algo, response_length, reward_moments, wrong)
+    inputs = AdvantageInputs(rewards_B, kl_BT, mask, experience.groups, experience.values, turn_rewards_BT)
     advantages, found = _compute_advantages(inputs, algo)
     if algo.whiten_advantages:
         advantages = compute_whitened(advantages, mask)
     if algo.advantage_clip is not None:
         advantages = advantages.clamp(-algo.advantage_clip, algo.advantage_clip)
     kept_B = ~experience.truncated if algo.overlong.filter else torch.ones_like(experience.truncated)
+    fresh = mask if experience.too_stale is None else mask & ~experience.too_stale
     samples = TrainingSamples(
         sequences=experience.sequences,
         mask=mask,
-        loss_mask=mask & kept_B[:, None],
+        loss_mask=fresh & kept_B[:, None],
         positive=experience.rewards >= algo.positive_threshold,
         advantages=advantages.to(dtype),
         rollout_logprobs=experience.rollout_logprobs,
@@ -59,6 +86,7 @@ def compute_targets(
         ref_logprobs=experience.ref_logprobs,
         old_values=experience.values if found.returns is not None else None,
         returns=None if found.returns is None else found.returns.to(dtype),
+        critic_mask=None if experience.too_stale is None else fresh,
     )
     metrics |= dict(found.metrics) | _compute_metrics(samples, rewards_B, experience.ages == 0)
     return samples, metrics | compute_mismatch_metrics(experience, algo.mismatch)
@@ -72,17 +100,25 @@ def monte_carlo(algo: AlgoConfig) -> AlgoConfig:
 def _check_experience(experience: Experience, algo: AlgoConfig) -> None:
     shape = experience.mask.shape
     names = ("old_logprobs", "rollout_logprobs", "sampling_logprobs", "ref_logprobs", "ref_kl", "values")
-    for name in names:
+    for name in (*names, "turn_rewards"):
         tensor: Tensor | None = getattr(experience, name)
         if tensor is None:
             continue
         if tensor.shape != shape:
             raise ValueError(f"{name}: shape {list(tensor.shape)} found; must be that of the mask, {list(shape)}")
         check_finite(name, tensor, experience.mask)
-    for name in ("rewards", "truncated", "groups", "ages"):
+    for name in ("rewards", "failed", "truncated", "groups", "ages"):
         found = getattr(experience, name).shape
         if found != shape[:1]:
             raise ValueError(f"{name}: shape {list(found)} found; must be one per sample, [{shape[0]}]")
+    if bool((experience.mask & experience.failed[:, None]).any()):
+        raise ValueError("mask: found tokens of failed samples; it must have none, since nothing is learned from them")
+    if uses_topr(algo) and experience.turn_rewards is not None and not find_advantage(algo.advantage).per_response:
+        raise ValueError(
+            f"algo.advantage: {algo.advantage} found with an environment's rewards at the ends of turns; the topr terms"
+            " split the responses by the sign of their advantage, one for all tokens: must be"
+            f" {name_advantages(per_response=True)}"
+        )
     if needs_reference(algo) and experience.ref_logprobs is None:
         raise ValueError("ref_logprobs: none found; a KL term is configured, so the reference must score the responses")
     if needs_critic(algo) and experience.values is None:

@@ -17,6 +17,7 @@ from megarl.config.schema.data import (
     LetterCountDataConfig,
     ParquetDataConfig,
     ReasoningGymDataConfig,
+    VerifiersDataConfig,
 )
 from megarl.data.files import JsonlSource, ParquetSource
 from megarl.data.hub import HuggingFaceSource
@@ -24,6 +25,8 @@ from megarl.data.problem import Problem, Source
 from megarl.data.reasoning import ReasoningGymSource
 from megarl.data.render import Renderer
 from megarl.data.tasks import AdditionSource, GuessSource, LetterCountSource
+from megarl.data.verifiers import VerifiersSource
+from megarl.toolbox.prompt import ToolPrompt
 from megarl.types import Prompt
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ SOURCES: Mapping[type[DataConfig], Callable[[Any], Source]] = {
     JsonlDataConfig: JsonlSource,
     ParquetDataConfig: ParquetSource,
     HuggingFaceDataConfig: HuggingFaceSource,
+    VerifiersDataConfig: VerifiersSource,
 }
 """The source that each configuration asks for; a new source is a new entry."""
 
@@ -53,13 +57,17 @@ class DataSplits:
     """Problems left out: longer than data.prompt_length, or for training and held out as well."""
 
 
-def build_data(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: int) -> DataSplits:
+def build_data(
+    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: int, tools: ToolPrompt | None = None
+) -> DataSplits:
     """The prompts of a run, the same for the same seed. No question is on both sides, unless the source shares them.
+
+    tools: those that the prompts describe.
 
     Raises ConfigError for bad keys, unreadable or malformed files, and where no prompt is short enough.
     """
     problems = build_source(config).load(seed)
-    renderer = Renderer(config, tokenizer)
+    renderer = Renderer(config, tokenizer, tools)
     train = tokenize_problems(problems.train, renderer, "training")
     if problems.heldout is None:
         num_read = len(problems.train)

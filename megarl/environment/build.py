@@ -10,10 +10,12 @@ from megarl.config.schema.environment import (
     GuessEnvironmentConfig,
     MultiTurnEnvironmentConfig,
     SingleTurnEnvironmentConfig,
+    VerifiersEnvironmentConfig,
 )
 from megarl.config.user_code import load_named
 from megarl.environment.guess import Guess
 from megarl.environment.interface import Environment
+from megarl.environment.verifiers import VerifiersEnvironment
 
 EnvironmentFactory = Callable[[], Environment]
 
@@ -29,6 +31,8 @@ def build_environment(config: EnvironmentConfig) -> tuple[MultiTurnEnvironmentCo
     make = _find_factory(config)
     try:
         made = make()
+    except ConfigError:
+        raise
     except Exception as error:  # The user's own code.
         raise ConfigError([f"environment: making one raised {type(error).__name__}: {error}"]) from error
     if not isinstance(made, Environment):
@@ -47,4 +51,6 @@ def _find_factory(config: MultiTurnEnvironmentConfig) -> EnvironmentFactory:
             return partial(target, **config.options)
         case GuessEnvironmentConfig():
             return partial(Guess, config.max_turns, config.higher, config.lower)
+        case VerifiersEnvironmentConfig():
+            return partial(VerifiersEnvironment, config.id, config.args)
     raise ConfigError([f"environment: found a {type(config).__name__}; megarl/environment/build.py has none for it"])

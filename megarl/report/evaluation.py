@@ -9,7 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from megarl.report.estimators import Estimate, Votes, compute_maj_at_k, compute_mean, compute_pass_at_k
-from megarl.types import Sample
+from megarl.report.failures import count_failed
+from megarl.report.turns import Decode, has_observations, list_turns
+from megarl.types import FinishReason, Sample
 
 FILE_NAME = "evaluation.json"
 RESPONSES_FILE_NAME = "responses.jsonl"
@@ -31,10 +33,15 @@ class SetResult:
     """avg@N, pass@k, maj@k"""
     mean_reward: float
     mean_response_tokens: float
+    """Generated tokens of a response"""
+    mean_turns: float
+    """Actions of a response; 1 without an environment"""
     truncated_frac: float
     """Share of the responses cut at rollout.response_length"""
     unread_frac: float | None
     """Share of the responses without a readable answer; None where the verifier reads none"""
+    failed_frac: float
+    """Share of the responses without a reward, since the verifier or the environment failed; they count as wrong"""
     problems: tuple[ProblemResult, ...]
 
 
@@ -43,6 +50,8 @@ def summarize_set(
 ) -> SetResult:
     """The result of a set from its samples, the same number for each problem.
 
+    A sample without a reward counts as wrong, with a reward of 0 and without a vote, so that no problem is left out:
+    the true estimate is at most `failed_frac` higher, and never lower.
     reads_answers: whether the verifier fills Score.answer; maj@k is left out where it does not. Raises ValueError for
     no samples, or problems with different numbers of them.
     """
@@ -58,15 +67,17 @@ def summarize_set(
         values[f"pass@{k}"] = [compute_pass_at_k(num_samples, p.votes.num_correct, k) for p in problems]
     for k in ks if reads_answers else ():
         values[f"maj@{k}"] = [compute_maj_at_k(p.votes, k) for p in problems]
-    unread = fmean(sample.score.answer is None for sample in samples) if reads_answers else None
+    unread = [sample.score.answer is None and sample.score.failure is None for sample in samples]
     return SetResult(
         name=name,
         num_samples=num_samples,
         estimates={key: compute_mean(each, num_samples, confidence) for key, each in values.items()},
         mean_reward=fmean(sample.score.reward for sample in samples),
-        mean_response_tokens=fmean(len(sample.response.token_ids) for sample in samples),
-        truncated_frac=fmean(sample.response.finish_reason.is_truncated for sample in samples),
-        unread_frac=unread,
+        mean_response_tokens=fmean(int(sample.response.generated.sum()) for sample in samples),
+        mean_turns=fmean(len(sample.response.turns) for sample in samples),
+        truncated_frac=fmean(sample.response.finish_reason is FinishReason.length for sample in samples),
+        unread_frac=fmean(unread) if reads_answers else None,
+        failed_frac=count_failed(samples) / len(samples),
         problems=problems,
     )
 
@@ -86,9 +97,15 @@ def count_votes(samples: Sequence[Sample]) -> tuple[ProblemResult, ...]:
 
 
 def format_table(results: Sequence[SetResult]) -> str:
-    """A Markdown table with a row per set; each estimate in percent with its interval."""
+    """A Markdown table with a row per set; each estimate in percent with its interval.
+
+    The columns "turns" and "no reward" are there where a response has several turns, or no reward.
+    """
     names = list(dict.fromkeys(key for result in results for key in result.estimates))
-    header = ["set", "problems", *names, "reward", "tokens", "truncated", "no answer"]
+    turns = any(result.mean_turns != 1 for result in results)
+    failed = any(result.failed_frac for result in results)
+    header = ["set", "problems", *names, "reward", "tokens", *["turns"] * turns, "truncated", "no answer"]
+    header += ["no reward"] * failed
     rows = [
         [
             result.name,
@@ -96,8 +113,10 @@ def format_table(results: Sequence[SetResult]) -> str:
             *(_format_estimate(result.estimates.get(key)) for key in names),
             f"{result.mean_reward:.3f}",
             f"{result.mean_response_tokens:.0f}",
+            *[f"{result.mean_turns:.1f}"] * turns,
             _format_share(result.truncated_frac),
             _format_share(result.unread_frac),
+            *[_format_share(result.failed_frac)] * failed,
         ]
         for result in results
     ]
@@ -121,8 +140,11 @@ def write_evaluation(path: Path, results: Sequence[SetResult], settings: Mapping
     path.write_text(json.dumps({**settings, "sets": sets}, allow_nan=False, indent=1) + "\n", encoding="utf-8")
 
 
-def format_response(name: str, index: int, sample: Sample) -> str:
-    """A line of responses.jsonl; `index` counts the responses to one problem from 0."""
+def format_response(name: str, index: int, sample: Sample, decode: Decode | None = None) -> str:
+    """A line of responses.jsonl; `index` counts the responses to one problem from 0. decode: as in `list_turns`.
+
+    Where the environment answered there is also "turns", and without a reward "failure".
+    """
     prompt, response, score = sample.prompt, sample.response, sample.score
     record = {
         "set": name,
@@ -134,9 +156,13 @@ def format_response(name: str, index: int, sample: Sample) -> str:
         "answer": score.answer,
         "correct": score.correct,
         "reward": score.reward,
-        "num_tokens": len(response.token_ids),
+        "num_tokens": int(response.generated.sum()),
         "finish_reason": response.finish_reason.value,
     }
+    if has_observations(response):
+        record["turns"] = [asdict(turn) for turn in list_turns(response, decode)]
+    if score.failure is not None:
+        record["failure"] = score.failure
     return json.dumps(record, allow_nan=False, ensure_ascii=False) + "\n"
 
 

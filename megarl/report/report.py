@@ -15,6 +15,7 @@ from megarl.report.status import FILE_NAME as STATUS_NAME
 from megarl.report.status import StatusFile
 from megarl.report.tensorboard import DIRECTORY, TensorBoardWriter
 from megarl.report.text import TIME, format_iteration, format_number, format_samples
+from megarl.report.turns import Decode
 from megarl.types import Metrics, Sample
 
 
@@ -37,6 +38,7 @@ class Report:
         num_iterations: int,
         num_logged_samples: int,
         status: StatusFile,
+        decode: Decode | None = None,
     ):
         self._metrics = metrics
         self._status = status
@@ -46,6 +48,7 @@ class Report:
         self._progress = progress
         self._num_iterations = num_iterations
         self._num_logged_samples = num_logged_samples
+        self._decode = decode
         self._times: Metrics = {}
         self._closed = False
 
@@ -127,7 +130,7 @@ class Report:
     def samples(self, samples: Sequence[Sample]) -> None:
         """Print logger.num_logged_samples of the samples, where possible a correct and a wrong one."""
         if self._progress and samples and self._num_logged_samples > 0:
-            self._progress.line(format_samples(samples, self._num_logged_samples))
+            self._progress.line(format_samples(samples, self._num_logged_samples, self._decode))
 
     def close(self) -> None:
         """Close the files and end the display; may be called twice."""
@@ -143,17 +146,23 @@ class Report:
         self._metrics.close()
 
 
-def build_report(logger: LoggerConfig, run_dir: Path, num_iterations: int, stream: TextIO | None = None) -> Report:
+def build_report(
+    logger: LoggerConfig,
+    run_dir: Path,
+    num_iterations: int,
+    stream: TextIO | None = None,
+    decode: Decode | None = None,
+) -> Report:
     """A report that appends to RUN_DIR/metrics.jsonl and, as configured, writes to TensorBoard and `stream`.
 
-    `stream` is standard output unless given. Raises RuntimeError where logger.tensorboard is set and its
-    package is missing.
+    `stream` is standard output unless given. decode: reads observations in printed samples. Raises RuntimeError where
+    logger.tensorboard is set and its package is missing.
     """
     tensorboard = TensorBoardWriter(run_dir / DIRECTORY) if logger.tensorboard else None
     metrics = MetricsWriter(run_dir / FILE_NAME)
     progress = Progress(stream or sys.stdout) if logger.terminal else None
     status = StatusFile(run_dir / STATUS_NAME)
-    report = Report(metrics, tensorboard, progress, num_iterations, logger.num_logged_samples, status)
+    report = Report(metrics, tensorboard, progress, num_iterations, logger.num_logged_samples, status, decode)
     if metrics.num_dropped_bytes:
         dropped = f"an unfinished last line of {metrics.num_dropped_bytes} bytes, left by a killed run"
         report.message(f"{metrics.path}: {dropped}, was cut off")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from megarl.report.turns import Decode, ShownTurn, has_observations, list_turns
 from megarl.types import Metrics, Sample
 
 TIME = "time/"
@@ -16,6 +17,8 @@ KEY_METRICS = (
 """The metrics shown for every iteration that has them, in this order; all metrics are in metrics.jsonl."""
 LONGEST_TEXT = 600
 """Maximum characters printed of a prompt or response; the middle of a longer one is left out"""
+MOST_TURNS = 8
+"""Maximum turns printed of a conversation; those in its middle are left out"""
 
 
 def format_number(value: float) -> str:
@@ -44,31 +47,54 @@ def format_iteration(iteration: int, num_iterations: int, metrics: Metrics) -> s
     return f"iteration {iteration}/{num_iterations}  " + " | ".join(shown)
 
 
-def format_sample(sample: Sample) -> str:
-    """Verdict, prompt, response and expected answer in four lines, safe to print."""
+def format_sample(sample: Sample, decode: Decode | None = None) -> str:
+    """Verdict, prompt, response and expected answer in four lines, safe to print; a conversation has a line for each
+    action and each observation in place of the response's. decode: as in `list_turns`.
+    """
     response, score = sample.response, sample.score
     verdict = "correct" if score.correct else "wrong"
     numbers = {"reward": score.reward, **score.details}
     rewards = ", ".join(f"{name} {format_number(value)}" for name, value in numbers.items())
-    size = f"{len(response.token_ids)} tokens, ended by {response.finish_reason.value}"
+    if score.failure is not None:
+        verdict, rewards = "no reward", shorten(make_printable(score.failure))
+    size, lines = f"{len(response.token_ids)} tokens", [("response", response.text)]
+    if has_observations(response):
+        size = f"{len(response.turns)} turns, {int(response.generated.sum())} of {len(response)} tokens generated"
+        lines = _list_lines(list_turns(response, decode))
+    lines = [("prompt", sample.prompt.text), *lines, ("expected", sample.prompt.answer)]
+    width = max(len(label) for label, _ in lines)
     return "\n".join(
         (
-            f"sample {make_printable(sample.prompt.id)}: {verdict}, {rewards}, {size}",
-            f"  prompt    {shorten(make_printable(sample.prompt.text))}",
-            f"  response  {shorten(make_printable(response.text))}",
-            f"  expected  {shorten(make_printable(sample.prompt.answer))}",
+            f"sample {make_printable(sample.prompt.id)}: {verdict}, {rewards}, {size},"
+            f" ended by {response.finish_reason.value}",
+            *(f"  {label.ljust(width)}  {shorten(make_printable(text))}" for label, text in lines),
         )
     )
 
 
-def format_samples(samples: Sequence[Sample], num_samples: int) -> str:
-    """The first `num_samples`; where there are both, at least one correct and one wrong."""
+def _list_lines(turns: Sequence[ShownTurn]) -> list[tuple[str, str]]:
+    """(label, text) of each action and observation, of at most MOST_TURNS turns."""
+    lines: list[tuple[str, str]] = []
+    for number, turn in enumerate(turns):
+        if len(turns) > MOST_TURNS and MOST_TURNS // 2 <= number < len(turns) - MOST_TURNS // 2:
+            if number == MOST_TURNS // 2:
+                lines.append(("...", f"[{len(turns) - MOST_TURNS // 2 * 2} turns]"))
+            continue
+        reward = f" ({format_number(turn.reward)})" if turn.reward else ""
+        lines.append((f"action{reward}", turn.action))
+        if turn.observation:
+            lines.append(("observation", turn.observation))
+    return lines
+
+
+def format_samples(samples: Sequence[Sample], num_samples: int, decode: Decode | None = None) -> str:
+    """The first `num_samples`; where there are both, at least one correct and one wrong. decode: as in `list_turns`."""
     chosen = list(samples[:num_samples])
     for wanted in (True, False):
-        others = [s for s in samples if s.score.correct is wanted]
+        others = [s for s in samples if s.score.correct is wanted and s.score.failure is None]
         if len(chosen) > 1 and others and all(s.score.correct is not wanted for s in chosen):
             chosen[-1] = others[0]
-    return "\n".join(format_sample(sample) for sample in chosen)
+    return "\n".join(format_sample(sample, decode) for sample in chosen)
 
 
 def make_printable(text: str) -> str:

@@ -1,38 +1,80 @@
-"""Scores responses as they come, beside generation."""
+"""Scores responses as they come, whatever a verifier does."""
 
+import asyncio
 import math
-import threading
-from typing import Protocol
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
+from megarl.algo.rewards import check_score
+from megarl.config.errors import ConfigError
+from megarl.config.schema.reward import RewardConfig
+from megarl.reward.build import EMPTY, build_async_reward
+from megarl.reward.interface import AsyncReward, DirectReward, RewardFailedError
+from megarl.sandbox.function_server import describe
 from megarl.types import Prompt, Response, RewardFunction, Score
 
 
-class Scorer(Protocol):
-    """Scores one response at a time, many at the same time."""
+class Scorer:
+    """Awaits a reward and turns its failures into scores that say so.
+
+    `score` may be awaited many times at once, on one event loop; `close` may be called from any thread.
+    """
+
+    def __init__(self, reward: AsyncReward | RewardFunction):
+        self._reward = reward if isinstance(reward, AsyncReward) else DirectReward(reward)
 
     async def score(self, prompt: Prompt, response: Response) -> Score:
-        """The score; what the verifier does wrong is a Score with a `failure`, and nothing is raised."""
-        ...
+        """The reward's score. Where it raises, hangs, dies or gives no finite number: a score with `failure`.
 
-    def close(self) -> None: ...
-
-
-class DirectScorer:
-    """Calls a reward function in the thread of the event loop, one response after the other."""
-
-    def __init__(self, reward: RewardFunction):
-        self._reward = reward
-        self._lock = threading.Lock()
-
-    async def score(self, prompt: Prompt, response: Response) -> Score:
-        """As `Scorer.score`."""
+        A failure is one line, equal for equal causes, as far as what a verifier raises allows it.
+        """
         try:
-            with self._lock:  # A user's function need not be thread-safe.
-                score = self._reward(prompt, response)
+            score = await self._reward.score(prompt, response)
+        except RewardFailedError as error:
+            return fail(str(error))
         except Exception as error:
-            return Score(0.0, False, failure=f"the reward raised {type(error).__name__}: {error}")
-        if not math.isfinite(score.reward):
-            return Score(0.0, False, failure=f"the reward is {score.reward}; it must be a finite number")
-        return score
+            return fail(f"the reward raised {describe(error)}")
+        numbers = {"reward": score.reward, **{f"details {name!r}": value for name, value in score.details.items()}}
+        bad = next((name for name, value in numbers.items() if not math.isfinite(value)), None)
+        return score if bad is None else fail(f"the {bad} is {numbers[bad]}; it must be a finite number")
 
-    def close(self) -> None: ...
+    def check(self, prompts: Iterable[Prompt], wrong: float = 0.0) -> None:
+        """Score an empty response to each prompt, which shows whether the reward can read the data's answers.
+
+        Meant for the first prompt of each split, before anything is started; not from a coroutine. wrong: reward.wrong,
+        with which the scores must be in [0, 1]. Raises ConfigError naming reward=... and data=....
+        """
+
+        async def check_all() -> None:
+            for prompt in prompts:
+                try:
+                    score = await self._reward.check(prompt, EMPTY)
+                    if score is not None:
+                        check_score(score.reward, wrong)
+                except ConfigError:
+                    raise
+                except (ValueError, RewardFailedError) as error:
+                    raise ConfigError(
+                        [f"reward=... with data=...: an empty response to a first prompt cannot be scored: {error}"]
+                    ) from error
+
+        # A thread of its own: the caller's may have an event loop that runs, as in a notebook.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(asyncio.run, check_all()).result()
+
+    def close(self) -> None:
+        """End what the reward has started; what is being scored fails."""
+        self._reward.close()
+
+
+def fail(reason: str) -> Score:
+    """The score of a response without a reward."""
+    return Score(0.0, False, failure=reason)
+
+
+def build_scorer(config: RewardConfig) -> Scorer:
+    """The scorer of this configuration.
+
+    Raises ConfigError naming the key that is out of range, or what is not installed or not importable.
+    """
+    return Scorer(build_async_reward(config))

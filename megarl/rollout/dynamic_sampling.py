@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from megarl.report.failures import describe_failures
 from megarl.types import Metrics, Prompt, Rollout, Sample
 
 Group = tuple[Sample, ...]
@@ -30,8 +31,15 @@ def join_groups(groups: Sequence[Group], weight_version: int) -> Rollout:
 
 
 def has_reward_variance(group: Group) -> bool:
-    """Whether the group's raw rewards differ."""
-    return any(sample.score.reward != group[0].score.reward for sample in group)
+    """Whether the group's raw rewards differ; a sample without a reward does not count."""
+    return len({sample.score.reward for sample in group if sample.score.failure is None}) > 1
+
+
+def count_equal(groups: Sequence[Group]) -> tuple[int, int]:
+    """(correct, wrong) groups of equal rewards; one whose samples have all failed is neither."""
+    first = [next((s for s in group if s.score.failure is None), None) for group in groups]
+    num_correct = sum(sample is not None and sample.score.correct for sample in first)
+    return num_correct, sum(sample is not None for sample in first) - num_correct
 
 
 def collect_groups_with_reward_variance(
@@ -55,6 +63,26 @@ def collect_groups_with_reward_variance(
         prompts = draw(min(num_groups, math.ceil((num_groups - len(kept)) / share)))
         for group in split_groups(collect(prompts)):
             (kept if has_reward_variance(group) else equal).append(group)
+    return _fill_up(kept, equal, num_groups, num_rounds)
+
+
+def take_groups_with_reward_variance(
+    take: Callable[[], Group], num_groups: int, max_rounds: int
+) -> tuple[list[Group], Metrics]:
+    """As `collect_groups_with_reward_variance`, from groups that come one by one.
+
+    take: the next group. At most max_rounds * num_groups are taken; the metric sampling/rounds is their number in
+    units of `num_groups`, rounded up.
+    """
+    kept: list[Group] = []
+    equal: list[Group] = []
+    while len(kept) < num_groups and len(kept) + len(equal) < max_rounds * num_groups:
+        group = take()
+        (kept if has_reward_variance(group) else equal).append(group)
+    return _fill_up(kept, equal, num_groups, math.ceil((len(kept) + len(equal)) / num_groups))
+
+
+def _fill_up(kept: list[Group], equal: list[Group], num_groups: int, num_rounds: int) -> tuple[list[Group], Metrics]:
     if not kept:
         found = _describe(num_rounds, equal)
         raise NoRewardVarianceError(f"dynamic sampling found no group with different rewards {found}")
@@ -66,26 +94,29 @@ def collect_groups_with_reward_variance(
             stacklevel=2,
         )
     num_asked = len(kept) + len(equal)
-    num_correct = sum(group[0].score.correct for group in equal)
+    num_correct, num_wrong = count_equal(equal)
+    rewards = [s.score.reward for group in kept + equal for s in group if s.score.failure is None]
     metrics = {
-        "sampling/reward_mean": sum(s.score.reward for group in kept + equal for s in group)
-        / sum(len(group) for group in kept + equal),
+        "sampling/reward_mean": sum(rewards) / len(rewards),
         "sampling/rounds": float(num_rounds),
         "sampling/num_prompts": float(num_asked),
         "sampling/signal_frac": len(kept) / num_asked,
         "sampling/equal_correct_frac": num_correct / num_asked,
-        "sampling/equal_wrong_frac": (len(equal) - num_correct) / num_asked,
+        "sampling/equal_wrong_frac": num_wrong / num_asked,
     }
     return (kept + equal)[:num_groups], metrics
 
 
 def _describe(num_rounds: int, equal: Sequence[Group]) -> str:
-    num_correct = sum(group[0].score.correct for group in equal)
-    num_wrong = len(equal) - num_correct
+    num_correct, num_wrong = count_equal(equal)
+    if failures := describe_failures([sample for group in equal for sample in group]):
+        failures = f" ({failures})"
     text = (
         f"in algo.dynamic_sampling.max_rounds={num_rounds} rounds; of the groups of equal rewards"
-        f" {num_correct} are correct and {num_wrong} wrong"
+        f" {num_correct} are correct and {num_wrong} wrong{failures}"
     )
+    if num_correct == num_wrong == 0:
+        return f"{text}: the verifier or the environment must be mended"
     if num_correct > num_wrong:
         return f"{text}: the data are too easy for this policy; harder prompts are needed, or training is done"
     return f"{text}: the data are too hard for this policy; easier prompts, or more of train.responses_per_prompt"

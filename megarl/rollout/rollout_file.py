@@ -6,17 +6,16 @@
               "turns": [{"start", "end", "text", "reward", "details"}, ...]},
  "score": {"reward", "correct", "details", "answer", "failure"}}
 
-and "first_old_logprobs" where the sample has them, with the meanings of megarl/types.py. `iteration` is 0 during value
-pretraining; `sample` counts the lines of a rollout from 0. Numbers are read back bit for bit. The files from which a
-run goes on (`write_rollouts`) also have "routed_experts"; the one of all its responses has not: they are some hundred
-bytes a token.
+and "first_old_logprobs" and "group_number" where the sample has them, with the meanings of megarl/types.py. `iteration`
+is 0 during value pretraining; `sample` counts the lines of a rollout from 0. Numbers are read back bit for bit. The
+files from which a run goes on (`write_rollouts`) also have "routed_experts"; the one of all its responses has not: they
+are some hundred bytes a token.
 """
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,10 @@ import numpy as np
 from megarl.checkpoint.manifest import write_atomically
 from megarl.report.metrics import drop_unfinished_line, refuse_constant, refuse_repeated_keys
 from megarl.rollout import routed_experts
+from megarl.rollout.rollout_records import EXPERTS, FIELDS, FIRST_OLD, NUMBER, check_record
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score, Turn
 
 FILE_NAME = "rollouts.jsonl"
-_FIRST_OLD = "first_old_logprobs"
-_EXPERTS = "routed_experts"
 
 
 class RolloutWriter:
@@ -55,7 +53,7 @@ def format_rollout(rollout: Rollout, iteration: int, with_routed_experts: bool =
     records = [_to_record(rollout, number, iteration) for number in range(len(rollout.samples))]
     for record, sample in zip(records, rollout.samples, strict=True):
         if with_routed_experts and sample.response.routed_experts is not None:
-            record[_EXPERTS] = routed_experts.to_record(sample.response.routed_experts)
+            record[EXPERTS] = routed_experts.to_record(sample.response.routed_experts)
     return "".join(f"{json.dumps(record, allow_nan=False)}\n" for record in records)
 
 
@@ -130,18 +128,19 @@ def read_rollouts(path: Path, limits: Limits | None = None) -> Iterator[Rollout]
 
 def _to_record(rollout: Rollout, number: int, iteration: int) -> dict[str, Any]:
     sample = rollout.samples[number]
-    first_old = {} if sample.first_old_logprobs is None else {_FIRST_OLD: sample.first_old_logprobs.tolist()}
+    first_old = {} if sample.first_old_logprobs is None else {FIRST_OLD: sample.first_old_logprobs.tolist()}
     return {
         "iteration": iteration,
         "weight_version": rollout.weight_version,
         "sample": number,
         "num_samples": len(rollout.samples),
         "group": sample.group,
-        "prompt": {name: getattr(sample.prompt, name) for name in _FIELDS["prompt"]}
+        "prompt": {name: getattr(sample.prompt, name) for name in FIELDS["prompt"]}
         | {"metadata": dict(sample.prompt.metadata)},
         "response": _to_response_record(sample.response),
         "score": {**vars(sample.score), "details": dict(sample.score.details)},
         **first_old,
+        **({} if sample.group_number is None else {NUMBER: sample.group_number}),
     }
 
 
@@ -171,7 +170,7 @@ def _read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     )
                     return
                 raise ValueError(f"{where}: {error}; expected one JSON object a line") from None
-            yield where, _check_record(record, where)
+            yield where, check_record(record, where)
 
 
 def _warn_incomplete(where: str, samples: list[Sample], header: Mapping[str, Any]) -> None:
@@ -200,15 +199,15 @@ def _to_sample(record: Mapping[str, Any], where: str, limits: Limits | None) -> 
     prompt, response = record["prompt"], record["response"]
     num_tokens = len(response["token_ids"])
     per_token = {name: response[name] for name in ("rollout_logprobs", "generated", "weight_versions")}
-    first_old = record.get(_FIRST_OLD)
+    first_old = record.get(FIRST_OLD)
     if first_old is not None:
-        per_token[_FIRST_OLD] = first_old
+        per_token[FIRST_OLD] = first_old
     for name, values in per_token.items():
         if len(values) != num_tokens:
             raise ValueError(
                 f"{where}: response has {len(values)} {name}; expected one for each of its {num_tokens} tokens"
             )
-    experts = record.get(_EXPERTS)
+    experts = record.get(EXPERTS)
     if experts is not None:
         try:
             experts = routed_experts.from_record(experts, len(prompt["token_ids"]) + num_tokens)
@@ -231,6 +230,7 @@ def _to_sample(record: Mapping[str, Any], where: str, limits: Limits | None) -> 
         Score(**record["score"]),
         record["group"],
         first_old_logprobs=None if first_old is None else np.array(first_old, dtype=np.float32),
+        group_number=record.get(NUMBER),
     )
 
 
@@ -251,110 +251,3 @@ def _check_limits(where: str, prompt: list[int], response: list[int], limits: Li
             f"{where}: found a response of {len(response)} tokens; rollout.response_length is {limits.response_length}"
             " and must be at least that"
         )
-
-
-Check = tuple[Callable[[Any], bool], str]
-"""Whether a value is valid, and what would be valid"""
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_whole(value: Any) -> bool:
-    return _is_integer(value) and value >= 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(check, value))
-
-
-def _map_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
-
-
-def _is_turn(value: Any) -> bool:
-    checks = {
-        "start": _is_whole,
-        "end": _is_whole,
-        "text": _is_text,
-        "reward": _is_number,
-        "details": _map_of(_is_number),
-    }
-    return (
-        isinstance(value, dict)
-        and value.keys() == checks.keys()
-        and all(check(value[name]) for name, check in checks.items())
-    )
-
-
-_WHOLE: Check = (_is_whole, "a whole number, 0 or more")
-_TEXT: Check = (_is_text, "a text")
-_WHOLES: Check = (_list_of(_is_whole), "a list of whole numbers, 0 or more")
-_NUMBERS: Check = (_list_of(_is_number), "a list of finite numbers")
-_FIELDS: dict[str, dict[str, Check]] = {
-    "prompt": {
-        "id": _TEXT,
-        "text": _TEXT,
-        "token_ids": _WHOLES,
-        "answer": _TEXT,
-        "metadata": (_map_of(_is_text), "an object of texts"),
-    },
-    "response": {
-        "token_ids": _WHOLES,
-        "text": _TEXT,
-        "rollout_logprobs": _NUMBERS,
-        "generated": (_list_of(_is_flag), "a list of true and false"),
-        "weight_versions": (_list_of(_is_integer), "a list of whole numbers"),
-        "finish_reason": (lambda v: v in [r.value for r in FinishReason], "stop, length or max_turns"),
-        "turns": (lambda v: isinstance(v, list) and all(map(_is_turn, v)), "a list of turns"),
-    },
-    "score": {
-        "reward": (_is_number, "a finite number"),
-        "correct": (_is_flag, "true or false"),
-        "details": (_map_of(_is_number), "an object of finite numbers"),
-        "answer": (lambda v: v is None or _is_text(v), "a text or null"),
-        "failure": (lambda v: v is None or _is_text(v), "a text or null"),
-    },
-}
-_LINE: dict[str, Check] = {
-    **dict.fromkeys(("iteration", "weight_version", "sample", "num_samples", "group"), _WHOLE),
-    **dict.fromkeys(_FIELDS, (lambda value: isinstance(value, dict), "an object")),
-}
-_OPTIONAL: dict[str, Check] = {_FIRST_OLD: _NUMBERS, _EXPERTS: (lambda value: isinstance(value, dict), "an object")}
-
-
-def _check_record(record: Any, where: str) -> dict[str, Any]:
-    """The record, with exactly the keys and types of the format. Raises ValueError."""
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: found a JSON {type(record).__name__}; expected an object")
-    optional = {name: check for name, check in _OPTIONAL.items() if name in record}
-    _check_fields(record, _LINE | optional, where, "")
-    for name, checks in _FIELDS.items():
-        _check_fields(record[name], checks, where, f"{name}.")
-    return record
-
-
-def _check_fields(record: Mapping[str, Any], checks: Mapping[str, Check], where: str, prefix: str) -> None:
-    for name in [*checks, *record]:
-        if name not in record:
-            raise ValueError(f'{where}: "{prefix}{name}" is missing; found {", ".join(record) or "nothing"}')
-        if name not in checks:
-            raise ValueError(f'{where}: "{prefix}{name}" is not a key of a rollout; the keys are {", ".join(checks)}')
-        is_right, expected = checks[name]
-        if not is_right(record[name]):
-            found = repr(record[name])
-            found = found if len(found) <= 60 else f"{found[:57]}..."
-            raise ValueError(f'{where}: "{prefix}{name}" is {found}; expected {expected}')

@@ -32,7 +32,7 @@ def load_expert_architecture(checkpoint: Path) -> Architecture:
     return arch
 
 
-def decode_answer(encoded: str | None, num_tokens: int, arch: Architecture) -> RoutedExperts:
+def decode_answer(encoded: str | bytes | None, num_tokens: int, arch: Architecture) -> RoutedExperts:
     """SGLang's routed_experts: base64 of int32 [num_tokens - 1, layers, experts of a token].
 
     num_tokens: of prompt and response. Raises ValueError for another number of them, and for what no router chooses: a

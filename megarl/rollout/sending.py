@@ -66,8 +66,10 @@ class Lockstep:
             await self._engine.generate_turns([request for request, _ in wave], take)
         except BaseException as error:
             for _, future in wave:
-                if not future.done():
-                    future.set_exception(error) if isinstance(error, Exception) else future.cancel()
+                if isinstance(error, asyncio.CancelledError):
+                    future.cancel()
+                elif not future.done():
+                    future.set_exception(error)
 
 
 class Independent:

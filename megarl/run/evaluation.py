@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,16 +29,19 @@ from megarl.report.evaluation import (
     summarize_set,
     write_evaluation,
 )
+from megarl.report.failures import check_failures, describe_failures
 from megarl.report.progress import Progress
 from megarl.report.text import format_seconds
-from megarl.reward.build import build_reward, check_reward, reads_answers
-from megarl.reward.scorer import DirectScorer
+from megarl.report.turns import Decode
+from megarl.reward.build import reads_answers
+from megarl.reward.scorer import Scorer, build_scorer
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.episodes import Conversation, EpisodeRunner, build_conversation
 from megarl.rollout.server import build_command
 from megarl.run.recovery import Recovery
-from megarl.types import Prompt, RewardFunction, Sample
+from megarl.toolbox.prompt import build_tool_prompt
+from megarl.types import Prompt, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,12 +51,15 @@ if TYPE_CHECKING:
 class EvaluationSet:
     name: str
     prompts: tuple[Prompt, ...]
-    reward: RewardFunction
+    open_scorer: Callable[[], Scorer]
+    """Opens what scores the responses, to be closed"""
     reads_answers: bool
     """Whether the reward reports which answer it read"""
     response_length: int
     conversation: Conversation | None = None
     """What answers the policy; None with environment=single_turn"""
+    max_failed_frac: float = 1.0
+    """reward.max_failed_frac"""
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,6 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
             urls,
             inputs.checkpoint,
             rollout,
-            inputs.tokenizer,
             seed=config.seed,
             check_processes=servers.check_alive,
             api_key=servers.api_key,
@@ -100,8 +105,17 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
         stack.callback(engine.close)
         num_slots = rollout.max_running_requests * rollout.num_servers
         recovery = Recovery(servers, progress.line, rollout.max_server_restarts)
+        decode = inputs.tokenizer.decode
         results = evaluate_sets(
-            engine, inputs.sets, evaluate, run_dir, progress, num_slots=num_slots, seed=config.seed, recovery=recovery
+            engine,
+            inputs.sets,
+            evaluate,
+            run_dir,
+            progress,
+            num_slots=num_slots,
+            seed=config.seed,
+            recovery=recovery,
+            decode=decode,
         )
         write_evaluation(run_dir / FILE_NAME, results, list_settings(configs, inputs.checkpoint))
         progress.line(format_table(results))
@@ -138,16 +152,18 @@ def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase") -
         name=name,
         path=evaluate.paths.get(name),
         num_problems=evaluate.num_problems,
+        tools=build_tool_prompt(config.environment, config.data, tokenizer),
     )
-    reward = build_reward(config.reward)
-    check_reward(reward, prompts[:1])
+    with contextlib.closing(build_scorer(config.reward)) as scorer:
+        scorer.check(prompts[:1])
     return EvaluationSet(
         name,
         prompts,
-        reward,
+        partial(build_scorer, config.reward),
         reads_answers(config.reward),
         config.rollout.response_length,
         build_conversation(config, tokenizer),
+        config.reward.max_failed_frac,
     )
 
 
@@ -176,38 +192,56 @@ def evaluate_sets(
     seed: int = 0,
     weight_version: int = 0,
     recovery: Recovery | None = None,
+    decode: Decode | None = None,
 ) -> list[SetResult]:
     """The result of each set; every response is written to RUN_DIR/responses.jsonl as soon as it has been scored.
 
     num_slots: responses that the servers generate at once. seed: of the run. weight_version: of the servers, 0 after
-    their start. recovery: None where a lost server is not restarted.
+    their start. recovery: None where a lost server is not restarted. decode: reads the observations in responses.jsonl.
+    Raises TooManyFailuresError where more of a set's responses than reward.max_failed_frac have no reward.
     """
     recovery = recovery or Recovery(None, progress.line, 0)
     results = []
     with (run_dir / RESPONSES_FILE_NAME).open("w", encoding="utf-8") as file:
         for each in sets:
-            runner = EpisodeRunner(each.response_length, each.conversation)
-            temperature = get_temperature(config)
-            collector = Collector(engine, DirectScorer(each.reward), runner, seed=seed, temperature=temperature)
             samples: list[Sample] = []
-            started = time.monotonic()
             progress.enter(each.name)
-            # In small calls: rollout.request_deadline_s is the deadline of each, and progress is reported after each.
-            step = max(1, num_slots // config.num_samples)
-            for start in range(0, len(each.prompts), step):
-                recovery.run(engine.check_health)
-                batch = each.prompts[start : start + step]
-                # Restarted servers hold the same checkpoint.
-                key = f"{each.name}/{start}"
-                found = recovery.run(partial(_collect, collector, batch, config.num_samples, weight_version, key))
-                _write_responses(file, each.name, found, config.num_samples)
+            started = time.monotonic()
+            batches = _collect_batches(engine, each, config, recovery, num_slots, seed, weight_version)
+            for found in batches:
+                _write_responses(file, each.name, found, config.num_samples, decode)
                 samples += found
                 progress.line(_describe_progress(each, samples, time.monotonic() - started))
             progress.leave()
+            check_failures(samples, each.max_failed_frac)
+            if text := describe_failures(samples):
+                progress.line(f"warning: {each.name}: {text}; they count as wrong, with a reward of 0")
             # A user's own function reads answers where it says so.
             reads = each.reads_answers or any(sample.score.answer is not None for sample in samples)
             results.append(summarize_set(each.name, samples, list_ks(config), config.confidence, reads_answers=reads))
     return results
+
+
+def _collect_batches(
+    engine: RolloutEngine,
+    each: EvaluationSet,
+    config: EvaluateConfig,
+    recovery: Recovery,
+    num_slots: int,
+    seed: int,
+    weight_version: int,
+) -> Iterator[tuple[Sample, ...]]:
+    """The responses to a set's prompts, in order and in small calls, as rollout.request_deadline_s is for each."""
+    runner = EpisodeRunner(each.response_length, each.conversation)
+    step = max(1, num_slots // config.num_samples)
+    with contextlib.closing(each.open_scorer()) as scorer:
+        collector = Collector(engine, scorer, runner, seed=seed, temperature=get_temperature(config))
+        for start in range(0, len(each.prompts), step):
+            recovery.run(engine.check_health)
+            batch = each.prompts[start : start + step]
+            key = f"{each.name}/{start}"
+            # Restarted servers hold the same checkpoint.
+            yield recovery.run(partial(_collect, collector, batch, config.num_samples, weight_version, key))
 
 
 def _collect(
@@ -222,8 +256,10 @@ def _collect(
         ) from error
 
 
-def _write_responses(file: IO[str], name: str, samples: Sequence[Sample], num_samples: int) -> None:
-    file.writelines(format_response(name, i % num_samples, sample) for i, sample in enumerate(samples))
+def _write_responses(
+    file: IO[str], name: str, samples: Sequence[Sample], num_samples: int, decode: Decode | None
+) -> None:
+    file.writelines(format_response(name, i % num_samples, sample, decode) for i, sample in enumerate(samples))
     file.flush()
 
 

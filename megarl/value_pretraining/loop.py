@@ -146,21 +146,7 @@ class ValuePretraining:
         with self.report.phase("experience"):
             values = self.critic.values(tensors.sequences).result()
         # Without a KL the returns do not depend on the training engine's log-probs; the rollout's are used instead.
-        return Experience(
-            sequences=tensors.sequences,
-            groups=tensors.groups,
-            ages=tensors.ages,
-            rewards=tensors.rewards,
-            truncated=tensors.truncated,
-            mask=tensors.mask,
-            rollout_logprobs=tensors.rollout_logprobs,
-            old_logprobs=tensors.rollout_logprobs,
-            sampling_logprobs=tensors.rollout_logprobs,
-            scored=tensors.scored,
-            ref_logprobs=None,
-            ref_kl=None,
-            values=values,
-        )
+        return tensors.build_experience(tensors.rollout_logprobs, values=values)
 
     def build_targets(self, experience: Experience) -> TrainingSamples:
         response_length, wrong = self.config.rollout.response_length, self.config.reward.wrong

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def compute_rloo(returns_B: Tensor, groups_B: Tensor) -> Tensor:
-    """A_i = R_i - mean of the other R_j of its group, float64 [B].
+    """A_i = R_i - mean of the other R_j of its group, float64 [B]; 0 in a group of one, where the others have failed.
 
-    returns_B: float [B]. groups_B: int64 [B]. Raises ValueError for a group of one, NonFiniteError.
+    returns_B: float [B]. groups_B: int64 [B]. Raises NonFiniteError.
     """
     import torch
 
@@ -24,11 +24,8 @@ def compute_rloo(returns_B: Tensor, groups_B: Tensor) -> Tensor:
 
     check_finite("rewards", returns_B)
     index, sizes = compute_group_index(groups_B)
-    if bool((sizes < 2).any()):
-        lonely = int(groups_B[(sizes[index] < 2).nonzero()[0, 0]])
-        raise ValueError(f"group {lonely} holds 1 response; leave-one-out needs at least 2 per prompt")
     moments = compute_moments(returns_B, groups_B, NormScope.group)
-    scale = (sizes.double() / (sizes - 1))[index]
+    scale = (sizes.double() / (sizes - 1).clamp(min=1))[index]
     return torch.where(moments.constant, 0.0, (returns_B.double() - moments.mean) * scale)
 
 

@@ -11,6 +11,7 @@ from megarl.config.checks.parallel import check_overlap, check_parallel, find_ne
 from megarl.config.checks.ranges import MAX_STALENESS, check_ranges
 from megarl.config.checks.texts import check_texts
 from megarl.config.placement import find_server_offload
+from megarl.config.reward_parts import check_parts
 from megarl.config.schema.algo import LARGEST_KL_ERROR, KLConfig, OverlongConfig, needs_full_kl, needs_reference
 from megarl.config.schema.environment import SingleTurnEnvironmentConfig
 from megarl.config.schema.hardware import check_hardware
@@ -46,6 +47,7 @@ def check_config(config: Config) -> list[str]:
         *_check_division(config.train),
         *check_ranges(config),
         *check_texts(config),
+        *check_parts(config.reward),
         *_check_model(config),
         *_check_roles(config),
         *check_compute(config),

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
 
 
 @dataclass
@@ -126,6 +127,16 @@ class HuggingFaceDataConfig(FileDataConfig):
     """The split that is held out; null: a part of `split` is."""
 
 
+@dataclass
+class VerifiersDataConfig(DataConfig):
+    """The dataset of an environment of the package verifiers; its evaluation rows are held out."""
+
+    id: str = MISSING
+    """The environment; conf/data/verifiers.yaml takes that of environment=verifiers."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Its arguments; likewise."""
+
+
 SCHEMAS: dict[str, type[DataConfig]] = {
     "letter_count": LetterCountDataConfig,
     "addition": AdditionDataConfig,
@@ -134,6 +145,7 @@ SCHEMAS: dict[str, type[DataConfig]] = {
     "jsonl": JsonlDataConfig,
     "parquet": ParquetDataConfig,
     "huggingface": HuggingFaceDataConfig,
+    "verifiers": VerifiersDataConfig,
 }
 
 

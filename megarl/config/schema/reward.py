@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -14,6 +15,24 @@ class RewardConfig:
     wrong: float = field(default=0.0, kw_only=True)
     """Reward of a wrong answer; a right one has 1, and a score s between them wrong + (1 - wrong) s. What is learned
     from has this scale; metrics, thresholds, evaluation and saved rollouts have the score. Below 1; -1 in DAPO."""
+    max_failed_frac: float = field(default=0.1, kw_only=True)
+    """Maximum share of an iteration's responses (in an evaluation, of a set's) without a reward, because the verifier
+    or the environment raised, hung or died; more end the run with the most frequent reasons. Up to it they are masked
+    and counted. With the default a group of 16 keeps 14 on average, enough for its mean; 0: none may fail."""
+
+
+@dataclass
+class ProcessRewardConfig(RewardConfig):
+    """The keys of rewards that run in processes of their own."""
+
+    num_workers: int | None = field(default=None, kw_only=True)
+    """Number of processes that score at a time, beside generation; each is started when all before it are busy. null:
+    one for every four cores of this machine, at least one and at most 16."""
+    timeout_s: float = field(default=5.0, kw_only=True)
+    """Time limit in seconds of scoring one response. What is a fault of the response (math and reasoning_gym: a
+    comparison that does not end) counts as wrong; anything else is a failure, and the sample is not learned from."""
+    memory_gb: float = field(default=8.0, kw_only=True)
+    """Memory limit in GiB of one process, as address space beyond what it has after loading."""
 
 
 @dataclass
@@ -50,21 +69,17 @@ class StatedAnswer(Enum):
 
 
 @dataclass
-class MathRewardConfig(RewardConfig):
+class MathRewardConfig(ProcessRewardConfig):
     """Mathematical equality of the stated answer and the expected one, read by math-verify's parser."""
 
     answer: StatedAnswer = StatedAnswer.final
     """What states the answer of a response: a box, an explicit final statement too, or also the last value."""
-    timeout_s: float = 5.0
-    """Time limit in seconds of scoring one response; a response that takes longer counts as wrong."""
 
 
 @dataclass
-class ReasoningGymRewardConfig(RewardConfig):
+class ReasoningGymRewardConfig(ProcessRewardConfig):
     """The task's own scorer from reasoning-gym."""
 
-    timeout_s: float = 5.0
-    """Time limit in seconds of scoring one response; a response that takes longer counts as wrong."""
     correct_at: float = 1.0
     """The lowest score that counts as correct; scorers give less than 1 for partly right answers."""
 
@@ -78,11 +93,156 @@ class EnvironmentRewardConfig(RewardConfig):
 
 
 @dataclass
-class FunctionRewardConfig(RewardConfig):
+class FunctionRewardConfig(ProcessRewardConfig):
     """Your own function from (Prompt, Response) to Score."""
 
     path: str = MISSING
     """The function, as package.module:callable."""
+
+
+@dataclass
+class NumericRewardConfig(ProcessRewardConfig):
+    """The last number of the response is the answer, exactly or within a tolerance."""
+
+    tolerance: float = 0.0
+    """Largest difference from the answer that is right; 0: equal numbers. Numbers are read and compared exactly."""
+    relative_tolerance: float = 0.0
+    """Largest difference as a share of the answer; the larger of the two tolerances holds."""
+    pattern: str | None = None
+    """Regular expression whose last match is the number, or its first group where it has one; null: the last number of
+    the response, which needs no process of its own."""
+
+
+@dataclass
+class FormatRewardConfig(ProcessRewardConfig):
+    """The response has a form, whatever it says."""
+
+    pattern: str = r"<think>.*?</think>\s*<answer>.*?</answer>"
+    """Regular expression (Python's; a dot matches line ends too) for the whole response, white space at its ends
+    aside."""
+    anywhere: bool = False
+    """A part of the response that matches suffices."""
+
+
+@dataclass
+class LengthRewardConfig(RewardConfig):
+    """The number of tokens that the policy generated is in a range."""
+
+    min_length: int = 0
+    """Fewest tokens with the full score."""
+    max_length: int = 512
+    """Most tokens with the full score."""
+    falloff: int = 128
+    """Tokens outside of the range at which the score is 0; in between it is linear. 0: it is 0 at once."""
+
+
+@dataclass
+class CodeRewardConfig(ProcessRewardConfig):
+    """The response's Python program passes the prompt's tests, in a sandbox."""
+
+    timeout_s: float = field(default=10.0, kw_only=True)
+    """Time limit in seconds of one program: of each pair of input and output, or of all statements. A program that
+    takes longer fails its tests."""
+    memory_gb: float = field(default=1.0, kw_only=True)
+    """Memory limit in GiB of one program, as address space."""
+    partial: bool = False
+    """The score is the share of tests that pass; else all must."""
+
+
+@dataclass
+class HttpRewardConfig(RewardConfig):
+    """What a server answers over HTTP."""
+
+    url: str = MISSING
+    """Where to POST the response, as http://HOST:PORT/PATH or https://HOST/PATH."""
+    timeout_s: float = 60.0
+    """Deadline in seconds of one request; then it is tried again."""
+    max_retries: int = 3
+    """Maximum number of further attempts after status 429 or 5xx, a lost connection or a passed deadline; the waits
+    before them double, from half a second. Then the sample has failed."""
+    max_concurrency: int = 64
+    """Maximum number of requests at a time."""
+    api_key_env: str | None = None
+    """Name of the environment variable with the key that is sent as "Authorization: Bearer KEY"; the key itself is
+    never saved or shown."""
+
+
+@dataclass
+class ServerRewardConfig(RewardConfig):
+    """The keys of rewards that a server gives."""
+
+    url: str = field(default=MISSING, kw_only=True)
+    """The server, as in http://127.0.0.1:30000."""
+    api_key_env: str | None = field(default=None, kw_only=True)
+    """Name of the environment variable with the key that the server requires; null: it requires none."""
+    deadline_s: float = field(default=60.0, kw_only=True)
+    """Deadline in seconds of one call."""
+    num_retries: int = field(default=3, kw_only=True)
+    """How often a call is sent again that got no answer or a temporary error (408, 425, 429, 5xx), after 0.5 s, 1 s,
+    2 s and so on; then the sample has failed and is not learned from."""
+    max_concurrent: int = field(default=64, kw_only=True)
+    """Maximum number of calls at a time; further ones wait."""
+
+
+class Verdict(Enum):
+    """How a judge says what it thinks of a response."""
+
+    score = "score"
+    """it explains, then gives a number from 0 to max_score in a box; the reward is number / max_score"""
+    word = "word"
+    """its next token says yes or no; the reward is p(yes) / (p(yes) + p(no)); also for small models"""
+
+
+@dataclass
+class JudgeRewardConfig(ServerRewardConfig):
+    """A language model judges the response, behind any server with OpenAI's chat completions, such as SGLang's."""
+
+    model: str | None = None
+    """The model's name for the server; null: the first that it lists."""
+    rubric: str | None = None
+    """What the judge is told, with {question}, {answer} and {response} where these are put in, quoted; how it gives its
+    verdict is added. null: a rubric for questions with an expected answer."""
+    rubric_path: str | None = None
+    """File with the rubric instead."""
+    verdict: Verdict = Verdict.score
+    """How the judge says what it thinks."""
+    max_score: int = 10
+    """The best number that the judge may give with verdict=score; the worst is 0."""
+    yes: str = "yes"
+    """The word of a good response with verdict=word. It must be one token of the judge, as no."""
+    no: str = "no"
+    """The word of a bad response."""
+    max_tokens: int = 1024
+    """Maximum length in tokens of the judge's answer with verdict=score; one that is cut is a failure."""
+    correct_at: float = 0.5
+    """The lowest reward that counts as correct."""
+    request: dict[str, Any] = field(default_factory=dict)
+    """Further fields of each request, for example {chat_template_kwargs: {enable_thinking: false}}."""
+
+
+@dataclass
+class ScalarModelRewardConfig(ServerRewardConfig):
+    """A scalar reward model behind an SGLang server reads prompt and response as a conversation."""
+
+    scale: float = 1.0
+    """The reward is offset + scale * (what the model's head gives)."""
+    offset: float = 0.0
+    """Added to the scaled score."""
+    correct_at: float = 0.0
+    """The lowest reward that counts as correct; it says nothing about right or wrong unless the model was so made."""
+
+
+@dataclass
+class WeightedRewardConfig(RewardConfig):
+    """The sum of other rewards, each times its weight."""
+
+    parts: dict[str, Any] = field(default_factory=dict)
+    """Name of each part -> its `kind`, a choice of reward=, its `weight` (1 if left out), and the keys of that kind, as
+    in {right: {kind: math, weight: 0.9}, brief: {kind: length, weight: 0.1}}."""
+    correct_by: str | None = None
+    """Name of the part that decides whether a response is correct; null: correct_at does."""
+    correct_at: float = 1.0
+    """The lowest sum that counts as correct, where correct_by is null."""
 
 
 SCHEMAS: dict[str, type[RewardConfig]] = {
@@ -93,6 +253,14 @@ SCHEMAS: dict[str, type[RewardConfig]] = {
     "reasoning_gym": ReasoningGymRewardConfig,
     "environment": EnvironmentRewardConfig,
     "function": FunctionRewardConfig,
+    "numeric": NumericRewardConfig,
+    "format": FormatRewardConfig,
+    "length": LengthRewardConfig,
+    "code": CodeRewardConfig,
+    "http": HttpRewardConfig,
+    "judge": JudgeRewardConfig,
+    "reward_model": ScalarModelRewardConfig,
+    "weighted": WeightedRewardConfig,
 }
 
 

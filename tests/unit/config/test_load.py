@@ -95,7 +95,8 @@ def test_every_algorithm_composes_with_the_laptop_models_at_256_samples_per_iter
 
 
 def test_the_open_fields_of_the_schema_are_found():
-    assert list_open_keys() == ("data.options", "evaluate.paths", "model.megatron", "rollout.sglang")
+    options = ("data.options", "environment.options")
+    assert list_open_keys() == (*options, "evaluate.paths", "model.megatron", "rollout.sglang")
 
 
 def test_keys_of_open_fields_are_set_without_a_plus_one_by_one_or_together():

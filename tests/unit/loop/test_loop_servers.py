@@ -135,7 +135,7 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
         for iteration in range(1, 5):
             rollout, metrics = trainer.collect(iteration)
             experience, _ = trainer.build_experience(rollout)
-            versions = [v for sample in rollout.samples for v in sample.response.weight_versions]
+            versions = [v for sample in rollout.samples for v in sample.response.weight_versions.expand()]
             behind = trainer.version - torch.tensor(versions)
             assert metrics["rollout/staleness_max"] == behind.max() == (iteration > 1)
             assert metrics["rollout/staleness_mean"] == pytest.approx(float(behind.double().mean()))

@@ -25,29 +25,53 @@ from megarl.config.schema.reward import (
     register,
 )
 from megarl.reward.build import build_reward, check_reward, reads_answers
-from megarl.reward.function import RESERVED_NAMES
+from megarl.reward.function import RESERVED_NAMES, FunctionVerifier
+from megarl.reward.interface import RewardFailedError
+from megarl.reward.scorer import build_scorer
+from megarl.sandbox.function_server import load_callable
+
+PROMPT = build_prompt("")
+READS_NO_ANSWER = {"environment", "letter_count", "reasoning_gym", "format", "length", "code", "http", "function"}
+
+REQUIRED = {
+    "function": {"path": "reward_cases:build_prompt"},
+    "http": {"url": "http://127.0.0.1:1/score"},
+    "judge": {"url": "http://127.0.0.1:9"},
+    "reward_model": {"url": "http://127.0.0.1:9"},
+    "weighted": {"parts": {"right": {"kind": "exact"}}},
+}
+"""Keys without a default, by kind"""
+OF_SERVERS = ("judge", "reward_model")
+"""Kinds that ask their server when they are built: test_judge.py"""
+
+
+def list_required(kind: str) -> list[str]:
+    """The same as overrides."""
+    return [f"++reward.{key}={value}".replace("'", "") for key, value in REQUIRED.get(kind, {}).items()]
 
 
 @pytest.mark.parametrize("kind", SCHEMAS)
 def test_each_kind_composes_to_its_own_dataclass(kind):
     register(ConfigStore.instance())
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        composed = compose(
-            overrides=[f"+reward={kind}", "+reward.path=a:b"] if kind == "function" else [f"+reward={kind}"]
-        )
+        composed = compose(overrides=[f"+reward={kind}", *list_required(kind)])
     assert isinstance(OmegaConf.to_object(composed.reward), SCHEMAS[kind])
 
 
 def test_every_kind_has_a_yaml_file_and_a_verifier():
     assert {file.stem for file in (CONF_DIR / "reward").glob("*.yaml")} == set(SCHEMAS)
     for kind, schema in SCHEMAS.items():
-        config = schema(path="reward_cases:build_prompt") if kind == "function" else schema()
-        assert callable(build_reward(config))
+        config = schema(**REQUIRED.get(kind, {}))
+        if kind in OF_SERVERS:
+            with pytest.raises(ConfigError, match=r"reward\.url: found http://127\.0\.0\.1:9"):
+                build_scorer(config)
+        else:
+            build_scorer(config).close()
 
 
 def test_a_kind_without_a_verifier_is_named():
     with pytest.raises(ConfigError, match="RewardConfig"):
-        build_reward(RewardConfig())
+        build_scorer(RewardConfig())
 
 
 @pytest.mark.parametrize(
@@ -107,15 +131,15 @@ def test_a_score_says_which_answer_was_read(config, answer, text, read):
     assert build_reward(config)(build_prompt(answer), build_response(text)).answer == read
 
 
-@pytest.mark.parametrize("kind", sorted(set(SCHEMAS) - {"function"}))
+@pytest.mark.parametrize("kind", sorted(set(SCHEMAS) - {"function", "weighted"}))
 def test_a_kind_that_reads_answers_reads_the_right_one_in_itself(kind):
     """85 as the expected answer and the response; the other kinds have no answer to read in it."""
-    config = SCHEMAS[kind]()
+    config = SCHEMAS[kind](**REQUIRED.get(kind, {}))
     if reads_answers(config):
         score = build_reward(config)(build_prompt("85"), build_response("85"))
         assert (score.correct, score.answer) == (True, "85")
     else:
-        assert kind in ("letter_count", "reasoning_gym", "environment")
+        assert kind in {*READS_NO_ANSWER, *OF_SERVERS}
 
 
 def test_addition_names_a_prompt_whose_answer_is_no_integer():
@@ -147,33 +171,24 @@ def test_a_users_own_function_scores(user_module):
 def test_a_users_function_that_returns_no_score_is_named(user_module):
     user_module("def score(prompt, response):\n    return 1.0\n")
     reward = build_reward(FunctionRewardConfig("my_reward_of_test:score"))
-    with pytest.raises(TypeError, match="my_reward_of_test:score returned a float"):
+    with pytest.raises(RewardFailedError, match=r"TypeError: reward\.path=my_reward_of_test:score returned a float"):
         reward(build_prompt(""), build_response(""))
 
 
-def test_responses_with_different_details_are_refused_with_both_sets(user_module):
-    user_module(
-        "from megarl.types import Score\n"
-        "def score(prompt, response):\n"
-        "    details = {'a': 1.0, 'b': 0.0} if response.text else {'a': 0.0}\n"
-        "    return Score(0.0, False, details)\n"
-    )
-    reward = build_reward(FunctionRewardConfig("my_reward_of_test:score"))
-    assert reward(build_prompt(""), build_response("x")).details == {"a": 1.0, "b": 0.0}
-    with pytest.raises(ValueError, match=r"prompt 'p1': found details a; the first response.*'p1', had a, b"):
-        reward(build_prompt(""), build_response(""))
-    assert reward(build_prompt(""), build_response("y")).details == {"a": 1.0, "b": 0.0}
+def test_responses_with_different_details_are_refused_with_both_sets():
+    verifier = FunctionVerifier(FunctionRewardConfig("package:function"))
+    first = {"reward": 0.0, "correct": False, "details": {"a": 1.0, "b": 0.0}}
+    assert verifier.read(first, PROMPT).details == {"a": 1.0, "b": 0.0}
+    with pytest.raises(ValueError, match=r"found details a; the first response had a, b"):
+        verifier.read({**first, "details": {"a": 0.0}}, PROMPT)
+    assert verifier.read(first, PROMPT).details == {"a": 1.0, "b": 0.0}
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED_NAMES))
-def test_details_with_a_name_of_the_trainers_own_metrics_are_refused(user_module, name):
-    user_module(
-        "from megarl.types import Score\n"
-        f"def score(prompt, response):\n    return Score(0.0, False, {{'mine': 1.0, {name!r}: 1.0}})\n"
-    )
-    reward = build_reward(FunctionRewardConfig("my_reward_of_test:score"))
-    with pytest.raises(ValueError, match=rf"prompt 'p1': .*own metrics have the names {name} under reward/"):
-        reward(build_prompt(""), build_response(""))
+def test_details_with_a_name_of_the_trainers_own_metrics_are_refused(name):
+    verifier = FunctionVerifier(FunctionRewardConfig("package:function"))
+    with pytest.raises(ValueError, match=rf"own metrics have the names {name} under reward/"):
+        verifier.read({"reward": 0.0, "correct": False, "details": {"mine": 1.0, name: 1.0}}, PROMPT)
 
 
 def test_the_names_that_the_algorithms_log_under_reward_are_reserved():
@@ -241,13 +256,13 @@ def test_a_reward_that_fits_its_data_passes_the_check(config, prompt):
 )
 def test_a_path_that_cannot_be_called_is_named(user_module, path, message):
     user_module("NUMBER = 3\n")
-    with pytest.raises(ConfigError, match=rf"reward\.path: found '{path}'.*{message}"):
-        build_reward(FunctionRewardConfig(path))
+    with pytest.raises(ValueError, match=rf"^found '{path}'.*{message}"):
+        load_callable(path)
 
 
 def test_a_module_that_fails_while_imported_is_named(user_module):
     user_module("1 / 0\n")
-    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+    with pytest.raises(ConfigError, match=r"^reward\.path: found .*ZeroDivisionError"):
         build_reward(FunctionRewardConfig("my_reward_of_test:score"))
 
 
@@ -259,9 +274,9 @@ def test_a_function_with_a_scale_of_its_own_is_refused_beside_reward_wrong_befor
         check_reward(reward, [build_prompt("")], wrong=-1.0)
 
 
-@pytest.mark.parametrize("kind", sorted(set(SCHEMAS) - {"function"}))
+@pytest.mark.parametrize("kind", SCHEMAS)
 def test_every_kind_has_the_reward_of_a_wrong_answer(kind):
-    overrides = [f"reward={kind}", "model=tiny", "reward.wrong=-1", "environment=guess"]
+    overrides = [f"reward={kind}", "model=tiny", "reward.wrong=-1", "environment=guess", *list_required(kind)]
     assert load_config(overrides).reward.wrong == -1.0
 
 

@@ -5,6 +5,7 @@ import math
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,7 +44,8 @@ def two_rollouts() -> tuple[Rollout, Rollout]:
 
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
-tokens = st.tuples(st.integers(0, 999), finite, st.booleans(), st.integers(-1, 10**6))
+single = st.floats(width=32, allow_nan=False, allow_infinity=False)
+tokens = st.tuples(st.integers(0, 999), single, st.booleans(), st.integers(-1, 10**6))
 
 
 @st.composite
@@ -65,9 +67,16 @@ def rollouts(draw) -> Rollout:
             )
             details = draw(st.dictionaries(st.text(), finite, max_size=2))
             score = Score(draw(finite), draw(st.booleans()), details, draw(st.none() | st.text()))
-            first_old = tuple(draw(finite) for _ in rows) if draw(st.booleans()) else None
+            first_old = np.float32([draw(single) for _ in rows]) if draw(st.booleans()) else None
             samples.append(Sample(prompt, response, score, group, first_old_logprobs=first_old))
     return Rollout(tuple(samples), draw(st.integers(0, 100)))
+
+
+def get_bytes(sample: Sample) -> bytes:
+    """The bytes of all its floating-point numbers."""
+    first_old = sample.first_old_logprobs
+    old = b"" if first_old is None else b"some" + first_old.tobytes()
+    return struct.pack("d", sample.score.reward) + sample.response.rollout_logprobs.tobytes() + old
 
 
 @settings(max_examples=60, deadline=None)
@@ -79,10 +88,7 @@ def test_what_is_written_is_read_back_bit_by_bit(tmp_path_factory, written):
     for a, b in zip(found, written, strict=True):
         for one, other in zip(a.samples, b.samples, strict=True):
             # == takes 0.0 and -0.0 for the same.
-            numbers = [
-                (s.score.reward, *s.response.rollout_logprobs, *(s.first_old_logprobs or ())) for s in (one, other)
-            ]
-            assert len({struct.pack(f"{len(n)}d", *n) for n in numbers}) == 1
+            assert len({get_bytes(sample) for sample in (one, other)}) == 1
 
 
 def test_every_line_is_a_strict_json_object_that_says_where_it_belongs(tmp_path):
@@ -95,7 +101,15 @@ def test_every_line_is_a_strict_json_object_that_says_where_it_belongs(tmp_path)
         (1, 0, 1, 0, 3),
     ]
     assert records[2]["response"]["token_ids"] == [6, 4]
-    assert records[2]["score"] == {"reward": 0.3, "correct": True, "details": {"format": 1.0}, "answer": "42"}
+    assert records[2]["score"] == {
+        "reward": 0.3,
+        "correct": True,
+        "details": {"format": 1.0},
+        "answer": "42",
+        "failure": None,
+    }
+    turn = {"start": 0, "end": 2, "text": "ab\n\u2028", "reward": 0.0, "details": {}}
+    assert records[2]["response"]["turns"] == [turn]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -150,8 +164,8 @@ def spoil(path: Path, line: int, change) -> None:
         (2, lambda r: r["response"].__delitem__("generated"), '"response.generated" is missing'),
         (1, lambda r: r["prompt"].update(token_ids=[1, True]), r'"prompt.token_ids" is \[1, True\]; expected a list'),
         (1, lambda r: r["prompt"].update(token_ids=[-1]), '"prompt.token_ids" is .*; expected a list of whole numbers'),
-        (3, lambda r: r["response"].update(finish_reason="abort"), "is 'abort'; expected stop or length"),
-        (3, lambda r: r["response"].update(finish_reason=["stop"]), "expected stop or length"),
+        (3, lambda r: r["response"].update(finish_reason="abort"), "is 'abort'; expected stop, length"),
+        (3, lambda r: r["response"].update(finish_reason=["stop"]), "expected stop, length"),
         (3, lambda r: r["response"].update(generated=[True]), "has 1 generated; expected one for each of its 2 tokens"),
         (3, lambda r: r.update(first_old_logprobs=[-1.0]), "has 1 first_old_logprobs; expected one for each of its 2"),
         (3, lambda r: r.update(first_old_logprobs=[None, -1]), "expected a list of finite numbers"),

@@ -1,0 +1,68 @@
+"""What scores and episodes say of an iteration or an evaluation, as metrics."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from megarl.types import FinishReason, Metrics, Sample
+
+
+def compute_score_metrics(samples: Sequence[Sample]) -> Metrics:
+    """reward/correct and reward/NAME of the verifier's named parts: means over the samples with a reward, of a part
+    over those whose score has it. Empty where no sample has a reward.
+    """
+    scored = [sample for sample in samples if sample.score.failure is None]
+    if not scored:
+        return {}
+    means = {f"reward/{name}": _mean(values) for name, values in _collect(s.score.details for s in scored).items()}
+    return {**means, "reward/correct": _mean(sample.score.correct for sample in scored)}
+
+
+def compute_environment_metrics(samples: Sequence[Sample]) -> Metrics:
+    """environment/*: means over the episodes with a reward; empty where there are none.
+
+    environment/NAME: the sum over an episode's turns of what `Turn.details` has under that name, 0 where it has none.
+    environment/turns_mean: number of turns. environment/max_turns_frac: share cut at environment.max_turns.
+    environment/tokens_mean: tokens of actions and observations together, which rollout.response_length limits;
+    length/mean counts the actions' alone.
+    """
+    scored = [sample for sample in samples if sample.score.failure is None]
+    if not scored:
+        return {}
+    found = _collect(turn.details for sample in scored for turn in sample.response.turns)
+    return {
+        **{f"environment/{name}": sum(values) / len(scored) for name, values in found.items()},
+        "environment/turns_mean": _mean(len(sample.response.turns) for sample in scored),
+        "environment/max_turns_frac": _mean(s.response.finish_reason is FinishReason.max_turns for s in scored),
+        "environment/tokens_mean": _mean(len(sample.response) for sample in scored),
+    }
+
+
+def compute_heldout_metrics(samples: Sequence[Sample], *, with_environment: bool) -> Metrics:
+    """reward/heldout, heldout/* as `compute_score_metrics`, and heldout/environment/* as `compute_environment_metrics`.
+
+    A response without a reward counts as wrong here, with a reward of 0, in reward/heldout and heldout/correct: left
+    out, it could only make the policy look better. heldout/failed_frac is the share of such responses.
+    """
+    metrics = {name.replace("reward/", "heldout/"): value for name, value in compute_score_metrics(samples).items()}
+    if with_environment:
+        metrics |= {f"heldout/{name}": value for name, value in compute_environment_metrics(samples).items()}
+    return {
+        **metrics,
+        "heldout/correct": _mean(sample.score.correct for sample in samples),
+        "heldout/failed_frac": _mean(sample.score.failure is not None for sample in samples),
+        "reward/heldout": _mean(sample.score.reward for sample in samples),
+    }
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def _collect(details: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
+    """All values of each name, in order."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for each in details:
+        for name, value in each.items():
+            found[name].append(value)
+    return found

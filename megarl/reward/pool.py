@@ -1,0 +1,113 @@
+"""A verifier in one or several processes of its own."""
+
+import asyncio
+import os
+import queue
+from concurrent.futures import ThreadPoolExecutor
+
+from megarl.config.errors import ConfigError
+from megarl.reward.interface import AsyncReward, ProcessVerifier, RewardFailedError
+from megarl.sandbox.function_process import (
+    CallDiedError,
+    CallError,
+    CallMemoryError,
+    CallRaisedError,
+    CallTimeoutError,
+    FunctionProcess,
+    StartError,
+)
+from megarl.types import Prompt, Response, Score
+
+MOST_CHOSEN = 16
+"""Processes that are chosen for a machine of any size"""
+
+
+def choose_num_workers() -> int:
+    """A process for every four cores of this machine, at least one."""
+    return min(MOST_CHOSEN, max(1, len(os.sched_getaffinity(0)) // 4))
+
+
+class ProcessReward:
+    """A verifier in one process, as a function that any thread may call."""
+
+    def __init__(self, verifier: ProcessVerifier):
+        self._verifier = verifier
+        self._process = FunctionProcess(
+            verifier.path,
+            options=verifier.options,
+            timeout_s=verifier.timeout_s,
+            memory_gb=verifier.memory_gb,
+            show_output=verifier.show_output,
+        )
+
+    def start(self) -> None:
+        """Start the process. Raises ConfigError where the verifier cannot be loaded in it."""
+        try:
+            self._process.start()
+        except StartError as error:
+            raise ConfigError([f"{self._verifier.key}: {error}"]) from error
+
+    def __call__(self, prompt: Prompt, response: Response) -> Score:
+        """Raises RewardFailedError, and ValueError where the prompt cannot be read."""
+        verifier = self._verifier
+        question = verifier.ask(prompt, response)
+        try:
+            answer = self._process.call(question)
+        except CallRaisedError as error:
+            raise RewardFailedError(f"the reward raised {error}") from error
+        except StartError as error:
+            raise RewardFailedError(f"the reward's process does not start: {error}") from error
+        except CallError as error:
+            is_responses_fault = isinstance(error, CallTimeoutError | CallMemoryError | CallDiedError)
+            score = verifier.give_up() if is_responses_fault else None
+            if score is None:
+                raise RewardFailedError(self._explain(error)) from error
+            return score
+        return verifier.read(answer, prompt)
+
+    def _explain(self, error: CallError) -> str:
+        if isinstance(error, CallTimeoutError):
+            return f"the reward took longer than reward.timeout_s={self._verifier.timeout_s:g} s"
+        if isinstance(error, CallMemoryError):
+            return f"the reward needed more memory than reward.memory_gb={self._verifier.memory_gb:g}"
+        return f"the reward failed: {error}"
+
+    def close(self) -> None:
+        """End the process; later calls fail."""
+        self._process.close()
+
+
+class PooledReward(AsyncReward):
+    """A verifier in up to `num_workers` processes, each started when all before it are busy.
+
+    A score depends on the prompt and the response alone, so that it does not matter which process gives it.
+    """
+
+    def __init__(self, verifier: ProcessVerifier, num_workers: int | None):
+        """num_workers: None chooses by the cores of this machine."""
+        self._rewards = [ProcessReward(verifier) for _ in range(num_workers or choose_num_workers())]
+        self._threads = ThreadPoolExecutor(len(self._rewards), thread_name_prefix="reward")
+        # The last one used is the next: no more processes run than are needed.
+        self._idle: queue.LifoQueue[ProcessReward] = queue.LifoQueue()
+        for reward in reversed(self._rewards):
+            self._idle.put(reward)
+
+    async def score(self, prompt: Prompt, response: Response) -> Score:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._score, prompt, response)
+
+    async def check(self, prompt: Prompt, empty: Response) -> Score:
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._rewards[0].start)
+        return await self.score(prompt, empty)
+
+    def _score(self, prompt: Prompt, response: Response) -> Score:
+        reward = self._idle.get()
+        try:
+            return reward(prompt, response)
+        finally:
+            self._idle.put(reward)
+
+    def close(self) -> None:
+        """End the processes, also in the middle of a call."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for reward in self._rewards:
+            reward.close()

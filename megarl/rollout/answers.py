@@ -1,0 +1,188 @@
+"""SGLang's answers to /generate, from JSON to arrays without a Python object per token.
+
+An answer of SGLang 0.5.23, which writes JSON without spaces, has each token twice, about 40 bytes:
+
+{"text": "...", "output_ids": [ID, ...],
+ "meta_info": {"finish_reason": {"type": "stop"}, "prompt_tokens": 5, "weight_version": "3",
+               "weight_versions": [{"version": "3", "start": 0, "end": 7}],
+               "output_token_logprobs": [[LOGPROB, ID, null], ...], "routed_experts": "BASE64"}}
+
+What is as long as the response is cut out first: Arrow reads the numbers from the bytes, the json module the rest.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from megarl.families.architecture import Architecture
+from megarl.rollout.client import RequestError
+from megarl.rollout.routed_experts import decode_answer
+from megarl.types import FinishReason, Response, RoutedExperts, WeightVersions
+
+_LONG = re.compile(rb'"(output_ids|output_token_logprobs|routed_experts)":([\["])')
+_COMMA = ord(",")
+_EVERY_OTHER = 0b01010101
+_LARGEST_ID = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True, eq=False)
+class ParsedAnswer:
+    """One answer; T tokens were generated, at least one."""
+
+    text: str
+    """As the server decoded it: special tokens left out, and the token at which it stopped"""
+    token_ids: NDArray[np.int32]
+    """int32 [T]"""
+    logprobs: NDArray[np.float32]
+    """float32 [T]"""
+    weight_versions: WeightVersions
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    routed_experts: RoutedExperts | None
+    """None where no architecture was given"""
+    index: int
+    """Place of the prompt in its call, in a streamed answer to several prompts; else 0"""
+
+    def build_response(self) -> Response:
+        """The answer as a response of one turn."""
+        return Response(
+            token_ids=self.token_ids,
+            text=self.text,
+            rollout_logprobs=self.logprobs,
+            generated=np.ones(len(self.token_ids), dtype=np.bool_),
+            weight_versions=self.weight_versions,
+            finish_reason=self.finish_reason,
+            routed_experts=self.routed_experts,
+        )
+
+
+def parse_answer(raw: bytes, arch: Architecture | None = None) -> ParsedAnswer:
+    """The answer to one prompt: one JSON object.
+
+    arch: of the model whose routed experts the answer has; None: it has none.
+    Raises RequestError for an answer that was aborted, is inconsistent or cannot be read.
+    """
+    content, cut = _cut_out(raw)
+    return _build(content, cut, arch)
+
+
+def parse_answers(raw: bytes, arch: Architecture | None = None) -> list[ParsedAnswer]:
+    """The answers to several prompts, in order: a JSON list of objects. Otherwise as `parse_answer`."""
+    content, cut = _cut_out(raw)
+    if not isinstance(content, list):
+        raise RequestError(f"/generate answered with a {type(content).__name__}; a list was expected")
+    return [_build(answer, cut, arch) for answer in content]
+
+
+def _cut_out(raw: bytes) -> tuple[Any, list[memoryview]]:
+    """The JSON value with the number of its piece in place of each long array or text, and the pieces."""
+    view, pieces, rest, done = memoryview(raw), list[memoryview](), list[bytes](), 0
+    while found := _LONG.search(raw, done):
+        start = found.end()
+        # No number has a quote: the next one is the text's end, or is behind the array.
+        quote = raw.find(b'"', start)
+        if found[2] == b'"':
+            end = quote
+        elif found[1] == b"output_ids":
+            end = raw.find(b"]", start)
+        else:
+            end = (
+                start
+                if raw[start : start + 1] == b"]"
+                else raw.rfind(b"]]", start, quote if quote >= 0 else len(raw)) + 1
+            )
+        if end < start:
+            raise RequestError(f"an answer cannot be read: its {found[1].decode()} have no end")
+        rest += [raw[done : start - 1], str(len(pieces)).encode()]
+        pieces.append(view[start:end])
+        done = end + 1
+    try:
+        return json.loads(b"".join([*rest, raw[done:]])), pieces
+    except ValueError as error:
+        raise RequestError(f"an answer of {len(raw)} bytes is not the JSON that SGLang writes: {error}") from None
+
+
+def _build(answer: Any, cut: Sequence[memoryview], arch: Architecture | None) -> ParsedAnswer:
+    try:
+        meta = answer["meta_info"]
+        reason, num_prompt_tokens = meta["finish_reason"], meta["prompt_tokens"]
+        if reason is None or reason["type"] not in ("stop", "length"):
+            raise RequestError(f"a response ended with {reason}; stop or length was expected")
+        ids, logprobs = _parse_tokens(cut[answer["output_ids"]], cut[meta["output_token_logprobs"]])
+        versions = _find_versions(meta, len(ids))
+        text, index = answer["text"], answer.get("index", 0)
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        described = f"{type(error).__name__} {error}"
+        raise RequestError(f"an answer is not what SGLang writes ({described}): {json.dumps(answer)[:500]}") from None
+    experts = None
+    try:
+        if arch is not None:
+            place = meta.get("routed_experts")
+            encoded = None if place is None else bytes(cut[place])
+            experts = decode_answer(encoded, num_prompt_tokens + len(ids), arch)
+    except ValueError as error:
+        raise RequestError(f"an answer of {len(ids)} tokens cannot be replayed: {error}") from None
+    return ParsedAnswer(text, ids, logprobs, versions, FinishReason[reason["type"]], num_prompt_tokens, experts, index)
+
+
+def _parse_tokens(ids: memoryview, entries: memoryview) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """int32 [T] of ID,...,ID and float32 [T] of [LOGPROB,ID,null],...,[LOGPROB,ID,null] with the same ids."""
+    expected = np.fromstring(ids.tobytes(), np.int64, sep=",") if ids else np.zeros(0, np.int64)
+    logprobs, found = _parse_entries(entries)
+    if not len(expected) or not np.array_equal(found, expected):
+        raise RequestError(
+            f"a response of {len(expected)} tokens came with {len(found)} log-probs, not of these tokens"
+        )
+    wrong = ~np.isfinite(logprobs) | (expected < 0) | (expected > _LARGEST_ID)
+    if wrong.any():
+        t = int(wrong.argmax())
+        raise RequestError(f"a response of {len(expected)} tokens has id {expected[t]} with log-prob {logprobs[t]}")
+    return expected.astype(np.int32), logprobs
+
+
+def _parse_entries(entries: memoryview) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+    """The log-probs and ids."""
+    commas = np.nonzero(np.frombuffer(entries, np.uint8) == _COMMA)[0] if entries else np.zeros(0, np.int64)
+    num = (len(commas) + 1) // 3
+    if len(commas) != 3 * num - 1:
+        return np.zeros(0, np.float32), np.zeros(0)
+    # An Arrow array of texts has no gaps: those between the numbers are texts too, but null, which are not read.
+    bounds = np.empty((num, 4), np.int32)
+    bounds[0, 0], bounds[1:, 0] = 1, commas[2::3] + 2
+    bounds[:, 1], bounds[:, 2], bounds[:, 3] = commas[0::3], commas[0::3] + 1, commas[1::3]
+    if (bounds[:, 0] > bounds[:, 1]).any():
+        raise ValueError("a log-prob is missing")
+    num_texts = bounds.size - 1
+    valid = bytes([_EVERY_OTHER]) * (num_texts // 8 + 1)
+    texts = pa.StringArray.from_buffers(
+        num_texts, pa.py_buffer(bounds.reshape(-1)), pa.py_buffer(entries), pa.py_buffer(valid)
+    )
+    numbers = np.frombuffer(texts.cast(pa.float64()).buffers()[1], np.float64)[:num_texts]
+    with np.errstate(over="ignore"):
+        return numbers[0::4].astype(np.float32), numbers[2::4]
+
+
+def _find_versions(meta: Mapping[str, Any], length: int) -> WeightVersions:
+    """SGLang's spans {version, start, end}, which must cover the response."""
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": length}]
+    versions: list[int] = []
+    ends: list[int] = []
+    end = 0
+    for span in spans:
+        if span["start"] != end or not end <= span["end"]:
+            break
+        end = span["end"]
+        if versions and versions[-1] == int(span["version"]):
+            ends[-1] = end
+        elif end > span["start"]:
+            versions.append(int(span["version"]))
+            ends.append(end)
+    if end != length:
+        raise RequestError(f"weight versions {spans} do not cover a response of {length} tokens")
+    return WeightVersions(tuple(versions), tuple(ends))

@@ -1,0 +1,246 @@
+"""A process of its own for a function that may hang, use up memory or take its process down.
+
+Its time limit holds in any thread and inside C code (a power of powers), which a signal handler's would not.
+Only JSON goes between the two processes.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+START_DEADLINE_S = 180.0
+"""Seconds for importing the function's packages on a busy machine"""
+GRACE_S = 20.0
+"""Seconds beyond the process's own time limit before it is killed: it must have been stopped or swapped out"""
+OUT_OF_MEMORY = 77
+"""Exit status of a process whose function ran out of memory"""
+GIB = 2**30
+
+
+class CallError(Exception):
+    """A call without a result; the message is one line."""
+
+
+class CallTimeoutError(CallError):
+    """The function took longer than its time limit."""
+
+
+class CallMemoryError(CallError):
+    """The function needed more memory than its limit."""
+
+
+class CallDiedError(CallError):
+    """The function took its process down."""
+
+
+class CallKilledError(CallError):
+    """The process was killed from outside, twice, or closed."""
+
+
+class CallRaisedError(CallError):
+    """The function raised; the message is the exception's type and text."""
+
+
+class StartError(Exception):
+    """The process could not load its function."""
+
+
+class FunctionProcess:
+    """Calls one function in a process of its own, one call at a time. Thread-safe.
+
+    The process is started by `start` or the first call, and again by the first call after it ended. It and what it
+    started end when this object is closed or collected, and when this process ends in any way.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        timeout_s: float,
+        memory_gb: float,
+        options: Mapping[str, Any] | None = None,
+        show_output: bool = False,
+    ):
+        """path: the function, as package.module:function. options, JSON: where given, `path` is called once with them
+        as keywords and returns the function. memory_gb: address space in GiB beyond what the process has after loading.
+        show_output: what the function prints goes to this process's standard error; else it is dropped."""
+        self._task = {"path": path, "options": options, "timeout_s": timeout_s, "memory_bytes": int(memory_gb * GIB)}
+        self._path, self._timeout_s, self._memory_gb, self._show_output = path, timeout_s, memory_gb, show_output
+        self._lock = threading.Lock()
+        self._closed = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    def start(self) -> None:
+        """Start the process, where it does not run. Raises StartError saying why the function cannot be loaded."""
+        with self._lock:
+            if self._process is None:
+                self._start()
+
+    def call(self, arguments: Mapping[str, Any]) -> Any:
+        """The function's result for these keywords; both are JSON.
+
+        A process that was killed from outside (SIGKILL, as by the kernel where memory is short) is replaced once.
+        Raises CallError, and StartError where the process has to be started and cannot be.
+        """
+        question = json.dumps(arguments).encode() + b"\n"
+        with self._lock:
+            try:
+                answer = self._ask(question)
+            except _KilledError:
+                try:
+                    answer = self._ask(question)
+                except _KilledError as error:
+                    raise CallKilledError("its process was killed (SIGKILL) twice") from error
+        if "error" in answer:
+            raise CallRaisedError(answer["error"])
+        return answer["result"]
+
+    def close(self) -> None:
+        """End the process, also in the middle of a call, and start none again."""
+        self._closed = True
+        if (finalizer := self._finalizer) is not None:
+            finalizer()
+
+    def _ask(self, question: bytes) -> dict[str, Any]:
+        process = self._process or self._start()
+        try:
+            line = exchange(process, question, self._timeout_s + GRACE_S)
+        except TimeoutError:
+            self._stop()
+            raise CallTimeoutError(self._describe_timeout()) from None
+        if line is not None:
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        status = self._stop()
+        if self._closed:
+            raise CallKilledError("its process was closed")
+        if status == -signal.SIGALRM:
+            raise CallTimeoutError(self._describe_timeout())
+        if status == OUT_OF_MEMORY:
+            raise CallMemoryError(f"it needed more than {self._memory_gb:g} GiB of memory")
+        if status == -signal.SIGKILL:
+            raise _KilledError
+        raise CallDiedError(f"its process died ({describe_status(status)})")
+
+    def _describe_timeout(self) -> str:
+        return f"it took longer than {self._timeout_s:g} s"
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        if self._closed:
+            raise CallKilledError("its process was closed")
+        # A session of its own: Ctrl-C at the terminal is the parent's to handle, and the whole group can be killed.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megarl.sandbox.function_server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if self._show_output else subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        )
+        self._process = process
+        self._finalizer = weakref.finalize(self, end_process, process)
+        try:
+            # The same modules are found as here.
+            task = json.dumps({**self._task, "sys_path": [os.path.abspath(entry) for entry in sys.path]})
+            line = exchange(process, task.encode() + b"\n", START_DEADLINE_S)
+        except TimeoutError:
+            self._stop()
+            raise StartError(f"loading {self._path} took longer than {START_DEADLINE_S:.0f} s") from None
+        if line is None:
+            status = self._stop()
+            raise StartError(f"the process that loads {self._path} died ({describe_status(status)})")
+        message = json.loads(line)
+        if "error" in message:
+            self._stop()
+            raise StartError(message["error"])
+        return process
+
+    def _stop(self) -> int:
+        """End the process; returns its exit status."""
+        process = self._process
+        assert process is not None
+        # Its end of the pipe closes before it is gone: its own status says more than that of a kill.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if not _is_open(process):
+                process.wait(timeout=5)
+        if self._finalizer is not None:
+            self._finalizer()
+        self._process = self._finalizer = None
+        return process.wait(timeout=30)
+
+
+class _KilledError(Exception):
+    """The process was killed from outside."""
+
+
+def describe_status(status: int) -> str:
+    """An exit status in words: "signal SIGSEGV" or "exit status 3"."""
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"signal {signal.Signals(-status).name}"
+    except ValueError:
+        return f"signal {-status}"
+
+
+def exchange(process: "subprocess.Popen[bytes]", line: bytes, seconds: float) -> bytes | None:
+    """Write a line and read one without its end; None where the process closed its end. Raises TimeoutError."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    reader, writer, received, deadline = (
+        process.stdout.fileno(),
+        process.stdin.fileno(),
+        b"",
+        time.monotonic() + seconds,
+    )
+    os.set_blocking(writer, False)
+    unwritten = memoryview(line)
+    while not received.endswith(b"\n"):
+        poll = select.poll()  # Unlike select(), with descriptors above 1023 too.
+        poll.register(reader, select.POLLIN | select.POLLHUP)
+        if unwritten:
+            poll.register(writer, select.POLLOUT)
+        ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+        if not ready:
+            raise TimeoutError
+        if writer in ready:
+            try:
+                unwritten = unwritten[os.write(writer, unwritten[:65536]) :]
+            except BrokenPipeError:
+                return None
+        if reader in ready:
+            chunk = os.read(reader, 65536)
+            if not chunk:
+                return None
+            received += chunk
+    return received[:-1]
+
+
+def _is_open(process: "subprocess.Popen[bytes]") -> bool:
+    """Whether the process still holds its end of the pipe."""
+    assert process.stdout is not None
+    poll = select.poll()
+    poll.register(process.stdout.fileno(), select.POLLIN)
+    return not any(event & select.POLLHUP for _, event in poll.poll(0))
+
+
+def end_process(process: "subprocess.Popen[bytes]") -> None:
+    """Kill the process and its group, and close its pipes."""
+    with contextlib.suppress(ProcessLookupError):
+        # Before it is reaped, so that the number is still the group's.
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=30)
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
