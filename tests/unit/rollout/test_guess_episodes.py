@@ -7,11 +7,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.data.build import build_data
 from megarl.hf.random_model import build_character_tokenizer
 from megarl.interfaces import TurnRequest
-from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner, build_conversation
+from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner, build_conversation, check_conversation
 from megarl.types import FinishReason, Prompt, Response
 
 CONFIG = load_config(["experiment=guess"])
@@ -71,3 +72,11 @@ def test_a_number_at_the_limit_of_the_length_is_no_guess():
     response = run(lambda answers: "-" * 23 + "7", PROMPTS[6])[0].response
     assert (len(response), len(response.turns), response.turns[0].reward) == (24, 1, 0.0)
     assert response.finish_reason is FinishReason.length
+
+
+def test_data_that_the_environment_cannot_read_are_found_before_anything_starts():
+    conversation = build_conversation(CONFIG, TOKENIZER)
+    check_conversation(None, PROMPTS)
+    check_conversation(conversation, PROMPTS)
+    with pytest.raises(ConfigError, match=r"environment=\.\.\. with data=.*'p'.*'b12' found; environment=guess needs"):
+        check_conversation(conversation, [*PROMPTS[:1], Prompt("p", "b...=", (1,), "b12")])
