@@ -29,7 +29,7 @@ from megarl.rollout.dynamic_sampling import join_groups
 from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import RolloutWriter
 from megarl.rollout.source import GroupSource
-from megarl.rollout.tensors import build_tensors
+from megarl.rollout.tensors import build_tensors, find_too_stale
 from megarl.run.recovery import Recovery
 from megarl.run.saving import LoopSaver, NoSaver
 from megarl.run.signals import deferring_stops
@@ -239,6 +239,7 @@ class Trainer:
         """Discard all state about the servers, after some were restarted."""
         self.components.sync.reconnect()
         self.components.offloader.forget()
+        self.source.begin_again()
 
     def build_experience(self, rollout: Rollout) -> tuple[Experience, Metrics]:
         """The responses with the log-probs and values of policy, reference and critic.
@@ -261,6 +262,8 @@ class Trainer:
                 ref_kl=ref_kl.result() if ref_kl else None,
                 values=values.result() if values else None,
             )
+            too_stale = find_too_stale(rollout, self.config.rollout.max_staleness)
+            experience = replace(experience, too_stale=too_stale)
         return experience, compute_batch_metrics(experience)
 
     def build_targets(self, experience: Experience, algo: AlgoConfig) -> tuple[TrainingSamples, Metrics]:

@@ -73,10 +73,11 @@ def _compute_targets(
     if algo.advantage_clip is not None:
         advantages = advantages.clamp(-algo.advantage_clip, algo.advantage_clip)
     kept_B = ~experience.truncated if algo.overlong.filter else torch.ones_like(experience.truncated)
+    fresh = mask if experience.too_stale is None else mask & ~experience.too_stale
     samples = TrainingSamples(
         sequences=experience.sequences,
         mask=mask,
-        loss_mask=mask & kept_B[:, None],
+        loss_mask=fresh & kept_B[:, None],
         positive=experience.rewards >= algo.positive_threshold,
         advantages=advantages.to(dtype),
         rollout_logprobs=experience.rollout_logprobs,
@@ -85,6 +86,7 @@ def _compute_targets(
         ref_logprobs=experience.ref_logprobs,
         old_values=experience.values if found.returns is not None else None,
         returns=None if found.returns is None else found.returns.to(dtype),
+        critic_mask=None if experience.too_stale is None else fresh,
     )
     metrics |= dict(found.metrics) | _compute_metrics(samples, rewards_B, experience.ages == 0)
     return samples, metrics | compute_mismatch_metrics(experience, algo.mismatch)

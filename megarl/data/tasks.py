@@ -4,7 +4,7 @@ import itertools
 import random
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.data import AdditionDataConfig, LetterCountDataConfig
+from megarl.config.schema.data import AdditionDataConfig, GuessDataConfig, LetterCountDataConfig
 from megarl.data.problem import Problem, ProblemSplits, ask
 
 
@@ -88,6 +88,21 @@ class AdditionSource:
             [ask(f"{a} + {b}", str(a + b)) for a, b in train],
             [ask(f"{a} + {b}", str(a + b)) for a, b in heldout],
         )
+
+
+class GuessSource:
+    """`1-7` with the answer 1, 2, ... or 7: the range, and the number that environment=guess hides in it."""
+
+    def __init__(self, config: GuessDataConfig):
+        self.config = config
+
+    def load(self, seed: int) -> ProblemSplits:
+        """Each number once, on both sides: the question does not tell it. Raises ConfigError."""
+        last = self.config.max_number
+        if last < 2:
+            raise ConfigError([f"data.max_number: found {last}; it must be 2 or more"])
+        problems = [ask(f"1-{last}", str(number)) for number in range(1, last + 1)]
+        return ProblemSplits(problems, problems, shares_questions=True)
 
 
 def _check_num_heldout(found: int, num_problems: int, what: str) -> None:

@@ -7,11 +7,17 @@ from megarl.config.errors import ConfigError
 from megarl.config.reward_parts import RewardPart, read_parts
 from megarl.config.schema.reward import (
     AdditionRewardConfig,
+    CodeRewardConfig,
+    EnvironmentRewardConfig,
     ExactRewardConfig,
+    FormatRewardConfig,
     FunctionRewardConfig,
+    HttpRewardConfig,
     JudgeRewardConfig,
+    LengthRewardConfig,
     LetterCountRewardConfig,
     MathRewardConfig,
+    NumericRewardConfig,
     ProcessRewardConfig,
     ReasoningGymRewardConfig,
     RewardConfig,
@@ -19,13 +25,19 @@ from megarl.config.schema.reward import (
     WeightedRewardConfig,
 )
 from megarl.reward.addition import score_addition
+from megarl.reward.code import CodeReward
+from megarl.reward.environment import EnvironmentReward
 from megarl.reward.exact import score_exact
+from megarl.reward.format import FormatVerifier
 from megarl.reward.function import FunctionVerifier
 from megarl.reward.gym import ReasoningGymVerifier
+from megarl.reward.http import HttpReward
 from megarl.reward.interface import AsyncReward, DirectReward, ProcessVerifier, RewardFailedError
 from megarl.reward.judge import JudgeReward
+from megarl.reward.length import LengthReward
 from megarl.reward.letter_count import LetterCountReward
 from megarl.reward.mathematics import MathVerifier
+from megarl.reward.numeric import NumericPatternVerifier, NumericReward
 from megarl.reward.pool import PooledReward, ProcessReward
 from megarl.reward.reward_model import ScalarModelReward
 from megarl.reward.weighted import Part, WeightedReward
@@ -40,9 +52,13 @@ def build_async_reward(config: RewardConfig) -> AsyncReward:
     direct = build_direct(config)
     if direct is not None:
         return DirectReward(direct)
-    if isinstance(config, ProcessRewardConfig):
-        return PooledReward(build_verifier(config), config.num_workers)
     match config:
+        case CodeRewardConfig():
+            return CodeReward(config)
+        case HttpRewardConfig():
+            return HttpReward(config)
+        case ProcessRewardConfig():
+            return PooledReward(build_verifier(config), config.num_workers)
         case JudgeRewardConfig():
             return JudgeReward(config)
         case ScalarModelRewardConfig():
@@ -73,7 +89,7 @@ def build_reward(config: RewardConfig) -> RewardFunction:
     direct = build_direct(config)
     if direct is not None:
         return direct
-    if isinstance(config, ProcessRewardConfig):
+    if isinstance(config, ProcessRewardConfig) and not isinstance(config, CodeRewardConfig):
         reward = ProcessReward(build_verifier(config))
         reward.start()
         return reward
@@ -89,6 +105,12 @@ def build_direct(config: RewardConfig) -> RewardFunction | None:
             return score_addition
         case ExactRewardConfig():
             return score_exact
+        case EnvironmentRewardConfig():
+            return EnvironmentReward(config)
+        case LengthRewardConfig():
+            return LengthReward(config.min_length, config.max_length, config.falloff)
+        case NumericRewardConfig() if config.pattern is None:
+            return NumericReward.of(config)
     return None
 
 
@@ -101,6 +123,10 @@ def build_verifier(config: ProcessRewardConfig) -> ProcessVerifier:
             return ReasoningGymVerifier(config)
         case FunctionRewardConfig():
             return FunctionVerifier(config)
+        case FormatRewardConfig():
+            return FormatVerifier(config)
+        case NumericRewardConfig():
+            return NumericPatternVerifier(config)
     raise ConfigError([f"reward: found a {type(config).__name__}; megarl/reward/build.py has no verifier for it"])
 
 
@@ -109,7 +135,7 @@ def reads_answers(config: RewardConfig) -> bool:
     if isinstance(config, WeightedRewardConfig):
         parts = {part.name: part.config for part in read_parts(config)}
         return any(map(reads_answers, [parts[config.correct_by]] if config.correct_by else parts.values()))
-    return isinstance(config, AdditionRewardConfig | ExactRewardConfig | MathRewardConfig)
+    return isinstance(config, AdditionRewardConfig | ExactRewardConfig | MathRewardConfig | NumericRewardConfig)
 
 
 EMPTY = Response((0,), "", (0.0,), (True,), (0,), FinishReason.stop)

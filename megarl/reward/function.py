@@ -52,7 +52,7 @@ class FunctionVerifier:
     def ask(self, prompt: Prompt, response: Response) -> dict[str, Any]:
         return {"prompt": encode_prompt(prompt), "response": encode_response(response)}
 
-    def read(self, answer: Any) -> Score:
+    def read(self, answer: Any, prompt: Prompt) -> Score:
         """Raises ValueError for other names in `details`."""
         score = Score(**answer)
         if score.failure is None:

@@ -37,7 +37,7 @@ class ReasoningGymVerifier:
         """Raises ValueError, naming the prompt, where it was not made by reasoning-gym."""
         return {**parse_task(prompt), "text": response.text.strip()}
 
-    def read(self, answer: Any) -> Score:
+    def read(self, answer: Any, prompt: Prompt) -> Score:
         reward = float(answer["score"])
         return Score(reward, reward >= self._correct_at, {"timeout": 0.0})
 

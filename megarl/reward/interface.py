@@ -52,7 +52,7 @@ class ProcessVerifier(Protocol):
         """The keywords of the call, JSON. Raises ValueError where the prompt cannot be read."""
         ...
 
-    def read(self, answer: Any) -> Score:
+    def read(self, answer: Any, prompt: Prompt) -> Score:
         """The score that the answer means."""
         ...
 

@@ -38,7 +38,7 @@ class MathVerifier:
             "thinking": ends_in_open_thinking(prompt.text),
         }
 
-    def read(self, answer: Any) -> Score:
+    def read(self, answer: Any, prompt: Prompt) -> Score:
         correct, details = bool(answer["correct"]), {"format": float(answer["read"]), "timeout": 0.0}
         return Score(float(correct), correct, details, answer["answer"])
 

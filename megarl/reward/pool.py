@@ -63,7 +63,7 @@ class ProcessReward:
             if score is None:
                 raise RewardFailedError(self._explain(error)) from error
             return score
-        return verifier.read(answer)
+        return verifier.read(answer, prompt)
 
     def _explain(self, error: CallError) -> str:
         if isinstance(error, CallTimeoutError):

@@ -1,7 +1,9 @@
-"""The scorers of other packages, as functions for a process of their own."""
+"""Functions for a process of their own: the scorers of other packages, and regular expressions."""
 
 import json
+import re
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -41,3 +43,21 @@ def build_reasoning_gym_scorer() -> Scorer:
         return {"score": float(datasets[key].score_answer(answer=text, entry=entry))}
 
     return score
+
+
+def build_pattern_searcher(pattern: str, where: str) -> Callable[..., str | None]:
+    """(text) -> what the pattern finds, None for nothing.
+
+    where: "whole": the text but for white space at its ends; "anywhere": its first match; "last": the last one, of
+    which the first group counts where the pattern has one.
+    """
+    compiled = re.compile(pattern, re.DOTALL)
+
+    def search(text: str) -> str | None:
+        if where == "last":
+            last = deque(compiled.finditer(text), maxlen=1)
+            return last[0].group(1 if compiled.groups else 0) if last else None
+        match = compiled.fullmatch(text.strip()) if where == "whole" else compiled.search(text)
+        return None if match is None else match.group()
+
+    return search

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from megarl.families.architecture import Architecture
 from megarl.rollout.client import RequestError
 from megarl.rollout.routed_experts import decode_answer
-from megarl.types import FinishReason, RoutedExperts, WeightVersions
+from megarl.types import FinishReason, Response, RoutedExperts, WeightVersions
 
 _LONG = re.compile(rb'"(output_ids|output_token_logprobs|routed_experts)":([\["])')
 _COMMA = ord(",")
@@ -48,6 +48,18 @@ class ParsedAnswer:
     """None where no architecture was given"""
     index: int
     """Place of the prompt in its call, in a streamed answer to several prompts; else 0"""
+
+    def build_response(self) -> Response:
+        """The answer as a response of one turn."""
+        return Response(
+            token_ids=self.token_ids,
+            text=self.text,
+            rollout_logprobs=self.logprobs,
+            generated=np.ones(len(self.token_ids), dtype=np.bool_),
+            weight_versions=self.weight_versions,
+            finish_reason=self.finish_reason,
+            routed_experts=self.routed_experts,
+        )
 
 
 def parse_answer(raw: bytes, arch: Architecture | None = None) -> ParsedAnswer:
@@ -100,7 +112,7 @@ def _build(answer: Any, cut: Sequence[memoryview], arch: Architecture | None) ->
     try:
         meta = answer["meta_info"]
         reason, num_prompt_tokens = meta["finish_reason"], meta["prompt_tokens"]
-        if reason is None or reason["type"] not in FinishReason.__members__:
+        if reason is None or reason["type"] not in ("stop", "length"):
             raise RequestError(f"a response ended with {reason}; stop or length was expected")
         ids, logprobs = _parse_tokens(cut[answer["output_ids"]], cut[meta["output_token_logprobs"]])
         versions = _find_versions(meta, len(ids))

@@ -2,26 +2,23 @@
 
 import asyncio
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from megarl.config.schema.rollout import RolloutConfig
-from megarl.families.architecture import Architecture
 from megarl.interfaces import DeadlineError, TurnRequest
+from megarl.rollout.answers import parse_answer
 from megarl.rollout.calls import find_cause
 from megarl.rollout.client import URGENT, ConnectionLostError, RequestError, SGLangClient
 from megarl.rollout.event_loop import OnEventLoop, call_in_thread, gather_all
 from megarl.rollout.generation_client import GenerationClient
-from megarl.rollout.routed_experts import decode_answer, load_expert_architecture
+from megarl.rollout.routed_experts import load_expert_architecture
 from megarl.rollout.served_model import load_generation_spec
-from megarl.types import FinishReason, Response, WeightVersions
+from megarl.types import Response
 
 MAX_ATTEMPTS = 3
 """How often a request is sent before a lost connection becomes an error."""
@@ -54,7 +51,6 @@ class SGLangEngine(OnEventLoop):
         urls: Sequence[str],
         checkpoint: Path,
         config: RolloutConfig,
-        tokenizer: PreTrainedTokenizerBase,
         *,
         seed: int = 0,
         check_processes: Callable[[], None] | None = None,
@@ -84,7 +80,6 @@ class SGLangEngine(OnEventLoop):
         self._config = config
         self._architecture = load_expert_architecture(checkpoint) if config.router_replay else None
         self._shares_prefixes = not config.sglang.get("disable_radix_cache", config.router_replay)
-        self._tokenizer = tokenizer
         self._seed = seed
         self._check_processes = check_processes
         self._params = {"top_p": top_p, "top_k": top_k, "stop_token_ids": list(spec.stop_token_ids)}
@@ -209,50 +204,9 @@ class SGLangEngine(OnEventLoop):
 
     def _read(self, raw: bytes, batch: Sequence[TurnRequest]) -> tuple[int, Response]:
         """The answer's index in its batch, and the turn. Raises RequestError where it continues other tokens."""
-        answer = json.loads(raw)
-        index = answer.get("index", 0)
-        num_sent, num_read = len(batch[index].token_ids), answer["meta_info"]["prompt_tokens"]
-        if num_read != num_sent:
-            raise RequestError(f"a turn after {num_sent} tokens was generated after {num_read}")
-        text = str(self._tokenizer.decode(answer["output_ids"], skip_special_tokens=True))
-        arch = self._architecture if self._replays_experts(batch[index]) else None
-        return index, build_response(answer, text, arch)
-
-
-def build_response(answer: Mapping[str, Any], text: str, arch: Architecture | None = None) -> Response:
-    """One answer of /generate as a Response. Raises RequestError for an aborted or inconsistent one.
-
-    arch: of the model whose routed experts the answer has; None: it has none.
-    """
-    meta = answer["meta_info"]
-    ids = tuple(answer["output_ids"])
-    entries = meta["output_token_logprobs"]
-    reason = meta["finish_reason"]["type"]
-    if reason not in ("stop", "length"):
-        raise RequestError(f"a response ended with {meta['finish_reason']}; stop or length was expected")
-    if not ids or tuple(entry[1] for entry in entries) != ids:
-        raise RequestError(f"a response of {len(ids)} tokens came with {len(entries)} log-probs, not of these tokens")
-    experts = None
-    try:
-        if arch is not None:
-            experts = decode_answer(meta.get("routed_experts"), meta["prompt_tokens"] + len(ids), arch)
-    except ValueError as error:
-        raise RequestError(f"an answer of {len(ids)} tokens cannot be replayed: {error}") from None
-    return Response(
-        token_ids=ids,
-        text=text,
-        rollout_logprobs=[float(entry[0]) for entry in entries],
-        generated=np.ones(len(ids), dtype=np.bool_),
-        weight_versions=WeightVersions.of(_expand_versions(meta, len(ids))),
-        finish_reason=FinishReason[reason],
-        routed_experts=experts,
-    )
-
-
-def _expand_versions(meta: Mapping[str, Any], length: int) -> tuple[int, ...]:
-    """SGLang's spans {version, start, end} as one weight version per token."""
-    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": length}]
-    versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
-    if len(versions) != length:
-        raise RequestError(f"weight versions {spans} do not cover a response of {length} tokens")
-    return tuple(versions)
+        # The requests of a batch are alike.
+        answer = parse_answer(raw, self._architecture if self._replays_experts(batch[0]) else None)
+        num_sent = len(batch[answer.index].token_ids)
+        if answer.num_prompt_tokens != num_sent:
+            raise RequestError(f"a turn after {num_sent} tokens was generated after {answer.num_prompt_tokens}")
+        return answer.index, answer.build_response()

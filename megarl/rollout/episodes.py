@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.config.schema.environment import MultiTurnEnvironmentConfig
+from megarl.config.schema.environment import MultiTurnEnvironmentConfig, ToolsEnvironmentConfig
 from megarl.config.schema.root import Config
 from megarl.data.render import Renderer
 from megarl.environment.build import EnvironmentFactory, build_environment
@@ -21,6 +21,7 @@ from megarl.environment.interface import Action, Environment, EpisodeSetting, St
 from megarl.interfaces import TurnRequest
 from megarl.rollout.encoding import ObservationEncoder
 from megarl.rollout.event_loop import call_in_thread
+from megarl.rollout.tool_calls import build_tools
 from megarl.types import FinishReason, Prompt, Response, Turn, WeightVersions
 
 if TYPE_CHECKING:
@@ -45,6 +46,10 @@ def build_conversation(config: Config, tokenizer: "PreTrainedTokenizerBase") -> 
 
     Raises ConfigError naming environment.KEY or data.KEY.
     """
+    if isinstance(config.environment, ToolsEnvironmentConfig):
+        tools = build_tools(config.environment, config.data, tokenizer)
+        encoder = ObservationEncoder(Renderer(config.data, tokenizer, tools.prompt))
+        return Conversation(tools.make_environment, config.environment, encoder)
     found = build_environment(config.environment)
     if found is None:
         return None

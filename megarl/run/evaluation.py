@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,14 +33,15 @@ from megarl.report.failures import check_failures, describe_failures
 from megarl.report.progress import Progress
 from megarl.report.text import format_seconds
 from megarl.report.turns import Decode
-from megarl.reward.build import build_reward, check_reward, reads_answers
-from megarl.reward.scorer import DirectScorer
+from megarl.reward.build import reads_answers
+from megarl.reward.scorer import Scorer, build_scorer
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.episodes import Conversation, EpisodeRunner, build_conversation
 from megarl.rollout.server import build_command
 from megarl.run.recovery import Recovery
-from megarl.types import Prompt, RewardFunction, Sample
+from megarl.toolbox.prompt import build_tool_prompt
+from megarl.types import Prompt, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +51,8 @@ if TYPE_CHECKING:
 class EvaluationSet:
     name: str
     prompts: tuple[Prompt, ...]
-    reward: RewardFunction
+    open_scorer: Callable[[], Scorer]
+    """Opens what scores the responses, to be closed"""
     reads_answers: bool
     """Whether the reward reports which answer it read"""
     response_length: int
@@ -94,7 +96,6 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
             urls,
             inputs.checkpoint,
             rollout,
-            inputs.tokenizer,
             seed=config.seed,
             check_processes=servers.check_alive,
             api_key=servers.api_key,
@@ -151,13 +152,14 @@ def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase") -
         name=name,
         path=evaluate.paths.get(name),
         num_problems=evaluate.num_problems,
+        tools=build_tool_prompt(config.environment, config.data, tokenizer),
     )
-    reward = build_reward(config.reward)
-    check_reward(reward, prompts[:1])
+    with contextlib.closing(build_scorer(config.reward)) as scorer:
+        scorer.check(prompts[:1])
     return EvaluationSet(
         name,
         prompts,
-        reward,
+        partial(build_scorer, config.reward),
         reads_answers(config.reward),
         config.rollout.response_length,
         build_conversation(config, tokenizer),
@@ -202,20 +204,11 @@ def evaluate_sets(
     results = []
     with (run_dir / RESPONSES_FILE_NAME).open("w", encoding="utf-8") as file:
         for each in sets:
-            runner = EpisodeRunner(each.response_length, each.conversation)
-            temperature = get_temperature(config)
-            collector = Collector(engine, DirectScorer(each.reward), runner, seed=seed, temperature=temperature)
             samples: list[Sample] = []
-            started = time.monotonic()
             progress.enter(each.name)
-            # In small calls: rollout.request_deadline_s is the deadline of each, and progress is reported after each.
-            step = max(1, num_slots // config.num_samples)
-            for start in range(0, len(each.prompts), step):
-                recovery.run(engine.check_health)
-                batch = each.prompts[start : start + step]
-                # Restarted servers hold the same checkpoint.
-                key = f"{each.name}/{start}"
-                found = recovery.run(partial(_collect, collector, batch, config.num_samples, weight_version, key))
+            started = time.monotonic()
+            batches = _collect_batches(engine, each, config, recovery, num_slots, seed, weight_version)
+            for found in batches:
                 _write_responses(file, each.name, found, config.num_samples, decode)
                 samples += found
                 progress.line(_describe_progress(each, samples, time.monotonic() - started))
@@ -227,6 +220,28 @@ def evaluate_sets(
             reads = each.reads_answers or any(sample.score.answer is not None for sample in samples)
             results.append(summarize_set(each.name, samples, list_ks(config), config.confidence, reads_answers=reads))
     return results
+
+
+def _collect_batches(
+    engine: RolloutEngine,
+    each: EvaluationSet,
+    config: EvaluateConfig,
+    recovery: Recovery,
+    num_slots: int,
+    seed: int,
+    weight_version: int,
+) -> Iterator[tuple[Sample, ...]]:
+    """The responses to a set's prompts, in order and in small calls, as rollout.request_deadline_s is for each."""
+    runner = EpisodeRunner(each.response_length, each.conversation)
+    step = max(1, num_slots // config.num_samples)
+    with contextlib.closing(each.open_scorer()) as scorer:
+        collector = Collector(engine, scorer, runner, seed=seed, temperature=get_temperature(config))
+        for start in range(0, len(each.prompts), step):
+            recovery.run(engine.check_health)
+            batch = each.prompts[start : start + step]
+            key = f"{each.name}/{start}"
+            # Restarted servers hold the same checkpoint.
+            yield recovery.run(partial(_collect, collector, batch, config.num_samples, weight_version, key))
 
 
 def _collect(

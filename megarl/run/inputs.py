@@ -1,5 +1,6 @@
 """The inputs of a run, loaded and checked before any process is started."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +17,13 @@ from megarl.mcore.model.architecture import Architecture, check_layout, read_arc
 from megarl.mcore.role_fields import ROLE_KEYS, check_role_fields
 from megarl.mcore.weights.hf_critic import check_critic_checkpoint
 from megarl.mcore.worker_spec import Role, WorkerSpec
-from megarl.reward.build import build_reward, check_reward
+from megarl.reward.scorer import build_scorer
 from megarl.rollout.episodes import Conversation, build_conversation
 from megarl.rollout.rollout_file import Limits, SavedRollouts, check_rollouts
 from megarl.rollout.server import build_command
 from megarl.sync.probe import build_probe_tokens
 from megarl.sync.serving_pieces import check_serving_layout
-from megarl.types import RewardFunction
+from megarl.toolbox.prompt import build_tool_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +39,6 @@ class Inputs:
     """The architecture of that checkpoint"""
     tokenizer: "PreTrainedTokenizerBase"
     data: DataSplits
-    reward: RewardFunction
     conversation: Conversation | None
     """What answers the policy; None with environment=single_turn"""
     specs: dict[Role, WorkerSpec]
@@ -68,14 +68,15 @@ def load_inputs(config: Config) -> Inputs:
     build_command(config.rollout, models.checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
     specs = load_specs(config, models)
     tokenizer = load_tokenizer(models.checkpoint)
-    data = build_data(config.data, tokenizer, config.seed)
-    reward = build_reward(config.reward)
-    check_reward(reward, (data.train[0], data.heldout[0]), config.reward.wrong)
+    tools = build_tool_prompt(config.environment, config.data, tokenizer)
+    data = build_data(config.data, tokenizer, config.seed, tools)
+    with contextlib.closing(build_scorer(config.reward)) as scorer:
+        scorer.check((data.train[0], data.heldout[0]), config.reward.wrong)
     conversation = build_conversation(config, tokenizer)
     length = min(PROBE_LENGTH, architecture.max_length)
     probe = build_probe_tokens(data.heldout, architecture.vocab_size, length)
     saved = load_saved_rollouts(config, models)
-    return Inputs(models.checkpoint, architecture, tokenizer, data, reward, conversation, specs, probe, saved)
+    return Inputs(models.checkpoint, architecture, tokenizer, data, conversation, specs, probe, saved)
 
 
 def load_models(config: Config) -> Models:

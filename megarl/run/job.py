@@ -22,7 +22,7 @@ from megarl.data.sampler import PromptSampler
 from megarl.interfaces import UNPUBLISHED, Pending, RolloutServers, wait_all
 from megarl.mcore.worker_spec import Role
 from megarl.report.report import Report
-from megarl.reward.scorer import DirectScorer
+from megarl.reward.scorer import build_scorer
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
@@ -122,6 +122,7 @@ def open_components(
         turns = Turns(take_turns(config))
         groups = _start_groups(stack, config, inputs, resources, run_dir / "logs", report, turns)
         engine = stack.enter_context(contextlib.closing(_build_engine(config, inputs, resources)))
+        scorer = stack.enter_context(contextlib.closing(build_scorer(config.reward)))
         # Clients of its own: cancelling prefetched responses must not break the calls of a sync.
         clients = [stack.enter_context(contextlib.closing(client.copy())) for client in engine.clients]
         offloader = _build_offloader(config, clients, turns)
@@ -134,7 +135,7 @@ def open_components(
             engine=engine,
             collector=Collector(
                 engine,
-                DirectScorer(inputs.reward),
+                scorer,
                 EpisodeRunner(config.rollout.response_length, inputs.conversation),
                 seed=config.seed,
                 temperature=config.rollout.temperature,
@@ -198,7 +199,6 @@ def _build_engine(config: Config, inputs: Inputs, resources: RunResources) -> SG
         resources.start_servers().result(),
         inputs.checkpoint,
         config.rollout,
-        inputs.tokenizer,
         seed=config.seed,
         check_processes=resources.check_servers,
         api_key=resources.api_key,

@@ -114,7 +114,7 @@ class FunctionProcess:
     def _ask(self, question: bytes) -> dict[str, Any]:
         process = self._process or self._start()
         try:
-            line = _exchange(process, question, self._timeout_s + GRACE_S)
+            line = exchange(process, question, self._timeout_s + GRACE_S)
         except TimeoutError:
             self._stop()
             raise CallTimeoutError(self._describe_timeout()) from None
@@ -148,11 +148,11 @@ class FunctionProcess:
             env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         )
         self._process = process
-        self._finalizer = weakref.finalize(self, _end, process)
+        self._finalizer = weakref.finalize(self, end_process, process)
         try:
             # The same modules are found as here.
             task = json.dumps({**self._task, "sys_path": [os.path.abspath(entry) for entry in sys.path]})
-            line = _exchange(process, task.encode() + b"\n", START_DEADLINE_S)
+            line = exchange(process, task.encode() + b"\n", START_DEADLINE_S)
         except TimeoutError:
             self._stop()
             raise StartError(f"loading {self._path} took longer than {START_DEADLINE_S:.0f} s") from None
@@ -193,7 +193,7 @@ def describe_status(status: int) -> str:
         return f"signal {-status}"
 
 
-def _exchange(process: "subprocess.Popen[bytes]", line: bytes, seconds: float) -> bytes | None:
+def exchange(process: "subprocess.Popen[bytes]", line: bytes, seconds: float) -> bytes | None:
     """Write a line and read one without its end; None where the process closed its end. Raises TimeoutError."""
     assert process.stdin is not None
     assert process.stdout is not None
@@ -234,7 +234,8 @@ def _is_open(process: "subprocess.Popen[bytes]") -> bool:
     return not any(event & select.POLLHUP for _, event in poll.poll(0))
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def end_process(process: "subprocess.Popen[bytes]") -> None:
+    """Kill the process and its group, and close its pipes."""
     with contextlib.suppress(ProcessLookupError):
         # Before it is reaped, so that the number is still the group's.
         os.killpg(process.pid, signal.SIGKILL)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from fakes.run import World
+from generation import generate_groups
 from loop_parts import SIZES, hosts_of, open_trainer
 
 from megarl.interfaces import TrainBackend
@@ -54,8 +55,8 @@ def list_prompts(trainer: Trainer, num: int) -> tuple[Prompt, ...]:
 
 
 def generate(trainer: Trainer, num: int = 6, temperature: float = 1.0, key: str | None = None) -> list[list[Response]]:
-    return trainer.components.engine.generate(
-        list_prompts(trainer, num), num_responses=4, temperature=temperature, key=key
+    return generate_groups(
+        trainer.components.engine, list_prompts(trainer, num), num_responses=4, temperature=temperature, key=key
     )
 
 
@@ -260,7 +261,7 @@ def test_a_cancelled_call_raises_and_later_ones_are_as_ever(trainer):
     def ask() -> None:
         try:
             while True:
-                engine.generate(prompts, num_responses=4, temperature=1.0)
+                generate_groups(engine, prompts, num_responses=4, temperature=1.0)
         except BaseException as error:
             errors.append(error)
 
@@ -276,5 +277,5 @@ def test_a_cancelled_call_raises_and_later_ones_are_as_ever(trainer):
 def test_prompts_that_no_server_could_take_are_refused(trainer):
     for ids in ((5, 10_000), ()):
         with pytest.raises(ValueError, match=r"bad|prompt 0"):
-            trainer.components.engine.generate([Prompt("bad", "", ids, "")], num_responses=1, temperature=1.0)
+            generate_groups(trainer.components.engine, [Prompt("bad", "", ids, "")], num_responses=1, temperature=1.0)
     trainer.components.engine.check_health()

@@ -6,7 +6,6 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
-from transformers import AutoTokenizer
 
 from megarl.config.schema.evaluate import EvaluateConfig
 from megarl.interfaces import DeadlineError
@@ -38,10 +37,9 @@ def build_sets() -> tuple[EvaluationSet, ...]:
 @pytest.fixture
 def evaluate(server, tiny_checkpoint, rollout_config, tmp_path):
     def run(config: EvaluateConfig, **keys: float):
-        tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
         rollout = replace(rollout_config, **keys)
-        engine = SGLangEngine([server.url], tiny_checkpoint, rollout, tokenizer, top_p=config.top_p, top_k=config.top_k)
-        patient = SGLangEngine([server.url], tiny_checkpoint, rollout_config, tokenizer)
+        engine = SGLangEngine([server.url], tiny_checkpoint, rollout, top_p=config.top_p, top_k=config.top_k)
+        patient = SGLangEngine([server.url], tiny_checkpoint, rollout_config)
         version, stream = patient.clients[0].load_weight_version(), StringIO()
         patient.close()
         progress = Progress(stream)

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from generation import generate_groups
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -105,7 +106,7 @@ def compute_worst_gap(policy, prompts, groups, temperature) -> float:
 
 
 def generate_first(engine: SGLangEngine):
-    return engine.generate(build_prompts(8), num_responses=4, temperature=1.0, key="first")
+    return generate_groups(engine, build_prompts(8), num_responses=4, temperature=1.0, key="first")
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +139,7 @@ def first_responses(engine):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_rollout_logprobs_are_transformers_logprobs(first_responses, engine, policy, temperature):
     prompts = build_prompts()
-    groups = engine.generate(prompts, num_responses=3, temperature=temperature)
+    groups = generate_groups(engine, prompts, num_responses=3, temperature=temperature)
     assert [len(group) for group in groups] == [3] * len(prompts)
     assert compute_worst_gap(policy, prompts, groups, temperature) < 1e-4
 
@@ -160,7 +161,9 @@ def test_responses_end_with_the_eos_token_or_at_the_length_limit(first_responses
 
 def test_temperature_zero_takes_the_likeliest_token(first_responses, engine, policy):
     prompts = build_prompts(4)
-    for prompt, (response,) in zip(prompts, engine.generate(prompts, num_responses=1, temperature=0.0), strict=True):
+    for prompt, (response,) in zip(
+        prompts, generate_groups(engine, prompts, num_responses=1, temperature=0.0), strict=True
+    ):
         ids = torch.tensor([[*prompt.token_ids, *response.token_ids]])
         with torch.no_grad():
             best = policy.model(ids).logits[0, len(prompt.token_ids) - 1 : -1].argmax(-1)
@@ -193,7 +196,7 @@ def test_publishing_moves_new_weights_and_raises_the_version(
     first_responses, engine, tiny_checkpoint, rollout_config, tmp_path, policy
 ):
     prompts = build_prompts()
-    engine.generate(prompts, num_responses=1, temperature=1.0)  # leaves old prefixes in the server's cache
+    generate_groups(engine, prompts, num_responses=1, temperature=1.0)  # leaves old prefixes in the server's cache
     trained = TransformersPolicy(tiny_checkpoint)
     tokens = build_probe_tokens((), trained.model.config.vocab_size)
     sync = build_sync(trained, engine, rollout_config, tmp_path / "weights", tokens)
@@ -205,7 +208,7 @@ def test_publishing_moves_new_weights_and_raises_the_version(
         assert engine.clients[0].load_weight_version() == version
         assert metrics["sync/probe_logprob_gap"] < 1e-4
         assert [d.name for d in (tmp_path / "weights").iterdir()] == [f"v{version}"]
-        groups = engine.generate(prompts, num_responses=2, temperature=0.7)
+        groups = generate_groups(engine, prompts, num_responses=2, temperature=0.7)
         assert compute_worst_gap(trained, prompts, groups, 0.7) < 1e-4
         assert compute_worst_gap(policy, prompts, groups, 0.7) > 0.1
         assert {v for group in groups for r in group for v in r.weight_versions} == {version}
@@ -242,7 +245,7 @@ def test_a_directory_without_weights_is_a_sync_error(
     with pytest.raises(SyncError, match=f"{client.url} failed at the load of the weights in {tmp_path}"):
         sync.publish(version + 1)
     assert client.load_weight_version() == UNPUBLISHED
-    assert engine.generate(build_prompts(1), num_responses=1, temperature=1.0)
+    assert generate_groups(engine, build_prompts(1), num_responses=1, temperature=1.0)
     # It still has the weights of before.
     client.set_weight_version(version)
 
@@ -253,7 +256,7 @@ def test_a_directory_without_weights_is_a_sync_error(
 def test_bad_token_ids_never_reach_the_server(first_responses, server, engine, ids, message):
     sent = server.log_file.read_text().count("POST /generate")
     with pytest.raises(ValueError, match=message):
-        engine.generate([Prompt("bad", "", ids, "")], num_responses=1, temperature=1.0)
+        generate_groups(engine, [Prompt("bad", "", ids, "")], num_responses=1, temperature=1.0)
     assert server.log_file.read_text().count("POST /generate") == sent
     engine.check_health()
 
@@ -280,9 +283,8 @@ def test_a_missed_deadline_says_what_it_waited_for(first_responses, server, engi
 
 def test_a_lost_server_is_replaced_by_the_next(first_responses, server, tiny_checkpoint, rollout_config):
     dead = f"http://127.0.0.1:{pick_free_port('127.0.0.1')}"
-    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
-    pair = SGLangEngine([dead, server.url], tiny_checkpoint, rollout_config, tokenizer)
-    groups = pair.generate(build_prompts(5), num_responses=2, temperature=1.0)
+    pair = SGLangEngine([dead, server.url], tiny_checkpoint, rollout_config)
+    groups = generate_groups(pair, build_prompts(5), num_responses=2, temperature=1.0)
     assert [len(group) for group in groups] == [2] * 5
     with pytest.raises(RuntimeError, match=f"{dead} does not answer"):
         pair.check_health()
@@ -307,11 +309,11 @@ def test_a_server_that_exits_at_start_shows_the_end_of_its_log(tiny_checkpoint, 
 def test_a_server_started_anew_repeats_a_key_keeps_others_out_and_stop_leaves_nothing(
     first_responses, tiny_checkpoint, rollout_config, server_seed, tmp_path
 ):
-    log_file, tokenizer = tmp_path / "again.log", AutoTokenizer.from_pretrained(tiny_checkpoint)
+    log_file = tmp_path / "again.log"
     again = SGLangServer(rollout_config, tiny_checkpoint, log_file=log_file, seed=server_seed, api_key=KEY)
     again.start()
     again.wait_healthy(rollout_config.startup_deadline_s)
-    engine = SGLangEngine([again.url], tiny_checkpoint, rollout_config, tokenizer, api_key=KEY)
+    engine = SGLangEngine([again.url], tiny_checkpoint, rollout_config, api_key=KEY)
     assert not any(
         KEY in word for process in psutil.process_iter(["cmdline"]) for word in process.info["cmdline"] or ()
     )

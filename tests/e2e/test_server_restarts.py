@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from generation import generate_groups
 from loop_parts import SIZES, find_server, open_trainer
 
 from megarl.config.load import load_config
@@ -62,8 +63,8 @@ class KillingEngine:
             self.num_rollouts += 1
             if self.num_rollouts == 2:
                 kill_soon(*(client.url for client in self.engine.clients))
-        return self.engine.generate(
-            prompts, num_responses=num_responses, temperature=temperature, urgent=urgent, key=key
+        return generate_groups(
+            self.engine, prompts, num_responses=num_responses, temperature=temperature, urgent=urgent, key=key
         )
 
     def check_health(self):

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from generation import generate_groups
 from servers import running_server
 from test_server import build_prompts
-from transformers import AutoTokenizer
 
 from megarl.rollout.client import ConnectionLostError
 from megarl.rollout.engine import SGLangEngine, compute_sampling_seed
@@ -49,11 +49,10 @@ def second_server(tiny_checkpoint, config, first_responses, tmp_path_factory) ->
 
 @pytest.fixture(scope="module")
 def build_engine(tiny_checkpoint, config):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
     made = []
 
     def build(*urls: str, seed: int = 7) -> SGLangEngine:
-        made.append(SGLangEngine(urls, tiny_checkpoint, config, tokenizer, seed=seed))
+        made.append(SGLangEngine(urls, tiny_checkpoint, config, seed=seed))
         return made[-1]
 
     yield build
@@ -67,7 +66,7 @@ def engine(build_engine, first_server):
 
 
 def generate(engine: SGLangEngine, key: str | None = KEY) -> list[list[Response]]:
-    return engine.generate(build_prompts(), num_responses=4, temperature=0.9, key=key)
+    return generate_groups(engine, build_prompts(), num_responses=4, temperature=0.9, key=key)
 
 
 def list_tokens(groups) -> list[tuple[int, ...]]:
@@ -118,7 +117,7 @@ def test_responses_of_a_group_have_random_numbers_of_their_own(first_responses):
 def test_a_key_repeats_bit_by_bit_whatever_came_in_between(first_responses, engine):
     unkeyed = [generate(engine, None) for _ in range(2)]
     assert list_tokens(unkeyed[0]) != list_tokens(unkeyed[1])
-    engine.generate(build_prompts(), num_responses=1, temperature=0.0)
+    generate_groups(engine, build_prompts(), num_responses=1, temperature=0.0)
     other = generate(engine, "iteration-2/round-1")
     assert generate(engine) == first_responses
     assert not {each for each in list_tokens(other) if len(each) > 8} & set(list_tokens(first_responses))
@@ -126,12 +125,11 @@ def test_a_key_repeats_bit_by_bit_whatever_came_in_between(first_responses, engi
 
 def test_a_key_repeats_bit_by_bit_where_the_prompt_is_in_the_cache(server, tiny_checkpoint, rollout_config):
     """The log-probs' last bits tell a prompt's forward in one piece from its last token's alone."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
     prompt = Prompt("backwards", "", build_prompts()[5].token_ids[::-1], "")
-    with contextlib.closing(SGLangEngine([server.url], tiny_checkpoint, rollout_config, tokenizer)) as engine:
+    with contextlib.closing(SGLangEngine([server.url], tiny_checkpoint, rollout_config)) as engine:
 
         def ask(key: str | None) -> list[list[Response]]:
-            return engine.generate([prompt], num_responses=1, temperature=1.0, key=key)
+            return generate_groups(engine, [prompt], num_responses=1, temperature=1.0, key=key)
 
         keys = [f"iteration-{i}/round-1" for i in range(8)]
         first = [ask(key) for key in keys]
@@ -185,7 +183,7 @@ def test_tokens_follow_the_seed_in_any_order_of_arrival_and_alone(requests, engi
 
 
 def test_greedy_and_truncated_neighbours_leave_tokens_and_logprobs_as_they_are(requests, engine):
-    (greedy,) = engine.generate(build_prompts(1), num_responses=1, temperature=0.0)[0]
+    (greedy,) = generate_groups(engine, build_prompts(1), num_responses=1, temperature=0.0)[0]
     prompt, params, _ = requests[0]
     neighbours = [
         (prompt, params | {"temperature": 0.0, "max_new_tokens": 48}),

@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from generation import generate_groups
 from loop_parts import hosts_of, open_trainer
 from servers import running_server
 from test_server import TransformersPolicy, build_sync
-from transformers import AutoTokenizer
 
 from megarl.data.sampler import PromptSampler
 from megarl.rollout.engine import SGLangEngine
@@ -54,9 +54,7 @@ def list_spans(versions) -> list[tuple[int, int, int]]:
 def test_responses_in_flight_go_on_with_the_new_weights_and_say_so_for_each_token(
     stale_server, stale_config, tiny_checkpoint, tmp_path
 ):
-    engine = SGLangEngine(
-        [stale_server.url], tiny_checkpoint, stale_config, AutoTokenizer.from_pretrained(tiny_checkpoint)
-    )
+    engine = SGLangEngine([stale_server.url], tiny_checkpoint, stale_config)
     # Four prompts of 40 tokens, shared as prefixes: their cache must not survive the weights.
     prompts = [Prompt(str(i), "", tuple(3 + (7 * i + j) % 45 for j in range(40)), "") for i in range(4)]
     trained = TransformersPolicy(tiny_checkpoint)
@@ -64,7 +62,9 @@ def test_responses_in_flight_go_on_with_the_new_weights_and_say_so_for_each_toke
     sync.publish(1)
     policies = {1: TransformersPolicy(tiny_checkpoint)}
     found = []
-    thread = threading.Thread(target=lambda: found.extend(engine.generate(prompts, num_responses=24, temperature=1.0)))
+    thread = threading.Thread(
+        target=lambda: found.extend(generate_groups(engine, prompts, num_responses=24, temperature=1.0))
+    )
     thread.start()
     version = 1
     while thread.is_alive():
@@ -75,7 +75,7 @@ def test_responses_in_flight_go_on_with_the_new_weights_and_say_so_for_each_toke
         policies[version] = TransformersPolicy(tiny_checkpoint)
         policies[version].model.load_state_dict(trained.model.state_dict())
         # An evaluation in between is of the present weights alone.
-        for (greedy,) in engine.generate(prompts, num_responses=1, temperature=0.0, urgent=True):
+        for (greedy,) in generate_groups(engine, prompts, num_responses=1, temperature=0.0, urgent=True):
             assert set(greedy.weight_versions) == {version}
     mixed = 0
     for prompt, group in zip(prompts, found, strict=True):

@@ -150,7 +150,7 @@ def _add_token(server: FakeServer, turns: Sequence[_FakeTurn]) -> None:
     if not turns:
         return
     if server.lost:
-        raise ConnectionLostError(f"{server.name}: {server.lost}")
+        raise RuntimeError(f"{server.name}: {server.lost}")
     assert not server.released, f"{server.name} generates without its {server.released}"
     logits = server.model(torch.tensor([t.before for t in turns]), torch.tensor([t.first for t in turns]))
     temperatures = torch.tensor([turn.request.temperature or 1.0 for turn in turns])

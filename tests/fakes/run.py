@@ -18,7 +18,7 @@ from megarl.config.schema.root import Config
 from megarl.data.sampler import PromptSampler
 from megarl.mcore.worker_spec import Role
 from megarl.report.report import Report, build_report
-from megarl.reward.scorer import DirectScorer
+from megarl.reward.scorer import Scorer
 from megarl.rollout.collector import Collector
 from megarl.rollout.episodes import EpisodeRunner
 from megarl.rollout.journal import Journal
@@ -131,7 +131,7 @@ class World:
                     engine=engine,
                     collector=Collector(
                         engine,
-                        DirectScorer(self.reward),
+                        Scorer(self.reward),
                         EpisodeRunner(config.rollout.response_length, inputs.conversation),
                         seed=config.seed,
                         temperature=config.rollout.temperature,

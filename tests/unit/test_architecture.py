@@ -17,6 +17,7 @@ LAYERS = (
     {"algo", "families"},
     {"config"},
     {"interfaces", "sandbox", "verifiers_package"},
+    {"toolbox"},
     {"data", "environment", "reward", "hf", "report", "checkpoint", "run.signals", "run.arguments", "run.machine"},
     {"mcore", "rollout"},
     {"sync"},

@@ -13,8 +13,10 @@ from megarl.config.checks.texts import check_texts
 from megarl.config.placement import find_server_offload
 from megarl.config.reward_parts import check_parts
 from megarl.config.schema.algo import LARGEST_KL_ERROR, KLConfig, OverlongConfig, needs_full_kl, needs_reference
+from megarl.config.schema.environment import SingleTurnEnvironmentConfig
 from megarl.config.schema.hardware import check_hardware
 from megarl.config.schema.model import ModelSource
+from megarl.config.schema.reward import EnvironmentRewardConfig
 from megarl.config.schema.rollout import NO_QUANTIZED_WEIGHTS
 from megarl.config.schema.root import Config
 from megarl.config.schema.train import TrainConfig
@@ -50,6 +52,7 @@ def check_config(config: Config) -> list[str]:
         *_check_roles(config),
         *check_compute(config),
         *_check_rollout(config),
+        *_check_environment(config),
         *_check_kl_horizon(config.algo.kl, config.train.num_samples),
         *check_hardware(config.cluster.hardware),
         *check_algo(config.algo, config.train.responses_per_prompt, config.train.num_optimizer_steps),
@@ -183,6 +186,16 @@ def _check_rollout(config: Config) -> Iterator[str]:
         yield (
             f"rollout.kv_cache_tokens: found {rollout.kv_cache_tokens}; one sequence may have"
             f" data.prompt_length + rollout.response_length = {longest} tokens"
+        )
+
+
+def _check_environment(config: Config) -> Iterator[str]:
+    if isinstance(config.reward, EnvironmentRewardConfig) and isinstance(
+        config.environment, SingleTurnEnvironmentConfig
+    ):
+        yield (
+            "reward: found environment with environment=single_turn, which gives no rewards; choose an environment that"
+            " does, such as environment=guess, or another reward"
         )
 
 

@@ -101,6 +101,7 @@ OPTION_RANGES: dict[type, dict[str, Range]] = {
         "max_dots": Range(1, high=100_000, why="each with each letter is a prompt, and all are made at the start"),
         "letters_per_dot": Range(1, high=100_000),
     },
+    data.GuessDataConfig: {"max_number": Range(2, high=10**6, why="each is a prompt, and all are made at the start")},
     data.ReasoningGymDataConfig: {
         "size": Range(1, high=10**6, why="all are made at the start"),
         "num_heldout": Range(1, high=10**6, why="all are made at the start"),
@@ -111,6 +112,14 @@ OPTION_RANGES: dict[type, dict[str, Range]] = {
         "step_deadline_s": Range(0.01, high=86_400),
     },
     reward.RewardConfig: {"max_failed_frac": Range(0, high=1)},
+    environment.ToolsEnvironmentConfig: {
+        "num_processes": Range(1, high=1024, why="each is a process of the driver's machine"),
+        "call_timeout_s": Range(0.01, high=86_400),
+        "memory_gb": Range(0.01, high=2**20),
+        "max_calls": Range(1, high=100_000),
+        "result_length": Range(1, high=2**24),
+        "call_reward": Range(-inf),
+    },
     reward.LetterCountRewardConfig: {"tolerance": Range(1), "falloff": Range(1, above=True)},
     reward.ServerRewardConfig: {
         "deadline_s": Range(0.01, high=86_400),
@@ -129,7 +138,19 @@ OPTION_RANGES: dict[type, dict[str, Range]] = {
         "timeout_s": _SCORING,
         "memory_gb": Range(0.01, high=2**20, why="GiB"),
     },
+    reward.NumericRewardConfig: {"tolerance": _NOT_NEGATIVE, "relative_tolerance": _NOT_NEGATIVE},
+    reward.LengthRewardConfig: {
+        "min_length": _NOT_NEGATIVE,
+        "max_length": _NOT_NEGATIVE,
+        "falloff": _NOT_NEGATIVE,
+    },
+    reward.HttpRewardConfig: {
+        "timeout_s": Range(0.01, high=86_400, why="seconds"),
+        "max_retries": Range(0, high=100),
+        "max_concurrency": Range(1, high=100_000, why="each is a connection"),
+    },
     reward.ReasoningGymRewardConfig: {"correct_at": Range(-inf)},
+    reward.EnvironmentRewardConfig: {"correct_at": Range(-inf)},
 }
 """The ranges of the options of `data` and `reward`, by their schema."""
 

@@ -61,6 +61,19 @@ class AdditionDataConfig(DataConfig):
 
 
 @dataclass
+class GuessDataConfig(DataConfig):
+    """Numbers to guess, for environment=guess: every prompt is `1-7`, the number is the answer."""
+
+    prompt_length: int = 64
+    """Maximum length of a prompt in tokens."""
+    num_heldout: int | None = None
+    """Number of held-out prompts; null: one for each number, so that a greedy evaluation is exact. The prompts are
+    those of training: what differs, the number, is hidden."""
+    max_number: int = 7
+    """The numbers are 1 to max_number, each equally often."""
+
+
+@dataclass
 class ReasoningGymDataConfig(DataConfig):
     """Problems that the package reasoning-gym generates."""
 
@@ -127,6 +140,7 @@ class VerifiersDataConfig(DataConfig):
 SCHEMAS: dict[str, type[DataConfig]] = {
     "letter_count": LetterCountDataConfig,
     "addition": AdditionDataConfig,
+    "guess": GuessDataConfig,
     "reasoning_gym": ReasoningGymDataConfig,
     "jsonl": JsonlDataConfig,
     "parquet": ParquetDataConfig,

@@ -85,11 +85,86 @@ class ReasoningGymRewardConfig(ProcessRewardConfig):
 
 
 @dataclass
+class EnvironmentRewardConfig(RewardConfig):
+    """The rewards that the environment gave to the turns, and nothing else."""
+
+    correct_at: float = 1.0
+    """The least sum of the turns' rewards that counts as correct."""
+
+
+@dataclass
 class FunctionRewardConfig(ProcessRewardConfig):
     """Your own function from (Prompt, Response) to Score."""
 
     path: str = MISSING
     """The function, as package.module:callable."""
+
+
+@dataclass
+class NumericRewardConfig(ProcessRewardConfig):
+    """The last number of the response is the answer, exactly or within a tolerance."""
+
+    tolerance: float = 0.0
+    """Largest difference from the answer that is right; 0: equal numbers. Numbers are read and compared exactly."""
+    relative_tolerance: float = 0.0
+    """Largest difference as a share of the answer; the larger of the two tolerances holds."""
+    pattern: str | None = None
+    """Regular expression whose last match is the number, or its first group where it has one; null: the last number of
+    the response, which needs no process of its own."""
+
+
+@dataclass
+class FormatRewardConfig(ProcessRewardConfig):
+    """The response has a form, whatever it says."""
+
+    pattern: str = r"<think>.*?</think>\s*<answer>.*?</answer>"
+    """Regular expression (Python's; a dot matches line ends too) for the whole response, white space at its ends
+    aside."""
+    anywhere: bool = False
+    """A part of the response that matches suffices."""
+
+
+@dataclass
+class LengthRewardConfig(RewardConfig):
+    """The number of tokens that the policy generated is in a range."""
+
+    min_length: int = 0
+    """Fewest tokens with the full score."""
+    max_length: int = 512
+    """Most tokens with the full score."""
+    falloff: int = 128
+    """Tokens outside of the range at which the score is 0; in between it is linear. 0: it is 0 at once."""
+
+
+@dataclass
+class CodeRewardConfig(ProcessRewardConfig):
+    """The response's Python program passes the prompt's tests, in a sandbox."""
+
+    timeout_s: float = field(default=10.0, kw_only=True)
+    """Time limit in seconds of one program: of each pair of input and output, or of all statements. A program that
+    takes longer fails its tests."""
+    memory_gb: float = field(default=1.0, kw_only=True)
+    """Memory limit in GiB of one program, as address space."""
+    partial: bool = False
+    """The score is the share of tests that pass; else all must."""
+
+
+@dataclass
+class HttpRewardConfig(RewardConfig):
+    """What a server answers over HTTP."""
+
+    url: str = MISSING
+    """Where to POST the response, as http://HOST:PORT/PATH or https://HOST/PATH."""
+    timeout_s: float = 60.0
+    """Deadline in seconds of one request; then it is tried again."""
+    max_retries: int = 3
+    """Maximum number of further attempts after status 429 or 5xx, a lost connection or a passed deadline; the waits
+    before them double, from half a second. Then the sample has failed."""
+    max_concurrency: int = 64
+    """Maximum number of requests at a time."""
+    api_key_env: str | None = None
+    """Name of the environment variable with the key that is sent as "Authorization: Bearer KEY"; the key itself is
+    never saved or shown."""
 
 
 @dataclass
@@ -176,7 +251,13 @@ SCHEMAS: dict[str, type[RewardConfig]] = {
     "addition": AdditionRewardConfig,
     "math": MathRewardConfig,
     "reasoning_gym": ReasoningGymRewardConfig,
+    "environment": EnvironmentRewardConfig,
     "function": FunctionRewardConfig,
+    "numeric": NumericRewardConfig,
+    "format": FormatRewardConfig,
+    "length": LengthRewardConfig,
+    "code": CodeRewardConfig,
+    "http": HttpRewardConfig,
     "judge": JudgeRewardConfig,
     "reward_model": ScalarModelRewardConfig,
     "weighted": WeightedRewardConfig,

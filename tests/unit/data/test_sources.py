@@ -6,7 +6,13 @@ import pytest
 from data_cases import build_byte_tokenizer, build_char_tokenizer
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.data import AdditionDataConfig, DataConfig, LetterCountDataConfig, ReasoningGymDataConfig
+from megarl.config.schema.data import (
+    AdditionDataConfig,
+    DataConfig,
+    GuessDataConfig,
+    LetterCountDataConfig,
+    ReasoningGymDataConfig,
+)
 from megarl.data.build import DataSplits, build_data
 from megarl.data.tasks import LetterCountSource
 
@@ -57,12 +63,23 @@ def test_letter_count_holds_out_one_number_of_each_quarter_of_the_range_for_ever
         (AdditionDataConfig(num_heldout=0), "data.num_heldout"),
         (AdditionDataConfig(num_train=7200), "data.num_train: found 7200; .* between 1 and 71"),
         (AdditionDataConfig(instruction="Add."), r"data.instruction: found 'Add.'; .*\{question\}"),
+        (GuessDataConfig(max_number=1), "data.max_number: found 1; it must be 2 or more"),
         (DataConfig(), "DataConfig is not a source"),
     ],
 )
 def test_a_bad_value_is_named_with_what_would_be_right(config: DataConfig, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         build_small(config)
+
+
+def test_guess_hides_each_number_once_in_prompts_that_are_alike_also_in_the_heldout_ones() -> None:
+    data = build_small(GuessDataConfig())
+    for split in (data.train, data.heldout):
+        assert [prompt.answer for prompt in split] == list("1234567")
+        assert {prompt.text for prompt in split} == {"1-7"}
+        assert len({prompt.id for prompt in split}) == 7
+    assert data.num_dropped == 0
+    assert len(build_small(GuessDataConfig(max_number=100, num_heldout=10)).heldout) == 10
 
 
 def test_a_heldout_sum_is_not_in_training_even_with_its_numbers_swapped() -> None:

@@ -5,9 +5,11 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fakes.run import World, reward_length
+from generation import build_collector
 
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.registry import needs_critic
@@ -15,7 +17,7 @@ from megarl.config.load import list_options
 from megarl.config.schema.algo import needs_reference
 from megarl.data.sampler import PromptSampler
 from megarl.report.metrics import load_metrics
-from megarl.rollout.collector import Collector
+from megarl.reward.scorer import Scorer
 from megarl.rollout.dynamic_sampling import NoRewardVarianceError
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.trainer import Trainer, split_minibatches
@@ -29,7 +31,7 @@ TWO_ITERATIONS = ("train.num_iterations=2", "train.eval_every=2")
 
 def set_reward(trainer: Trainer, reward: RewardFunction) -> None:
     """Another verdict on the same responses."""
-    trainer.components.collector._reward = reward
+    trainer.components.collector._scorer = Scorer(reward)
 
 
 @pytest.mark.parametrize("algo", list_options("algo"))
@@ -161,18 +163,16 @@ REPLAY = ("algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=0.5", O
 def add_engine_noise(trainer: Trainer, noise: float) -> None:
     """The rollout engine's log-probs of the same tokens, off by `noise`, up and down in turn."""
     engine = trainer.components.engine
-    generate = engine.generate
+    generate_turns = engine.generate_turns
 
-    def shake(logprobs: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(x + noise * (-1) ** t for t, x in enumerate(logprobs))
+    def shake(turn: Response) -> Response:
+        signs = (-1.0) ** np.arange(len(turn), dtype=np.float32)
+        return replace(turn, rollout_logprobs=turn.rollout_logprobs + np.float32(noise) * signs)
 
-    def generate_noisily(*args: Any, **keys: Any) -> list[list[Response]]:
-        return [
-            [replace(response, rollout_logprobs=shake(response.rollout_logprobs)) for response in group]
-            for group in generate(*args, **keys)
-        ]
+    async def generate_noisily(requests: Any, take: Any) -> None:
+        await generate_turns(requests, lambda index, turn: take(index, shake(turn)))
 
-    engine.generate = generate_noisily  # type: ignore[method-assign]
+    engine.generate_turns = generate_noisily  # type: ignore[method-assign]
 
 
 def test_replayed_samples_are_of_the_policy_that_sampled_them(tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_responses_of_other_weights_than_the_trainers_end_the_run(tmp_path: Path
 def test_the_collector_scores_under_the_key_it_was_asked_with(tmp_path: Path) -> None:
     with World().open_trainer(tmp_path, ["algo=grpo"]) as trainer:
         trainer.publish(0)
-        collector = Collector(trainer.components.engine, reward_length, temperature=1.0)
+        collector = build_collector(trainer.components.engine, scorer=Scorer(reward_length))
         prompts = trainer.components.sampler.next_batch(3)
         first, same, other = (collector.sample(prompts, 4, key=key) for key in ("a", "a", "b"))
     assert first == same != other

@@ -25,12 +25,17 @@ from megarl.config.schema.reward import (
     register,
 )
 from megarl.reward.build import build_reward, check_reward, reads_answers
-from megarl.reward.function import RESERVED_NAMES
+from megarl.reward.function import RESERVED_NAMES, FunctionVerifier
 from megarl.reward.interface import RewardFailedError
 from megarl.reward.scorer import build_scorer
+from megarl.sandbox.function_server import load_callable
+
+PROMPT = build_prompt("")
+READS_NO_ANSWER = {"environment", "letter_count", "reasoning_gym", "format", "length", "code", "http", "function"}
 
 REQUIRED = {
     "function": {"path": "reward_cases:build_prompt"},
+    "http": {"url": "http://127.0.0.1:1/score"},
     "judge": {"url": "http://127.0.0.1:9"},
     "reward_model": {"url": "http://127.0.0.1:9"},
     "weighted": {"parts": {"right": {"kind": "exact"}}},
@@ -134,7 +139,7 @@ def test_a_kind_that_reads_answers_reads_the_right_one_in_itself(kind):
         score = build_reward(config)(build_prompt("85"), build_response("85"))
         assert (score.correct, score.answer) == (True, "85")
     else:
-        assert kind in ("letter_count", "reasoning_gym", *OF_SERVERS)
+        assert kind in {*READS_NO_ANSWER, *OF_SERVERS}
 
 
 def test_addition_names_a_prompt_whose_answer_is_no_integer():
@@ -170,29 +175,20 @@ def test_a_users_function_that_returns_no_score_is_named(user_module):
         reward(build_prompt(""), build_response(""))
 
 
-def test_responses_with_different_details_are_refused_with_both_sets(user_module):
-    user_module(
-        "from megarl.types import Score\n"
-        "def score(prompt, response):\n"
-        "    details = {'a': 1.0, 'b': 0.0} if response.text else {'a': 0.0}\n"
-        "    return Score(0.0, False, details)\n"
-    )
-    reward = build_reward(FunctionRewardConfig("my_reward_of_test:score"))
-    assert reward(build_prompt(""), build_response("x")).details == {"a": 1.0, "b": 0.0}
+def test_responses_with_different_details_are_refused_with_both_sets():
+    verifier = FunctionVerifier(FunctionRewardConfig("package:function"))
+    first = {"reward": 0.0, "correct": False, "details": {"a": 1.0, "b": 0.0}}
+    assert verifier.read(first, PROMPT).details == {"a": 1.0, "b": 0.0}
     with pytest.raises(ValueError, match=r"found details a; the first response had a, b"):
-        reward(build_prompt(""), build_response(""))
-    assert reward(build_prompt(""), build_response("y")).details == {"a": 1.0, "b": 0.0}
+        verifier.read({**first, "details": {"a": 0.0}}, PROMPT)
+    assert verifier.read(first, PROMPT).details == {"a": 1.0, "b": 0.0}
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED_NAMES))
-def test_details_with_a_name_of_the_trainers_own_metrics_are_refused(user_module, name):
-    user_module(
-        "from megarl.types import Score\n"
-        f"def score(prompt, response):\n    return Score(0.0, False, {{'mine': 1.0, {name!r}: 1.0}})\n"
-    )
-    reward = build_reward(FunctionRewardConfig("my_reward_of_test:score"))
+def test_details_with_a_name_of_the_trainers_own_metrics_are_refused(name):
+    verifier = FunctionVerifier(FunctionRewardConfig("package:function"))
     with pytest.raises(ValueError, match=rf"own metrics have the names {name} under reward/"):
-        reward(build_prompt(""), build_response(""))
+        verifier.read({"reward": 0.0, "correct": False, "details": {"mine": 1.0, name: 1.0}}, PROMPT)
 
 
 def test_the_names_that_the_algorithms_log_under_reward_are_reserved():
@@ -260,13 +256,13 @@ def test_a_reward_that_fits_its_data_passes_the_check(config, prompt):
 )
 def test_a_path_that_cannot_be_called_is_named(user_module, path, message):
     user_module("NUMBER = 3\n")
-    with pytest.raises(ConfigError, match=rf"reward\.path: found '{path}'.*{message}"):
-        build_reward(FunctionRewardConfig(path))
+    with pytest.raises(ValueError, match=rf"^found '{path}'.*{message}"):
+        load_callable(path)
 
 
 def test_a_module_that_fails_while_imported_is_named(user_module):
     user_module("1 / 0\n")
-    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+    with pytest.raises(ConfigError, match=r"^reward\.path: found .*ZeroDivisionError"):
         build_reward(FunctionRewardConfig("my_reward_of_test:score"))
 
 
@@ -280,7 +276,7 @@ def test_a_function_with_a_scale_of_its_own_is_refused_beside_reward_wrong_befor
 
 @pytest.mark.parametrize("kind", SCHEMAS)
 def test_every_kind_has_the_reward_of_a_wrong_answer(kind):
-    overrides = [f"reward={kind}", "model=tiny", "reward.wrong=-1", *list_required(kind)]
+    overrides = [f"reward={kind}", "model=tiny", "reward.wrong=-1", "environment=guess", *list_required(kind)]
     assert load_config(overrides).reward.wrong == -1.0
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megarl.rollout.answers import parse_answer, parse_answers
 from megarl.rollout.client import RequestError
-from megarl.types import FinishReason, WeightVersions
+from megarl.types import FinishReason, Response, WeightVersions
 
 INT32 = st.integers(0, 2**31 - 1)
 
@@ -67,7 +67,8 @@ def test_an_answer_has_its_versions_as_runs_and_what_else_is_asked_of_it():
     assert answer.weight_versions == WeightVersions((3, 4), (1, 3)) == WeightVersions.of((3, 4, 4))
     assert (answer.finish_reason, answer.num_prompt_tokens, answer.index) == (FinishReason.stop, 5, 6)
     assert answer.routed_experts is None
-    assert parse_answer(write(make_answer())).weight_versions == WeightVersions((4,), (3,))
+    response = parse_answer(write(make_answer())).build_response()
+    assert response == Response((8, 9, 2), "hi", (-0.1, -0.2, -0.3), (True,) * 3, (4, 4, 4), FinishReason.stop)
 
 
 def entries(*found):

@@ -1,6 +1,5 @@
 """From responses to a scored rollout and its tensors."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -8,11 +7,9 @@ import pytest
 import torch
 
 from megarl.interfaces import UNPUBLISHED
-from megarl.rollout.client import RequestError
-from megarl.rollout.collector import check_versions, compute_staleness, score_groups
-from megarl.rollout.engine import build_response
-from megarl.rollout.tensors import build_sequences, build_tensors
-from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score, WeightVersions
+from megarl.rollout.collector import check_versions, compute_staleness
+from megarl.rollout.tensors import build_sequences, build_tensors, find_too_stale
+from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 
 def make_response(*ids: int, finish=FinishReason.stop, generated=None) -> Response:
@@ -27,25 +24,20 @@ GROUPS = [
 ]
 
 
+def score_groups(groups, reward) -> tuple[Sample, ...]:
+    return tuple(
+        Sample(prompt, response, reward(prompt, response), number)
+        for number, (prompt, responses) in enumerate(zip(PROMPTS, groups, strict=False))
+        for response in responses
+    )
+
+
 def score(groups):
-    return score_groups(PROMPTS[: len(groups)], groups, lambda p, r: Score(0.0, False))
+    return score_groups(groups, lambda _prompt, _response: Score(0.0, False))
 
 
 def make_rollout() -> Rollout:
-    return Rollout(score_groups(PROMPTS, GROUPS, lambda p, r: Score(float(len(r.token_ids)), p.id == "a")), 3)
-
-
-def test_groups_are_contiguous_and_in_the_prompts_order():
-    samples = make_rollout().samples
-    assert [s.group for s in samples] == [0, 0, 1, 1]
-    assert [s.prompt.id for s in samples] == ["a", "a", "b", "b"]
-    assert [s.score.reward for s in samples] == [2.0, 3.0, 1.0, 3.0]
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_no_finite_number_names_the_prompt(bad):
-    with pytest.raises(ValueError, match=f"prompt 'b' is {bad}"):
-        score_groups(PROMPTS, GROUPS, lambda p, r: Score(bad if p.id == "b" else 0.0, False))
+    return Rollout(score_groups(GROUPS, lambda p, r: Score(float(len(r)), p.id == "a")), 3)
 
 
 def test_a_token_of_other_weights_than_the_trainers_is_refused_unless_it_was_not_generated():
@@ -59,27 +51,39 @@ def test_a_token_of_other_weights_than_the_trainers_is_refused_unless_it_was_not
     check_versions(score([GROUPS[0], [first, replace(second, weight_versions=(0, 9, 0))]]), 0)
 
 
-def test_tokens_may_be_as_many_versions_behind_as_the_staleness_and_none_ahead():
+def test_where_tokens_may_be_older_than_the_trainers_weights_none_may_be_younger():
     first, _ = GROUPS[0]
-    check_versions(score([[replace(first, weight_versions=(2, 3))]]), 3, max_staleness=1)
-    with pytest.raises(RuntimeError, match=r"version 2, 3; the trainer's is 4, and rollout.max_staleness is 1"):
-        check_versions(score([[replace(first, weight_versions=(2, 3))]]), 4, max_staleness=1)
+    check_versions(score([[replace(first, weight_versions=(0, 3))]]), 3, may_be_older=True)
     with pytest.raises(RuntimeError, match=r"version 3, 4; the trainer's is 3"):
-        check_versions(score([[replace(first, weight_versions=(3, 4))]]), 3, max_staleness=1)
+        check_versions(score([[replace(first, weight_versions=(3, 4))]]), 3, may_be_older=True)
 
 
 def test_tokens_of_a_server_without_a_version_are_refused_however_stale_tokens_may_be():
     first, _ = GROUPS[0]
     with pytest.raises(RuntimeError, match="version -1, 0; the trainer's is 0"):
-        check_versions(score([[replace(first, weight_versions=(UNPUBLISHED, 0))]]), 0, max_staleness=4)
+        check_versions(score([[replace(first, weight_versions=(UNPUBLISHED, 0))]]), 0, may_be_older=True)
 
 
 def test_staleness_counts_versions_behind_over_the_generated_tokens():
     first, second = GROUPS[1][0], GROUPS[1][1]  # of 1 and 3 tokens; the middle one of the latter was not generated
     samples = score([[replace(first, weight_versions=(4,)), replace(second, weight_versions=(2, 0, 3))]])
-    found = compute_staleness(samples, 4)
-    assert found == {"rollout/staleness_mean": 1.0, "rollout/staleness_max": 2.0, "rollout/mixed_frac": 0.5}
-    assert compute_staleness((), 4) == {}
+    found = {"rollout/staleness_mean": 1.0, "rollout/staleness_max": 2.0, "rollout/mixed_frac": 0.5}
+    assert compute_staleness(samples, 4, 2) == found | {"rollout/too_stale_frac": 0.0}
+    # Of the versions 4, 2 and 3 the second is too old.
+    fresh = {"rollout/staleness_mean": 0.5, "rollout/staleness_max": 1.0, "rollout/mixed_frac": 0.5}
+    assert compute_staleness(samples, 4, 1) == fresh | {"rollout/too_stale_frac": pytest.approx(1 / 3)}
+    assert compute_staleness((), 4, 1) == {}
+
+
+def test_tokens_are_too_stale_by_the_iteration_that_first_learned_from_them():
+    first, second = GROUPS[1]
+    samples = score([[replace(first, weight_versions=(4,)), replace(second, weight_versions=(1, 0, 3))]])
+    assert find_too_stale(Rollout(samples, 4), 2).tolist() == [[False] * 3, [True, False, False]]
+    assert find_too_stale(Rollout(samples, 5), 1).tolist() == [[False] * 3, [True, False, True]]
+    assert find_too_stale(Rollout(samples, 4), 3) is None
+    replayed = tuple(replace(sample, age=2) for sample in samples)
+    assert find_too_stale(Rollout(replayed, 6), 2).tolist() == [[False] * 3, [True, False, False]]
+    assert find_too_stale(Rollout((), 6), 2) is None
 
 
 def test_sequences_concatenate_prompt_and_response():
@@ -98,41 +102,6 @@ def test_tensors_are_padded_with_zeros_and_skip_what_was_not_generated():
     assert tensors.rewards.tolist() == [2, 3, 1, 3]
     assert tensors.groups.tolist() == [0, 0, 1, 1]
     assert tensors.rewards.dtype == tensors.rollout_logprobs.dtype == torch.float32
-
-
-def make_answer(**changes):
-    meta = {
-        "finish_reason": {"type": "stop", "matched": 2},
-        "output_token_logprobs": [[-0.1, 8, None], [-0.2, 9, None], [-0.3, 2, None]],
-        "weight_version": "4",
-    }
-    return {"output_ids": [8, 9, 2], "meta_info": meta | changes}
-
-
-def test_an_answer_becomes_a_response_with_a_version_per_token():
-    spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]
-    response = build_response(make_answer(weight_versions=spans), "hi")
-    assert response.rollout_logprobs.tolist() == np.float32([-0.1, -0.2, -0.3]).tolist()
-    assert response.weight_versions == WeightVersions((3, 4), (1, 3))
-    assert response.generated.all()
-    assert response.finish_reason is FinishReason.stop
-    assert build_response(make_answer(), "").weight_versions == WeightVersions((4,), (3,))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"finish_reason": {"type": "abort"}}, "abort"),
-        ({"output_token_logprobs": [[-0.1, 8, None]]}, "3 tokens came with 1 log-probs"),
-        (
-            {"weight_versions": [{"version": "3", "start": 0, "end": 2}]},
-            "do not cover a response of 3 tokens",
-        ),
-    ],
-)
-def test_an_inconsistent_answer_is_refused(changes, message):
-    with pytest.raises(RequestError, match=message):
-        build_response(make_answer(**changes), "")
 
 
 def test_mu_is_the_trainers_where_it_had_the_weights_that_sampled_and_else_the_engines():

@@ -4,14 +4,15 @@ import json
 import socket
 import threading
 
+import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from generation import generate_groups
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.rollout import RolloutConfig
+from megarl.interfaces import TurnRequest
 from megarl.rollout.client import ConnectionLostError
-from megarl.rollout.engine import MAX_ATTEMPTS, Request, SGLangEngine, compute_sampling_seed
+from megarl.rollout.engine import MAX_ATTEMPTS, SGLangEngine, compute_sampling_seed
 from megarl.rollout.served_model import load_generation_spec
 from megarl.types import Prompt
 
@@ -44,31 +45,33 @@ def test_a_checkpoint_that_cannot_end_responses_is_refused(tmp_path, config, mes
         load_generation_spec(write(tmp_path, config))
 
 
-def test_every_response_of_every_call_has_a_seed_of_its_own():
+def test_a_turns_seed_follows_from_the_runs_seed_and_its_name(tmp_path):
     # sha256sum of the text 7/iteration-1/round-1/0/3 begins with these 16 digits.
     assert compute_sampling_seed("7/iteration-1/round-1/0/3") == 0x916255DABB0A9226 >> 1
-    requests = [Request([], 3, {"top_k": 5}, False, key) for key in ("7/a", "8/a", "7/b")]
-    params = [request.build_params(row, k) for request in requests for row in range(4) for k in range(3)]
-    assert params == [request.build_params(row, k) for request in requests for row in range(4) for k in range(3)]
+    write(tmp_path, {"vocab_size": 50, "eos_token_id": 2})
+    engines = [SGLangEngine(["http://127.0.0.1:1"], tmp_path, RolloutConfig(), seed=seed, top_k=5) for seed in (7, 8)]
+    ids = np.array([5], dtype=np.int32)
+    names = [f"{key}/{row}/{k}" for key in "ab" for row in range(4) for k in range(3)]
+    params = [engine._build_params(TurnRequest(ids, 3, 1.0, 0, name)) for engine in engines for name in names]
+    assert params == [engine._build_params(TurnRequest(ids, 3, 1.0, 0, name)) for engine in engines for name in names]
     assert all(each["top_k"] == 5 for each in params)
     seeds = [each["sampling_seed"] for each in params]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert Request([], 3, {"top_k": 5}, False, None).build_params(0, 0) == {"top_k": 5}
+    assert "sampling_seed" not in engines[0]._build_params(TurnRequest(ids, 3, 1.0, 0))
 
 
 def test_an_unreachable_server_is_tried_a_bounded_number_of_times(tmp_path, monkeypatch):
     """The listener accepts and hangs up: every connection is one lost request."""
     write(tmp_path, {"vocab_size": 50, "eos_token_id": 2})
     monkeypatch.setattr("megarl.rollout.engine.ATTEMPT_PAUSE_S", 0.1)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
     checks = []
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         listener.settimeout(10)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        engine = SGLangEngine([url], tmp_path, RolloutConfig(), tokenizer, check_processes=lambda: checks.append(1))
+        engine = SGLangEngine([url], tmp_path, RolloutConfig(), check_processes=lambda: checks.append(1))
         accepted = []
 
         def hang_up():
@@ -80,7 +83,7 @@ def test_an_unreachable_server_is_tried_a_bounded_number_of_times(tmp_path, monk
         thread = threading.Thread(target=hang_up)
         thread.start()
         with pytest.raises(ConnectionLostError, match=f"{url}/generate"):
-            engine.generate([Prompt("p", "", (5,), "")], num_responses=1, temperature=1.0)
+            generate_groups(engine, [Prompt("p", "", (5,), "")], num_responses=1, temperature=1.0)
         thread.join()
     assert len(accepted) == MAX_ATTEMPTS
     assert len(checks) > 1  # asked again: a process ends a moment after its connections

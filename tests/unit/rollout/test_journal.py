@@ -1,8 +1,10 @@
 """The journal gives back bit by bit what was sampled, and nothing else."""
 
 import pytest
+from generation import build_collector
 
-from megarl.rollout.collector import Collector
+from megarl.reward.scorer import Scorer
+from megarl.rollout.event_loop import OnEventLoop
 from megarl.rollout.journal import Journal
 from megarl.types import FinishReason, Prompt, Response, Sample, Score
 
@@ -52,6 +54,19 @@ def test_what_a_checkpoint_has_made_superfluous_is_removed(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["iteration-11-round-2.jsonl"]
 
 
+def test_of_the_groups_that_ran_ahead_those_that_were_taken_are_removed(tmp_path):
+    journal = Journal(tmp_path)
+    for place, number in enumerate((2, 0, 10, 1)):
+        journal.save_group(place, number, build_samples()[:3])
+    journal.forget(through=5, num_groups=2)
+    assert journal.list_groups(0) == journal.list_groups(2) == [(2, 10), (3, 1)]
+    assert journal.list_groups(3) == [(3, 1)]
+    assert journal.load_group(2, 10, PROMPTS[0], 3) == build_samples()[:3]
+    with pytest.warns(RuntimeWarning, match="sampled again"):
+        assert journal.load_group(3, 1, PROMPTS[1], 3) is None
+    assert journal.list_groups(0) == [(2, 10)]
+
+
 def test_a_checkpoint_of_value_pretraining_makes_the_steps_up_to_it_superfluous(tmp_path):
     journal = Journal(tmp_path)
     for key in ("pretraining-2", "pretraining-9", "pretraining-10", "iteration-1/round-1"):
@@ -62,24 +77,25 @@ def test_a_checkpoint_of_value_pretraining_makes_the_steps_up_to_it_superfluous(
     assert [path.name for path in tmp_path.iterdir()] == ["iteration-1-round-1.jsonl"]
 
 
-class CountingEngine:
+class CountingEngine(OnEventLoop):
     """Answers each prompt with its first token, and counts the calls."""
 
-    num_calls = 0
+    num_servers, num_slots, depends_on_batch, num_calls = 1, 8, True, 0
 
-    def generate(self, prompts, *, num_responses, temperature, urgent=False, key=None):
+    async def generate_turns(self, requests, take):
         self.num_calls += 1
-        tokens = [(prompt.token_ids[0],) for prompt in prompts]
-        responses = [Response(t, "x", (-0.5,), (True,), (0,), FinishReason.stop) for t in tokens]
-        return [[response] * num_responses for response in responses]
+        for i, request in enumerate(requests):
+            take(i, Response(request.token_ids[:1], "x", (-0.5,), (True,), (0,), FinishReason.stop))
+
+    async def drop_cached_prefixes(self): ...
 
 
 def test_a_collector_does_not_sample_or_score_again_what_the_journal_holds(tmp_path):
     engine, verdicts = CountingEngine(), iter([0.25, 0.5, 0.75, 1.0])
 
-    def build() -> Collector:
-        reward = lambda _prompt, _response: Score(next(verdicts), True)  # noqa: E731
-        return Collector(engine, reward, temperature=1.0, journal=Journal(tmp_path))
+    def build():
+        scorer = Scorer(lambda _prompt, _response: Score(next(verdicts), True))
+        return build_collector(engine, scorer=scorer, journal=Journal(tmp_path))
 
     first = build().sample(PROMPTS, 2, key="iteration-1/round-1")
     assert [sample.score.reward for sample in first] == [0.25, 0.5, 0.75, 1.0]
@@ -88,9 +104,7 @@ def test_a_collector_does_not_sample_or_score_again_what_the_journal_holds(tmp_p
 
 
 def test_samples_of_other_weights_than_the_trainers_do_not_stay_in_the_journal(tmp_path):
-    collector = Collector(
-        CountingEngine(), lambda _prompt, _response: Score(0.0, False), temperature=1.0, journal=Journal(tmp_path)
-    )
+    collector = build_collector(CountingEngine(), journal=Journal(tmp_path))
     with pytest.raises(RuntimeError, match="weight version 0; the trainer's is 3"):
         collector.collect(PROMPTS, 2, weight_version=3, key="pretraining-1")
     assert list(tmp_path.glob("*.jsonl")) == []

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from generation import generate_groups
 
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
@@ -29,8 +30,11 @@ RAISE = "/update_weight_version"
 CLEAN_UP = ["/end_weight_update", "/continue_generation"]
 
 # A rollout or a weight load that its owner's Ctrl-C ends while the server is at work.
+TESTS = Path(__file__).resolve().parents[2]
 STOPPED = """
 import os, signal, sys, threading, time
+sys.path.insert(0, sys.argv[4])
+from generation import generate_groups
 from pathlib import Path
 import torch
 from megarl.config.schema.roles import Dtype
@@ -53,7 +57,7 @@ class Policy:
         return torch.zeros(1, 1)
 
 config = RolloutConfig()
-engine = SGLangEngine([url], checkpoint, config, None, check_processes=check)
+engine = SGLangEngine([url], checkpoint, config, check_processes=check)
 sync = DiskSync(
     Policy(), engine.clients, config, checkpoint / "sync", (), policy_dtype=Dtype.float32, check_processes=check
 )
@@ -62,7 +66,7 @@ try:
     with stopping_on_signals():
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
         if what == "generate":
-            engine.generate(prompts, num_responses=4, temperature=1.0)
+            generate_groups(engine, prompts, num_responses=4, temperature=1.0, key="k")
         else:
             sync.publish(1)
 except Stopped:
@@ -157,11 +161,13 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("what", "asked"), [("generate", ["/generate"]), ("publish", [*LOAD, *CLEAN_UP])], ids=["rollout", "load"]
+    ("what", "asked"),
+    [("generate", ["/flush_cache?timeout=30", "/generate"]), ("publish", [*LOAD, *CLEAN_UP])],
+    ids=["rollout", "load"],
 )
 def test_ctrl_c_ends_the_wait_its_calls_and_the_process(checkpoint, what, asked):
     with serving({"/generate": "hang", "/update_weights_from_disk": "hang"}) as server:
-        words = [sys.executable, "-c", STOPPED, what, server.url, str(checkpoint)]
+        words = [sys.executable, "-c", STOPPED, what, server.url, str(checkpoint), str(TESTS)]
         done = subprocess.run(words, capture_output=True, text=True, timeout=60)
         ended = time.monotonic()
         assert done.returncode == 0, done.stderr
@@ -179,9 +185,9 @@ def test_ctrl_c_ends_the_wait_its_calls_and_the_process(checkpoint, what, asked)
 def test_a_lost_server_shows_its_exit_status_once_it_is_known(checkpoint, monkeypatch):
     monkeypatch.setattr("megarl.rollout.engine.ATTEMPT_PAUSE_S", 0.3)
     with serving({"/generate": "hang up"}) as server:
-        engine = SGLangEngine([server.url], checkpoint, RolloutConfig(), None, check_processes=build_check(0.5))
+        engine = SGLangEngine([server.url], checkpoint, RolloutConfig(), check_processes=build_check(0.5))
         with pytest.raises(RuntimeError, match="exited with status 137") as caught:
-            engine.generate([Prompt("p", "", (5,), "")], num_responses=1, temperature=1.0)
+            generate_groups(engine, [Prompt("p", "", (5,), "")], num_responses=1, temperature=1.0)
         assert f"{server.url}/generate" in str(caught.value.__cause__)
         times = [at for _, at in server.asked]
         assert len(times) == 3
@@ -191,9 +197,9 @@ def test_a_lost_server_shows_its_exit_status_once_it_is_known(checkpoint, monkey
 def test_a_late_server_shows_its_exit_status(checkpoint):
     with serving({"/generate": "hang"}) as server:
         config = RolloutConfig(request_deadline_s=0.2)
-        engine = SGLangEngine([server.url], checkpoint, config, None, check_processes=build_check(0.0))
+        engine = SGLangEngine([server.url], checkpoint, config, check_processes=build_check(0.0))
         with pytest.raises(RuntimeError, match="exited with status 137") as caught:
-            engine.generate([Prompt("p", "", (5,), "")], num_responses=1, temperature=1.0)
+            generate_groups(engine, [Prompt("p", "", (5,), "")], num_responses=1, temperature=1.0)
         assert isinstance(caught.value.__cause__, DeadlineError)
 
 
@@ -202,11 +208,11 @@ def test_cancelling_ends_a_rollout_of_another_thread_without_asking_again(checkp
 
     def generate():
         with pytest.raises(CancelledError):
-            engine.generate([Prompt("p", "", (5,), "")], num_responses=1, temperature=1.0)
+            generate_groups(engine, [Prompt("p", "", (5,), "")], num_responses=1, temperature=1.0)
         caught.append(True)
 
     with serving({"/generate": "hang"}) as server:
-        engine = SGLangEngine([server.url], checkpoint, RolloutConfig(), None, check_processes=build_check(0.0))
+        engine = SGLangEngine([server.url], checkpoint, RolloutConfig(), check_processes=build_check(0.0))
         thread = threading.Thread(target=generate)
         thread.start()
         while not server.asked:

@@ -1,0 +1,34 @@
+"""Responses of an engine without rewards, for tests of what generates them."""
+
+from collections.abc import Sequence
+
+from megarl.interfaces import RolloutEngine
+from megarl.reward.scorer import Scorer
+from megarl.rollout.collector import Collector
+from megarl.rollout.engine import SGLangEngine
+from megarl.rollout.episodes import EpisodeRunner
+from megarl.types import Prompt, Response, Score
+
+
+def build_collector(engine: RolloutEngine, **keys) -> Collector:
+    """A collector of single turns that are all worth nothing; keys: of `Collector`."""
+    response_length = engine._config.response_length if isinstance(engine, SGLangEngine) else 16
+    scorer = keys.pop("scorer", None) or Scorer(lambda _prompt, _response: Score(0.0, False))
+    return Collector(engine, scorer, EpisodeRunner(response_length), **{"seed": 1, "temperature": 1.0, **keys})
+
+
+def generate_groups(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    *,
+    num_responses: int,
+    temperature: float,
+    urgent: bool = False,
+    key: str | None = None,
+    **keys,
+) -> list[list[Response]]:
+    """`num_responses` responses for each prompt, in order."""
+    collector = build_collector(engine, **keys)
+    samples = collector._collect(prompts, num_responses, key, temperature, urgent)
+    rows = range(0, len(samples), num_responses)
+    return [[sample.response for sample in samples[row : row + num_responses]] for row in rows]
