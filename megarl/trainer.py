@@ -90,8 +90,7 @@ class Trainer:
         self.source = GroupSource(
             config, components.engine, components.collector, components.sampler, self.with_servers
         )
-        self.version = 0
-        self.num_samples = 0
+        self.version = self.num_samples = 0
         self.heldout_reward = float("nan")
         self.started = time.monotonic()
         self.commit(self.get_state(0, {}))
