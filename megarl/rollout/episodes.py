@@ -15,7 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.environment import MultiTurnEnvironmentConfig, ToolsEnvironmentConfig
+from megarl.config.schema.environment import (
+    MultiTurnEnvironmentConfig,
+    ToolsEnvironmentConfig,
+    VerifiersEnvironmentConfig,
+)
 from megarl.config.schema.root import Config
 from megarl.data.render import Renderer
 from megarl.environment.build import EnvironmentFactory, build_environment
@@ -48,11 +52,13 @@ def build_conversation(config: Config, tokenizer: "PreTrainedTokenizerBase") -> 
 
     Raises ConfigError naming environment.KEY or data.KEY.
     """
-    if isinstance(config.environment, ToolsEnvironmentConfig):
-        tools = build_tools(config.environment, config.data, tokenizer)
-        encoder = ObservationEncoder(Renderer(config.data, tokenizer, tools.prompt))
-        return Conversation(tools.make_environment, config.environment, encoder)
-    found = build_environment(config.environment)
+    environment = config.environment
+    if isinstance(environment, ToolsEnvironmentConfig | VerifiersEnvironmentConfig):
+        tools = build_tools(environment, config.data, tokenizer)
+        if tools is not None:
+            encoder = ObservationEncoder(Renderer(config.data, tokenizer, tools.prompt))
+            return Conversation(tools.make_environment, environment, encoder)
+    found = build_environment(environment)
     if found is None:
         return None
     limits, make = found
