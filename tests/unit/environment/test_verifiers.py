@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import string
 import sys
 from pathlib import Path
 
@@ -12,9 +13,13 @@ pytest.importorskip("verifiers", reason="needs the extra: make install EXTRAS=ve
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.data import VerifiersDataConfig
+from megarl.config.schema.environment import VerifiersEnvironmentConfig
 from megarl.data.verifiers import VerifiersSource
 from megarl.environment.interface import Action, EpisodeSetting
+from megarl.environment.tools import FoundCalls
 from megarl.environment.verifiers import VerifiersEnvironment
+from megarl.hf.random_model import build_character_tokenizer
+from megarl.toolbox.prompt import build_tool_prompt
 from megarl.types import FinishReason, Message, Prompt
 
 COUNTDOWN = "vf-environments"
@@ -142,6 +147,30 @@ def test_what_the_environment_asks_in_place_of_the_prompt_is_read():
     begin, last = play(load("vf_environments:own_beginning").train[0], ["a"], "vf_environments:own_beginning")
     assert begin == (Message("user", "q"), Message("user", "please"))
     assert last.done
+
+
+def test_tools_are_described_called_and_answered():
+    env_id = "vf_environments:with_tools"
+    config = VerifiersEnvironmentConfig(id=env_id)
+    tokenizer = build_character_tokenizer(string.printable, 64)
+    prompt = build_tool_prompt(config, VerifiersDataConfig(id=env_id), tokenizer)
+    assert [schema["function"]["name"] for schema in prompt.schemas] == ["add_one"]
+    assert '"description": "Add one' in prompt.text
+
+    def find_calls(text):
+        return FoundCalls((("add_one", '{"x": 1}'), ("no_tool", "{}")) if text == "call" else ())
+
+    async def run():
+        env = VerifiersEnvironment(env_id, {}, prompt, find_calls)
+        await env.reset(set_up(load(env_id).train[0]))
+        steps = [await env.step(act("call")), await env.step(act("2", 1))]
+        await env.close()
+        return steps
+
+    first, last = asyncio.run(run())
+    assert first.observation == (Message("user", "2\n'no_tool'"),)
+    assert (last.done, last.reward) == (True, 1.0)
+    assert (last.details["total_tool_calls"], last.details["add_one_calls"]) == (2.0, 1.0)
 
 
 def test_an_environment_that_the_package_brings_scores_right_and_wrong_answers():

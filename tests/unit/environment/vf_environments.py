@@ -60,3 +60,21 @@ def own_beginning():
 
     rows = Dataset.from_list([{"question": "q", "answer": "1"}])
     return Greeter(dataset=rows, rubric=vf.Rubric(funcs=[share_right]))
+
+
+def add_one(x: int) -> int:
+    """Add one.
+
+    Args:
+        x: The number.
+    """
+    return x + 1
+
+
+def with_tools():
+    rows = Dataset.from_list([{"question": "1 + 1?", "answer": "2"}])
+
+    def right(completion, answer, **kwargs):
+        return float(completion[-1]["content"] == answer)
+
+    return vf.ToolEnv(dataset=rows, tools=[add_one], rubric=vf.Rubric(funcs=[right]))
