@@ -100,10 +100,13 @@ class WeightVersions:
         """int64 [T], one version per token."""
         return np.repeat(np.array(self.versions, dtype=np.int64), np.diff((0, *self.ends)))
 
+    def list_runs(self) -> list[tuple[int, int, int]]:
+        """(version, number of the first token, number of the token after the last one) of each run."""
+        return list(zip(self.versions, (0, *self.ends[:-1]), self.ends, strict=True))
+
     def find_used(self, mask: NDArray[np.bool_]) -> tuple[int, ...]:
         """The versions, in order, of runs with a token in `mask`, bool [T]."""
-        starts = (0, *self.ends[:-1])
-        return tuple(v for v, a, b in zip(self.versions, starts, self.ends, strict=True) if mask[a:b].any())
+        return tuple(version for version, start, end in self.list_runs() if mask[start:end].any())
 
 
 @dataclass(frozen=True)
@@ -223,6 +226,9 @@ class Sample:
     first_old_logprobs: NDArray[np.float32] | None = field(default=None, compare=False)
     """With age above 0: old_logprobs of the iteration that first learned from the response, float32 [T]; None where
     they were not kept"""
+    group_number: int | None = None
+    """With rollout.max_staleness > 0: number of the group among all that the run has started, from 0. An iteration's
+    fresh groups have numbers that no other iteration's have."""
 
 
 @dataclass(frozen=True)
@@ -309,6 +315,8 @@ class Experience:
     """float32 [B, T]: KL(old policy, reference) over the whole vocabulary; None without kl.reward_estimator=full"""
     values: Tensor | None
     """float32 [B, T]: V of the state in which token t is chosen; None without a critic"""
+    too_stale: Tensor | None = None
+    """bool [B, T]: the token is older than rollout.max_staleness allows and has no loss; None: no token is"""
 
     def select(self, rows: Tensor) -> "Experience":
         """The given rows (int64 [K]), in that order; T stays."""
@@ -340,6 +348,8 @@ class TrainingSamples:
     """float32 [B, T]"""
     returns: Tensor | None
     """float32 [B, T]"""
+    critic_mask: Tensor | None = None
+    """bool [B, T]: tokens with a critic loss, a subset of `mask`; None: all of it"""
 
     def select(self, rows: Tensor) -> "TrainingSamples":
         """The given rows (int64 [K]), in that order; T stays."""

@@ -102,7 +102,8 @@ def critic_loss(values: Tensor, targets: TokenTargets, config: AlgoConfig, count
     check_finite("values", values.detach(), targets.mask, targets.rows)
     returns = targets.require("returns", targets.returns, values.dtype)
     filtered = config.overlong.filter_critic
-    mask = targets.loss_mask if filtered else targets.mask
+    unfiltered = targets.mask if targets.critic_mask is None else targets.critic_mask
+    mask = targets.loss_mask if filtered else unfiltered
     num_tokens = counts.num_tokens if filtered else counts.num_critic_tokens
     num_sequences = counts.num_sequences if filtered else counts.num_critic_sequences
     v = torch.where(mask, values, 0.0)

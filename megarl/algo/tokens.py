@@ -41,6 +41,8 @@ class TokenTargets:
     """float [R]"""
     returns: Tensor | None
     """float [R]"""
+    critic_mask: Tensor | None = None
+    """bool [R]; None: that of `mask`"""
 
     def require(self, name: str, tensor: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The tensor (float [R]) in this dtype with 0 where not generated.
@@ -89,9 +91,9 @@ class LossCounts:
     num_positive_tokens: int
     """of correct samples, with a policy loss"""
     num_critic_tokens: int
-    """generated"""
+    """generated, and not too stale"""
     num_critic_sequences: int
-    """with at least one generated token"""
+    """with at least one such token"""
     num_negative_tokens: int
     """with a policy loss and a negative advantage"""
 
@@ -110,12 +112,13 @@ class LossOutput:
 
 def count_minibatch(samples: TrainingSamples) -> LossCounts:
     """The counts of one global minibatch (all data-parallel ranks' rows)."""
-    mask, loss_mask = samples.mask, samples.loss_mask
+    loss_mask = samples.loss_mask
+    critic_mask = samples.mask if samples.critic_mask is None else samples.critic_mask
     return LossCounts(
         num_tokens=int(loss_mask.sum()),
         num_sequences=int(loss_mask.any(1).sum()),
         num_positive_tokens=int((loss_mask & samples.positive[:, None]).sum()),
-        num_critic_tokens=int(mask.sum()),
-        num_critic_sequences=int(mask.any(1).sum()),
+        num_critic_tokens=int(critic_mask.sum()),
+        num_critic_sequences=int(critic_mask.any(1).sum()),
         num_negative_tokens=int((loss_mask & (samples.advantages < 0)).sum()),
     )

@@ -10,19 +10,24 @@ from typing import TYPE_CHECKING, Any
 from megarl.config.errors import ConfigError
 from megarl.config.schema.data import (
     AdditionDataConfig,
+    CalculatorDataConfig,
     DataConfig,
+    GuessDataConfig,
     HuggingFaceDataConfig,
     JsonlDataConfig,
     LetterCountDataConfig,
     ParquetDataConfig,
     ReasoningGymDataConfig,
+    VerifiersDataConfig,
 )
 from megarl.data.files import JsonlSource, ParquetSource
 from megarl.data.hub import HuggingFaceSource
 from megarl.data.problem import Problem, Source
 from megarl.data.reasoning import ReasoningGymSource
 from megarl.data.render import Renderer
-from megarl.data.tasks import AdditionSource, LetterCountSource
+from megarl.data.tasks import AdditionSource, CalculatorSource, GuessSource, LetterCountSource
+from megarl.data.verifiers import VerifiersSource
+from megarl.toolbox.prompt import ToolPrompt
 from megarl.types import Prompt
 
 if TYPE_CHECKING:
@@ -33,10 +38,13 @@ MOST_HELDOUT_BY_DEFAULT = 256
 SOURCES: Mapping[type[DataConfig], Callable[[Any], Source]] = {
     LetterCountDataConfig: LetterCountSource,
     AdditionDataConfig: AdditionSource,
+    CalculatorDataConfig: CalculatorSource,
+    GuessDataConfig: GuessSource,
     ReasoningGymDataConfig: ReasoningGymSource,
     JsonlDataConfig: JsonlSource,
     ParquetDataConfig: ParquetSource,
     HuggingFaceDataConfig: HuggingFaceSource,
+    VerifiersDataConfig: VerifiersSource,
 }
 """The source that each configuration asks for; a new source is a new entry."""
 
@@ -51,13 +59,17 @@ class DataSplits:
     """Problems left out: longer than data.prompt_length, or for training and held out as well."""
 
 
-def build_data(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: int) -> DataSplits:
-    """The prompts of a run, the same for the same seed. No question is on both sides.
+def build_data(
+    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: int, tools: ToolPrompt | None = None
+) -> DataSplits:
+    """The prompts of a run, the same for the same seed. No question is on both sides, unless the source shares them.
+
+    tools: those that the prompts describe.
 
     Raises ConfigError for bad keys, unreadable or malformed files, and where no prompt is short enough.
     """
     problems = build_source(config).load(seed)
-    renderer = Renderer(config, tokenizer)
+    renderer = Renderer(config, tokenizer, tools)
     train = tokenize_problems(problems.train, renderer, "training")
     if problems.heldout is None:
         num_read = len(problems.train)
@@ -68,7 +80,8 @@ def build_data(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: i
         unused = len(heldout)
         heldout = choose_heldout(heldout, config.num_heldout, seed)
         num_read -= unused - len(heldout)
-        train = remove_questions(train, heldout)
+        if not problems.shares_questions:
+            train = remove_questions(train, heldout)
     return DataSplits(
         train=tuple(prompt for _, prompt in train),
         heldout=tuple(prompt for _, prompt in heldout),

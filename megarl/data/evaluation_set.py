@@ -18,6 +18,7 @@ from megarl.config.schema.data import (
 from megarl.data.build import build_source, tokenize_problems
 from megarl.data.problem import Problem
 from megarl.data.render import Renderer
+from megarl.toolbox.prompt import ToolPrompt
 from megarl.types import Prompt
 
 if TYPE_CHECKING:
@@ -32,11 +33,13 @@ def build_evaluation_set(
     name: str,
     path: str | None = None,
     num_problems: int | None = None,
+    tools: ToolPrompt | None = None,
 ) -> tuple[Prompt, ...]:
     """The problems of data=`name`, in their order: every one, or `num_problems` drawn at random under `seed`.
 
-    path: a file or directory in place of the one the configuration names. Raises ConfigError that names the key, also
-    for a prompt longer than data.prompt_length: a set without its long problems is another set.
+    path: a file or directory in place of the one the configuration names. tools: those that the prompts describe.
+    Raises ConfigError that names the key, also for a prompt longer than data.prompt_length: a set without its long
+    problems is another set.
     """
     key = f"evaluate.paths.{name}"
     try:
@@ -49,7 +52,7 @@ def build_evaluation_set(
         raise ConfigError([f"data={name}: {problem}{hint}" for problem in error.problems]) from error
     problems = _draw(found.train if found.heldout is None else found.heldout, num_problems, seed)
     unlimited = replace(chosen, prompt_length=sys.maxsize)
-    prompts = tuple(prompt for _, prompt in tokenize_problems(problems, Renderer(unlimited, tokenizer), name))
+    prompts = tuple(prompt for _, prompt in tokenize_problems(problems, Renderer(unlimited, tokenizer, tools), name))
     longest = max(len(prompt.token_ids) for prompt in prompts)
     if longest > config.prompt_length:
         raise ConfigError(

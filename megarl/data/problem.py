@@ -26,6 +26,8 @@ class ProblemSplits:
     train: Sequence[Problem]
     heldout: Sequence[Problem] | None
     """Held-out problems; None: the source has no held-out part of its own."""
+    shares_questions: bool = False
+    """Whether both parts ask the same: what differs is hidden in the environment, where no policy can memorize it"""
 
 
 class Source(Protocol):

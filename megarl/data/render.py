@@ -1,11 +1,12 @@
 """From a problem to what the model reads: instruction, chat template, tokens."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.data import DataConfig
 from megarl.data.problem import Problem
+from megarl.toolbox.prompt import ToolPrompt
 from megarl.types import Message
 
 if TYPE_CHECKING:
@@ -19,11 +20,13 @@ SEPARATOR = "\n\n"
 class Renderer:
     """Renders problems for one tokenizer. Raises ConfigError for an instruction without {question}."""
 
-    def __init__(self, config: DataConfig, tokenizer: "PreTrainedTokenizerBase"):
+    def __init__(self, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", tools: ToolPrompt | None = None):
+        """tools: those that the prompts describe; None without environment=tools."""
         if config.instruction is not None and PLACEHOLDER not in config.instruction:
             raise ConfigError([f"data.instruction: found {config.instruction!r}; it must contain {PLACEHOLDER}"])
         self.config = config
         self.tokenizer = tokenizer
+        self.tools = tools
         self.uses_template = config.chat_template and bool(tokenizer.chat_template)
 
     def render(self, problem: Problem) -> str:
@@ -31,11 +34,11 @@ class Renderer:
         return self.render_messages(self.build_messages(problem)) + self._render_prefix(problem)
 
     def build_messages(self, problem: Problem) -> tuple[Message, ...]:
-        """The problem's messages with data.instruction and data.system."""
+        """The problem's messages with data.instruction, data.system and what the tools' prompt adds."""
         messages = self._add_instruction(problem.messages)
-        if self.config.system is None:
-            return messages
-        return (Message("system", self.config.system), *(m for m in messages if m.role != "system"))
+        if self.config.system is not None:
+            messages = (Message("system", self.config.system), *(m for m in messages if m.role != "system"))
+        return messages if self.tools is None else self.tools.add_to(messages)
 
     def _render_prefix(self, problem: Problem) -> str:
         """What the assistant's turn begins with; the policy continues it."""
@@ -52,8 +55,11 @@ class Renderer:
         if not self.uses_template:
             return SEPARATOR.join(m.content for m in messages if m.content)
         chat = [{"role": m.role, "content": m.content} for m in messages]
+        schemas: list[dict[Any, Any] | Callable[..., Any]] | None = None
+        if self.tools is not None and self.tools.text is None:
+            schemas = [dict(schema) for schema in self.tools.schemas]
         try:
-            text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(chat, schemas, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program of the checkpoint's author
             roles = ", ".join(m.role for m in messages)
             raise ConfigError(

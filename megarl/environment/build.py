@@ -7,11 +7,15 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema.environment import (
     ClassEnvironmentConfig,
     EnvironmentConfig,
+    GuessEnvironmentConfig,
     MultiTurnEnvironmentConfig,
     SingleTurnEnvironmentConfig,
+    VerifiersEnvironmentConfig,
 )
 from megarl.config.user_code import load_named
+from megarl.environment.guess import Guess
 from megarl.environment.interface import Environment
+from megarl.environment.verifiers import VerifiersEnvironment
 
 EnvironmentFactory = Callable[[], Environment]
 
@@ -27,6 +31,8 @@ def build_environment(config: EnvironmentConfig) -> tuple[MultiTurnEnvironmentCo
     make = _find_factory(config)
     try:
         made = make()
+    except ConfigError:
+        raise
     except Exception as error:  # The user's own code.
         raise ConfigError([f"environment: making one raised {type(error).__name__}: {error}"]) from error
     if not isinstance(made, Environment):
@@ -43,4 +49,8 @@ def _find_factory(config: MultiTurnEnvironmentConfig) -> EnvironmentFactory:
             if not callable(target):
                 raise ConfigError([f"environment.path: found {config.path!r}; a class was expected"])
             return partial(target, **config.options)
+        case GuessEnvironmentConfig():
+            return partial(Guess, config.max_turns, config.higher, config.lower)
+        case VerifiersEnvironmentConfig():
+            return partial(VerifiersEnvironment, config.id, config.args)
     raise ConfigError([f"environment: found a {type(config).__name__}; megarl/environment/build.py has none for it"])

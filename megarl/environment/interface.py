@@ -70,5 +70,12 @@ class Environment:
         """Answer an action."""
         raise NotImplementedError
 
+    def cut(self) -> Step | None:
+        """A limit ends the episode (environment.max_turns, rollout.response_length), though the last Step was not done.
+
+        Returns what counts in its place, for an environment that rewards whole episodes; None: that Step counts.
+        """
+        return None
+
     def close(self) -> None:
         """Release what the episode holds; called once, also where the episode was broken off."""

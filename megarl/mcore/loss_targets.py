@@ -26,6 +26,7 @@ def build_targets(samples: TrainingSamples, batch: PackedBatch) -> TokenTargets:
         ref_logprobs=flat(samples.ref_logprobs),
         old_values=flat(samples.old_values),
         returns=flat(samples.returns),
+        critic_mask=flat(samples.critic_mask),
         num_rows=batch.num_rows,
         row_lengths=samples.mask[batch.rows].sum(1).to(device),
     )

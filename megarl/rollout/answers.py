@@ -2,7 +2,7 @@
 
 An answer of SGLang 0.5.23, which writes JSON without spaces, has each token twice, about 40 bytes:
 
-{"text": "...", "output_ids": [ID, ...],
+{"output_ids": [ID, ...],
  "meta_info": {"finish_reason": {"type": "stop"}, "prompt_tokens": 5, "weight_version": "3",
                "weight_versions": [{"version": "3", "start": 0, "end": 7}],
                "output_token_logprobs": [[LOGPROB, ID, null], ...], "routed_experts": "BASE64"}}
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from megarl.families.architecture import Architecture
 from megarl.rollout.client import RequestError
 from megarl.rollout.routed_experts import decode_answer
-from megarl.types import FinishReason, RoutedExperts, WeightVersions
+from megarl.types import FinishReason, Response, RoutedExperts, WeightVersions
 
 _LONG = re.compile(rb'"(output_ids|output_token_logprobs|routed_experts)":([\["])')
 _COMMA = ord(",")
@@ -35,8 +35,6 @@ _LARGEST_ID = np.iinfo(np.int32).max
 class ParsedAnswer:
     """One answer; T tokens were generated, at least one."""
 
-    text: str
-    """As the server decoded it: special tokens left out, and the token at which it stopped"""
     token_ids: NDArray[np.int32]
     """int32 [T]"""
     logprobs: NDArray[np.float32]
@@ -48,6 +46,18 @@ class ParsedAnswer:
     """None where no architecture was given"""
     index: int
     """Place of the prompt in its call, in a streamed answer to several prompts; else 0"""
+
+    def build_response(self, text: str) -> Response:
+        """The answer as a response of one turn. text: its tokens decoded, which the servers do not do."""
+        return Response(
+            token_ids=self.token_ids,
+            text=text,
+            rollout_logprobs=self.logprobs,
+            generated=np.ones(len(self.token_ids), dtype=np.bool_),
+            weight_versions=self.weight_versions,
+            finish_reason=self.finish_reason,
+            routed_experts=self.routed_experts,
+        )
 
 
 def parse_answer(raw: bytes, arch: Architecture | None = None) -> ParsedAnswer:
@@ -100,11 +110,11 @@ def _build(answer: Any, cut: Sequence[memoryview], arch: Architecture | None) ->
     try:
         meta = answer["meta_info"]
         reason, num_prompt_tokens = meta["finish_reason"], meta["prompt_tokens"]
-        if reason is None or reason["type"] not in FinishReason.__members__:
+        if reason is None or reason["type"] not in ("stop", "length"):
             raise RequestError(f"a response ended with {reason}; stop or length was expected")
         ids, logprobs = _parse_tokens(cut[answer["output_ids"]], cut[meta["output_token_logprobs"]])
         versions = _find_versions(meta, len(ids))
-        text, index = answer["text"], answer.get("index", 0)
+        index = answer.get("index", 0)
     except (KeyError, TypeError, IndexError, ValueError) as error:
         described = f"{type(error).__name__} {error}"
         raise RequestError(f"an answer is not what SGLang writes ({described}): {json.dumps(answer)[:500]}") from None
@@ -116,7 +126,7 @@ def _build(answer: Any, cut: Sequence[memoryview], arch: Architecture | None) ->
             experts = decode_answer(encoded, num_prompt_tokens + len(ids), arch)
     except ValueError as error:
         raise RequestError(f"an answer of {len(ids)} tokens cannot be replayed: {error}") from None
-    return ParsedAnswer(text, ids, logprobs, versions, FinishReason[reason["type"]], num_prompt_tokens, experts, index)
+    return ParsedAnswer(ids, logprobs, versions, FinishReason[reason["type"]], num_prompt_tokens, experts, index)
 
 
 def _parse_tokens(ids: memoryview, entries: memoryview) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

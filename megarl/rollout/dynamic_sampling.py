@@ -63,6 +63,26 @@ def collect_groups_with_reward_variance(
         prompts = draw(min(num_groups, math.ceil((num_groups - len(kept)) / share)))
         for group in split_groups(collect(prompts)):
             (kept if has_reward_variance(group) else equal).append(group)
+    return _fill_up(kept, equal, num_groups, num_rounds)
+
+
+def take_groups_with_reward_variance(
+    take: Callable[[], Group], num_groups: int, max_rounds: int
+) -> tuple[list[Group], Metrics]:
+    """As `collect_groups_with_reward_variance`, from groups that come one by one.
+
+    take: the next group. At most max_rounds * num_groups are taken; the metric sampling/rounds is their number in
+    units of `num_groups`, rounded up.
+    """
+    kept: list[Group] = []
+    equal: list[Group] = []
+    while len(kept) < num_groups and len(kept) + len(equal) < max_rounds * num_groups:
+        group = take()
+        (kept if has_reward_variance(group) else equal).append(group)
+    return _fill_up(kept, equal, num_groups, math.ceil((len(kept) + len(equal)) / num_groups))
+
+
+def _fill_up(kept: list[Group], equal: list[Group], num_groups: int, num_rounds: int) -> tuple[list[Group], Metrics]:
     if not kept:
         found = _describe(num_rounds, equal)
         raise NoRewardVarianceError(f"dynamic sampling found no group with different rewards {found}")

@@ -1,16 +1,17 @@
 """Generation over one or several SGLang servers; implements the RolloutEngine interface."""
 
 import asyncio
+import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from megarl.config.schema.rollout import RolloutConfig
+from megarl.hf.checkpoint import load_tokenizer
 from megarl.interfaces import DeadlineError, TurnRequest
 from megarl.rollout.answers import parse_answer
 from megarl.rollout.calls import find_cause
@@ -78,7 +79,7 @@ class SGLangEngine(OnEventLoop):
         }
         self.clients = [SGLangClient(url, **keys) for url in urls]
         self._generators = [GenerationClient(url, **keys) for url in urls]
-        self._config = config
+        self._checkpoint, self._config = checkpoint, config
         self._architecture = load_expert_architecture(checkpoint) if config.router_replay else None
         self._shares_prefixes = not config.sglang.get("disable_radix_cache", config.router_replay)
         self._seed = seed
@@ -205,17 +206,14 @@ class SGLangEngine(OnEventLoop):
 
     def _read(self, raw: bytes, batch: Sequence[TurnRequest]) -> tuple[int, Response]:
         """The answer's index in its batch, and the turn. Raises RequestError where it continues other tokens."""
+        # The requests of a batch are alike.
         answer = parse_answer(raw, self._architecture if self._replays_experts(batch[0]) else None)
-        request = batch[answer.index]
-        if answer.num_prompt_tokens != len(request.token_ids):
-            found = f"a turn after {len(request.token_ids)} tokens was generated after {answer.num_prompt_tokens}"
-            raise RequestError(found)
-        return answer.index, Response(
-            token_ids=answer.token_ids,
-            text=answer.text,
-            rollout_logprobs=answer.logprobs,
-            generated=np.ones(len(answer.token_ids), dtype=np.bool_),
-            weight_versions=answer.weight_versions,
-            finish_reason=answer.finish_reason,
-            routed_experts=answer.routed_experts,
-        )
+        num_sent = len(batch[answer.index].token_ids)
+        if answer.num_prompt_tokens != num_sent:
+            raise RequestError(f"a turn after {num_sent} tokens was generated after {answer.num_prompt_tokens}")
+        text = self._tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+        return answer.index, answer.build_response(str(text))
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self._checkpoint)

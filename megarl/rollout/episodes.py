@@ -5,7 +5,8 @@ import contextlib
 import inspect
 import math
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,7 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.config.schema.environment import MultiTurnEnvironmentConfig
+from megarl.config.errors import ConfigError
+from megarl.config.schema.environment import (
+    MultiTurnEnvironmentConfig,
+    ToolsEnvironmentConfig,
+    VerifiersEnvironmentConfig,
+)
 from megarl.config.schema.root import Config
 from megarl.data.render import Renderer
 from megarl.environment.build import EnvironmentFactory, build_environment
@@ -21,6 +27,7 @@ from megarl.environment.interface import Action, Environment, EpisodeSetting, St
 from megarl.interfaces import TurnRequest
 from megarl.rollout.encoding import ObservationEncoder
 from megarl.rollout.event_loop import call_in_thread
+from megarl.rollout.tool_calls import build_tools
 from megarl.types import FinishReason, Prompt, Response, Turn, WeightVersions
 
 if TYPE_CHECKING:
@@ -45,7 +52,13 @@ def build_conversation(config: Config, tokenizer: "PreTrainedTokenizerBase") -> 
 
     Raises ConfigError naming environment.KEY or data.KEY.
     """
-    found = build_environment(config.environment)
+    environment = config.environment
+    if isinstance(environment, ToolsEnvironmentConfig | VerifiersEnvironmentConfig):
+        tools = build_tools(environment, config.data, tokenizer)
+        if tools is not None:
+            encoder = ObservationEncoder(Renderer(config.data, tokenizer, tools.prompt))
+            return Conversation(tools.make_environment, environment, encoder)
+    found = build_environment(environment)
     if found is None:
         return None
     limits, make = found
@@ -138,16 +151,20 @@ class EpisodeRunner:
             action = Action(turn.text, encoder.decode(ids), tuple(ids), number, turn.finish_reason)
             step = _check_step(await self._ask("Environment.step", environment.step, action))
             transcript.note(step)
-            if turn.finish_reason is FinishReason.length:
-                return FinishReason.length
-            if step.done:
-                return FinishReason.stop
-            if number + 1 == config.max_turns:
-                return FinishReason.max_turns
-            observation = _encode(partial(encoder.encode, step.observation, ids[-1]))
-            if transcript.num_tokens + len(observation) >= self._response_length:
-                return FinishReason.length
-            transcript.add_observation(observation)
+            if step.done or turn.finish_reason is FinishReason.length:
+                finish = turn.finish_reason
+            elif number + 1 == config.max_turns:
+                finish = FinishReason.max_turns
+            else:
+                observation = _encode(partial(encoder.encode, step.observation, ids[-1]))
+                if transcript.num_tokens + len(observation) < self._response_length:
+                    transcript.add_observation(observation)
+                    continue
+                finish = FinishReason.length
+            last = None if step.done else await self._ask("Environment.cut", environment.cut)
+            if last is not None:
+                transcript.note(_check_step(last))
+            return finish
         raise AssertionError("unreachable")
 
     async def _ask(self, what: str, method: Callable[..., Any], *arguments: Any) -> Any:
@@ -165,6 +182,39 @@ class EpisodeRunner:
                 reason = f"{what} took longer than environment.step_deadline_s={deadline_s:g} s"
                 raise EnvironmentFailure(reason) from error
             raise EnvironmentFailure(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+class _Begun(Exception):
+    """Ends an episode before its first turn."""
+
+
+def check_conversation(conversation: Conversation | None, prompts: Iterable[Prompt]) -> None:
+    """Begin an episode with each prompt, which shows whether the environment can read the data.
+
+    Meant for the first prompt of each split, before anything is started; not from a coroutine. Raises ConfigError
+    naming environment=... and data=... where an episode cannot begin.
+    """
+    if conversation is None:
+        return
+
+    async def send(turn: TurnRequest) -> Response:
+        raise _Begun
+
+    async def begin(prompt: Prompt) -> str | None:
+        try:
+            episode = await EpisodeRunner(1, conversation).run(EpisodeRequest(prompt, None, 0, 1.0, 0), send)
+        except _Begun:
+            return None
+        return episode.failure
+
+    # A thread of its own: the caller's may have an event loop that runs, as in a notebook.
+    with ThreadPoolExecutor(1) as thread:
+        for prompt in prompts:
+            failure = thread.submit(asyncio.run, begin(prompt)).result()
+            if failure is not None:
+                raise ConfigError(
+                    [f"environment=... with data=...: an episode with a first prompt cannot begin: {failure}"]
+                )
 
 
 def _build_turn(request: EpisodeRequest, token_ids: NDArray[np.int32], limit: int, number: int) -> TurnRequest:

@@ -1,4 +1,8 @@
-"""RUN_DIR/journal: sampled responses, one file for each call, so that a resumed run need not sample them again."""
+"""RUN_DIR/journal: sampled responses, so that a resumed run need not sample them again.
+
+iteration-3-round-1.jsonl   what one call gave; likewise pretraining-2.jsonl
+group-40-37.jsonl           with rollout.max_staleness > 0: group 37, the one that was complete after 40 others
+"""
 
 import math
 import re
@@ -10,6 +14,7 @@ from megarl.rollout.rollout_file import load_rollouts, write_rollouts
 from megarl.types import Prompt, Rollout, Sample
 
 NAME = "journal"
+_GROUP = re.compile(r"group-(\d+)-(\d+)")
 
 
 class Journal:
@@ -41,6 +46,26 @@ class Journal:
             return None
         return rollout.samples
 
+    def save_group(self, place: int, number: int, samples: Sequence[Sample]) -> None:
+        """Save group `number`, which is the one at `place` (from 0) in the order in which groups are complete."""
+        self.save(_name_group(place, number), samples)
+
+    def list_groups(self, first: int) -> list[tuple[int, int]]:
+        """(place, number) of the groups from place `first` on, in order."""
+        found = (_GROUP.fullmatch(path.stem) for path in self._directory.glob("group-*.jsonl"))
+        return sorted((int(m[1]), int(m[2])) for m in found if m is not None and int(m[1]) >= first)
+
+    def load_group(self, place: int, number: int, prompt: Prompt, num_responses: int) -> tuple[Sample, ...] | None:
+        """As `load`; a file that cannot be used is removed, since the group will be saved at another place."""
+        key = _name_group(place, number)
+        found = self.load(key, [prompt], num_responses)
+        if found is None:
+            self.drop(key)
+        return found
+
+    def drop_group(self, place: int, number: int) -> None:
+        self.drop(_name_group(place, number))
+
     def save(self, key: str, samples: Sequence[Sample]) -> None:
         write_rollouts(self._find(key), [Rollout(tuple(samples), 0)])
 
@@ -50,11 +75,20 @@ class Journal:
         for path in [self._find(key), *self._directory.glob(f"{name}-*.jsonl")]:
             path.unlink(missing_ok=True)
 
-    def forget(self, through: int) -> None:
-        """Remove the samples of value pretraining and of iterations up to this one."""
+    def drop_failed(self) -> None:
+        """Remove the files that have a sample without a reward: whoever resumes samples and scores them again."""
         for path in self._directory.glob("*.jsonl"):
-            match = re.match(r"iteration-(\d+)-", path.name)
-            if match is None or int(match[1]) <= through:
+            (rollout,) = load_rollouts(path)
+            if any(sample.score.failure is not None for sample in rollout.samples):
+                path.unlink()
+
+    def forget(self, through: int, num_groups: int = 0) -> None:
+        """Remove the samples of value pretraining, of iterations up to this one and of the first `num_groups` groups
+        in the order in which they were complete."""
+        for path in self._directory.glob("*.jsonl"):
+            iteration, group = re.match(r"iteration-(\d+)-", path.name), _GROUP.fullmatch(path.stem)
+            is_kept = int(iteration[1]) > through if iteration else group is not None and int(group[1]) >= num_groups
+            if not is_kept:
                 path.unlink()
 
     def forget_pretraining(self, through: float = math.inf) -> None:
@@ -65,3 +99,7 @@ class Journal:
 
     def _find(self, key: str) -> Path:
         return self._directory / f"{key.replace('/', '-')}.jsonl"
+
+
+def _name_group(place: int, number: int) -> str:
+    return f"group-{place}-{number}"

@@ -6,10 +6,10 @@
               "turns": [{"start", "end", "text", "reward", "details"}, ...]},
  "score": {"reward", "correct", "details", "answer", "failure"}}
 
-and "first_old_logprobs" where the sample has them, with the meanings of megarl/types.py. `iteration` is 0 during value
-pretraining; `sample` counts the lines of a rollout from 0. Numbers are read back bit for bit. The files from which a
-run goes on (`write_rollouts`) also have "routed_experts"; the one of all its responses has not: they are some hundred
-bytes a token.
+and "first_old_logprobs" and "group_number" where the sample has them, with the meanings of megarl/types.py. `iteration`
+is 0 during value pretraining; `sample` counts the lines of a rollout from 0. Numbers are read back bit for bit. The
+files from which a run goes on (`write_rollouts`) also have "routed_experts"; the one of all its responses has not: they
+are some hundred bytes a token.
 """
 
 import json
@@ -24,7 +24,7 @@ import numpy as np
 from megarl.checkpoint.manifest import write_atomically
 from megarl.report.metrics import drop_unfinished_line, refuse_constant, refuse_repeated_keys
 from megarl.rollout import routed_experts
-from megarl.rollout.rollout_records import EXPERTS, FIELDS, FIRST_OLD, check_record
+from megarl.rollout.rollout_records import EXPERTS, FIELDS, FIRST_OLD, NUMBER, check_record
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score, Turn
 
 FILE_NAME = "rollouts.jsonl"
@@ -140,6 +140,7 @@ def _to_record(rollout: Rollout, number: int, iteration: int) -> dict[str, Any]:
         "response": _to_response_record(sample.response),
         "score": {**vars(sample.score), "details": dict(sample.score.details)},
         **first_old,
+        **({} if sample.group_number is None else {NUMBER: sample.group_number}),
     }
 
 
@@ -229,6 +230,7 @@ def _to_sample(record: Mapping[str, Any], where: str, limits: Limits | None) -> 
         Score(**record["score"]),
         record["group"],
         first_old_logprobs=None if first_old is None else np.array(first_old, dtype=np.float32),
+        group_number=record.get(NUMBER),
     )
 
 

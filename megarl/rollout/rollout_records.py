@@ -8,6 +8,7 @@ from megarl.types import FinishReason
 
 FIRST_OLD = "first_old_logprobs"
 EXPERTS = "routed_experts"
+NUMBER = "group_number"
 
 Check = tuple[Callable[[Any], bool], str]
 """Whether a value is valid, and what would be valid"""
@@ -89,7 +90,11 @@ _LINE: dict[str, Check] = {
     **dict.fromkeys(("iteration", "weight_version", "sample", "num_samples", "group"), _WHOLE),
     **dict.fromkeys(FIELDS, (lambda value: isinstance(value, dict), "an object")),
 }
-_OPTIONAL: dict[str, Check] = {FIRST_OLD: _NUMBERS, EXPERTS: (lambda value: isinstance(value, dict), "an object")}
+_OPTIONAL: dict[str, Check] = {
+    FIRST_OLD: _NUMBERS,
+    EXPERTS: (lambda value: isinstance(value, dict), "an object"),
+    NUMBER: _WHOLE,
+}
 
 
 def check_record(record: Any, where: str) -> dict[str, Any]:

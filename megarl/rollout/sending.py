@@ -2,10 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from megarl.interfaces import RolloutEngine, TurnRequest
 from megarl.types import Response
+
+Wave = Sequence[tuple[TurnRequest, "asyncio.Future[Response]"]]
 
 
 class Sender(Protocol):
@@ -55,19 +58,21 @@ class Lockstep:
             self._waiting = {}
             task = asyncio.ensure_future(self._send_wave(wave))
             self._waves.add(task)
-            task.add_done_callback(self._waves.discard)
+            task.add_done_callback(partial(self._end_wave, wave))
 
-    async def _send_wave(self, wave: Sequence[tuple[TurnRequest, "asyncio.Future[Response]"]]) -> None:
+    def _end_wave(self, wave: Wave, task: asyncio.Task[None]) -> None:
+        self._waves.discard(task)
+        error = None if task.cancelled() else task.exception()
+        for _, future in wave:
+            if not future.done():
+                future.cancel() if error is None else future.set_exception(error)
+
+    async def _send_wave(self, wave: Wave) -> None:
         def take(index: int, response: Response) -> None:
             if not wave[index][1].done():
                 wave[index][1].set_result(response)
 
-        try:
-            await self._engine.generate_turns([request for request, _ in wave], take)
-        except BaseException as error:
-            for _, future in wave:
-                if not future.done():
-                    future.set_exception(error) if isinstance(error, Exception) else future.cancel()
+        await self._engine.generate_turns([request for request, _ in wave], take)
 
 
 class Independent:

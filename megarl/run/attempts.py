@@ -7,12 +7,20 @@ from pathlib import Path
 
 from megarl.algo.objective import format_objective
 from megarl.checkpoint import folder as checkpoints
-from megarl.checkpoint.folder import RUN_FILE, Folder, check_space, open_pretraining, remove_pretraining
+from megarl.checkpoint.folder import (
+    RUN_FILE,
+    Folder,
+    check_space,
+    name_checkpoint,
+    open_pretraining,
+    remove_pretraining,
+)
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.cluster.waiting import WorkerError
 from megarl.config.checks.config import describe_sizes
 from megarl.config.errors import ConfigError
 from megarl.config.placement import find_server_offload
+from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.config.schema.root import Config
 from megarl.data.sampler import PromptSampler
 from megarl.interfaces import DeadlineError, TrainBackend, wait_all
@@ -24,7 +32,7 @@ from megarl.rollout.journal import Journal
 from megarl.run.inputs import Inputs, describe_start, load_inputs
 from megarl.run.job import RunResources, describe_data, lock_run_dir, open_components, open_resources, show_warnings
 from megarl.run.saving import CheckpointSaver, CheckpointWriter, LoopSaver, NoSaver, estimate_bytes
-from megarl.run.trainer_state import TRACKED, TrainerState, cut_files, load_trainer_state
+from megarl.run.trainer_state import TRACKED, TrainerState, count_taken_groups, cut_files, load_trainer_state
 from megarl.trainer import Summary, Trainer, TrainerComponents
 from megarl.value_pretraining.checkpoints import ResumePoint, find_checkpoint, open_saver, resume_from
 from megarl.value_pretraining.loop import pretrain_critic, start_pretrained
@@ -69,11 +77,16 @@ def run_job(
         )
         stack.enter_context(show_warnings(report))
         report.message(describe_sizes(config))
-        report.message(format_objective(config.algo, config.train.responses_per_prompt, config.reward.wrong))
+        report.message(describe_objective(config))
         report.message(describe_data(inputs))
         with report.phase("start"):
             resources = stack.enter_context(open_resources(config, inputs, run_dir / "logs"))
         return _Attempts(config, inputs, resources, run_dir, report, pretrained).run()
+
+
+def describe_objective(config: Config) -> str:
+    has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig)
+    return format_objective(config.algo, config.train.responses_per_prompt, config.reward.wrong, has_turns=has_turns)
 
 
 class _Attempts:
@@ -211,7 +224,7 @@ class _Attempts:
             return NoSaver()
 
         def forget(through: int) -> None:
-            self.journal.forget(through)
+            self.journal.forget(through, count_taken_groups(self.folder.path / name_checkpoint(through)))
             remove_pretraining(self.run_dir)
 
         writer = CheckpointWriter(self.run_dir, self.folder, roles, self.inputs.specs, forget, say=self.report.message)

@@ -13,6 +13,7 @@ from megarl.checkpoint.manifest import CheckpointError, write_atomically
 from megarl.report import metrics as metrics_file
 from megarl.rollout import rollout_file
 from megarl.rollout.dynamic_sampling import join_groups, split_groups
+from megarl.rollout.scheduler import GroupState
 from megarl.rollout.source import SourceState
 from megarl.types import Metrics
 
@@ -41,8 +42,8 @@ class TrainerState:
 
 def save_trainer_state(directory: Path, state: TrainerState) -> None:
     """Write state.json, whose numbers are read back bit for bit, and replay.jsonl where there are groups to replay."""
-    content = dataclasses.asdict(dataclasses.replace(state, source=SourceState(state.source.sampler, ())))
-    content["source"] = dict(state.source.sampler)
+    content = dataclasses.asdict(dataclasses.replace(state, source=dataclasses.replace(state.source, replay=())))
+    del content["source"]["replay"]
     write_atomically(directory / STATE, json.dumps(content, indent=1, allow_nan=False))
     if any(state.source.replay):
         rollouts = [join_groups(groups, state.iteration) for groups in state.source.replay]
@@ -57,11 +58,18 @@ def load_trainer_state(directory: Path) -> TrainerState:
         if (directory / REPLAY).is_file():
             rollouts = rollout_file.load_rollouts(directory / REPLAY)
             replay = tuple(split_groups(rollout.samples) for rollout in rollouts)
-        source = SourceState(content.pop("source"), replay)
+        sampler, groups = content["source"]["sampler"], content.pop("source")["groups"]
+        source = SourceState(sampler, replay, GroupState(groups["first"], tuple(groups["taken"]), groups["next_place"]))
         moments = RunningMoments(**content.pop("reward_moments"))
         return TrainerState(**content, reward_moments=moments, source=source)
     except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
         raise CheckpointError(f"{directory / STATE}: is not the state of a run: {error!r}") from error
+
+
+def count_taken_groups(directory: Path) -> int:
+    """How many of the groups that were complete first the state in this directory has learned from."""
+    content = json.loads((directory / STATE).read_text(encoding="utf-8"))
+    return int(content["source"]["groups"]["next_place"])
 
 
 def measure_files(run_dir: Path) -> dict[str, int]:

@@ -1,12 +1,19 @@
-"""A tiny random checkpoint with a character-level tokenizer, and SGLang servers on it."""
+"""Tiny random checkpoints with character-level tokenizers, and SGLang servers on them."""
 
 import contextlib
+import os
+import signal
+import string
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megarl.config.schema.rollout import RolloutConfig
+from megarl.hf.random_model import build_character_tokenizer
 from megarl.rollout.server import SGLangServer
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 =+-*/()<>[],.:?"
@@ -54,3 +61,59 @@ def running_server(config: RolloutConfig, checkpoint: Path, log_file: Path, seed
         yield running
     finally:
         running.stop()
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def write_chat_checkpoint(directory: Path, kind: str) -> tuple[Any, Any]:
+    """A random float32 Qwen3 of two layers with a chat template; kind: ForCausalLM or ForSequenceClassification, which
+    has one label. Returns transformers' model and tokenizer.
+    """
+    import transformers
+
+    tokenizer = build_character_tokenizer(string.printable, 4096)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    torch.manual_seed(5)
+    config = transformers.Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        num_labels=1,
+    )
+    model = getattr(transformers, f"Qwen3{kind}")(config).float().eval()
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return model, tokenizer
+
+
+@contextlib.contextmanager
+def serving(checkpoint: Path, log_file: Path) -> Iterator[str]:
+    """The url of a healthy server that `python -m megarl.serve` has started; it has ended on leaving."""
+    deadline_s = os.environ.get("MEGARL_TEST_STARTUP_DEADLINE_S", "180")
+    options = ["--dtype=float32", "--port=0", "--kv-cache-tokens=16384", "--max-running-requests=8"]
+    command = [sys.executable, "-m", "megarl.serve", str(checkpoint), *options, f"--log={log_file}"]
+    process = subprocess.Popen(
+        [*command, f"--startup-deadline={deadline_s}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        assert process.stdout is not None
+        said = [process.stdout.readline(), process.stdout.readline()]
+        assert said[1].startswith("ready: reward.url="), said
+        yield said[1].strip().removeprefix("ready: reward.url=")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0

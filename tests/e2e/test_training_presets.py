@@ -13,6 +13,7 @@ import torch
 from loop_parts import hosts_of, open_trainer
 
 from megarl.report.metrics import load_metrics
+from megarl.reward.scorer import Scorer
 from megarl.run.job import RunResources
 from megarl.types import Prompt, Response, Score
 
@@ -37,7 +38,7 @@ def test_dynamic_sampling_trains_on_groups_of_different_rewards_only(hosts, over
         return Score(float(right), right)
 
     with open_trainer(hosts, tmp_path, ["algo=dapo", *overrides]) as trainer:
-        trainer.components.collector._reward = score
+        trainer.components.collector._scorer = Scorer(score)
         assert trainer.run().num_iterations == 2
         rollout, metrics = trainer.collect(3)
         assert {s.prompt.text[0] for s in rollout.samples} <= {"d", "e", "f"}

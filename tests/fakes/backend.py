@@ -231,4 +231,5 @@ def build_targets(samples: TrainingSamples, tokens: ResponseTokens) -> TokenTarg
         ref_logprobs=flat(samples.ref_logprobs),
         old_values=flat(samples.old_values),
         returns=flat(samples.returns),
+        critic_mask=flat(samples.critic_mask),
     )

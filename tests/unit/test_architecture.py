@@ -16,7 +16,8 @@ LAYERS = (
     {"types"},
     {"algo", "families"},
     {"config"},
-    {"interfaces", "sandbox"},
+    {"interfaces", "sandbox", "verifiers_package"},
+    {"toolbox"},
     {"data", "environment", "reward", "hf", "report", "checkpoint", "run.signals", "run.arguments", "run.machine"},
     {"mcore", "rollout"},
     {"sync"},
@@ -29,7 +30,7 @@ LAYERS = (
     {"run.job", "run.evaluation"},
     {"value_pretraining.job", "run.attempts"},
     {"run.recorded"},
-    {"train", "pretrain_value", "evaluate", "doctor", "api"},
+    {"train", "pretrain_value", "evaluate", "serve", "doctor", "api"},
 )
 """Rooms from the bottom up; of a room that stands both below and above others, its modules. A room imports itself and
 rooms of lower layers, never one of its own layer."""

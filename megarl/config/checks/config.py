@@ -11,9 +11,12 @@ from megarl.config.checks.parallel import check_overlap, check_parallel, find_ne
 from megarl.config.checks.ranges import MAX_STALENESS, check_ranges
 from megarl.config.checks.texts import check_texts
 from megarl.config.placement import find_server_offload
+from megarl.config.reward_parts import check_parts
 from megarl.config.schema.algo import LARGEST_KL_ERROR, KLConfig, OverlongConfig, needs_full_kl, needs_reference
+from megarl.config.schema.environment import SingleTurnEnvironmentConfig, ToolsEnvironmentConfig
 from megarl.config.schema.hardware import check_hardware
 from megarl.config.schema.model import ModelSource
+from megarl.config.schema.reward import EnvironmentRewardConfig
 from megarl.config.schema.rollout import NO_QUANTIZED_WEIGHTS
 from megarl.config.schema.root import Config
 from megarl.config.schema.train import TrainConfig
@@ -44,10 +47,12 @@ def check_config(config: Config) -> list[str]:
         *_check_division(config.train),
         *check_ranges(config),
         *check_texts(config),
+        *check_parts(config.reward),
         *_check_model(config),
         *_check_roles(config),
         *check_compute(config),
         *_check_rollout(config),
+        *_check_environment(config),
         *_check_kl_horizon(config.algo.kl, config.train.num_samples),
         *check_hardware(config.cluster.hardware),
         *check_algo(config.algo, config.train.responses_per_prompt, config.train.num_optimizer_steps),
@@ -181,6 +186,32 @@ def _check_rollout(config: Config) -> Iterator[str]:
         yield (
             f"rollout.kv_cache_tokens: found {rollout.kv_cache_tokens}; one sequence may have"
             f" data.prompt_length + rollout.response_length = {longest} tokens"
+        )
+
+
+def _check_environment(config: Config) -> Iterator[str]:
+    if isinstance(config.reward, EnvironmentRewardConfig) and isinstance(
+        config.environment, SingleTurnEnvironmentConfig
+    ):
+        yield (
+            "reward: found environment with environment=single_turn, which gives no rewards; choose an environment that"
+            " does, such as environment=guess, or another reward"
+        )
+    if isinstance(config.environment, ToolsEnvironmentConfig):
+        yield from _check_tools(config, config.environment)
+
+
+def _check_tools(config: Config, tools: ToolsEnvironmentConfig) -> Iterator[str]:
+    longest = tools.max_calls * tools.call_timeout_s
+    if longest >= tools.step_deadline_s:
+        yield (
+            f"environment.step_deadline_s: found {tools.step_deadline_s:g}; the calls of one action may take"
+            f" environment.max_calls x environment.call_timeout_s = {longest:g} s, and it must be above that"
+        )
+    if config.data.response_prefix is not None:
+        yield (
+            "data.response_prefix: found a text with environment=tools; tool calls are read in what the policy"
+            " generates, which does not have it: leave it null"
         )
 
 

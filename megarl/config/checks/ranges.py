@@ -101,6 +101,7 @@ OPTION_RANGES: dict[type, dict[str, Range]] = {
         "max_dots": Range(1, high=100_000, why="each with each letter is a prompt, and all are made at the start"),
         "letters_per_dot": Range(1, high=100_000),
     },
+    data.GuessDataConfig: {"max_number": Range(2, high=10**6, why="each is a prompt, and all are made at the start")},
     data.ReasoningGymDataConfig: {
         "size": Range(1, high=10**6, why="all are made at the start"),
         "num_heldout": Range(1, high=10**6, why="all are made at the start"),
@@ -111,7 +112,27 @@ OPTION_RANGES: dict[type, dict[str, Range]] = {
         "step_deadline_s": Range(0.01, high=86_400),
     },
     reward.RewardConfig: {"max_failed_frac": Range(0, high=1)},
+    environment.ToolsEnvironmentConfig: {
+        "num_processes": Range(1, high=1024, why="each is a process of the driver's machine"),
+        "call_timeout_s": Range(0.01, high=86_400),
+        "memory_gb": Range(0.01, high=2**20),
+        "max_calls": Range(1, high=100_000),
+        "result_length": Range(1, high=2**24),
+        "call_reward": Range(-inf),
+    },
     reward.LetterCountRewardConfig: {"tolerance": Range(1), "falloff": Range(1, above=True)},
+    reward.ServerRewardConfig: {
+        "timeout_s": Range(0.01, high=86_400, why="seconds"),
+        "max_retries": Range(0, high=100),
+        "max_concurrency": Range(1, high=100_000, why="each is a connection"),
+    },
+    reward.JudgeRewardConfig: {
+        "max_score": Range(1, high=10**6),
+        "max_tokens": Range(1, high=2**24),
+        "correct_at": Range(-inf),
+    },
+    reward.ScalarModelRewardConfig: {"scale": Range(-inf), "offset": Range(-inf), "correct_at": Range(-inf)},
+    reward.WeightedRewardConfig: {"correct_at": Range(-inf)},
     reward.ProcessRewardConfig: {
         "num_workers": Range(1, high=1024, why="each is a process"),
         "timeout_s": _SCORING,
@@ -123,12 +144,8 @@ OPTION_RANGES: dict[type, dict[str, Range]] = {
         "max_length": _NOT_NEGATIVE,
         "falloff": _NOT_NEGATIVE,
     },
-    reward.HttpRewardConfig: {
-        "timeout_s": Range(0.01, high=86_400, why="seconds"),
-        "max_retries": Range(0, high=100),
-        "max_concurrency": Range(1, high=100_000, why="each is a connection"),
-    },
     reward.ReasoningGymRewardConfig: {"correct_at": Range(-inf)},
+    reward.EnvironmentRewardConfig: {"correct_at": Range(-inf)},
 }
 """The ranges of the options of `data` and `reward`, by their schema."""
 
@@ -153,12 +170,17 @@ def check_ranges(config: Config) -> Iterator[str]:
         ("environment.", config.environment),
         ("reward.", config.reward),
     ):
-        for schema in type(node).__mro__:
-            yield from _find_outside(node, OPTION_RANGES.get(schema, {}), prefix)
+        yield from check_options(node, prefix)
     yield from check_optimizer("policy.optimizer", config.policy.optimizer, config.train.num_optimizer_steps)
     if needs_critic(config.algo):
         steps = config.train.num_optimizer_steps * config.critic.updates_per_policy_update
         yield from check_optimizer("critic.optimizer", config.critic.optimizer, steps)
+
+
+def check_options(node: object, prefix: str) -> Iterator[str]:
+    """One message per number out of its range of a kind of `data`, `environment` or `reward`."""
+    for schema in type(node).__mro__:
+        yield from _find_outside(node, OPTION_RANGES.get(schema, {}), prefix)
 
 
 def check_optimizer(key: str, optimizer: OptimizerConfig, steps_per_iteration: int) -> Iterator[str]:

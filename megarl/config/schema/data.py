@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
 
 
 @dataclass
@@ -60,6 +61,37 @@ class AdditionDataConfig(DataConfig):
 
 
 @dataclass
+class GuessDataConfig(DataConfig):
+    """Numbers to guess, for environment=guess: every prompt is `1-7`, the number is the answer."""
+
+    prompt_length: int = 64
+    """Maximum length of a prompt in tokens."""
+    num_heldout: int | None = None
+    """Number of held-out prompts; null: one for each number, so that a greedy evaluation is exact. The prompts are
+    those of training: what differs, the number, is hidden."""
+    max_number: int = 7
+    """The numbers are 1 to max_number, each equally often."""
+
+
+@dataclass
+class CalculatorDataConfig(DataConfig):
+    """Products of two whole numbers, too large to be computed without a tool, after examples of how it is used."""
+
+    prompt_length: int = 128
+    """Maximum length of a prompt in tokens."""
+    num_heldout: int | None = 256
+    """Number of held-out products, none of them trained on; null: 256."""
+    num_train: int = 4096
+    """Number of products to train on."""
+    digits: int = 3
+    """Number of digits of each factor."""
+    num_examples: int = 1
+    """Number of worked examples, with a call and its result, that a prompt begins with."""
+    example_call: str = '[calculator(expression="{question}")]'
+    """The call in an example, {question} replaced; in the format that environment.parser reads."""
+
+
+@dataclass
 class ReasoningGymDataConfig(DataConfig):
     """Problems that the package reasoning-gym generates."""
 
@@ -113,13 +145,26 @@ class HuggingFaceDataConfig(FileDataConfig):
     """The split that is held out; null: a part of `split` is."""
 
 
+@dataclass
+class VerifiersDataConfig(DataConfig):
+    """The dataset of an environment of the package verifiers; its evaluation rows are held out."""
+
+    id: str = MISSING
+    """The environment; conf/data/verifiers.yaml takes that of environment=verifiers."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Its arguments; likewise."""
+
+
 SCHEMAS: dict[str, type[DataConfig]] = {
     "letter_count": LetterCountDataConfig,
     "addition": AdditionDataConfig,
+    "calculator": CalculatorDataConfig,
+    "guess": GuessDataConfig,
     "reasoning_gym": ReasoningGymDataConfig,
     "jsonl": JsonlDataConfig,
     "parquet": ParquetDataConfig,
     "huggingface": HuggingFaceDataConfig,
+    "verifiers": VerifiersDataConfig,
 }
 
 

@@ -41,9 +41,70 @@ class ClassEnvironmentConfig(MultiTurnEnvironmentConfig):
     """Keyword arguments with which an object is made for each episode."""
 
 
+@dataclass
+class GuessEnvironmentConfig(MultiTurnEnvironmentConfig):
+    """A number is hidden, each guess is answered with whether the number is higher or lower. For data=guess, or data
+    whose answers are whole numbers."""
+
+    max_turns: int = 3
+    """Number of guesses; the episode ends with the last one."""
+    higher: str = "higher"
+    """The answer where the number is above the guess."""
+    lower: str = "lower"
+    """The answer where the number is below the guess."""
+
+
+@dataclass
+class VerifiersEnvironmentConfig(MultiTurnEnvironmentConfig):
+    """An environment of the package verifiers, with data=verifiers and reward=environment. Tools that it has are
+    described to the policy, and their calls read, as with environment=tools."""
+
+    max_turns: int = 1_000
+    """Maximum number of turns beside the environment's own limit."""
+    id: str = MISSING
+    """The environment: the name of an installed one, or package.module:callable."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Its arguments."""
+    parser: str | None = None
+    """SGLang's parser of tool calls, for an environment with tools; null: the one for the model's chat template."""
+
+
+@dataclass
+class ToolsEnvironmentConfig(MultiTurnEnvironmentConfig):
+    """Tools that the policy may call: Python functions, in processes of their own. The first action without a call ends
+    the episode; it is the answer that the reward reads."""
+
+    tools: list[str] = field(default_factory=lambda: ["calculator"])
+    """The tools: calculator, python (runs code in the sandbox), or functions of your own, as package.module:function.
+    A function is described to the policy by its signature and docstring."""
+    parser: str | None = None
+    """SGLang's parser that reads the calls in what the policy writes, for example hermes, pythonic or llama3; null: the
+    one for the model's chat template."""
+    description: str | None = None
+    """Text that describes the tools in the system message, {tools} replaced by their JSON schemas; null: the chat
+    template describes them, or, where it knows no tools, a text that asks for calls in hermes' format."""
+    num_processes: int = 2
+    """Number of processes that run the tools' functions; each runs one call at a time."""
+    call_timeout_s: float = 10.0
+    """Time limit in seconds of one call; a call that takes longer is answered with an error."""
+    memory_gb: float = 1.0
+    """Memory in GiB that a call may take beyond what its process has after loading the tools; a call that needs more is
+    answered with an error."""
+    max_calls: int = 4
+    """Maximum number of calls in one action that are answered; further ones are answered with an error."""
+    result_length: int = 2000
+    """Maximum number of characters of one result; the rest is cut off."""
+    call_reward: float = 0.0
+    """Reward of the first action of an episode all of whose calls are answered without an error, for policies that
+    rarely call a tool; it is added to what `reward=` gives."""
+
+
 SCHEMAS: dict[str, type[EnvironmentConfig]] = {
     "single_turn": SingleTurnEnvironmentConfig,
+    "guess": GuessEnvironmentConfig,
     "class": ClassEnvironmentConfig,
+    "verifiers": VerifiersEnvironmentConfig,
+    "tools": ToolsEnvironmentConfig,
 }
 
 

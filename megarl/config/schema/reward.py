@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -84,6 +85,14 @@ class ReasoningGymRewardConfig(ProcessRewardConfig):
 
 
 @dataclass
+class EnvironmentRewardConfig(RewardConfig):
+    """The rewards that the environment gave to the turns, and nothing else."""
+
+    correct_at: float = 1.0
+    """The least sum of the turns' rewards that counts as correct."""
+
+
+@dataclass
 class FunctionRewardConfig(ProcessRewardConfig):
     """Your own function from (Prompt, Response) to Score."""
 
@@ -141,21 +150,87 @@ class CodeRewardConfig(ProcessRewardConfig):
 
 
 @dataclass
-class HttpRewardConfig(RewardConfig):
-    """What a server answers over HTTP."""
+class ServerRewardConfig(RewardConfig):
+    """The keys of rewards that a server gives."""
 
-    url: str = MISSING
-    """Where to POST the response, as http://HOST:PORT/PATH or https://HOST/PATH."""
-    timeout_s: float = 60.0
-    """Deadline in seconds of one request; then it is tried again."""
-    max_retries: int = 3
-    """Maximum number of further attempts after status 429 or 5xx, a lost connection or a passed deadline; the waits
-    before them double, from half a second. Then the sample has failed."""
-    max_concurrency: int = 64
-    """Maximum number of requests at a time."""
-    api_key_env: str | None = None
+    url: str = field(default=MISSING, kw_only=True)
+    """The server, as http://HOST:PORT or https://HOST; with reward=http also the path."""
+    api_key_env: str | None = field(default=None, kw_only=True)
     """Name of the environment variable with the key that is sent as "Authorization: Bearer KEY"; the key itself is
-    never saved or shown."""
+    never saved or shown. null: none is sent."""
+    timeout_s: float = field(default=60.0, kw_only=True)
+    """Deadline in seconds of one request; then it is tried again."""
+    max_retries: int = field(default=3, kw_only=True)
+    """Maximum number of further attempts after status 408, 425, 429 or 5xx, a lost connection or a passed deadline; the
+    waits before them double, from half a second. Then the sample has failed and is not learned from."""
+    max_concurrency: int = field(default=64, kw_only=True)
+    """Maximum number of requests at a time; further ones wait."""
+
+
+@dataclass
+class HttpRewardConfig(ServerRewardConfig):
+    """What a server of your own answers over HTTP."""
+
+
+class Verdict(Enum):
+    """How a judge says what it thinks of a response."""
+
+    score = "score"
+    """it explains, then gives a number from 0 to max_score in a box; the reward is number / max_score"""
+    word = "word"
+    """its next token says yes or no; the reward is p(yes) / (p(yes) + p(no)); also for small models"""
+
+
+@dataclass
+class JudgeRewardConfig(ServerRewardConfig):
+    """A language model judges the response, behind any server with OpenAI's chat completions, such as SGLang's."""
+
+    model: str | None = None
+    """The model's name for the server; null: the first that it lists."""
+    rubric: str | None = None
+    """What the judge is told, with {question}, {answer} and {response} where these are put in, quoted; how it gives its
+    verdict is added. null: a rubric for questions with an expected answer."""
+    rubric_path: str | None = None
+    """File with the rubric instead."""
+    verdict: Verdict = Verdict.score
+    """How the judge says what it thinks."""
+    max_score: int = 10
+    """The best number that the judge may give with verdict=score; the worst is 0."""
+    yes: str = "yes"
+    """The word of a good response with verdict=word. It must be one token of the judge, as no."""
+    no: str = "no"
+    """The word of a bad response."""
+    max_tokens: int = 1024
+    """Maximum length in tokens of the judge's answer with verdict=score; one that is cut is a failure."""
+    correct_at: float = 0.5
+    """The lowest reward that counts as correct."""
+    request: dict[str, Any] = field(default_factory=dict)
+    """Further fields of each request, for example {chat_template_kwargs: {enable_thinking: false}}."""
+
+
+@dataclass
+class ScalarModelRewardConfig(ServerRewardConfig):
+    """A scalar reward model behind an SGLang server reads prompt and response as a conversation."""
+
+    scale: float = 1.0
+    """The reward is offset + scale * (what the model's head gives)."""
+    offset: float = 0.0
+    """Added to the scaled score."""
+    correct_at: float = 0.0
+    """The lowest reward that counts as correct; it says nothing about right or wrong unless the model was so made."""
+
+
+@dataclass
+class WeightedRewardConfig(RewardConfig):
+    """The sum of other rewards, each times its weight."""
+
+    parts: dict[str, Any] = field(default_factory=dict)
+    """Name of each part -> its `kind`, a choice of reward=, its `weight` (1 if left out), and the keys of that kind, as
+    in {right: {kind: math, weight: 0.9}, brief: {kind: length, weight: 0.1}}."""
+    correct_by: str | None = None
+    """Name of the part that decides whether a response is correct; null: correct_at does."""
+    correct_at: float = 1.0
+    """The lowest sum that counts as correct, where correct_by is null."""
 
 
 SCHEMAS: dict[str, type[RewardConfig]] = {
@@ -164,12 +239,16 @@ SCHEMAS: dict[str, type[RewardConfig]] = {
     "addition": AdditionRewardConfig,
     "math": MathRewardConfig,
     "reasoning_gym": ReasoningGymRewardConfig,
+    "environment": EnvironmentRewardConfig,
     "function": FunctionRewardConfig,
     "numeric": NumericRewardConfig,
     "format": FormatRewardConfig,
     "length": LengthRewardConfig,
     "code": CodeRewardConfig,
     "http": HttpRewardConfig,
+    "judge": JudgeRewardConfig,
+    "reward_model": ScalarModelRewardConfig,
+    "weighted": WeightedRewardConfig,
 }
 
 

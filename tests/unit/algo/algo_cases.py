@@ -85,10 +85,28 @@ def make_experience(groups, lengths, rewards, truncated, seed, holes=True, dtype
     )
 
 
+def with_turn_rewards(e: Experience, seed: int) -> Experience:
+    """The same with rewards of turns at some of the generated tokens, as parts of the responses' rewards."""
+    g = torch.Generator().manual_seed(seed)
+    ends = e.mask & (torch.rand(e.mask.shape, generator=g) < 0.3)
+    rewards = torch.where(ends, 0.4 * torch.randn(e.mask.shape, generator=g, dtype=torch.float64), 0.0)
+    return dataclasses.replace(e, turn_rewards=rewards.to(e.rewards.dtype))
+
+
+def with_failures(e: Experience, failed: list[bool]) -> Experience:
+    """The same where these samples have no reward: what was one is poison."""
+    rows = torch.tensor(failed)
+    lost = torch.where(rows, torch.nan, e.rewards)
+    return dataclasses.replace(
+        e, failed=rows, rewards=lost, mask=e.mask & ~rows[:, None], scored=e.scored & ~rows[:, None]
+    )
+
+
 def as_lists(e: Experience) -> SimpleNamespace:
     return SimpleNamespace(
         groups=e.groups.tolist(),
         rewards=e.rewards.tolist(),
+        turn_rewards=None if e.turn_rewards is None else e.turn_rewards.tolist(),
         truncated=e.truncated.tolist(),
         mask=e.mask.tolist(),
         old=e.old_logprobs.tolist(),
@@ -139,6 +157,7 @@ def build_targets(s: TrainingSamples, rows: torch.Tensor, **replaced) -> TokenTa
         "ref_logprobs": flat(s.ref_logprobs),
         "old_values": flat(s.old_values),
         "returns": flat(s.returns),
+        "critic_mask": flat(s.critic_mask),
     }
     return TokenTargets(**(values | replaced))
 

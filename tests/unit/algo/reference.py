@@ -105,14 +105,19 @@ def kl(d, estimator):
     return {"k1": lambda: d, "abs": lambda: abs(d), "k2": lambda: d * d / 2, "k3": lambda: exp(-d) + d - 1}[estimator]()
 
 
-def shape_rewards(batch, algo, response_length):
-    rewards = list(batch.rewards)
+def penalise(batch, algo, response_length, wrong):
+    rewards = [wrong + (1 - wrong) * r for r in batch.rewards]
     if algo.overlong.penalty:
         overlong = algo.overlong
         buffer = round(overlong.buffer_frac * response_length) if overlong.buffer is None else overlong.buffer
         for i, length in enumerate(batch.lengths):
             over = length - (response_length - buffer)
             rewards[i] -= algo.overlong.penalty * min(max(over / buffer, 0.0), 1.0)
+    return rewards
+
+
+def shape_rewards(batch, algo, response_length, wrong=0.0):
+    rewards = penalise(batch, algo, response_length, wrong)
     rewards = normalise(rewards, batch.groups, algo.reward_norm.mean.name, algo.reward_norm.std.name)
     if algo.reward_clip is not None:
         rewards = [min(max(r, -algo.reward_clip), algo.reward_clip) for r in rewards]
@@ -143,12 +148,25 @@ def adapted_coef(coef, mean_kl, target, horizon, num_samples):
     return coef + coef * error * num_samples / horizon
 
 
-def spread_rewards(rewards, penalties, masks):
-    """To the last generated token, minus the penalties."""
+def turn_scales(batch, algo, response_length, wrong):
+    """What a reward of each response's turns is multiplied with."""
+    rewards, scope = penalise(batch, algo, response_length, wrong), algo.reward_norm.std.name
     out = []
-    for r, row, m in zip(rewards, penalties, masks, strict=True):
+    for i in range(len(rewards)):
+        peers = rewards if scope == "batch" else [rewards[j] for j in members(batch.groups, i)]
+        divisor = 1.0 if scope == "none" else std(peers) + EPS
+        equal = scope != "none" and max(peers) == min(peers)
+        out.append(0.0 if equal else (1 - wrong) / divisor)
+    return out
+
+
+def spread_rewards(rewards, penalties, masks, turns):
+    """The turns' at their ends, the rest at the last generated token, minus the penalties."""
+    out = []
+    for r, row, m, turn in zip(rewards, penalties, masks, turns, strict=True):
         last = max((t for t in range(len(m)) if m[t]), default=None)
-        out.append([(r if t == last else 0.0) - p for t, p in enumerate(row)])
+        rest = r - math.fsum(turn)
+        out.append([(rest if t == last else 0.0) + turn[t] - p for t, p in enumerate(row)])
     return out
 
 
@@ -163,11 +181,15 @@ def gae_targets(token_rewards, batch, algo):
     return advantages, returns
 
 
-def targets(batch, algo, kl_coef, response_length=None):
+def targets(batch, algo, kl_coef, response_length=None, wrong=0.0):
     """batch: groups, rewards, truncated, mask, old, ref, values, lengths (all tokens) as lists."""
-    rewards = shape_rewards(batch, algo, response_length)
+    rewards = shape_rewards(batch, algo, response_length, wrong)
     penalties = kl_penalties(batch, algo, kl_coef)
-    token_rewards = spread_rewards(rewards, penalties, batch.mask)
+    turns = [[0.0] * len(m) for m in batch.mask]
+    if batch.turn_rewards is not None:
+        scales = turn_scales(batch, algo, response_length, wrong)
+        turns = [[scale * r for r in row] for scale, row in zip(scales, batch.turn_rewards, strict=True)]
+    token_rewards = spread_rewards(rewards, penalties, batch.mask, turns)
     returns = None
     kind = algo.advantage
     if kind == "gae":
@@ -294,29 +316,6 @@ def policy_loss(lp, entropy, s, algo, response_length, full=None):
                 over = num_positive if algo.positive_lm_mean_over.name == "positive_tokens" else num_tokens
                 total = total - algo.positive_lm_coef * x / over
     return total
-
-
-def vapo_loss_and_gradient(lp, s, algo):
-    """Token-mean clipped surrogate plus positive LM loss, and d loss / d lp derived by hand; lp: lists.
-
-    d(w A)/d lp = w A where the unclipped branch is the smaller one (or both agree), else 0.
-    """
-    num_tokens = sum(map(sum, s.loss_mask))
-    num_positive = sum(sum(row) for row, p in zip(s.loss_mask, s.positive, strict=True) if p)
-    loss, gradient = [], [[0.0] * len(row) for row in lp]
-    for i, row in enumerate(lp):
-        for t, x in enumerate(row):
-            if not s.loss_mask[i][t]:
-                continue
-            a, w = s.advantages[i][t], math.exp(x - s.old[i][t])
-            low, high = 1 - algo.clip_low, 1 + algo.clip_high
-            held = (a > 0 and w > high) or (a < 0 and w < low)
-            loss.append(-(min(max(w, low), high) if held else w) * a / num_tokens)
-            gradient[i][t] = 0.0 if held else -w * a / num_tokens
-            if s.positive[i]:
-                loss.append(-algo.positive_lm_coef * x / num_positive)
-                gradient[i][t] -= algo.positive_lm_coef / num_positive
-    return math.fsum(loss), gradient
 
 
 def critic_loss(values, s, algo):

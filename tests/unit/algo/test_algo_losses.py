@@ -1,6 +1,7 @@
 """Policy and critic losses: golden values by hand, and what they refuse."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -221,6 +222,28 @@ def test_the_critic_loss_by_hand():
     assert float(out.loss) == pytest.approx(0.5 * (1 + 6.25) / 2)
     assert float(out.sums["critic/clip_frac"]) == 0.5
     assert float(out.sums["critic/abs_error"]) == pytest.approx(1.0)
+
+
+def test_tokens_that_are_too_stale_have_advantages_and_returns_and_no_loss():
+    e = make_experience([0, 0], [3, 4], [1.0, 0.0], [False, False], 0, holes=False)
+    too_stale = torch.zeros_like(e.mask)
+    too_stale[1, :2] = True
+    config = configure(advantage="gae")
+    fresh, rows, _ = whole(e, config)
+    samples, _, targets = whole(replace(e, too_stale=too_stale), config)
+    assert torch.equal(samples.advantages, fresh.advantages)
+    assert torch.equal(samples.returns, fresh.returns)
+    assert torch.equal(samples.mask, fresh.mask)
+    assert torch.equal(samples.loss_mask, fresh.loss_mask & ~too_stale)
+    counts = count_minibatch(samples)
+    assert (counts.num_tokens, counts.num_critic_tokens, counts.num_critic_sequences) == (5, 5, 2)
+    lp = perturbed(e, 0)[0]
+    values = e.values.double().nan_to_num().requires_grad_()
+    policy_loss(at_responses(samples, rows, lp), None, targets, config, counts, LIMIT).loss.backward()
+    critic_loss(at_responses(samples, rows, values), targets, config, counts).loss.backward()
+    for gradient in (lp.grad, values.grad):
+        assert float(gradient[1, :2].abs().sum()) == 0.0
+        assert float(gradient[1, 2:4].abs().min()) > 0.0
 
 
 def test_a_minibatch_with_nothing_to_learn_has_a_loss_of_zero_that_can_be_differentiated():

@@ -4,18 +4,37 @@ import dataclasses
 
 import pytest
 import torch
-from algo_cases import build_targets, experiences, make_experience, response_positions, some
+from algo_cases import (
+    build_targets,
+    configure,
+    experiences,
+    make_experience,
+    norm,
+    response_positions,
+    some,
+    with_failures,
+    with_turn_rewards,
+)
 from algo_presets import NAMES, load_preset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo.diagnostics import compute_batch_metrics
+from megarl.algo.diagnostics import compute_batch_metrics, compute_engine_taper, measure_engine_noise
+from megarl.algo.kl import KlController
 from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
-from megarl.algo.registry import needs_critic
+from megarl.algo.registry import list_advantages, list_policy_losses, needs_critic
 from megarl.algo.rewards import update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets
-from megarl.config.schema.algo_choices import KLEstimator, LossAggMode
+from megarl.config.schema.algo import uses_topr
+from megarl.config.schema.algo_choices import (
+    AdvantageStd,
+    KLEstimator,
+    LossAggMode,
+    MismatchCorrection,
+    RatioLevel,
+    StdOf,
+)
 from megarl.types import Sequences
 
 pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")
@@ -23,11 +42,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")
 LIMIT = 10_000
 """Far off: the overlong penalty counts every token, as the limit does."""
 POISON = [float("nan"), float("inf"), 1e9]
+SUM = "seq-mean-token-sum"
 PER_TOKEN = ("old_logprobs", "rollout_logprobs", "sampling_logprobs", "ref_logprobs", "ref_kl", "values")
 
 
 def insert(e, places, poison):
-    """The experience with a token of the environment before each of the places [B, T + 1] that is set; and where its
+    """The experience with so many tokens of the environment before each of the places, int64 [B, T + 1]; and where its
     tokens went, int64 [B, T].
     """
     width = e.mask.shape[1]
@@ -36,7 +56,7 @@ def insert(e, places, poison):
     # Past the response there are no tokens at all.
     lengths = e.sequences.response_lengths
     ends = lengths + shift.gather(1, lengths[:, None]).squeeze(1)
-    shape = (len(e.groups), int(ends.max()) + width)
+    shape = (len(e.groups), int(ends.max()) + 4 * width)
 
     def move(x, fill):
         return torch.full(shape, fill, dtype=x.dtype).scatter(1, moved, x)
@@ -45,7 +65,15 @@ def insert(e, places, poison):
     longer = Sequences(torch.zeros(int((prompts + ends).sum()), dtype=torch.int64), prompts + ends, prompts)
     tensors = {name: move(getattr(e, name), poison) for name in PER_TOKEN}
     masks = {name: move(getattr(e, name), False) for name in ("mask", "scored")}
-    return dataclasses.replace(e, sequences=longer, **masks, **tensors), moved
+    turns = None if e.turn_rewards is None else move(e.turn_rewards, 0.0)
+    return dataclasses.replace(e, sequences=longer, turn_rewards=turns, **masks, **tensors), moved
+
+
+def draw_places(e, seed, share=0.3):
+    """Observations of one to three tokens before some of the tokens and at the end."""
+    g = torch.Generator().manual_seed(seed)
+    shape = (len(e.groups), e.mask.shape[1] + 1)
+    return torch.randint(1, 4, shape, generator=g) * (torch.rand(shape, generator=g) < share)
 
 
 def learn(e, algo):
@@ -64,6 +92,12 @@ def learn(e, algo):
     loss = sum(out.loss for out in outputs)
     gradients = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
     metrics |= compute_batch_metrics(e)
+    if algo.kl.in_reward:
+        kl = dataclasses.replace(algo.kl, target=algo.kl.target or 0.1)
+        metrics["kl/next"] = KlController.start(kl).update(e)[0].coef
+    if uses_topr(algo):
+        metrics["topr/noise"] = noise = measure_engine_noise(e) or 0.0
+        metrics |= compute_engine_taper(samples, e.scored, algo.topr.ratio_level, noise)
     for out in outputs:
         metrics |= {name: float(x) for name, x in (out.sums | out.maxima).items()}
     return samples, loss.detach(), gradients, metrics
@@ -95,11 +129,53 @@ def test_environment_tokens_change_nothing_under_any_preset(name, poison):
     algo, _ = load_preset(name)
     lengths, rewards = [3, 5, 12, 1, 25, 40, 2, 8], [1.0, 0.0, 0.3, 1.0, -1.0, 0.0, 1.0, 1.0]
     e = make_experience([0] * 4 + [1] * 4, lengths, rewards, [False, True] * 4, 9, holes=False)
-    places = torch.rand(8, e.mask.shape[1] + 1, generator=torch.Generator().manual_seed(3)) < 0.4
+    places = draw_places(e, 3, 0.4)
     # Somewhere before, within and after the generated tokens.
-    places[:, 0] = True
-    places[4, 25] = True
-    check(e, algo, places, poison)
+    places[:, 0] = 2
+    places[4, 25] = 3
+    check(with_turn_rewards(e, 5) if not uses_topr(algo) else e, algo, places, poison)
+    check(with_failures(e, [False, False, True, False] * 2), algo, places, poison)
+
+
+CHOICES = {
+    **{f"advantage={name}": {"advantage": name} for name in list_advantages()},
+    **{f"surrogate={name}": {"surrogate": name} for name in list_policy_losses()},
+    "gamma": {"gamma": 0.9, "lambda_policy": "adaptive", "kl__in_reward": True},
+    "reward to go": {"advantage": "reinforce", "gamma": 0.9, "kl__in_reward": True, "whiten_advantages": True},
+    "group std": {"advantage": "group", "advantage_std": AdvantageStd.group},
+    "batch std": {"advantage": "group", "advantage_std": AdvantageStd.batch, "std_of": StdOf.centered},
+    "reward norm": {"reward_norm": norm("group", "batch"), "reward_clip": 0.9},
+    "running norm": {"reward_norm": norm("running", "running")},
+    "overlong filter": {"overlong__filter": True, "overlong__filter_critic": True},
+    "value clip": {"value_clip": 0.1, "value_loss_agg_mode": LossAggMode["seq-mean-token-mean"]},
+    "dual clip": {"dual_clip": 1.5, "entropy_coef": 0.1, "positive_lm_coef": 0.1},
+    **{f"kl={each.name}": {"kl__in_loss": True, "kl__loss_estimator": each} for each in KLEstimator},
+    **{f"kl reward={each.name}": {"kl__in_reward": True, "kl__reward_estimator": each} for each in KLEstimator},
+    **{f"kl over {m}": {"kl__in_reward": True, "kl__target_agg_mode": LossAggMode[m]} for m in ("token-mean", SUM)},
+    **{
+        f"{how.name} {level.name}": {"mismatch__correction": how, "mismatch__level": level}
+        for how in (MismatchCorrection.tis, MismatchCorrection.mis)
+        for level in RatioLevel
+    },
+    **{
+        f"topr {level.name}": {
+            "advantage": "group",
+            "rl_loss_coef": 0.0,
+            "topr__positive_loss_coef": 1.0,
+            "topr__negative_loss_coef": 1.0,
+            "topr__ratio_level": level,
+        }
+        for level in RatioLevel
+    },
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_environment_tokens_change_nothing_under_any_single_choice(choice):
+    algo = configure(**CHOICES[choice])
+    lengths, rewards = [3, 5, 12, 1, 25, 7], [1.0, 0.0, 0.3, 1.0, -1.0, 0.0]
+    e = make_experience([0] * 3 + [1] * 3, lengths, rewards, [False, True] * 3, 9)
+    check(e if uses_topr(algo) else with_turn_rewards(e, 5), algo, draw_places(e, 4), POISON[0])
 
 
 @some
@@ -118,13 +194,12 @@ def test_environment_tokens_change_nothing_under_any_aggregation_either(e, name,
         algo.entropy_coef, algo.positive_lm_coef = 0.1, 0.1
         algo.kl.in_loss, algo.kl.loss_estimator = True, KLEstimator.full
         algo.overlong.filter = True
-    places = torch.rand(len(e.groups), e.mask.shape[1] + 1, generator=torch.Generator().manual_seed(seed)) < 0.3
-    check(e, algo, places, poison)
+    check(e, algo, draw_places(e, seed), poison)
 
 
 def test_the_length_adaptive_lambda_counts_generated_tokens():
     e = make_experience([0], [60], [1.0], [False], 0, holes=False)
     algo, _ = load_preset("vapo")
-    longer, _ = insert(e, torch.ones(1, 61, dtype=torch.bool), 0.0)
+    longer, _ = insert(e, torch.ones(1, 61, dtype=torch.int64), 0.0)
     _, metrics = compute_targets(longer, algo, 0.0)
     assert metrics["advantage/lambda_mean"] == pytest.approx(1 - 1 / (0.05 * 60))

@@ -1,9 +1,12 @@
-"""conf/experiment/: the LitePPO study's advice, each case with the values that it is about."""
+"""conf/experiment/: the LitePPO study's advice, each case with the values that it is about, and other settings."""
 
 import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import list_options, load_config
+from megarl.config.schema.data import GuessDataConfig
+from megarl.config.schema.environment import GuessEnvironmentConfig
+from megarl.config.schema.reward import EnvironmentRewardConfig
 
 ADVICE = {
     "lite_base_small": {"advantage_std": "batch", "loss_agg_mode": "token-mean", "clip_high": 0.2},
@@ -15,7 +18,7 @@ ADVICE = {
 
 
 def test_the_cases_are_those_of_the_advice():
-    assert set(ADVICE) == set(list_options("experiment"))
+    assert set(ADVICE) == {name for name in list_options("experiment") if name.startswith("lite_")}
 
 
 @pytest.mark.parametrize("model", ["tiny", "smollm2_135m"])
@@ -35,6 +38,15 @@ def test_an_algorithm_of_the_command_line_wins_over_the_case_and_keeps_its_value
     config = load_config(["experiment=lite_sparse", "algo=grpo"])
     assert (config.algo.name, config.algo.advantage_std.name) == ("grpo", "none")
     assert config.algo.kl.in_loss
+
+
+def test_guess_is_the_tiny_model_with_its_environment_data_and_reward():
+    config = load_config(["experiment=guess", "algo=grpo"])
+    kinds = (config.environment, config.data, config.reward)
+    assert [type(kind) for kind in kinds] == [GuessEnvironmentConfig, GuessDataConfig, EnvironmentRewardConfig]
+    assert (config.model.name, config.algo.name) == ("tiny", "grpo")
+    # One token for each thing that is written or read.
+    assert set("1-7") | {config.environment.higher, config.environment.lower} <= set(config.model.random.alphabet)
 
 
 def test_a_value_of_a_case_without_effect_is_an_error_that_names_the_file():

@@ -31,7 +31,7 @@ TWO_ITERATIONS = ("train.num_iterations=2", "train.eval_every=2")
 
 def set_reward(trainer: Trainer, reward: RewardFunction) -> None:
     """Another verdict on the same responses."""
-    trainer.components.collector._reward = reward
+    trainer.components.collector._scorer = Scorer(reward)
 
 
 @pytest.mark.parametrize("algo", list_options("algo"))

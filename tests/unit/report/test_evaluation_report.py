@@ -1,12 +1,13 @@
 """From scored samples to the result of a set, its row in the table and its JSON."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from megarl.report.estimators import Votes
 from megarl.report.evaluation import count_votes, format_response, format_table, summarize_set, write_evaluation
-from megarl.types import FinishReason, Prompt, Response, Sample, Score
+from megarl.types import FinishReason, Prompt, Response, Sample, Score, Turn
 
 
 def build_sample(problem: str, answer: str | None, *, correct: bool = False, length: int = 2, cut: bool = False):
@@ -86,3 +87,33 @@ def test_a_response_is_one_line_of_strict_json():
     found = json.loads(line)
     assert (found["set"], found["problem"], found["sample"], found["expected"]) == ("s", "p", 3, "7")
     assert (found["response"], found["finish_reason"], found["num_tokens"]) == ("two\nlines", "length", 2)
+
+
+def test_a_response_without_a_reward_counts_as_wrong_without_a_vote_and_is_shown():
+    lost = replace(SAMPLES[0], score=Score(0.0, False, failure="TimeoutError: 5 s"))
+    result = summarize_set("s", [lost, *SAMPLES[1:]], (2,), 0.95, reads_answers=True)
+    assert (result.failed_frac, result.unread_frac, result.mean_reward) == (1 / 8, 1 / 8, 2 / 8)
+    assert result.problems[0].votes == Votes(1, (1,), 2)
+    assert result.estimates["avg@4"].value == (0.25 + 0.25) / 2
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in format_table([result]).splitlines()]
+    assert (rows[0][-1], rows[2][-1]) == ("no reward", "12.5")
+    assert json.loads(format_response("s", 0, lost))["failure"] == "TimeoutError: 5 s"
+
+
+def test_a_conversation_is_shown_by_its_turns_and_measured_by_its_generated_tokens():
+    generated = [True, True, False, False, True, False]
+    turns = [Turn(0, 2, "Is it 5?", 0.25), Turn(4, 5, "3")]
+    response = Response([7, 8, 9, 10, 11, 12], "3", [0.0] * 6, generated, [0] * 6, FinishReason.max_turns, turns=turns)
+    sample = replace(SAMPLES[0], response=response)
+    result = summarize_set("s", [sample], (), 0.95, reads_answers=False)
+    assert (result.mean_response_tokens, result.mean_turns, result.truncated_frac) == (3.0, 2.0, 0.0)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in format_table([result]).splitlines()]
+    assert rows[2][rows[0].index("turns")] == "2.0"
+    assert "no reward" not in rows[0]
+    found = json.loads(format_response("s", 0, sample, lambda tokens: f"<{tokens}>"))
+    assert found["num_tokens"] == 3
+    assert found["turns"] == [
+        {"action": "Is it 5?", "observation": "<[9, 10]>", "reward": 0.25},
+        {"action": "3", "observation": "<[12]>", "reward": 0.0},
+    ]
+    assert "turns" not in json.loads(format_response("s", 0, SAMPLES[0]))

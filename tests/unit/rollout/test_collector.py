@@ -8,7 +8,7 @@ import torch
 
 from megarl.interfaces import UNPUBLISHED
 from megarl.rollout.collector import check_versions, compute_staleness
-from megarl.rollout.tensors import build_sequences, build_tensors
+from megarl.rollout.tensors import build_sequences, build_tensors, find_too_stale
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 
@@ -51,27 +51,39 @@ def test_a_token_of_other_weights_than_the_trainers_is_refused_unless_it_was_not
     check_versions(score([GROUPS[0], [first, replace(second, weight_versions=(0, 9, 0))]]), 0)
 
 
-def test_tokens_may_be_as_many_versions_behind_as_the_staleness_and_none_ahead():
+def test_where_tokens_may_be_older_than_the_trainers_weights_none_may_be_younger():
     first, _ = GROUPS[0]
-    check_versions(score([[replace(first, weight_versions=(2, 3))]]), 3, max_staleness=1)
-    with pytest.raises(RuntimeError, match=r"version 2, 3; the trainer's is 4, and rollout.max_staleness is 1"):
-        check_versions(score([[replace(first, weight_versions=(2, 3))]]), 4, max_staleness=1)
+    check_versions(score([[replace(first, weight_versions=(0, 3))]]), 3, may_be_older=True)
     with pytest.raises(RuntimeError, match=r"version 3, 4; the trainer's is 3"):
-        check_versions(score([[replace(first, weight_versions=(3, 4))]]), 3, max_staleness=1)
+        check_versions(score([[replace(first, weight_versions=(3, 4))]]), 3, may_be_older=True)
 
 
 def test_tokens_of_a_server_without_a_version_are_refused_however_stale_tokens_may_be():
     first, _ = GROUPS[0]
     with pytest.raises(RuntimeError, match="version -1, 0; the trainer's is 0"):
-        check_versions(score([[replace(first, weight_versions=(UNPUBLISHED, 0))]]), 0, max_staleness=4)
+        check_versions(score([[replace(first, weight_versions=(UNPUBLISHED, 0))]]), 0, may_be_older=True)
 
 
 def test_staleness_counts_versions_behind_over_the_generated_tokens():
     first, second = GROUPS[1][0], GROUPS[1][1]  # of 1 and 3 tokens; the middle one of the latter was not generated
     samples = score([[replace(first, weight_versions=(4,)), replace(second, weight_versions=(2, 0, 3))]])
-    found = compute_staleness(samples, 4)
-    assert found == {"rollout/staleness_mean": 1.0, "rollout/staleness_max": 2.0, "rollout/mixed_frac": 0.5}
-    assert compute_staleness((), 4) == {}
+    found = {"rollout/staleness_mean": 1.0, "rollout/staleness_max": 2.0, "rollout/mixed_frac": 0.5}
+    assert compute_staleness(samples, 4, 2) == found | {"rollout/too_stale_frac": 0.0}
+    # Of the versions 4, 2 and 3 the second is too old.
+    fresh = {"rollout/staleness_mean": 0.5, "rollout/staleness_max": 1.0, "rollout/mixed_frac": 0.5}
+    assert compute_staleness(samples, 4, 1) == fresh | {"rollout/too_stale_frac": pytest.approx(1 / 3)}
+    assert compute_staleness((), 4, 1) == {}
+
+
+def test_tokens_are_too_stale_by_the_iteration_that_first_learned_from_them():
+    first, second = GROUPS[1]
+    samples = score([[replace(first, weight_versions=(4,)), replace(second, weight_versions=(1, 0, 3))]])
+    assert find_too_stale(Rollout(samples, 4), 2).tolist() == [[False] * 3, [True, False, False]]
+    assert find_too_stale(Rollout(samples, 5), 1).tolist() == [[False] * 3, [True, False, True]]
+    assert find_too_stale(Rollout(samples, 4), 3) is None
+    replayed = tuple(replace(sample, age=2) for sample in samples)
+    assert find_too_stale(Rollout(replayed, 6), 2).tolist() == [[False] * 3, [True, False, False]]
+    assert find_too_stale(Rollout((), 6), 2) is None
 
 
 def test_sequences_concatenate_prompt_and_response():

@@ -1,9 +1,11 @@
 """Dynamic sampling and replay: which groups make an iteration."""
 
 import re
+import warnings
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.schema.algo import ReplayConfig
@@ -13,6 +15,7 @@ from megarl.rollout.dynamic_sampling import (
     has_reward_variance,
     join_groups,
     split_groups,
+    take_groups_with_reward_variance,
 )
 from megarl.rollout.replay import ReplayBuffer
 from megarl.rollout.tensors import build_tensors
@@ -99,6 +102,26 @@ def test_an_iteration_has_its_size_and_signal_wherever_it_was_found(rewards, num
     assert sum(task.sizes) == metrics["sampling/num_prompts"]
 
 
+@settings(deadline=None)
+@given(st.lists(st.booleans(), min_size=30, max_size=30), st.integers(1, 6), st.integers(1, 4))
+def test_groups_that_come_one_by_one_are_taken_until_there_are_enough_or_up_to_the_bound(has_signal, num, max_rounds):
+    groups = [make_group(str(i), MIXED if signal else HARD) for i, signal in enumerate(has_signal)]
+    bound = has_signal[: num * max_rounds]
+    coming = iter(groups)
+    if not any(bound):
+        with pytest.raises(NoRewardVarianceError, match="too hard"):
+            take_groups_with_reward_variance(lambda: next(coming), num, max_rounds)
+        return
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        taken, metrics = take_groups_with_reward_variance(lambda: next(coming), num, max_rounds)
+    kept = [int(group[0].prompt.id) for group in taken if has_reward_variance(group)]
+    assert len(taken) == num
+    assert kept == [i for i, signal in enumerate(bound) if signal][:num]
+    assert bool(found) == (len(kept) < num)
+    assert metrics["sampling/num_prompts"] == (kept[-1] + 1 if len(kept) == num else num * max_rounds)
+
+
 def test_joined_groups_are_numbered_anew_and_split_again_as_they_were():
     groups = [make_group("a", MIXED), make_group("b", EASY)]
     rollout = join_groups(groups, 5)
@@ -112,7 +135,7 @@ def test_replay_draws_its_share_of_past_groups_without_repeats_and_forgets_the_o
     for version in range(3):
         buffer.add([make_group(f"{version}-{i}", MIXED, version) for i in range(8)])
     drawn = buffer.draw(8, iteration=4)
-    names = [past.read()[0].prompt.id for past in drawn]
+    names = [group[0].prompt.id for group in drawn]
     assert len(set(names)) == 4
     assert {name[0] for name in names} <= {"1", "2"}
     assert buffer.draw(8, iteration=4) == drawn
@@ -126,11 +149,58 @@ def test_replay_leaves_a_fresh_group_and_takes_no_more_than_there_is():
     assert len(buffer.draw(100, iteration=2)) == 2
 
 
+def test_replay_plans_how_many_fresh_groups_the_next_iterations_need():
+    for config in (ReplayConfig(num_iterations=2, frac=0.5), ReplayConfig(num_iterations=1, frac=0.9), ReplayConfig()):
+        buffer = ReplayBuffer(config, seed=1)
+        planned, drawn = buffer.plan_fresh(6, 5), []
+        for iteration in range(1, 6):
+            assert buffer.plan_fresh(6, 1) == planned[iteration - 1 : iteration]
+            drawn.append(6 - len(buffer.draw(6, iteration)))
+            buffer.add([make_group(f"{iteration}-{i}", MIXED) for i in range(drawn[-1])])
+        assert drawn == planned
+
+
 def test_the_age_of_a_replayed_sample_is_the_number_of_iterations_since_it_was_sampled_for_one():
     buffer = ReplayBuffer(ReplayConfig(num_iterations=3, frac=0.9), seed=1)
     for number in range(4):
         # Generated ahead: the weights' version says nothing of the iteration.
         buffer.add([make_group(str(number), EASY, version=max(0, number - 1))])
-    drawn = sorted((past.read() for past in buffer.draw(100, iteration=5)), key=lambda group: group[0].prompt.id)
+    drawn = sorted(buffer.draw(100, iteration=5), key=lambda group: group[0].prompt.id)
     rollout = join_groups([make_group("fresh", EASY, version=3), *drawn], 4)
     assert build_tensors(rollout).ages.tolist() == [0, 0, 3, 3, 2, 2, 1, 1]
+
+
+def fail(group: tuple[Sample, ...], *numbers: int) -> tuple[Sample, ...]:
+    """The group without the rewards of these samples."""
+    lost = Score(0.0, False, failure="TimeoutError")
+    return tuple(replace(s, score=lost) if i in numbers else s for i, s in enumerate(group))
+
+
+def test_a_sample_without_a_reward_makes_no_variance():
+    assert has_reward_variance(make_group("a", [1.0, 0.0, 1.0]))
+    assert not has_reward_variance(fail(make_group("a", [1.0, 0.0, 1.0]), 1))
+    assert not has_reward_variance(fail(make_group("a", [1.0, 0.0]), 0))
+    assert not has_reward_variance(fail(make_group("a", [1.0, 0.0]), 0, 1))
+
+
+def test_groups_without_any_reward_are_neither_correct_nor_wrong():
+    groups = [
+        make_group("0", MIXED),
+        fail(make_group("1", EASY), 0),
+        fail(make_group("2", HARD), 1),
+        fail(make_group("3", MIXED), 0, 1),
+    ]
+    samples = join_groups(groups, 0).samples
+    _, metrics = collect_groups_with_reward_variance(lambda n: [], lambda _: samples, 1, max_rounds=1)
+    assert metrics["sampling/equal_correct_frac"] == metrics["sampling/equal_wrong_frac"] == 0.25
+    # 0 and 1, one 1 and one 0 are left.
+    assert metrics["sampling/reward_mean"] == 0.5
+
+
+def test_where_all_have_failed_the_data_are_not_blamed():
+    samples = join_groups([fail(make_group("0", MIXED), 0, 1)], 0).samples
+    with pytest.raises(NoRewardVarianceError) as caught:
+        collect_groups_with_reward_variance(lambda n: [], lambda _: samples, 1, max_rounds=1)
+    assert "2 of 2 responses have no reward: 2 x TimeoutError" in str(caught.value)
+    assert "the verifier or the environment must be mended" in str(caught.value)
+    assert "the data are" not in str(caught.value)

@@ -54,6 +54,19 @@ def test_what_a_checkpoint_has_made_superfluous_is_removed(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["iteration-11-round-2.jsonl"]
 
 
+def test_of_the_groups_that_ran_ahead_those_that_were_taken_are_removed(tmp_path):
+    journal = Journal(tmp_path)
+    for place, number in enumerate((2, 0, 10, 1)):
+        journal.save_group(place, number, build_samples()[:3])
+    journal.forget(through=5, num_groups=2)
+    assert journal.list_groups(0) == journal.list_groups(2) == [(2, 10), (3, 1)]
+    assert journal.list_groups(3) == [(3, 1)]
+    assert journal.load_group(2, 10, PROMPTS[0], 3) == build_samples()[:3]
+    with pytest.warns(RuntimeWarning, match="sampled again"):
+        assert journal.load_group(3, 1, PROMPTS[1], 3) is None
+    assert journal.list_groups(0) == [(2, 10)]
+
+
 def test_a_checkpoint_of_value_pretraining_makes_the_steps_up_to_it_superfluous(tmp_path):
     journal = Journal(tmp_path)
     for key in ("pretraining-2", "pretraining-9", "pretraining-10", "iteration-1/round-1"):

@@ -4,6 +4,7 @@ import base64
 import json
 
 import numpy as np
+import orjson
 import pytest
 import torch
 from hypothesis import given
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.families.registry import parse_architecture
+from megarl.rollout.answers import parse_answer
 from megarl.rollout.client import RequestError
-from megarl.rollout.engine import build_response
 from megarl.rollout.journal import Journal
 from megarl.rollout.rollout_file import RolloutWriter, load_rollouts, write_rollouts
 from megarl.rollout.routed_experts import decode_answer, from_record, load_expert_architecture, to_record
@@ -80,11 +81,12 @@ def test_an_answers_experts_are_those_of_all_tokens_but_the_last(arch):
         "weight_version": "4",
         "prompt_tokens": 5,
     }
-    answer = {"output_ids": [8, 2], "meta_info": {**meta, "routed_experts": encode(routed)}}
-    assert build_response(answer, "", arch).routed_experts == found
-    assert build_response(answer, "").routed_experts is None
+    answer = {"text": "", "output_ids": [8, 2], "meta_info": {**meta, "routed_experts": encode(routed)}}
+    raw = orjson.dumps(answer)
+    assert parse_answer(raw, arch).build_response("x").routed_experts == found
+    assert parse_answer(raw).build_response("x").routed_experts is None
     with pytest.raises(RequestError, match=r"needs --enable-return-routed-experts"):
-        build_response({**answer, "meta_info": meta}, "", arch)
+        parse_answer(orjson.dumps({**answer, "meta_info": meta}), arch)
 
 
 @pytest.mark.parametrize(

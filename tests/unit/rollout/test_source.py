@@ -1,84 +1,105 @@
-"""Groups gathered ahead of their use, over a fake engine whose weights the test moves."""
+"""Which groups an iteration gets, sampled when it is asked for or ahead of it, over groups that the test completes."""
 
+import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from fakes.groups import DEADLINE_S, GroupMaker, make_group
 
 from megarl.config.load import load_config
 from megarl.data.sampler import PromptSampler
-from megarl.rollout.collector import Collector
-from megarl.rollout.source import GroupSource
-from megarl.types import FinishReason, Prompt, Response, Score
+from megarl.rollout.dynamic_sampling import NoRewardVarianceError
+from megarl.rollout.journal import Journal
+from megarl.rollout.source import GroupSource, IterationBatch
+from megarl.types import Prompt, Sample
 
 PROMPTS = [Prompt(str(i), str(i), (i + 1,), "") for i in range(20)]
 SIZES = ["model=tiny", "train.num_iterations=6", "train.prompts_per_iteration=4", "train.responses_per_prompt=2"]
 SIZES += ["train.samples_per_minibatch=2"]
+DYNAMIC = ("algo=dapo", "algo.dynamic_sampling.enabled=true")
+REPLAY = ("algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=0.5")
+
+
+class FakeCollector:
+    """Groups whose rewards go by the order in which they are asked for; those ahead are complete at once or when the
+    test says so.
+    """
+
+    def __init__(self, journal: Journal | None = None, maker: GroupMaker | None = None):
+        self.journal = journal
+        self.maker = maker or GroupMaker()
+        self.asked: list[tuple[str, list[str]]] = []
+        self.completes = maker is None
+
+    @property
+    def num_asked(self) -> int:
+        return len(self.asked)
+
+    def sample(self, prompts, num_responses, *, key):
+        self.asked.append((key, [prompt.id for prompt in prompts]))
+        version = self.maker.version
+        rewards = [self.maker.rewards(int(prompt.id)) for prompt in prompts]
+        groups = [make_group(p, (version, version), r) for p, r in zip(prompts, rewards, strict=True)]
+        return tuple(Sample(s.prompt, s.response, s.score, i) for i, group in enumerate(groups) for s in group)
+
+    def start_group(self, prompt, num_responses, *, key):
+        assert num_responses == 2
+        self.asked.append((key, [prompt.id]))
+        future = self.maker.start(prompt, key)
+        if self.completes:
+            self.maker.complete(int(key.removeprefix("group-")))
+        return future
+
+    @contextlib.contextmanager
+    def forgetting_failures(self, key):
+        yield
 
 
 class Engine:
-    """Each response has one token of the version at its beginning and one of that at its end."""
-
-    def __init__(self):
-        self.version = 0
-        self.asked = []
-
-    def generate(self, prompts, *, num_responses, temperature, urgent=False, key=None):
-        self.asked.append((key, [p.id for p in prompts]))
-        first = self.version
-        return [
-            [
-                Response((5, 2), p.id, (-0.5, -0.5), (True, True), (first, self.version), FinishReason.stop)
-                for _ in range(num_responses)
-            ]
-            for p in prompts
-        ]
-
-    def check_health(self):
-        pass
-
-    def cancel(self):
-        pass
+    def check_health(self) -> None: ...
 
 
-def build_source(engine, *overrides):
+def build_source(collector: FakeCollector, *overrides: str) -> GroupSource:
     corrected = [] if "algo=topr" in overrides else ["algo.mismatch.correction=tis"]
     config = load_config([*SIZES, *corrected, *overrides])
-    verdicts = iter(range(10**6))
-    collector = Collector(engine, lambda p, r: Score(float(next(verdicts) % 3 == 0), False), temperature=1.0)
-    return GroupSource(config, engine, collector, PromptSampler(PROMPTS, 1))
+    return GroupSource(config, Engine(), collector, PromptSampler(PROMPTS, 1))
 
 
-def take_all(staleness, *overrides):
-    """Prompts and ages of the six iterations, and what the engine was asked."""
-    engine = Engine()
-    source = build_source(engine, f"rollout.max_staleness={staleness}", *overrides)
+def list_groups(batch: IterationBatch) -> list[tuple[str, int]]:
+    return [(group[0].prompt.id, group[0].age) for group in batch.fresh + batch.replayed]
+
+
+def take_all(staleness: int, *overrides: str) -> tuple[list[list[tuple[str, int]]], list[str]]:
+    """Prompts and ages of the six iterations, and the prompts that were asked for; the order of begin is kept."""
+    collector = FakeCollector(maker=None)
+    if DYNAMIC[0] in overrides:
+        collector.maker.rewards = lambda number: (0.0, float(number % 3 > 0))
+    source = build_source(collector, f"rollout.max_staleness={staleness}", *overrides)
     taken = []
     for iteration in range(1, 7):
-        batch = source.take(iteration, engine.version)
-        groups = batch.fresh + batch.replayed
-        taken.append([(group[0].prompt.id, group[0].age, group[0].score.reward) for group in groups])
-        engine.version += 1
+        taken.append(list_groups(source.take(iteration, collector.maker.version)))
+        collector.maker.version += 1
     assert source.close() == 0
-    return taken, engine.asked
+    return taken, [name for _, prompts in collector.asked for name in prompts]
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        ("algo=dapo", "algo.dynamic_sampling.enabled=true"),
-        ("algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=0.5"),
-    ],
-    ids=["plain", "dynamic sampling", "replay"],
-)
+@pytest.mark.parametrize("overrides", [(), REPLAY], ids=["plain", "replay"])
 @pytest.mark.parametrize("staleness", [1, 3])
-def test_the_same_prompts_are_learned_from_in_the_same_iterations_at_any_staleness(staleness, overrides):
+def test_where_no_group_is_overtaken_the_same_prompts_are_learned_from_in_the_same_iterations_at_any_staleness(
+    staleness, overrides
+):
     assert take_all(staleness, *overrides) == take_all(0, *overrides)
 
 
 def test_every_call_has_a_key_of_its_iteration_and_round():
-    _, asked = take_all(0, "algo=dapo", "algo.dynamic_sampling.enabled=true")
-    keys = [key for key, _ in asked]
+    collector = FakeCollector()
+    collector.maker.rewards = lambda number: (0.0, float(number % 3 == 0))
+    source = build_source(collector, *DYNAMIC)
+    for iteration in range(1, 7):
+        source.take(iteration, 0)
+    keys = [key for key, _ in collector.asked]
     assert len(set(keys)) == len(keys)
     rounds = [[key for key in keys if key.startswith(f"iteration-{i}/")] for i in range(1, 7)]
     assert [key for names in rounds for key in names] == keys
@@ -88,38 +109,199 @@ def test_every_call_has_a_key_of_its_iteration_and_round():
 
 
 def test_a_call_that_is_repeated_keeps_its_key():
-    engine = Engine()
-    source = build_source(engine)
+    collector = FakeCollector()
+    source = build_source(collector)
     source._guard = lambda ask: (ask(), ask())[1]
     source.take(1, 0)
-    assert [key for key, _ in engine.asked] == ["iteration-1/round-1"] * 2
-    assert engine.asked[0] == engine.asked[1]
-
-
-def test_a_token_older_than_the_staleness_is_refused():
-    engine = Engine()
-    source = build_source(engine, "rollout.max_staleness=1")
-    source.take(1, 0)
-    with pytest.raises(RuntimeError, match=r"weight version 0; the trainer's is 2, and rollout.max_staleness is 1"):
-        source.take(2, 2)
-    source.close()
-
-
-def test_what_ran_ahead_and_was_not_taken_is_counted_and_its_thread_ends():
-    engine = Engine()
-    source = build_source(engine, "rollout.max_staleness=2")
-    batch = source.take(1, 0)
-    assert batch.metrics == {"rollout/staleness_mean": 0.0, "rollout/staleness_max": 0.0, "rollout/mixed_frac": 0.0}
-    num_dropped = source.close()
-    # Whether it had begun one or two further iterations of 4 prompts x 2 responses is a matter of timing.
-    assert num_dropped == 8 * (len(engine.asked) - 1) <= 16
-    assert source.close() == 0
-    assert not any(thread.name == "megarl-ahead" for thread in threading.enumerate())
+    assert [key for key, _ in collector.asked] == ["iteration-1/round-1"] * 2
+    assert collector.asked[0] == collector.asked[1]
 
 
 def test_without_staleness_nothing_runs_ahead():
-    engine = Engine()
-    source = build_source(engine)
+    collector = FakeCollector()
+    source = build_source(collector)
     source.take(1, 0)
-    assert len(engine.asked) == 1
+    assert collector.num_asked == 1
     assert source.close() == 0
+
+
+@pytest.fixture
+def maker():
+    return GroupMaker()
+
+
+class Taker:
+    """Takes iterations in a thread, while the test completes groups."""
+
+    def __init__(self, source: GroupSource, maker: GroupMaker):
+        self.source, self.maker = source, maker
+        self.pool = ThreadPoolExecutor(1)
+
+    def take(self, iteration: int, num_under_way: int, *complete: int) -> IterationBatch:
+        self.maker.version = iteration - 1
+        taking = self.pool.submit(self.source.take, iteration, iteration - 1)
+        self.maker.wait(num_under_way)
+        for number in complete:
+            self.maker.complete(number)
+        return taking.result(DEADLINE_S)
+
+
+@contextlib.contextmanager
+def taking(maker: GroupMaker, *overrides: str, journal: Journal | None = None):
+    source = build_source(FakeCollector(journal, maker), *overrides)
+    try:
+        yield Taker(source, maker)
+    finally:
+        source.close()
+        assert not any(thread.name == "megarl-ahead" for thread in threading.enumerate())
+
+
+def numbers(groups) -> list[int]:
+    return [group[0].group_number for group in groups]
+
+
+def test_an_iteration_learns_from_what_is_complete_first_and_a_straggler_is_in_a_later_one(maker):
+    with taking(maker, "rollout.max_staleness=1") as taker:
+        first = taker.take(1, 8, 1, 2, 3, 4)
+        assert numbers(first.fresh) == [1, 2, 3, 4]
+        assert first.metrics["rollout/staleness_max"] == 0
+        second = taker.take(2, 8, 5, 0, 6, 7)
+        assert numbers(second.fresh) == [5, 0, 6, 7]
+        # Their first tokens are of version 0, their last ones of version 1.
+        assert second.metrics == {
+            "rollout/staleness_mean": 0.5,
+            "rollout/staleness_max": 1.0,
+            "rollout/mixed_frac": 1.0,
+            "rollout/too_stale_frac": 0.0,
+        }
+        assert [sample.group for sample in second.sampled[0]] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_tokens_that_are_older_than_allowed_are_counted_and_the_younger_ones_of_their_response_learned_from(maker):
+    with taking(maker, "rollout.max_staleness=1") as taker:
+        taker.take(1, 8, 1, 2, 3, 4)
+        taker.take(2, 8, 5, 6, 7, 8)
+        third = taker.take(3, 8, 9, 0, 10, 11)
+        # Group 0 was begun with version 0, the others that are complete with version 1.
+        assert third.metrics["rollout/too_stale_frac"] == 2 / 16
+        assert third.metrics["rollout/staleness_max"] == 1.0
+
+
+def test_nothing_more_than_its_iterations_need_is_begun_and_a_run_to_its_end_drops_nothing(maker):
+    with taking(maker, "rollout.max_staleness=2", "train.num_iterations=3") as taker:
+        assert numbers(taker.take(1, 12, 11, 10, 9, 8).fresh) == [11, 10, 9, 8]
+        assert numbers(taker.take(2, 8, 0, 1, 2, 3).fresh) == [0, 1, 2, 3]
+        assert numbers(taker.take(3, 4, 4, 5, 6, 7).fresh) == [4, 5, 6, 7]
+        assert sorted(maker.begun) == list(range(12))
+        assert taker.source.close() == 0
+
+
+def test_what_ran_ahead_and_was_not_taken_is_counted_and_its_thread_ends(maker):
+    with taking(maker, "rollout.max_staleness=2") as taker:
+        taker.take(1, 12, 0, 1, 2, 3, 4)
+        # One complete and seven under way, of two responses each.
+        assert taker.source.close() == 16
+        assert taker.source.close() == 0
+
+
+def test_a_token_of_no_version_of_the_trainers_is_refused_and_does_not_stay_in_the_journal(maker, tmp_path):
+    journal = Journal(tmp_path)
+    with taking(maker, "rollout.max_staleness=2", journal=journal) as taker:
+        pool = taker.pool.submit(taker.source.take, 1, 0)
+        maker.wait(12)
+        maker.version = 1
+        maker.complete(7)
+        with pytest.raises(RuntimeError, match=r"weight version 0, 1; the trainer's is 0"):
+            pool.result(DEADLINE_S)
+    assert journal.list_groups(0) == []
+
+
+def test_replay_keeps_what_runs_ahead_to_what_its_iterations_need(maker):
+    with taking(maker, *REPLAY, "rollout.max_staleness=1") as taker:
+        # 4 fresh groups, and then 2 of 4 in each iteration.
+        assert list_groups(taker.take(1, 6, 0, 1, 2, 3)) == [(p.id, 0) for p in PromptSampler(PROMPTS, 1).next_batch(4)]
+        second = taker.take(2, 4, 5, 4)
+        assert numbers(second.fresh) == [5, 4]
+        assert {group[0].age for group in second.replayed} == {1}
+        assert len(second.replayed) == 2
+
+
+def test_groups_of_equal_rewards_are_replaced_as_they_come(maker):
+    maker.rewards = lambda number: (1.0, 1.0) if number < 3 else (0.0, 1.0)
+    with taking(maker, *DYNAMIC, "rollout.max_staleness=1") as taker:
+        running = taker.pool.submit(taker.source.take, 1, 0)
+        maker.wait(8)
+        for number in (0, 1, 2):
+            maker.complete(number)
+        with maker.changed:
+            assert maker.changed.wait_for(lambda: sorted(maker.under_way) == list(range(3, 11)), DEADLINE_S)
+        for number in (10, 9, 8, 7):
+            maker.complete(number)
+        batch = running.result(DEADLINE_S)
+        assert numbers(batch.fresh) == [10, 9, 8, 7]
+        assert len(batch.sampled[0]) == 14
+        assert batch.metrics["sampling/num_prompts"] == 7
+        assert batch.metrics["sampling/rounds"] == 2
+        assert batch.metrics["sampling/equal_correct_frac"] == 3 / 7
+
+
+def test_dynamic_sampling_ahead_ends_at_its_bound_too(maker):
+    maker.rewards = lambda number: (0.0, 0.0)
+    bound = "algo.dynamic_sampling.max_rounds=2"
+    with taking(maker, *DYNAMIC, bound, "rollout.max_staleness=1") as taker:
+        running = taker.pool.submit(taker.source.take, 1, 0)
+        for number in range(8):
+            with maker.changed:
+                assert maker.changed.wait_for(lambda number=number: number in maker.under_way, DEADLINE_S)
+            maker.complete(number)
+        with pytest.raises(NoRewardVarianceError, match="too hard"):
+            running.result(DEADLINE_S)
+
+
+def test_a_resumed_source_takes_the_same_groups_again_and_those_that_were_not_complete_anew(maker, tmp_path):
+    journal = Journal(tmp_path / "journal")
+    with taking(maker, "rollout.max_staleness=1", journal=journal) as taker:
+        taker.take(1, 8, 3, 1, 2, 5)
+        state = taker.source.state()
+        second = taker.take(2, 8, 6, 0, 4, 9, 8)
+        third_would_begin_with = 8
+    journal.forget(0, state.groups.next_place)
+    assert len(list(Path(tmp_path / "journal").iterdir())) == 5
+    maker.begun.clear()
+    with taking(maker, "rollout.max_staleness=1", journal=journal) as taker:
+        taker.source.restore(state)
+        assert taker.source.state() == state
+        again = taker.source.take(2, 1)
+        assert numbers(again.fresh) == numbers(second.fresh) == [6, 0, 4, 9]
+        assert again.fresh == second.fresh
+        assert again.metrics == second.metrics
+        third = taker.take(3, 7, 7, 10, 11)
+        assert numbers(third.fresh) == [third_would_begin_with, 7, 10, 11]
+    assert not {0, 1, 2, 3, 4, 5, 6, 8, 9} & set(maker.begun)
+    assert min(maker.begun) == 7
+
+
+def test_a_lost_servers_groups_are_begun_again_once_it_is_back(maker):
+    with taking(maker, "rollout.max_staleness=1") as taker:
+        restarts = []
+
+        def with_servers(ask):
+            try:
+                return ask()
+            except RuntimeError as error:
+                restarts.append(str(error))
+                taker.source.begin_again()
+                return ask()
+
+        taker.source._guard = with_servers
+        running = taker.pool.submit(taker.source.take, 1, 0)
+        maker.wait(8)
+        maker.complete(1)
+        maker.fail(2, RuntimeError("the server is down"))
+        with maker.changed:
+            assert maker.changed.wait_for(lambda: len(maker.begun) == 15, DEADLINE_S)
+        maker.wait(7)
+        for number in (0, 2, 3):
+            maker.complete(number)
+        assert numbers(running.result(DEADLINE_S).fresh) == [1, 0, 2, 3]
+        assert restarts == ["the server is down"]

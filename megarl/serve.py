@@ -1,0 +1,93 @@
+"""`python -m megarl.serve MODEL`: one SGLang server for reward=judge or reward=reward_model, until Ctrl-C."""
+
+import argparse
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema.roles import Dtype
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.hf.checkpoint import find_checkpoint
+from megarl.interfaces import DeadlineError
+from megarl.rollout.server import WEIGHT_LOADER, ServerError, SGLangServer, has_cuda
+
+LEFT_OUT = (["--skip-tokenizer-init"], ["--custom-weight-loader", WEIGHT_LOADER])
+"""Words of a rollout server's command line: this one takes messages, and its weights stay what they are"""
+CPU_TOKENS = 16384
+"""Tokens of KV cache on a CPU, where SGLang's own choice would take most of the memory"""
+
+
+class TextServer(SGLangServer):
+    """A server with a tokenizer, which takes messages; its weights stay what they are."""
+
+    def __init__(self, config: RolloutConfig, checkpoint: Path, *, log_file: Path, host: str, port: int | None):
+        """port: None picks a free one. Raises ConfigError as `SGLangServer`."""
+        super().__init__(config, checkpoint, log_file=log_file, seed=1, host=host, port=port)
+        for words in LEFT_OUT:
+            start = self._command.index(words[0])
+            del self._command[start : start + len(words)]
+
+
+def main() -> None:
+    """Start the server, say where it is and wait for a signal. Exit status 2 for bad arguments, 1 for a lost server."""
+    arguments = read_arguments(sys.argv[1:])
+    try:
+        server = build_server(arguments)
+    except ConfigError as error:
+        sys.exit("\n".join(f"error: {problem}" for problem in error.problems))
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    try:
+        server.start()
+        print(f"starting {arguments.model}; log: {server.log_file}", flush=True)
+        server.wait_healthy(arguments.startup_deadline)
+        print(f"ready: reward.url={server.url}", flush=True)
+        while not stopped.wait(1.0):
+            server.check_alive()
+    except (ServerError, DeadlineError) as error:
+        if not stopped.is_set():
+            sys.exit(f"error: {error}")
+    finally:
+        server.stop()
+
+
+def read_arguments(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m megarl.serve", description=__doc__)
+    parser.add_argument("model", help="checkpoint directory, or the name of a model in the Hugging Face cache")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; there is no key: trusted networks only"
+    )
+    parser.add_argument("--port", type=int, default=30000, help="0 picks a free one")
+    parser.add_argument("--dtype", choices=[dtype.value for dtype in Dtype], default="bfloat16")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs of the server")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; without effect on a GPU")
+    parser.add_argument("--kv-cache-tokens", type=int, help=f"tokens of KV cache; default on a CPU {CPU_TOKENS}")
+    parser.add_argument("--max-running-requests", type=int, default=128)
+    parser.add_argument("--startup-deadline", type=float, default=600.0, help="seconds")
+    parser.add_argument("--log", type=Path, help="file for the server's output; default: a new one in TMPDIR")
+    return parser.parse_args(words)
+
+
+def build_server(arguments: argparse.Namespace) -> TextServer:
+    """The server of these arguments, not yet started. Raises ConfigError."""
+    tokens = arguments.kv_cache_tokens
+    config = RolloutConfig(
+        dtype=Dtype(arguments.dtype),
+        tp=arguments.tp,
+        num_threads=arguments.threads,
+        max_running_requests=arguments.max_running_requests,
+        kv_cache_tokens=tokens if tokens is not None or has_cuda() else CPU_TOKENS,
+    )
+    log = arguments.log or Path(tempfile.mkdtemp(prefix="megarl-serve-")) / "server.log"
+    checkpoint = find_checkpoint(arguments.model, "MODEL")
+    port = arguments.port or None
+    return TextServer(config, checkpoint, log_file=log, host=arguments.host, port=port)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""What runs in a tool's process: one function that calls any of the tools by name."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megarl.sandbox.function_server import load_callable
+
+
+def load_tools(paths: Mapping[str, str], result_length: int) -> Callable[..., str]:
+    """The function (name, arguments) -> result as text, of the tools at `paths`, package.module:function by name.
+
+    Results are cut to `result_length` characters. Raises ValueError for a path that names no function.
+    """
+    functions = {name: load_callable(path) for name, path in paths.items()}
+
+    def call(name: str, arguments: dict[str, Any]) -> str:
+        return shorten(str(functions[name](**arguments)), result_length)
+
+    return call
+
+
+def shorten(text: str, length: int) -> str:
+    """The beginning of a text, which says what was cut off."""
+    if len(text) <= length:
+        return text
+    return f"{text[:length]}\n... ({len(text) - length} more characters)"

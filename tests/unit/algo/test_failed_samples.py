@@ -1,0 +1,138 @@
+"""Samples without a reward: everything is as if they were not there."""
+
+import dataclasses
+
+import pytest
+import torch
+from algo_cases import build_targets, configure, experiences, f64, make_experience, norm, some, with_failures
+from algo_presets import NAMES, load_preset
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algo.diagnostics import compute_batch_metrics, measure_engine_noise
+from megarl.algo.kl import KlController
+from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
+from megarl.algo.registry import list_advantages, needs_critic
+from megarl.algo.rewards import update_reward_moments
+from megarl.algo.statistics import RunningMoments
+from megarl.algo.targets import compute_targets
+from megarl.config.schema.algo_choices import KLEstimator, LossAggMode
+from megarl.types import TrainingSamples
+
+LIMIT = 30
+
+pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")
+
+
+def learn(e, algo):
+    """Targets, every metric and every running statistic of an iteration."""
+    moments = update_reward_moments(RunningMoments(3, 0.5, 1.0), e, algo, LIMIT)
+    samples, metrics = compute_targets(e, algo, 0.1, response_length=LIMIT, reward_moments=moments)
+    kl = dataclasses.replace(algo.kl, in_reward=True, target=0.1, reward_estimator=KLEstimator.k3)
+    controller, kl_metrics = KlController.start(kl).update(e)
+    batch = compute_batch_metrics(e)
+    batch.pop("reward/failed_frac", None)
+    noise = {"noise": measure_engine_noise(e) or 0.0, "coef": controller.coef}
+    return samples, moments, metrics | kl_metrics | batch | noise
+
+
+@some
+@given(experiences(), st.sampled_from(NAMES), st.data())
+def test_targets_and_metrics_are_those_of_the_others_under_any_preset(e, name, data):
+    algo, _ = load_preset(name)
+    failed = [data.draw(st.booleans()) for _ in e.groups]
+    lost = with_failures(e, failed)
+    kept = torch.tensor([i for i, f in enumerate(failed) if not f], dtype=torch.int64)
+    samples, moments, metrics = learn(lost, algo)
+    alone, their_moments, their_metrics = learn(e.select(kept), algo)
+    assert moments == their_moments
+    assert metrics == pytest.approx(their_metrics, rel=1e-12)
+    assert not samples.mask[lost.failed].any()
+    assert not samples.loss_mask[lost.failed].any()
+    assert not samples.positive[lost.failed].any()
+    for field in dataclasses.fields(TrainingSamples):
+        mine, other = getattr(samples, field.name), getattr(alone, field.name)
+        if isinstance(mine, torch.Tensor):
+            torch.testing.assert_close(mine[kept], other, equal_nan=True)
+            assert not mine[lost.failed].any(), field.name
+    assert samples.sequences is lost.sequences
+
+
+def group_of_three(failed, rewards=(1.0, 0.0, 0.5)):
+    e = make_experience([0] * 3, [2] * 3, list(rewards), [False] * 3, 0, holes=False)
+    return with_failures(e, failed)
+
+
+def advantages(e, **values):
+    samples, _ = compute_targets(e, configure(**values), 0.0)
+    assert torch.equal(samples.advantages[:, 0], samples.advantages[:, 1])
+    return samples.advantages[:, 0].tolist()
+
+
+def test_a_group_is_compared_with_those_that_have_a_reward_by_hand():
+    e = group_of_three([False, False, True])
+    assert advantages(e, advantage="rloo") == [1.0, -1.0, 0.0]
+    assert advantages(e, advantage="group") == [0.5, -0.5, 0.0]
+
+
+def test_a_group_with_one_reward_left_or_none_teaches_nothing():
+    for failed in ([False, True, True], [True] * 3):
+        for name in ("rloo", "group"):
+            assert advantages(group_of_three(failed), advantage=name) == [0.0] * 3
+    e = group_of_three([False, True, True])
+    assert advantages(e, advantage="reinforce", reward_norm=norm("group", "group")) == [0.0] * 3
+    # Nothing is compared here: the reward itself.
+    assert advantages(e, advantage="reinforce") == [1.0, 0.0, 0.0]
+
+
+def test_batch_metrics_count_failures_and_leave_them_out_of_the_rest():
+    e = make_experience([0, 0, 1, 1], [2, 4, 3, 9], [1.0, 0.0, 1.0, 5.0], [False, True, False, True], 0, holes=False)
+    metrics = compute_batch_metrics(with_failures(e, [False, False, False, True]))
+    assert metrics["reward/failed_frac"] == 0.25
+    assert (metrics["reward/mean"], metrics["reward/max"]) == (pytest.approx(2 / 3), 1.0)
+    # The group of one has no other reward to differ from.
+    assert metrics["reward/equal_groups_frac"] == 0.5
+    assert (metrics["length/mean"], metrics["length/max"]) == (3.0, 4.0)
+    assert metrics["length/truncated_frac"] == pytest.approx(1 / 3)
+    assert compute_batch_metrics(with_failures(e, [True] * 4)) == {"reward/failed_frac": 1.0}
+    replayed = dataclasses.replace(with_failures(e, [False, False, False, True]), ages=torch.tensor([0, 0, 0, 2]))
+    assert compute_batch_metrics(replayed)["reward/failed_frac"] == 0.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("mode", list(LossAggMode))
+def test_a_minibatch_without_any_token_has_no_loss_and_finite_metrics(name, mode):
+    algo, _ = load_preset(name)
+    algo.loss_agg_mode = algo.value_loss_agg_mode = mode
+    algo.positive_lm_coef, algo.entropy_coef, algo.overlong.filter_critic = 0.1, 0.1, False
+    e = make_experience([0, 0, 1, 1], [2, 4, 3, 9], [1.0, 0.0, 1.0, 0.0], [False] * 4, 0, holes=False)
+    samples, _ = compute_targets(with_failures(e, [True] * 4), algo, 0.1, response_length=LIMIT)
+    targets, counts = build_targets(samples, torch.arange(4)), count_minibatch(samples)
+    given_ = torch.randn(len(targets.rows), dtype=torch.float64, requires_grad=True)
+    outputs = [policy_loss(given_, given_, targets, algo, counts, LIMIT, given_)]
+    if needs_critic(algo):
+        algo.value_loss_agg_mode = LossAggMode["token-mean"] if "norm" in mode.value else mode
+        outputs.append(critic_loss(given_, targets, algo, counts))
+    for output in outputs:
+        assert float(output.loss.detach()) == 0.0
+        assert torch.stack([x.detach().double() for x in (output.sums | output.maxima).values()]).isfinite().all()
+        (gradient,) = torch.autograd.grad(output.loss, given_, retain_graph=True)
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("advantage", sorted(list_advantages()))
+def test_an_iteration_in_which_all_have_failed_has_targets_without_tokens(advantage):
+    e = with_failures(make_experience([0, 0], [2, 4], [1.0, 0.0], [False] * 2, 0), [True] * 2)
+    algo = configure(advantage=advantage, whiten_advantages=True, reward_norm=norm("running", "running"))
+    moments = update_reward_moments(RunningMoments(), e, algo)
+    assert moments == RunningMoments()
+    samples, metrics = compute_targets(e, algo, 0.0, reward_moments=moments)
+    assert not samples.mask.any()
+    assert torch.equal(samples.advantages, torch.zeros_like(samples.advantages))
+    assert torch.isfinite(f64(list(metrics.values()))).all()
+
+
+def test_tokens_of_a_failed_sample_are_refused():
+    e = make_experience([0, 0], [2, 4], [1.0, 0.0], [False] * 2, 0, holes=False)
+    with pytest.raises(ValueError, match="mask: found tokens of failed samples"):
+        compute_targets(dataclasses.replace(e, failed=torch.tensor([True, False])), configure(), 0.0)

@@ -1,0 +1,225 @@
+"""environment=verifiers and data=verifiers, with the real package."""
+
+import asyncio
+import signal
+import string
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verifiers", reason="needs the extra: make install EXTRAS=verifiers")
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.schema.data import VerifiersDataConfig
+from megarl.config.schema.environment import VerifiersEnvironmentConfig
+from megarl.data.verifiers import VerifiersSource
+from megarl.environment.interface import Action, EpisodeSetting
+from megarl.environment.tools import FoundCalls
+from megarl.environment.verifiers import VerifiersEnvironment
+from megarl.hf.random_model import build_character_tokenizer
+from megarl.toolbox.prompt import build_tool_prompt
+from megarl.types import FinishReason, Message, Prompt
+
+COUNTDOWN = "vf-environments"
+SHIPPED = "verifiers.envs.integrations.reasoninggym_env:ReasoningGymEnv"
+CHAIN_SUM = {"gym": "chain_sum", "num_train_examples": 5, "num_eval_examples": 2}
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def load(env_id=COUNTDOWN, **args):
+    return VerifiersSource(VerifiersDataConfig(id=env_id, args=args)).load(seed=1)
+
+
+def set_up(problem):
+    return EpisodeSetting(Prompt("p", "", (1,), problem.answer, problem.metadata, problem.messages), seed=1)
+
+
+def act(text, turn=0, finish_reason=FinishReason.stop):
+    return Action(text, text, (1,), turn, finish_reason)
+
+
+def play(problem, texts, env_id=COUNTDOWN, **args):
+    """What reset and each step returned, until the environment is done."""
+
+    async def run():
+        env = VerifiersEnvironment(id=env_id, args=args)
+        found = [await env.reset(set_up(problem))]
+        try:
+            for turn, text in enumerate(texts):
+                found.append(await env.step(act(text, turn)))
+        finally:
+            await env.close()
+        return found
+
+    return asyncio.run(run())
+
+
+def test_the_dataset_becomes_prompts_and_its_evaluation_rows_are_held_out():
+    splits = load()
+    system = Message("system", "one number at a time")
+    assert [problem.messages for problem in splits.train][1] == (system, Message("user", "count down from 2"))
+    assert [problem.answer for problem in splits.train] == ["1", "2", "3"]
+    assert [problem.answer for problem in splits.heldout] == ["9"]
+    assert splits.train[1].metadata == {"verifiers": '["train", 1]'}
+
+
+def test_an_episode_runs_to_the_rubrics_reward():
+    begin, first, second, last = play(load().train[2], ["2", "1", "5"])
+    assert begin is None
+    assert (first.observation, first.reward, first.done) == ((Message("user", "now 2"),), 0.0, False)
+    assert second.observation == (Message("user", "now 1"),)
+    assert (last.done, last.reward) == (True, pytest.approx(2 * 2 / 3))
+    assert last.details == {"share_right": pytest.approx(2 / 3), "num_turns": 3.0}
+
+
+def test_episodes_at_the_same_time_do_not_mix():
+    problem = load().train[2]
+
+    async def run(word):
+        env = VerifiersEnvironment(id=COUNTDOWN, args={})
+        await env.reset(set_up(problem))
+        for turn, text in enumerate(["2", word, "0"]):
+            step = await env.step(act(text, turn))
+        await env.close()
+        return step.reward
+
+    async def run_all():
+        return await asyncio.gather(*(run(word) for word in ["1", "x"] * 20))
+
+    assert asyncio.run(run_all()) == [pytest.approx(2), pytest.approx(4 / 3)] * 20
+
+
+def test_the_environments_own_limit_ends_the_episode_with_its_reward():
+    begin, only = play(load().train[2], ["2"], max_turns=1)
+    assert begin is None
+    assert (only.done, only.reward) == (True, pytest.approx(2 / 3))
+
+
+@pytest.mark.parametrize("finish_reason", [FinishReason.stop, FinishReason.length])
+def test_an_episode_cut_by_a_limit_of_ours_has_its_reward(finish_reason):
+    async def run():
+        env = VerifiersEnvironment(id=COUNTDOWN, args={})
+        await env.reset(set_up(load().train[2]))
+        assert not (await env.step(act("2", 0, finish_reason))).done
+        step = await env.cut()
+        await env.close()
+        return step
+
+    assert asyncio.run(run()).reward == pytest.approx(2 / 3)
+
+
+def test_an_empty_answer_is_the_policys_and_not_a_servers_fault():
+    *_, last = play(load().train[0], [""])
+    assert (last.done, last.reward) == (True, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("texts", "reason"),
+    [
+        (["crash"], "the environment failed: InfraError"),
+        (["raise", "1", "0"], "share_right raised KeyError: 'no such word'"),
+        (["rewrite"], "has rewritten the conversation"),
+    ],
+)
+def test_what_the_environment_or_its_rubric_raises_costs_the_sample(texts, reason):
+    with pytest.raises(RuntimeError, match=reason):
+        play(load().train[2], texts)
+
+
+def test_a_broken_off_episode_ends_without_a_reward():
+    async def run():
+        env = VerifiersEnvironment(id=COUNTDOWN, args={})
+        await env.close()
+        await env.reset(set_up(load().train[2]))
+        await env.close()
+        assert env._episode.cancelled()
+
+    asyncio.run(run())
+
+
+def test_what_the_environment_asks_in_place_of_the_prompt_is_read():
+    begin, last = play(load("vf_environments:own_beginning").train[0], ["a"], "vf_environments:own_beginning")
+    assert begin == (Message("user", "q"), Message("user", "please"))
+    assert last.done
+
+
+def test_tools_are_described_called_and_answered():
+    env_id = "vf_environments:with_tools"
+    config = VerifiersEnvironmentConfig(id=env_id)
+    tokenizer = build_character_tokenizer(string.printable, 64)
+    prompt = build_tool_prompt(config, VerifiersDataConfig(id=env_id), tokenizer)
+    assert [schema["function"]["name"] for schema in prompt.schemas] == ["add_one"]
+    assert '"description": "Add one' in prompt.text
+
+    def find_calls(text):
+        return FoundCalls((("add_one", '{"x": 1}'), ("no_tool", "{}")) if text == "call" else ())
+
+    async def run():
+        env = VerifiersEnvironment(env_id, {}, prompt, find_calls)
+        await env.reset(set_up(load(env_id).train[0]))
+        steps = [await env.step(act("call")), await env.step(act("2", 1))]
+        await env.close()
+        return steps
+
+    first, last = asyncio.run(run())
+    assert first.observation == (Message("user", "2\n'no_tool'"),)
+    assert (last.done, last.reward) == (True, 1.0)
+    assert (last.details["total_tool_calls"], last.details["add_one_calls"]) == (2.0, 1.0)
+
+
+def test_an_environment_that_the_package_brings_scores_right_and_wrong_answers():
+    import reasoning_gym
+
+    splits = load(SHIPPED, **CHAIN_SUM)
+    assert (len(splits.train), len(splits.heldout)) == (5, 2)
+    entry = reasoning_gym.create_dataset("chain_sum", size=7, seed=0)[5]
+    problem = splits.heldout[0]
+    assert problem.messages[-1].content == entry["question"]
+    for answer, reward in [(entry["answer"], 1.0), ("no", 0.0)]:
+        *_, last = play(problem, [f"<answer>{answer}</answer>"], SHIPPED, **CHAIN_SUM)
+        assert (last.done, last.reward) == (True, pytest.approx(reward, abs=0.02))
+
+
+def test_the_runs_signal_handlers_stay():
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    VerifiersEnvironment(id=COUNTDOWN, args={"starts": 2})
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+@pytest.mark.parametrize(
+    ("env_id", "args", "problem"),
+    [
+        ("no-such-env", {}, r"environment\.id: found 'no_such_env:load_environment'; importing no_such_env failed"),
+        (COUNTDOWN, {"stop": 3}, r"environment\.args: vf-environments with .*stop.* raised TypeError"),
+        ("vf_environments:share_right", {"completion": [], "answer": "1"}, r"environment\.id: .* gives a float"),
+        ("vf_environments:of_groups", {}, r"environment\.id: .* rewards a group of responses by best"),
+    ],
+)
+def test_an_environment_that_does_not_fit_is_named(env_id, args, problem):
+    with pytest.raises(ConfigError, match=problem):
+        VerifiersEnvironment(id=env_id, args=args)
+
+
+def test_a_prompt_of_other_data_is_refused():
+    env = VerifiersEnvironment(id=COUNTDOWN, args={})
+    setting = EpisodeSetting(Prompt("p", "", (1,), "1"), seed=1)
+    with pytest.raises(ValueError, match="goes with data=verifiers"):
+        asyncio.run(env.reset(setting))
+
+
+def test_the_data_have_the_environments_id_and_arguments():
+    overrides = ["environment=verifiers", f"environment.id={COUNTDOWN}", "environment.args.starts=7", "data=verifiers"]
+    config = load_config([*overrides, "model=tiny"])
+    assert (config.data.id, config.data.args) == (COUNTDOWN, {"starts": 7})
+    with pytest.raises(ConfigError, match=r"environment\.id"):
+        load_config(["data=verifiers", "model=tiny"])
+
+
+def test_nothing_of_the_package_is_imported_without_it():
+    assert "verifiers" not in vars(sys.modules["megarl.environment.verifiers"])

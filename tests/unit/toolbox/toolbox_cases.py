@@ -1,0 +1,53 @@
+"""Tools as a user writes them, for the tests; their processes import this module."""
+
+import os
+import sys
+import time
+
+
+def echo(text: str, times: int = 1) -> str:
+    """Repeat a text.
+
+    Args:
+        text: What is repeated.
+        times: How often.
+    """
+    print("noise that must not mix with the answers")
+    return text * times
+
+
+def fail(reason: str) -> str:
+    """Raise an error.
+
+    Args:
+        reason: Its text.
+    """
+    raise ValueError(reason)
+
+
+def hang() -> str:
+    """Never return."""
+    time.sleep(600)
+    return ""
+
+
+def fill() -> str:
+    """Take more memory than there is."""
+    return str(len(bytearray(2**36)))
+
+
+def die() -> str:
+    """End the process."""
+    os._exit(3)
+
+
+def list_modules() -> list[str]:
+    """List the names of the modules that the process has imported."""
+    return sorted(sys.modules)
+
+
+def undescribed(x):
+    return x
+
+
+NUMBER = 3
