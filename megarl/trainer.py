@@ -21,9 +21,9 @@ from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.config.schema.root import Config
 from megarl.data.sampler import PromptSampler
 from megarl.interfaces import Pending, RolloutEngine, RolloutServers, TrainBackend, WeightSync, wait_all
-from megarl.report.failures import check_failures, describe_failures
+from megarl.report.failures import TooManyFailuresError, check_failures, describe_failures
 from megarl.report.report import Report
-from megarl.report.scores import compute_environment_metrics, compute_heldout_metrics, compute_score_metrics
+from megarl.report.scores import compute_heldout_metrics, compute_score_metrics
 from megarl.rollout.collector import Collector
 from megarl.rollout.dynamic_sampling import join_groups
 from megarl.rollout.offload import ServerOffloader
@@ -181,9 +181,7 @@ class Trainer:
             self.record(Rollout(samples, self.version), iteration)
         self.check_failures([s for samples in batch.sampled for s in samples], f"iteration-{iteration}")
         fresh = [sample for group in batch.fresh for sample in group]
-        metrics = batch.metrics | compute_score_metrics(fresh)
-        if self.has_turns:
-            metrics |= compute_environment_metrics(fresh)
+        metrics = batch.metrics | compute_score_metrics(fresh, with_environment=self.has_turns)
         rollout = join_groups(batch.fresh + batch.replayed, self.version)
         return rollout, metrics | {"sampling/total_samples": self.num_samples}
 
@@ -202,12 +200,14 @@ class Trainer:
         return rollout
 
     def check_failures(self, samples: Sequence[Sample], key: str) -> None:
-        """Say which responses of a call have no reward, and why; nothing is learned from them.
-
-        Raises TooManyFailuresError; a resumed run then samples and scores them again.
-        """
-        with self.components.collector.forgetting_failures(key):
+        """Say which responses have no reward, and why. Raises TooManyFailuresError; resumed, they are sampled again."""
+        try:
             check_failures(samples, self.config.reward.max_failed_frac)
+        except TooManyFailuresError:
+            self.source.close()
+            if journal := self.components.collector.journal:
+                journal.drop_failed()
+            raise
         if text := describe_failures(samples):
             self.report.message(f"warning: {key}: {text}; they are not learned from")
 
@@ -315,9 +315,7 @@ class Trainer:
             )
         self.report.samples(rollout.samples)
         if text := describe_failures(rollout.samples):
-            self.report.message(
-                f"warning: evaluation-{self.iteration}: {text}; they count as wrong, with a reward of 0"
-            )
+            self.report.message(f"warning: evaluation-{self.iteration}: {text}; they count as wrong")
         metrics = compute_heldout_metrics(rollout.samples, with_environment=self.has_turns)
         self.heldout_reward = metrics["reward/heldout"]
         return metrics

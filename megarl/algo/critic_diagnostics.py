@@ -8,8 +8,10 @@ in float64; none of it enters a gradient. V is the critic's value before the upd
 import torch
 from torch import Tensor
 
-from megarl.algo.diagnostics import QUARTERS, compute_explained_variance, compute_quarters, is_constant
+from megarl.algo.blocks import Block, count_generated, split_blocks
+from megarl.algo.diagnostics import QUARTERS, ExplainedVariance, compute_quarters, is_constant
 from megarl.algo.finite import check_finite
+from megarl.algo.statistics import Mean
 from megarl.types import Metrics
 
 NUM_BINS = 10
@@ -18,8 +20,8 @@ PREDICTIONS_PER_BIN = 8
 """Fewer would show the outcomes' noise instead of the critic's error."""
 
 
-def compute_critic_metrics(values: Tensor, returns: Tensor, outcomes: Tensor, mask: Tensor) -> Metrics:
-    """critic/*; values (V), returns (G), outcomes: float [B, T]; mask: bool [B, T]. Raises NonFiniteError.
+class CriticSummary:
+    """critic/*, from blocks of rows that come in the batch's order.
 
     critic/explained_variance: 1 - Var(G - V) / Var(G) over all tokens; value_mean, return_mean: of V and G.
     critic/ev_at_0_25 .. ev_at_75_100: explained variance over the tokens in that quarter of their response.
@@ -28,24 +30,61 @@ def compute_critic_metrics(values: Tensor, returns: Tensor, outcomes: Tensor, ma
     state of each response against the outcome from there on; see `compute_calibration`.
     What is not defined is left out: an empty part, or one whose G (V, outcomes) are all equal.
     """
-    check_finite("outcomes", outcomes, mask)
-    if not bool(mask.any()):
-        return {}
-    metrics = {
-        "critic/explained_variance": compute_explained_variance(values, returns, mask),
-        "critic/value_mean": float(values[mask].double().mean()),
-        "critic/return_mean": float(returns[mask].double().mean()),
-    }
-    for name, part in _split(mask).items():
-        if not is_constant(returns[part]):
-            metrics[f"critic/ev_{name}"] = compute_explained_variance(values, returns, part)
-    lengths = mask.sum(1)
-    order = mask.cumsum(1) - 1
-    for name, number in (("first", torch.zeros_like(lengths)), ("middle", lengths // 2)):
-        states = mask & (order == number[:, None])
-        calibration = compute_calibration(values[states].double(), outcomes[states].double())
-        metrics |= {f"critic/calibration_{key}_{name}": value for key, value in calibration.items()}
-    return metrics
+
+    def __init__(self, lengths_B: Tensor):
+        """lengths_B: int64 [B], generated tokens of each response."""
+        lengths = lengths_B.double()
+        # Responses as long as a limit belong below it: equal lengths are never split.
+        fractions = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+        some = lengths[lengths > 0]
+        self._quartiles_B = torch.searchsorted(torch.quantile(some, fractions), lengths) if some.numel() else lengths
+        self._all, self._value = ExplainedVariance(), Mean()
+        self._quarters = [ExplainedVariance() for _ in QUARTERS]
+        self._quartiles = [ExplainedVariance() for _ in range(4)]
+        self._states: dict[str, list[Tensor]] = {"first": [], "middle": []}
+
+    def add(self, block: Block, values_R: Tensor, returns_R: Tensor, outcomes_R: Tensor) -> None:
+        """values (V), returns (G), outcomes: float64 [R]."""
+        self._all.add(values_R, returns_R)
+        self._value.add(values_R)
+        quartiles = block.spread(self._quartiles_B)
+        for kinds_R, summaries in ((compute_quarters(block.lengths), self._quarters), (quartiles, self._quartiles)):
+            for kind, summary in enumerate(summaries):
+                here = (kinds_R == kind).numpy()
+                summary.add(*(torch.from_numpy(x.numpy()[here]) for x in (values_R, returns_R)))
+        some = block.lengths > 0
+        starts = (block.ends - block.lengths)[some]
+        for name, states in (("first", starts), ("middle", starts + block.lengths[some] // 2)):
+            self._states[name].append(torch.stack([values_R[states], outcomes_R[states]]))
+
+    def compute_metrics(self) -> Metrics:
+        if not self._value.count:
+            return {}
+        metrics = {
+            "critic/explained_variance": self._all.value,
+            "critic/value_mean": self._value.value,
+            "critic/return_mean": self._all.returns.mean,
+        }
+        parts = {f"at_{name}": part for name, part in zip(QUARTERS, self._quarters, strict=True)}
+        parts |= {f"length_q{number}": part for number, part in enumerate(self._quartiles, start=1)}
+        metrics |= {f"critic/ev_{name}": part.value for name, part in parts.items() if part.is_defined}
+        for name, states in self._states.items():
+            calibration = compute_calibration(*torch.cat(states, dim=1))
+            metrics |= {f"critic/calibration_{key}_{name}": value for key, value in calibration.items()}
+        return metrics
+
+
+def compute_critic_metrics(values: Tensor, returns: Tensor, outcomes: Tensor, mask: Tensor) -> Metrics:
+    """`CriticSummary` of a batch. values (V), returns (G), outcomes: float [B, T]; mask: bool [B, T]. Raises
+    NonFiniteError.
+    """
+    tensors = {"values": values, "returns": returns, "outcomes": outcomes}
+    for name, tensor in tensors.items():
+        check_finite(name, tensor, mask)
+    summary = CriticSummary(count_generated(mask))
+    for block in split_blocks(mask):
+        summary.add(block, *(block.flatten(tensor).double() for tensor in tensors.values()))
+    return summary.compute_metrics()
 
 
 def compute_calibration(predicted_N: Tensor, outcomes_N: Tensor) -> Metrics:
@@ -66,21 +105,15 @@ def compute_calibration(predicted_N: Tensor, outcomes_N: Tensor) -> Metrics:
     bins = torch.searchsorted(edges, predicted_N.contiguous())
     gaps = torch.zeros(num_bins, dtype=torch.float64).index_add(0, bins, predicted_N - outcomes_N)
     metrics = {"error": float(gaps.abs().sum() / num)}
-    if is_constant(predicted_N):
+    if _is_constant(predicted_N):
         return metrics
     v, g = predicted_N - predicted_N.mean(), outcomes_N - outcomes_N.mean()
     metrics["slope"] = float((v * g).sum() / v.square().sum())
-    if not is_constant(outcomes_N):
+    if not _is_constant(outcomes_N):
         metrics["corr"] = float((v * g).sum() / (v.square().sum() * g.square().sum()).sqrt())
     return metrics
 
 
-def _split(mask: Tensor) -> dict[str, Tensor]:
-    """The tokens (bool [B, T]) of every part that has an explained variance of its own, by name."""
-    quarters = compute_quarters(mask)
-    parts = {f"at_{name}": quarters == quarter for quarter, name in enumerate(QUARTERS)}
-    lengths = mask.sum(1).double()
-    # Responses as long as a limit belong below it: equal lengths are never split.
-    limits = torch.quantile(lengths[lengths > 0], torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64))
-    quartiles = torch.searchsorted(limits, lengths)
-    return parts | {f"length_q{q + 1}": mask & (quartiles == q)[:, None] for q in range(4)}
+def _is_constant(numbers: Tensor) -> bool:
+    low, high = numbers.aminmax()
+    return is_constant(float(low), float(high))

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from megarl.config.schema.algo import AlgoConfig
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+    from megarl.algo.blocks import Block
     from megarl.algo.tokens import LossCounts, PolicyTokens
 
 Check = Callable[[AlgoConfig, int, int], Iterable[str]]
@@ -54,7 +56,7 @@ class AdvantageInputs:
     rewards_B: Tensor
     """float64 [B], R': the shaped reward of each response, without the KL"""
     kl_penalty_BT: Tensor | None
-    """float64 [B, T], beta * KL per token, 0 where not generated; None where no KL is in the reward"""
+    """float [B, T], beta * KL per token, 0 where not generated; None where no KL is in the reward"""
     mask_BT: Tensor
     """bool [B, T]: the policy generated this token"""
     groups_B: Tensor
@@ -62,18 +64,33 @@ class AdvantageInputs:
     values_BT: Tensor | None
     """float [B, T] of the critic; None without one"""
     turn_rewards_BT: Tensor | None = None
-    """float64 [B, T], the part of R' that stands at the last token of a turn before the last, 0 elsewhere; None where
+    """float [B, T], the part of R' that stands at the last token of a turn before the last, 0 elsewhere; None where
     all of it stands at the end"""
+    dtype: torch.dtype | None = None
+    """What results of shape [B, T] are kept in: that of the log-probs. None: torch's default"""
 
     @property
     def returns_B(self) -> Tensor:
         """float64 [B]: the reward of each response, minus the KL penalty of all its tokens."""
-        return self.rewards_B if self.kl_penalty_BT is None else self.rewards_B - self.kl_penalty_BT.sum(1)
+        from megarl.algo.rewards import sum_penalty
+
+        return (
+            self.rewards_B
+            if self.kl_penalty_BT is None
+            else self.rewards_B - sum_penalty(self.kl_penalty_BT, self.mask_BT)
+        )
+
+    def place_rewards(self, block: Block) -> Tensor:
+        """`token_rewards_BT` of the tokens of a block (`megarl.algo.blocks.split_blocks`), float64 [R]."""
+        from megarl.algo.rewards import place_rewards
+
+        return place_rewards(block, self.rewards_B, self.kl_penalty_BT, self.turn_rewards_BT)
 
     @property
     def token_rewards_BT(self) -> Tensor:
         """float64 [B, T]: the turns' rewards at the ends of their actions, the rest of R' at the last generated token,
-        minus the KL penalty at every one; their sum is `returns_B`.
+        minus the KL penalty at every one; their sum is `returns_B`. For many long responses `place_rewards` takes less
+        memory.
         """
         from megarl.algo.rewards import compute_token_rewards
 

@@ -3,14 +3,16 @@
 Suffixes: B samples, T response positions. Everything is over the generated tokens of the global batch, in float64.
 """
 
+import math
 import warnings
 
 import torch
 from torch import Tensor
 
+from megarl.algo.blocks import count_generated, split_blocks
 from megarl.algo.finite import check_finite
 from megarl.algo.mismatch import compute_log_ratio, compute_outside
-from megarl.algo.statistics import compute_group_index, compute_moments
+from megarl.algo.statistics import Mean, Summary, compute_group_index, compute_moments
 from megarl.config.schema.algo import MismatchConfig
 from megarl.config.schema.algo_choices import NormScope, RatioLevel
 from megarl.types import Experience, Metrics, TrainingSamples
@@ -27,36 +29,54 @@ _LARGEST_LOG_RATIO = 80.0
 """Logged ratios are cut at its exponential: a finite number is logged even when two engines disagree entirely."""
 
 
-def compute_explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(G - V) / Var(G) over the mask; 1 is perfect, 0 no better than a constant; 0 where all G are equal.
+class ExplainedVariance:
+    """1 - Var(G - V) / Var(G) of tokens that come in pieces; 1 is perfect, 0 no better than a constant."""
 
-    values (V), returns (G): float [B, T]. mask: bool [B, T].
-    """
+    def __init__(self) -> None:
+        self.returns, self.errors = Summary(), Summary()
+
+    def add(self, values: Tensor, returns: Tensor) -> None:
+        """values (V), returns (G): float64 [R]."""
+        self.returns.add(returns)
+        self.errors.add(returns - values)
+
+    @property
+    def is_defined(self) -> bool:
+        """Whether there are returns that differ."""
+        return not is_constant(self.returns.low, self.returns.high)
+
+    @property
+    def value(self) -> float:
+        """0 where all G are equal."""
+        return 1.0 - self.errors.variance / self.returns.variance if self.is_defined else 0.0
+
+
+def compute_explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """`ExplainedVariance` over the mask. values (V), returns (G): float [B, T]. mask: bool [B, T]."""
     check_finite("values", values, mask)
     check_finite("returns", returns, mask)
-    v, g = values[mask].double(), returns[mask].double()
-    if is_constant(g):
-        return 0.0
-    return float(1.0 - (g - v).var(correction=0) / g.var(correction=0))
+    explained = ExplainedVariance()
+    for block in split_blocks(mask):
+        explained.add(block.flatten(values).double(), block.flatten(returns).double())
+    return explained.value
 
 
-def is_constant(values: Tensor) -> bool:
-    """Whether there are no values, or all are equal but for rounding (1e-6): returns are sums with the critic's values
-    in them, so that equal ones differ in their last digits.
+def is_constant(low: float, high: float) -> bool:
+    """Whether there are no values, or all between these limits are equal but for rounding (1e-6): returns are sums with
+    the critic's values in them, so that equal ones differ in their last digits.
     """
-    if values.numel() == 0:
-        return True
-    low, high = values.double().aminmax()
-    return bool(high - low <= _ROUNDING * (1.0 + torch.maximum(low.abs(), high.abs())))
+    return high - low <= _ROUNDING * (1.0 + max(abs(low), abs(high)))
 
 
-def compute_quarters(mask: Tensor) -> Tensor:
-    """Which quarter of its response each generated token lies in, int64 [B, T]: 0 to 3; -1 outside the mask.
+def compute_quarters(lengths: Tensor) -> Tensor:
+    """Which quarter of its response each generated token lies in, int8 [R]: 0 to 3.
 
-    floor(4 n / l) for the token that n of the response's l generated tokens precede. mask: bool [B, T].
+    floor(4 n / l) for the token that n of the response's l generated tokens precede. lengths: int64 [K], l of each
+    response; R is their sum.
     """
-    before = mask.cumsum(1) - 1
-    return torch.where(mask, 4 * before // mask.sum(1, keepdim=True).clamp(min=1), -1)
+    ends = (torch.arange(1, 5) * lengths[:, None] + 3) // 4
+    sizes = ends.diff(dim=1, prepend=torch.zeros(len(lengths), 1, dtype=torch.int64))
+    return torch.arange(4, dtype=torch.int8).repeat(len(lengths)).repeat_interleave(sizes.flatten())
 
 
 def compute_batch_metrics(experience: Experience) -> Metrics:
@@ -75,7 +95,7 @@ def compute_batch_metrics(experience: Experience) -> Metrics:
     rewards, groups = experience.rewards[fresh].double(), experience.groups[fresh]
     if rewards.numel() == 0:
         return failed_frac
-    lengths = experience.mask[fresh].sum(1).double()
+    lengths = count_generated(experience.mask)[fresh].double()
     index, sizes = compute_group_index(groups)
     constant = compute_moments(rewards, groups, NormScope.group).constant
     equal_groups = torch.zeros(sizes.shape, dtype=torch.bool).index_put((index,), constant)
@@ -109,49 +129,92 @@ def compute_mismatch_metrics(experience: Experience, config: MismatchConfig) -> 
     mask = experience.mask
     check_finite("old_logprobs", experience.old_logprobs, mask)
     check_finite("rollout_logprobs", experience.rollout_logprobs, mask)
-    rows = mask.nonzero()[:, 0]
-    token = (experience.old_logprobs[mask].double() - experience.rollout_logprobs[mask].double()).clamp(
-        -_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO
-    )
-    level = compute_log_ratio(token, rows, mask.sum(1), config.level)
-    fresh = (experience.ages == 0)[rows]
-    metrics: Metrics = {}
-    if bool(fresh.any()):
-        quarters = compute_quarters(mask)[mask][fresh]
-        metrics |= _describe_ratio("mismatch", token[fresh], level[fresh])
-        metrics |= _describe_gap(token[fresh], level[fresh], quarters, config)
-    if not bool(fresh.all()):
-        old = experience.ages > 0
-        metrics |= _describe_ratio("replay", token[~fresh], level[~fresh])
-        metrics["replay/frac"] = float(old.double().mean())
-        metrics["replay/age_mean"] = float(experience.ages[old].double().mean())
+    fresh, replayed = GapSummary("mismatch", config), RatioSummary("replay")
+    for block in split_blocks(mask):
+        old, rollout = (block.flatten(x).double() for x in (experience.old_logprobs, experience.rollout_logprobs))
+        token = (old - rollout).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
+        level = compute_log_ratio(token, block.token_rows, block.lengths, config.level)
+        is_fresh = block.spread(experience.ages == 0)
+        if bool(is_fresh.all()):
+            fresh.add_gaps(token, level, compute_quarters(block.lengths))
+        else:
+            fresh.add_gaps(token[is_fresh], level[is_fresh], compute_quarters(block.lengths)[is_fresh])
+            replayed.add(token[~is_fresh], level[~is_fresh])
+    metrics = fresh.compute_metrics()
+    if replayed.count:
+        old_B = experience.ages > 0
+        metrics |= replayed.compute_metrics()
+        metrics["replay/frac"] = float(old_B.double().mean())
+        metrics["replay/age_mean"] = float(experience.ages[old_B].double().mean())
     return metrics
 
 
-def _describe_ratio(prefix: str, token_R: Tensor, level_R: Tensor) -> Metrics:
-    ratio = level_R.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
-    return {
-        f"{prefix}/ratio_mean": float(ratio.mean()),
-        f"{prefix}/ratio_max": float(ratio.max()),
-        f"{prefix}/kl": float((torch.expm1(token_R) - token_R).mean()),
-    }
+class RatioSummary:
+    """Means over tokens that come in pieces: of the ratio and of the KL."""
+
+    def __init__(self, prefix: str):
+        self._prefix = prefix
+        self._ratio, self._kl, self._largest = Mean(), Mean(), -math.inf
+
+    @property
+    def count(self) -> int:
+        return self._ratio.count
+
+    def add(self, token_R: Tensor, level_R: Tensor) -> Tensor:
+        """The k3 estimate of the KL of each token, float64 [R]."""
+        kl = torch.expm1(token_R) - token_R
+        if token_R.numel():
+            ratio = level_R.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
+            self._ratio.add(ratio)
+            self._largest = max(self._largest, float(ratio.max()))
+            self._kl.add(kl)
+        return kl
+
+    def compute_metrics(self) -> Metrics:
+        if not self.count:
+            return {}
+        return {
+            f"{self._prefix}/ratio_mean": self._ratio.value,
+            f"{self._prefix}/ratio_max": self._largest,
+            f"{self._prefix}/kl": self._kl.value,
+        }
 
 
-def _describe_gap(token_R: Tensor, level_R: Tensor, quarters_R: Tensor, config: MismatchConfig) -> Metrics:
-    gap = token_R.abs()
-    metrics = {
-        "mismatch/outside_frac": float(compute_outside(level_R, config).double().mean()),
-        "mismatch/logprob_gap_mean": float(gap.mean()),
-        "mismatch/logprob_gap_max": float(gap.max()),
-    }
-    mean_gaps: dict[int, float] = {}
-    for quarter, name in enumerate(QUARTERS):
-        here = quarters_R == quarter
-        if bool(here.any()):
-            mean_gaps[quarter] = metrics[f"mismatch/logprob_gap_at_{name}"] = float(gap[here].mean())
-            metrics[f"mismatch/kl_at_{name}"] = float((torch.expm1(token_R[here]) - token_R[here]).mean())
-    metrics["mismatch/worst_quarter"] = 1.0 + max(mean_gaps, key=lambda quarter: mean_gaps[quarter])
-    return metrics
+class GapSummary(RatioSummary):
+    """Also of the gap between the log-probs, and by quarters of the responses."""
+
+    def __init__(self, prefix: str, config: MismatchConfig):
+        super().__init__(prefix)
+        self._config = config
+        self._outside, self._gap, self._largest_gap = Mean(), Mean(), -math.inf
+        self._quarters = [(Mean(), Mean()) for _ in QUARTERS]
+
+    def add_gaps(self, token_R: Tensor, level_R: Tensor, quarters_R: Tensor) -> None:
+        kl, gap = self.add(token_R, level_R), token_R.abs()
+        if not token_R.numel():
+            return
+        self._outside.add(compute_outside(level_R, self._config))
+        self._gap.add(gap)
+        self._largest_gap = max(self._largest_gap, float(gap.max()))
+        for quarter, (gaps, kls) in enumerate(self._quarters):
+            here = (quarters_R == quarter).numpy()
+            gaps.add(torch.from_numpy(gap.numpy()[here]))
+            kls.add(torch.from_numpy(kl.numpy()[here]))
+
+    def compute_metrics(self) -> Metrics:
+        if not self.count:
+            return {}
+        metrics = super().compute_metrics() | {
+            "mismatch/outside_frac": self._outside.value,
+            "mismatch/logprob_gap_mean": self._gap.value,
+            "mismatch/logprob_gap_max": self._largest_gap,
+        }
+        for name, (gaps, kls) in zip(QUARTERS, self._quarters, strict=True):
+            if gaps.count:
+                metrics |= {f"mismatch/logprob_gap_at_{name}": gaps.value, f"mismatch/kl_at_{name}": kls.value}
+        mean_gaps = [gaps.value if gaps.count else -math.inf for gaps, _ in self._quarters]
+        metrics["mismatch/worst_quarter"] = 1.0 + mean_gaps.index(max(mean_gaps))
+        return metrics
 
 
 def measure_engine_noise(experience: Experience) -> float | None:
@@ -159,9 +222,12 @@ def measure_engine_noise(experience: Experience) -> float | None:
 
     None where there are no two such tokens, as when all were sampled ahead.
     """
-    same = experience.scored & (experience.ages == 0)[:, None]
-    gap = experience.old_logprobs[same].double() - experience.rollout_logprobs[same].double()
-    return float(gap.std(correction=0)) if gap.numel() > 1 else None
+    gap = Summary()
+    for block in split_blocks(experience.scored):
+        fresh = block.spread(experience.ages == 0)
+        old, rollout = (block.flatten(x).double() for x in (experience.old_logprobs, experience.rollout_logprobs))
+        gap.add((old - rollout)[fresh])
+    return gap.std if gap.count > 1 else None
 
 
 def compute_engine_taper(
@@ -176,18 +242,26 @@ def compute_engine_taper(
     pi / mu is 1), the taper of n such tokens is 2 Phi(-noise sqrt(n) / 2) for the product. engine_noise: as
     `measure_engine_noise` gives it; with None there is no topr/engine_taper.
     """
-    negative = samples.loss_mask & (samples.advantages < 0)
-    if not bool(negative.any()):
+    mean_engines, mean_taper = Mean(), Mean()
+    for block in split_blocks(samples.mask):
+        negative = block.flatten(samples.loss_mask) & (block.flatten(samples.advantages) < 0)
+        engines = (~block.flatten(scored)).double()
+        mean_engines.add(engines[negative])
+        if engine_noise is None:
+            continue
+        scale: Tensor = torch.ones_like(engines)
+        if level is not RatioLevel.token:
+            engines = engines.new_zeros(block.lengths.shape).index_add(0, block.token_rows, engines)[block.token_rows]
+        if level is RatioLevel.geometric:
+            scale = block.lengths[block.token_rows]
+        engines, scale = engines[negative], scale[negative]
+        mean_taper.add(_expect_taper(-(engine_noise**2) / 2 * engines / scale, engine_noise * engines.sqrt() / scale))
+    if not mean_engines.count:
         return {}
-    engines = (samples.mask & ~scored).double()
-    metrics = {"topr/engine_mu_frac": float(engines[negative].mean())}
+    metrics = {"topr/engine_mu_frac": mean_engines.value}
     if engine_noise is None:
         return metrics
-    if level is not RatioLevel.token:
-        engines = engines.sum(1, keepdim=True).expand_as(engines)
-    scale = samples.mask.sum(1, keepdim=True).clamp(min=1) if level is RatioLevel.geometric else 1
-    taper = _expect_taper(-(engine_noise**2) / 2 * engines / scale, engine_noise * engines.sqrt() / scale)
-    metrics["topr/engine_taper"] = float(taper[negative].mean())
+    metrics["topr/engine_taper"] = mean_taper.value
     if metrics["topr/engine_taper"] < LOWEST_ENGINE_TAPER:
         warnings.warn(
             "TOPR: the rollout engine's noise alone leaves the negative responses a weight below"

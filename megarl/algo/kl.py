@@ -3,13 +3,15 @@
 k1, k2, k3: http://joschu.net/blog/kl-approx.html. Controller: 1909.08593, section 2.2.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megarl.algo.aggregation import aggregate
-from megarl.algo.finite import check_finite
+from megarl.algo.blocks import Block, count_generated, split_blocks
 from megarl.config.schema.algo import LARGEST_KL_ERROR, KLConfig
 from megarl.config.schema.algo_choices import KLEstimator, LossAggMode
 from megarl.types import Experience, Metrics
@@ -36,23 +38,18 @@ def compute_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -
     return torch.expm1(-d) + d
 
 
-def compute_token_kl(experience: Experience, estimator: KLEstimator) -> Tensor:
-    """KL(old policy, reference) per generated token, float64 [B, T], 0 outside the mask.
+def compute_token_kl(experience: Experience, estimator: KLEstimator, block: Block) -> Tensor:
+    """KL(old policy, reference) per generated token of a block, float64 [R].
 
     Raises ValueError when the experience has no reference log-probs, or under full no `ref_kl`.
     """
-    mask = experience.mask
     if estimator is KLEstimator.full:
         if experience.ref_kl is None:
             raise ValueError("ref_kl: none found; algo.kl.reward_estimator=full needs the KL over the vocabulary")
-        check_finite("ref_kl", experience.ref_kl, mask)
-        return torch.where(mask, experience.ref_kl, 0.0).double()
+        return block.flatten(experience.ref_kl).double()
     if experience.ref_logprobs is None:
         raise ValueError("ref_logprobs: none found; a KL term is configured, so the reference must score the responses")
-    check_finite("old_logprobs", experience.old_logprobs, mask)
-    check_finite("ref_logprobs", experience.ref_logprobs, mask)
-    old = torch.where(mask, experience.old_logprobs, 0.0).double()
-    ref = torch.where(mask, experience.ref_logprobs, 0.0).double()
+    old, ref = block.flatten(experience.old_logprobs).double(), block.flatten(experience.ref_logprobs).double()
     return compute_kl(old, ref, estimator)
 
 
@@ -70,15 +67,18 @@ def compute_adapted_coef(coef: float, kl: float, target: float, horizon: float, 
     return coef * (1.0 + error * num_samples / horizon)
 
 
-def compute_mean_kl(kl_BT: Tensor, mask_BT: Tensor, mode: LossAggMode) -> float:
+def compute_mean_kl(find_kl: Callable[[Block], Tensor], mask_BT: Tensor, mode: LossAggMode) -> float:
     """The KL of a batch as one number, aggregated over its generated tokens as a loss is; 0 where there are none.
 
-    kl_BT: float [B, T]. mask_BT: bool [B, T]. Sequences without generated tokens do not count. Raises ValueError for
-    seq-mean-token-sum-norm.
+    find_kl: gives that of a block's tokens, float [R]. mask_BT: bool [B, T]. Sequences without generated tokens do not
+    count. Raises ValueError for seq-mean-token-sum-norm.
     """
-    lengths = mask_BT.sum(1)
-    rows = mask_BT.nonzero()[:, 0]
-    return float(aggregate(kl_BT[mask_BT], mode, rows, lengths, len(rows), int((lengths > 0).sum())))
+    lengths = count_generated(mask_BT)
+    counts = int(lengths.sum()), int((lengths > 0).sum())
+    return sum(
+        float(aggregate(find_kl(block), mode, block.token_rows, block.lengths, *counts))
+        for block in split_blocks(mask_BT)
+    )
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,8 @@ class KlController:
         metrics = {"kl/coef": self.coef}
         if self.target is None:
             return self, metrics
-        kl = compute_mean_kl(compute_token_kl(experience, self.estimator), experience.mask, self.agg_mode)
+        find_kl = partial(compute_token_kl, experience, self.estimator)
+        kl = compute_mean_kl(find_kl, experience.mask, self.agg_mode)
         num_samples = int((~experience.failed).sum())
         coef = compute_adapted_coef(self.coef, kl, self.target, self.horizon, num_samples)
         return replace(self, coef=coef), metrics | {"kl/compared": kl}

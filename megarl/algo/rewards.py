@@ -7,6 +7,7 @@ Suffixes: B samples, T response positions.
 import torch
 from torch import Tensor
 
+from megarl.algo.blocks import Block, split_blocks
 from megarl.algo.finite import check_finite
 from megarl.algo.statistics import STD_EPS, RunningMoments, compute_moments, merge_moments
 from megarl.config.schema.algo import AlgoConfig, OverlongConfig, RewardNormConfig
@@ -128,7 +129,8 @@ def compute_turn_rewards(
     reward_moments: RunningMoments | None = None,
     wrong: float = 0.0,
 ) -> Tensor | None:
-    """The part of R' that stands at the ends of turns before the last, float64 [B, T]; None where there is none.
+    """The part of R' that stands at the ends of turns before the last, [B, T] in the dtype of `turn_rewards`; None
+    where there is none.
 
     It is (1 - wrong) * reward of the turn / (std + 1e-6), with the std that divides the response's reward, and 0 where
     that reward is one of a set of equal ones. What else R' has is for the end: the mean that is subtracted, the offset
@@ -137,28 +139,49 @@ def compute_turn_rewards(
     if experience.turn_rewards is None:
         return None
     check_finite("turn_rewards", experience.turn_rewards)
-    turn_rewards = (1 - wrong) * experience.turn_rewards.double()
-    if algo.reward_norm.std is NormScope.none:
-        return turn_rewards
-    rewards = compute_penalised_rewards(experience, algo, response_length, wrong)
-    moments = compute_moments(rewards, experience.groups, algo.reward_norm.std, reward_moments)
-    return turn_rewards * torch.where(moments.constant, 0.0, 1 / (moments.std + STD_EPS))[:, None]
+    scale_B = torch.ones(experience.rewards.shape, dtype=torch.float64)
+    if algo.reward_norm.std is not NormScope.none:
+        rewards = compute_penalised_rewards(experience, algo, response_length, wrong)
+        moments = compute_moments(rewards, experience.groups, algo.reward_norm.std, reward_moments)
+        scale_B = torch.where(moments.constant, 0.0, 1 / (moments.std + STD_EPS))
+    out = torch.zeros_like(experience.turn_rewards)
+    for block in split_blocks(experience.mask):
+        turn_rewards = (1 - wrong) * block.flatten(experience.turn_rewards).double()
+        block.put(turn_rewards * block.spread(scale_B), out)
+    return out
+
+
+def place_rewards(
+    block: Block, rewards_B: Tensor, penalty_BT: Tensor | None, turn_rewards_BT: Tensor | None = None
+) -> Tensor:
+    """Of a block's tokens, float64 [R]: the turns' rewards, the rest of R' at the last generated token, so that both
+    are R', and minus the KL penalty (beta * k) at every generated token.
+
+    A response without generated tokens has no token rewards.
+    """
+    rest_K = rewards_B[block.rows].double()
+    if penalty_BT is None:
+        out = torch.zeros(block.num_tokens, dtype=torch.float64)
+    else:
+        out = -block.flatten(penalty_BT).double()
+    if turn_rewards_BT is not None:
+        turn_rewards = block.flatten(turn_rewards_BT).double()
+        out, rest_K = out + turn_rewards, rest_K - block.sum_rows(turn_rewards)
+    some = block.lengths > 0
+    out[block.ends[some] - 1] += rest_K[some]
+    return out
 
 
 def compute_token_rewards(
     rewards_B: Tensor, mask_BT: Tensor, penalty_BT: Tensor | None, turn_rewards_BT: Tensor | None = None
 ) -> Tensor:
-    """float64 [B, T]: the turns' rewards, the rest of R' at the last generated token, so that both are R', and minus
-    the KL penalty (beta * k) at every generated token.
-
-    A response without generated tokens has no token rewards.
-    """
-    out = torch.zeros(mask_BT.shape, dtype=torch.float64) if penalty_BT is None else -penalty_BT.double()
-    rest_B = rewards_B.double()
-    if turn_rewards_BT is not None:
-        out, rest_B = out + turn_rewards_BT, rest_B - turn_rewards_BT.sum(1)
-    some = mask_BT.any(1).nonzero()[:, 0]
-    if some.numel():
-        last = (mask_BT[some] * torch.arange(mask_BT.shape[1])).amax(1)
-        out[some, last] += rest_B[some]
+    """`place_rewards` of the whole batch, float64 [B, T]; 0 where not generated."""
+    out = torch.zeros(mask_BT.shape, dtype=torch.float64)
+    for block in split_blocks(mask_BT):
+        block.put(place_rewards(block, rewards_B, penalty_BT, turn_rewards_BT), out)
     return out
+
+
+def sum_penalty(penalty_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """The KL penalty of all generated tokens of each response, float64 [B]."""
+    return torch.cat([block.sum_rows(block.flatten(penalty_BT).double()) for block in split_blocks(mask_BT)])

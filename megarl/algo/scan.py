@@ -1,9 +1,9 @@
 """Discounted sums from the end of a sequence, in blocks instead of one position at a time.
 
-Suffixes: B samples, T positions, N blocks, K positions of a block.
+Suffixes: B samples, T positions, N blocks, K positions of a block; R tokens of all samples, end to end.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -14,6 +14,10 @@ BLOCK = 16
 """K: wide enough that few levels remain, narrow enough that the K x K product costs less than memory traffic."""
 _CHUNK = 1 << 17
 """Entries worked on at a time: in float64 they stay in a core's cache."""
+_SMALL_CHUNK = 1 << 13
+"""Up to here rows share a chunk however different their lengths are."""
+_LARGEST_RATIO = 1.5
+"""Of the longest row of a larger chunk to its shortest"""
 
 
 def compute_discounted_sums(x_BT: Tensor, decay_B: Tensor) -> Tensor:
@@ -42,62 +46,44 @@ def compute_discounted_sums(x_BT: Tensor, decay_B: Tensor) -> Tensor:
     return y_BNK.view(num_rows, num_blocks * size)[:, :num_positions]
 
 
-def scan_generated(
-    combine: Callable[..., Tensor],
-    tensors: tuple[Tensor, ...],
-    mask_BT: Tensor,
-    gamma: float,
-    lambda_: float | Tensor,
-) -> Tensor:
-    """Discounted sums of combine(*tensors), as if each row held its generated tokens only; 0 where not generated.
+def sum_discounted(x_R: Tensor, lengths_B: Tensor, decay_B: Tensor) -> Tensor:
+    """As `compute_discounted_sums` for rows that stand end to end, float64 [R].
 
-    tensors: float [B, T], the last of which gives the dtype of the result. mask_BT: bool [B, T]. combine: is given
-    float64 pieces of the tensors, the generated tokens of each row moved together. lambda_: a number, or float [B].
-    Rows of like extent are worked on together, so that a short response costs its own length and not the batch's.
-    Raises NonFiniteError for NaN or infinity inside the mask.
+    x_R: float64. lengths_B: int64, at least 0; their sum is R. decay_B: float64 [B], or [1] for all rows. Rows of like
+    length are worked on together, so that a short one costs its own length and not the longest one's. Raises
+    NonFiniteError where a sum is NaN or infinite.
     """
-    out_BT = torch.zeros_like(tensors[-1])
-    decay_B = gamma * torch.as_tensor(lambda_, dtype=torch.float64, device=mask_BT.device).reshape(-1)
-    for rows, width in _split_by_extent(mask_BT):
-        mask = mask_BT[:, :width].index_select(0, rows)
-        order = _compaction_order(mask)
-        pieces = [t[:, :width].index_select(0, rows).where(mask, 0.0).double() for t in tensors]
-        if order is not None:
-            pieces = [piece.gather(1, order) for piece in pieces]
-        sums = compute_discounted_sums(combine(*pieces), decay_B if decay_B.numel() == 1 else decay_B[rows])
-        if not torch.isfinite(sums.sum()):
-            for name, tensor in zip(("rewards", "values"), tensors, strict=False):
-                check_finite(name, tensor, mask_BT)
-            check_finite("discounted sums", sums)
-        if order is not None:
-            sums = torch.empty_like(sums).scatter_(1, order, sums)
-        out_BT[:, :width].index_copy_(0, rows, sums.to(out_BT.dtype))
-    return out_BT
+    lengths, starts = lengths_B.tolist(), (lengths_B.cumsum(0) - lengths_B).tolist()
+    x, out_R = x_R.numpy(), torch.zeros_like(x_R)
+    out = out_R.numpy()
+    for rows, width in _split_by_length(lengths_B):
+        spans = [(row, slice(starts[row], starts[row] + lengths[row])) for row in rows.tolist()]
+        padded = torch.zeros(len(spans), width, dtype=torch.float64)
+        view = padded.numpy()
+        for place, (row, span) in enumerate(spans):
+            view[place, : lengths[row]] = x[span]
+        sums = compute_discounted_sums(padded, decay_B if decay_B.numel() == 1 else decay_B[rows]).numpy()
+        for place, (row, span) in enumerate(spans):
+            out[span] = sums[place, : lengths[row]]
+    check_finite("discounted sums", out_R)
+    return out_R
 
 
-def _split_by_extent(mask_BT: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Row numbers (int64) sorted by extent, and a width that holds all their generated tokens, chunk by chunk."""
-    num_rows, num_positions = mask_BT.shape
-    # Eight flags are read as one int64, several times faster than a sum over booleans. That asks for strides and a
-    # storage offset in whole words, which a view has not always, so the flags are copied.
-    padded = mask_BT.new_zeros(num_rows, num_positions // 8 * 8 + 8)
-    padded[:, :num_positions] = mask_BT
-    words = padded.view(torch.int64) != 0
-    ends_B = (words * torch.arange(1, words.shape[1] + 1, dtype=torch.int32, device=mask_BT.device)).amax(1)
+def _split_by_length(lengths_B: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """Row numbers (int64) sorted by length, and a width that holds all their tokens, chunk by chunk."""
     # Widths in whole blocks spare the scan its padding.
-    extents, rows = ((8 * ends_B + BLOCK - 1) // BLOCK * BLOCK).clamp(max=num_positions).sort()
-    limits, start = extents.tolist(), 0
+    widths, rows = ((lengths_B + BLOCK - 1) // BLOCK * BLOCK).sort()
+    limits, start = widths.tolist(), 0
     while start < len(limits):
         stop = start + 1
-        while stop < len(limits) and limits[stop] * (stop + 1 - start) <= _CHUNK:
+        while stop < len(limits) and _fits(limits[start], limits[stop], stop + 1 - start):
             stop += 1
         if limits[stop - 1] > 0:
             yield rows[start:stop], limits[stop - 1]
         start = stop
 
 
-def _compaction_order(mask: Tensor) -> Tensor | None:
-    """int64 [B, T] putting the generated positions first, in order; None where they are first already."""
-    if not bool((mask[:, 1:] > mask[:, :-1]).any()):
-        return None
-    return torch.argsort(~mask, dim=1, stable=True)
+def _fits(shortest: int, longest: int, num_rows: int) -> bool:
+    """Whether rows of these lengths are worked on together."""
+    area = longest * num_rows
+    return area <= _SMALL_CHUNK or (area <= _CHUNK and longest <= _LARGEST_RATIO * shortest)

@@ -4,11 +4,16 @@ Suffixes: B samples, T response positions. Standard deviations are those of the 
 has a std of 0.
 """
 
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megarl.algo.blocks import Block, split_blocks
 from megarl.algo.finite import check_finite
 from megarl.config.schema.algo_choices import NormScope
 
@@ -90,16 +95,90 @@ def compute_moments(
     return Moments(mean, variance.sqrt()[index], (high == low)[index])
 
 
+class Summary:
+    """Count, mean, variance and limits of numbers that come in pieces.
+
+    Of one piece they are torch's, bit by bit; pieces are merged by Chan et al.'s parallel variance, in float64.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.variance = 0, 0.0, 0.0
+        self.low, self.high = math.inf, -math.inf
+
+    def add(self, values: Tensor) -> None:
+        """values: float64, of any shape."""
+        num = values.numel()
+        if num == 0:
+            return
+        mean, variance = float(values.mean()), float(values.var(correction=0))
+        if self.count:
+            total, shift = self.count + num, mean - self.mean
+            spread = self.count * self.variance + num * variance + shift**2 * self.count * num / total
+            mean, variance = self.mean + shift * num / total, spread / total
+        low, high = values.aminmax()
+        self.count, self.mean, self.variance = self.count + num, mean, variance
+        self.low, self.high = min(self.low, float(low)), max(self.high, float(high))
+
+    @property
+    def std(self) -> float:
+        return math.sqrt(self.variance)
+
+
+class Mean:
+    """As `Summary`, of the mean alone."""
+
+    def __init__(self) -> None:
+        self.count, self.value = 0, 0.0
+
+    def add(self, values: Tensor) -> None:
+        """values: float64 or bool, of any shape."""
+        num = values.numel()
+        if num:
+            mean = float(values.double().mean())
+            total = self.count + num
+            self.value = self.value + (mean - self.value) * num / total if self.count else mean
+            self.count = total
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """(A - mean) / (std + 1e-6), or 0 where all A are equal."""
+
+    mean: float
+    std: float
+    constant: bool
+
+    @classmethod
+    def measure(cls, find: Callable[[Block], Tensor], mask_BT: Tensor) -> Whitening:
+        """Over all generated tokens. find: gives those of a block, float64 [R]. mask_BT: bool [B, T]."""
+        # One number after the other, whatever the blocks are.
+        total, squares = (torch.zeros(1, dtype=torch.float64) for _ in range(2))
+        limits = Summary()
+        for block in split_blocks(mask_BT):
+            values = find(block)
+            limits.add(values)
+            total.index_add_(0, torch.zeros_like(values, dtype=torch.int64), values)
+        if not limits.count:
+            return cls(0.0, 0.0, True)
+        mean = float(total) / limits.count
+        for block in split_blocks(mask_BT):
+            values = (find(block) - mean) ** 2
+            squares.index_add_(0, torch.zeros_like(values, dtype=torch.int64), values)
+        return cls(mean, math.sqrt(float(squares) / limits.count), limits.low == limits.high)
+
+    def apply(self, values: Tensor) -> Tensor:
+        """values: float64, of any shape."""
+        return torch.zeros_like(values) if self.constant else (values - self.mean) / (self.std + STD_EPS)
+
+
 def compute_whitened(advantages_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """(A - mean) / (std + 1e-6) over all generated tokens, [B, T]; 0 outside the mask and where all are equal.
 
     advantages_BT: float [B, T]. mask_BT: bool [B, T]. Raises NonFiniteError for NaN or infinity inside the mask.
     """
-    inside = advantages_BT[mask_BT]
-    check_finite("advantages", inside)
-    if inside.numel() == 0:
-        return torch.zeros_like(advantages_BT)
-    moments = compute_moments(inside, torch.zeros_like(inside, dtype=torch.int64), NormScope.batch)
-    whitened = (inside.double() - moments.mean) / (moments.std + STD_EPS)
-    whitened = torch.where(moments.constant, 0.0, whitened).to(advantages_BT.dtype)
-    return torch.zeros_like(advantages_BT).masked_scatter(mask_BT, whitened)
+    check_finite("advantages", advantages_BT, mask_BT)
+    whitening = Whitening.measure(lambda block: block.flatten(advantages_BT).double(), mask_BT)
+    out = torch.zeros_like(advantages_BT)
+    for block in split_blocks(mask_BT):
+        block.put(whitening.apply(block.flatten(advantages_BT).double()), out)
+    return out

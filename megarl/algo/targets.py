@@ -8,13 +8,14 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
+from megarl.algo.blocks import Block, count_generated, split_blocks
 from megarl.algo.declarations import AdvantageInputs, Advantages
 from megarl.algo.diagnostics import compute_mismatch_metrics
 from megarl.algo.finite import check_finite
 from megarl.algo.kl import compute_token_kl
 from megarl.algo.registry import find_advantage, name_advantages, needs_critic
 from megarl.algo.rewards import compute_shaped_rewards, compute_turn_rewards, drop_failed
-from megarl.algo.statistics import RunningMoments, compute_whitened
+from megarl.algo.statistics import RunningMoments, Summary, Whitening
 from megarl.config.schema.algo import AlgoConfig, needs_reference, uses_topr
 from megarl.config.schema.algo_choices import KLEstimator
 from megarl.types import Experience, Metrics, TrainingSamples
@@ -66,20 +67,15 @@ def _compute_targets(
     rewards_B = compute_shaped_rewards(experience, algo, response_length, reward_moments, wrong)
     kl_BT, metrics = _compute_penalty(experience, algo, kl_coef)
     turn_rewards_BT = compute_turn_rewards(experience, algo, response_length, reward_moments, wrong)
-    inputs = AdvantageInputs(rewards_B, kl_BT, mask, experience.groups, experience.values, turn_rewards_BT)
-    advantages, found = _compute_advantages(inputs, algo)
-    if algo.whiten_advantages:
-        advantages = compute_whitened(advantages, mask)
-    if algo.advantage_clip is not None:
-        advantages = advantages.clamp(-algo.advantage_clip, algo.advantage_clip)
-    kept_B = ~experience.truncated if algo.overlong.filter else torch.ones_like(experience.truncated)
+    inputs = AdvantageInputs(rewards_B, kl_BT, mask, experience.groups, experience.values, turn_rewards_BT, dtype)
+    found = _compute_advantages(inputs, algo)
     fresh = mask if experience.too_stale is None else mask & ~experience.too_stale
     samples = TrainingSamples(
         sequences=experience.sequences,
         mask=mask,
-        loss_mask=fresh & kept_B[:, None],
+        loss_mask=fresh & ~experience.truncated[:, None] if algo.overlong.filter else fresh,
         positive=experience.rewards >= algo.positive_threshold,
-        advantages=advantages.to(dtype),
+        advantages=_finish_advantages(found.advantages, mask, algo, dtype),
         rollout_logprobs=experience.rollout_logprobs,
         old_logprobs=experience.old_logprobs,
         sampling_logprobs=experience.sampling_logprobs if uses_topr(algo) else None,
@@ -111,7 +107,7 @@ def _check_experience(experience: Experience, algo: AlgoConfig) -> None:
         found = getattr(experience, name).shape
         if found != shape[:1]:
             raise ValueError(f"{name}: shape {list(found)} found; must be one per sample, [{shape[0]}]")
-    if bool((experience.mask & experience.failed[:, None]).any()):
+    if bool(experience.mask[experience.failed].any()):
         raise ValueError("mask: found tokens of failed samples; it must have none, since nothing is learned from them")
     if uses_topr(algo) and experience.turn_rewards is not None and not find_advantage(algo.advantage).per_response:
         raise ValueError(
@@ -126,24 +122,28 @@ def _check_experience(experience: Experience, algo: AlgoConfig) -> None:
 
 
 def _compute_penalty(experience: Experience, algo: AlgoConfig, kl_coef: float) -> tuple[Tensor | None, Metrics]:
-    """beta * k per token, float64 [B, T], or None where no KL is in the reward; and kl/mean where there is a KL
-    (one that is in the loss only, of estimator full, shows as policy/kl_loss alone).
+    """beta * k per token, [B, T] in the dtype of the log-probs, or None where no KL is in the reward; and kl/mean where
+    there is a KL (one that is in the loss only, of estimator full, shows as policy/kl_loss alone).
     """
     estimator = algo.kl.reward_estimator if algo.kl.in_reward else algo.kl.loss_estimator
     if not algo.kl.in_reward and (not algo.kl.in_loss or estimator is KLEstimator.full):
         return None, {}
-    kl = compute_token_kl(experience, estimator)
-    metrics = {"kl/mean": float(kl.sum() / experience.mask.sum().clamp(min=1))}
-    return (kl_coef * kl if algo.kl.in_reward else None), metrics
+    total = 0.0
+    penalty = torch.zeros_like(experience.old_logprobs) if algo.kl.in_reward else None
+    for block in split_blocks(experience.mask):
+        kl = compute_token_kl(experience, estimator, block)
+        total += float(kl.sum())
+        if penalty is not None:
+            block.put(kl_coef * kl, penalty)
+    return penalty, {"kl/mean": total / max(int(count_generated(experience.mask).sum()), 1)}
 
 
-def _compute_advantages(inputs: AdvantageInputs, algo: AlgoConfig) -> tuple[Tensor, Advantages]:
-    """Advantages float [B, T], 0 outside the mask, and what the estimator gave. Raises ValueError for another shape."""
+def _compute_advantages(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
+    """What the estimator gives. Raises ValueError for another shape."""
     estimator, mask = find_advantage(algo.advantage), inputs.mask_BT
     found = estimator.compute(inputs, algo)
-    advantages, expected = found.advantages, list(mask.shape[:1] if estimator.per_response else mask.shape)
     for name, tensor, shape in (
-        ("advantages", advantages, expected),
+        ("advantages", found.advantages, list(mask.shape[:1] if estimator.per_response else mask.shape)),
         ("returns", found.returns, list(mask.shape) if estimator.needs_critic else None),
     ):
         if (None if tensor is None else list(tensor.shape)) != shape:
@@ -151,9 +151,27 @@ def _compute_advantages(inputs: AdvantageInputs, algo: AlgoConfig) -> tuple[Tens
                 f"algo.advantage={algo.advantage}: {name} of shape {None if tensor is None else list(tensor.shape)}"
                 f" found; must be {shape}"
             )
-    if estimator.per_response:
-        advantages = advantages[:, None]
-    return torch.where(mask, advantages, 0.0), found
+    return found
+
+
+def _finish_advantages(advantages: Tensor, mask: Tensor, algo: AlgoConfig, dtype: torch.dtype) -> Tensor:
+    """Whitened and clipped where configured, [B, T] in `dtype`, 0 outside the mask. advantages: float [B] or [B, T]."""
+
+    def find(block: Block) -> Tensor:
+        found = block.spread(advantages) if advantages.dim() == 1 else block.flatten(advantages)
+        return found.double()
+
+    check_finite("advantages", advantages, None if advantages.dim() == 1 else mask)
+    whitening = Whitening.measure(find, mask) if algo.whiten_advantages else None
+    out = torch.zeros(mask.shape, dtype=dtype)
+    for block in split_blocks(mask):
+        found = find(block)
+        if whitening is not None:
+            found = whitening.apply(found)
+        if algo.advantage_clip is not None:
+            found = found.clamp(-algo.advantage_clip, algo.advantage_clip)
+        block.put(found, out)
+    return out
 
 
 def _compute_metrics(samples: TrainingSamples, rewards_B: Tensor, fresh_B: Tensor) -> Metrics:
@@ -162,12 +180,14 @@ def _compute_metrics(samples: TrainingSamples, rewards_B: Tensor, fresh_B: Tenso
     if bool(fresh_B.any()):
         metrics["reward/positive_frac"] = float(samples.positive[fresh_B].double().mean())
         metrics["reward/shaped_mean"] = float(rewards_B[fresh_B].mean())
-    inside = samples.advantages[mask].double()
-    if inside.numel() == 0:
+    inside = Summary()
+    for block in split_blocks(mask):
+        inside.add(block.flatten(samples.advantages).double())
+    if not inside.count:
         return metrics
     return metrics | {
         "policy/dropped_frac": float(1.0 - samples.loss_mask.sum() / mask.sum()),
-        "advantage/mean": float(inside.mean()),
-        "advantage/std": float(inside.std(correction=0)),
-        "advantage/max_abs": float(inside.abs().max()),
+        "advantage/mean": inside.mean,
+        "advantage/std": inside.std,
+        "advantage/max_abs": max(abs(inside.low), abs(inside.high)),
     }

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from megarl.data.sampler import PromptSampler
+from megarl.rollout.collector import check_published
 from megarl.rollout.dynamic_sampling import Group
 from megarl.rollout.journal import Journal
 from megarl.types import Prompt
@@ -256,6 +257,7 @@ class GroupScheduler:
                 return
         try:
             samples = _number(future.result(), number)
+            check_published(samples)
         except Exception as error:  # CancelledError too: the engine's calls were cancelled.
             self._fail(error, number)
             return

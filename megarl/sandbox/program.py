@@ -23,9 +23,9 @@ START_S = 60.0
 """Seconds beyond a program's own time for starting and ending it on a busy machine"""
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
 """What programs need of the system, to read"""
-_ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
-_LAUNCH = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from megarl.sandbox.launcher import main; main()"
+_LAUNCH = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from megarl.sandbox.launcher import main; main()"
 _RUN = (
     f"import runpy, sys; sys.path += {_PACKAGES!r}; sys.argv = ['main.py']; runpy.run_path('main.py', None, '__main__')"
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from generation import generate_groups
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
@@ -121,7 +121,6 @@ def engine(server, tiny_checkpoint, rollout_config, tmp_path_factory):
         [server.url],
         tiny_checkpoint,
         rollout_config,
-        AutoTokenizer.from_pretrained(tiny_checkpoint),
         check_processes=server.check_alive,
     )
     checkpoint = TransformersPolicy(tiny_checkpoint)

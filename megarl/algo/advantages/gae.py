@@ -8,12 +8,14 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megarl.algo.advantages.reinforce import GAMMA, compute_reward_to_go
+from megarl.algo.advantages.reinforce import GAMMA, sum_rewards_to_go
 from megarl.algo.declarations import AdvantageEstimator, AdvantageInputs, Advantages, Reads
 from megarl.config.schema.algo import ADAPTIVE, AlgoConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from megarl.algo.blocks import Block
 
 
 def compute_gae(
@@ -25,14 +27,31 @@ def compute_gae(
     after the last of them is 0. lambda_: a number, or float [B], one per sample. Computed in float64. Raises
     NonFiniteError for NaN or infinity inside the mask.
     """
-    from megarl.algo.scan import scan_generated
+    import torch
 
-    def temporal_differences(rewards: Tensor, values: Tensor) -> Tensor:
-        delta = rewards - values
-        delta[:, :-1].add_(values[:, 1:], alpha=gamma)
-        return delta
+    from megarl.algo.blocks import split_blocks
+    from megarl.algo.finite import check_finite
 
-    return scan_generated(temporal_differences, (rewards_BT, values_BT), mask_BT, gamma, lambda_)
+    check_finite("rewards", rewards_BT, mask_BT)
+    check_finite("values", values_BT, mask_BT)
+    out = torch.zeros_like(values_BT)
+    for block in split_blocks(mask_BT):
+        rewards, values = block.flatten(rewards_BT).double(), block.flatten(values_BT).double()
+        block.put(sum_gae(rewards, values, block, gamma, lambda_), out)
+    return out
+
+
+def sum_gae(rewards_R: Tensor, values_R: Tensor, block: Block, gamma: float, lambda_: float | Tensor) -> Tensor:
+    """As `compute_gae`, for the generated tokens of a block of rows; float64 [R] in and out."""
+    import torch
+
+    from megarl.algo.scan import sum_discounted
+
+    following = values_R.roll(-1)
+    following[block.ends[block.lengths > 0] - 1] = 0.0
+    delta = (rewards_R - values_R).add_(following, alpha=gamma)
+    decay = gamma * torch.as_tensor(lambda_, dtype=torch.float64).reshape(-1)
+    return sum_discounted(delta, block.lengths, decay if decay.numel() == 1 else decay[block.rows])
 
 
 def compute_adaptive_lambda(lengths_B: Tensor, length_alpha: float, lambda_min: float) -> Tensor:
@@ -47,28 +66,33 @@ def compute_adaptive_lambda(lengths_B: Tensor, length_alpha: float, lambda_min: 
 def _compute(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
     import torch
 
-    from megarl.algo.critic_diagnostics import compute_critic_metrics
+    from megarl.algo.blocks import count_generated, split_blocks
+    from megarl.algo.critic_diagnostics import CriticSummary
 
     assert inputs.values_BT is not None  # compute_targets refuses an experience without them
-    mask, values, token_rewards = inputs.mask_BT, inputs.values_BT.double(), inputs.token_rewards_BT
-    lambda_, metrics = _choose_lambda(mask, algo)
-    advantages = compute_gae(token_rewards, values, mask, algo.gamma, lambda_)
-    to_returns = (
-        advantages
-        if algo.lambda_policy == algo.lambda_critic
-        else compute_gae(token_rewards, values, mask, algo.gamma, algo.lambda_critic)
-    )
-    returns = torch.where(mask, to_returns + values, 0.0)
-    outcomes = returns if algo.lambda_critic == 1 else compute_reward_to_go(token_rewards, mask, algo.gamma)
-    return Advantages(advantages, returns, metrics | compute_critic_metrics(values, returns, outcomes, mask))
+    lengths_B = count_generated(inputs.mask_BT)
+    lambda_, metrics = _choose_lambda(lengths_B, algo)
+    advantages, returns = (torch.zeros(inputs.mask_BT.shape, dtype=inputs.dtype) for _ in range(2))
+    summary = CriticSummary(lengths_B)
+    for block in split_blocks(inputs.mask_BT):
+        values, rewards = block.flatten(inputs.values_BT).double(), inputs.place_rewards(block)
+        found = sum_gae(rewards, values, block, algo.gamma, lambda_)
+        block.put(found, advantages)
+        if algo.lambda_policy != algo.lambda_critic:
+            found = sum_gae(rewards, values, block, algo.gamma, algo.lambda_critic)
+        found = found + values
+        block.put(found, returns)
+        outcomes = found if algo.lambda_critic == 1 else sum_rewards_to_go(rewards, block.lengths, algo.gamma)
+        summary.add(block, values, found, outcomes)
+    return Advantages(advantages, returns, metrics | summary.compute_metrics())
 
 
-def _choose_lambda(mask_BT: Tensor, algo: AlgoConfig) -> tuple[float | Tensor, dict[str, float]]:
+def _choose_lambda(lengths_B: Tensor, algo: AlgoConfig) -> tuple[float | Tensor, dict[str, float]]:
     if not isinstance(algo.lambda_policy, str):
         return float(algo.lambda_policy), {}
     if algo.lambda_policy != ADAPTIVE:
         raise ValueError(f"algo.lambda_policy: {algo.lambda_policy!r} found; must be a number or {ADAPTIVE}")
-    lambdas = compute_adaptive_lambda(mask_BT.sum(1), algo.length_alpha, algo.lambda_min)
+    lambdas = compute_adaptive_lambda(lengths_B, algo.length_alpha, algo.lambda_min)
     clipped = float((lambdas <= algo.lambda_min).double().mean()) if lambdas.numel() else 0.0
     if clipped > 0.5:
         warnings.warn(

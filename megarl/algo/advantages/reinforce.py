@@ -18,13 +18,36 @@ def compute_reward_to_go(rewards_BT: Tensor, mask_BT: Tensor, gamma: float) -> T
 
     rewards_BT: float [B, T]. mask_BT: bool [B, T]. Raises NonFiniteError for NaN or infinity inside the mask.
     """
-    from megarl.algo.scan import scan_generated
+    import torch
 
-    return scan_generated(lambda rewards: rewards, (rewards_BT,), mask_BT, gamma, 1.0)
+    from megarl.algo.blocks import split_blocks
+    from megarl.algo.finite import check_finite
+
+    check_finite("rewards", rewards_BT, mask_BT)
+    out = torch.zeros_like(rewards_BT)
+    for block in split_blocks(mask_BT):
+        block.put(sum_rewards_to_go(block.flatten(rewards_BT).double(), block.lengths, gamma), out)
+    return out
+
+
+def sum_rewards_to_go(rewards_R: Tensor, lengths_B: Tensor, gamma: float) -> Tensor:
+    """As `compute_reward_to_go`, for the generated tokens of rows end to end; float64 [R] in and out."""
+    import torch
+
+    from megarl.algo.scan import sum_discounted
+
+    return sum_discounted(rewards_R, lengths_B, torch.tensor([gamma], dtype=torch.float64))
 
 
 def _compute(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
-    return Advantages(compute_reward_to_go(inputs.token_rewards_BT, inputs.mask_BT, algo.gamma))
+    import torch
+
+    from megarl.algo.blocks import split_blocks
+
+    advantages = torch.zeros(inputs.mask_BT.shape, dtype=inputs.dtype)
+    for block in split_blocks(inputs.mask_BT):
+        block.put(sum_rewards_to_go(inputs.place_rewards(block), block.lengths, algo.gamma), advantages)
+    return Advantages(advantages)
 
 
 def _format(algo: AlgoConfig, responses_per_prompt: int) -> str:

@@ -100,15 +100,9 @@ def test_no_metric_of_targets_repeats_one_of_the_batch():
     assert metrics.keys() & compute_batch_metrics(e).keys() == set()
 
 
-def test_quarters_of_a_response_count_its_generated_tokens_only():
-    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1], [1, 0, 0, 1, 1, 0, 0, 0], [0] * 8, [0, 1, 0, 0, 0, 0, 0, 0]]).bool()
+def test_quarters_of_a_response_by_hand():
     # l = 3: 0/3, 4/3 and 8/3 of a quarter, rounded down
-    assert compute_quarters(mask).tolist() == [
-        [0, 0, 1, 1, 2, 2, 3, 3],
-        [0, -1, -1, 1, 2, -1, -1, -1],
-        [-1] * 8,
-        [-1, 0, -1, -1, -1, -1, -1, -1],
-    ]
+    assert compute_quarters(torch.tensor([8, 3, 0, 1])).tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 0, 1, 2, 0]
 
 
 def test_mismatch_by_position_by_hand():

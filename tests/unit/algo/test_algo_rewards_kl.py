@@ -10,6 +10,7 @@ from algo_cases import as_lists, configure, experiences, make_experience, norm, 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.algo.blocks import split_blocks
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.kl import KlController, compute_adapted_coef, compute_kl, compute_mean_kl, compute_token_kl
 from megarl.algo.rewards import (
@@ -59,10 +60,11 @@ def test_the_full_kl_comes_from_the_models_and_not_from_log_probs():
     with pytest.raises(ValueError, match="KL estimator full: it has no formula"):
         compute_kl(f64([0.0]), f64([0.0]), KLEstimator.full)
     e = make_experience([0, 0], [2, 4], [1.0, 0.0], [False, False], 3)
-    found = compute_token_kl(replace(e, ref_logprobs=None), KLEstimator.full)
-    assert torch.equal(found, torch.where(e.mask, e.ref_kl, 0.0))
+    (block,) = split_blocks(e.mask)
+    found = compute_token_kl(replace(e, ref_logprobs=None), KLEstimator.full, block)
+    assert torch.equal(found, e.ref_kl[e.mask])
     with pytest.raises(ValueError, match=r"ref_kl: none found; algo\.kl\.reward_estimator=full"):
-        compute_token_kl(replace(e, ref_kl=None), KLEstimator.full)
+        compute_token_kl(replace(e, ref_kl=None), KLEstimator.full, block)
 
 
 def test_k3_is_accurate_near_zero_in_float32():
@@ -103,13 +105,17 @@ def test_the_kl_of_a_batch_by_hand_under_each_aggregation():
     # Rows of 1, 3 (with a tool token between) and 0 generated tokens.
     kl = torch.tensor([[0.8, 9, 9, 9], [0.1, 9, 0.2, 0.3], [9, 9, 9, 9]], dtype=torch.float64)
     mask = kl < 5
-    means = {mode.value: compute_mean_kl(kl, mask, mode) for mode in LossAggMode if "norm" not in mode.value}
+    means = {
+        mode.value: compute_mean_kl(lambda block: block.flatten(kl), mask, mode)
+        for mode in LossAggMode
+        if "norm" not in mode.value
+    }
     assert means == {
         "token-mean": pytest.approx(1.4 / 4),
         "seq-mean-token-mean": pytest.approx((0.8 + 0.2) / 2),
         "seq-mean-token-sum": pytest.approx((0.8 + 0.6) / 2),
     }
-    assert compute_mean_kl(kl, mask & False, LossAggMode["token-mean"]) == 0
+    assert compute_mean_kl(lambda block: block.flatten(kl), mask & False, LossAggMode["token-mean"]) == 0
 
 
 @pytest.mark.parametrize("mode", [mode for mode in LossAggMode if "norm" not in mode.value])

@@ -1,0 +1,118 @@
+"""Blocks of rows: a result depends neither on how a batch is split nor on how far it is padded."""
+
+import dataclasses
+
+import pytest
+import torch
+from algo_cases import configure, experiences, few, make_experience
+from hypothesis import given
+
+from megarl.algo import blocks
+from megarl.algo.blocks import count_generated, split_blocks
+from megarl.algo.diagnostics import compute_engine_taper, measure_engine_noise
+from megarl.algo.kl import KlController
+from megarl.algo.statistics import Summary
+from megarl.algo.targets import compute_targets
+from megarl.config.load import list_options, load_config
+from megarl.config.schema.algo_choices import RatioLevel
+from megarl.types import Experience
+
+pytestmark = pytest.mark.filterwarnings("ignore:TOPR")
+
+
+def make_clean(dtype: torch.dtype = torch.float64) -> Experience:
+    ages = torch.tensor([0, 0, 0, 1, 1, 0])
+    return dataclasses.replace(
+        make_experience([0, 0, 1, 1, 2, 2], [5, 20, 0, 40, 3, 17], [1, 0, 0.3, 0, 1, 0.3], [False] * 6, 1, dtype=dtype),
+        ages=ages,
+    )
+
+
+def pad(experience: Experience, num: int) -> Experience:
+    """The same with `num` more positions in each row; NaN where nothing is to be read."""
+    changed = {}
+    for field in dataclasses.fields(experience):
+        value = getattr(experience, field.name)
+        if isinstance(value, torch.Tensor) and value.dim() == 2:
+            fill = False if value.dtype == torch.bool else torch.nan
+            changed[field.name] = torch.cat([value, torch.full((len(value), num), fill, dtype=value.dtype)], dim=1)
+    return dataclasses.replace(experience, **changed)
+
+
+def compute_all(experience: Experience, algo) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    samples, metrics = compute_targets(experience, algo, 0.1, response_length=64, reward_moments=None)
+    kl = dataclasses.replace(KlController.start(algo.kl), in_reward=True, target=0.1, horizon=100.0)
+    taper = compute_engine_taper(samples, experience.scored & (experience.ages == 0)[:, None], RatioLevel.sequence, 0.1)
+    noise = measure_engine_noise(experience)
+    tensors = {name: x for name in ("advantages", "returns") if (x := getattr(samples, name)) is not None}
+    return tensors, metrics | taper | {"noise": noise} | kl.update(experience)[1]
+
+
+@pytest.mark.parametrize("preset", list_options("algo"))
+def test_every_presets_targets_and_metrics_are_the_same_in_blocks_of_few_tokens(preset, monkeypatch):
+    algo = load_config([f"algo={preset}"]).algo
+    tensors, metrics = compute_all(make_clean(), algo)
+    for num_tokens in (1, 25):
+        monkeypatch.setattr(blocks, "NUM_TOKENS", num_tokens)
+        found, found_metrics = compute_all(make_clean(), algo)
+        assert found.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12)
+        assert list(found_metrics) == list(metrics)
+        assert found_metrics == pytest.approx(metrics, rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize("preset", ["vapo", "dapo", "reinforce_pp", "rloo", "topr"])
+def test_more_padding_changes_no_bit(preset):
+    algo = load_config([f"algo={preset}"]).algo
+    tensors, metrics = compute_all(make_clean(torch.float32), algo)
+    found, found_metrics = compute_all(pad(make_clean(torch.float32), 33), algo)
+    assert found_metrics == metrics
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name][:, :40], tensor)
+        assert not found[name][:, 40:].any()
+
+
+@few
+@given(experiences())
+def test_what_is_put_is_what_was_flattened(e):
+    out = torch.full_like(e.values, 7.0)
+    lengths, rows = [], []
+    for block in split_blocks(e.mask):
+        block.put(block.flatten(e.values), out)
+        assert torch.equal(block.flatten(e.values), e.values[block.rows][e.mask[block.rows]])
+        assert torch.equal(block.sum_rows(torch.ones(block.num_tokens)), block.lengths.float())
+        lengths.append(block.lengths)
+        rows += range(*block.rows.indices(len(e.mask)))
+    assert rows == list(range(len(e.mask)))
+    assert torch.equal(torch.cat(lengths), e.mask.sum(1))
+    assert torch.equal(torch.cat(lengths), count_generated(e.mask))
+    assert torch.equal(out, torch.where(e.mask, e.values, 7.0))
+
+
+def test_a_batch_of_no_rows_is_one_empty_block():
+    (block,) = split_blocks(torch.zeros(0, 3, dtype=torch.bool))
+    assert block.num_tokens == 0
+
+
+def test_numbers_in_pieces_have_the_mean_variance_and_limits_of_all(monkeypatch):
+    numbers = torch.randn(1000, dtype=torch.float64) + 3
+    whole, pieces = Summary(), Summary()
+    whole.add(numbers)
+    for piece in numbers.split([0, 1, 7, 300, 692]):
+        pieces.add(piece)
+    assert (whole.mean, whole.variance) == (float(numbers.mean()), float(numbers.var(correction=0)))
+    assert (whole.low, whole.high) == (float(numbers.min()), float(numbers.max())) == (pieces.low, pieces.high)
+    assert (pieces.mean, pieces.std) == pytest.approx((whole.mean, whole.std), rel=1e-13)
+
+
+def test_the_keys_that_make_a_batch_heavy_are_computed_in_blocks(monkeypatch):
+    """Whitened and clipped advantages, a KL in the reward, a mismatch per sequence."""
+    algo = configure(
+        whiten_advantages=True, advantage_clip=1.0, kl__in_reward=True, mismatch__level=RatioLevel.sequence
+    )
+    tensors, metrics = compute_all(make_clean(), algo)
+    monkeypatch.setattr(blocks, "NUM_TOKENS", 1)
+    found, found_metrics = compute_all(make_clean(), algo)
+    torch.testing.assert_close(found["advantages"], tensors["advantages"], rtol=1e-12, atol=1e-12)
+    assert found_metrics == pytest.approx(metrics, rel=1e-10, abs=1e-12)
