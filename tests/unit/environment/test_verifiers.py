@@ -134,6 +134,26 @@ def test_what_the_environment_or_its_rubric_raises_costs_the_sample(texts, reaso
         play(load().train[2], texts)
 
 
+def test_each_environment_of_a_group_is_rewarded_by_its_own_rubric():
+    problems = load("vf_environments:mixed").train
+    sums, countdown = problems[0], problems[-1]
+    *_, last = play(sums, ["5"], "vf_environments:mixed")
+    assert (last.done, "check_answer_reward_func" in last.details) == (True, True)
+    assert play(countdown, ["15"], "vf_environments:mixed")[1].observation == (Message("user", "now 15"),)
+
+    async def run():
+        env = VerifiersEnvironment("vf_environments:mixed", {})
+        await env.reset(set_up(countdown))
+        await env.step(act("raise"))
+        try:
+            await env.cut()
+        finally:
+            await env.close()
+
+    with pytest.raises(RuntimeError, match="share_right raised KeyError"):
+        asyncio.run(run())
+
+
 def test_a_broken_off_episode_ends_without_a_reward():
     async def run():
         env = VerifiersEnvironment(id=COUNTDOWN, args={})
@@ -249,6 +269,7 @@ def test_the_runs_signal_handlers_stay():
         ("no-such-env", {}, r"environment\.id: found 'no_such_env:load_environment'; importing no_such_env failed"),
         (COUNTDOWN, {"stop": 3}, r"environment\.args: vf-environments with .*stop.* raised TypeError"),
         ("vf_environments:share_right", {"completion": [], "answer": "1"}, r"environment\.id: .* gives a float"),
+        ("vf_environments:group_with_tools", {}, r"environment\.id: .* is a group with tools"),
         ("vf_environments:of_groups", {}, r"environment\.id: .* rewards a group of responses by best"),
     ],
 )
