@@ -21,9 +21,9 @@ from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.config.schema.root import Config
 from megarl.data.sampler import PromptSampler
 from megarl.interfaces import Pending, RolloutEngine, RolloutServers, TrainBackend, WeightSync, wait_all
-from megarl.report.failures import check_failures, describe_failures
+from megarl.report.failures import TooManyFailuresError, check_failures, describe_failures
 from megarl.report.report import Report
-from megarl.report.scores import compute_environment_metrics, compute_heldout_metrics, compute_score_metrics
+from megarl.report.scores import compute_heldout_metrics, compute_score_metrics
 from megarl.rollout.collector import Collector
 from megarl.rollout.dynamic_sampling import join_groups
 from megarl.rollout.offload import ServerOffloader
@@ -90,8 +90,7 @@ class Trainer:
         self.source = GroupSource(
             config, components.engine, components.collector, components.sampler, self.with_servers
         )
-        self.version = 0
-        self.num_samples = 0
+        self.version = self.num_samples = 0
         self.heldout_reward = float("nan")
         self.started = time.monotonic()
         self.commit(self.get_state(0, {}))
@@ -181,9 +180,7 @@ class Trainer:
             self.record(Rollout(samples, self.version), iteration)
         self.check_failures([s for samples in batch.sampled for s in samples], f"iteration-{iteration}")
         fresh = [sample for group in batch.fresh for sample in group]
-        metrics = batch.metrics | compute_score_metrics(fresh)
-        if self.has_turns:
-            metrics |= compute_environment_metrics(fresh)
+        metrics = batch.metrics | compute_score_metrics(fresh, with_environment=self.has_turns)
         rollout = join_groups(batch.fresh + batch.replayed, self.version)
         return rollout, metrics | {"sampling/total_samples": self.num_samples}
 
@@ -202,12 +199,14 @@ class Trainer:
         return rollout
 
     def check_failures(self, samples: Sequence[Sample], key: str) -> None:
-        """Say which responses of a call have no reward, and why; nothing is learned from them.
-
-        Raises TooManyFailuresError; a resumed run then samples and scores them again.
-        """
-        with self.components.collector.forgetting_failures(key):
+        """Say which responses have no reward, and why. Raises TooManyFailuresError; resumed, they are sampled again."""
+        try:
             check_failures(samples, self.config.reward.max_failed_frac)
+        except TooManyFailuresError:
+            self.source.close()
+            if journal := self.components.collector.journal:
+                journal.drop_failed()
+            raise
         if text := describe_failures(samples):
             self.report.message(f"warning: {key}: {text}; they are not learned from")
 
@@ -262,8 +261,7 @@ class Trainer:
                 ref_kl=ref_kl.result() if ref_kl else None,
                 values=values.result() if values else None,
             )
-            too_stale = find_too_stale(rollout, self.config.rollout.max_staleness)
-            experience = replace(experience, too_stale=too_stale)
+            experience = replace(experience, too_stale=find_too_stale(rollout, self.config.rollout.max_staleness))
         return experience, compute_batch_metrics(experience)
 
     def build_targets(self, experience: Experience, algo: AlgoConfig) -> tuple[TrainingSamples, Metrics]:
@@ -315,9 +313,7 @@ class Trainer:
             )
         self.report.samples(rollout.samples)
         if text := describe_failures(rollout.samples):
-            self.report.message(
-                f"warning: evaluation-{self.iteration}: {text}; they count as wrong, with a reward of 0"
-            )
+            self.report.message(f"warning: evaluation-{self.iteration}: {text}; they count as wrong")
         metrics = compute_heldout_metrics(rollout.samples, with_environment=self.has_turns)
         self.heldout_reward = metrics["reward/heldout"]
         return metrics

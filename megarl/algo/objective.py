@@ -6,16 +6,18 @@ from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.algo_choices import LossAggMode, MismatchCorrection, NormScope
 
 
-def format_objective(algo: AlgoConfig, responses_per_prompt: int, wrong: float = 0.0) -> str:
+def format_objective(
+    algo: AlgoConfig, responses_per_prompt: int, wrong: float = 0.0, *, has_turns: bool = False
+) -> str:
     """A few lines: name, policy loss, advantage, reward, and the critic's loss where there is one.
 
-    wrong: reward.wrong.
+    wrong: reward.wrong. has_turns: an environment answers the policy, and may give rewards for its turns.
     """
     lines = [
         f"algorithm   = {algo.name}",
         f"policy loss = {_format_policy_loss(algo)}",
         f"advantage   = {_format_advantage(algo, responses_per_prompt)}",
-        f"reward      = {_format_reward(algo, wrong)}",
+        f"reward      = {_format_reward(algo, wrong, has_turns)}",
     ]
     if needs_critic(algo):
         lines.append(f"critic loss = {_format_critic_loss(algo)}")
@@ -71,7 +73,7 @@ def _format_advantage(algo: AlgoConfig, responses_per_prompt: int) -> str:
     return text + f"; {responses_per_prompt} response" + ("s" if responses_per_prompt > 1 else "") + " per prompt"
 
 
-def _format_reward(algo: AlgoConfig, wrong: float) -> str:
+def _format_reward(algo: AlgoConfig, wrong: float, has_turns: bool) -> str:
     text, norm = "R", algo.reward_norm
     if algo.overlong.penalty:
         buffer, share = algo.overlong.buffer, f"{algo.overlong.buffer_frac:g} of the length limit"
@@ -83,6 +85,8 @@ def _format_reward(algo: AlgoConfig, wrong: float) -> str:
     if algo.reward_clip is not None:
         text = f"clip({text}, +-{algo.reward_clip:g})"
     text += " at the last token"
+    if has_turns and not find_advantage(algo.advantage).per_response:
+        text += ", less the environment's rewards of earlier turns, which stand at theirs"
     if algo.kl.in_reward:
         coef = f"{algo.kl.coef:g}"
         if algo.kl.target is not None:

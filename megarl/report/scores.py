@@ -6,15 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from megarl.types import FinishReason, Metrics, Sample
 
 
-def compute_score_metrics(samples: Sequence[Sample]) -> Metrics:
+def compute_score_metrics(samples: Sequence[Sample], *, with_environment: bool) -> Metrics:
     """reward/correct and reward/NAME of the verifier's named parts: means over the samples with a reward, of a part
     over those whose score has it. Empty where no sample has a reward.
+
+    with_environment: environment/* too.
     """
     scored = [sample for sample in samples if sample.score.failure is None]
     if not scored:
         return {}
     means = {f"reward/{name}": _mean(values) for name, values in _collect(s.score.details for s in scored).items()}
-    return {**means, "reward/correct": _mean(sample.score.correct for sample in scored)}
+    environment = compute_environment_metrics(scored) if with_environment else {}
+    return {**means, "reward/correct": _mean(sample.score.correct for sample in scored), **environment}
 
 
 def compute_environment_metrics(samples: Sequence[Sample]) -> Metrics:
@@ -38,14 +41,13 @@ def compute_environment_metrics(samples: Sequence[Sample]) -> Metrics:
 
 
 def compute_heldout_metrics(samples: Sequence[Sample], *, with_environment: bool) -> Metrics:
-    """reward/heldout, heldout/* as `compute_score_metrics`, and heldout/environment/* as `compute_environment_metrics`.
+    """reward/heldout, and heldout/* and heldout/environment/* as `compute_score_metrics`.
 
     A response without a reward counts as wrong here, with a reward of 0, in reward/heldout and heldout/correct: left
     out, it could only make the policy look better. heldout/failed_frac is the share of such responses.
     """
-    metrics = {name.replace("reward/", "heldout/"): value for name, value in compute_score_metrics(samples).items()}
-    if with_environment:
-        metrics |= {f"heldout/{name}": value for name, value in compute_environment_metrics(samples).items()}
+    found = compute_score_metrics(samples, with_environment=with_environment)
+    metrics = {f"heldout/{name.removeprefix('reward/')}": value for name, value in found.items()}
     return {
         **metrics,
         "heldout/correct": _mean(sample.score.correct for sample in samples),

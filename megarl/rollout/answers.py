@@ -2,7 +2,7 @@
 
 An answer of SGLang 0.5.23, which writes JSON without spaces, has each token twice, about 40 bytes:
 
-{"text": "...", "output_ids": [ID, ...],
+{"output_ids": [ID, ...],
  "meta_info": {"finish_reason": {"type": "stop"}, "prompt_tokens": 5, "weight_version": "3",
                "weight_versions": [{"version": "3", "start": 0, "end": 7}],
                "output_token_logprobs": [[LOGPROB, ID, null], ...], "routed_experts": "BASE64"}}
@@ -35,8 +35,6 @@ _LARGEST_ID = np.iinfo(np.int32).max
 class ParsedAnswer:
     """One answer; T tokens were generated, at least one."""
 
-    text: str
-    """As the server decoded it: special tokens left out, and the token at which it stopped"""
     token_ids: NDArray[np.int32]
     """int32 [T]"""
     logprobs: NDArray[np.float32]
@@ -49,11 +47,11 @@ class ParsedAnswer:
     index: int
     """Place of the prompt in its call, in a streamed answer to several prompts; else 0"""
 
-    def build_response(self) -> Response:
-        """The answer as a response of one turn."""
+    def build_response(self, text: str) -> Response:
+        """The answer as a response of one turn. text: its tokens decoded, which the servers do not do."""
         return Response(
             token_ids=self.token_ids,
-            text=self.text,
+            text=text,
             rollout_logprobs=self.logprobs,
             generated=np.ones(len(self.token_ids), dtype=np.bool_),
             weight_versions=self.weight_versions,
@@ -116,7 +114,7 @@ def _build(answer: Any, cut: Sequence[memoryview], arch: Architecture | None) ->
             raise RequestError(f"a response ended with {reason}; stop or length was expected")
         ids, logprobs = _parse_tokens(cut[answer["output_ids"]], cut[meta["output_token_logprobs"]])
         versions = _find_versions(meta, len(ids))
-        text, index = answer["text"], answer.get("index", 0)
+        index = answer.get("index", 0)
     except (KeyError, TypeError, IndexError, ValueError) as error:
         described = f"{type(error).__name__} {error}"
         raise RequestError(f"an answer is not what SGLang writes ({described}): {json.dumps(answer)[:500]}") from None
@@ -128,7 +126,7 @@ def _build(answer: Any, cut: Sequence[memoryview], arch: Architecture | None) ->
             experts = decode_answer(encoded, num_prompt_tokens + len(ids), arch)
     except ValueError as error:
         raise RequestError(f"an answer of {len(ids)} tokens cannot be replayed: {error}") from None
-    return ParsedAnswer(text, ids, logprobs, versions, FinishReason[reason["type"]], num_prompt_tokens, experts, index)
+    return ParsedAnswer(ids, logprobs, versions, FinishReason[reason["type"]], num_prompt_tokens, experts, index)
 
 
 def _parse_tokens(ids: memoryview, entries: memoryview) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

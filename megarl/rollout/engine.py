@@ -1,6 +1,7 @@
 """Generation over one or several SGLang servers; implements the RolloutEngine interface."""
 
 import asyncio
+import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from megarl.config.schema.rollout import RolloutConfig
+from megarl.hf.checkpoint import load_tokenizer
 from megarl.interfaces import DeadlineError, TurnRequest
 from megarl.rollout.answers import parse_answer
 from megarl.rollout.calls import find_cause
@@ -77,7 +79,7 @@ class SGLangEngine(OnEventLoop):
         }
         self.clients = [SGLangClient(url, **keys) for url in urls]
         self._generators = [GenerationClient(url, **keys) for url in urls]
-        self._config = config
+        self._checkpoint, self._config = checkpoint, config
         self._architecture = load_expert_architecture(checkpoint) if config.router_replay else None
         self._shares_prefixes = not config.sglang.get("disable_radix_cache", config.router_replay)
         self._seed = seed
@@ -209,4 +211,9 @@ class SGLangEngine(OnEventLoop):
         num_sent = len(batch[answer.index].token_ids)
         if answer.num_prompt_tokens != num_sent:
             raise RequestError(f"a turn after {num_sent} tokens was generated after {answer.num_prompt_tokens}")
-        return answer.index, answer.build_response()
+        text = self._tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+        return answer.index, answer.build_response(str(text))
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self._checkpoint)

@@ -75,6 +75,13 @@ class Journal:
         for path in [self._find(key), *self._directory.glob(f"{name}-*.jsonl")]:
             path.unlink(missing_ok=True)
 
+    def drop_failed(self) -> None:
+        """Remove the files that have a sample without a reward: whoever resumes samples and scores them again."""
+        for path in self._directory.glob("*.jsonl"):
+            (rollout,) = load_rollouts(path)
+            if any(sample.score.failure is not None for sample in rollout.samples):
+                path.unlink()
+
     def forget(self, through: int, num_groups: int = 0) -> None:
         """Remove the samples of value pretraining, of iterations up to this one and of the first `num_groups` groups
         in the order in which they were complete."""

@@ -20,6 +20,7 @@ from megarl.cluster.waiting import WorkerError
 from megarl.config.checks.config import describe_sizes
 from megarl.config.errors import ConfigError
 from megarl.config.placement import find_server_offload
+from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.config.schema.root import Config
 from megarl.data.sampler import PromptSampler
 from megarl.interfaces import DeadlineError, TrainBackend, wait_all
@@ -76,11 +77,16 @@ def run_job(
         )
         stack.enter_context(show_warnings(report))
         report.message(describe_sizes(config))
-        report.message(format_objective(config.algo, config.train.responses_per_prompt, config.reward.wrong))
+        report.message(describe_objective(config))
         report.message(describe_data(inputs))
         with report.phase("start"):
             resources = stack.enter_context(open_resources(config, inputs, run_dir / "logs"))
         return _Attempts(config, inputs, resources, run_dir, report, pretrained).run()
+
+
+def describe_objective(config: Config) -> str:
+    has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig)
+    return format_objective(config.algo, config.train.responses_per_prompt, config.reward.wrong, has_turns=has_turns)
 
 
 class _Attempts:

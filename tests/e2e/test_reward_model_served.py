@@ -32,7 +32,7 @@ def test_scores_are_those_of_transformers(tmp_path):
             return model(torch.tensor([tokenizer(text)["input_ids"]])).logits.item()
 
     with serving(tmp_path / "model", tmp_path / "server.log") as url:
-        config = ScalarModelRewardConfig(url=url, scale=2.0, offset=-1.0, correct_at=-1.0, max_concurrent=4)
+        config = ScalarModelRewardConfig(url=url, scale=2.0, offset=-1.0, correct_at=-1.0, max_concurrency=4)
         scorer = build_scorer(config)
 
         async def score_all():

@@ -105,22 +105,25 @@ def train_all(
     return {name: train(rank, world_size, spec, Path(scratch), name, rows) for name, (spec, rows) in runs.items()}
 
 
-def build_conversations() -> TrainingSamples:
+def build_conversations(seed: int = 3) -> TrainingSamples:
     """Samples whose responses alternate between three tokens of the policy and two of the environment, which hold
-    poison wherever a number is kept per token.
+    poison wherever a number is kept per token. Odd rows begin with the environment; row 5 has failed.
     """
-    samples = build_samples(seed=3)
-    own = torch.arange(samples.mask.shape[1]) % 5 < 3
-    exists = torch.arange(samples.mask.shape[1]) < samples.sequences.response_lengths[:, None]
+    samples = build_samples(seed=seed)
+    rows, places = torch.arange(len(samples.mask))[:, None], torch.arange(samples.mask.shape[1])
+    own = ((places + 3 * (rows % 2)) % 5 < 3) & (rows != 5)
+    exists = places < samples.sequences.response_lengths[:, None]
     mask = exists & own
     names = ("advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs", "old_values", "returns")
-    poisoned = {name: torch.where(exists & ~own, torch.nan, getattr(samples, name)) for name in names}
+    poisoned = {
+        name: torch.where(exists & ~own, torch.nan, getattr(samples, name)) for name in (*names, "sampling_logprobs")
+    }
     return replace(samples, mask=mask, loss_mask=mask & samples.loss_mask.any(1)[:, None], **poisoned)
 
 
 def find_gradients(rank: int, world_size: int, specs: dict[str, WorkerSpec], scratch: str) -> dict[str, Any]:
     """After one step on the conversations: the weights, and the metrics and gradient of the next, by the names of a
-    Hugging Face checkpoint.
+    Hugging Face checkpoint; and the metrics of a step on a minibatch in which all samples have failed.
     """
     from safetensors.torch import load_file
 
@@ -135,8 +138,10 @@ def find_gradients(rank: int, world_size: int, specs: dict[str, WorkerSpec], scr
             worker.export_weights(root / f"{name}-weights")
             worker.export_gradient(samples, root / f"{name}-gradient")
             (metrics,) = worker.update(samples, rows)
+            nothing = torch.zeros_like(samples.mask)
+            (empty,) = worker.update(replace(samples, mask=nothing, loss_mask=nothing), rows)
             tensors = {key: load_file(root / f"{name}-{key}" / "model.safetensors") for key in ("weights", "gradient")}
-            results[name] = {"metrics": metrics, **tensors}
+            results[name] = {"metrics": metrics, "empty": empty, **tensors}
         finally:
             worker.close()
     return results

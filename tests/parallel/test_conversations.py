@@ -87,6 +87,20 @@ def test_conversations_have_environment_tokens_within_responses() -> None:
     before, after = samples.mask[:, :-1], samples.mask[:, 1:]
     assert (~before & after).any(1).sum() >= 6
     assert samples.advantages.isnan().sum() > 20
+    last = samples.mask.gather(1, samples.sequences.response_lengths[:, None] - 1).squeeze(1)
+    some = samples.mask.any(1)
+    assert (~samples.mask[some, 0]).sum() >= 3
+    assert (~last[some]).sum() >= 3
+    assert some.tolist() == [row != 5 for row in range(12)]
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_a_minibatch_without_any_token_has_finite_metrics_and_no_gradient(role: str, runs: dict[str, Any]) -> None:
+    empty = runs[role]["empty"]
+    assert torch.tensor(list(empty.values())).isfinite().all(), empty
+    assert empty[f"{role}/grad_norm"] == 0.0
+    assert empty[f"{role}/loss"] == 0.0
+    assert empty.keys() == runs[role]["metrics"].keys()
 
 
 def test_the_policys_gradient_is_that_of_the_generated_tokens_alone(

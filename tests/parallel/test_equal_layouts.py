@@ -1,5 +1,5 @@
 """Loss, gradients and updates of every layout and every cut into micro-batches equal those of one process, with every
-term of the losses and sequences of different lengths.
+term of the losses, sequences of different lengths, tokens of the environment in them and a failed sample.
 """
 
 from dataclasses import replace
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from layout_runs import build_spec
-from tiny_checkpoints import build_samples, write_checkpoint
+from layout_runs import build_conversations, build_spec
+from tiny_checkpoints import write_checkpoint
 
 from megarl.config.schema.algo import AlgoConfig, KLConfig, MismatchConfig, ToprConfig
 from megarl.config.schema.algo_choices import LossAggMode, MismatchCorrection, RatioLevel
@@ -65,7 +65,7 @@ ROLES = {
     "policy-tied": (Role.policy, "qwen2", True, WHOLE_RESPONSES),
     "critic": (Role.critic, "qwen3", False, ALGO),
 }
-SAMPLES = build_samples()
+SAMPLES = build_conversations(seed=0)
 
 
 def find_budget(spec: WorkerSpec, num_microbatches: int) -> int:

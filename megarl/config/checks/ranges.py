@@ -122,9 +122,9 @@ OPTION_RANGES: dict[type, dict[str, Range]] = {
     },
     reward.LetterCountRewardConfig: {"tolerance": Range(1), "falloff": Range(1, above=True)},
     reward.ServerRewardConfig: {
-        "deadline_s": Range(0.01, high=86_400),
-        "num_retries": Range(0, high=100),
-        "max_concurrent": Range(1, high=10_000, why="each has a connection"),
+        "timeout_s": Range(0.01, high=86_400, why="seconds"),
+        "max_retries": Range(0, high=100),
+        "max_concurrency": Range(1, high=100_000, why="each is a connection"),
     },
     reward.JudgeRewardConfig: {
         "max_score": Range(1, high=10**6),
@@ -143,11 +143,6 @@ OPTION_RANGES: dict[type, dict[str, Range]] = {
         "min_length": _NOT_NEGATIVE,
         "max_length": _NOT_NEGATIVE,
         "falloff": _NOT_NEGATIVE,
-    },
-    reward.HttpRewardConfig: {
-        "timeout_s": Range(0.01, high=86_400, why="seconds"),
-        "max_retries": Range(0, high=100),
-        "max_concurrency": Range(1, high=100_000, why="each is a connection"),
     },
     reward.ReasoningGymRewardConfig: {"correct_at": Range(-inf)},
     reward.EnvironmentRewardConfig: {"correct_at": Range(-inf)},

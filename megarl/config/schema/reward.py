@@ -150,38 +150,26 @@ class CodeRewardConfig(ProcessRewardConfig):
 
 
 @dataclass
-class HttpRewardConfig(RewardConfig):
-    """What a server answers over HTTP."""
-
-    url: str = MISSING
-    """Where to POST the response, as http://HOST:PORT/PATH or https://HOST/PATH."""
-    timeout_s: float = 60.0
-    """Deadline in seconds of one request; then it is tried again."""
-    max_retries: int = 3
-    """Maximum number of further attempts after status 429 or 5xx, a lost connection or a passed deadline; the waits
-    before them double, from half a second. Then the sample has failed."""
-    max_concurrency: int = 64
-    """Maximum number of requests at a time."""
-    api_key_env: str | None = None
-    """Name of the environment variable with the key that is sent as "Authorization: Bearer KEY"; the key itself is
-    never saved or shown."""
-
-
-@dataclass
 class ServerRewardConfig(RewardConfig):
     """The keys of rewards that a server gives."""
 
     url: str = field(default=MISSING, kw_only=True)
-    """The server, as in http://127.0.0.1:30000."""
+    """The server, as http://HOST:PORT or https://HOST; with reward=http also the path."""
     api_key_env: str | None = field(default=None, kw_only=True)
-    """Name of the environment variable with the key that the server requires; null: it requires none."""
-    deadline_s: float = field(default=60.0, kw_only=True)
-    """Deadline in seconds of one call."""
-    num_retries: int = field(default=3, kw_only=True)
-    """How often a call is sent again that got no answer or a temporary error (408, 425, 429, 5xx), after 0.5 s, 1 s,
-    2 s and so on; then the sample has failed and is not learned from."""
-    max_concurrent: int = field(default=64, kw_only=True)
-    """Maximum number of calls at a time; further ones wait."""
+    """Name of the environment variable with the key that is sent as "Authorization: Bearer KEY"; the key itself is
+    never saved or shown. null: none is sent."""
+    timeout_s: float = field(default=60.0, kw_only=True)
+    """Deadline in seconds of one request; then it is tried again."""
+    max_retries: int = field(default=3, kw_only=True)
+    """Maximum number of further attempts after status 408, 425, 429 or 5xx, a lost connection or a passed deadline; the
+    waits before them double, from half a second. Then the sample has failed and is not learned from."""
+    max_concurrency: int = field(default=64, kw_only=True)
+    """Maximum number of requests at a time; further ones wait."""
+
+
+@dataclass
+class HttpRewardConfig(ServerRewardConfig):
+    """What a server of your own answers over HTTP."""
 
 
 class Verdict(Enum):

@@ -318,29 +318,6 @@ def policy_loss(lp, entropy, s, algo, response_length, full=None):
     return total
 
 
-def vapo_loss_and_gradient(lp, s, algo):
-    """Token-mean clipped surrogate plus positive LM loss, and d loss / d lp derived by hand; lp: lists.
-
-    d(w A)/d lp = w A where the unclipped branch is the smaller one (or both agree), else 0.
-    """
-    num_tokens = sum(map(sum, s.loss_mask))
-    num_positive = sum(sum(row) for row, p in zip(s.loss_mask, s.positive, strict=True) if p)
-    loss, gradient = [], [[0.0] * len(row) for row in lp]
-    for i, row in enumerate(lp):
-        for t, x in enumerate(row):
-            if not s.loss_mask[i][t]:
-                continue
-            a, w = s.advantages[i][t], math.exp(x - s.old[i][t])
-            low, high = 1 - algo.clip_low, 1 + algo.clip_high
-            held = (a > 0 and w > high) or (a < 0 and w < low)
-            loss.append(-(min(max(w, low), high) if held else w) * a / num_tokens)
-            gradient[i][t] = 0.0 if held else -w * a / num_tokens
-            if s.positive[i]:
-                loss.append(-algo.positive_lm_coef * x / num_positive)
-                gradient[i][t] -= algo.positive_lm_coef / num_positive
-    return math.fsum(loss), gradient
-
-
 def critic_loss(values, s, algo):
     """values: float64 [B, T]; s: lists mask, loss_mask, returns, old_values."""
     mask = s.loss_mask if algo.overlong.filter_critic else s.mask

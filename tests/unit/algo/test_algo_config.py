@@ -208,6 +208,19 @@ def test_the_scale_of_the_reward_is_printed_where_it_is_not_the_scores():
     assert format_objective(algo, 8, 0.0).splitlines()[3] == "reward      = R at the last token"
 
 
+def test_the_printed_objective_says_where_the_rewards_of_turns_stand():
+    shown = {
+        name: format_objective(configure(advantage=name), 8, -1.0, has_turns=True).splitlines()[3]
+        for name in ("gae", "reinforce", "rloo", "group")
+    }
+    assert shown["gae"] == shown["reinforce"]
+    assert shown["gae"] == (
+        "reward      = R at the last token, less the environment's rewards of earlier turns, which stand at theirs;"
+        " R = -1 + 2 * score"
+    )
+    assert shown["rloo"] == shown["group"] == "reward      = R at the last token; R = -1 + 2 * score"
+
+
 @pytest.mark.parametrize("where", ["in_loss", "in_reward"])
 def test_the_full_kl_is_printed_as_its_sum_over_the_vocabulary(where):
     kl = {

@@ -105,3 +105,22 @@ def test_a_heldout_response_without_a_reward_counts_as_wrong_and_is_said(
     line = load_metrics(tmp_path / "run" / "metrics.jsonl")[0]
     assert (line["reward/heldout"], line["heldout/correct"], line["heldout/failed_frac"]) == (0.5, 0.5, 0.5)
     assert "warning: evaluation-0: 4 of 8 responses have no reward: 4 x lost" in capsys.readouterr().out
+
+
+def test_groups_that_were_complete_ahead_are_sampled_again_where_too_many_had_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, judge_is_up = tmp_path / "run", False
+
+    def reward(prompt: Prompt, response: Response) -> Score:
+        return reward_length(prompt, response) if judge_is_up else Score(0.0, False, failure="ConnectionError")
+
+    overrides = ("algo=reinforce_pp", "rollout.max_staleness=2", "algo.mismatch.correction=tis", *SELDOM)
+    for _ in range(2):
+        with pytest.raises(TooManyFailuresError):
+            World(reward=reward).run_job(monkeypatch, run_dir, [*overrides, "train.num_iterations=3"])
+    judge_is_up = True
+    # One iteration: the fake servers generate on while weights reach them, which real ones do not.
+    World(reward=reward).run_job(monkeypatch, run_dir, [*overrides, "train.num_iterations=1"])
+    first, last = load_metrics(run_dir / "metrics.jsonl")
+    assert (first["iteration"], last["iteration"], last["reward/failed_frac"]) == (0, 1, 0.0)

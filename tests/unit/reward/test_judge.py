@@ -183,14 +183,14 @@ def test_a_judge_is_asked_at_temperature_zero_and_its_number_is_the_reward(serve
         (judge_that_says("no box"), "no number in a box"),
         (judge_that_says("it says \\boxed{10} and", "length"), "cut at reward.max_tokens"),
         (lambda path, body: (200, {"error": "busy"}), "another form than OpenAI's"),
-        (lambda path, body: (200, "<html>"), "something else than JSON"),
-        (lambda path, body: (400, {"error": "too long"}), "answered 400: .*too long"),
-        (lambda path, body: (503, "starting"), "answered 503: starting"),
+        (lambda path, body: (200, "<html>"), "answered with what is not JSON"),
+        (lambda path, body: (400, {"error": "too long"}), "answered with status 400: .*too long"),
+        (lambda path, body: (503, "starting"), "answered with status 503: starting"),
     ],
 )
 def test_a_judge_without_a_verdict_is_a_failure_with_the_reason(serve, answer, reason):
     server = serve(answer)
-    reward = JudgeReward(JudgeRewardConfig(url=server.url, model="m", num_retries=2))
+    reward = JudgeReward(JudgeRewardConfig(url=server.url, model="m", max_retries=2))
     with pytest.raises(RewardFailedError, match=reason):
         asyncio.run(reward.score(build_prompt("85"), build_response("85")))
     assert len(server.calls) == (3 if "503" in reason else 1)
@@ -207,8 +207,8 @@ def test_a_temporary_error_is_tried_again(serve):
 def test_a_server_that_hangs_or_is_gone_costs_the_sample(serve):
     released = threading.Event()
     server = serve(lambda path, body: (released.wait(60), (200, {}))[1])
-    config = JudgeRewardConfig(url=server.url, model="m", deadline_s=0.05, num_retries=1)
-    with pytest.raises(RewardFailedError, match=r"no answer within reward\.deadline_s=0\.05 s"):
+    config = JudgeRewardConfig(url=server.url, model="m", timeout_s=0.05, max_retries=1)
+    with pytest.raises(RewardFailedError, match=r"no answer within reward\.timeout_s=0\.05 s"):
         asyncio.run(JudgeReward(config).score(build_prompt("85"), build_response("85")))
     assert len(server.calls) == 2
     released.set()
@@ -223,7 +223,7 @@ def test_no_more_calls_than_allowed_are_under_way(serve):
         return judge_that_says("\\boxed{10}")(path, body)
 
     server = serve(answer)
-    reward = JudgeReward(JudgeRewardConfig(url=server.url, model="m", max_concurrent=3))
+    reward = JudgeReward(JudgeRewardConfig(url=server.url, model="m", max_concurrency=3))
 
     async def score_all() -> list[float]:
         calls = [reward.score(build_prompt("85"), build_response(str(i))) for i in range(20)]

@@ -83,8 +83,8 @@ def test_an_answers_experts_are_those_of_all_tokens_but_the_last(arch):
     }
     answer = {"text": "", "output_ids": [8, 2], "meta_info": {**meta, "routed_experts": encode(routed)}}
     raw = orjson.dumps(answer)
-    assert parse_answer(raw, arch).build_response().routed_experts == found
-    assert parse_answer(raw).build_response().routed_experts is None
+    assert parse_answer(raw, arch).build_response("x").routed_experts == found
+    assert parse_answer(raw).build_response("x").routed_experts is None
     with pytest.raises(RequestError, match=r"needs --enable-return-routed-experts"):
         parse_answer(orjson.dumps({**answer, "meta_info": meta}), arch)
 
