@@ -3,7 +3,8 @@
 # make test-all   the same and every test: kills, Slurm, sweeps, all layouts; what CI runs
 #                 PYTEST_ARGS="-k gae" chooses; JOBS=4 runs so many at once
 # make install | lock | clean
-# PLATFORM=cuda installs for NVIDIA GPUs; EXTRAS=smollm2 adds the extra that model=smollm2_135m needs.
+# PLATFORM=cuda installs for NVIDIA GPUs; EXTRAS=smollm2 adds the extra that model=smollm2_135m needs,
+# EXTRAS=verifiers that of environment=verifiers.
 
 SHELL := /bin/bash
 PYTHON := .venv/bin/python

@@ -261,8 +261,7 @@ class Trainer:
                 ref_kl=ref_kl.result() if ref_kl else None,
                 values=values.result() if values else None,
             )
-            too_stale = find_too_stale(rollout, self.config.rollout.max_staleness)
-            experience = replace(experience, too_stale=too_stale)
+            experience = replace(experience, too_stale=find_too_stale(rollout, self.config.rollout.max_staleness))
         return experience, compute_batch_metrics(experience)
 
     def build_targets(self, experience: Experience, algo: AlgoConfig) -> tuple[TrainingSamples, Metrics]:

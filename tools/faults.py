@@ -2,13 +2,14 @@
 
     python tools/faults.py --kills 20    # every process in every phase once
     python tools/faults.py --kills 50    # then at random
+    python tools/faults.py --kills 20 --max-staleness 2
 
-Each kill has a run of its own. After the driver's death the run is resumed with resume=RUN_DIR. The runs' folders and
-results.jsonl are in --out, and the command resumes where it was ended. Exit status 1 where a run ended otherwise.
+Each kill has a run of its own. After the driver's death the run is resumed with resume=RUN_DIR. What must hold at the
+end is in tools/fault_checks.py. The runs' folders and results.jsonl are in --out, and the command resumes where it was
+ended. Exit status 1 where a run ended otherwise.
 """
 
 import argparse
-import hashlib
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from megarl.report.metrics import PRETRAINING_FILE_NAME as PRETRAINING_CURVE
 from megarl.report.metrics import load_metrics
 from megarl.report.status import FILE_NAME as STATUS
 from megarl.report.status import load_status
+from megarl.tools.fault_checks import PRETRAINING, find_problem, list_complete, summarize
 
 LOGS = {
     "policy worker": "policy-0.log",
@@ -41,20 +44,22 @@ LOGS = {
 PROCESSES = (*LOGS, "driver")
 PHASES = {"generation": "rollout", "sync": "sync", "update": "update", "checkpoint": "checkpoint"}
 """As the table calls it -> as status.json does"""
-PRETRAINING = "value pretraining"
-"""A phase beside those: the update of one of its steps, which the plan's iteration then is"""
+GENERATING = ("rollout", "experience")
+"""Phases in which the servers generate with rollout.max_staleness > 0, when nobody may wait for them"""
+NUM_ITERATIONS, NUM_GROUPS = 4, 8
 OVERRIDES = (
     "algo=vapo",
     "model=tiny",
     "algo.value_pretrain.steps=3",
-    "train.num_iterations=4",
-    "train.eval_every=4",
+    f"train.prompts_per_iteration={NUM_GROUPS}",
+    "train.responses_per_prompt=8",
+    "train.samples_per_minibatch=32",
+    f"train.num_iterations={NUM_ITERATIONS}",
+    f"train.eval_every={NUM_ITERATIONS}",
     "checkpoint.save_every=2",
     "logger.save_rollouts=true",
     "logger.tensorboard=false",
 )
-MEASURED = ("time/", "sync/seconds", "sync/verify_share")
-"""Beginnings of the metrics that clocks decide"""
 RUN_DEADLINE_S = 600.0
 PHASE_DEADLINE_S = 300.0
 FIND_DEADLINE_S = 2.0
@@ -78,10 +83,11 @@ class Outcome:
     recovered_by: str
     iterations_repeated: int
     rollouts_kept: int
-    """of the iterations that were repeated: found in the journal"""
+    """of the iterations that were repeated: found in the journal, with rollout.max_staleness > 0 by the group"""
     seconds: float
     problem: str | None
-    """None: weights, metrics and rollouts are those of the run that nobody touched"""
+    """None: weights, metrics and rollouts are those of the run that nobody touched; with rollout.max_staleness > 0:
+    what tools/fault_checks.py looks for is as it must be"""
 
 
 def list_plans(num_kills: int, num_iterations: int, every: int, seed: int) -> list[Plan]:
@@ -127,22 +133,24 @@ def _find_child(run_dir: Path, process: str, driver: int) -> psutil.Process | No
     return None
 
 
-def wait_for_phase(run: subprocess.Popen[bytes], run_dir: Path, plan: Plan) -> None:
+def wait_for_phase(run: subprocess.Popen[bytes], run_dir: Path, plan: Plan, max_staleness: int = 0) -> None:
     """Return once the run is in the planned phase of the planned iteration."""
+    generates = plan.phase == "generation" and max_staleness > 0
+    phases = GENERATING if generates else (PHASES.get(plan.phase),)
     end = time.monotonic() + PHASE_DEADLINE_S
     while time.monotonic() < end:
         if run.poll() is not None:
             raise RuntimeError(f"the run ended with {run.returncode} before {plan.phase} of iteration {plan.iteration}")
-        if _is_in(run_dir, plan):
+        if _is_in(run_dir, plan, phases):
             return
         time.sleep(0.002)
     raise RuntimeError(f"{plan.phase} of iteration {plan.iteration} was not seen within {PHASE_DEADLINE_S:g} s")
 
 
-def _is_in(run_dir: Path, plan: Plan) -> bool:
+def _is_in(run_dir: Path, plan: Plan, phases: tuple[str | None, ...]) -> bool:
     status = load_status(run_dir / STATUS)
     if plan.phase != PRETRAINING:
-        return bool(status and status["iteration"] == plan.iteration and status["phase"] == PHASES[plan.phase])
+        return bool(status and status["iteration"] == plan.iteration and status["phase"] in phases)
     curve = run_dir / PRETRAINING_CURVE
     num_done = len(curve.read_bytes().splitlines()) if curve.is_file() else 0
     return bool(status and status["phase"] == PHASES["update"] and num_done == plan.iteration - 1)
@@ -154,9 +162,9 @@ def describe(status: dict[str, Any]) -> str:
     return f"{names.get(phase, phase) or 'between phases'} of {status['iteration']}"
 
 
-def kill(run: subprocess.Popen[bytes], run_dir: Path, plan: Plan, usual_s: float) -> str:
+def kill(run: subprocess.Popen[bytes], run_dir: Path, plan: Plan, usual_s: float, max_staleness: int) -> str:
     """Kill as planned; where the run was then."""
-    wait_for_phase(run, run_dir, plan)
+    wait_for_phase(run, run_dir, plan, max_staleness)
     time.sleep(plan.delay * usual_s)
     victim = find_process(run_dir, plan.process, run.pid)
     status = load_status(run_dir / STATUS)
@@ -181,15 +189,17 @@ def strike(plan: Plan, out: Path, reference: dict[str, Any], overrides: list[str
     log.unlink(missing_ok=True)
     started = time.monotonic()
     run = start(run_dir, log, *overrides, f"hydra.run.dir={run_dir}")
-    hit, problem, kept = "", None, []
+    hit, problem, kept, complete = "", None, [], {}
     try:
-        hit = kill(run, run_dir, plan, reference["seconds"][plan.phase])
+        hit = kill(run, run_dir, plan, reference["seconds"][plan.phase], find_staleness(overrides))
+        complete = list_complete(run_dir)
         kept = [int(path.name.split("-")[1]) for path in (run_dir / "journal").glob("iteration-*.jsonl")]
+        kept += [1 + place // NUM_GROUPS for place in complete]
         code = wait_end(run)
         if plan.process == "driver":
             end_left_over(run_dir)
             code = wait_end(start(run_dir, log, f"resume={run_dir}"))
-        problem = f"exit status {code}" if code else compare(run_dir, reference)
+        problem = f"exit status {code}" if code else compare(run_dir, reference, complete)
     except (RuntimeError, psutil.Error) as error:
         run.kill()
         problem = str(error)
@@ -239,29 +249,20 @@ def _writes_to(process: psutil.Process, run_dir: Path) -> bool:
         return False
 
 
-def summarize(run_dir: Path) -> dict[str, Any]:
-    """What two equal runs have in common."""
-    lines = load_metrics(run_dir / METRICS)
-    return {
-        "weights": {role: hash_file(run_dir / role / "model.safetensors") for role in ("policy", "critic")},
-        "rollouts": hash_file(run_dir / "rollouts.jsonl"),
-        "metrics": drop_measured(lines),
-        PRETRAINING: drop_measured(load_metrics(run_dir / PRETRAINING_CURVE)),
-    }
-
-
-def drop_measured(lines: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{k: v for k, v in line.items() if not k.startswith(MEASURED)} for line in lines]
-
-
-def hash_file(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def compare(run_dir: Path, reference: dict[str, Any]) -> str | None:
+def compare(run_dir: Path, reference: dict[str, Any], complete: Mapping[int, int] | None = None) -> str | None:
+    """What is other than it must be. complete: `list_complete` at the kill."""
+    if max_staleness := find_staleness(reference["overrides"]):
+        sizes = {"num_iterations": NUM_ITERATIONS, "num_groups": NUM_GROUPS, "max_staleness": max_staleness}
+        return find_problem(run_dir, **sizes, complete=complete or {})
     found = json.loads(json.dumps(summarize(run_dir)))
     wrong = [name for name in ("weights", "rollouts", "metrics", PRETRAINING) if found[name] != reference[name]]
     return f"other {', '.join(wrong)} than the run that nobody touched" if wrong else None
+
+
+def find_staleness(overrides: Sequence[str]) -> int:
+    """rollout.max_staleness of runs with these overrides."""
+    found = [text.split("=")[1] for text in overrides if text.startswith("rollout.max_staleness=")]
+    return int(found[-1]) if found else 0
 
 
 def load_reference(out: Path, overrides: list[str]) -> dict[str, Any]:
@@ -307,16 +308,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("runs/faults"))
+    parser.add_argument("--max-staleness", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="default: runs/faults, or runs/faults-staleness-N")
     parser.add_argument("overrides", nargs="*", help="of the runs, after those that make them small")
     args = parser.parse_args()
-    out = args.out.resolve()
+    stale = args.max_staleness
+    out = (args.out or Path(f"runs/faults-staleness-{stale}" if stale else "runs/faults")).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    overrides = [*OVERRIDES, *args.overrides]
+    ahead = [f"rollout.max_staleness={stale}", "algo.mismatch.correction=tis"] if stale else []
+    overrides = [*OVERRIDES, *ahead, *args.overrides]
     reference = load_reference(out, overrides)
     results = out / "results.jsonl"
     done = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
-    for plan in list_plans(args.kills, num_iterations=4, every=2, seed=args.seed)[len(done) :]:
+    for plan in list_plans(args.kills, num_iterations=NUM_ITERATIONS, every=2, seed=args.seed)[len(done) :]:
         outcome = asdict(strike(plan, out, reference, overrides))
         done.append(outcome)
         with results.open("a") as file:

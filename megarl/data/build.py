@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.config.errors import ConfigError
 from megarl.config.schema.data import (
     AdditionDataConfig,
+    CalculatorDataConfig,
     DataConfig,
     GuessDataConfig,
     HuggingFaceDataConfig,
@@ -24,7 +25,7 @@ from megarl.data.hub import HuggingFaceSource
 from megarl.data.problem import Problem, Source
 from megarl.data.reasoning import ReasoningGymSource
 from megarl.data.render import Renderer
-from megarl.data.tasks import AdditionSource, GuessSource, LetterCountSource
+from megarl.data.tasks import AdditionSource, CalculatorSource, GuessSource, LetterCountSource
 from megarl.data.verifiers import VerifiersSource
 from megarl.toolbox.prompt import ToolPrompt
 from megarl.types import Prompt
@@ -37,6 +38,7 @@ MOST_HELDOUT_BY_DEFAULT = 256
 SOURCES: Mapping[type[DataConfig], Callable[[Any], Source]] = {
     LetterCountDataConfig: LetterCountSource,
     AdditionDataConfig: AdditionSource,
+    CalculatorDataConfig: CalculatorSource,
     GuessDataConfig: GuessSource,
     ReasoningGymDataConfig: ReasoningGymSource,
     JsonlDataConfig: JsonlSource,

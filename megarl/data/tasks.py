@@ -4,8 +4,11 @@ import itertools
 import random
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.data import AdditionDataConfig, GuessDataConfig, LetterCountDataConfig
+from megarl.config.schema.data import AdditionDataConfig, CalculatorDataConfig, GuessDataConfig, LetterCountDataConfig
 from megarl.data.problem import Problem, ProblemSplits, ask
+from megarl.types import Message
+
+PLACEHOLDER = "{question}"
 
 
 class LetterCountSource:
@@ -103,6 +106,55 @@ class GuessSource:
             raise ConfigError([f"data.max_number: found {last}; it must be 2 or more"])
         problems = [ask(f"1-{last}", str(number)) for number in range(1, last + 1)]
         return ProblemSplits(problems, problems, shares_questions=True)
+
+
+class CalculatorSource:
+    """`347 * 892` with answer `309524`, after worked examples; a held-out product is not in training."""
+
+    EXAMPLES = ((123, 456), (705, 318), (59, 64), (8, 2071))
+
+    def __init__(self, config: CalculatorDataConfig):
+        self.config = config
+
+    def load(self, seed: int) -> ProblemSplits:
+        """`num_train` and `num_heldout` different products. Raises ConfigError."""
+        config = self.config
+        num_heldout = 256 if config.num_heldout is None else config.num_heldout
+        low, high = 10 ** (config.digits - 1), 10**config.digits
+        most = (high - low) * (high - low + 1) // 2
+        problems = []
+        if not 0 <= config.num_examples <= len(self.EXAMPLES):
+            problems.append(
+                f"data.num_examples: found {config.num_examples}; it must be between 0 and {len(self.EXAMPLES)}"
+            )
+        if PLACEHOLDER not in config.example_call:
+            problems.append(f"data.example_call: found {config.example_call!r}; it must contain {PLACEHOLDER}")
+        if num_heldout < 1:
+            problems.append(f"data.num_heldout: found {num_heldout}; it must be 1 or more")
+        if not 1 <= config.num_train <= most // 2 - num_heldout:
+            problems.append(
+                f"data.num_train: found {config.num_train}; it must be between 1 and {most // 2 - num_heldout}, half of"
+                f" the products of two numbers of {config.digits} digits without the {num_heldout} held-out ones"
+            )
+        if problems:
+            raise ConfigError(problems)
+        generator = random.Random(f"calculator/{seed}")
+        pairs: dict[tuple[int, int], None] = {}
+        while len(pairs) < config.num_train + num_heldout:
+            a, b = generator.randrange(low, high), generator.randrange(low, high)
+            if (b, a) not in pairs:
+                pairs[a, b] = None
+        found = [self._ask(a, b) for a, b in pairs]
+        return ProblemSplits(found[num_heldout:], found[:num_heldout])
+
+    def _ask(self, a: int, b: int) -> Problem:
+        messages = []
+        for left, right in self.EXAMPLES[: self.config.num_examples]:
+            question, answer = f"{left} * {right}", str(left * right)
+            call = self.config.example_call.replace(PLACEHOLDER, question)
+            messages += [Message("user", question), Message("assistant", call)]
+            messages += [Message("user", answer), Message("assistant", answer)]
+        return Problem((*messages, Message("user", f"{a} * {b}")), str(a * b))
 
 
 def _check_num_heldout(found: int, num_problems: int, what: str) -> None:

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import httpx
 
 from megarl.environment.interface import Action, Environment, EpisodeSetting, Observation, Step
+from megarl.environment.tools import FindCalls, FoundCalls
+from megarl.toolbox.prompt import ToolPrompt
 from megarl.types import FinishReason, Message
 from megarl.verifiers_package import METADATA, TRAIN, load_verifiers_environment, raised_by_rewards, read_text
 
@@ -28,10 +30,20 @@ OVERLONG = "the maximum context length is reached"
 class VerifiersEnvironment(Environment):
     """One episode. Its rubric's reward is that of the last turn; details are the rubric's metrics."""
 
-    def __init__(self, id: str, args: Mapping[str, Any]):
-        """Raises ConfigError naming environment.id or environment.args."""
+    def __init__(
+        self,
+        id: str,
+        args: Mapping[str, Any],
+        prompt: ToolPrompt | None = None,
+        find_calls: FindCalls | None = None,
+    ):
+        """prompt, find_calls: how tools' results are given to the policy, and its calls read; None without tools.
+
+        Raises ConfigError naming environment.id or environment.args.
+        """
         self._env = load_verifiers_environment(id, args)
-        self._policy = _Policy()
+        self._prompt = prompt
+        self._policy = _Policy(find_calls)
         self._known: Messages = []
         """The conversation as the policy has read and written it"""
         self._episode: asyncio.Task[dict[str, Any]] | None = None
@@ -54,13 +66,18 @@ class VerifiersEnvironment(Environment):
         if asked[: start - 1] != self._known or len(asked) <= start or asked[start - 1]["role"] != "assistant":
             raise RuntimeError("the environment has rewritten the conversation; megarl continues it token by token")
         self._known = asked
-        return Step(_to_messages(asked[start:]))
+        return Step(self._render(asked[start:]))
 
     async def cut(self) -> Step:  # type: ignore[override]
         """End the episode. Its reward is that of what has been said."""
         state = await _run(self._end())
         details = {name: float(value) for name, value in (state["metrics"] or {}).items()}
         return Step(reward=float(state["reward"]), done=True, details=details)
+
+    def _render(self, messages: Messages) -> Observation:
+        if self._prompt is None or any(message["role"] != "tool" for message in messages):
+            return _to_messages(messages)
+        return self._prompt.answer([read_text(message) for message in messages])
 
     async def close(self) -> None:  # type: ignore[override]
         await _run(self._cancel())
@@ -123,7 +140,8 @@ class VerifiersEnvironment(Environment):
 class _Policy:
     """What `verifiers` takes for a client of OpenAI's: each completion that it asks for is the policy's next action."""
 
-    def __init__(self) -> None:
+    def __init__(self, find_calls: FindCalls | None) -> None:
+        self._find_calls = find_calls
         self.asked: asyncio.Queue[Messages] = asyncio.Queue()
         self.answers: asyncio.Queue[Action | None] = asyncio.Queue()
         """None: there is none, as the episode has reached a limit"""
@@ -138,14 +156,20 @@ class _Policy:
         if action is None:
             request = httpx.Request("POST", "http://policy")
             raise BadRequestError(OVERLONG, response=httpx.Response(400, text=OVERLONG, request=request), body=None)
-        return _to_completion(action)
+        found = None if self._find_calls is None else await asyncio.to_thread(self._find_calls, action.raw_text)
+        return _to_completion(action, found)
 
 
-def _to_completion(action: Action) -> Any:
+def _to_completion(action: Action, found: FoundCalls | None) -> Any:
     from openai.types.chat import ChatCompletion
 
     # An answer without any text is taken for a server's fault and not for the policy's.
-    message = {"role": "assistant", "content": action.text or " "}
+    message: dict[str, Any] = {"role": "assistant", "content": action.text or " "}
+    if found is not None and found.calls:
+        message["tool_calls"] = [
+            {"id": f"call-{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for number, (name, arguments) in enumerate(found.calls)
+        ]
     reason = "length" if action.finish_reason is FinishReason.length else "stop"
     choice = {"index": 0, "message": message, "finish_reason": reason}
     fields = {"id": f"turn-{action.turn}", "object": "chat.completion", "created": 0, "model": "policy"}

@@ -16,7 +16,7 @@ class FormatVerifier:
 
     path = "megarl.reward.served_scorers:build_pattern_searcher"
     key = "reward.pattern"
-    show_output = False
+    is_users = False
 
     def __init__(self, config: FormatRewardConfig):
         """Raises ConfigError for a pattern that is none."""

@@ -40,7 +40,7 @@ class FunctionVerifier:
 
     path = f"{serve_function.__module__}:{serve_function.__name__}"
     key = "reward.path"
-    show_output = True
+    is_users = True
 
     def __init__(self, config: FunctionRewardConfig):
         self.options = {"path": config.path}

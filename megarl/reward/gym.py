@@ -19,7 +19,7 @@ class ReasoningGymVerifier:
 
     path = "megarl.reward.served_scorers:build_reasoning_gym_scorer"
     key = "reward"
-    show_output = False
+    is_users = False
 
     def __init__(self, config: ReasoningGymRewardConfig):
         """Raises ConfigError for values out of range, or without reasoning-gym."""

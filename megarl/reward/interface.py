@@ -46,7 +46,8 @@ class ProcessVerifier(Protocol):
     """The configuration key to name where the function cannot be loaded"""
     timeout_s: float
     memory_gb: float
-    show_output: bool
+    is_users: bool
+    """Whether it is the user's own code, which may print, start processes, and use files and the network"""
 
     def ask(self, prompt: Prompt, response: Response) -> dict[str, Any]:
         """The keywords of the call, JSON. Raises ValueError where the prompt cannot be read."""

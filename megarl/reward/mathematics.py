@@ -20,7 +20,7 @@ class MathVerifier:
 
     path = "megarl.reward.served_scorers:build_math_scorer"
     key = "reward"
-    show_output = False
+    is_users = False
 
     def __init__(self, config: MathRewardConfig):
         """Raises ConfigError without math-verify."""

@@ -88,7 +88,7 @@ class NumericPatternVerifier:
 
     path = "megarl.reward.served_scorers:build_pattern_searcher"
     key = "reward.pattern"
-    show_output = False
+    is_users = False
 
     def __init__(self, config: NumericRewardConfig):
         """Raises ConfigError for a pattern that is none."""

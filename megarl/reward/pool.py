@@ -37,7 +37,8 @@ class ProcessReward:
             options=verifier.options,
             timeout_s=verifier.timeout_s,
             memory_gb=verifier.memory_gb,
-            show_output=verifier.show_output,
+            show_output=verifier.is_users,
+            sealed=not verifier.is_users,
         )
 
     def start(self) -> None:

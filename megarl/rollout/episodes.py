@@ -5,7 +5,8 @@ import contextlib
 import inspect
 import math
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,7 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.config.schema.environment import MultiTurnEnvironmentConfig, ToolsEnvironmentConfig
+from megarl.config.errors import ConfigError
+from megarl.config.schema.environment import (
+    MultiTurnEnvironmentConfig,
+    ToolsEnvironmentConfig,
+    VerifiersEnvironmentConfig,
+)
 from megarl.config.schema.root import Config
 from megarl.data.render import Renderer
 from megarl.environment.build import EnvironmentFactory, build_environment
@@ -46,11 +52,13 @@ def build_conversation(config: Config, tokenizer: "PreTrainedTokenizerBase") -> 
 
     Raises ConfigError naming environment.KEY or data.KEY.
     """
-    if isinstance(config.environment, ToolsEnvironmentConfig):
-        tools = build_tools(config.environment, config.data, tokenizer)
-        encoder = ObservationEncoder(Renderer(config.data, tokenizer, tools.prompt))
-        return Conversation(tools.make_environment, config.environment, encoder)
-    found = build_environment(config.environment)
+    environment = config.environment
+    if isinstance(environment, ToolsEnvironmentConfig | VerifiersEnvironmentConfig):
+        tools = build_tools(environment, config.data, tokenizer)
+        if tools is not None:
+            encoder = ObservationEncoder(Renderer(config.data, tokenizer, tools.prompt))
+            return Conversation(tools.make_environment, environment, encoder)
+    found = build_environment(environment)
     if found is None:
         return None
     limits, make = found
@@ -174,6 +182,39 @@ class EpisodeRunner:
                 reason = f"{what} took longer than environment.step_deadline_s={deadline_s:g} s"
                 raise EnvironmentFailure(reason) from error
             raise EnvironmentFailure(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+class _Begun(Exception):
+    """Ends an episode before its first turn."""
+
+
+def check_conversation(conversation: Conversation | None, prompts: Iterable[Prompt]) -> None:
+    """Begin an episode with each prompt, which shows whether the environment can read the data.
+
+    Meant for the first prompt of each split, before anything is started; not from a coroutine. Raises ConfigError
+    naming environment=... and data=... where an episode cannot begin.
+    """
+    if conversation is None:
+        return
+
+    async def send(turn: TurnRequest) -> Response:
+        raise _Begun
+
+    async def begin(prompt: Prompt) -> str | None:
+        try:
+            episode = await EpisodeRunner(1, conversation).run(EpisodeRequest(prompt, None, 0, 1.0, 0), send)
+        except _Begun:
+            return None
+        return episode.failure
+
+    # A thread of its own: the caller's may have an event loop that runs, as in a notebook.
+    with ThreadPoolExecutor(1) as thread:
+        for prompt in prompts:
+            failure = thread.submit(asyncio.run, begin(prompt)).result()
+            if failure is not None:
+                raise ConfigError(
+                    [f"environment=... with data=...: an episode with a first prompt cannot begin: {failure}"]
+                )
 
 
 def _build_turn(request: EpisodeRequest, token_ids: NDArray[np.int32], limit: int, number: int) -> TurnRequest:

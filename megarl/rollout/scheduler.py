@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from megarl.data.sampler import PromptSampler
+from megarl.rollout.collector import check_published
 from megarl.rollout.dynamic_sampling import Group
 from megarl.rollout.journal import Journal
 from megarl.types import Prompt
@@ -16,20 +17,21 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class GroupState:
-    """Which groups have been taken. Groups are numbered from 0 as their prompts are drawn, and in the order in which
-    they are complete."""
+    """Which groups have been taken. A group has a number, from 0 in the order of the prompts, and once it is complete
+    a place, from 0 in the order in which groups are complete.
+    """
 
     first: int = 0
     """Number of the oldest group that has not been taken"""
     taken: tuple[int, ...] = ()
     """Numbers of the groups beyond it that have been"""
     next_place: int = 0
-    """Place of the next group to be taken in the order in which groups are complete"""
+    """Place of the next group to be taken"""
 
 
 @dataclass(frozen=True)
 class CompleteGroup:
-    """A scored group, whose samples have its number, and its place in the order in which groups are complete."""
+    """A scored group, whose samples have its number."""
 
     place: int
     number: int
@@ -256,6 +258,7 @@ class GroupScheduler:
                 return
         try:
             samples = _number(future.result(), number)
+            check_published(samples)
         except Exception as error:  # CancelledError too: the engine's calls were cancelled.
             self._fail(error, number)
             return

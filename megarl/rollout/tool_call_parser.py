@@ -49,8 +49,9 @@ def load_parser(
         num_malformed = 0
         if text and found.has_tool_call(text):
             parsed = found.parse_non_stream(text)[1]
-            calls = [[str(call.name), call.parameters] for call in parsed]
-            num_malformed = max(0, count_markers(text, found.detector.bot_token) - len(calls))
+            calls = [[call.name, call.parameters] for call in parsed if call.name]
+            num_begun = max(len(parsed), count_markers(text, found.detector.bot_token))
+            num_malformed = num_begun - len(calls)
         return {"parser": name, "calls": calls, "num_malformed": num_malformed}
 
     return read

@@ -1,4 +1,4 @@
-"""environment=tools with SGLang's parser of tool calls, which runs in a process of its own."""
+"""Environments with tools, and SGLang's parser of tool calls, which runs in a process of its own."""
 
 import functools
 import json
@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.data import DataConfig
-from megarl.config.schema.environment import ToolsEnvironmentConfig
+from megarl.config.schema.environment import ToolsEnvironmentConfig, VerifiersEnvironmentConfig
+from megarl.environment.interface import Environment
 from megarl.environment.tools import FoundCalls, ToolsEnvironment
+from megarl.environment.verifiers import VerifiersEnvironment
 from megarl.sandbox.function_process import CallError, FunctionProcess, StartError
 from megarl.toolbox.prompt import ToolPrompt, build_tool_prompt
 from megarl.toolbox.toolbox import Toolbox
@@ -76,12 +78,20 @@ class Tools:
     """The tools of a run: how the prompts describe them, and what answers their calls."""
 
     prompt: ToolPrompt
-    make_environment: Callable[[], ToolsEnvironment]
+    make_environment: Callable[[], Environment]
 
 
-def build_tools(config: ToolsEnvironmentConfig, data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> Tools:
-    """Starts the processes. Raises ConfigError naming environment.tools or environment.parser."""
+def build_tools(
+    config: ToolsEnvironmentConfig | VerifiersEnvironmentConfig, data: DataConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> Tools | None:
+    """None where the environment has none. Starts the processes.
+
+    Raises ConfigError naming environment.tools, environment.id or environment.parser.
+    """
     prompt = build_tool_prompt(config, data, tokenizer)
-    assert prompt is not None
+    if prompt is None:
+        return None
     reader = ToolCallReader(prompt, config.parser, tokenizer)
+    if isinstance(config, VerifiersEnvironmentConfig):
+        return Tools(prompt, partial(VerifiersEnvironment, config.id, config.args, prompt, reader.find_calls))
     return Tools(prompt, partial(ToolsEnvironment, config, Toolbox(config), prompt, reader.find_calls))

@@ -37,7 +37,7 @@ from megarl.reward.build import reads_answers
 from megarl.reward.scorer import Scorer, build_scorer
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
-from megarl.rollout.episodes import Conversation, EpisodeRunner, build_conversation
+from megarl.rollout.episodes import Conversation, EpisodeRunner, build_conversation, check_conversation
 from megarl.rollout.server import build_command
 from megarl.run.recovery import Recovery
 from megarl.toolbox.prompt import build_tool_prompt
@@ -156,13 +156,15 @@ def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase") -
     )
     with contextlib.closing(build_scorer(config.reward)) as scorer:
         scorer.check(prompts[:1])
+    conversation = build_conversation(config, tokenizer)
+    check_conversation(conversation, prompts[:1])
     return EvaluationSet(
         name,
         prompts,
         partial(build_scorer, config.reward),
         reads_answers(config.reward),
         config.rollout.response_length,
-        build_conversation(config, tokenizer),
+        conversation,
         config.reward.max_failed_frac,
     )
 

@@ -18,7 +18,7 @@ from megarl.mcore.role_fields import ROLE_KEYS, check_role_fields
 from megarl.mcore.weights.hf_critic import check_critic_checkpoint
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.reward.scorer import build_scorer
-from megarl.rollout.episodes import Conversation, build_conversation
+from megarl.rollout.episodes import Conversation, build_conversation, check_conversation
 from megarl.rollout.rollout_file import Limits, SavedRollouts, check_rollouts
 from megarl.rollout.server import build_command
 from megarl.sync.probe import build_probe_tokens
@@ -73,6 +73,7 @@ def load_inputs(config: Config) -> Inputs:
     with contextlib.closing(build_scorer(config.reward)) as scorer:
         scorer.check((data.train[0], data.heldout[0]), config.reward.wrong)
     conversation = build_conversation(config, tokenizer)
+    check_conversation(conversation, (data.train[0], data.heldout[0]))
     length = min(PROBE_LENGTH, architecture.max_length)
     probe = build_probe_tokens(data.heldout, architecture.vocab_size, length)
     saved = load_saved_rollouts(config, models)

@@ -28,6 +28,7 @@ MAY_CHANGE = (
     *("rollout.max_running_requests", "rollout.num_threads", "rollout.offload", "rollout.max_server_restarts"),
     *("rollout.startup_deadline_s", "rollout.request_deadline_s", "rollout.sync_deadline_s"),
     "rollout.max_probe_logprob_gap",
+    *("reward.num_workers", "reward.url", "reward.api_key_env", "reward.max_retries", "reward.max_concurrency"),
 )
 """The keys that may change when a run is resumed: how long it trains, on which processes it computes, when it is
 evaluated, judged and given up, what is saved and shown. A name that ends in a dot stands for all keys below it."""

@@ -99,7 +99,7 @@ def become_nobody() -> None:
         os.setresuid(INSIDE_ID, INSIDE_ID, INSIDE_ID)
 
 
-def allow_files(readable: Sequence[str], writable: str) -> None:
+def allow_files(readable: Sequence[str], writable: str | None) -> None:
     """Landlock: nothing but `readable`, the devices and the folder `writable`; no TCP, no signals to others."""
     abi = _LIBRARY.syscall(_LANDLOCK_CREATE, 0, 0, 1)
     _check(abi)
@@ -110,7 +110,9 @@ def allow_files(readable: Sequence[str], writable: str) -> None:
     attributes = struct.pack("=QQQ", everything, network, scopes)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
     rules = _LIBRARY.syscall(_LANDLOCK_CREATE, attributes, len(attributes), 0)
     _check(rules)
-    allowed = {**dict.fromkeys(readable, read), **dict.fromkeys(DEVICES, everything), writable: everything}
+    allowed = {**dict.fromkeys(readable, read), **dict.fromkeys(DEVICES, everything)}
+    if writable is not None:
+        allowed[writable] = everything
     for path, access in allowed.items():
         with contextlib.suppress(FileNotFoundError):
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)

@@ -69,11 +69,20 @@ class FunctionProcess:
         memory_gb: float,
         options: Mapping[str, Any] | None = None,
         show_output: bool = False,
+        sealed: bool = False,
     ):
         """path: the function, as package.module:function. options, JSON: where given, `path` is called once with them
         as keywords and returns the function. memory_gb: address space in GiB beyond what the process has after loading.
-        show_output: what the function prints goes to this process's standard error; else it is dropped."""
-        self._task = {"path": path, "options": options, "timeout_s": timeout_s, "memory_bytes": int(memory_gb * GIB)}
+        show_output: what the function prints goes to this process's standard error; else it is dropped. sealed: after
+        loading, the function can only read Python's own folders, as far as the kernel grants it: no other files, no
+        network, no processes."""
+        self._task = {
+            "path": path,
+            "options": options,
+            "timeout_s": timeout_s,
+            "memory_bytes": int(memory_gb * GIB),
+            "sealed": sealed,
+        }
         self._path, self._timeout_s, self._memory_gb, self._show_output = path, timeout_s, memory_gb, show_output
         self._lock = threading.Lock()
         self._closed = False

@@ -5,7 +5,7 @@ ends or its parent does.
 """
 
 import asyncio
-import importlib
+import contextlib
 import inspect
 import json
 import os
@@ -17,7 +17,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from megarl.config.errors import ConfigError
+from megarl.config.user_code import load_named
+from megarl.sandbox import confinement, seccomp
 from megarl.sandbox.function_process import OUT_OF_MEMORY
+from megarl.sandbox.program import ROOT, list_readable
 
 
 def load_callable(path: str) -> Callable[..., Any]:
@@ -25,24 +29,13 @@ def load_callable(path: str) -> Callable[..., Any]:
 
     Raises ValueError saying what was found and why it cannot be called.
     """
-    module_name, _, name = path.partition(":")
-    if not module_name or not name:
-        raise ValueError(f"found {path!r}; it must be package.module:callable")
     try:
-        target: Any = importlib.import_module(module_name)
-    except Exception as error:  # A user's module can fail in any way while it is imported.
-        raise ValueError(
-            f"found {path!r}; importing {module_name} failed with {describe(error)}"
-            " (the module must be installed or its folder be on PYTHONPATH)"
-        ) from error
-    for part in name.split("."):
-        if not hasattr(target, part):
-            raise ValueError(f"found {path!r}; {module_name} has no {name}")
-        target = getattr(target, part)
+        target = load_named("path", path)
+    except ConfigError as error:
+        raise ValueError(error.problems[0].removeprefix("path: ")) from error
     if not callable(target):
         raise ValueError(f"found {path!r}, a {type(target).__name__}; a callable was expected")
-    function: Callable[..., Any] = target
-    return function
+    return target
 
 
 def describe(error: BaseException) -> str:
@@ -58,6 +51,17 @@ def limit_memory(more: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = now + more if hard == resource.RLIM_INFINITY else min(now + more, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def seal() -> None:
+    """From now on this thread reads Python's own folders and megarl's, and nothing else of the machine.
+
+    What the kernel does not grant is left out: it was said before the start (`megarl.sandbox.program.list_gaps`).
+    """
+    with contextlib.suppress(OSError):
+        confinement.allow_files([*list_readable(), str(ROOT / "megarl")], None)
+    with contextlib.suppress(OSError):
+        seccomp.refuse_calls(os.getpid(), own_files=False)
 
 
 def end_with_parent(descriptor: int) -> None:
@@ -111,6 +115,8 @@ def main() -> None:
         write({"error": describe(error)})
         return
     limit_memory(task["memory_bytes"])
+    if task["sealed"]:
+        seal()
     write({"ready": True})
     for line in questions:
         signal.setitimer(signal.ITIMER_REAL, task["timeout_s"])

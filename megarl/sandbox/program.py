@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,9 +24,9 @@ START_S = 60.0
 """Seconds beyond a program's own time for starting and ending it on a busy machine"""
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
 """What programs need of the system, to read"""
-_ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
-_LAUNCH = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from megarl.sandbox.launcher import main; main()"
+_LAUNCH = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from megarl.sandbox.launcher import main; main()"
 _RUN = (
     f"import runpy, sys; sys.path += {_PACKAGES!r}; sys.argv = ['main.py']; runpy.run_path('main.py', None, '__main__')"
 )
@@ -141,6 +142,17 @@ def list_gaps(protections: tuple[str, ...] | None = None) -> list[str]:
     if "namespaces" not in has:
         gaps.append("the size of its files is limited for each, not together (no user namespaces)")
     return gaps
+
+
+def warn_of_gaps(key: str) -> None:
+    """A RuntimeWarning where this machine does not keep programs from something; key: the setting that runs them."""
+    gaps = list_gaps()
+    if gaps:
+        warnings.warn(
+            f"{key}: programs that the policy writes run here, and not everything is kept from one: {'; '.join(gaps)}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _works(name: str) -> bool:

@@ -6,9 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.schema.data import DataConfig
-from megarl.config.schema.environment import EnvironmentConfig, ToolsEnvironmentConfig
+from megarl.config.schema.environment import (
+    EnvironmentConfig,
+    ToolsEnvironmentConfig,
+    VerifiersEnvironmentConfig,
+)
 from megarl.toolbox.toolbox import describe_tool, find_tools
 from megarl.types import Message
+from megarl.verifiers_package import load_verifiers_environment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,14 +58,18 @@ class ToolPrompt:
 def build_tool_prompt(
     config: EnvironmentConfig, data: DataConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ToolPrompt | None:
-    """How the tools of this configuration are described; None without environment=tools.
+    """How the tools of this configuration are described; None where there are none.
 
-    Raises ConfigError naming environment.tools.
+    Raises ConfigError naming environment.tools, or environment.id.
     """
-    if not isinstance(config, ToolsEnvironmentConfig):
+    schemas: tuple[Mapping[str, Any], ...] = ()
+    text = None
+    if isinstance(config, ToolsEnvironmentConfig):
+        schemas, text = tuple(describe_tool(path) for path in find_tools(config.tools)), config.description
+    elif isinstance(config, VerifiersEnvironmentConfig):
+        schemas = tuple(load_verifiers_environment(config.id, config.args).oai_tools or ())
+    if not schemas:
         return None
-    schemas = tuple(describe_tool(path) for path in find_tools(config.tools))
-    text = config.description
     if text is None and not (data.chat_template and knows_tools(tokenizer)):
         text = HERMES
     if text is not None:

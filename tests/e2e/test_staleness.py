@@ -1,5 +1,6 @@
 """Weights that change under responses in flight, and a training run with generation ahead, with real servers."""
 
+import asyncio
 import threading
 import time
 from collections import Counter
@@ -76,12 +77,12 @@ def test_responses_in_flight_go_on_with_the_new_weights_and_say_so_for_each_toke
         policies[version].model.load_state_dict(trained.model.state_dict())
         # An evaluation in between is of the present weights alone.
         for (greedy,) in generate_groups(engine, prompts, num_responses=1, temperature=0.0, urgent=True):
-            assert set(greedy.weight_versions) == {version}
+            assert greedy.weight_versions.versions == (version,)
     mixed = 0
     for prompt, group in zip(prompts, found, strict=True):
         for response in group:
             got = torch.tensor(response.rollout_logprobs)
-            spans = list_spans(response.weight_versions)
+            spans = list_spans(response.weight_versions.expand().tolist())
             assert [version for version, _, _ in spans] == sorted({version for version, _, _ in spans})
             mixed += len(spans) > 1
             for version, start, end in spans:
@@ -97,16 +98,18 @@ def run_dir(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def rollouts_allowed(monkeypatch) -> threading.Semaphore:
-    """Each release lets one rollout begin."""
-    allowed = threading.Semaphore(0)
-    generate = SGLangEngine.generate
+def iterations_allowed(monkeypatch) -> list[int]:
+    """The groups of so many iterations may be sent to the server."""
+    allowed = [1]
+    generate = SGLangEngine.generate_turns
 
-    def generate_when_allowed(self, *args, **kwargs):
-        assert allowed.acquire(timeout=120), "no rollout was allowed within 120 s"
-        return generate(self, *args, **kwargs)
+    async def generate_when_allowed(self, requests, take):
+        number = int(requests[0].name.split("/")[0].removeprefix("group-"))
+        while number >= 4 * allowed[0]:
+            await asyncio.sleep(0.02)
+        await generate(self, requests, take)
 
-    monkeypatch.setattr(SGLangEngine, "generate", generate_when_allowed)
+    monkeypatch.setattr(SGLangEngine, "generate_turns", generate_when_allowed)
     return allowed
 
 
@@ -120,7 +123,7 @@ def wait_for_running_requests(url: str) -> None:
 
 
 def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_own_logprobs(
-    stale_server, tiny_checkpoint, run_dir, rollouts_allowed
+    stale_server, tiny_checkpoint, run_dir, iterations_allowed
 ):
     overrides = [
         *("rollout.max_staleness=1", "algo.mismatch.correction=tis"),
@@ -131,12 +134,11 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
     ]
     with hosts_of(stale_server, num_workers=2) as hosts, open_trainer(hosts, run_dir, overrides) as trainer:
         trainer.publish(0)
-        rollouts_allowed.release()
         num_tokens: Counter[int] = Counter()
         for iteration in range(1, 4):
             rollout, metrics = trainer.collect(iteration)
             experience, _ = trainer.build_experience(rollout)
-            versions = [v for sample in rollout.samples for v in sample.response.weight_versions]
+            versions = [v for sample in rollout.samples for v in sample.response.weight_versions.expand()]
             behind = trainer.version - torch.tensor(versions)
             assert metrics["rollout/staleness_max"] == behind.max() <= 1
             assert metrics["rollout/staleness_mean"] == pytest.approx(float(behind.double().mean()))
@@ -149,17 +151,18 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
             trainer.update(samples, iteration)
             # The weights change while the next rollout is under way, however long the update took.
             if iteration < 3:
-                rollouts_allowed.release()
+                iterations_allowed[0] += 1
                 wait_for_running_requests(stale_server.url)
             trainer.publish(trainer.version + 1)
         assert min(num_tokens[0], num_tokens[1]) > 0
         assert trainer.source.close() == 0
-    # One rollout an iteration, its prompts those of a run that waits.
+    # One rollout an iteration, its prompts those of a run that waits, whichever group was complete first.
     saved = load_rollouts(run_dir / "rollouts.jsonl")
     drawn = PromptSampler(load_inputs(trainer.config).data.train, trainer.config.seed)
-    assert [[s.prompt.id for s in rollout.samples[::16]] for rollout in saved] == [
-        [prompt.id for prompt in drawn.next_batch(4)] for _ in range(3)
-    ]
+    for iteration, rollout in enumerate(saved):
+        names = {sample.group_number: sample.prompt.id for sample in rollout.samples}
+        numbers = range(4 * iteration, 4 * (iteration + 1))
+        assert [names[number] for number in numbers] == [prompt.id for prompt in drawn.next_batch(4)]
     assert [rollout.weight_version for rollout in saved] == [0, 1, 2]
     for rollout in saved[1:]:
-        assert any(len(set(sample.response.weight_versions)) == 2 for sample in rollout.samples)
+        assert any(len(sample.response.weight_versions.versions) == 2 for sample in rollout.samples)

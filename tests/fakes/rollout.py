@@ -1,5 +1,6 @@
 """A `RolloutEngine`, its `RolloutServers` and the `WeightSync` into them, in this process."""
 
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +36,8 @@ class FakeServers:
     def __init__(self, num_servers: int, vocab_size: int):
         self.vocab_size = vocab_size
         names = [f"SGLang server {i}/{num_servers}" for i in range(num_servers)]
+        self.generating = threading.RLock()
+        """Held while a token is generated, and by a sync while the servers are paused"""
         self.all = {name: FakeServer(name, build_policy(vocab_size), lost="it was not started") for name in names}
 
     @property
@@ -109,8 +112,9 @@ class FakeEngine(OnEventLoop):
             if not any(turn.is_open for turn in turns):
                 break
             await call_in_thread(partial(self._on_token, key, number))
-            for place, server in enumerate(self._servers.all.values()):
-                _add_token(server, [turn for turn in turns if turn.is_open and turn.request.server == place])
+            with self._servers.generating:
+                for place, server in enumerate(self._servers.all.values()):
+                    _add_token(server, [turn for turn in turns if turn.is_open and turn.request.server == place])
             for index, turn in enumerate(turns):
                 if not turn.is_open and not turn.is_taken:
                     turn.is_taken = True
@@ -214,6 +218,10 @@ class FakeSync:
 
     def publish(self, version: int) -> Metrics:
         self.published.append(version)
+        with self._servers.generating:
+            return self._publish(version)
+
+    def _publish(self, version: int) -> Metrics:
         for server in self._servers.all.values():
             server.version = UNPUBLISHED
         self._watch("servers", "publish")

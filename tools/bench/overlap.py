@@ -1,39 +1,54 @@
-"""Share of the wall time in which neither the trainer nor the servers work, at rollout.max_staleness 0 and 1.
+"""How busy servers and trainer are at rollout.max_staleness 0, 1 and 2, with responses whose lengths vary by 20 times.
 
 Run: python tools/bench/overlap.py [--iterations 10] [KEY=VALUE ...]
 
-The tiny job with its real parts (Ray, Megatron-Core, SGLang), one run after the other. The trainer works while it
-computes log-probs and values or updates; the servers work while a request for responses is in flight and they are not
-paused for new weights. What is left is neither: the weight sync, scoring, and what is done between the steps. Measured
-from the second iteration to the last but one, as nothing runs ahead of the last. The ratio is iterations per second at
-1 over those at 0: above 1 where trainer and servers have devices of their own; where they share their cores, as on a
-laptop, one's work slows the other's down, and only what neither used is won.
+The tiny model with its real parts (Ray, Megatron-Core, SGLang), one run after the other. Each response has a length
+that its name decides, as often between 32 and 64 tokens as between 320 and 640; the policy's own end-of-sequence tokens
+do not end it. The trainer is busy while it computes log-probs or updates; the servers are busy while a request is in
+flight and they are not paused for new weights. Of their places (rollout.num_servers * rollout.max_running_requests)
+those are filled that have a request in flight, while the servers are not paused. Measured from the second iteration to
+the last but two, since nothing is begun that a run does not need. The ratio is the share of the time in which the
+servers are busy at staleness 2. Where trainer and servers share their cores, as on a laptop, one's work slows the
+other's down.
 """
 
 import argparse
 import contextlib
+import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megarl.config.load import load_config
+from megarl.interfaces import TurnRequest
 from megarl.report.report import build_report
+from megarl.rollout.client import SGLangClient
 from megarl.run.inputs import load_inputs
 from megarl.run.job import open_components, open_resources
 from megarl.trainer import Trainer
-from megarl.types import Metrics, Rollout
+from megarl.types import Metrics, Response, Rollout
 
 SIZES = [
     "model=tiny",
     "algo=grpo",
-    "train.responses_per_prompt=16",
+    "algo.mismatch.correction=tis",
+    "model.random.max_length=1024",
+    "rollout.response_length=640",
+    "rollout.max_running_requests=32",
+    "train.prompts_per_iteration=16",
+    "train.responses_per_prompt=8",
     "train.eval_every=1000",
     "train.num_eval_prompts=1",
+    "logger.terminal=false",
+    "checkpoint.save_every=null",
 ]
-GOAL = 1.0
+SPREAD = 20
+"""The longest response, of rollout.response_length tokens, has so many times the tokens of the shortest one."""
+GOAL = 0.95
 
 Span = tuple[float, float]
 
@@ -43,11 +58,16 @@ class Clock:
     """When who worked, in seconds of one clock."""
 
     trainer: list[Span] = field(default_factory=list)
-    generating: list[Span] = field(default_factory=list)
+    requests: list[Span] = field(default_factory=list)
+    """Of each request that is learned from"""
     paused: list[Span] = field(default_factory=list)
+    num_places: int = 0
+    """Requests that all servers run at once"""
     iterations: list[Span] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    """Response tokens of each iteration"""
+    rollouts: list[Rollout] = field(default_factory=list)
+    """Of each iteration"""
+    metrics: list[Metrics] = field(default_factory=list)
+    """The rollout's metrics of each iteration"""
 
 
 @contextlib.contextmanager
@@ -86,24 +106,68 @@ class NotingTrainer(Trainer):
 
     def collect(self, iteration: int) -> tuple[Rollout, Metrics]:
         rollout, metrics = super().collect(iteration)
-        self.clock.num_tokens.append(sum(len(sample.response.token_ids) for sample in rollout.samples))
+        self.clock.rollouts.append(rollout)
+        self.clock.metrics.append(metrics)
         return rollout, metrics
 
 
-def note_pauses(client: Any, spans: list[Span]) -> None:
-    """From the call that pauses a server to the end of the one that resumes it."""
-    pause, resume = client.pause, client.resume
-    started: list[float] = []
+def note_requests(engine: Any, spans: list[Span]) -> None:
+    """Each request, evaluations aside, from when it is sent to when its response is there."""
+    generate = engine.generate_turns
 
-    def noted_pause(*args: Any, **kwargs: Any) -> None:
-        started.append(time.perf_counter())
-        pause(*args, **kwargs)
+    async def noted(requests: Sequence[TurnRequest], take: Callable[[int, Response], None]) -> None:
+        start, left = time.perf_counter(), set(range(len(requests)))
 
-    def noted_resume(*args: Any, **kwargs: Any) -> None:
-        resume(*args, **kwargs)
-        spans.append((started.pop(), time.perf_counter()))
+        def note(index: int) -> None:
+            left.discard(index)
+            if not requests[index].urgent:
+                spans.append((start, time.perf_counter()))
 
-    client.pause, client.resume = noted_pause, noted_resume
+        def take_noting(index: int, response: Response) -> None:
+            note(index)
+            take(index, response)
+
+        try:
+            await generate(requests, take_noting)
+        finally:
+            for index in list(left):
+                note(index)
+
+    engine.generate_turns = noted
+
+
+def vary_lengths(engine: Any, longest: int) -> None:
+    """Every response ends after a number of tokens that its name decides, log-uniform from longest / SPREAD on."""
+    build = engine._build_params
+
+    def build_with_length(request: TurnRequest) -> dict[str, Any]:
+        share = SPREAD ** -random.Random(request.name).random()
+        params: dict[str, Any] = build(request)
+        return params | {"max_new_tokens": max(1, round(longest * share)), "ignore_eos": True}
+
+    engine._build_params = build_with_length
+
+
+@contextlib.contextmanager
+def noting_pauses(spans: list[Span]) -> Iterator[None]:
+    """Within the block, each pause of a server: from the call that pauses it to the end of the one that resumes it."""
+    pause, resume = SGLangClient.pause, SGLangClient.resume
+    started: dict[str, float] = {}
+
+    def noted_pause(client: SGLangClient, *args: Any, **kwargs: Any) -> None:
+        started[client.url] = time.perf_counter()
+        pause(client, *args, **kwargs)
+
+    def noted_resume(client: SGLangClient, *args: Any, **kwargs: Any) -> None:
+        resume(client, *args, **kwargs)
+        if client.url in started:
+            spans.append((started.pop(client.url), time.perf_counter()))
+
+    with (
+        unittest.mock.patch.object(SGLangClient, "pause", noted_pause),
+        unittest.mock.patch.object(SGLangClient, "resume", noted_resume),
+    ):
+        yield
 
 
 def unite(spans: list[Span]) -> list[Span]:
@@ -132,13 +196,20 @@ def measure(spans: list[Span], window: Span) -> float:
     return sum(b - a for a, b in unite([(a, b) for a, b in inside if a < b])) / (window[1] - window[0])
 
 
+def measure_filled(spans: list[Span], paused: list[Span], window: Span, num_places: int) -> float:
+    """Mean share of the places that have a request in flight, over the window without the pauses."""
+    times = subtract([window], paused)
+    ends = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
+    filled, total, num, before = 0.0, sum(b - a for a, b in times), 0, window[0]
+    for at, step in ends:
+        inside = sum(max(0.0, min(b, at) - max(a, before)) for a, b in times)
+        filled += min(num, num_places) * inside
+        num, before = num + step, max(before, at)
+    return filled / num_places / total
+
+
 def run_job(staleness: int, num_iterations: int, overrides: list[str], directory: Path) -> Clock:
-    keys = [
-        f"rollout.max_staleness={staleness}",
-        "algo.mismatch.correction=tis",
-        f"train.num_iterations={num_iterations}",
-        "logger.terminal=false",
-    ]
+    keys = [f"rollout.max_staleness={staleness}", f"train.num_iterations={num_iterations}"]
     config = load_config([*SIZES, *keys, *overrides])
     inputs = load_inputs(config)
     with (
@@ -148,44 +219,50 @@ def run_job(staleness: int, num_iterations: int, overrides: list[str], directory
     ):
         trainer = NotingTrainer(config, components)
         trainer.clock = clock = Clock()
+        clock.num_places = components.engine.num_slots
         note_calls(trainer, "build_experience", clock.trainer)
         note_calls(trainer, "update", clock.trainer)
-        note_calls(components.engine, "generate", clock.generating)
-        for client in components.engine.clients:  # type: ignore[attr-defined]
-            note_pauses(client, clock.paused)
-        trainer.run()
+        note_requests(components.engine, clock.requests)
+        vary_lengths(components.engine, config.rollout.response_length)
+        with noting_pauses(clock.paused):
+            trainer.run()
     return clock
 
 
 def describe(staleness: int, clock: Clock) -> float:
-    """Prints one run; its iterations per second."""
-    window = (clock.iterations[1][0], clock.iterations[-2][1])
-    seconds, num = window[1] - window[0], len(clock.iterations) - 2
-    servers = subtract(clock.generating, clock.paused)
-    idle = 1.0 - measure(clock.trainer + servers, window)
+    """Prints one run; the share of the time in which its servers are busy."""
+    window = (clock.iterations[1][0], clock.iterations[-3][1])
+    seconds, kept = window[1] - window[0], slice(1, -2)
+    busy = measure(subtract(clock.requests, clock.paused), window)
+    tokens = [len(sample.response) for rollout in clock.rollouts[kept] for sample in rollout.samples]
+    metrics = clock.metrics[kept]
+    oldest = max(line.get("rollout/staleness_max", 0.0) for line in metrics)
+    too_stale = sum(line.get("rollout/too_stale_frac", 0.0) for line in metrics) / len(metrics)
     print(
-        f"staleness {staleness}: neither works {idle:.2%} of {seconds:.1f} s; trainer works"
-        f" {measure(clock.trainer, window):.1%}, servers {measure(servers, window):.1%}, paused"
-        f" {measure(clock.paused, window):.2%}; {num / seconds:.3f} iterations/s,"
-        f" {sum(clock.num_tokens[1:-1]) / seconds:.0f} tokens/s",
+        f"staleness {staleness}: servers busy {busy:.1%} of {seconds:.1f} s, paused"
+        f" {measure(clock.paused, window):.1%}, their places filled"
+        f" {measure_filled(clock.requests, clock.paused, window, clock.num_places):.0%}; trainer busy"
+        f" {measure(clock.trainer, window):.1%}; {len(metrics) / seconds:.3f} iterations/s,"
+        f" {sum(tokens) / seconds:.0f} tokens/s; responses of {min(tokens)} to {max(tokens)} tokens; oldest token"
+        f" trained on {oldest:g} versions, {too_stale:.2%} of the tokens too stale",
         flush=True,
     )
-    return num / seconds
+    return busy
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=10, help="of each run, 3 or more")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of megarl, for both runs")
+    parser.add_argument("--iterations", type=int, default=10, help="of each run, 4 or more")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of megarl, for all runs")
     args = parser.parse_args()
-    if args.iterations < 3:
-        parser.error(f"--iterations: found {args.iterations}; it must be 3 or more")
-    speeds = {}
+    if args.iterations < 4:
+        parser.error(f"--iterations: found {args.iterations}; it must be 4 or more")
+    busy = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for staleness in (0, 1):
+        for staleness in (0, 1, 2):
             clock = run_job(staleness, args.iterations, args.overrides, Path(scratch) / str(staleness))
-            speeds[staleness] = describe(staleness, clock)
-    print(f"ratio: {speeds[1] / speeds[0]:.2f} goal: {GOAL:g}")
+            busy[staleness] = describe(staleness, clock)
+    print(f"ratio: {busy[2]:.3f} goal: {GOAL:g}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ PYTHON = "3.11"
 WHEEL_PLATFORM = "x86_64-manylinux_2_34"
 """SGLang's wheels are built for it (glibc 2.34: Debian 12, Ubuntu 22.04, RHEL 9)."""
 TIME_LIMIT_S = 600
-EXTRAS = ("smollm2",)
+EXTRAS = ("smollm2", "verifiers")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from megarl.config.checks.texts import check_texts
 from megarl.config.placement import find_server_offload
 from megarl.config.reward_parts import check_parts
 from megarl.config.schema.algo import LARGEST_KL_ERROR, KLConfig, OverlongConfig, needs_full_kl, needs_reference
-from megarl.config.schema.environment import SingleTurnEnvironmentConfig
+from megarl.config.schema.environment import SingleTurnEnvironmentConfig, ToolsEnvironmentConfig
 from megarl.config.schema.hardware import check_hardware
 from megarl.config.schema.model import ModelSource
 from megarl.config.schema.reward import EnvironmentRewardConfig
@@ -196,6 +196,22 @@ def _check_environment(config: Config) -> Iterator[str]:
         yield (
             "reward: found environment with environment=single_turn, which gives no rewards; choose an environment that"
             " does, such as environment=guess, or another reward"
+        )
+    if isinstance(config.environment, ToolsEnvironmentConfig):
+        yield from _check_tools(config, config.environment)
+
+
+def _check_tools(config: Config, tools: ToolsEnvironmentConfig) -> Iterator[str]:
+    longest = tools.max_calls * tools.call_timeout_s
+    if longest >= tools.step_deadline_s:
+        yield (
+            f"environment.step_deadline_s: found {tools.step_deadline_s:g}; the calls of one action may take"
+            f" environment.max_calls x environment.call_timeout_s = {longest:g} s, and it must be above that"
+        )
+    if config.data.response_prefix is not None:
+        yield (
+            "data.response_prefix: found a text with environment=tools; tool calls are read in what the policy"
+            " generates, which does not have it: leave it null"
         )
 
 

@@ -74,6 +74,24 @@ class GuessDataConfig(DataConfig):
 
 
 @dataclass
+class CalculatorDataConfig(DataConfig):
+    """Products of two whole numbers, too large to be computed without a tool, after examples of how it is used."""
+
+    prompt_length: int = 128
+    """Maximum length of a prompt in tokens."""
+    num_heldout: int | None = 256
+    """Number of held-out products, none of them trained on; null: 256."""
+    num_train: int = 4096
+    """Number of products to train on."""
+    digits: int = 3
+    """Number of digits of each factor."""
+    num_examples: int = 1
+    """Number of worked examples, with a call and its result, that a prompt begins with."""
+    example_call: str = '[calculator(expression="{question}")]'
+    """The call in an example, {question} replaced; in the format that environment.parser reads."""
+
+
+@dataclass
 class ReasoningGymDataConfig(DataConfig):
     """Problems that the package reasoning-gym generates."""
 
@@ -140,6 +158,7 @@ class VerifiersDataConfig(DataConfig):
 SCHEMAS: dict[str, type[DataConfig]] = {
     "letter_count": LetterCountDataConfig,
     "addition": AdditionDataConfig,
+    "calculator": CalculatorDataConfig,
     "guess": GuessDataConfig,
     "reasoning_gym": ReasoningGymDataConfig,
     "jsonl": JsonlDataConfig,

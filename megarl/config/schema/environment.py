@@ -56,7 +56,8 @@ class GuessEnvironmentConfig(MultiTurnEnvironmentConfig):
 
 @dataclass
 class VerifiersEnvironmentConfig(MultiTurnEnvironmentConfig):
-    """An environment of the package verifiers, with data=verifiers and reward=environment."""
+    """An environment of the package verifiers, with data=verifiers and reward=environment. Tools that it has are
+    described to the policy, and their calls read, as with environment=tools."""
 
     max_turns: int = 1_000
     """Maximum number of turns beside the environment's own limit."""
@@ -64,6 +65,8 @@ class VerifiersEnvironmentConfig(MultiTurnEnvironmentConfig):
     """The environment: the name of an installed one, or package.module:callable."""
     args: dict[str, Any] = field(default_factory=dict)
     """Its arguments."""
+    parser: str | None = None
+    """SGLang's parser of tool calls, for an environment with tools; null: the one for the model's chat template."""
 
 
 @dataclass

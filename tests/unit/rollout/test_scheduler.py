@@ -222,6 +222,15 @@ def test_what_cannot_begin_is_raised_and_begun_again(error):
     assert scheduler.close(DEADLINE_S) == 0
 
 
+def test_a_group_of_a_server_without_the_trainers_weights_is_an_error_and_not_journaled(tmp_path):
+    maker, journal = GroupMaker(version=-1), Journal(tmp_path)
+    with scheduling(maker, journal) as scheduler:
+        scheduler.allow(1)
+        with pytest.raises(RuntimeError, match="a server without the trainer's weights"):
+            take_after(scheduler, maker, 1, 0)
+    assert journal.list_groups(0) == []
+
+
 def test_closing_cancels_what_is_under_way_and_counts_what_is_not_taken():
     maker = GroupMaker()
     with scheduling(maker) as scheduler:

@@ -21,6 +21,7 @@ from megarl.sandbox.function_process import (
     FunctionProcess,
     StartError,
 )
+from megarl.sandbox.program import find_protections
 
 SOURCE = """
 import asyncio, os, subprocess, sys, time
@@ -38,6 +39,14 @@ def get_pid(): return os.getpid()
 def get_bytes(): return b"bytes"
 def spawn(): return subprocess.Popen(["sleep", "600"]).pid
 def spawn_and_hang(path): open(path, "w").write(str(spawn())); time.sleep(600)
+def reach(path):
+    import socket
+    found = []
+    for act in (lambda: open(path).read(), lambda: open(path, "w"), lambda: os.fork(), lambda: socket.socket()):
+        try: act()
+        except OSError as error: found.append(type(error).__name__)
+    import json.tool
+    return found
 class Adder:
     def __init__(self, more): self.more = more
     def __call__(self, a): return a + self.more
@@ -175,6 +184,13 @@ def test_a_call_and_what_it_started_end_when_the_parent_is_killed(tmp_path, make
     parent.kill()
     parent.wait()
     wait_until_gone(int(path.read_text()))
+
+
+@pytest.mark.skipif(not {"landlock", "seccomp"} <= set(find_protections()), reason="needs Landlock and seccomp")
+def test_a_sealed_function_reaches_no_files_no_network_and_no_processes(make, tmp_path):
+    (tmp_path / "secret").write_text("hunter2")
+    refused = make("reach", sealed=True).call({"path": str(tmp_path / "secret")})
+    assert refused == ["PermissionError"] * 4
 
 
 @pytest.mark.parametrize(

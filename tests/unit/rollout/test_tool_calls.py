@@ -1,0 +1,74 @@
+"""Tool calls read by SGLang's own parsers, which one process imports for all of these tests (some seconds)."""
+
+import json
+from typing import Any
+
+import pytest
+
+from megarl.rollout.tool_call_parser import count_markers
+from megarl.sandbox.function_process import FunctionProcess
+
+CALL = '{"name": "calculator", "arguments": {"expression": "2*3"}}'
+HERMES = f"<tool_call>{CALL}</tool_call>"
+PYTHONIC = '[calculator(expression="2*3")]'
+READ = ["calculator", {"expression": "2*3"}]
+QWEN3 = (
+    "{% if tools %}<tool_call>{% endif %}{% if enable_thinking is defined and enable_thinking is false %}"
+    "<think>\n\n</think>{% endif %}"
+)
+CASES: dict[str, tuple[tuple[Any, ...], Any]] = {
+    # (parser, chat template, added tokens, text) -> (name of the parser, calls, number of malformed ones)
+    "hermes": (("hermes", None, [], f"So: {HERMES}<|im_end|>"), ("hermes", [READ], 0)),
+    "two calls": (("hermes", None, [], f"{HERMES}\n{HERMES}"), ("hermes", [READ, READ], 0)),
+    "pythonic": (("pythonic", None, [], f"{PYTHONIC}<|im_end|>"), ("pythonic", [READ], 0)),
+    "two pythonic calls": (
+        ("pythonic", None, [], '[calculator(expression="2*3"), calculator(expression="2*3")]'),
+        ("pythonic", [READ, READ], 0),
+    ),
+    "llama3": (("llama3", None, [], CALL.replace("arguments", "parameters")), ("llama3", [READ], 0)),
+    "no call": (("hermes", None, [], "The answer is 6."), ("hermes", [], 0)),
+    "nothing": (("pythonic", None, [], ""), ("pythonic", [], 0)),
+    "unknown tool": (("pythonic", None, [], "[calc(x=1)]"), ("pythonic", [["calc", {"x": 1}]], 0)),
+    "cut off": (("hermes", None, [], '<tool_call>{"name": "calcul'), ("hermes", [], 1)),
+    "no object": (("hermes", None, [], "<tool_call>3</tool_call>"), ("hermes", [], 1)),
+    "one of two": (
+        ("qwen25", None, [], f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n6}}\n</tool_call>"),
+        ("qwen25", [READ], 1),
+    ),
+    "Qwen2.5's template": ((None, "{% if tools %}<tool_call>{% endif %}", [], HERMES), ("hermes", [READ], 0)),
+    "Llama 3.1's template": ((None, "{% if m.role == 'tool' %}ipython{% endif %}", [], "{}"), ("llama3", [], 1)),
+    "Qwen3's template": (
+        (None, QWEN3, [], f"<think>{HERMES}?</think><tool_call>\n{CALL}\n</tool_call>"),
+        ("qwen", [READ], 0),
+    ),
+    "a token of Kimi K2": (
+        (None, "{{ x }}", ["<|tool_calls_section_begin|>"], "6"),
+        ("kimi_k2", [], 0),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Any]:
+    cases = [*(case for case, _ in CASES.values()), ("hermess", None, [], ""), (None, "{{ x }}", [], "")]
+    process = FunctionProcess("parser_cases:read_all", timeout_s=300.0, memory_gb=8.0)
+    found = process.call({"cases": cases})
+    process.close()
+    return dict(zip([*CASES, "wrong name", "unknown template"], found, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sglangs_parser_reads_the_calls(case: str, answers: dict[str, Any]) -> None:
+    found = answers[case]
+    calls = [[name, json.loads(arguments)] for name, arguments in found["calls"]]
+    assert (found["parser"], calls, found["num_malformed"]) == CASES[case][1]
+
+
+def test_a_parser_that_cannot_be_told_is_asked_for(answers: dict[str, Any]) -> None:
+    assert answers["wrong name"].startswith("found 'hermess'; it must be one of SGLang's parsers: ")
+    assert "found null, and the chat template does not tell it" in answers["unknown template"]
+
+
+def test_markers_count_the_calls_that_were_begun() -> None:
+    assert count_markers("<tool_call>1</tool_call> <tool_call>", "<tool_call>\n") == 2
+    assert count_markers("[f(x=1)]", "") == 1
