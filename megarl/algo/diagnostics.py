@@ -84,7 +84,7 @@ def compute_batch_metrics(experience: Experience) -> Metrics:
     (ages 0) that have a reward; where there are none, reward/failed_frac alone or nothing. Raises NonFiniteError.
 
     reward/failed_frac: share of the samples of this iteration without a reward. length/truncated_frac: of those with
-    one, cut at rollout.response_length, which limits actions and observations together.
+    one, cut at rollout.response_length, which limits actions and observations together, or environment.turn_length.
     """
     fresh = experience.ages == 0
     if not bool(fresh.any()):

@@ -37,7 +37,7 @@ class SetResult:
     mean_turns: float
     """Actions of a response; 1 without an environment"""
     truncated_frac: float
-    """Share of the responses cut at rollout.response_length"""
+    """Share of the responses cut at rollout.response_length or environment.turn_length"""
     unread_frac: float | None
     """Share of the responses without a readable answer; None where the verifier reads none"""
     failed_frac: float

@@ -55,6 +55,7 @@ def test_batch_metrics_by_hand():
         "length/min": 1.0,
         "length/max": 4.0,
         "length/truncated_frac": 0.25,
+        "reward/failed_frac": 0.0,
     }
     assert metrics == pytest.approx(expected)
 
