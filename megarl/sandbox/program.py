@@ -96,9 +96,9 @@ def run_python(
 
     It may import what is installed beside megarl, read Python's own folders and the system's libraries, write to its
     folder, and start threads but no processes; its environment is empty. files: texts of the folder, by name.
-    protections: of PROTECTIONS; None: all that this machine has. running: has the
-    program while it runs; terminate() on what is in it, from any thread, ends it. Raises SandboxError where the
-    protections cannot be had, and where it was ended so.
+    protections: of PROTECTIONS; None: all that this machine has. running: has the program while it runs; terminate() on
+    what is in it, from any thread, ends it. Raises SandboxError where the protections cannot be had, and where it was
+    ended so.
     """
     limits = limits or Limits()
     used = find_protections() if protections is None else protections
