@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import secrets
+import subprocess
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 from megarl.config.schema.reward import CodeRewardConfig
 from megarl.reward.interface import AsyncReward, RewardFailedError
 from megarl.reward.pool import choose_num_workers
-from megarl.sandbox.program import Limits, SandboxError, run_python, warn_of_gaps
+from megarl.sandbox.program import Finished, Limits, SandboxError, run_python, warn_of_gaps
 from megarl.types import Prompt, Response, Score
 
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+.-]*)[^\n]*$", re.MULTILINE)
@@ -56,6 +57,8 @@ class CodeReward(AsyncReward):
     def __init__(self, config: CodeRewardConfig):
         self._partial = config.partial
         self._limits = Limits(wall_s=config.timeout_s, memory_mb=max(1, int(config.memory_gb * 1024)))
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._closed = False
         self._threads = ThreadPoolExecutor(config.num_workers or choose_num_workers(), thread_name_prefix="code")
 
     async def score(self, prompt: Prompt, response: Response) -> Score:
@@ -86,7 +89,7 @@ class CodeReward(AsyncReward):
         """(tests passed, whether one ran out of time); each is a process of its own, compared outside of it."""
         passed, timeout = 0, False
         for given, expected in pairs:
-            done = run_python(source, stdin=given, limits=self._limits)
+            done = self._run(source, given)
             is_right = done.is_well and normalize_output(done.stdout) == normalize_output(expected)
             passed, timeout = passed + is_right, timeout or done.stopped == "time"
             if not is_right and not self._partial:
@@ -97,13 +100,21 @@ class CodeReward(AsyncReward):
         """As above, in one process: that of the response's code, which ends without a word where it calls exit()."""
         token = secrets.token_hex(16)  # So that what the code prints is not taken for a test that passed.
         stdin = json.dumps([token, asserts])
-        done = run_python(RUN_ASSERTS, stdin=stdin, files={"solution.py": source}, limits=self._limits)
+        done = self._run(RUN_ASSERTS, stdin, {"solution.py": source})
         lines = set(done.stdout.splitlines())
         return sum(f"{token} {number}" in lines for number in range(len(asserts))), done.stopped == "time"
 
+    def _run(self, source: str, stdin: str, files: Mapping[str, str] | None = None) -> Finished:
+        if self._closed:
+            raise SandboxError("the reward was closed")
+        return run_python(source, stdin=stdin, files=files, limits=self._limits, running=self._running)
+
     def close(self) -> None:
-        """What runs ends with its time limit."""
+        """End the programs that run."""
+        self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in tuple(self._running):
+            process.terminate()
 
 
 def find_code(text: str) -> str | None:

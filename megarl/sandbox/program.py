@@ -90,12 +90,15 @@ def run_python(
     limits: Limits | None = None,
     files: Mapping[str, str] | None = None,
     protections: tuple[str, ...] | None = None,
+    running: set["subprocess.Popen[bytes]"] | None = None,
 ) -> Finished:
     """Run a Python program in a folder of its own, which is removed with all that the program started.
 
     It may import what is installed beside megarl, read Python's own folders and the system's libraries, write to its
     folder, and start threads but no processes; its environment is empty. files: texts of the folder, by name.
-    protections: of PROTECTIONS; None: all that this machine has. Raises SandboxError where these cannot be had.
+    protections: of PROTECTIONS; None: all that this machine has. running: has the program while it runs; terminate() on
+    what is in it, from any thread, ends it. Raises SandboxError where the protections cannot be had, and where it was
+    ended so.
     """
     limits = limits or Limits()
     used = find_protections() if protections is None else protections
@@ -110,7 +113,7 @@ def run_python(
         "readable": list_readable(),
         "protections": used,
     }
-    return Finished(**_launch(task, limits.wall_s + START_S), limits=limits)
+    return Finished(**_launch(task, limits.wall_s + START_S, set() if running is None else running), limits=limits)
 
 
 def list_readable() -> list[str]:
@@ -163,7 +166,7 @@ def _works(name: str) -> bool:
     return done.is_well and done.stdout == "42\n"
 
 
-def _launch(task: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _launch(task: dict[str, Any], seconds: float, running: set["subprocess.Popen[bytes]"]) -> dict[str, Any]:
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", "-c", _LAUNCH],
         stdin=subprocess.PIPE,
@@ -173,11 +176,13 @@ def _launch(task: dict[str, Any], seconds: float) -> dict[str, Any]:
         env={},
         cwd="/",
     )
+    running.add(process)
     try:
         line = exchange(process, json.dumps(task).encode() + b"\n", seconds)
     except TimeoutError:
         raise SandboxError(f"the sandbox did not answer within {seconds:g} s") from None
     finally:
+        running.discard(process)
         _close(process)
     if line is None:
         raise SandboxError(f"the sandbox ended without an answer ({describe_status(process.returncode)})")

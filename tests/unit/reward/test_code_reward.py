@@ -9,6 +9,7 @@ from reward_cases import build_prompt, build_response
 from megarl.config.errors import ConfigError
 from megarl.config.schema.reward import CodeRewardConfig
 from megarl.reward.code import CodeReward, find_code, parse_tests
+from megarl.reward.interface import RewardFailedError
 from megarl.reward.scorer import build_scorer
 from megarl.types import Prompt
 
@@ -142,6 +143,20 @@ def test_programs_are_scored_side_by_side_and_keep_their_order():
 
     assert [score.reward for score in asyncio.run(run())] == [0.5, 0.5, 0.0, 0.5]
     scorer.close()
+
+
+def test_closing_ends_the_programs_that_run():
+    reward = CodeReward(CodeRewardConfig(timeout_s=600.0, num_workers=1))
+
+    async def run():
+        task = asyncio.create_task(reward.score(build_prompt(PAIRS), build_response(fence("while True: pass"))))
+        while not reward._running:
+            await asyncio.sleep(0.01)
+        reward.close()
+        with pytest.raises(RewardFailedError):
+            await asyncio.wait_for(task, 60)
+
+    asyncio.run(run())
 
 
 def test_a_sandbox_that_cannot_be_made_is_a_failure(monkeypatch):
