@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "results" / "environments.md"
 BEGIN = "<!-- begin guess: made by tools/bench/guess.py -->\n"
 END = "<!-- end guess -->"
+IMAGE = "![reward of sampled and of greedy episodes against the iteration](../../tools/bench/guess/guess.svg)"
 PRESETS = ("vapo", "grpo")
 COMMON = ("experiment=guess", "logger.terminal=false", "logger.tensorboard=false")
 NUM_EPISODES = 64
@@ -173,7 +174,7 @@ def fill_page(page: str, runs: Mapping[str, Sequence[Run]]) -> str:
     _, end, tail = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{PAGE}: the lines {BEGIN.strip()} and {END} must both be there")
-    return f"{head}{BEGIN}\n{format_table(runs)}\n{format_episodes(runs)}\n{END}{tail}"
+    return f"{head}{BEGIN}\n{IMAGE}\n\n{format_table(runs)}\n{format_episodes(runs)}\n{END}{tail}"
 
 
 def draw(runs: Mapping[str, Sequence[Run]], path: Path) -> None:

@@ -58,7 +58,7 @@ def test_each_turn_is_sent_the_tokens_before_it_that_are_learned_from():
     for turn, asked in zip(response.turns, sent, strict=True):
         before = [*episode.prompt.token_ids, *response.token_ids[: turn.start].tolist()]
         assert np.array_equal(asked.token_ids, before)
-        assert asked.max_new_tokens == CONFIG.rollout.response_length - turn.start
+        assert asked.max_new_tokens == CONFIG.environment.turn_length == 4
 
 
 def test_the_last_wrong_guess_ends_the_episode_and_not_the_limit_of_turns():
@@ -69,8 +69,8 @@ def test_the_last_wrong_guess_ends_the_episode_and_not_the_limit_of_turns():
 
 
 def test_a_number_at_the_limit_of_the_length_is_no_guess():
-    response = run(lambda answers: "-" * 23 + "7", PROMPTS[6])[0].response
-    assert (len(response), len(response.turns), response.turns[0].reward) == (24, 1, 0.0)
+    response = run(lambda answers: "--7-7", PROMPTS[6])[0].response
+    assert (len(response), len(response.turns), response.turns[0].reward) == (4, 1, 0.0)
     assert response.finish_reason is FinishReason.length
 
 
