@@ -12,6 +12,19 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
+QWEN = """
+{%- if tools %}[system]
+{%- if messages[0].role == 'system' %}{{ messages[0].content }} {% endif %}
+{%- for tool in tools %}{{ tool.function.name }}({{ tool.function.parameters.properties | join }}){% endfor %}[end]
+{%- elif messages[0].role == 'system' %}[system]{{ messages[0].content }}[end]{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}[user]{% endif %}({{ m.content }})
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}[end]{% endif %}
+{%- elif m.role != 'system' %}[{{ m.role }}]{{ m.content }}[end]{% endif %}
+{%- endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
+"""A template that describes tools and puts messages of role tool in a row into one of the user, as Qwen's does"""
+
 
 def build_char_tokenizer(*, add_bos: bool = False, unknown: bool = False) -> PreTrainedTokenizerFast:
     """One token per character of ALPHABET."""

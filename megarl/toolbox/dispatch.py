@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megarl.sandbox.function_server import load_callable
+from megarl.sandbox.program import find_protections
+from megarl.toolbox.python import python
 
 
 def load_tools(paths: Mapping[str, str], result_length: int) -> Callable[..., str]:
@@ -12,6 +14,8 @@ def load_tools(paths: Mapping[str, str], result_length: int) -> Callable[..., st
     Results are cut to `result_length` characters. Raises ValueError for a path that names no function.
     """
     functions = {name: load_callable(path) for name, path in paths.items()}
+    if functions.get("python") is python:
+        find_protections()  # Tries what the machine has, which takes a second: no call's time.
 
     def call(name: str, arguments: dict[str, Any]) -> str:
         return shorten(str(functions[name](**arguments)), result_length)

@@ -5,7 +5,7 @@ one user's message, Llama 3.1's gives each the role ipython, and SmolLM2's takes
 """
 
 import pytest
-from data_cases import build_byte_tokenizer
+from data_cases import QWEN, build_byte_tokenizer
 
 from megarl.config.schema.data import DataConfig
 from megarl.config.schema.environment import SingleTurnEnvironmentConfig, ToolsEnvironmentConfig
@@ -15,17 +15,6 @@ from megarl.rollout.encoding import ObservationEncoder
 from megarl.toolbox.prompt import ToolPrompt, build_tool_prompt
 from megarl.types import Message
 
-QWEN = """
-{%- if tools %}[system]
-{%- if messages[0].role == 'system' %}{{ messages[0].content }} {% endif %}
-{%- for tool in tools %}{{ tool.function.name }}({{ tool.function.parameters.properties | join }}){% endfor %}[end]
-{%- elif messages[0].role == 'system' %}[system]{{ messages[0].content }}[end]{% endif %}
-{%- for m in messages %}
-{%- if m.role == 'tool' %}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}[user]{% endif %}({{ m.content }})
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}[end]{% endif %}
-{%- elif m.role != 'system' %}[{{ m.role }}]{{ m.content }}[end]{% endif %}
-{%- endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
 LLAMA = """
 {%- for m in messages %}
 {%- if loop.first %}[system]{{ m.content if m.role == 'system' }}{{ tools | tojson if tools }}[end]{% endif %}
