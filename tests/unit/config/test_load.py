@@ -95,8 +95,10 @@ def test_every_algorithm_composes_with_the_laptop_models_at_256_samples_per_iter
 
 
 def test_the_open_fields_of_the_schema_are_found():
-    options = ("data.options", "environment.options")
-    assert list_open_keys() == (*options, "evaluate.paths", "model.megatron", "rollout.sglang")
+    assert list_open_keys() == (
+        *("data.args", "data.options", "environment.args", "environment.options", "evaluate.paths", "model.megatron"),
+        *("reward.parts", "reward.request", "rollout.sglang"),
+    )
 
 
 def test_keys_of_open_fields_are_set_without_a_plus_one_by_one_or_together():
