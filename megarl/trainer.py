@@ -90,8 +90,7 @@ class Trainer:
         self.source = GroupSource(
             config, components.engine, components.collector, components.sampler, self.with_servers
         )
-        self.version = 0
-        self.num_samples = 0
+        self.version = self.num_samples = 0
         self.heldout_reward = float("nan")
         self.started = time.monotonic()
         self.commit(self.get_state(0, {}))
@@ -262,8 +261,7 @@ class Trainer:
                 ref_kl=ref_kl.result() if ref_kl else None,
                 values=values.result() if values else None,
             )
-            too_stale = find_too_stale(rollout, self.config.rollout.max_staleness)
-            experience = replace(experience, too_stale=too_stale)
+            experience = replace(experience, too_stale=find_too_stale(rollout, self.config.rollout.max_staleness))
         return experience, compute_batch_metrics(experience)
 
     def build_targets(self, experience: Experience, algo: AlgoConfig) -> tuple[TrainingSamples, Metrics]:

@@ -53,13 +53,25 @@ def _load(env_id: str, args: str) -> Any:
             signal.signal(number, handler)
     if not isinstance(found, verifiers.Environment):
         raise ConfigError([f"environment.id: {env_id} gives a {type(found).__name__}, no verifiers.Environment"])
-    if found.message_type != "chat":
-        raise ConfigError([f"environment.id: {env_id} is for {found.message_type}; megarl takes those of messages"])
-    for rubric in _list_rubrics(found.rubric):
+    _prepare(env_id, found)
+    return found
+
+
+def _prepare(env_id: str, env: Any) -> None:
+    """Raises ConfigError for what megarl does not take."""
+    members = getattr(env, "envs", ())  # Of an EnvGroup
+    if env.message_type != "chat":
+        raise ConfigError([f"environment.id: {env_id} is for {env.message_type}; megarl takes those of messages"])
+    if any(member.oai_tools for member in members):
+        raise ConfigError(
+            [f"environment.id: {env_id} is a group with tools; megarl takes an environment with tools alone"]
+        )
+    for rubric in _list_rubrics(env.rubric):
         _record_errors(env_id, rubric)
     # Tokens are the rollout's own.
-    found.set_interleaved_rollouts(False)
-    return found
+    env.set_interleaved_rollouts(False)
+    for member in members:
+        _prepare(env_id, member)
 
 
 def _list_rubrics(rubric: Any) -> Iterator[Any]:

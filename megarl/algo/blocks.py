@@ -4,7 +4,9 @@ on the padding of shorter responses.
 Suffixes: B samples, T response positions, K rows of a block, R its generated tokens.
 """
 
-from collections.abc import Iterator
+import math
+import mmap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,6 +58,15 @@ class Block:
     def put(self, x_R: Tensor, out_BT: Tensor) -> None:
         """Write the generated tokens' entries of `out_BT`; the opposite of `flatten`."""
         out_BT[self.rows].numpy()[self.mask] = x_R.to(out_BT.dtype).numpy()
+
+
+def allocate_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory page by page as they are written: padding takes none."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes == 0:
+        return torch.zeros(*shape, dtype=dtype)
+    pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
 
 def count_generated(mask_BT: Tensor) -> Tensor:

@@ -49,6 +49,12 @@ class Reads:
     """which values are an error where nothing reads them, even if only a preset holds them"""
 
 
+def _get_default_dtype() -> torch.dtype:
+    import torch
+
+    return torch.get_default_dtype()
+
+
 @dataclass(frozen=True)
 class AdvantageInputs:
     """One iteration's batch, as an advantage estimator sees it."""
@@ -66,8 +72,8 @@ class AdvantageInputs:
     turn_rewards_BT: Tensor | None = None
     """float [B, T], the part of R' that stands at the last token of a turn before the last, 0 elsewhere; None where
     all of it stands at the end"""
-    dtype: torch.dtype | None = None
-    """What results of shape [B, T] are kept in: that of the log-probs. None: torch's default"""
+    dtype: torch.dtype = field(default_factory=_get_default_dtype)
+    """What results of shape [B, T] are kept in: that of the log-probs"""
 
     @property
     def returns_B(self) -> Tensor:

@@ -16,7 +16,7 @@ _CHUNK = 1 << 17
 """Entries worked on at a time: in float64 they stay in a core's cache."""
 _SMALL_CHUNK = 1 << 13
 """Up to here rows share a chunk however different their lengths are."""
-_LARGEST_RATIO = 1.5
+_LARGEST_RATIO = 2
 """Of the longest row of a larger chunk to its shortest"""
 
 

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from megarl.algo.blocks import Block, count_generated, split_blocks
+from megarl.algo.blocks import Block, allocate_zeros, count_generated, split_blocks
 from megarl.algo.declarations import AdvantageInputs, Advantages
 from megarl.algo.diagnostics import compute_mismatch_metrics
 from megarl.algo.finite import check_finite
@@ -129,7 +129,8 @@ def _compute_penalty(experience: Experience, algo: AlgoConfig, kl_coef: float) -
     if not algo.kl.in_reward and (not algo.kl.in_loss or estimator is KLEstimator.full):
         return None, {}
     total = 0.0
-    penalty = torch.zeros_like(experience.old_logprobs) if algo.kl.in_reward else None
+    dtype = experience.old_logprobs.dtype
+    penalty = allocate_zeros(experience.mask.shape, dtype) if algo.kl.in_reward else None
     for block in split_blocks(experience.mask):
         kl = compute_token_kl(experience, estimator, block)
         total += float(kl.sum())
@@ -163,7 +164,7 @@ def _finish_advantages(advantages: Tensor, mask: Tensor, algo: AlgoConfig, dtype
 
     check_finite("advantages", advantages, None if advantages.dim() == 1 else mask)
     whitening = Whitening.measure(find, mask) if algo.whiten_advantages else None
-    out = torch.zeros(mask.shape, dtype=dtype)
+    out = allocate_zeros(mask.shape, dtype)
     for block in split_blocks(mask):
         found = find(block)
         if whitening is not None:
@@ -186,7 +187,7 @@ def _compute_metrics(samples: TrainingSamples, rewards_B: Tensor, fresh_B: Tenso
     if not inside.count:
         return metrics
     return metrics | {
-        "policy/dropped_frac": float(1.0 - samples.loss_mask.sum() / mask.sum()),
+        "policy/dropped_frac": float(1.0 - count_generated(samples.loss_mask).sum() / count_generated(mask).sum()),
         "advantage/mean": inside.mean,
         "advantage/std": inside.std,
         "advantage/max_abs": max(abs(inside.low), abs(inside.high)),

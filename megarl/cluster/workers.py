@@ -12,6 +12,7 @@ import ray
 import torch
 from torch import Tensor
 
+from megarl.algo.blocks import allocate_zeros
 from megarl.cluster.address import agree_on_nccl, resolve_host, use_gpus, use_interface
 from megarl.cluster.nodes import Cluster
 from megarl.cluster.stacks import CallState, CallTracker, RankStacks, dump_on_signal, identify
@@ -215,12 +216,13 @@ def merge_rows(sequences: Sequences) -> Callable[[list[Any]], Tensor]:
     """A function that merges the rows of all data-parallel ranks into one float32 [B, T]."""
 
     def merge(results: list[Any]) -> Tensor:
-        longest = int(sequences.response_lengths.max()) if sequences.num_samples else 0
-        merged = torch.zeros(sequences.num_samples, longest, dtype=torch.float32)
+        lengths = sequences.response_lengths.tolist()
+        merged = allocate_zeros((len(lengths), max(lengths, default=0)), torch.float32)
         seen = torch.zeros(sequences.num_samples, dtype=torch.int64)
         for part in results:
             if part is not None:
-                merged[part.rows] = part.values
+                for row, values in zip(part.rows.tolist(), part.values, strict=True):
+                    merged[row, : lengths[row]] = values[: lengths[row]]
                 seen[part.rows] += 1
         if not bool((seen == 1).all()):
             wrong = torch.nonzero(seen != 1).flatten().tolist()

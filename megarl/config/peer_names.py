@@ -252,7 +252,7 @@ _OPENRLHF = {
     "actor.model_name_or_path": "model.path with model.source=path",
     "critic_pretrain": "critic.init",
     "reward_pretrain": "critic.init (for a critic) or reward=function",
-    "remote_rm_url": "reward=function with reward.path",
+    "remote_rm_url": "reward=http with reward.url",
     "prompt_data": "data=jsonl or data=huggingface with data.path",
     "data.prompt_dataset": "data=jsonl or data=huggingface with data.path",
     "input_key": "data.prompt_field",

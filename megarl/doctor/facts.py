@@ -71,6 +71,8 @@ class Machine:
     containers: tuple[str, ...]
     hub_cache: Path
     num_cached_models: int
+    sandbox: tuple[str, ...] = ()
+    """What keeps programs that a model wrote from the machine, of megarl.sandbox.program.PROTECTIONS"""
 
 
 @dataclass(frozen=True)

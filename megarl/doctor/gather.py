@@ -25,6 +25,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema.model import ModelSource
 from megarl.config.schema.root import Config
 from megarl.doctor.facts import ApexKind, Checkpoint, Facts, Gpu, Imports, Machine
+from megarl.sandbox.program import find_protections
 
 LOCKS = Path(__file__).resolve().parents[1] / "tools" / "install"
 PLATFORMS = ("cpu", "cuda")
@@ -204,6 +205,7 @@ def find_machine() -> Machine:
         containers=tuple(find_container_tools()),
         hub_cache=cache,
         num_cached_models=len(list(cache.glob("models--*"))),
+        sandbox=find_protections(),
     )
 
 

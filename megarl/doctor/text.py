@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from megarl.doctor.facts import Facts, Finding, Level, Need
 from megarl.doctor.judge import choose_platform, needs_driver
+from megarl.sandbox.program import PROTECTIONS
 
 SHOWN = (
     *("torch", "megatron-core", "transformer-engine", "apex", "sglang", "sglang-kernel", "flashinfer-python"),
@@ -61,6 +62,7 @@ def _render_machine(facts: Facts) -> Iterator[str]:
     soft, hard = machine.open_files
     containers = ", ".join(machine.containers) or "none of docker, podman, apptainer, enroot"
     models = [f"{each.key}: {each.asked}{'' if each.problem is None else ', NOT FOUND'}" for each in facts.checkpoints]
+    lacking = [name for name in PROTECTIONS if name not in machine.sandbox]
     rows = {
         "system": f"{machine.system}, {machine.num_cores} cores, {machine.memory_gb:.0f} GB; Python {machine.python}",
         "GPUs": (f"{len(gpus)} x {', '.join(kinds)}" if gpus else "none")
@@ -72,6 +74,7 @@ def _render_machine(facts: Facts) -> Iterator[str]:
         f" open files {_count(soft)} (at most {_count(hard)})",
         "model": "; ".join(models),
         "HF cache": f"{machine.hub_cache}, {machine.num_cached_models} models",
+        "sandbox": ", ".join(machine.sandbox or ["limits only"]) + f"; not here: {', '.join(lacking)}" * bool(lacking),
     }
     yield from (f"{name:<10}{text}" for name, text in rows.items())
 

@@ -53,8 +53,8 @@ class Seconds:
 
     @property
     def iteration(self) -> float:
-        """With max_staleness the generation of an iteration begins when the previous one is taken, and pauses during
-        the sync (megarl/rollout/prefetcher.py): the slower of both decides.
+        """With max_staleness responses are generated while the roles compute, and wait during the sync
+        (megarl/rollout/scheduler.py): the slower of both decides.
         """
         if self.overlaps:
             return max(self.generation, self.training) + self.sync

@@ -12,7 +12,7 @@ from typing import Any
 from megarl.config.schema.reward import CodeRewardConfig
 from megarl.reward.interface import AsyncReward, RewardFailedError
 from megarl.reward.pool import choose_num_workers
-from megarl.sandbox.program import Limits, SandboxError, run_python
+from megarl.sandbox.program import Limits, SandboxError, run_python, warn_of_gaps
 from megarl.types import Prompt, Response, Score
 
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+.-]*)[^\n]*$", re.MULTILINE)
@@ -60,6 +60,11 @@ class CodeReward(AsyncReward):
 
     async def score(self, prompt: Prompt, response: Response) -> Score:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.run_tests, prompt, response.text)
+
+    async def check(self, prompt: Prompt, empty: Response) -> Score:
+        """Also warns of what this machine does not keep from programs."""
+        warn_of_gaps("reward=code")
+        return await self.score(prompt, empty)
 
     def run_tests(self, prompt: Prompt, text: str) -> Score:
         """Raises ValueError naming the prompt without tests, and RewardFailedError where there is no sandbox."""

@@ -28,7 +28,7 @@ class ScoringServer:
 
     def __init__(self, config: ServerRewardConfig):
         """Raises ConfigError for a url that is none, or a key that is not in the environment."""
-        self.url = check_url(config.url).rstrip("/")
+        self.url = check_url(config.url)
         self._headers: dict[str, str] = {}
         if config.api_key_env is not None:
             if not os.environ.get(config.api_key_env):
@@ -40,6 +40,10 @@ class ScoringServer:
         self._by_loop: weakref.WeakKeyDictionary[
             asyncio.AbstractEventLoop, tuple[httpx.AsyncClient, asyncio.Semaphore]
         ] = weakref.WeakKeyDictionary()
+
+    def locate(self, path: str) -> str:
+        """The address of a path of the server; "": reward.url as it is written."""
+        return self.url.rstrip("/") + path if path else self.url
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
         """The server's answer to this JSON, decoded.
@@ -68,23 +72,23 @@ class ScoringServer:
             redirect = "; redirects are not followed" if 300 <= status < 400 else ""
             reason = f"answered with status {status}{redirect}{': ' if shown else ''}{shown}"
             if status not in RETRIED:
-                raise RewardFailedError(f"{self.url}{path} {reason}")
-        raise RewardFailedError(f"{self.url}{path} {reason} ({attempts} attempt{'s' if attempts > 1 else ''})")
+                raise RewardFailedError(f"{self.locate(path)} {reason}")
+        raise RewardFailedError(f"{self.locate(path)} {reason} ({attempts} attempt{'s' if attempts > 1 else ''})")
 
     async def _post_once(self, client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         """Status and content. Raises RewardFailedError for an answer that is too long."""
         content = bytearray()
-        async with client.stream("POST", self.url + path, json=body) as answer:
+        async with client.stream("POST", self.locate(path), json=body) as answer:
             async for chunk in answer.aiter_bytes():
                 content += chunk
                 if len(content) > MAX_ANSWER_BYTES:
-                    raise RewardFailedError(f"{self.url}{path} answered with over {MAX_ANSWER_BYTES} bytes")
+                    raise RewardFailedError(f"{self.locate(path)} answered with over {MAX_ANSWER_BYTES} bytes")
         return answer.status_code, bytes(content)
 
     def read_info(self, path: str) -> Any:
         """A GET before anything starts. Raises ConfigError where the server does not answer it."""
         try:
-            answer = httpx.get(self.url + path, headers=self._headers, timeout=CHECK_DEADLINE_S, trust_env=False)
+            answer = httpx.get(self.locate(path), headers=self._headers, timeout=CHECK_DEADLINE_S, trust_env=False)
             answer.raise_for_status()
             return answer.json()
         except (httpx.HTTPError, OSError, ValueError) as error:
@@ -94,7 +98,7 @@ class ScoringServer:
         try:
             return json.loads(content)
         except ValueError:
-            raise RewardFailedError(f"{self.url}{path} answered with what is not JSON") from None
+            raise RewardFailedError(f"{self.locate(path)} answered with what is not JSON") from None
 
     def _find_client(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
         loop = asyncio.get_running_loop()

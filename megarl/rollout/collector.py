@@ -51,6 +51,8 @@ class Collector:
         self._in_lockstep = in_lockstep and engine.depends_on_batch
         self.journal = journal
         self._independent: Independent | None = None
+        self._num_begun = 0
+        """Episodes that were begun independently of others"""
         self._num_under_way = [0] * engine.num_servers
 
     def sample(self, prompts: Sequence[Prompt], num_responses: int, *, key: str | None = None) -> tuple[Sample, ...]:
@@ -151,7 +153,8 @@ class Collector:
             self._num_under_way[servers[-1]] += num_responses
         try:
             requests = self._build_requests(prompts, num_responses, key, temperature, servers, urgent)
-            return await self._run_all(requests, self._independent, num_responses)
+            first, self._num_begun = self._num_begun, self._num_begun + len(requests)
+            return await self._run_all(requests, self._independent, num_responses, first)
         finally:
             for server in servers:
                 self._num_under_way[server] -= num_responses
@@ -174,10 +177,12 @@ class Collector:
         return requests
 
     async def _run_all(
-        self, requests: Sequence[EpisodeRequest], sender: Sender, num_responses: int
+        self, requests: Sequence[EpisodeRequest], sender: Sender, num_responses: int, first: int = 0
     ) -> tuple[Sample, ...]:
+        """first: number of the first episode, for the sender."""
         samples = await gather_all(
-            self._run_one(number, request, sender, number // num_responses) for number, request in enumerate(requests)
+            self._run_one(first + number, request, sender, number // num_responses)
+            for number, request in enumerate(requests)
         )
         return tuple(samples)
 

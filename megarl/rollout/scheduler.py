@@ -17,20 +17,21 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class GroupState:
-    """Which groups have been taken. Groups are numbered from 0 as their prompts are drawn, and in the order in which
-    they are complete."""
+    """Which groups have been taken. A group has a number, from 0 in the order of the prompts, and once it is complete
+    a place, from 0 in the order in which groups are complete.
+    """
 
     first: int = 0
     """Number of the oldest group that has not been taken"""
     taken: tuple[int, ...] = ()
     """Numbers of the groups beyond it that have been"""
     next_place: int = 0
-    """Place of the next group to be taken in the order in which groups are complete"""
+    """Place of the next group to be taken"""
 
 
 @dataclass(frozen=True)
 class CompleteGroup:
-    """A scored group, whose samples have its number, and its place in the order in which groups are complete."""
+    """A scored group, whose samples have its number."""
 
     place: int
     number: int

@@ -1,6 +1,8 @@
 """How the turns of several episodes reach the servers: in waves that repeat exactly, or each as soon as it can."""
 
 import asyncio
+import heapq
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -76,22 +78,53 @@ class Lockstep:
 
 
 class Independent:
-    """Sends each turn by itself, as many at a time as keep the servers full."""
+    """Sends each turn by itself, as many at a time as keep the servers full.
+
+    Where more wait, the turns of the episodes with the lowest numbers are sent first. Otherwise the second turn of an
+    episode would wait for the first turns of all that have been begun since.
+    """
 
     SHARE_QUEUED = 0.25
     """Requests that wait at the servers, as a share of those that run there: the next one is there when one ends."""
 
     def __init__(self, engine: RolloutEngine):
         self._engine = engine
-        self._slots = asyncio.Semaphore(int(engine.num_slots * (1 + self.SHARE_QUEUED)) + 1)
+        self._num_free = int(engine.num_slots * (1 + self.SHARE_QUEUED)) + 1
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        """A heap: episode, order of the turns that wait, what gives the turn its slot"""
+        self._order = itertools.count()
 
     async def send(self, episode: int, request: TurnRequest) -> Response:
         if request.urgent:
             return await self._generate(request)
-        async with self._slots:
+        await self._take_slot(episode)
+        try:
             return await self._generate(request)
+        finally:
+            self._free_slot()
 
     def leave(self, episode: int) -> None: ...
+
+    async def _take_slot(self, episode: int) -> None:
+        if self._num_free:
+            self._num_free -= 1
+            return
+        given: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (episode, next(self._order), given))
+        try:
+            await given
+        except asyncio.CancelledError:
+            if not given.cancelled():  # It was given to a turn that is broken off.
+                self._free_slot()
+            raise
+
+    def _free_slot(self) -> None:
+        while self._waiting:
+            given = heapq.heappop(self._waiting)[-1]
+            if not given.done():
+                given.set_result(None)
+                return
+        self._num_free += 1
 
     async def _generate(self, request: TurnRequest) -> Response:
         found: list[Response] = []

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.algo.blocks import allocate_zeros
 from megarl.rollout.routed_experts import build_routed_experts
 from megarl.types import Experience, FinishReason, Rollout, Sample, Sequences
 
@@ -113,10 +114,10 @@ def build_tensors(rollout: Rollout) -> RolloutTensors:
     """All tensors of a rollout, on the CPU."""
     samples = rollout.samples
     longest = max((len(s.response) for s in samples), default=0)
-    mask, scored = (torch.zeros(len(samples), longest, dtype=torch.bool) for _ in range(2))
-    logprobs = torch.zeros(len(samples), longest, dtype=torch.float32)
+    mask, scored = (allocate_zeros((len(samples), longest), torch.bool) for _ in range(2))
+    logprobs = allocate_zeros((len(samples), longest), torch.float32)
     has_first_old = any(sample.first_old_logprobs is not None for sample in samples)
-    first_old = torch.zeros_like(logprobs) if has_first_old else None
+    first_old = allocate_zeros((len(samples), longest), torch.float32) if has_first_old else None
     for row, sample in enumerate(samples):
         length = len(sample.response)
         if first_old is not None and sample.first_old_logprobs is not None:

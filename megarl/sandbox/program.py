@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -141,6 +142,17 @@ def list_gaps(protections: tuple[str, ...] | None = None) -> list[str]:
     if "namespaces" not in has:
         gaps.append("the size of its files is limited for each, not together (no user namespaces)")
     return gaps
+
+
+def warn_of_gaps(key: str) -> None:
+    """A RuntimeWarning where this machine does not keep programs from something; key: the setting that runs them."""
+    gaps = list_gaps()
+    if gaps:
+        warnings.warn(
+            f"{key}: programs that the policy writes run here, and not everything is kept from one: {'; '.join(gaps)}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _works(name: str) -> bool:

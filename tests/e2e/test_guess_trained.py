@@ -14,7 +14,7 @@ from megarl.types import FinishReason, Sample
 
 pytestmark = pytest.mark.slow
 
-NUM_ITERATIONS = 36
+NUM_ITERATIONS = 30
 COMMAND = (
     *(sys.executable, "-m", "megarl.train", "experiment=guess", "algo=grpo", f"train.num_iterations={NUM_ITERATIONS}"),
     *(f"train.eval_every={NUM_ITERATIONS}", "checkpoint.save_every=null", "logger.save_rollouts=true"),

@@ -9,22 +9,22 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from generation import generate_groups
+from generation import build_collector, generate_groups
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError
+from megarl.reward.scorer import Scorer
 from megarl.rollout.client import RequestError, SGLangClient
-from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.guard import find_shared_memory
 from megarl.rollout.server import ServerError, SGLangServer, pick_free_port
 from megarl.rollout.tensors import build_tensors
 from megarl.sync.disk import DiskSync
 from megarl.sync.probe import build_probe_tokens
-from megarl.types import FinishReason, Prompt, Score, Sequences
+from megarl.types import FinishReason, Prompt, Score, Sequences, WeightVersions
 
 KEY = "0123456789abcdef"
 
@@ -151,10 +151,10 @@ def test_responses_end_with_the_eos_token_or_at_the_length_limit(first_responses
         assert stopped or len(response.token_ids) == rollout_config.response_length
         assert EOS not in response.token_ids[:-1]
         assert len(response.rollout_logprobs) == len(response.generated) == len(response.token_ids)
-        assert response.weight_versions == (0,) * len(response.token_ids)
+        assert response.weight_versions == WeightVersions((0,), (len(response),))
         assert len(response.text) == sum(token > EOS for token in response.token_ids)
-    assert {r.finish_reason for r in responses} == set(FinishReason)
-    long = [r.token_ids for r in responses if len(r.token_ids) > 8]
+    assert {r.finish_reason for r in responses} == {FinishReason.stop, FinishReason.length}
+    long = [tuple(r.token_ids) for r in responses if len(r) > 8]
     assert len(set(long)) == len(long) > 4
 
 
@@ -166,12 +166,12 @@ def test_temperature_zero_takes_the_likeliest_token(first_responses, engine, pol
         ids = torch.tensor([[*prompt.token_ids, *response.token_ids]])
         with torch.no_grad():
             best = policy.model(ids).logits[0, len(prompt.token_ids) - 1 : -1].argmax(-1)
-        assert tuple(best.tolist()) == response.token_ids
+        assert best.tolist() == response.token_ids.tolist()
 
 
 def test_collected_tensors_line_up_with_the_policys_forward(first_responses, engine, policy):
     prompts = build_prompts(3)
-    collector = Collector(engine, lambda p, r: Score(len(r.token_ids) / 100, False), temperature=0.7)
+    collector = build_collector(engine, scorer=Scorer(lambda p, r: Score(len(r) / 100, False)), temperature=0.7)
     version = engine.clients[0].load_weight_version()
     rollout = collector.collect(prompts, 2, weight_version=version)
     tensors = build_tensors(rollout)
@@ -186,7 +186,7 @@ def test_collected_tensors_line_up_with_the_policys_forward(first_responses, eng
 
 def test_a_rollout_with_other_weights_than_the_trainers_is_refused(first_responses, engine):
     version = engine.clients[0].load_weight_version()
-    collector = Collector(engine, lambda p, r: Score(0.0, False), temperature=1.0)
+    collector = build_collector(engine)
     with pytest.raises(RuntimeError, match=rf"'p0' .* weight version {version}; the trainer's is {version + 1}"):
         collector.collect(build_prompts(1), 1, weight_version=version + 1)
 
@@ -210,7 +210,7 @@ def test_publishing_moves_new_weights_and_raises_the_version(
         groups = generate_groups(engine, prompts, num_responses=2, temperature=0.7)
         assert compute_worst_gap(trained, prompts, groups, 0.7) < 1e-4
         assert compute_worst_gap(policy, prompts, groups, 0.7) > 0.1
-        assert {v for group in groups for r in group for v in r.weight_versions} == {version}
+        assert {v for group in groups for r in group for v in r.weight_versions.versions} == {version}
     sync.close()
     assert not (tmp_path / "weights").exists()
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from generation import generate_groups
+from generation import build_collector
 from loop_parts import SIZES, find_server, open_trainer
 
 from megarl.config.load import load_config
 from megarl.interfaces import UNPUBLISHED
 from megarl.report.metrics import load_metrics
+from megarl.reward.scorer import build_scorer
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.collector import Collector
 from megarl.rollout.liveness import find_loss
@@ -52,23 +53,16 @@ def kill_soon(*urls: str) -> None:
     threading.Timer(KILL_AFTER_S, lambda: [os.kill(pid, signal.SIGKILL) for pid in pids]).start()
 
 
-class KillingEngine:
-    """The real engine; the servers die in its second rollout."""
+class KillingCollector(Collector):
+    """The servers die in its second rollout."""
 
-    def __init__(self, engine):
-        self.engine, self.num_rollouts = engine, 0
+    num_rollouts = 0
 
-    def generate(self, prompts, *, num_responses, temperature, urgent=False, key=None):
-        if num_responses > 1:
-            self.num_rollouts += 1
-            if self.num_rollouts == 2:
-                kill_soon(*(client.url for client in self.engine.clients))
-        return generate_groups(
-            self.engine, prompts, num_responses=num_responses, temperature=temperature, urgent=urgent, key=key
-        )
-
-    def check_health(self):
-        self.engine.check_health()
+    def sample(self, *args, **keys):
+        self.num_rollouts += 1
+        if self.num_rollouts == 2:
+            kill_soon(*(client.url for client in self._engine.clients))
+        return super().sample(*args, **keys)
 
 
 class KillingSync:
@@ -111,11 +105,11 @@ def test_servers_killed_in_a_sync_and_in_a_rollout_come_back_with_the_current_we
         components = trainer.components
         urls = [client.url for client in components.engine.clients]
         assert [client.load_weight_version() for client in components.engine.clients] == [UNPUBLISHED] * 2
-        engine, sync = KillingEngine(components.engine), KillingSync(components.sync, urls[0])
-        collector = Collector(engine, inputs.reward, temperature=config.rollout.temperature)
+        sync = KillingSync(components.sync, urls[0])
+        collector = build_collector(components.engine, KillingCollector, scorer=build_scorer(config.reward))
         trainer = Trainer(config, replace(components, sync=sync, collector=collector))
         summary = trainer.run()
-        assert engine.num_rollouts == 3
+        assert collector.num_rollouts == 3
         # The sync that failed, then, before the rollout is repeated, the weights that were current then.
         assert sync.published == [0, 1, 1, 1, 2]
         assert [client.load_weight_version() for client in components.engine.clients] == [2, 2]

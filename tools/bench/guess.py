@@ -4,8 +4,9 @@
 
 One Ray cluster and one SGLang server serve all runs of experiment=guess, one after the other. Each finished run is a
 file under --out, and a run whose file is there is not done again; --table does none and takes those that are there.
-Writes table.md, episodes.md (the greedy episodes before and after training) and guess.svg to --out: the reward of
-greedy and of sampled episodes against the iteration, with the best that a policy can score which ignores the answers.
+Writes guess.svg to --out: the reward of sampled and of greedy episodes against the iteration, with the best that a
+policy can score which ignores the answers. Puts the table of all runs, and the greedy episodes of the first seed before
+and after training, into docs/results/environments.md.
 """
 
 import argparse
@@ -32,6 +33,10 @@ from megarl.trainer import Trainer
 from megarl.types import Sample
 from megarl.value_pretraining.loop import pretrain_critic
 
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "results" / "environments.md"
+BEGIN = "<!-- begin guess: made by tools/bench/guess.py -->\n"
+END = "<!-- end guess -->"
 PRESETS = ("vapo", "grpo")
 COMMON = ("experiment=guess", "logger.terminal=false", "logger.tensorboard=false")
 NUM_EPISODES = 64
@@ -162,6 +167,15 @@ def format_episodes(runs: Mapping[str, Sequence[Run]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def fill_page(page: str, runs: Mapping[str, Sequence[Run]]) -> str:
+    """The page with the tables of these runs. Raises ValueError where its marks are missing."""
+    head, begin, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{PAGE}: the lines {BEGIN.strip()} and {END} must both be there")
+    return f"{head}{BEGIN}\n{format_table(runs)}\n{format_episodes(runs)}\n{END}{tail}"
+
+
 def draw(runs: Mapping[str, Sequence[Run]], path: Path) -> None:
     """Sampled and greedy reward; a line is the mean of the seeds, its band their range."""
     import matplotlib
@@ -222,9 +236,9 @@ def main() -> None:
             runs.setdefault(preset, []).append(load_run(path))
     if not runs:
         raise SystemExit(f"--table: no finished run in {args.out / 'finished'}")
-    (args.out / "table.md").write_text(format_table(runs))
-    (args.out / "episodes.md").write_text(format_episodes(runs))
     draw(runs, args.out / "guess.svg")
+    if args.out == Path(__file__).with_suffix(""):
+        PAGE.write_text(fill_page(PAGE.read_text(), runs))
     print(format_table(runs))
     blind, _ = load_bounds()
     least = min(compute_mean(run.final, 1, CONFIDENCE).low for found in runs.values() for run in found)

@@ -36,6 +36,7 @@ SIZES = [
     "model=tiny",
     "algo=grpo",
     "algo.mismatch.correction=tis",
+    "model.random.max_length=1024",
     "rollout.response_length=640",
     "rollout.max_running_requests=32",
     "train.prompts_per_iteration=16",

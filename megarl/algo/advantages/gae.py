@@ -64,15 +64,14 @@ def compute_adaptive_lambda(lengths_B: Tensor, length_alpha: float, lambda_min: 
 
 
 def _compute(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
-    import torch
 
-    from megarl.algo.blocks import count_generated, split_blocks
+    from megarl.algo.blocks import allocate_zeros, count_generated, split_blocks
     from megarl.algo.critic_diagnostics import CriticSummary
 
     assert inputs.values_BT is not None  # compute_targets refuses an experience without them
     lengths_B = count_generated(inputs.mask_BT)
     lambda_, metrics = _choose_lambda(lengths_B, algo)
-    advantages, returns = (torch.zeros(inputs.mask_BT.shape, dtype=inputs.dtype) for _ in range(2))
+    advantages, returns = (allocate_zeros(inputs.mask_BT.shape, inputs.dtype) for _ in range(2))
     summary = CriticSummary(lengths_B)
     for block in split_blocks(inputs.mask_BT):
         values, rewards = block.flatten(inputs.values_BT).double(), inputs.place_rewards(block)

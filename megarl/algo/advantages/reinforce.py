@@ -40,11 +40,10 @@ def sum_rewards_to_go(rewards_R: Tensor, lengths_B: Tensor, gamma: float) -> Ten
 
 
 def _compute(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
-    import torch
 
-    from megarl.algo.blocks import split_blocks
+    from megarl.algo.blocks import allocate_zeros, split_blocks
 
-    advantages = torch.zeros(inputs.mask_BT.shape, dtype=inputs.dtype)
+    advantages = allocate_zeros(inputs.mask_BT.shape, inputs.dtype)
     for block in split_blocks(inputs.mask_BT):
         block.put(sum_rewards_to_go(inputs.place_rewards(block), block.lengths, algo.gamma), advantages)
     return Advantages(advantages)

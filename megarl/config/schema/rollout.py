@@ -69,12 +69,13 @@ class RolloutConfig:
     holds two, on its GPU from the first sync on or in shared memory, and a server rank one during the sync."""
     max_server_restarts: int = 3
     """How many times servers that are lost in the same rollout or sync are restarted with the current weights, before
-    the run ends with the error. 0: no restart. With max_staleness > 0 a lost server ends the attempt instead."""
+    the run ends with the error. 0: no restart. With max_staleness > 0 all responses under way are begun again."""
     max_staleness: int = 0
     """Maximum staleness of a token: by how many policy updates the weights that sampled it may be older than those that
-    train on it. 0: on-policy, the servers wait for each update. n: responses of up to n further iterations are
-    generated while the trainer works, and continue with the new weights after each update; the loss then needs
-    algo.mismatch.correction, or is that of algo=topr."""
+    train on it. 0: on-policy, the servers wait for each update. n: the groups of up to n further iterations are
+    generated while the trainer works, and continue with the new weights after each update; an iteration learns from
+    the groups that are complete first, and in a slow one not from the tokens that are older than n. The loss then
+    needs algo.mismatch.correction, or is that of algo=topr."""
     router_replay: bool = False
     """Only for a mixture of experts: the policy sends each token to the experts to which the servers sent it (R3,
     2510.11370), and how often its own routers would have chosen the same is logged. false, because of what it costs, a

@@ -241,3 +241,15 @@ def test_the_screen_shows_each_version_beside_the_pinned_one() -> None:
     older = {line.split()[0]: line for line in render("", NOTEBOOK, EIGHT, []) if line}
     assert older["torch"].endswith("CPU build, another version")
     assert older["sglang-kernel"].split()[1:] == ["-", "-", "for", "CUDA", "alone"]
+
+
+def test_the_machine_says_what_keeps_programs_from_it():
+    rows = [
+        next(line for line in render("", on(NODE, sandbox=found), EIGHT, []) if line.startswith("sandbox"))
+        for found in ((), ("landlock", "seccomp"), ("namespaces", "landlock", "seccomp"))
+    ]
+    assert rows == [
+        "sandbox   limits only; not here: namespaces, landlock, seccomp",
+        "sandbox   landlock, seccomp; not here: namespaces",
+        "sandbox   namespaces, landlock, seccomp",
+    ]

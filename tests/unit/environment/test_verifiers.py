@@ -14,13 +14,15 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.data import VerifiersDataConfig
 from megarl.config.schema.environment import VerifiersEnvironmentConfig
+from megarl.data.build import build_data
 from megarl.data.verifiers import VerifiersSource
 from megarl.environment.interface import Action, EpisodeSetting
 from megarl.environment.tools import FoundCalls
 from megarl.environment.verifiers import VerifiersEnvironment
 from megarl.hf.random_model import build_character_tokenizer
+from megarl.rollout.episodes import EpisodeRequest, EpisodeRunner, build_conversation, check_conversation
 from megarl.toolbox.prompt import build_tool_prompt
-from megarl.types import FinishReason, Message, Prompt
+from megarl.types import FinishReason, Message, Prompt, Response
 
 COUNTDOWN = "vf-environments"
 SHIPPED = "verifiers.envs.integrations.reasoninggym_env:ReasoningGymEnv"
@@ -132,6 +134,26 @@ def test_what_the_environment_or_its_rubric_raises_costs_the_sample(texts, reaso
         play(load().train[2], texts)
 
 
+def test_each_environment_of_a_group_is_rewarded_by_its_own_rubric():
+    problems = load("vf_environments:mixed").train
+    sums, countdown = problems[0], problems[-1]
+    *_, last = play(sums, ["5"], "vf_environments:mixed")
+    assert (last.done, "check_answer_reward_func" in last.details) == (True, True)
+    assert play(countdown, ["15"], "vf_environments:mixed")[1].observation == (Message("user", "now 15"),)
+
+    async def run():
+        env = VerifiersEnvironment("vf_environments:mixed", {})
+        await env.reset(set_up(countdown))
+        await env.step(act("raise"))
+        try:
+            await env.cut()
+        finally:
+            await env.close()
+
+    with pytest.raises(RuntimeError, match="share_right raised KeyError"):
+        asyncio.run(run())
+
+
 def test_a_broken_off_episode_ends_without_a_reward():
     async def run():
         env = VerifiersEnvironment(id=COUNTDOWN, args={})
@@ -186,6 +208,55 @@ def test_an_environment_that_the_package_brings_scores_right_and_wrong_answers()
         assert (last.done, last.reward) == (True, pytest.approx(reward, abs=0.02))
 
 
+CONFIG = ["environment=verifiers", f"environment.id={COUNTDOWN}", "data=verifiers", "reward=environment", "model=tiny"]
+
+
+def run_episode(texts, *overrides):
+    """An episode with a policy that writes these texts, and what a server was sent for each."""
+    config = load_config([*CONFIG, "data.chat_template=false", "rollout.response_length=40", *overrides])
+    tokenizer = build_character_tokenizer(string.printable, 256)
+    data = build_data(config.data, tokenizer, seed=1)
+    conversation = build_conversation(config, tokenizer)
+    check_conversation(conversation, (data.train[0], data.heldout[0]))
+    sent = []
+
+    async def send(turn):
+        ids = [*tokenizer.encode(texts[len(sent)]), tokenizer.eos_token_id][: turn.max_new_tokens]
+        sent.append(tokenizer.decode(turn.token_ids.tolist()))
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        reason = FinishReason.stop if ids[-1] == tokenizer.eos_token_id else FinishReason.length
+        return Response(ids, text, [-1.0] * len(ids), [True] * len(ids), [0] * len(ids), reason)
+
+    runner = EpisodeRunner(config.rollout.response_length, conversation)
+    prompt = next(prompt for prompt in data.train if prompt.answer == "3")
+    return asyncio.run(runner.run(EpisodeRequest(prompt, None, 1, 1.0, 0), send)), sent
+
+
+def test_the_runner_plays_it_token_by_token():
+    episode, sent = run_episode(["2", "1", "7"])
+    begin = "one number at a time\n\ncount down from 3"
+    assert sent == [begin, f"{begin}2<eos>now 2", f"{begin}2<eos>now 21<eos>now 1"]
+    response = episode.response
+    assert (episode.failure, response.finish_reason) == (None, FinishReason.stop)
+    assert [turn.reward for turn in response.turns] == [0.0, 0.0, pytest.approx(4 / 3)]
+    assert response.turns[-1].details["num_turns"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_turns", "finish_reason"),
+    [
+        (["environment.max_turns=2"], 2, FinishReason.max_turns),
+        (["rollout.response_length=14"], 2, FinishReason.length),  # No room for what the environment says.
+        (["rollout.response_length=9"], 2, FinishReason.length),  # No room for the end of the second action.
+    ],
+)
+def test_an_episode_that_the_runner_cuts_is_rewarded_for_what_was_said(overrides, num_turns, finish_reason):
+    response = run_episode(["2", "1 ", "0"] if "=9" in overrides[0] else ["2", "1", "0"], *overrides)[0].response
+    assert (len(response.turns), response.finish_reason) == (num_turns, finish_reason)
+    assert [turn.reward for turn in response.turns][:-1] == [0.0]
+    assert response.turns[-1].reward == pytest.approx(4 / 3 if response.turns[-1].text == "1" else 2 / 3)
+
+
 def test_the_runs_signal_handlers_stay():
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     VerifiersEnvironment(id=COUNTDOWN, args={"starts": 2})
@@ -198,6 +269,7 @@ def test_the_runs_signal_handlers_stay():
         ("no-such-env", {}, r"environment\.id: found 'no_such_env:load_environment'; importing no_such_env failed"),
         (COUNTDOWN, {"stop": 3}, r"environment\.args: vf-environments with .*stop.* raised TypeError"),
         ("vf_environments:share_right", {"completion": [], "answer": "1"}, r"environment\.id: .* gives a float"),
+        ("vf_environments:group_with_tools", {}, r"environment\.id: .* is a group with tools"),
         ("vf_environments:of_groups", {}, r"environment\.id: .* rewards a group of responses by best"),
     ],
 )

@@ -78,3 +78,15 @@ def with_tools():
         return float(completion[-1]["content"] == answer)
 
     return vf.ToolEnv(dataset=rows, tools=[add_one], rubric=vf.Rubric(funcs=[right]))
+
+
+def mixed():
+    """An environment that the package brings, of one turn, and the countdown, in a group."""
+    from verifiers.envs.integrations.reasoninggym_env import ReasoningGymEnv
+
+    sums = ReasoningGymEnv("chain_sum", num_train_examples=16, num_eval_examples=4, system_prompt="answer in tags")
+    return vf.EnvGroup([sums, load_environment(starts=16)], env_names=["sums", "countdown"])
+
+
+def group_with_tools():
+    return vf.EnvGroup([with_tools(), load_environment()])

@@ -24,6 +24,7 @@ class Handler(BaseHTTPRequestHandler):
         question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with server.lock:
             server.questions.append((question, self.headers.get("Authorization")))
+            server.paths.append(self.path)
             server.running += 1
             server.most = max(server.most, server.running)
             status, body = server.answers.pop(0) if server.answers else (200, RIGHT)
@@ -59,6 +60,7 @@ def server(monkeypatch):
     monkeypatch.setattr(server_calls, "FIRST_PAUSE_S", 0.01)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.lock, server.answers, server.questions, server.running, server.most = threading.Lock(), [], [], 0, 0
+    server.paths = []
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield server
@@ -181,3 +183,10 @@ def test_the_check_before_the_run_leaves_a_scorer_that_works(server):
     scorer = make(server)
     scorer.check([build_prompt("85")])
     assert score(scorer)[0].reward == 0.5
+
+
+@pytest.mark.parametrize("path", ["/score", "/score/", "/score?kind=math", ""])
+def test_the_url_is_asked_as_it_is_written(server, path):
+    url = f"http://127.0.0.1:{server.server_port}{path}"
+    assert score(build_scorer(HttpRewardConfig(url=url)))[0].failure is None
+    assert server.paths == [path or "/"]

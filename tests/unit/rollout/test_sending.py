@@ -107,6 +107,33 @@ def test_closing_breaks_off_the_wave_under_way():
     assert asyncio.run(run())
 
 
+def test_of_the_turns_that_wait_those_of_the_oldest_episodes_are_sent_first_and_no_slot_is_lost():
+    async def run() -> list[int]:
+        engine, sent, gates = Engine(), [], asyncio.Event()
+
+        async def note(requests, take) -> None:
+            sent.append(int(requests[0].name))
+            await gates.wait()
+            take(0, make_turn())
+
+        engine.generate_turns = note
+        sender = Independent(engine)
+        episodes = [*range(100, 106), 9, 8, 3, 7, 5]
+        tasks = [asyncio.ensure_future(sender.send(n, make_request(n))) for n in episodes]
+        await asyncio.sleep(0)
+        tasks[episodes.index(8)].cancel()
+        gates.set()
+        # One is broken off in the moment in which it is given its slot.
+        tasks[0].add_done_callback(lambda _task: tasks[episodes.index(5)].cancel())
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert sender._num_free == 6
+        return sent
+
+    found = asyncio.run(run())
+    assert found[:6] == list(range(100, 106))
+    assert [n for n in found[6:] if n != 5] == [3, 7, 9]
+
+
 def test_single_requests_are_as_many_at_a_time_as_keep_the_servers_full_and_urgent_ones_do_not_wait():
     async def run() -> Engine:
         engine = Engine()

@@ -67,5 +67,5 @@ def test_an_experience_has_what_the_rollout_has():
     experience = tensors.build_experience(old, values=old)
     assert experience.failed is tensors.failed
     assert experience.turn_rewards is tensors.turn_rewards
-    assert torch.equal(experience.sampling_logprobs, torch.where(tensors.scored, old, 0.0))
+    assert torch.equal(experience.sampling_logprobs[tensors.mask], old[tensors.mask])
     assert experience.ref_logprobs is None

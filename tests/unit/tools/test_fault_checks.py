@@ -1,6 +1,7 @@
 """What tools/fault_checks.py finds in a run with rollout.max_staleness > 0."""
 
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -42,12 +43,7 @@ def write_run(run_dir: Path, taken: list[list[int]], oldest: float = 1.0, newest
 def test_what_is_lost_or_twice_or_too_old_or_moved_is_found(checks, tmp_path, given, complete, problem):
     write_run(tmp_path, **given)
     found = checks.find_problem(tmp_path, num_iterations=2, num_groups=2, max_staleness=2, complete=complete)
-    if problem is None:
-        assert found is None
-    else:
-        assert found is not None
-        with pytest.raises(AssertionError, match=problem):
-            raise AssertionError(found)
+    assert found is None if problem is None else re.search(problem, found or "")
 
 
 def test_the_journal_is_listed_by_place(checks, tmp_path):

@@ -37,6 +37,17 @@ def test_the_tables_show_each_run_with_its_interval_and_each_number_before_and_a
     ]
 
 
+def test_the_page_has_the_tables_between_its_marks():
+    page = f"# Title\n\n{TOOL.BEGIN}old\n{TOOL.END}\n\nText\n"
+    filled = TOOL.fill_page(page, {"vapo": [RUN]})
+    assert "old" not in filled
+    assert TOOL.format_table({"vapo": [RUN]}) in filled
+    assert TOOL.fill_page(filled, {"vapo": [RUN]}) == filled
+    with pytest.raises(ValueError, match=r"environments\.md: the lines .* must both be there"):
+        TOOL.fill_page("# Title", {"vapo": [RUN]})
+    assert TOOL.fill_page(TOOL.PAGE.read_text(), {"vapo": [RUN]}).startswith("# Environments")
+
+
 def test_an_episode_is_its_guesses_and_answers():
     ids = [*TOKENIZER.encode("4"), 2, *TOKENIZER.encode(">6"), 2]
     turns = [Turn(0, 2, "4"), Turn(3, 5, "6", 1.0)]
