@@ -129,7 +129,7 @@ def ask_models(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def run_arrays(answers: list[bytes], lengths: list[int], clock: Clock) -> tuple[TrainingSamples, Metrics, Rollout]:
     clock.lap()
-    rollout = build_rollout(parse_answer(raw).build_response() for raw in answers)
+    rollout = build_rollout(parse_answer(raw).build_response("") for raw in answers)
     clock.lap("answers")
     tensors = build_tensors(rollout)
     clock.lap("tensors")
