@@ -14,6 +14,7 @@ from megarl.environment.interface import Environment
 from megarl.environment.tools import FoundCalls, ToolsEnvironment
 from megarl.environment.verifiers import VerifiersEnvironment
 from megarl.sandbox.function_process import CallError, FunctionProcess, StartError
+from megarl.sandbox.program import warn_of_gaps
 from megarl.toolbox.prompt import ToolPrompt, build_tool_prompt
 from megarl.toolbox.toolbox import Toolbox
 
@@ -94,4 +95,6 @@ def build_tools(
     reader = ToolCallReader(prompt, config.parser, tokenizer)
     if isinstance(config, VerifiersEnvironmentConfig):
         return Tools(prompt, partial(VerifiersEnvironment, config.id, config.args, prompt, reader.find_calls))
+    if "python" in config.tools:
+        warn_of_gaps("environment.tools=[python]")
     return Tools(prompt, partial(ToolsEnvironment, config, Toolbox(config), prompt, reader.find_calls))

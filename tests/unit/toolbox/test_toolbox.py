@@ -9,7 +9,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema.environment import ToolsEnvironmentConfig
 from megarl.toolbox.toolbox import Toolbox, describe_tool
 
-NAMES = ("echo", "fail", "hang", "fill", "die", "list_modules")
+NAMES = ("echo", "fail", "hang", "fill", "die", "wait", "list_modules")
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +29,7 @@ def toolbox() -> Iterator[Toolbox]:
         ("calculator", {"expression": "347 * 892"}, "309524"),
         ("echo", {"text": "ab", "times": 2}, "abab"),
         ("echo", {"text": "é"}, "é"),
+        ("wait", {"seconds": 0.5}, '{"waited": 0.5}'),
         ("echo", {"text": "x", "times": 25}, "x" * 20 + "\n... (5 more characters)"),
     ],
 )
@@ -68,8 +69,8 @@ def test_the_processes_of_light_tools_import_no_torch(toolbox: Toolbox) -> None:
     box = Toolbox(config)
     modules = box.call("list_modules", "{}").text
     box.close()
-    assert "'json'" in modules
-    assert "'torch'" not in modules
+    assert '"json"' in modules
+    assert '"torch"' not in modules
 
 
 def test_a_function_is_described_by_its_signature_and_docstring() -> None:

@@ -1,5 +1,6 @@
 """Tools as a user writes them, for the tests; their processes import this module."""
 
+import asyncio
 import os
 import sys
 import time
@@ -44,6 +45,16 @@ def die() -> str:
 def list_modules() -> list[str]:
     """List the names of the modules that the process has imported."""
     return sorted(sys.modules)
+
+
+async def wait(seconds: float) -> dict[str, float]:
+    """Wait.
+
+    Args:
+        seconds: How long.
+    """
+    await asyncio.sleep(seconds)
+    return {"waited": seconds}
 
 
 def undescribed(x):
