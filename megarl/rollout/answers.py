@@ -21,9 +21,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from megarl.families.architecture import Architecture
+from megarl.per_token import RoutedExperts, WeightVersions
 from megarl.rollout.client import RequestError
 from megarl.rollout.routed_experts import decode_answer
-from megarl.types import FinishReason, Response, RoutedExperts, WeightVersions
+from megarl.types import FinishReason, Response
 
 _LONG = re.compile(rb'"(output_ids|output_token_logprobs|routed_experts)":([\["])')
 _COMMA = ord(",")

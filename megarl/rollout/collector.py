@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
+from megarl.config.schema.root import Config
 from megarl.interfaces import RolloutEngine
 from megarl.reward.scorer import Scorer
 from megarl.rollout.client import ConnectionLostError
 from megarl.rollout.engine import compute_sampling_seed
-from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner, draw_seed
+from megarl.rollout.episodes import Conversation, Episode, EpisodeRequest, EpisodeRunner, draw_seed
 from megarl.rollout.event_loop import gather_all
 from megarl.rollout.journal import Journal
 from megarl.rollout.sending import Independent, Lockstep, Sender
@@ -201,6 +202,25 @@ class Collector:
         if score.failure is not None or not any(rewards):
             return score
         return replace(score, reward=score.reward + math.fsum(rewards))
+
+
+def build_collector(
+    config: Config,
+    engine: RolloutEngine,
+    scorer: Scorer,
+    conversation: Conversation | None,
+    journal: Journal | None = None,
+) -> Collector:
+    """The collector of a training run. conversation: what answers the policy; None with environment=single_turn."""
+    return Collector(
+        engine,
+        scorer,
+        EpisodeRunner(config.rollout.response_length, conversation),
+        seed=config.seed,
+        temperature=config.rollout.temperature,
+        in_lockstep=config.rollout.max_staleness == 0,
+        journal=journal,
+    )
 
 
 def check_versions(samples: Sequence[Sample], weight_version: int, *, may_be_older: bool = False) -> None:

@@ -25,10 +25,11 @@ from megarl.data.render import Renderer
 from megarl.environment.build import EnvironmentFactory, build_environment
 from megarl.environment.interface import Action, Environment, EpisodeSetting, Step
 from megarl.interfaces import TurnRequest
+from megarl.per_token import WeightVersions
 from megarl.rollout.encoding import ObservationEncoder
 from megarl.rollout.event_loop import call_in_thread
 from megarl.rollout.tool_calls import build_tools
-from megarl.types import FinishReason, Prompt, Response, Turn, WeightVersions
+from megarl.types import FinishReason, Prompt, Response, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

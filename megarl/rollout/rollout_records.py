@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.types import FinishReason, WeightVersions
+from megarl.per_token import WeightVersions
+from megarl.types import FinishReason
 
 FIRST_OLD = "first_old_logprobs"
 EXPERTS = "routed_experts"

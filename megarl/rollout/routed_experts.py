@@ -14,8 +14,9 @@ from torch import Tensor
 from megarl.config.errors import ConfigError
 from megarl.families.architecture import Architecture
 from megarl.families.registry import parse_architecture
+from megarl.per_token import RoutedExperts
 from megarl.rollout.served_model import load_json
-from megarl.types import RoutedExperts, Sample
+from megarl.types import Sample
 
 KEYS = {"num_layers", "top_k", "num_experts", "deflated"}
 

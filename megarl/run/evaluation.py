@@ -76,50 +76,52 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
     ConfigError, before any process is started, for problems that only the inputs reveal.
     """
     config = next(iter(configs.values()))
-    rollout, evaluate = replace(config.rollout, offload=None), config.evaluate
     inputs = load_evaluation_inputs(configs)
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(contextlib.closing(Progress(sys.stdout)))
-        progress.line(describe_evaluation(inputs, evaluate, rollout.response_length))
+        progress.line(describe_evaluation(inputs, config.evaluate, config.rollout.response_length))
         started = time.monotonic()
         progress.enter("start")
-        slots = place(config.cluster, list_groups(config, "evaluate"))[SERVERS]
-        cluster = stack.enter_context(open_ray(config.cluster, len(slots)))
-        stop_s = config.cluster.shutdown_deadline_s / 3
-        servers = stack.enter_context(
-            running_servers(rollout, inputs.checkpoint, run_dir / "logs", config.seed, cluster, slots, stop_s)
-        )
-        urls = servers.start().result()
+        engine, recovery = _open_engine(stack, config, inputs.checkpoint, run_dir / "logs", progress)
         progress.leave()
         progress.line(f"servers ready after {format_seconds(time.monotonic() - started)}")
-        engine = SGLangEngine(
-            urls,
-            inputs.checkpoint,
-            rollout,
-            seed=config.seed,
-            check_processes=servers.check_alive,
-            api_key=servers.api_key,
-            top_p=evaluate.top_p,
-            top_k=evaluate.top_k,
-        )
-        stack.callback(engine.close)
-        num_slots = rollout.max_running_requests * rollout.num_servers
-        recovery = Recovery(servers, progress.line, rollout.max_server_restarts)
-        decode = inputs.tokenizer.decode
         results = evaluate_sets(
             engine,
             inputs.sets,
-            evaluate,
+            config.evaluate,
             run_dir,
             progress,
-            num_slots=num_slots,
+            num_slots=engine.num_slots,
             seed=config.seed,
             recovery=recovery,
-            decode=decode,
+            decode=inputs.tokenizer.decode,
         )
         write_evaluation(run_dir / FILE_NAME, results, list_settings(configs, inputs.checkpoint))
         progress.line(format_table(results))
     return results
+
+
+def _open_engine(
+    stack: contextlib.ExitStack, config: Config, checkpoint: Path, log_dir: Path, progress: Progress
+) -> tuple[SGLangEngine, Recovery]:
+    """The engine over servers that are ready, closed with the stack, and what restarts lost ones."""
+    rollout, evaluate = replace(config.rollout, offload=None), config.evaluate
+    slots = place(config.cluster, list_groups(config, "evaluate"))[SERVERS]
+    cluster = stack.enter_context(open_ray(config.cluster, len(slots)))
+    stop_s = config.cluster.shutdown_deadline_s / 3
+    servers = stack.enter_context(running_servers(rollout, checkpoint, log_dir, config.seed, cluster, slots, stop_s))
+    engine = SGLangEngine(
+        servers.start().result(),
+        checkpoint,
+        rollout,
+        seed=config.seed,
+        check_processes=servers.check_alive,
+        api_key=servers.api_key,
+        top_p=evaluate.top_p,
+        top_k=evaluate.top_k,
+    )
+    stack.callback(engine.close)
+    return engine, Recovery(servers, progress.line, rollout.max_server_restarts)
 
 
 def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:

@@ -24,9 +24,8 @@ from megarl.mcore.worker_spec import Role
 from megarl.report.report import Report
 from megarl.reward.scorer import build_scorer
 from megarl.rollout.client import SGLangClient
-from megarl.rollout.collector import Collector
+from megarl.rollout.collector import build_collector
 from megarl.rollout.engine import SGLangEngine
-from megarl.rollout.episodes import EpisodeRunner
 from megarl.rollout.journal import Journal
 from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter
@@ -133,15 +132,7 @@ def open_components(
             critic=groups.get(Role.critic),
             reference=groups.get(Role.reference),
             engine=engine,
-            collector=Collector(
-                engine,
-                scorer,
-                EpisodeRunner(config.rollout.response_length, inputs.conversation),
-                seed=config.seed,
-                temperature=config.rollout.temperature,
-                in_lockstep=config.rollout.max_staleness == 0,
-                journal=journal,
-            ),
+            collector=build_collector(config, engine, scorer, inputs.conversation, journal),
             sync=sync,
             sampler=PromptSampler(inputs.data.train, config.seed),
             heldout=inputs.data.heldout[: config.train.num_eval_prompts],

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError
+from megarl.per_token import WeightVersions
 from megarl.reward.scorer import Scorer
 from megarl.rollout.client import RequestError, SGLangClient
 from megarl.rollout.engine import SGLangEngine
@@ -24,7 +25,7 @@ from megarl.rollout.server import ServerError, SGLangServer, pick_free_port
 from megarl.rollout.tensors import build_tensors
 from megarl.sync.disk import DiskSync
 from megarl.sync.probe import build_probe_tokens
-from megarl.types import FinishReason, Prompt, Score, Sequences, WeightVersions
+from megarl.types import FinishReason, Prompt, Score, Sequences
 
 KEY = "0123456789abcdef"
 

@@ -19,8 +19,7 @@ from megarl.data.sampler import PromptSampler
 from megarl.mcore.worker_spec import Role
 from megarl.report.report import Report, build_report
 from megarl.reward.scorer import Scorer
-from megarl.rollout.collector import Collector
-from megarl.rollout.episodes import EpisodeRunner
+from megarl.rollout.collector import build_collector
 from megarl.rollout.journal import Journal
 from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter
@@ -129,15 +128,7 @@ class World:
                     critic=roles.get(Role.critic),
                     reference=roles.get(Role.reference),
                     engine=engine,
-                    collector=Collector(
-                        engine,
-                        Scorer(self.reward),
-                        EpisodeRunner(config.rollout.response_length, inputs.conversation),
-                        seed=config.seed,
-                        temperature=config.rollout.temperature,
-                        in_lockstep=config.rollout.max_staleness == 0,
-                        journal=journal,
-                    ),
+                    collector=build_collector(config, engine, Scorer(self.reward), inputs.conversation, journal),
                     sync=FakeSync(roles[Role.policy], servers, self.note, offloader),
                     offloader=offloader,
                     sampler=PromptSampler(inputs.data.train, config.seed),

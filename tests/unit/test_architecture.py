@@ -13,6 +13,7 @@ PACKAGE = ROOT / "megarl"
 LAYERS = (
     {"config.errors", "config.run_name"},
     {"config.schema"},
+    {"per_token"},
     {"types"},
     {"algo", "families"},
     {"config"},
@@ -38,11 +39,11 @@ LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in room
 SCHEMA = {"config.schema", "config.errors", "config.run_name"}
 ONLY_ROOMS = {
     "report": {"report", "config", "types", *SCHEMA},
-    "algo": {"algo", "types", *SCHEMA},
+    "algo": {"algo", "types", "per_token", *SCHEMA},
     # A check of the configuration reads what the algorithms' modules declare, without torch.
     "config": {"config", "algo", *SCHEMA},
     "families": {"families", *SCHEMA},
-    "types": {"types"},
+    "types": {"types", "per_token"},
 }
 """Rooms that may import fewer of megarl's rooms than their layer allows."""
 ONLY_PACKAGES: dict[str, set[str]] = {room: {"omegaconf", "hydra"} for room in ("config", *SCHEMA)} | {

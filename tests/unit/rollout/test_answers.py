@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.per_token import WeightVersions
 from megarl.rollout.answers import parse_answer, parse_answers
 from megarl.rollout.client import RequestError
-from megarl.types import FinishReason, Response, WeightVersions
+from megarl.types import FinishReason, Response
 
 INT32 = st.integers(0, 2**31 - 1)
 

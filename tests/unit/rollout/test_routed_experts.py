@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.families.registry import parse_architecture
+from megarl.per_token import RoutedExperts
 from megarl.rollout.answers import parse_answer
 from megarl.rollout.client import RequestError
 from megarl.rollout.journal import Journal
@@ -20,7 +21,7 @@ from megarl.rollout.rollout_file import RolloutWriter, load_rollouts, write_roll
 from megarl.rollout.routed_experts import decode_answer, from_record, load_expert_architecture, to_record
 from megarl.rollout.server import build_command
 from megarl.rollout.tensors import build_sequences
-from megarl.types import FinishReason, Prompt, Response, Rollout, RoutedExperts, Sample, Score
+from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 CONFIG = {
     "model_type": "qwen3_moe",
