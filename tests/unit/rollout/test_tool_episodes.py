@@ -62,7 +62,7 @@ def count(turns: tuple[Turn, ...]) -> list[tuple[float, float]]:
 def test_calls_are_answered_until_an_action_has_none(conversation: Conversation) -> None:
     episode = run(conversation, SIX + PRINT, '<tool_call>{"name": "calculator"', "42")
     assert episode.failure is None
-    assert episode.prompt.text.startswith("[system]calculator(expression)python(code)[end][user]")
+    assert episode.prompt.text.startswith("[system] calculator(expression)python(code)[end][user]")
     response = episode.response
     first, second = list_observations(response)
     assert first == "[end][user](6)(42\n)[end][assistant]"
