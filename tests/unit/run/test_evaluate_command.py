@@ -27,7 +27,7 @@ def test_a_reward_that_is_given_holds_for_every_set():
     [
         ([], "data: found nothing; name the sets once, data=gsm8k,aime24"),
         (["data=gsm8k", "data=amc23"], "data: found gsm8k amc23; name the sets once"),
-        (["data=gsm8k,amc"], "data: found 'amc'; the choices are addition, aime24, amc23, calculator, deepscaler, gsm8k"),
+        (["data=gsm8k,amc"], "data: found 'amc'; the choices are addition, aime24, amc23, calculator, deepscaler,"),
         (["data=gsm8k,amc23,gsm8k"], "data: gsm8k is named twice"),
         (["data=gsm8k,amc23", "data.path=x"], "data.path: can be right for one set only"),
         (["data=gsm8k", "evaluate.paths.amc23=x"], "evaluate.paths.amc23: no such set; data= names gsm8k"),
