@@ -171,6 +171,8 @@ class EpisodeRunner:
     async def _ask(self, what: str, method: Callable[..., Any], *arguments: Any) -> Any:
         """What the method returns: awaited where it is a coroutine function, else in a thread."""
         assert self._conversation is not None
+        if getattr(method, "__func__", None) in (Environment.reset, Environment.cut, Environment.close):
+            return None  # The base class's own, which do nothing.
         deadline_s = self._conversation.config.step_deadline_s
         try:
             async with asyncio.timeout(deadline_s) as clock:

@@ -77,7 +77,7 @@ class GuessDataConfig(DataConfig):
 class CalculatorDataConfig(DataConfig):
     """Products of two whole numbers, too large to be computed without a tool, after examples of how it is used."""
 
-    prompt_length: int = 128
+    prompt_length: int = 192
     """Maximum length of a prompt in tokens."""
     num_heldout: int | None = 256
     """Number of held-out products, none of them trained on; null: 256."""
