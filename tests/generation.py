@@ -12,7 +12,8 @@ from megarl.types import Prompt, Response, Score
 
 def build_collector(engine: RolloutEngine, kind: type[Collector] = Collector, **keys) -> Collector:
     """A collector of single turns that are all worth nothing; keys: of `Collector`."""
-    response_length = engine._config.response_length if isinstance(engine, SGLangEngine) else 16
+    length = keys.pop("response_length", None)
+    response_length = length or (engine._config.response_length if isinstance(engine, SGLangEngine) else 16)
     scorer = keys.pop("scorer", None) or Scorer(lambda _prompt, _response: Score(0.0, False))
     return kind(engine, scorer, EpisodeRunner(response_length), **{"seed": 1, "temperature": 1.0, **keys})
 

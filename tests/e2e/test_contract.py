@@ -56,7 +56,12 @@ def list_prompts(trainer: Trainer, num: int) -> tuple[Prompt, ...]:
 
 def generate(trainer: Trainer, num: int = 6, temperature: float = 1.0, key: str | None = None) -> list[list[Response]]:
     return generate_groups(
-        trainer.components.engine, list_prompts(trainer, num), num_responses=4, temperature=temperature, key=key
+        trainer.components.engine,
+        list_prompts(trainer, num),
+        num_responses=4,
+        temperature=temperature,
+        key=key,
+        response_length=trainer.config.rollout.response_length,
     )
 
 
