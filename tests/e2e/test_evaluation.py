@@ -11,6 +11,7 @@ from megarl.config.schema.evaluate import EvaluateConfig
 from megarl.interfaces import DeadlineError
 from megarl.report.evaluation import RESPONSES_FILE_NAME
 from megarl.report.progress import Progress
+from megarl.reward.scorer import Scorer
 from megarl.rollout.engine import SGLangEngine
 from megarl.run.evaluation import EvaluationSet, evaluate_sets
 from megarl.types import FinishReason, Prompt, Response, Score
@@ -26,11 +27,11 @@ def read_first_letter(prompt: Prompt, response: Response) -> Score:
     return Score(float(correct), correct, {}, answer)
 
 
-def build_sets() -> tuple[EvaluationSet, ...]:
+def build_sets(response_length: int) -> tuple[EvaluationSet, ...]:
     prompts = [Prompt(f"p{i}", "", (3 + i, 4 + i), "") for i in range(10)]
     return (
-        EvaluationSet("letters", tuple(prompts[:7]), read_first_letter, True),
-        EvaluationSet("few", tuple(prompts[7:]), lambda _prompt, _response: Score(1.0, True), False),
+        EvaluationSet("letters", tuple(prompts[:7]), lambda: Scorer(read_first_letter), True, response_length),
+        EvaluationSet("few", tuple(prompts[7:]), lambda: Scorer(lambda p, r: Score(1.0, True)), False, response_length),
     )
 
 
@@ -46,7 +47,13 @@ def evaluate(server, tiny_checkpoint, rollout_config, tmp_path):
         try:
             # 16 responses a call: the first set takes several.
             results = evaluate_sets(
-                engine, build_sets(), config, tmp_path, progress, num_slots=16, weight_version=version
+                engine,
+                build_sets(rollout.response_length),
+                config,
+                tmp_path,
+                progress,
+                num_slots=16,
+                weight_version=version,
             )
         finally:
             progress.close()
