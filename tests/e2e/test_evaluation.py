@@ -43,7 +43,7 @@ def evaluate(server, tiny_checkpoint, rollout_config, tmp_path):
         patient = SGLangEngine([server.url], tiny_checkpoint, rollout_config)
         version, stream = patient.clients[0].load_weight_version(), StringIO()
         patient.close()
-        progress = Progress(stream)
+        progress, sets = Progress(stream), build_sets(rollout.response_length)
         try:
             # 16 responses a call: the first set takes several.
             results = evaluate_sets(
