@@ -48,7 +48,7 @@ def evaluate(server, tiny_checkpoint, rollout_config, tmp_path):
             # 16 responses a call: the first set takes several.
             results = evaluate_sets(
                 engine,
-                build_sets(rollout.response_length),
+                sets,
                 config,
                 tmp_path,
                 progress,
