@@ -115,7 +115,7 @@ def test_a_reward_function_that_raises_leaves_its_last_iteration_and_the_mended_
     failed = "64 of 64 responses have no reward: 64 x the reward raised ZeroDivisionError: no words in the response"
     assert error.startswith(f"megarl.report.failures.TooManyFailuresError: {failed}")
     assert note == f"resume={run_dir} resumes after iteration 2: {run_dir}/checkpoints/iteration-000002"
-    assert json.loads((run_dir / "outcome.json").read_text())["why"] == error
+    assert json.loads((run_dir / "outcome.json").read_text())["why"] == error.removeprefix("megarl.report.failures.")
     monkeypatch.setenv("METRICS", "/nowhere")
     assert faults.wait_end(faults.start(run_dir, log, f"resume={run_dir}")) == 0, log.read_text()[-5000:]
     assert re.search(r"resuming from \S*iteration-000002", log.read_text())
