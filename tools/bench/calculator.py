@@ -6,8 +6,8 @@
     python -m megarl.evaluate $TASK model.source=path model.path=runs/calculator/policy hydra.run.dir=runs/after
     python tools/bench/calculator.py runs/before runs/calculator runs/after [--out tools/bench/calculator]
 
-Writes table.md, episodes.md (a held-out problem before and after training) and calculator.svg to --out, and prints the
-table: reward, calls and right answers of the held-out greedy episodes, with 95% intervals.
+Writes calculator.svg to --out, and into docs/results/environments.md the table (reward, calls and right answers of the
+held-out greedy episodes, with 95% intervals) and a held-out problem before and after training.
 """
 
 import argparse
@@ -20,7 +20,12 @@ from typing import Any
 
 from megarl.report.estimators import Estimate, compute_mean
 from megarl.report.metrics import load_metrics
+from megarl.report.text import fill_block
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "results" / "environments.md"
+BEGIN = "<!-- begin calculator: made by tools/bench/calculator.py -->\n"
+END = "<!-- end calculator -->"
+IMAGE = "![reward and calls of sampled and of greedy episodes](../../tools/bench/calculator/calculator.svg)"
 CONFIDENCE = 0.95
 Record = Mapping[str, Any]
 """A line of responses.jsonl"""
@@ -126,8 +131,8 @@ def main() -> None:
     before, after = load_responses(args.before), load_responses(args.after)
     args.out.mkdir(parents=True, exist_ok=True)
     table = format_table(before, after)
-    (args.out / "table.md").write_text(table)
-    (args.out / "episodes.md").write_text(format_episodes(before, after))
+    content = f"\n{IMAGE}\n\n{table}\n{format_episodes(before, after)}\n"
+    PAGE.write_text(fill_block(PAGE.read_text(), BEGIN, END, content, str(PAGE)))
     draw(load_metrics(args.run / "metrics.jsonl"), args.out / "calculator.svg")
     print(table)
 

@@ -14,10 +14,15 @@ import contextlib
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from algorithms import ADAPTED
 
 from megarl.config.load import load_config
 from megarl.config.schema.data import GuessDataConfig
@@ -26,9 +31,11 @@ from megarl.environment.guess import compute_best_with_answers, compute_best_wit
 from megarl.report.estimators import compute_mean
 from megarl.report.metrics import load_metrics
 from megarl.report.report import build_report
+from megarl.report.text import fill_block
 from megarl.run.inputs import load_inputs
-from megarl.run.job import RunResources, open_components, open_resources, show_warnings
+from megarl.run.job import RunResources, open_components, open_resources
 from megarl.run.signals import stopping_on_signals
+from megarl.run.terminal import show_warnings
 from megarl.trainer import Trainer
 from megarl.types import Sample
 from megarl.value_pretraining.loop import pretrain_critic
@@ -38,7 +45,7 @@ PAGE = ROOT / "docs" / "results" / "environments.md"
 BEGIN = "<!-- begin guess: made by tools/bench/guess.py -->\n"
 END = "<!-- end guess -->"
 IMAGE = "![reward of sampled and of greedy episodes against the iteration](../../tools/bench/guess/guess.svg)"
-PRESETS = ("vapo", "grpo")
+PRESETS = ("vapo", "grpo", "sao", "bpco")
 COMMON = ("experiment=guess", "logger.terminal=false", "logger.tensorboard=false")
 NUM_EPISODES = 64
 """Sampled episodes of each number after training"""
@@ -89,20 +96,19 @@ def format_episode(sample: Sample, tokenizer) -> str:  # type: ignore[no-untyped
 def train_once(preset: str, seed: int, extra: Sequence[str], hosts: RunResources, run_dir: Path) -> Run:
     """One run on the kept server. Its metrics are left in `run_dir`."""
     started = time.monotonic()
-    config = load_config([*COMMON, f"algo={preset}", f"seed={seed}", *extra])
+    config = load_config([*COMMON, f"algo={preset}", *ADAPTED.get(preset, ()), f"seed={seed}", *extra])
     inputs = load_inputs(config)
     (run_dir / "metrics.jsonl").unlink(missing_ok=True)
     with contextlib.ExitStack() as stack:
         report = build_report(config.logger, run_dir, config.train.num_iterations)
         stack.enter_context(contextlib.closing(report))
-        stack.enter_context(show_warnings(report))
+        stack.enter_context(show_warnings(report.message))
         components = stack.enter_context(open_components(config, inputs, hosts, run_dir, report))
-        trainer = Trainer(config, components)
+        trainer, collector = Trainer(config, components), components.collector
+        assert collector is not None
 
         def play(name: str) -> tuple[str, ...]:
-            found = components.collector.collect_greedy(
-                inputs.data.heldout, weight_version=trainer.version, key=f"{name}-{seed}"
-            )
+            found = collector.collect_greedy(inputs.data.heldout, weight_version=trainer.version, key=f"{name}-{seed}")
             return tuple(format_episode(sample, inputs.tokenizer) for sample in found.samples)
 
         pretrain_critic(trainer)
@@ -110,7 +116,7 @@ def train_once(preset: str, seed: int, extra: Sequence[str], hosts: RunResources
         before = play("before")
         trainer.run()
         after = play("after")
-        final = components.collector.collect(
+        final = collector.collect(
             inputs.data.heldout, NUM_EPISODES, weight_version=trainer.version, key="final"
         ).samples
     lines = load_metrics(run_dir / "metrics.jsonl")
@@ -170,11 +176,8 @@ def format_episodes(runs: Mapping[str, Sequence[Run]]) -> str:
 
 def fill_page(page: str, runs: Mapping[str, Sequence[Run]]) -> str:
     """The page with the tables of these runs. Raises ValueError where its marks are missing."""
-    head, begin, rest = page.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{PAGE}: the lines {BEGIN.strip()} and {END} must both be there")
-    return f"{head}{BEGIN}\n{IMAGE}\n\n{format_table(runs)}\n{format_episodes(runs)}\n{END}{tail}"
+    content = f"\n{IMAGE}\n\n{format_table(runs)}\n{format_episodes(runs)}\n"
+    return fill_block(page, BEGIN, END, content, str(PAGE))
 
 
 def draw(runs: Mapping[str, Sequence[Run]], path: Path) -> None:

@@ -217,6 +217,7 @@ def run_job(staleness: int, num_iterations: int, overrides: list[str], directory
         open_resources(config, inputs, directory / "logs") as hosts,
         open_components(config, inputs, hosts, directory, report) as components,
     ):
+        assert components.engine is not None
         trainer = NotingTrainer(config, components)
         trainer.clock = clock = Clock()
         clock.num_places = components.engine.num_slots

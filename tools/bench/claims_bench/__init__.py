@@ -1,0 +1,1 @@
+"""Parts of tools/bench/claims.py: tasks, runs, verdicts and the page."""
