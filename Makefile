@@ -4,7 +4,7 @@
 #                 PYTEST_ARGS="-k gae" chooses; JOBS=4 runs so many at once
 # make install | lock | clean
 # PLATFORM=cuda installs for NVIDIA GPUs; EXTRAS=smollm2 adds the extra that model=smollm2_135m needs,
-# EXTRAS=verifiers that of environment=verifiers.
+# EXTRAS=verifiers that of environment=verifiers, EXTRAS=wandb and EXTRAS=mlflow those of logger.wandb and logger.mlflow.
 
 SHELL := /bin/bash
 PYTHON := .venv/bin/python

@@ -34,9 +34,9 @@ def train(config: Config, run_dir: str | Path) -> "Summary":
     """Train as configured: processes are started, and ended before this returns. Everything is written to `run_dir`,
     the trained policy to `run_dir`/policy; a run that is there already is resumed from its newest checkpoint.
 
-    Returns the number of iterations and the last held-out reward (0 to 1). Raises ConfigError for a configuration that
-    contradicts itself, the machine or the run in `run_dir`, and Stopped, after a checkpoint, for an interrupt (Ctrl-C,
-    a notebook's stop), where it is called from the main thread.
+    Returns the number of iterations and the last held-out reward (0 to 1; NaN with rollout.file). Raises ConfigError
+    for a configuration that contradicts itself, the machine or the run in `run_dir`, and Stopped, after a checkpoint,
+    for an interrupt (Ctrl-C, a notebook's stop), where it is called from the main thread.
     """
     problems = check_config(config) or list(check_cluster(config, "train")) or list(check_machine(config, "train"))
     if problems:

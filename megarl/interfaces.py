@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,19 @@ class Pending(Protocol[T_co]):
     def result(self) -> T_co: ...
 
 
+@dataclass(frozen=True)
+class Done(Generic[T]):
+    """A `Pending` that has succeeded."""
+
+    value: T
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+    def result(self) -> T:
+        return self.value
+
+
 def wait_all(pendings: Sequence[Pending[Any]], slice_s: float = 0.05, end: float | None = None) -> None:
     """Wait until all have succeeded; the first failure of any is raised at once, even while others still run.
 
@@ -50,6 +63,10 @@ class TrainBackend(Protocol):
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Pending[Tensor]:
         """float32 [B, T]: log-probs of the response tokens under the temperature-scaled distribution."""
+        ...
+
+    def entropies(self, sequences: Sequences, temperature: float) -> Pending[Tensor]:
+        """float32 [B, T]: entropy, in nats, of the distribution of each response token."""
         ...
 
     def values(self, sequences: Sequences) -> Pending[Tensor]:

@@ -2,25 +2,26 @@
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-import torch
-from torch import Tensor
-
+from megarl.algo.advantages.tether import update_rho
 from megarl.algo.diagnostics import compute_batch_metrics, compute_engine_taper, measure_engine_noise
 from megarl.algo.kl import KlController
+from megarl.algo.registry import reads_old_logprobs
 from megarl.algo.rewards import update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets
+from megarl.algo.value_range import warn_of_returns
 from megarl.config.schema.algo import AlgoConfig, needs_reward_moments, uses_topr
 from megarl.config.schema.algo_choices import KLEstimator
 from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.config.schema.root import Config
+from megarl.data.critic_prompt import CriticPrompt
 from megarl.data.sampler import PromptSampler
 from megarl.interfaces import Pending, RolloutEngine, RolloutServers, TrainBackend, WeightSync, wait_all
+from megarl.minibatches import average_steps, split_minibatches
 from megarl.report.failures import TooManyFailuresError, check_failures, describe_failures
 from megarl.report.report import Report
 from megarl.report.scores import compute_heldout_metrics, compute_score_metrics
@@ -28,8 +29,9 @@ from megarl.rollout.collector import Collector
 from megarl.rollout.dynamic_sampling import join_groups
 from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import RolloutWriter
-from megarl.rollout.source import GroupSource
+from megarl.rollout.saved_groups import SavedGroups, build_source
 from megarl.rollout.tensors import build_tensors, find_too_stale
+from megarl.rollout.token_records import TokenRecorder
 from megarl.run.recovery import Recovery
 from megarl.run.saving import LoopSaver, NoSaver
 from megarl.run.signals import deferring_stops
@@ -46,24 +48,31 @@ class TrainerComponents:
     policy: TrainBackend
     critic: TrainBackend | None
     reference: TrainBackend | None
-    engine: RolloutEngine
-    collector: Collector
+    engine: RolloutEngine | None
+    """None, as collector and sampler: nothing is generated (`saved`)"""
+    collector: Collector | None
     sync: WeightSync
-    sampler: PromptSampler
+    sampler: PromptSampler[Prompt] | None
     heldout: Sequence[Prompt]
     report: Report
+    saved: SavedGroups | None = None
+    """What rollout.file has; None: responses are generated"""
     rollout_file: RolloutWriter | None = None
     """Writes every sampled response of training, with logger.save_rollouts; None: they are not saved"""
+    token_recorder: TokenRecorder = field(default_factory=TokenRecorder)
+    """Writes some responses token by token, with logger.num_token_records > 0"""
     servers: RolloutServers | None = None
     """None: the servers are not this run's own, and losing one ends it"""
     saver: LoopSaver = field(default_factory=NoSaver)
     offloader: ServerOffloader = field(default_factory=ServerOffloader)
     """Which memory the servers have given back for the roles' calls"""
+    critic_prompt: CriticPrompt | None = None
+    """With data.critic_prompt"""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended."""
+    """How a run ended. heldout_reward: NaN with rollout.file, without servers to evaluate on."""
 
     num_iterations: int
     heldout_reward: float
@@ -73,8 +82,7 @@ class Trainer:
     """Runs the iterations of one configuration over its components."""
 
     def __init__(self, config: Config, components: TrainerComponents):
-        self.config = config
-        self.components = components
+        self.config, self.components = config, components
         self.report, self.saver = components.report, components.saver
         self.recovery = Recovery(
             components.servers,
@@ -84,14 +92,13 @@ class Trainer:
             restarts_all=components.offloader.offload is not None,
         )
         self.has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig)
-        self.kl = KlController.start(config.algo.kl)
-        self.reward_moments = RunningMoments()
+        self.kl, self.reward_moments = KlController.start(config.algo.kl), RunningMoments()
+        self.tether_rho = config.algo.tether.initial
         self.engine_noise: float | None = None
-        self.source = GroupSource(
-            config, components.engine, components.collector, components.sampler, self.with_servers
-        )
-        self.version = self.num_samples = 0
-        self.heldout_reward = float("nan")
+        generation = components.engine, components.collector, components.sampler
+        self.source = build_source(config, components.saved, *generation, self.with_servers)
+        self.version, self.num_samples, self.heldout_reward = 0, 0, float("nan")
+        self.published: int | None = None
         self.started = time.monotonic()
         self.commit(self.get_state(0, {}))
 
@@ -127,18 +134,27 @@ class Trainer:
         self.source.keep_logprobs(experience.old_logprobs)
         samples, target_metrics = self.build_targets(experience, self.config.algo)
         metrics |= experience_metrics | target_metrics
+        record = self.components.token_recorder.begin(rollout, experience)
         # The weights and the loop's own state change together, even when a signal arrives.
         with deferring_stops():
             self.saver.begin_update()
             metrics |= self.update(samples, iteration)
-            self.kl, kl_metrics = self.kl.update(experience)
+            self.components.token_recorder.finish(record, samples, iteration)
+            kl, kl_metrics = self.kl.update(experience)
+            if not self.config.policy.is_frozen(iteration):
+                self.kl = kl
             self.commit(self.get_state(iteration, metrics | kl_metrics))
 
     def publish_and_evaluate(self) -> None:
-        """Publish the iteration's weights to the servers, evaluate where it is due, and log the iteration."""
-        metrics = self.state.metrics | self.publish(self.iteration)
-        if self.is_last() or self.iteration % self.config.train.eval_every == 0:
-            metrics |= self.evaluate()
+        """Publish the iteration's weights, if they are new, evaluate where it is due, and log the iteration."""
+        metrics, version = self.state.metrics, self.config.policy.count_versions(self.iteration)
+        if version != self.published:
+            found, self.published = self.publish(version), version
+            # A resumed run publishes a frozen policy once more, and its metrics are those of an uninterrupted one.
+            if self.iteration == 0 or not self.config.policy.is_frozen(self.iteration):
+                metrics = metrics | found
+        if self.components.collector and (self.is_last() or self.iteration % self.config.train.eval_every == 0):
+            metrics |= self.evaluate(self.components.collector)
         self.report.log(self.iteration, metrics)
         self.saver.score(metrics.get(self.config.checkpoint.best_metric))
 
@@ -151,6 +167,7 @@ class Trainer:
             heldout_reward=None if math.isnan(self.heldout_reward) else self.heldout_reward,
             kl_coef=self.kl.coef,
             reward_moments=self.reward_moments,
+            tether_rho=self.tether_rho,
             source=self.source.state(),
             sizes=self.saver.measure_files(),
         )
@@ -158,6 +175,7 @@ class Trainer:
     def restore(self, state: TrainerState) -> None:
         """Resume from `state`; the roles have been loaded."""
         self.num_samples, self.reward_moments = state.num_samples, state.reward_moments
+        self.tether_rho, self.published = state.tether_rho, None
         self.heldout_reward = float("nan") if state.heldout_reward is None else state.heldout_reward
         self.kl = replace(self.kl, coef=state.kl_coef)
         self.source.restore(state.source)
@@ -179,9 +197,8 @@ class Trainer:
         for samples in batch.sampled:
             self.record(Rollout(samples, self.version), iteration)
         self.check_failures([s for samples in batch.sampled for s in samples], f"iteration-{iteration}")
-        fresh = [sample for group in batch.fresh for sample in group]
+        rollout, fresh = join_groups(batch.fresh + batch.replayed, self.version), [s for g in batch.fresh for s in g]
         metrics = batch.metrics | compute_score_metrics(fresh, with_environment=self.has_turns)
-        rollout = join_groups(batch.fresh + batch.replayed, self.version)
         return rollout, metrics | {"sampling/total_samples": self.num_samples}
 
     def is_last(self) -> bool:
@@ -190,9 +207,10 @@ class Trainer:
 
     def generate(self, prompts: Sequence[Prompt], key: str) -> Rollout:
         """Scored responses of the policy before its first update; key: as in `RolloutEngine.generate`."""
-        num_responses = self.config.train.responses_per_prompt
+        num_responses, collector = self.config.train.responses_per_prompt, self.components.collector
+        assert collector is not None
         rollout = self.with_servers(
-            lambda: self.components.collector.collect(prompts, num_responses, weight_version=self.version, key=key)
+            lambda: collector.collect(prompts, num_responses, weight_version=self.version, key=key)
         )
         self.record(rollout, 0)
         self.check_failures(rollout.samples, key)
@@ -204,8 +222,8 @@ class Trainer:
             check_failures(samples, self.config.reward.max_failed_frac)
         except TooManyFailuresError:
             self.source.close()
-            if journal := self.components.collector.journal:
-                journal.drop_failed()
+            if (collector := self.components.collector) and collector.journal:
+                collector.journal.drop_failed()
             raise
         if text := describe_failures(samples):
             self.report.message(f"warning: {key}: {text}; they are not learned from")
@@ -218,6 +236,7 @@ class Trainer:
 
     def check_servers(self) -> None:
         """Check that every server answers, and restart lost ones. Raises RuntimeError naming a server that is down."""
+        assert self.components.engine is not None
         self.with_servers(self.components.engine.check_health)
 
     def with_servers(self, ask: Callable[[], T]) -> T:
@@ -241,22 +260,21 @@ class Trainer:
         self.source.begin_again()
 
     def build_experience(self, rollout: Rollout) -> tuple[Experience, Metrics]:
-        """The responses with the log-probs and values of policy, reference and critic.
-
-        They compute in parallel, or in turns where they share GPUs (megarl/cluster/turns.py).
+        """The responses with log-probs and values of policy, reference and critic, computed in parallel, or in turns on
+        shared GPUs. Where nothing reads the policy's own, old_logprobs are the rollout engine's.
         """
-        tensors = build_tensors(rollout)
+        tensors = build_tensors(rollout, self.components.critic_prompt)
         sequences, temperature = tensors.sequences, self.config.rollout.temperature
-        kl = self.config.algo.kl
-        full_kl = kl.in_reward and kl.reward_estimator is KLEstimator.full
+        algo, policy = self.config.algo, self.components.policy
+        full_kl = algo.kl.in_reward and algo.kl.reward_estimator is KLEstimator.full
         with self.report.phase("experience"):
-            old = self.components.policy.logprobs(sequences, temperature)
-            ref_kl = self.components.policy.reference_kl(sequences, temperature) if full_kl else None
+            old = policy.logprobs(sequences, temperature) if reads_old_logprobs(algo) else None
+            ref_kl = policy.reference_kl(sequences, temperature) if full_kl else None
             ref = self.components.reference.logprobs(sequences, temperature) if self.components.reference else None
-            values = self.components.critic.values(sequences) if self.components.critic else None
-            wait_all([pending for pending in (old, ref_kl, ref, values) if pending])
+            values = self.components.critic.values(tensors.critic_input) if self.components.critic else None
+            wait_all([call for call in (old, ref_kl, ref, values) if call])
             experience = tensors.build_experience(
-                old.result(),
+                old.result() if old else tensors.rollout_logprobs,
                 ref_logprobs=ref.result() if ref else None,
                 ref_kl=ref_kl.result() if ref_kl else None,
                 values=values.result() if values else None,
@@ -266,17 +284,15 @@ class Trainer:
 
     def build_targets(self, experience: Experience, algo: AlgoConfig) -> tuple[TrainingSamples, Metrics]:
         """Advantages and returns over the global batch, with the running statistics over the iterations."""
-        response_length, wrong = self.config.rollout.response_length, self.config.reward.wrong
+        length, wrong = self.config.rollout.response_length, self.config.reward.wrong
         if needs_reward_moments(algo):
-            self.reward_moments = update_reward_moments(self.reward_moments, experience, algo, response_length, wrong)
+            self.reward_moments = update_reward_moments(self.reward_moments, experience, algo, length, wrong)
+        moments, rho = self.reward_moments, self.tether_rho
         samples, metrics = compute_targets(
-            experience,
-            algo,
-            self.kl.coef,
-            response_length=response_length,
-            reward_moments=self.reward_moments,
-            wrong=wrong,
+            experience, algo, self.kl.coef, response_length=length, reward_moments=moments, wrong=wrong, tether_rho=rho
         )
+        self.tether_rho = update_rho(self.tether_rho, metrics, algo.tether)
+        warn_of_returns(samples, self.config.critic.value_range)
         if uses_topr(algo):
             # Iterations without a token of the present weights go by the last one that had some.
             noise = measure_engine_noise(experience)
@@ -285,14 +301,18 @@ class Trainer:
         return samples, metrics
 
     def update(self, samples: TrainingSamples, iteration: int) -> Metrics:
-        """Optimizer steps of critic and policy on the same minibatches: they are independent."""
+        """Optimizer steps of critic and policy on the same minibatches: they are independent.
+
+        A frozen policy makes none: neither its weights nor its learning rate's schedule move.
+        """
         minibatches = split_minibatches(self.config, samples.sequences.num_samples, iteration)
         running: list[Pending[list[Metrics]]] = []
         with self.report.phase("update"):
             if self.components.critic is not None:
                 repeats = self.config.critic.updates_per_policy_update
-                running.append(self.components.critic.update(samples, minibatches * repeats))
-            running.append(self.components.policy.update(samples, minibatches))
+                running.append(self.components.critic.update(samples.for_critic(), minibatches * repeats))
+            if not self.config.policy.is_frozen(iteration):
+                running.append(self.components.policy.update(samples.for_policy(), minibatches))
             wait_all(running)
             return {name: value for call in running for name, value in average_steps(call.result()).items()}
 
@@ -303,15 +323,16 @@ class Trainer:
         self.version = version
         return metrics
 
-    def evaluate(self) -> Metrics:
+    def evaluate(self, collector: Collector) -> Metrics:
         """Mean greedy reward on the held-out prompts."""
         with self.report.phase("evaluate"):
             rollout = self.with_servers(
-                lambda: self.components.collector.collect_greedy(
+                lambda: collector.collect_greedy(
                     self.components.heldout, weight_version=self.version, key=f"evaluation-{self.iteration}"
                 )
             )
         self.report.samples(rollout.samples)
+        self.components.token_recorder.write_heldout(rollout, self.iteration)
         if text := describe_failures(rollout.samples):
             self.report.message(f"warning: evaluation-{self.iteration}: {text}; they count as wrong")
         metrics = compute_heldout_metrics(rollout.samples, with_environment=self.has_turns)
@@ -326,23 +347,3 @@ class Trainer:
         minutes, samples = self.config.train.max_minutes, self.config.train.max_samples
         out_of_time = minutes is not None and time.monotonic() - self.started > 60 * minutes
         return out_of_time or (samples is not None and self.num_samples >= samples)
-
-
-def split_minibatches(config: Config, num_samples: int, iteration: int) -> list[Tensor]:
-    """Row numbers (int64) of each optimizer step: a new order in every epoch, the same for the same seed."""
-    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + iteration)
-    size = config.train.minibatch_size
-    return [
-        rows
-        for _ in range(config.train.epochs_per_iteration)
-        for rows in torch.split(torch.randperm(num_samples, generator=generator), size)
-    ]
-
-
-def average_steps(steps: Sequence[Metrics]) -> Metrics:
-    """One value per metric: the maximum over the optimizer steps for names ending in _max, else the mean."""
-    values = defaultdict(list)
-    for step in steps:
-        for name, value in step.items():
-            values[name].append(value)
-    return {name: max(v) if name.endswith("_max") else sum(v) / len(v) for name, v in values.items()}

@@ -25,11 +25,6 @@ class FinishReason(Enum):
     max_turns = "max_turns"
     """The environment would have gone on, but environment.max_turns was reached"""
 
-    @property
-    def is_truncated(self) -> bool:
-        """Whether a limit cut the response."""
-        return self is not FinishReason.stop
-
 
 @dataclass(frozen=True)
 class Message:
@@ -169,7 +164,8 @@ class Sample:
     group: int
     """Number of the group, from 0 within the iteration; samples of one prompt share it"""
     age: int = 0
-    """Iterations since the response was sampled; above 0 in replay only"""
+    """Iterations since the response was sampled; above 0 in replay, and with rollout.file, whose responses count as
+    sampled before the first iteration"""
     first_old_logprobs: NDArray[np.float32] | None = field(default=None, compare=False)
     """With age above 0: old_logprobs of the iteration that first learned from the response, float32 [T]; None where
     they were not kept"""
@@ -235,7 +231,7 @@ class Experience:
     groups: Tensor
     """int64 [B]"""
     ages: Tensor
-    """int64 [B]: iterations since the response was sampled; 0: this iteration, above: replayed"""
+    """int64 [B]: iterations since the response was sampled; 0: this iteration, above: replayed or saved"""
     rewards: Tensor
     """float32 [B]: the verifier's scores, before reward.wrong scales them"""
     failed: Tensor
@@ -250,7 +246,8 @@ class Experience:
     rollout_logprobs: Tensor
     """float32 [B, T]"""
     old_logprobs: Tensor
-    """float32 [B, T]: computed by the training engine before the update"""
+    """float32 [B, T]: computed by the training engine before the update; rollout_logprobs where nothing reads them
+    (`megarl.algo.registry.reads_old_logprobs`)"""
     sampling_logprobs: Tensor
     """float32 [B, T], log mu: of the policy that sampled the token, by the training engine where `scored`, else by the
     rollout engine"""
@@ -264,6 +261,8 @@ class Experience:
     """float32 [B, T]: V of the state in which token t is chosen; None without a critic"""
     too_stale: Tensor | None = None
     """bool [B, T]: the token is older than rollout.max_staleness allows and has no loss; None: no token is"""
+    critic_sequences: Sequences | None = None
+    """What the critic reads, with data.critic_prompt: longer prompts before the same responses; None: `sequences`"""
 
     def select(self, rows: Tensor) -> "Experience":
         """The given rows (int64 [K]), in that order; T stays."""
@@ -297,10 +296,20 @@ class TrainingSamples:
     """float32 [B, T]"""
     critic_mask: Tensor | None = None
     """bool [B, T]: tokens with a critic loss, a subset of `mask`; None: all of it"""
+    critic_sequences: Sequences | None = None
+    """As in `Experience`; None also in what a role is given"""
 
     def select(self, rows: Tensor) -> "TrainingSamples":
         """The given rows (int64 [K]), in that order; T stays."""
         return TrainingSamples(**_select_rows(self, rows))
+
+    def for_policy(self) -> "TrainingSamples":
+        """What the policy is given: nothing of what the critic alone reads."""
+        return replace(self, critic_sequences=None)
+
+    def for_critic(self) -> "TrainingSamples":
+        """What the critic is given: its own sequences."""
+        return replace(self, sequences=self.critic_sequences or self.sequences, critic_sequences=None)
 
 
 def _select_rows(batch: Experience | TrainingSamples, rows: Tensor) -> dict[str, Any]:

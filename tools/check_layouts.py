@@ -133,6 +133,19 @@ def make_sequences(config: Config, vocabulary: Tensor, num_rows: int) -> Sequenc
     return Sequences(vocabulary[picked], prompts + responses, prompts)
 
 
+def lengthen_prompts(sequences: Sequences, vocabulary: Tensor, most: int, seed: int) -> Sequences:
+    """The same with 1 to `most` random tokens in front of each prompt, as data.critic_prompt puts them there."""
+    generator = torch.Generator().manual_seed(seed)
+    added = torch.randint(1, most + 1, (sequences.num_samples,), generator=generator)
+    rows = zip(added.tolist(), torch.split(sequences.tokens, sequences.lengths.tolist()), strict=True)
+    pieces = [
+        piece
+        for number, row in rows
+        for piece in (vocabulary[torch.randint(0, len(vocabulary), (number,), generator=generator)], row)
+    ]
+    return Sequences(torch.cat(pieces), sequences.lengths + added, sequences.prompt_lengths + added)
+
+
 def find_vocabulary(checkpoint: Path, vocab_size: int) -> Tensor:
     """Token ids that text has. The embedding of padding may be zero, where the gradient of a norm is enormous."""
     tokenizer = load_tokenizer(checkpoint)
@@ -242,14 +255,20 @@ def describe_bounds(spec: WorkerSpec) -> str:
 
 
 def check_all(
-    config: Config, models: Models, specs: dict[Role, WorkerSpec], sequences: Sequences, num_processes: int
+    config: Config,
+    models: Models,
+    specs: dict[Role, WorkerSpec],
+    sequences: Sequences,
+    num_processes: int,
+    critic_sequences: Sequences | None = None,
 ) -> list[Outcome]:
-    """Prints the table as it grows."""
+    """Prints the table as it grows. critic_sequences: what the critic reads, with data.critic_prompt."""
     trained = [spec for role, spec in specs.items() if role is not Role.reference]
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="megarl-layouts-") as directory:
         scratch = Path(directory)
-        found = {spec.role: evaluate_alone(spec, sequences, scratch) for spec in trained}
+        read = dict.fromkeys(Role, sequences) | {Role.critic: critic_sequences or sequences}
+        found = {spec.role: evaluate_alone(spec, read[spec.role], scratch) for spec in trained}
         samples = make_samples(sequences, found[Role.policy], found.get(Role.critic), config.seed)
         print(f"{sequences.num_samples} sequences, {int(sequences.lengths.sum())} tokens")
         print(*map(describe_bounds, trained), "", HEADER, RULE, sep="\n", flush=True)
@@ -260,7 +279,8 @@ def check_all(
                 return not find_layout_problems(config, arch, spec, layout)
 
             layouts = list_layouts(num_processes, arch.num_layers, is_allowed)
-            for outcome in check_role(spec, layouts, samples, scratch):
+            given = replace(samples, sequences=read[spec.role])
+            for outcome in check_role(spec, layouts, given, scratch):
                 outcomes.append(outcome)
                 print(outcome, flush=True)
     return outcomes
@@ -304,7 +324,9 @@ def main() -> None:
             print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)
     sequences = make_sequences(config, vocabulary, args.rows or config.train.minibatch_size)
-    verdict, code = conclude(check_all(config, models, specs, sequences, args.processes))
+    most = config.data.num_critic_tokens if Role.critic in specs else 0
+    longer = lengthen_prompts(sequences, vocabulary, most, config.seed) if most else None
+    verdict, code = conclude(check_all(config, models, specs, sequences, args.processes, longer))
     print(f"\n{verdict}")
     sys.exit(code)
 

@@ -205,6 +205,9 @@ def convert_variant(value: Any, leaves: Leaves) -> Conversion:
         return Conversion({"algo.surrogate": "logprob"}, "-A log pi")
     if value == "topr":
         return _topr(leaves)
+    if value == "cispo":
+        note = "algo.surrogate=cispo, algo.clip_low and algo.clip_high are to be set by hand: not converted"
+        return Conversion(note=note, lost="objective")
     return Conversion(note=f"there is no loss {value} here; algo.surrogate names one of your own", lost="objective")
 
 

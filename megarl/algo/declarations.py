@@ -74,6 +74,8 @@ class AdvantageInputs:
     all of it stands at the end"""
     dtype: torch.dtype = field(default_factory=_get_default_dtype)
     """What results of shape [B, T] are kept in: that of the log-probs"""
+    tether_rho: float | None = None
+    """The weight of the value in the baseline of advantage=tether; None: that of the first iteration"""
 
     @property
     def returns_B(self) -> Tensor:
@@ -142,6 +144,9 @@ class PolicyLoss:
     tokens is logged"""
     reads: tuple[Reads, ...] = ()
     check: Check = lambda algo, responses_per_prompt, optimizer_steps: ()
+    ratio_to_rollout: bool = False
+    """Its ratio is to rollout_logprobs: it reads no old_logprobs, and samples of older policies and the mismatch with
+    the rollout engine are in that ratio, so that it takes no correction."""
 
 
 @dataclass(frozen=True)

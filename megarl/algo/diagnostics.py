@@ -74,9 +74,14 @@ def compute_quarters(lengths: Tensor) -> Tensor:
     floor(4 n / l) for the token that n of the response's l generated tokens precede. lengths: int64 [K], l of each
     response; R is their sum.
     """
-    ends = (torch.arange(1, 5) * lengths[:, None] + 3) // 4
+    ends = find_quarter_ends(lengths)
     sizes = ends.diff(dim=1, prepend=torch.zeros(len(lengths), 1, dtype=torch.int64))
     return torch.arange(4, dtype=torch.int8).repeat(len(lengths)).repeat_interleave(sizes.flatten())
+
+
+def find_quarter_ends(lengths: Tensor) -> Tensor:
+    """How many tokens of a response stand before the end of each of its quarters, int64 [K, 4]. lengths: int64 [K]."""
+    return (torch.arange(1, 5) * lengths[:, None] + 3) // 4
 
 
 def compute_batch_metrics(experience: Experience) -> Metrics:
@@ -116,15 +121,15 @@ def compute_batch_metrics(experience: Experience) -> Metrics:
 def compute_mismatch_metrics(experience: Experience, config: MismatchConfig) -> Metrics:
     """mismatch/* over the samples of this iteration, where the ratio r = exp(old_logprobs - rollout_logprobs) is that
     of two engines with the same weights (with rollout.max_staleness, of weights up to that many updates apart);
-    replay/* over replayed samples, where it is that of two policies.
+    replay/* over replayed and saved samples, where it is that of two policies.
 
     mismatch/ratio_mean, ratio_max, outside_frac: r at the configured level (token, sequence, geometric).
     mismatch/kl: k3 estimate of KL(rollout engine, training engine) per token, mean of r - 1 - log r.
     mismatch/logprob_gap_mean, logprob_gap_max: |log r| per token.
     mismatch/kl_at_0_25 .. kl_at_75_100, logprob_gap_at_0_25 ..: the same over the tokens in that quarter of their
     response (`compute_quarters`); worst_quarter: 1 to 4, that of the largest mean gap.
-    replay/frac: share of the samples that are replayed; replay/age_mean: their mean age in iterations;
-    replay/ratio_mean, ratio_max, kl as above. What has no token is left out. Raises NonFiniteError.
+    replay/ratio_mean, ratio_max, kl as above; logprob_above, logprob_below as in `_compute_older_logprobs`. What has no
+    token is left out. Raises NonFiniteError.
     """
     mask = experience.mask
     check_finite("old_logprobs", experience.old_logprobs, mask)
@@ -140,13 +145,37 @@ def compute_mismatch_metrics(experience: Experience, config: MismatchConfig) -> 
         else:
             fresh.add_gaps(token[is_fresh], level[is_fresh], compute_quarters(block.lengths)[is_fresh])
             replayed.add(token[~is_fresh], level[~is_fresh])
-    metrics = fresh.compute_metrics()
-    if replayed.count:
-        old_B = experience.ages > 0
-        metrics |= replayed.compute_metrics()
-        metrics["replay/frac"] = float(old_B.double().mean())
-        metrics["replay/age_mean"] = float(experience.ages[old_B].double().mean())
-    return metrics
+    older = _compute_older_logprobs(experience) if replayed.count else {}
+    return fresh.compute_metrics() | replayed.compute_metrics() | older
+
+
+def _compute_older_logprobs(experience: Experience) -> Metrics:
+    """replay/logprob_above and replay/logprob_below: mean old_logprobs of the tokens of replayed and saved responses
+    whose reward is above the mean of these responses' rewards, and of the others; what has no token is left out.
+    """
+    older, rewards = experience.ages > 0, experience.rewards.double()
+    is_above = rewards > rewards[older & ~experience.failed].mean()
+    above, below = Mean(), Mean()
+    for block in split_blocks(experience.mask):
+        logprobs, is_older = block.flatten(experience.old_logprobs).double(), block.spread(older)
+        better = block.spread(is_above)
+        above.add(logprobs[is_older & better])
+        below.add(logprobs[is_older & ~better])
+    means = {"replay/logprob_above": above, "replay/logprob_below": below}
+    return {name: mean.value for name, mean in means.items() if mean.count}
+
+
+def compute_replay_metrics(experience: Experience) -> Metrics:
+    """replay/frac: share of the samples that are replayed; replay/age_mean: their mean age in iterations. Empty where
+    none with a generated token is.
+    """
+    old_B = experience.ages > 0
+    if not bool(experience.mask[old_B].any()):
+        return {}
+    return {
+        "replay/frac": float(old_B.double().mean()),
+        "replay/age_mean": float(experience.ages[old_B].double().mean()),
+    }
 
 
 class RatioSummary:

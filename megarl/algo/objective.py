@@ -4,6 +4,7 @@ from megarl.algo.loss_terms.reference_kl import format_kl
 from megarl.algo.registry import find_advantage, find_policy_loss, list_loss_terms, needs_critic
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.algo_choices import LossAggMode, MismatchCorrection, NormScope
+from megarl.config.schema.roles import CriticConfig, PolicyConfig, Trainable
 
 
 def format_objective(
@@ -22,6 +23,19 @@ def format_objective(
     if needs_critic(algo):
         lines.append(f"critic loss = {_format_critic_loss(algo)}")
     return "\n".join(lines)
+
+
+def format_critic(policy: PolicyConfig, critic: CriticConfig) -> str | None:
+    """A line of what the critic's values are and what is trained when; None where all of it is as usual."""
+    parts = []
+    if critic.value_range is not None:
+        low, high = critic.value_range
+        parts.append(f"V = {low:g} + {high - low:g} (1/2 + atan(z)/pi) of the value head's z")
+    if critic.trainable is Trainable.mlp:
+        parts.append("MLPs and value head alone are trained")
+    if policy.frozen_iterations > 0:
+        parts.append(f"the policy is frozen in the first {policy.frozen_iterations} iterations")
+    return f"critic      = {'; '.join(parts)}" if parts else None
 
 
 def _format_policy_loss(algo: AlgoConfig) -> str:

@@ -6,12 +6,13 @@ POLICY_LOSS; package.module:NAME is a declaration anywhere on Python's path.
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megarl.algo.declarations import AdvantageEstimator, LossTerm, PolicyLoss
 from megarl.config.errors import ConfigError, find_nearest_key
-from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.algo import AlgoConfig, needs_reference, uses_topr
 
 _ADVANTAGES = "megarl.algo.advantages"
 _POLICY_LOSSES = "megarl.algo.policy_losses"
@@ -58,9 +59,31 @@ def needs_critic(algo: AlgoConfig) -> bool:
     return find_advantage(algo.advantage).needs_critic
 
 
+def has_ratio_to_rollout(algo: AlgoConfig) -> bool:
+    """Whether the loss has a surrogate whose ratio is to the rollout engine's log-probs."""
+    return algo.rl_loss_coef != 0 and find_policy_loss(algo.surrogate).ratio_to_rollout
+
+
+def reads_old_logprobs(algo: AlgoConfig) -> bool:
+    """Whether anything reads the log-probs that the policy gives to a rollout before its update.
+
+    Not where the ratio of the only term is to the rollout engine's; a KL to the reference and TOPR read them.
+    """
+    return not has_ratio_to_rollout(algo) or uses_topr(algo) or algo.kl.in_reward or needs_reference(algo)
+
+
+def name_policy_losses(**facts: bool) -> str:
+    """The names of this package's policy losses with these facts, as "dis or dppo"."""
+    return _name(list_policy_losses(), facts)
+
+
 def name_advantages(**facts: bool) -> str:
     """The names of this package's estimators with these facts, as "gae or reinforce"."""
-    found = list_advantages().items()
+    return _name(list_advantages(), facts)
+
+
+def _name(declared: Mapping[str, Any], facts: Mapping[str, bool]) -> str:
+    found = declared.items()
     return " or ".join(name for name, it in found if all(getattr(it, fact) is value for fact, value in facts.items()))
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from megarl.algo.blocks import Block, allocate_zeros, count_generated, split_blocks
 from megarl.algo.declarations import AdvantageInputs, Advantages
-from megarl.algo.diagnostics import compute_mismatch_metrics
+from megarl.algo.diagnostics import compute_mismatch_metrics, compute_replay_metrics
 from megarl.algo.finite import check_finite
 from megarl.algo.kl import compute_token_kl
-from megarl.algo.registry import find_advantage, name_advantages, needs_critic
+from megarl.algo.registry import find_advantage, name_advantages, needs_critic, reads_old_logprobs
 from megarl.algo.rewards import compute_shaped_rewards, compute_turn_rewards, drop_failed
 from megarl.algo.statistics import RunningMoments, Summary, Whitening
 from megarl.config.schema.algo import AlgoConfig, needs_reference, uses_topr
@@ -29,18 +29,19 @@ def compute_targets(
     response_length: int | None = None,
     reward_moments: RunningMoments | None = None,
     wrong: float = 0.0,
+    tether_rho: float | None = None,
 ) -> tuple[TrainingSamples, Metrics]:
     """Everything that the losses need, in the dtype of `experience.old_logprobs`, and its metrics.
 
     kl_coef: beta of the KL in the reward. response_length: rollout.response_length, needed by algo.overlong.penalty.
     reward_moments: needed by reward_norm=running, with this iteration's rewards taken in (`update_reward_moments`).
-    wrong: reward.wrong, the reward of a wrong answer.
+    wrong: reward.wrong, the reward of a wrong answer. tether_rho: of advantage=tether; None: algo.tether.initial.
     Failed samples have no targets, and everything is computed as if they were not there.
     Raises NonFiniteError for NaN or infinity at generated tokens, ValueError for missing or misshapen inputs.
     """
     _check_experience(experience, algo)
     scored = drop_failed(experience)
-    samples, metrics = _compute_targets(scored, algo, kl_coef, response_length, reward_moments, wrong)
+    samples, metrics = _compute_targets(scored, algo, kl_coef, response_length, reward_moments, wrong, tether_rho)
     return (samples if scored is experience else _restore_failed(samples, experience)), metrics
 
 
@@ -52,7 +53,8 @@ def _restore_failed(samples: TrainingSamples, experience: Experience) -> Trainin
         if isinstance(value, Tensor):
             value = value.new_zeros((len(experience.failed), *value.shape[1:])).index_copy_(0, rows, value)
         restored[field.name] = value
-    return TrainingSamples(**(restored | {"sequences": experience.sequences}))
+    unchanged = {name: getattr(experience, name) for name in ("sequences", "critic_sequences")}
+    return TrainingSamples(**(restored | unchanged))
 
 
 def _compute_targets(
@@ -62,12 +64,14 @@ def _compute_targets(
     response_length: int | None,
     reward_moments: RunningMoments | None,
     wrong: float,
+    tether_rho: float | None,
 ) -> tuple[TrainingSamples, Metrics]:
     mask, dtype = experience.mask, experience.old_logprobs.dtype
     rewards_B = compute_shaped_rewards(experience, algo, response_length, reward_moments, wrong)
     kl_BT, metrics = _compute_penalty(experience, algo, kl_coef)
     turn_rewards_BT = compute_turn_rewards(experience, algo, response_length, reward_moments, wrong)
-    inputs = AdvantageInputs(rewards_B, kl_BT, mask, experience.groups, experience.values, turn_rewards_BT, dtype)
+    values, groups = experience.values, experience.groups
+    inputs = AdvantageInputs(rewards_B, kl_BT, mask, groups, values, turn_rewards_BT, dtype, tether_rho)
     found = _compute_advantages(inputs, algo)
     fresh = mask if experience.too_stale is None else mask & ~experience.too_stale
     samples = TrainingSamples(
@@ -83,9 +87,12 @@ def _compute_targets(
         old_values=experience.values if found.returns is not None else None,
         returns=None if found.returns is None else found.returns.to(dtype),
         critic_mask=None if experience.too_stale is None else fresh,
+        critic_sequences=experience.critic_sequences,
     )
     metrics |= dict(found.metrics) | _compute_metrics(samples, rewards_B, experience.ages == 0)
-    return samples, metrics | compute_mismatch_metrics(experience, algo.mismatch)
+    if reads_old_logprobs(algo):
+        metrics |= compute_mismatch_metrics(experience, algo.mismatch)
+    return samples, metrics | compute_replay_metrics(experience)
 
 
 def monte_carlo(algo: AlgoConfig) -> AlgoConfig:

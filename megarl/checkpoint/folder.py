@@ -8,6 +8,7 @@ import contextlib
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from megarl.checkpoint.manifest import (
     verify_files,
     write_atomically,
 )
+from megarl.json_text import parse_json
 
 NAME = "checkpoints"
 PRETRAINING_NAME = "value_pretraining"
@@ -128,8 +130,12 @@ class Folder:
 
     def _load_scores(self) -> dict[int, float]:
         try:
-            return {int(number): float(value) for number, value in json.loads((self.path / SCORE).read_text()).items()}
+            return {int(number): float(value) for number, value in parse_json((self.path / SCORE).read_text()).items()}
         except FileNotFoundError:
+            return {}
+        except (ValueError, TypeError, AttributeError) as error:
+            # It decides only which old checkpoints are kept.
+            warnings.warn(f"{self.path / SCORE}: is not what a run writes ({error!r}); left out", RuntimeWarning)
             return {}
 
     def find_building(self, iteration: int) -> Path:

@@ -9,14 +9,19 @@ cover all files.
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.json_text import parse_json
+
 NAME = "manifest.json"
 FORMAT = 1
+NFS_LEFT = ".nfs"
+"""Beginning of the names of files that NFS keeps as long as a process has them open"""
 NUM_THREADS = 8
 """Threads that hash in parallel; hashing releases Python's lock"""
 
@@ -57,7 +62,7 @@ def load_manifest(directory: Path) -> Manifest:
     """Read the manifest. Raises CheckpointError where there is none, or where it is not valid."""
     path = directory / NAME
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise FormatError(f"{path}: format {content['format']!r}; this release reads format {FORMAT}")
         files = {name: FileRecord(int(x["bytes"]), str(x["sha256"])) for name, x in content["files"].items()}
@@ -73,14 +78,14 @@ def load_manifest(directory: Path) -> Manifest:
 
 
 def verify_files(directory: Path) -> None:
-    """Check every file against its manifest, also in subdirectories with their own, and that there is no other file.
+    """Check every file of the manifest, also in subdirectories with their own.
 
-    Raises CheckpointError naming those that are missing, changed or not listed, up to five of each.
+    A file that is not listed (.DS_Store; .nfs..., which NFS leaves for open files) is named in a RuntimeWarning and
+    left alone. Raises CheckpointError naming the files that are missing or changed, up to five of each.
     """
     manifest = load_manifest(directory)
     found = set(_list_files(directory))
     problems = _name("missing", manifest.files.keys() - found)
-    problems += _name("not in the manifest", found - manifest.files.keys())
     present = sorted(manifest.files.keys() & found)
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         same = list(pool.map(lambda name: _matches(directory / name, manifest.files[name]), present))
@@ -88,6 +93,8 @@ def verify_files(directory: Path) -> None:
         problems += _name("unreadable", {name for name, fine in zip(present, same, strict=True) if fine is None})
     if problems:
         raise CheckpointError(f"{directory}: {'; '.join(problems)}")
+    for unlisted in _name("not in the manifest, left alone", found - manifest.files.keys()):
+        warnings.warn(f"{directory}: {unlisted}", RuntimeWarning, stacklevel=2)
     for name in present:
         if Path(name).name == NAME:
             verify_files((directory / name).parent)
@@ -126,7 +133,7 @@ def _list_files(directory: Path) -> Iterator[str]:
                 yield f"{entry.name}/{NAME}"
             else:
                 yield from (f"{entry.name}/{name}" for name in _list_files(entry))
-        elif entry.name != NAME:
+        elif entry.name != NAME and not entry.name.startswith(NFS_LEFT):
             yield entry.name
 
 

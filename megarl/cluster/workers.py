@@ -15,11 +15,13 @@ from torch import Tensor
 from megarl.algo.blocks import allocate_zeros
 from megarl.cluster.address import agree_on_nccl, resolve_host, use_gpus, use_interface
 from megarl.cluster.nodes import Cluster
+from megarl.cluster.profile import RankProfiler
 from megarl.cluster.stacks import CallState, CallTracker, RankStacks, dump_on_signal, identify
 from megarl.cluster.turns import Turns
 from megarl.cluster.waiting import PendingCall, wait_for
 from megarl.config.placement import DeviceSlot
 from megarl.rollout.server import is_loopback, pick_free_port
+from megarl.timeline import Recording, span
 from megarl.types import Metrics, Sequences, TrainingSamples
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class WorkerActor:
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         self._worker: MegatronWorker | None = None
         self._sender: WeightSender | None = None
+        self._profiler = RankProfiler()
 
     def find_address(self) -> str:
         """An address with a free port of this process's machine, for the process group's rendezvous."""
@@ -61,17 +64,24 @@ class WorkerActor:
             return self._worker.describe()
 
     def call(self, verb: str, *args: Any) -> Any:
-        with self._tracker.enter(verb):
+        with self._tracker.enter(verb), span(verb):
             return getattr(self._worker, verb)(*args)
 
     def call_sender(self, verb: str, *args: Any) -> Any:
-        with self._tracker.enter(f"{verb} of weights"):
+        with self._tracker.enter(f"{verb} of weights"), span(f"{verb} of weights"):
             from megarl.sync.sender import WeightSender
 
             if self._sender is None:
                 assert self._worker is not None
                 self._sender = WeightSender(self._worker)
             return getattr(self._sender, verb)(*args)
+
+    def begin_profile(self, process: str, with_operators: bool) -> None:
+        self._profiler.begin(process, with_operators)
+
+    def end_profile(self, path: Path) -> Recording:
+        with self._tracker.enter("end_profile"):
+            return self._profiler.end(path)
 
     @ray.method(concurrency_group="watch")
     def find_state(self) -> CallState | None:
@@ -149,6 +159,9 @@ class WorkerGroup:
     def logprobs(self, sequences: Sequences, temperature: float) -> PendingCall[Tensor]:
         return self._call("logprobs", merge_rows(sequences), sequences, temperature)
 
+    def entropies(self, sequences: Sequences, temperature: float) -> PendingCall[Tensor]:
+        return self._call("entropies", merge_rows(sequences), sequences, temperature)
+
     def values(self, sequences: Sequences) -> PendingCall[Tensor]:
         return self._call("values", merge_rows(sequences), sequences)
 
@@ -179,6 +192,16 @@ class WorkerGroup:
     def load(self, directory: Path) -> PendingCall[None]:
         return self._call("load", _take_first, directory)
 
+    def begin_profile(self) -> PendingCall[list[None]]:
+        # Neither this nor the end of it needs a turn: no weights are touched.
+        per_stage = self.num_ranks // self._spec.parallel.pp
+        own = [(name, rank % per_stage == 0) for rank, name in enumerate(self._names)]
+        return self._send_each("begin_profile", own)
+
+    def end_profile(self, directory: Path) -> PendingCall[list[Recording]]:
+        paths = [(directory / f"{self.role}-{rank}.json.gz",) for rank in range(self.num_ranks)]
+        return self._send_each("end_profile", paths)
+
     def checksum(self) -> PendingCall[list[str]]:
         """SHA-256 of every rank's parameters, in rank order."""
         return self._call("checksum", list)
@@ -198,6 +221,13 @@ class WorkerGroup:
         return PendingCall(
             refs, self._names, f"{self.role}.{verb}", self._spec.deadline_s, merge, explain=self._ranks.explain
         )
+
+    def _send_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> PendingCall[list[Any]]:
+        """Call a method of every actor with its own arguments."""
+        calls = zip(self._actors, arguments, strict=True)
+        refs = tuple(getattr(actor, method).remote(*args) for actor, args in calls)
+        what = f"{self.role}.{method}"
+        return PendingCall(refs, self._names, what, self._spec.deadline_s, list, explain=self._ranks.explain)
 
     def _strip(self, data: Sequences | TrainingSamples) -> Sequences | TrainingSamples:
         """The data without routed experts for a role that does not replay them: they are most of its bytes."""

@@ -41,7 +41,9 @@ class Group:
 
 
 def list_groups(config: Config, command: str = "train") -> list[Group]:
-    """What `python -m megarl.COMMAND` starts: the roles that the algorithm needs, then the servers."""
+    """What `python -m megarl.COMMAND` starts: the roles that the algorithm needs, then the servers, 0 where it learns
+    from a file.
+    """
     roles = {"policy": config.policy.parallel}
     if needs_critic(config.algo):
         roles["critic"] = config.critic.parallel
@@ -51,6 +53,8 @@ def list_groups(config: Config, command: str = "train") -> list[Group]:
     servers = Group(SERVERS, config.rollout.num_servers, tp, tp)
     if command == "evaluate":
         return [servers]
+    if command == "train" and config.rollout.file is not None:
+        servers = Group(SERVERS, 0, 1, 1)
     if command == "pretrain_value" and config.algo.value_pretrain.rollouts is not None:
         # The critic alone learns, from a file.
         roles, servers = {"critic": config.critic.parallel}, Group(SERVERS, 0, tp, tp)
@@ -116,6 +120,8 @@ def is_sharing(slots: Mapping[str, Sequence[DeviceSlot]]) -> bool:
 
 def find_server_offload(config: Config) -> ServerOffload | None:
     """rollout.offload where it has an effect: where servers share GPUs with roles, or GPUs are not counted."""
+    if config.rollout.file is not None:
+        return None
     is_counted = config.cluster.gpus_per_node > 0
     slots = place(config.cluster, list_groups(config))
     return None if is_counted and not is_sharing(slots) else config.rollout.offload
@@ -153,7 +159,8 @@ def check_cluster(config: Config, command: str = "train") -> Iterator[str]:
     if cluster.gpus_per_node:
         yield from _check_size(cluster, groups)
     is_colocated = cluster.placement is Placement.colocated and cluster.gpus_per_node > 0
-    if is_colocated and cluster.hardware.gpu is not None and config.rollout.transport is Transport.split:
+    syncs = command == "train" and config.rollout.file is None
+    if syncs and is_colocated and cluster.hardware.gpu is not None and config.rollout.transport is Transport.split:
         yield (
             "rollout.transport: found split with cluster.placement=colocated, where policy and servers share GPUs: NCCL"
             " joins no two processes of one GPU; colocated, or disk"

@@ -1,6 +1,5 @@
 """Problems from files: one JSON object a line, or parquet."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,6 +7,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema.data import FileDataConfig, JsonlDataConfig, ParquetDataConfig
 from megarl.data.problem import Problem, ProblemSplits
 from megarl.data.records import Located, read_problems
+from megarl.json_text import parse_json
 
 Reader = Callable[[Path], Iterator[Located]]
 
@@ -39,10 +39,10 @@ def read_jsonl(path: Path) -> Iterator[Located]:
             where = f"{path}:{number}"
             try:
                 # "utf-8-sig" takes the byte-order mark that some editors put first.
-                record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                record = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except UnicodeDecodeError as error:
                 raise ConfigError([f"{where}: found bytes that are not UTF-8 ({error}); expected JSON"]) from None
-            except json.JSONDecodeError as error:
+            except ValueError as error:
                 start = line[:60].decode("utf-8", "replace").strip()
                 raise ConfigError([f"{where}: found {start!r} ({error}); expected one JSON object a line"]) from None
             if not isinstance(record, dict):

@@ -9,6 +9,7 @@ from typing import Any
 from megarl.config.errors import ConfigError
 from megarl.config.schema.data import FileDataConfig
 from megarl.data.problem import Problem
+from megarl.json_text import parse_json
 from megarl.types import Message
 
 PROMPT_FIELDS = (
@@ -124,8 +125,8 @@ def _decode_chat(value: Any) -> Any:
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:
-        decoded = json.loads(value)
-    except (ValueError, RecursionError):
+        decoded = parse_json(value)
+    except ValueError:
         return value
     chat = isinstance(decoded, list) and decoded and all(_is_message(item) for item in decoded)
     return decoded if chat else value

@@ -47,9 +47,10 @@ class Renderer:
         prefix = self.config.response_prefix.replace(PLACEHOLDER, _get_last_question(problem.messages))
         return prefix if self.uses_template else SEPARATOR + prefix
 
-    def render_messages(self, messages: Sequence[Message]) -> str:
+    def render_messages(self, messages: Sequence[Message], for_answer: bool = True) -> str:
         """The text of the messages, up to where the assistant's next one begins.
 
+        for_answer: whether one follows them; False: the text ends with the last message.
         Raises ConfigError where the chat template refuses them.
         """
         if not self.uses_template:
@@ -59,7 +60,7 @@ class Renderer:
         if self.tools is not None and self.tools.text is None:
             schemas = [dict(schema) for schema in self.tools.schemas]
         try:
-            text = self.tokenizer.apply_chat_template(chat, schemas, tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(chat, schemas, tokenize=False, add_generation_prompt=for_answer)
         except Exception as error:  # a template is a program of the checkpoint's author
             roles = ", ".join(m.role for m in messages)
             raise ConfigError(

@@ -3,17 +3,24 @@
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
 
-from megarl.types import Prompt
+
+class HasId(Protocol):
+    @property
+    def id(self) -> str: ...
 
 
-class PromptSampler:
-    """Draws without replacement within an epoch; a batch may span epochs.
+T = TypeVar("T", bound=HasId)
+
+
+class PromptSampler(Generic[T]):
+    """Draws prompts, or groups of saved responses, without replacement within an epoch; a batch may span epochs.
 
     The order depends on the prompts, the seed and the epoch only.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int):
+    def __init__(self, prompts: Sequence[T], seed: int):
         if not prompts:
             raise ValueError("the sampler needs at least one prompt")
         self._prompts = tuple(prompts)
@@ -21,11 +28,11 @@ class PromptSampler:
         self._fingerprint = hashlib.sha256("\n".join(p.id for p in self._prompts).encode()).hexdigest()
         self._start_epoch(0)
 
-    def next_batch(self, n: int) -> list[Prompt]:
+    def next_batch(self, n: int) -> list[T]:
         """The next `n` prompts (1 or more)."""
         if n < 1:
             raise ValueError(f"a batch needs at least one prompt, asked for {n}")
-        batch: list[Prompt] = []
+        batch: list[T] = []
         while len(batch) < n:
             if self._position == len(self._order):
                 self._start_epoch(self._epoch + 1)

@@ -1,5 +1,7 @@
 """Megatron's AdamW with sharded state and float32 master weights, and its learning-rate schedule."""
 
+from typing import Any
+
 import megatron.core.optimizer
 import torch
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, MegatronOptimizer, get_megatron_optimizer
@@ -9,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.schema.roles import LrDecay, OptimizerConfig
 from megarl.mcore.distributed_optimizer import ReshardableOptimizer
+from megarl.timeline import span
 
 # get_megatron_optimizer makes it under this name.
 megatron.core.optimizer.DistributedOptimizer = ReshardableOptimizer
@@ -43,6 +46,8 @@ def build_optimizer(
             # large as the shard of the weights, and which megarl/plan/ does not count.
             group["fused"] = True
             group["foreach"] = False
+    shown: Any = optimizer
+    shown.step = span("optimizer step")(optimizer.step)
     return optimizer
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megarl.config.schema.roles import Dtype, Fp8, Fp8Recipe, Recompute, RecomputeMethod
+from megarl.config.schema.roles import Dtype, Fp8, Fp8Recipe, Recompute, RecomputeMethod, Trainable
 from megarl.mcore.model.architecture import Architecture
 from megarl.mcore.worker_spec import WorkerSpec
 
@@ -86,6 +86,13 @@ def check_role_fields(
     role = spec.role.value
     if spec.router_replay:
         yield from check_router_replay(arch, spec.megatron)
+    experts_alone = arch.experts is not None and not arch.experts.shared_ffn_size
+    if spec.trainable is Trainable.mlp and experts_alone and spec.parallel.pp > 1:
+        # Megatron's optimizer of dense weights would have none on the stages before the head, and then writes no state.
+        yield (
+            f"{role}.parallel.pp: found {spec.parallel.pp} with {role}.trainable=mlp, which trains nothing but experts"
+            f" on stages before the last, and such a stage cannot be saved; it must be 1, or {role}.trainable=all"
+        )
     if spec.recompute is Recompute.full:
         yield from _check_recompute(role, arch, spec)
     if on_gpu and spec.dtype is Dtype.float32 and spec.parallel.cp > 1 and has_transformer_engine():

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from megarl.mcore.batch import PackedBatch
 from megarl.mcore.model.architecture import Architecture
+from megarl.mcore.worker_spec import Role
 from megarl.types import Metrics, Sequences
 
 REAL, COMPUTED = "tokens/real", "tokens/computed"
@@ -35,7 +36,16 @@ def count_tokens(batch: PackedBatch, sequences: Sequences) -> dict[str, Tensor]:
     return {REAL: sequences.lengths[batch.rows].sum(), COMPUTED: batch.params.cu_seqlens_q[-1]}
 
 
-def take_real_share(metrics: Metrics, role: str) -> Metrics:
-    """The metrics of a minibatch with ROLE/real_tokens_frac, real tokens / computed ones, in place of the counts."""
+def describe_work(metrics: Metrics, role: Role, arch: Architecture, sequences: Sequences) -> Metrics:
+    """The metrics of an optimizer step with two in place of the counts of tokens.
+
+    ROLE/real_tokens_frac: real tokens / computed ones. ROLE/model_tflop_sum: 1e12 floating-point operations of a
+    forward pass and of a backward pass of twice as many, without what is computed again.
+    """
     rest = {key: value for key, value in metrics.items() if key not in (REAL, COMPUTED)}
-    return {**rest, f"{role}/real_tokens_frac": metrics[REAL] / metrics[COMPUTED]}
+    multiply_adds = sum(compute_row_costs(arch, sequences, with_value_head=role is Role.critic))
+    return {
+        **rest,
+        f"{role.value}/real_tokens_frac": metrics[REAL] / metrics[COMPUTED],
+        f"{role.value}/model_tflop_sum": 6e-12 * multiply_adds,
+    }

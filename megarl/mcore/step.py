@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.mcore.batch import PackedBatch
+from megarl.timeline import span
 
 HeadFunction = Callable[[Tensor, PackedBatch], tuple[Tensor, Any]]
 """Output of the last stage and its micro-batch -> the loss (a scalar) and whatever is to be kept of it."""
@@ -34,6 +35,7 @@ def sum_gradients(config: TransformerConfig, model: Sequence[torch.nn.Module]) -
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
 
+@span("micro-batches")
 def run_schedule(
     model: list[torch.nn.Module],
     batches: Sequence[PackedBatch],

@@ -25,16 +25,17 @@ from megarl.mcore.full_kl import compute_full_kl
 from megarl.mcore.logprobs import VocabShard, build_vocab_shard, compute_logprobs
 from megarl.mcore.loss_targets import build_targets
 from megarl.mcore.model.architecture import read_architecture
-from megarl.mcore.model.build import build_chunks, build_config, wrap_chunks
+from megarl.mcore.model.build import bound_values, build_chunks, build_config, wrap_chunks
 from megarl.mcore.model.fast import choose_overlap, describe_fast_ways
 from megarl.mcore.model.layer_spec import uses_transformer_engine
 from megarl.mcore.model.router import compute_load_metrics, replay_routes, start_minibatch
+from megarl.mcore.model.trainable import freeze
 from megarl.mcore.offload import OffloadManager, uses_everything, uses_weights
 from megarl.mcore.optimizer import build_optimizer, build_scheduler, describe_adam
 from megarl.mcore.role_fields import build_role_fields, check_role_fields, find_token_multiple
-from megarl.mcore.row_costs import compute_row_costs, count_tokens, take_real_share
+from megarl.mcore.row_costs import compute_row_costs, count_tokens, describe_work
 from megarl.mcore.step import run_schedule, run_stage, sum_gradients
-from megarl.mcore.weights.bridge import export_hf, list_own_entries, load_hf, named_entries
+from megarl.mcore.weights.bridge import export_hf, list_own_entries, load_hf, named_entries, take_gradient
 from megarl.mcore.weights.dist_format import DESCRIPTION
 from megarl.mcore.weights.entries import Entry
 from megarl.mcore.weights.hf_files import copy_description, write_hf_checkpoint
@@ -73,6 +74,8 @@ class MegatronWorker:
         load_hf(self.chunks, Path(spec.checkpoint), self.arch)
         if spec.router_replay:
             replay_routes(self.chunks)
+        freeze(self.chunks, spec.trainable)
+        bound_values(self.chunks, spec.value_range)
         # DistributedDataParallel where they are trained.
         self.model: list[Any] = wrap_chunks(self.chunks, self.config, spec.optimizer)
         sum_gradients(self.config, self.model)
@@ -100,11 +103,13 @@ class MegatronWorker:
         The rows of this data-parallel rank on the rank that reports for it, None on the others.
         """
         self._check(not_role=Role.critic, verb="logprobs")
+        return self._evaluate(sequences, lambda logits, batch: self._logprobs(logits, batch, temperature, False)[0])
 
-        def head(logits: Tensor, batch: PackedBatch) -> Tensor:
-            return self._logprobs(logits, batch, temperature, with_entropy=False)[0]
-
-        return self._evaluate(sequences, head)
+    @uses_weights
+    def entropies(self, sequences: Sequences, temperature: float) -> RowsResult | None:
+        """float32 [b, T] entropy, in nats, of the distribution of each response token; else as `logprobs`."""
+        self._check(not_role=Role.critic, verb="entropies")
+        return self._evaluate(sequences, lambda logits, batch: self._logprobs(logits, batch, temperature, True)[1])
 
     @uses_weights
     def values(self, sequences: Sequences) -> RowsResult | None:
@@ -150,11 +155,11 @@ class MegatronWorker:
             raise ValueError(f"{self.spec.role.value} is not trained")
         self._check_tokens(samples.sequences)
         self._sum_gradient(samples, everywhere=True)
-        self._export(directory, export_hf(self.chunks, self.arch, _take_gradient))
+        self._export(directory, export_hf(self.chunks, self.arch, take_gradient))
 
     def _export(self, directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
         if dist.get_rank() == 0:
-            write_hf_checkpoint(Path(directory), Path(self.spec.checkpoint), tensors)
+            write_hf_checkpoint(Path(directory), Path(self.spec.checkpoint), tensors, self.spec.critic_fields)
         else:
             for _ in tensors:
                 pass
@@ -178,7 +183,8 @@ class MegatronWorker:
         writing.finish()
         if dist.get_rank() == 0:
             value_head = self.config.params_dtype if self.spec.role is Role.critic else None
-            copy_description(Path(self.spec.checkpoint), writing.directory / DESCRIPTION, value_head)
+            target = writing.directory / DESCRIPTION
+            copy_description(Path(self.spec.checkpoint), target, value_head, self.spec.critic_fields)
         dist.barrier()
 
     def save(self, directory: Path) -> None:
@@ -322,18 +328,13 @@ class MegatronWorker:
         outputs = self._sum_gradient(samples)
         self.scheduler.step(1)
         _, grad_norm, _ = self.optimizer.step()
-        name = self.spec.role.value
-        metrics = take_real_share(process_groups.combine(*_accumulate(outputs)), name)
+        name, found = self.spec.role.value, process_groups.combine(*_accumulate(outputs))
+        metrics = describe_work(found, self.spec.role, self.arch, samples.sequences)
         metrics |= compute_load_metrics(self.chunks, name)
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"{name}: the gradient norm is {grad_norm}; metrics of the step: {metrics}")
         rate = next(group["lr"] for group in self.optimizer.param_groups if group["default_config"])
         return {f"{name}/grad_norm": float(grad_norm), f"{name}/lr": rate, **metrics}
-
-
-def _take_gradient(tensor: Tensor) -> Tensor:
-    """The gradient of a parameter; zeros for a constant."""
-    return getattr(tensor, "main_grad") if isinstance(tensor, torch.nn.Parameter) else torch.zeros_like(tensor)  # noqa: B009
 
 
 def _accumulate(outputs: list[LossOutput]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -16,7 +16,14 @@ from megarl.config.schema.roles import (
     ParallelConfig,
     Recompute,
     RecomputeMethod,
+    Trainable,
 )
+
+CRITIC_PROMPT = "megarl_critic_prompt"
+"""Key of a critic's config.json: data.critic_prompt, with which it was trained, or null; other models do not have it"""
+VALUE_RANGE = "megarl_value_range"
+"""Key of config.json: critic.value_range, of a critic that has one. transformers keeps it and does not know it: its
+classifier gives the head's output z."""
 
 
 class Role(Enum):
@@ -57,8 +64,20 @@ class WorkerSpec:
     fp8_recipe: Fp8Recipe = Fp8Recipe.delayed
     router_replay: bool = False
     """Of the policy alone: its routers take the experts that come with the sequences"""
+    critic_prompt: str | None = None
+    """Of the critic alone: data.critic_prompt, which its checkpoints record"""
+    trainable: Trainable = Trainable.all
+    """Of the critic: which weights are trained"""
+    value_range: tuple[float, float] | None = None
+    """Of the critic: the bounds of its values, which its checkpoints record; None: they have none"""
     deterministic: bool = False
     """Compute the same from the same on a GPU; without effect on a CPU, which does so anyway"""
+
+    @property
+    def critic_fields(self) -> dict[str, Any]:
+        """What config.json of a critic says besides."""
+        bounds = {} if self.value_range is None else {VALUE_RANGE: list(self.value_range)}
+        return {CRITIC_PROMPT: self.critic_prompt, **bounds}
 
 
 @dataclass(frozen=True)
@@ -85,6 +104,8 @@ class StageParameters:
     """The part of `dense` in the input embedding, or a tied output layer's copy of it"""
     head: int
     """The part of `dense` in the output layer or value head"""
+    mlp: int = 0
+    """The part of `dense` in MLPs and shared experts"""
 
     @property
     def total(self) -> int:

@@ -50,8 +50,8 @@ class JobPlan:
     places: Mapping[str, tuple[int, ...]]
     """The GPU of every rank of each role and of the servers"""
     gpus: tuple[GpuPlan, ...]
-    server: ServerMemory
-    """The server rank with the least free memory"""
+    server: ServerMemory | None
+    """The server rank with the least free memory; None with rollout.file, without servers"""
     transfer: Transfer
     seconds: Seconds
     mean_response: float
@@ -97,13 +97,13 @@ def build_plan(
     gpus = tuple(
         GpuPlan(kind, compute_phases(kind, jobs, stages, servers.get(kind), bucket, sharing)) for kind in kinds
     )
-    server = min(servers.values(), key=lambda memory: memory.kv_cache)
+    server = min(servers.values(), key=lambda memory: memory.kv_cache, default=None)
     transfer = estimate_transfer(jobs["policy"], stages["policy"], rollout, weights)
-    host = compute_host(config, jobs, stages, places, server.kv_tokens)
+    host = compute_host(config, jobs, stages, places, server.kv_tokens if server else 0)
     problems = (
         *(Problem("batches", message) for message in check_batches(config, jobs)),
         *_check_gpus(config, jobs, places),
-        *_check_server(config, server, longest),
+        *(_check_server(config, server, longest) if server else ()),
         *_check_memory(gpus, gpu_bytes),
         *_check_host(config, host),
     )
@@ -161,13 +161,14 @@ def compute_host(
             saves = job.is_trained and config.checkpoint.save_every
             saved = compute_saved(job, memory.parameters, rank % per_stage) if saves else 0
             nodes[gpu // per_node] += process + memory.offloaded + saved
-    nodes[0] += config.train.num_samples * find_longest(config) * (SAMPLE_BYTES + 2 * routed)
+    critic_ids = 8 * find_longest(config, is_critic=True) if "critic" in jobs and config.data.num_critic_tokens else 0
+    nodes[0] += config.train.num_samples * (find_longest(config) * (SAMPLE_BYTES + 2 * routed) + critic_ids)
     return max(nodes.values()) + (config.cluster.object_store_mb << 20)
 
 
 def _check_gpus(config: Config, jobs: Mapping[str, RoleJob], places: Mapping[str, Sequence[int]]) -> Iterator[Problem]:
     cluster, rollout = config.cluster, config.rollout
-    if rollout.tp > cluster.gpus_per_node:
+    if places[SERVERS] and rollout.tp > cluster.gpus_per_node:
         yield Problem(
             "servers",
             f"rollout.tp: found {rollout.tp}; a server is on one node, which has {cluster.gpus_per_node} GPUs",
@@ -175,7 +176,7 @@ def _check_gpus(config: Config, jobs: Mapping[str, RoleJob], places: Mapping[str
     nodes = 1 + max(gpu for gpus in places.values() for gpu in gpus) // cluster.gpus_per_node
     if nodes > cluster.num_nodes:
         parts = [f"{name} {job.parallel.num_processes}" for name, job in jobs.items()]
-        parts.append(f"servers {rollout.num_servers} x {rollout.tp}")
+        parts += [f"servers {rollout.num_servers} x {rollout.tp}"] if places[SERVERS] else []
         yield Problem(
             "gpus",
             f"cluster.num_nodes: the job asks for {count_gpus(places)} GPUs ({', '.join(parts)}; cluster.placement="

@@ -9,7 +9,7 @@ from megarl.algo.registry import needs_critic
 from megarl.config.errors import ConfigError
 from megarl.config.schema.algo import needs_full_kl, needs_reference
 from megarl.config.schema.model import ModelSource, RandomModelConfig
-from megarl.config.schema.roles import ParallelConfig, ReferenceConfig, TrainedRoleConfig
+from megarl.config.schema.roles import CriticConfig, ParallelConfig, ReferenceConfig, Trainable, TrainedRoleConfig
 from megarl.config.schema.root import Config
 from megarl.families.registry import build_random_fields
 from megarl.hf.checkpoint import default_cache_dir, resolve_checkpoint
@@ -100,7 +100,7 @@ def build_jobs(config: Config, models: PlannedModels, on_gpu: bool) -> dict[str,
         jobs["critic"] = _build_job(config, "critic", config.critic, models.critic, on_gpu)
     if needs_reference(config.algo):
         jobs["reference"] = _build_job(config, "reference", config.reference, models.policy, on_gpu)
-    problems = list(check_serving_layout(models.policy, config.rollout.tp))
+    problems = [] if config.rollout.file is not None else list(check_serving_layout(models.policy, config.rollout.tp))
     for name, job in jobs.items():
         problems += check_layout(job.arch, job.parallel, f"{name}.parallel", config.model.megatron)
     if config.rollout.router_replay:
@@ -113,7 +113,7 @@ def build_jobs(config: Config, models: PlannedModels, on_gpu: bool) -> dict[str,
 def _build_job(
     config: Config, name: str, node: TrainedRoleConfig | ReferenceConfig, arch: Architecture, on_gpu: bool
 ) -> RoleJob:
-    batch, num_microbatches = find_microbatch(config, node.parallel)
+    batch, num_microbatches = find_microbatch(config, node.parallel, find_longest(config, is_critic=name == "critic"))
     saving, fp8 = Saving(), False
     if isinstance(node, TrainedRoleConfig):
         fp8 = node.fp8 is not None
@@ -133,20 +133,22 @@ def _build_job(
         num_microbatches=num_microbatches,
         on_gpu=on_gpu,
         fp8=fp8,
+        trainable=node.trainable if isinstance(node, CriticConfig) else Trainable.all,
         caches_fp8=fp8 and not config.model.megatron.get("disable_parameter_transpose_cache"),
     )
 
 
-def find_longest(config: Config) -> int:
-    """The maximum number of tokens of a sequence."""
-    return config.data.prompt_length + config.rollout.response_length
+def find_longest(config: Config, is_critic: bool = False) -> int:
+    """The maximum number of tokens of a sequence; is_critic: of the critic's, with data.critic_prompt."""
+    own = config.data.num_critic_tokens if is_critic else 0
+    return own + config.data.prompt_length + config.rollout.response_length
 
 
-def find_microbatch(config: Config, parallel: ParallelConfig) -> tuple[MicroBatch, int]:
+def find_microbatch(config: Config, parallel: ParallelConfig, longest: int) -> tuple[MicroBatch, int]:
     """The largest micro-batch that packing makes (megarl/data/packing.py), nearly all of it response tokens, and the
-    number of micro-batches per minibatch on a data-parallel rank if every sequence has its maximum length.
+    number of micro-batches per minibatch on a data-parallel rank if every sequence has its maximum length, `longest`.
     """
-    train, longest = config.train, find_longest(config)
+    train = config.train
     budget = train.tokens_per_microbatch * parallel.cp
     tokens = min(max(budget, longest), ceil(train.num_samples / parallel.dp) * longest)
     share = ceil(train.minibatch_size / parallel.dp)

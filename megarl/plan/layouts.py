@@ -93,7 +93,8 @@ def count_quickly(config: Config, job: RoleJob) -> tuple[StageParameters, ...]:
         size = ends.get(number, others)
         embedding = one.embedding if number == 0 else 0
         own = (head, rest) if number == parallel.pp - 1 else (0, 0)
-        found.append(StageParameters(size, size * dense + embedding + sum(own), size * experts, embedding, own[0]))
+        count = size * dense + embedding + sum(own)
+        found.append(StageParameters(size, count, size * experts, embedding, own[0], size * (two.mlp - one.mlp)))
     return tuple(found)
 
 

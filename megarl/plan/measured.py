@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 PHASE = "megarl-phase: "
+COLLECTIVES = ("c10d::", "gloo:")
+"""Beginnings of the names of the events in which collectives run"""
 
 
 class PeakMeter:
@@ -50,20 +52,23 @@ def measuring_peaks() -> Iterator[PeakMeter]:
 
 
 def find_peaks(profile: torch.profiler.profile) -> dict[str, int]:
-    """Most bytes that were held at once in each phase. What gloo's threads free is not recorded: such a tensor counts
-    until its place in memory is taken again.
+    """Most bytes that were held at once in each phase, without gloo's own copies of what it sends: NCCL makes none, and
+    whether gloo's thread frees one, which is not recorded, or this one does is chance.
     """
     assert profile.profiler is not None
     assert profile.profiler.kineto_results is not None
     # Any: torch's stubs know of each event's fields only what all kinds have in common.
-    pending: list[Any] = list(profile.profiler.kineto_results.experimental_event_tree())
+    pending: list[tuple[Any, bool]] = [
+        (event, False) for event in profile.profiler.kineto_results.experimental_event_tree()
+    ]
     phases, allocations = [], []
     while pending:
-        event = pending.pop()
-        pending += event.children
+        event, in_collective = pending.pop()
+        in_collective = in_collective or event.name.startswith(COLLECTIVES)
+        pending += [(child, in_collective) for child in event.children]
         if event.name == "[memory]":
             fields = event.extra_fields
-            allocations.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+            allocations.append((event.start_time_ns, fields.ptr, 0 if in_collective else fields.alloc_size))
         elif event.name.startswith(PHASE):
             phases.append((event.name.removeprefix(PHASE), event.start_time_ns, event.end_time_ns))
     held: dict[int, int] = {}

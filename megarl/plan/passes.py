@@ -18,7 +18,7 @@ from megarl.mcore.model.architecture import Architecture
 from megarl.mcore.row_costs import compute_row_costs
 from megarl.plan import assumptions as a
 from megarl.plan.activations import ELEMENT_BYTES, Attention, MicroBatch, compute_layer
-from megarl.plan.roles import GRADIENT_BYTES, RoleJob, StageMemory, count_replicas
+from megarl.plan.roles import GRADIENT_BYTES, RoleJob, StageMemory, count_replicas, count_trained
 from megarl.types import Sequences
 
 
@@ -201,7 +201,7 @@ def _reduce_gradients(job: RoleJob, stage: StageMemory, hardware: HardwareConfig
     each, group = GRADIENT_BYTES + ELEMENT_BYTES[job.dtype], parallel.num_processes // parallel.pp
     link = find_link(hardware, per_node, group)
     speed = link.outside if link.share_outside else link.inside
-    parts = zip(count_replicas(job), (parameters.dense, parameters.experts), strict=True)
+    parts = zip(count_replicas(job), count_trained(job, parameters), strict=True)
     return sum(size * each * (number - 1) / number / speed for number, size in parts)
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import ceil
 
-from megarl.config.schema.roles import Dtype, Offload, ParallelConfig
+from megarl.config.schema.roles import Dtype, Offload, ParallelConfig, Trainable
 from megarl.mcore.model.architecture import Architecture
 from megarl.mcore.weights.dist_format import GATHERED_ELEMENTS
 from megarl.mcore.worker_spec import StageParameters
@@ -49,6 +49,8 @@ class RoleJob:
     fp8: bool = False
     caches_fp8: bool = False
     """FP8 copies of the weights stay from one micro-batch to the next"""
+    trainable: Trainable = Trainable.all
+    """Which weights have gradients and an optimizer's state"""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
     parallel, b = job.parallel, ELEMENT_BYTES[job.dtype]
     weights = parameters.total * b * (2 if job.holds_reference else 1)
     fp8 = (parameters.total - parameters.embedding - parameters.head) * FP8_BYTES if job.caches_fp8 else 0
-    gradients = parameters.total * GRADIENT_BYTES if job.is_trained else 0
+    trained = count_trained(job, parameters)
+    gradients = sum(trained) * GRADIENT_BYTES
     optimizer = compute_optimizer(job, parameters) if job.is_trained else 0
     attention = choose_attention(job.dtype, job.batch.longest, job.on_gpu)
     layer = compute_layer(job.arch, parallel, job.dtype, job.batch, attention)
@@ -144,7 +147,7 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
     # The peak is in the head's backward pass or, after it, in that of a layer.
     work = max(in_layers - (head.saved if head else 0), in_head - (head.saved if head else 0), 0)
     # The optimizer's state is there from the start (megarl/mcore/distributed_optimizer.py).
-    copies = max(parameters.total * b, optimizer)
+    copies = max(sum(trained) * b, optimizer)
     moved = _list_offloaded(job.offload, weights, gradients, optimizer)
     return StageMemory(
         parameters=parameters,
@@ -166,6 +169,15 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
     )
 
 
+def count_trained(job: RoleJob, parameters: StageParameters) -> tuple[int, int]:
+    """The parameters of a rank that are trained: dense ones and those of experts."""
+    if not job.is_trained:
+        return 0, 0
+    if job.trainable is Trainable.mlp:
+        return parameters.mlp + parameters.head, parameters.experts
+    return parameters.dense, parameters.experts
+
+
 def count_replicas(job: RoleJob) -> tuple[int, int]:
     """Over how many ranks the optimizer's state is sharded: that of dense parameters and that of experts."""
     parallel = job.parallel
@@ -178,7 +190,7 @@ def compute_gathered(job: RoleJob, parameters: StageParameters) -> int:
     GATHERED_ELEMENTS (megarl/mcore/distributed_optimizer.py).
     """
     sizes = []
-    for count, replicas in zip((parameters.dense, parameters.experts), count_replicas(job), strict=True):
+    for count, replicas in zip(count_trained(job, parameters), count_replicas(job), strict=True):
         elements = min(count, GATHERED_ELEMENTS)
         sizes.append(elements if replicas == 1 else elements + ceil(elements / replicas))
     return 4 * max(sizes)
@@ -191,10 +203,10 @@ def compute_saved(job: RoleJob, parameters: StageParameters, rank: int) -> int:
     rank: within its stage, whose ranks Megatron orders by tp, cp and dp, those with experts by etp, ep and dp
     (megatron/core/parallel_state.py, RankGenerator).
     """
-    parallel = job.parallel
-    dense = parameters.dense if rank < parallel.tp else 0
-    experts = parameters.experts if rank < parallel.etp * parallel.ep else 0
-    return (ELEMENT_BYTES[job.dtype] + 12) * (dense + experts)
+    parallel, each = job.parallel, ELEMENT_BYTES[job.dtype]
+    dense, experts = count_trained(job, parameters)
+    saved = each * parameters.dense + 12 * dense if rank < parallel.tp else 0
+    return saved + ((each * parameters.experts + 12 * experts) if rank < parallel.etp * parallel.ep else 0)
 
 
 def compute_optimizer(job: RoleJob, parameters: StageParameters) -> int:
@@ -203,8 +215,8 @@ def compute_optimizer(job: RoleJob, parameters: StageParameters) -> int:
     of experts over those that hold the same ones.
     """
     each = 8 if job.dtype is Dtype.float32 else 12
-    replicas, expert_replicas = count_replicas(job)
-    return ceil(each * parameters.dense / replicas) + ceil(each * parameters.experts / expert_replicas)
+    (dense, experts), (replicas, expert_replicas) = count_trained(job, parameters), count_replicas(job)
+    return ceil(each * dense / replicas) + ceil(each * experts / expert_replicas)
 
 
 def _list_offloaded(offload: Offload | None, weights: int, gradients: int, optimizer: int) -> tuple[int, int, int]:

@@ -4,6 +4,7 @@ What the roles compute and what the servers generate are looked for separately, 
 is planned as for any job, and a plan that does not fit is dropped.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from megarl.plan.jobs import PlannedModels, build_jobs, find_longest
 from megarl.plan.layouts import Layout, count_quickly, list_layouts
 from megarl.plan.passes import compute_forward, compute_update
 from megarl.plan.roles import estimate_stages
-from megarl.plan.seconds import compute_offload, count_updates, describe_work
+from megarl.plan.seconds import compute_offload, count_updates, describe_work, find_work, scores_rollouts
 from megarl.sync.serving_pieces import check_serving_layout
 
 NUM_BEST = 10
@@ -92,7 +93,7 @@ def search(
     for division in list_divisions(config):
         for way in list_ways(config, models, division, mean_response, given.allows):
             for values, plan in join_servers(config, models, division, way, mean_response, given.allows):
-                key = (division, way.key, values["rollout.tp"])
+                key = (division, way.key, values.get("rollout.tp"))
                 found = (plan.seconds.iteration, {**start, **values})
                 candidates.setdefault(key, []).append(found)
     best = sorted((min(each, key=lambda pair: pair[0]) for each in candidates.values()), key=lambda pair: pair[0])
@@ -144,13 +145,22 @@ def compute_reserve(config: Config) -> float:
 
 
 def list_divisions(config: Config) -> Iterator[Division]:
-    """Servers take turns with the roles only where these wait for them, that is without staleness."""
+    """Servers take turns with the roles only where these wait for them, that is without staleness. With rollout.file
+    there are none.
+    """
     per_node, has_reference = config.cluster.gpus_per_node, "reference" in _list_roles(config)
     total = config.cluster.num_nodes * per_node
     step = max(per_node, total // 16) if total > per_node else 1
+    trained = 2 if "critic" in _list_roles(config) else 1
+    if config.rollout.file is not None:
+        yield Division(Placement.split, total, total, 0)
+        for size in range(step, total, step) if trained + has_reference > 1 else ():
+            references = {size, step} if has_reference else {0}
+            fitting = (reference for reference in references if trained * size + reference <= total)
+            yield from (Division(Placement.apart, size, reference, 0) for reference in fitting)
+        return
     if config.rollout.max_staleness == 0:
         yield Division(Placement.colocated, total, total, total)
-    trained = 2 if "critic" in _list_roles(config) else 1
     for size in range(step, total, step):
         yield Division(Placement.split, size, size, total - size)
         for reference in {size, step} if has_reference else {0}:
@@ -230,9 +240,11 @@ def _time_roles(config: Config, models: PlannedModels, mean_response: float | No
             peaks.append(max(add_overhead(stage.peak) for stage in stages))
             held.append(max(add_overhead(hold(stage, job, is_shared)) for stage in stages))
             place = (cluster.hardware, cluster.gpus_per_node)
-            forward.append(compute_forward(job, stages, work, *place) + compute_offload(config, job, stages))
+            own = find_work(config, job, work)
+            passing = compute_forward(job, stages, own, *place) if scores_rollouts(config, job) else 0.0
+            forward.append(passing + compute_offload(config, job, stages))
             if job.is_trained:
-                update.append(compute_update(job, stages, work, *place) * count_updates(config, job))
+                update.append(compute_update(job, stages, own, *place) * count_updates(config, job))
     except ConfigError:
         return None
     needed = sum(held) + max(peak - least for peak, least in zip(peaks, held, strict=True)) if is_shared else max(peaks)
@@ -251,7 +263,15 @@ def join_servers(
     mean_response: float | None,
     allows: Callable[[Values], bool],
 ) -> Iterator[tuple[Values, JobPlan]]:
-    """The plans that fit with each size of a server, with the largest KV cache for which there is memory."""
+    """The plans that fit with each size of a server, with the largest KV cache for which there is memory; without
+    servers the plan of the roles.
+    """
+    if division.servers == 0:
+        with contextlib.suppress(ConfigError):
+            plan = build_plan(apply(config, way.values), models, mean_response, count_quickly)
+            if not plan.problems and find_left(config, plan) >= compute_reserve(config):
+                yield way.values, plan
+        return
     per_node = config.cluster.gpus_per_node
     is_colocated = division.placement is Placement.colocated
     for tp in (tp for tp in (1, 2, 4, 8) if tp <= per_node and division.servers % tp == 0):

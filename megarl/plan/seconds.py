@@ -1,8 +1,9 @@
 """Seconds of an iteration by phase: floating-point operations and bytes over the assumed shares of the peaks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megarl.algo.registry import reads_old_logprobs
 from megarl.config.schema.cluster import Placement
 from megarl.config.schema.roles import Offload
 from megarl.config.schema.root import Config
@@ -68,25 +69,31 @@ def describe_work(config: Config, mean_response: float | None = None) -> Work:
     return Work(train.num_samples, train.minibatch_size, config.data.prompt_length, mean, train.tokens_per_microbatch)
 
 
+def find_work(config: Config, job: RoleJob, work: Work) -> Work:
+    """What this role computes; a critic reads data.critic_prompt as well."""
+    return replace(work, prompt=work.prompt + config.data.num_critic_tokens) if job.has_value_head else work
+
+
 def estimate_seconds(
     config: Config,
     jobs: Mapping[str, RoleJob],
     stages: Mapping[str, tuple[StageMemory, ...]],
-    server: ServerMemory,
+    server: ServerMemory | None,
     transfer: Transfer,
     work: Work,
 ) -> Seconds:
     place = (config.cluster.hardware, config.cluster.gpus_per_node)
-    forward = {name: compute_forward(job, stages[name], work, *place) for name, job in jobs.items()}
+    works = {name: find_work(config, job, work) for name, job in jobs.items()}
+    forward = {name: compute_forward(job, stages[name], works[name], *place) for name, job in jobs.items()}
     updates = {
-        name: compute_update(job, stages[name], work, *place) * count_updates(config, job)
+        name: compute_update(job, stages[name], works[name], *place) * count_updates(config, job)
         for name, job in jobs.items()
         if job.is_trained
     }
     # Roles that share GPUs take turns on them.
     join = max if config.cluster.placement is Placement.apart else sum
-    generation = compute_generation(config, jobs["policy"], work, server)
-    scoring = join(forward.values())
+    generation = compute_generation(config, jobs["policy"], work, server) if server else 0.0
+    scoring = join([forward[name] for name, job in jobs.items() if scores_rollouts(config, job)] or [0.0])
     pretraining = None
     settings = config.algo.value_pretrain
     if "critic" in jobs and settings.num_steps > 0 and settings.taken_from is None:
@@ -101,10 +108,15 @@ def estimate_seconds(
         join(updates.values()),
         compute_sync_seconds(config, transfer),
         join(compute_offload(config, job, stages[name]) for name, job in jobs.items()),
-        {name: compute_mfu(config, jobs[name], work, part) for name, part in updates.items()},
+        {name: compute_mfu(config, jobs[name], works[name], part) for name, part in updates.items()},
         pretraining,
         overlaps=config.rollout.max_staleness > 0,
     )
+
+
+def scores_rollouts(config: Config, job: RoleJob) -> bool:
+    """Whether the role has a forward pass over an iteration's samples before the update: log-probs or values."""
+    return job.name != "policy" or reads_old_logprobs(config.algo)
 
 
 def count_updates(config: Config, job: RoleJob) -> int:
@@ -127,7 +139,7 @@ def compute_offload(config: Config, job: RoleJob, stages: Sequence[StageMemory])
     """
     if job.offload is None:
         return 0.0
-    calls = 1 + job.is_trained + (job.name == "policy")
+    calls = scores_rollouts(config, job) + job.is_trained + (job.name == "policy")
     weights = calls if job.offload is Offload.all else 0
     moved = max(2 * (weights * stage.weights + stage.optimizer) for stage in stages)
     return moved / (config.cluster.hardware.pcie_gb_s * 1e9 * LINK_SHARE)

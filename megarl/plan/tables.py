@@ -18,6 +18,7 @@ from megarl.plan.jobs import find_longest
 from megarl.plan.roles import FP8_BYTES, RoleJob
 from megarl.plan.search import Found
 from megarl.plan.seconds import Seconds
+from megarl.plan.serving import ServerMemory
 
 ENDS = ("patience", "stop_at_explained_variance")
 """Keys of algo.value_pretrain that may end it before its last step"""
@@ -34,7 +35,8 @@ def list_tables(config: Config, plan: JobPlan) -> Iterator[Table | str]:
     yield describe_sizes(config)
     yield _tabulate_layouts(config, plan)
     yield _tabulate_ranks(plan)
-    yield _tabulate_servers(config, plan)
+    if plan.server is not None:
+        yield _tabulate_servers(config, plan, plan.server)
     yield _tabulate_phases(config, plan)
     yield _tabulate_seconds(config, plan)
     yield from describe_pretraining(config, plan.seconds)
@@ -73,8 +75,9 @@ def _tabulate_layouts(config: Config, plan: JobPlan) -> Table:
             str(in_flight) if job.is_trained else "-",
         )
     rollout = config.rollout
-    layout = f"{rollout.num_servers} of tp {rollout.tp}"
-    table.add_row(SERVERS, format_numbers(plan.places[SERVERS]), layout, *("-",) * 5)
+    if plan.server is not None:
+        layout = f"{rollout.num_servers} of tp {rollout.tp}"
+        table.add_row(SERVERS, format_numbers(plan.places[SERVERS]), layout, *("-",) * 5)
     return table
 
 
@@ -106,8 +109,8 @@ def _tabulate_ranks(plan: JobPlan) -> Table:
     return table
 
 
-def _tabulate_servers(config: Config, plan: JobPlan) -> Table:
-    server, rollout = plan.server, config.rollout
+def _tabulate_servers(config: Config, plan: JobPlan, server: ServerMemory) -> Table:
+    rollout = config.rollout
     table = _build_table(
         "A GPU of a server: KV cache in tokens, and in sequences of full length",
         *("weights GiB", "KV cache GiB", "bytes/token", "tokens/server", f"of {find_longest(config):,}"),
@@ -160,6 +163,8 @@ def _tabulate_seconds(config: Config, plan: JobPlan) -> Table:
         ("update", seconds.update, layouts),
         ("sync", seconds.sync, sent),
     ]
+    if plan.server is None:
+        rows = rows[1:3]
     if seconds.offload:
         rows.insert(3, ("offload", seconds.offload, "weights and optimizer to the host and back"))
     for name, part, remark in rows:

@@ -26,7 +26,9 @@ class Transfer:
 def estimate_transfer(
     job: RoleJob, stages: Sequence[StageMemory], rollout: RolloutConfig, server_weights: int
 ) -> Transfer:
-    """job: the policy's. server_weights: bytes of a server rank."""
+    """job: the policy's. server_weights: bytes of a server rank. With rollout.file nothing is sent."""
+    if rollout.file is not None:
+        return Transfer(0, 0, 0)
     size, (replicas, expert_replicas) = ELEMENT_BYTES[rollout.dtype], count_replicas(job)
     sent = max(stage.parameters.dense / replicas + stage.parameters.experts / expert_replicas for stage in stages)
     num_ranks = rollout.num_servers * rollout.tp

@@ -4,8 +4,8 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
 
+from megarl.json_text import parse_strict_json
 from megarl.types import Metrics
 
 FILE_NAME = "metrics.jsonl"
@@ -80,7 +80,7 @@ def parse_line(line: str, where: str) -> dict[str, float]:
     if not line.endswith("\n"):
         raise ValueError(f"{where}: the line is incomplete: the run that wrote it was killed, or is still writing")
     try:
-        record = json.loads(line, parse_constant=refuse_constant, object_pairs_hook=refuse_repeated_keys)
+        record = parse_strict_json(line)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     if not isinstance(record, dict):
@@ -91,17 +91,4 @@ def parse_line(line: str, where: str) -> dict[str, float]:
         check_metrics({name: value for name, value in record.items() if name != ITERATION})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
-    return record
-
-
-def refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON; every metric is a finite number")
-
-
-def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) != len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"the same key twice: {', '.join(repeated)}")
     return record

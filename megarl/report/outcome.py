@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from megarl.json_text import parse_json
+
 FILE_NAME = "outcome.json"
 LONGEST_WHY = 2000
 
@@ -52,7 +54,7 @@ def load_outcome(run_dir: Path) -> Outcome | None:
     """Read the file; None where there is none. Raises ValueError naming the file where it is not valid."""
     path = run_dir / FILE_NAME
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         results = {str(name): value for name, value in content["results"].items()}
         if not all(isinstance(value, int | float) and math.isfinite(value) for value in results.values()):
             raise ValueError("a result is not a finite number")

@@ -2,21 +2,26 @@
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from megarl.config.schema.logger import LoggerConfig
+from megarl.report.critic_watch import CriticWatch
 from megarl.report.metrics import FILE_NAME, PRETRAINING_FILE_NAME, MetricsWriter, check_metrics
-from megarl.report.progress import Progress
+from megarl.report.progress import LOG_NAME, Progress
+from megarl.report.prometheus import PrometheusSink
+from megarl.report.sinks import Sink, open_sinks
 from megarl.report.status import FILE_NAME as STATUS_NAME
 from megarl.report.status import StatusFile
-from megarl.report.tensorboard import DIRECTORY, TensorBoardWriter
 from megarl.report.text import TIME, format_iteration, format_number, format_samples
 from megarl.report.turns import Decode
+from megarl.timeline import span
 from megarl.types import Metrics, Sample
+
+WARNING = "warning: "
 
 
 @dataclass
@@ -28,13 +33,13 @@ class Phase:
 
 
 class Report:
-    """Writes metrics to metrics.jsonl, TensorBoard and the terminal, as configured. `build_report` builds it."""
+    """Writes to metrics.jsonl, the sinks, train.log and the terminal, as configured. `build_report` builds it."""
 
     def __init__(
         self,
         metrics: MetricsWriter,
-        tensorboard: TensorBoardWriter | None,
-        progress: Progress | None,
+        sinks: Sequence[Sink],
+        progress: Progress,
         num_iterations: int,
         num_logged_samples: int,
         status: StatusFile,
@@ -44,13 +49,16 @@ class Report:
         self._status = status
         self._iteration = 0
         self._pretraining: MetricsWriter | None = None
-        self._tensorboard = tensorboard
+        self._sinks = tuple(sinks)
         self._progress = progress
         self._num_iterations = num_iterations
         self._num_logged_samples = num_logged_samples
         self._decode = decode
         self._times: Metrics = {}
         self._closed = False
+        self._critic_watch = CriticWatch()
+        self.after_log: Callable[[int], None] = lambda _iteration: None
+        """Called at the end of each `log`: the next iteration begins here"""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
@@ -61,19 +69,18 @@ class Report:
         phase = Phase(name)
         start = time.perf_counter()
         self._status.write(self._iteration, name)
-        if self._progress:
-            self._progress.enter(name)
+        self._progress.enter(name)
         try:
-            yield phase
+            with span(name):
+                yield phase
         finally:
-            if self._progress:
-                self._progress.leave()
+            self._progress.leave()
             self._status.write(self._iteration, None)
             phase.seconds = time.perf_counter() - start
             self._times[TIME + name] = self._times.get(TIME + name, 0.0) + phase.seconds
 
     def log(self, iteration: int, metrics: Metrics) -> None:
-        """Write one iteration's metrics and the times of the phases since the last `log`.
+        """Write one iteration's metrics and the times of the phases since the last `log`; warn as `CriticWatch` does.
 
         Raises:
             ValueError: a metric is NaN or infinite, or has the name of a phase's time; nothing is written.
@@ -87,12 +94,13 @@ class Report:
         self._times = {}
         self._iteration = iteration + 1
         self._metrics.write(iteration, complete)
-        if self._tensorboard:
-            self._tensorboard.write(iteration, complete)
-        if self._progress:
-            self._progress.line(format_iteration(iteration, self._num_iterations, complete))
-            more = iteration < self._num_iterations
-            self._progress.show_iteration(f"iteration {iteration + 1}/{self._num_iterations}" if more else "")
+        for sink in self._sinks:
+            sink.write(iteration, complete)
+        self._progress.line(format_iteration(iteration, self._num_iterations, complete))
+        self._progress.show_iteration(iteration, self._num_iterations, complete)
+        if warning := self._critic_watch.check(metrics):
+            self.message(warning)
+        self.after_log(iteration)
 
     def log_pretraining(self, step: int, num_steps: int, metrics: Metrics) -> None:
         """Write the metrics of one step of value pretraining to value_pretrain.jsonl; otherwise as `log`."""
@@ -101,46 +109,57 @@ class Report:
         if self._pretraining is None:
             self._pretraining = MetricsWriter(self._metrics.path.with_name(PRETRAINING_FILE_NAME))
         self._pretraining.write(step, {**metrics, **times})
-        if self._tensorboard:
-            self._tensorboard.write(step, metrics)
-        if self._progress:
-            shown = ", ".join(f"{name} {format_number(value)}" for name, value in metrics.items())
-            seconds = format_number(sum(times.values()))
-            self._progress.line(f"value pretraining {step}/{num_steps}  {shown} | {seconds} s")
+        for sink in self._sinks:
+            sink.write_pretraining(step, metrics)
+        shown = ", ".join(f"{name} {format_number(value)}" for name, value in metrics.items())
+        self._progress.line(f"value pretraining {step}/{num_steps}  {shown} | {format_number(sum(times.values()))} s")
 
     def rewind(self, iteration: int) -> None:
         """Make `iteration` the next one to be logged, in a run that resumes from a checkpoint."""
         self._times = {}
         self._iteration = iteration
-        if self._tensorboard:
-            self._tensorboard.rewind(iteration)
+        self._critic_watch = CriticWatch()
+        self._progress.forget_iterations()
+        for sink in self._sinks:
+            sink.rewind(iteration)
 
     def rewind_pretraining(self, step: int) -> None:
         """Make the step of value pretraining after `step` the next one to be logged."""
         self._times = {}
         self._iteration = 0
-        if self._tensorboard:
-            self._tensorboard.rewind(step + 1)
+        for sink in self._sinks:
+            sink.rewind(step + 1)
 
     def message(self, text: str) -> None:
-        """Print one or more lines for the user."""
-        if self._progress:
-            self._progress.line(text)
+        """Print one or more lines for the user; of those that begin with "warning: " the last one stays in view."""
+        self._progress.line(text)
+        if text.startswith(WARNING):
+            self._progress.show_warning(f"{text.removeprefix(WARNING)} (iteration {self._iteration})")
+
+    def show_processes(self, describe: Callable[[], str], urls: Sequence[str] = ()) -> None:
+        """Have the live display ask for a line about servers and workers, and Prometheus find the servers.
+
+        describe: called from the display's thread. urls: of servers that answer /metrics.
+        """
+        self._progress.show_processes(describe)
+        for sink in self._sinks:
+            if isinstance(sink, PrometheusSink):
+                sink.show_servers(urls)
+                self.message(f"Prometheus: {' '.join([sink.url, *(f'{url}/metrics' for url in urls)])}")
 
     def samples(self, samples: Sequence[Sample]) -> None:
         """Print logger.num_logged_samples of the samples, where possible a correct and a wrong one."""
-        if self._progress and samples and self._num_logged_samples > 0:
-            self._progress.line(format_samples(samples, self._num_logged_samples, self._decode))
+        if samples and self._num_logged_samples > 0:
+            self._progress.line(format_samples(samples, self._num_logged_samples, self._decode), breaks_words=True)
 
     def close(self) -> None:
         """Close the files and end the display; may be called twice."""
         if self._closed:
             return
         self._closed = True
-        if self._progress:
-            self._progress.close()
-        if self._tensorboard:
-            self._tensorboard.close()
+        for sink in self._sinks:
+            sink.close()
+        self._progress.close()
         if self._pretraining:
             self._pretraining.close()
         self._metrics.close()
@@ -152,17 +171,19 @@ def build_report(
     num_iterations: int,
     stream: TextIO | None = None,
     decode: Decode | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Report:
-    """A report that appends to RUN_DIR/metrics.jsonl and, as configured, writes to TensorBoard and `stream`.
+    """A report that appends to RUN_DIR/metrics.jsonl and train.log and, as configured, writes to sinks and `stream`.
 
-    `stream` is standard output unless given. decode: reads observations in printed samples. Raises RuntimeError where
-    logger.tensorboard is set and its package is missing.
+    `stream` is standard output unless given. decode: reads observations in printed samples. settings: the run's
+    configuration by dotted key. Raises ConfigError where a sink does not open.
     """
-    tensorboard = TensorBoardWriter(run_dir / DIRECTORY) if logger.tensorboard else None
+    run_dir.mkdir(parents=True, exist_ok=True)
+    sinks = list(open_sinks(logger, run_dir, settings or {}))
     metrics = MetricsWriter(run_dir / FILE_NAME)
-    progress = Progress(stream or sys.stdout) if logger.terminal else None
+    progress = Progress((stream or sys.stdout) if logger.terminal else None, log=run_dir / LOG_NAME)
     status = StatusFile(run_dir / STATUS_NAME)
-    report = Report(metrics, tensorboard, progress, num_iterations, logger.num_logged_samples, status, decode)
+    report = Report(metrics, sinks, progress, num_iterations, logger.num_logged_samples, status, decode)
     if metrics.num_dropped_bytes:
         dropped = f"an unfinished last line of {metrics.num_dropped_bytes} bytes, left by a killed run"
         report.message(f"{metrics.path}: {dropped}, was cut off")

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megarl.json_text import parse_json
+
 FILE_NAME = "status.json"
 
 
@@ -35,6 +37,6 @@ class StatusFile:
 def load_status(path: Path) -> dict[str, Any] | None:
     """Read the file; None where there is none."""
     try:
-        return dict(json.loads(path.read_text()))
+        return dict(parse_json(path.read_text()))
     except FileNotFoundError:
         return None

@@ -69,15 +69,18 @@ def needs_log(values: Sequence[float]) -> bool:
     return min(values) > 0 and max(values) > OUTLIER * statistics.median(values)
 
 
-def draw_lines(curves: Sequence[Curve]) -> str:
-    """A chart of all curves over the iteration, logarithmic where `needs_log`; a curve of one point is a dot."""
+def draw_lines(curves: Sequence[Curve], whole: bool = True) -> str:
+    """A chart of all curves over the iteration, logarithmic where `needs_log`; a curve of one point is a dot.
+
+    whole: x has whole numbers only, as an iteration or a quarter of the responses.
+    """
     drawn = [curve for curve in curves if curve.points]
     values = [point[1] for curve in drawn for point in curve.points]
     is_log = needs_log(values)
     scale = math.log10 if is_log else float
     x = build_axis([point[0] for curve in drawn for point in curve.points], LEFT, WIDTH - RIGHT)
     y = build_axis([scale(value) for value in values], HEIGHT - BOTTOM, TOP, margin=0.04)
-    parts = [*_draw_grid(x, y, is_log)]
+    parts = [*draw_grid(x, y, is_log, whole)]
     for curve in drawn:
         path = " ".join(f"{x.place(i):.1f},{y.place(scale(v)):.1f}" for i, v in curve.points)
         title = f"<title>{escape(curve.label)}</title>"
@@ -86,18 +89,19 @@ def draw_lines(curves: Sequence[Curve]) -> str:
             parts.append(f'<polyline class="hit" points="{path}"/><polyline class="line" points="{path}"/>')
         last = curve.points[-1]
         parts.append(f'<circle class="end" cx="{x.place(last[0]):.1f}" cy="{y.place(scale(last[1])):.1f}" r="3"/></g>')
-    return _wrap(WIDTH, HEIGHT, parts)
+    return wrap(WIDTH, HEIGHT, parts)
 
 
-def _draw_grid(x: Axis, y: Axis, is_log: bool) -> Iterable[str]:
+def draw_grid(x: Axis, y: Axis, is_log: bool, whole: bool) -> Iterable[str]:
+    """The parts of a chart behind its curves. is_log: y is of decimal logarithms; whole: as in `draw_lines`."""
     for tick in choose_ticks(y):
         at, value = y.place(tick), 10.0**tick if is_log else tick
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
         yield f'<text class="tick" x="{LEFT - 6}" y="{at + 3.5:.1f}" text-anchor="end">{format_number(value)}</text>'
     for value in choose_ticks(x, 5):
-        if value == int(value):
-            at = x.place(value)
-            yield f'<text class="tick" x="{at:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{value:.0f}</text>'
+        if not whole or value == int(value):
+            at, text = x.place(value), f"{value:.0f}" if whole else format_number(value)
+            yield f'<text class="tick" x="{at:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{text}</text>'
     yield f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>'
 
 
@@ -132,12 +136,13 @@ def draw_effect(effect: Effect, x: Axis) -> str:
         dots = "".join(f'<circle class="dot" cx="{x.place(point):.1f}" cy="{middle}" r="4"/>' for point in level.points)
         parts.append(dots)
         parts.append(f'<line class="mean" x1="{mean:.1f}" x2="{mean:.1f}" y1="{middle - 11}" y2="{middle + 11}"/>')
-    return _wrap(WIDTH, height, parts)
+    return wrap(WIDTH, height, parts)
 
 
 def _cut(text: str, longest: int = 18) -> str:
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
-def _wrap(width: float, height: float, parts: Sequence[str]) -> str:
+def wrap(width: float, height: float, parts: Sequence[str]) -> str:
+    """The whole element, whose size is that of its place on the page."""
     return f'<svg viewBox="0 0 {width:g} {height:g}" role="img">{"".join(parts)}</svg>'

@@ -1,6 +1,5 @@
 """The runs of a sweep, read from SWEEP_DIR; missing and damaged files are recorded as problems, and nothing raises."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from megarl.json_text import parse_json
 from megarl.report.metrics import FILE_NAME, PRETRAINING_FILE_NAME, parse_line
 from megarl.report.outcome import load_outcome
 from megarl.report.status import FILE_NAME as STATUS_NAME
@@ -83,21 +83,22 @@ def load_sweep(directory: Path) -> Sweep:
 
 def load_run_record(folder: Path) -> RunRecord:
     problems: list[str] = []
-    state, why = _load_state(folder, problems)
+    state, why = load_state(folder, problems)
     lines = _load_lines(folder / FILE_NAME, problems, needed=state == "done")
     return RunRecord(
         name=folder.name,
         state=state,
         why=why,
-        config=_load_config(folder, problems),
-        overrides=_load_overrides(folder, problems),
+        config=load_run_config(folder, problems),
+        overrides=load_overrides(folder, problems),
         lines=lines,
         pretraining=_load_lines(folder / PRETRAINING_FILE_NAME, problems),
         problems=problems,
     )
 
 
-def _load_state(folder: Path, problems: list[str]) -> tuple[str, str]:
+def load_state(folder: Path, problems: list[str]) -> tuple[str, str]:
+    """State and reason, as in `RunRecord`."""
     try:
         outcome = load_outcome(folder)
     except ValueError as error:
@@ -106,7 +107,7 @@ def _load_state(folder: Path, problems: list[str]) -> tuple[str, str]:
     if outcome is not None:
         return outcome.state.value, outcome.why
     try:
-        status = json.loads((folder / STATUS_NAME).read_text(encoding="utf-8"))
+        status = parse_json((folder / STATUS_NAME).read_text(encoding="utf-8"))
         at = f"at iteration {int(status['iteration'])}, in {status['phase'] or 'no phase'}"
     except FileNotFoundError:
         at = "before its processes were started"
@@ -139,10 +140,10 @@ def _load_lines(path: Path, problems: list[str], needed: bool = False) -> list[L
     return lines
 
 
-def _load_config(folder: Path, problems: list[str]) -> dict[str, Any]:
+def load_run_config(folder: Path, problems: list[str]) -> dict[str, Any]:
     """The configuration from run.json or, where the run ended before it was written, from Hydra's files."""
     try:
-        return dict(json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["config"])
+        return dict(parse_json((folder / RUN_FILE).read_text(encoding="utf-8"))["config"])
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -171,7 +172,8 @@ def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _load_overrides(folder: Path, problems: list[str]) -> list[str]:
+def load_overrides(folder: Path, problems: list[str]) -> list[str]:
+    """The overrides that the run was started with; empty where none are known."""
     path = folder / HYDRA_FOLDER / "overrides.yaml"
     try:
         return [str(text) for text in OmegaConf.to_container(OmegaConf.load(path)) or []]

@@ -1,5 +1,7 @@
 """Metrics and samples as one line or a few."""
 
+import re
+import textwrap
 from collections.abc import Sequence
 
 from megarl.report.turns import Decode, ShownTurn, has_observations, list_turns
@@ -13,8 +15,13 @@ KEY_METRICS = (
     ("policy/clip_frac", "clip"),
     ("critic/explained_variance", "ev"),
     ("mismatch/kl", "mismatch kl"),
+    ("replay/logprob_above", "log-prob above mean reward"),
+    ("replay/logprob_below", "below"),
 )
 """The metrics shown for every iteration that has them, in this order; all metrics are in metrics.jsonl."""
+GLUE = "\u2060"
+"""Stands for a space at which no line is broken; WORD JOINER, which nobody prints"""
+INDENT = 4
 LONGEST_TEXT = 600
 """Maximum characters printed of a prompt or response; the middle of a longer one is left out"""
 MOST_TURNS = 8
@@ -36,6 +43,34 @@ def format_seconds(seconds: float) -> str:
     if whole < 7200:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def wrap(text: str, width: int, *, breaks_words: bool = False) -> str:
+    """The text with its longer lines broken at spaces, what follows indented; a number stays with its name.
+
+    breaks_words: also within words that are longer than a line; otherwise they stay whole, as a path must.
+    """
+    lines = []
+    for line in text.split("\n"):
+        if len(line) <= width:
+            lines.append(line)
+            continue
+        units = [each.replace(" ", GLUE) if len(each) < width // 2 else each for each in line.split(" | ")]
+        # "rollout 0.136, update 2.5"
+        pair = rf"(?<!\S)(\w{{1,{width // 4}}}) (-?\d[\d.e+-]{{,9}})(?=,|$)"
+        units = [re.sub(pair, rf"\1{GLUE}\2", each) for each in units]
+        start = len(line) - len(line.lstrip())
+        broken = textwrap.wrap(
+            " | ".join(units),
+            width,
+            initial_indent="",
+            subsequent_indent=" " * (start + INDENT),
+            break_long_words=breaks_words,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        )
+        lines += [part.replace(GLUE, " ") for part in broken]
+    return "\n".join(lines)
 
 
 def format_iteration(iteration: int, num_iterations: int, metrics: Metrics) -> str:
@@ -97,14 +132,23 @@ def format_samples(samples: Sequence[Sample], num_samples: int, decode: Decode |
     return "\n".join(format_sample(sample, decode) for sample in chosen)
 
 
+def fill_block(page: str, begin: str, end: str, content: str, name: str) -> str:
+    """The page with `content` between two marks that stay. Raises ValueError that names the page without them."""
+    head, found_begin, rest = page.partition(begin)
+    _, found_end, tail = rest.partition(end)
+    if not found_begin or not found_end:
+        raise ValueError(f"{name}: the lines {begin.strip()} and {end} must both be there")
+    return f"{head}{begin}{content}{end}{tail}"
+
+
 def make_printable(text: str) -> str:
     """The text with control characters escaped: a response must not move the cursor or break the line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def shorten(text: str) -> str:
+def shorten(text: str, longest: int = LONGEST_TEXT) -> str:
     """The text, or its two ends around the number of characters left out."""
-    if len(text) <= LONGEST_TEXT:
+    if len(text) <= longest:
         return text
-    end = LONGEST_TEXT // 2
+    end = longest // 2
     return f"{text[:end]} [... {len(text) - 2 * end} characters ...] {text[-end:]}"

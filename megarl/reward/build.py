@@ -1,8 +1,5 @@
 """From the `reward` group to what scores a response."""
 
-from collections.abc import Iterable
-
-from megarl.algo.rewards import check_score
 from megarl.config.errors import ConfigError
 from megarl.config.reward_parts import RewardPart, read_parts
 from megarl.config.schema.reward import (
@@ -32,7 +29,7 @@ from megarl.reward.format import FormatVerifier
 from megarl.reward.function import FunctionVerifier
 from megarl.reward.gym import ReasoningGymVerifier
 from megarl.reward.http import HttpReward
-from megarl.reward.interface import AsyncReward, DirectReward, ProcessVerifier, RewardFailedError
+from megarl.reward.interface import AsyncReward, DirectReward, ProcessVerifier
 from megarl.reward.judge import JudgeReward
 from megarl.reward.length import LengthReward
 from megarl.reward.letter_count import LetterCountReward
@@ -41,7 +38,7 @@ from megarl.reward.numeric import NumericPatternVerifier, NumericReward
 from megarl.reward.pool import PooledReward, ProcessReward
 from megarl.reward.reward_model import ScalarModelReward
 from megarl.reward.weighted import Part, WeightedReward
-from megarl.types import FinishReason, Prompt, Response, RewardFunction
+from megarl.types import FinishReason, Response, RewardFunction
 
 
 def build_async_reward(config: RewardConfig) -> AsyncReward:
@@ -140,18 +137,3 @@ def reads_answers(config: RewardConfig) -> bool:
 
 EMPTY = Response((0,), "", (0.0,), (True,), (0,), FinishReason.stop)
 """One token of empty text: the end of the sequence, sampled at once."""
-
-
-def check_reward(reward: RewardFunction, prompts: Iterable[Prompt], wrong: float = 0.0) -> None:
-    """Scores an empty response to each prompt, which shows whether the verifier can read the data's answers.
-
-    Meant for the first prompt of each split, before anything is started. wrong: reward.wrong, with which the scores
-    must be in [0, 1]. Raises ConfigError naming reward=... and data=... where there is no score; its other errors pass.
-    """
-    for prompt in prompts:
-        try:
-            check_score(reward(prompt, EMPTY).reward, wrong)
-        except (ValueError, RewardFailedError) as error:
-            raise ConfigError(
-                [f"reward=... with data=...: an empty response to a first prompt cannot be scored: {error}"]
-            ) from error

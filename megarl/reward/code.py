@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.schema.reward import CodeRewardConfig
+from megarl.json_text import parse_json
 from megarl.reward.interface import AsyncReward, RewardFailedError
 from megarl.reward.pool import choose_num_workers
 from megarl.sandbox.program import Finished, Limits, SandboxError, run_python, warn_of_gaps
@@ -155,7 +156,7 @@ def parse_tests(stored: Any) -> Tests:
     if isinstance(stored, str):
         if stored.lstrip()[:1] not in ("{", "["):
             return Tests(asserts=(stored,) if "assert" in stored else ())
-        stored = json.loads(stored)
+        stored = parse_json(stored)
     if isinstance(stored, Mapping):
         inputs, outputs = stored.get("inputs", []), stored.get("outputs", [])
         if len(inputs) != len(outputs):

@@ -1,7 +1,6 @@
 """Calls of a server that scores responses: JSON over HTTP with deadlines, retries and a limit on calls at a time."""
 
 import asyncio
-import json
 import os
 import weakref
 from typing import Any
@@ -11,6 +10,7 @@ import httpx
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.reward import ServerRewardConfig
+from megarl.json_text import parse_json
 from megarl.reward.interface import RewardFailedError
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
@@ -96,7 +96,7 @@ class ScoringServer:
 
     def _decode(self, path: str, content: bytes) -> Any:
         try:
-            return json.loads(content)
+            return parse_json(content)
         except ValueError:
             raise RewardFailedError(f"{self.locate(path)} answered with what is not JSON") from None
 

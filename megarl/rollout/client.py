@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from megarl.interfaces import DeadlineError
+from megarl.timeline import span
 
 CONNECT_DEADLINE_S = 10.0
 URGENT = 100
@@ -42,10 +43,6 @@ class SGLangClient:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key is not None else {}
         self._http = httpx.Client(base_url=self.url, trust_env=False, headers=headers)
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-    def copy(self) -> "SGLangClient":
-        """A client of the same server with its own connections: `abort` of one leaves the other's calls alone."""
-        return SGLangClient(self.url, vocab_size=self._vocab_size, deadline_s=self._deadline_s, api_key=self._api_key)
 
     def close(self) -> None:
         self._http.close()
@@ -182,9 +179,10 @@ class SGLangClient:
         timeout = httpx.Timeout(deadline_s, connect=min(CONNECT_DEADLINE_S, deadline_s))
         started = time.monotonic()
         try:
-            answer = self._http.request(
-                method, path, json=body, timeout=timeout, extensions={"trace": self._remember_socket}
-            )
+            with span(path.partition("?")[0], process=f"SGLang server {self.url}", track="calls"):
+                answer = self._http.request(
+                    method, path, json=body, timeout=timeout, extensions={"trace": self._remember_socket}
+                )
         except httpx.ReadTimeout as error:
             raise DeadlineError(f"{self.url}{path} gave no answer within {deadline_s:g} s") from error
         except (httpx.TransportError, OSError) as error:

@@ -12,16 +12,13 @@ from megarl.config.schema.root import Config
 from megarl.interfaces import RolloutEngine
 from megarl.reward.scorer import Scorer
 from megarl.rollout.client import ConnectionLostError
-from megarl.rollout.engine import compute_sampling_seed
+from megarl.rollout.engine import ATTEMPT_PAUSE_S, MAX_ATTEMPTS, compute_sampling_seed
 from megarl.rollout.episodes import Conversation, Episode, EpisodeRequest, EpisodeRunner, draw_seed
 from megarl.rollout.event_loop import gather_all
 from megarl.rollout.journal import Journal
 from megarl.rollout.sending import Independent, Lockstep, Sender
+from megarl.timeline import RESPONSES, span
 from megarl.types import Metrics, Prompt, Rollout, Sample, Score
-
-MAX_ATTEMPTS = 3
-"""How often a call is made before a lost connection becomes an error."""
-ATTEMPT_PAUSE_S = 1.0
 
 
 class Collector:
@@ -55,6 +52,8 @@ class Collector:
         self._num_begun = 0
         """Episodes that were begun independently of others"""
         self._num_under_way = [0] * engine.num_servers
+        self.num_running = 0
+        """Episodes that have begun and are not scored yet; may be read from any thread"""
 
     def sample(self, prompts: Sequence[Prompt], num_responses: int, *, key: str | None = None) -> tuple[Sample, ...]:
         """One group of `num_responses` samples per prompt, groups numbered from 0 in the order of `prompts`.
@@ -188,16 +187,25 @@ class Collector:
         return tuple(samples)
 
     async def _run_one(self, number: int, request: EpisodeRequest, sender: Sender, group: int) -> Sample:
+        self.num_running += 1
         try:
-            episode = await self._runner.run(request, lambda turn: sender.send(number, turn))
+            with span(
+                "episode", process=RESPONSES, track="episodes", prompt=request.prompt.id, server=request.server
+            ) as details:
+                try:
+                    episode = await self._runner.run(request, lambda turn: sender.send(number, turn))
+                finally:
+                    sender.leave(number)
+                details["tokens"] = len(episode.response)
+            return Sample(episode.prompt, episode.response, await self._score(episode), group)
         finally:
-            sender.leave(number)
-        return Sample(episode.prompt, episode.response, await self._score(episode), group)
+            self.num_running -= 1
 
     async def _score(self, episode: Episode) -> Score:
         if episode.failure is not None:
             return Score(0.0, False, failure=episode.failure)
-        score = await self._scorer.score(episode.prompt, episode.response)
+        with span("score", process=RESPONSES, track="rewards", prompt=episode.prompt.id):
+            score = await self._scorer.score(episode.prompt, episode.response)
         rewards = [turn.reward for turn in episode.response.turns]
         if score.failure is not None or not any(rewards):
             return score

@@ -29,6 +29,7 @@ from megarl.per_token import WeightVersions
 from megarl.rollout.encoding import ObservationEncoder
 from megarl.rollout.event_loop import call_in_thread
 from megarl.rollout.tool_calls import build_tools
+from megarl.timeline import RESPONSES, span
 from megarl.types import FinishReason, Prompt, Response, Turn
 
 if TYPE_CHECKING:
@@ -176,10 +177,11 @@ class EpisodeRunner:
         deadline_s = self._conversation.config.step_deadline_s
         try:
             async with asyncio.timeout(deadline_s) as clock:
-                if inspect.iscoroutinefunction(method):
-                    return await method(*arguments)
-                async with self._calls:
-                    return await call_in_thread(partial(method, *arguments))
+                with span(what, process=RESPONSES, track="environment"):
+                    if inspect.iscoroutinefunction(method):
+                        return await method(*arguments)
+                    async with self._calls:
+                        return await call_in_thread(partial(method, *arguments))
         except Exception as error:
             if isinstance(error, TimeoutError) and clock.expired():
                 reason = f"{what} took longer than environment.step_deadline_s={deadline_s:g} s"

@@ -10,6 +10,7 @@ import httpx
 
 from megarl.interfaces import DeadlineError
 from megarl.rollout.client import CONNECT_DEADLINE_S, ConnectionLostError, RequestError, check_token_ids
+from megarl.timeline import span
 
 ONLY_AT_THE_END = 1 << 30
 """Tokens between two messages about a streamed response: it comes as a whole, after its first token"""
@@ -77,14 +78,15 @@ class GenerationClient:
     async def _posting(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[httpx.Response]:
         started = time.monotonic()
         try:
-            async with (
-                asyncio.timeout(self._deadline_s),
-                self._http.stream("POST", path, json=body) as answer,
-            ):
-                if answer.status_code != 200:
-                    text = (await answer.aread()).decode(errors="replace")
-                    raise RequestError(f"{self.url}{path} answered {answer.status_code}: {text[:2000]}")
-                yield answer
+            with span(path.partition("?")[0], process=f"SGLang server {self.url}", track="requests"):
+                async with (
+                    asyncio.timeout(self._deadline_s),
+                    self._http.stream("POST", path, json=body) as answer,
+                ):
+                    if answer.status_code != 200:
+                        text = (await answer.aread()).decode(errors="replace")
+                        raise RequestError(f"{self.url}{path} answered {answer.status_code}: {text[:2000]}")
+                    yield answer
         except TimeoutError as error:
             raise DeadlineError(f"{self.url}{path} gave no answer within {self._deadline_s:g} s") from error
         except (httpx.TransportError, OSError) as error:

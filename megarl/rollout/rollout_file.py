@@ -24,7 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.checkpoint.manifest import write_atomically
-from megarl.report.metrics import drop_unfinished_line, refuse_constant, refuse_repeated_keys
+from megarl.config.errors import ConfigError
+from megarl.data.critic_prompt import CriticPrompt
+from megarl.json_text import parse_strict_json
+from megarl.report.metrics import drop_unfinished_line
 from megarl.rollout import routed_experts
 from megarl.rollout.rollout_records import EXPERTS, FIELDS, FIRST_OLD, NUMBER, check_record, pack, unfold, unpack
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score, Turn
@@ -80,6 +83,12 @@ class Limits:
     """Maximum tokens of prompt and response together"""
     response_length: int
     """Maximum tokens of a response"""
+    prompt_length: int | None = None
+    """Maximum tokens of a prompt; None: only max_length limits it"""
+    reader: str = "the critic"
+    """Whose limits they are, in messages"""
+    critic_prompt: CriticPrompt | None = None
+    """What the model reads before each prompt, if it is a critic with data.critic_prompt"""
 
 
 @dataclass(frozen=True)
@@ -115,23 +124,47 @@ def read_rollouts(path: Path, limits: Limits | None = None) -> Iterator[Rollout]
             what would be right; or there is no complete rollout.
         FileNotFoundError: there is no such file.
     """
+    for rollout, _ in read_with_lines(path, limits):
+        yield rollout
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the file."""
+
+    where: str
+    """FILE:LINE"""
+    start: int
+    """Bytes of the file before it"""
+    text: bytes
+
+
+def read_with_lines(path: Path, limits: Limits | None = None) -> Iterator[tuple[Rollout, Sequence[Line]]]:
+    """As `read_rollouts`, each rollout with the lines of its samples, which follow one another in the file."""
     samples: list[Sample] = []
+    lines: list[Line] = []
     header: Mapping[str, Any] = {}
     num_rollouts = 0
-    for where, record in _read_records(path):
+    for line, record in _read_lines(path):
         if samples and record["sample"] == 0:
-            _warn_incomplete(where, samples, header)
-            samples = []
-        _check_place(where, record, header if samples else None, samples)
-        samples.append(_to_sample(record, where, limits))
+            _warn_incomplete(line.where, samples, header)
+            samples, lines = [], []
+        _check_place(line.where, record, header if samples else None, samples)
+        samples.append(_to_sample(record, line.where, limits))
+        lines.append(line)
         header = record
         if len(samples) == header["num_samples"]:
-            yield Rollout(tuple(samples), header["weight_version"])
-            num_rollouts, samples = num_rollouts + 1, []
+            yield Rollout(tuple(samples), header["weight_version"]), lines
+            num_rollouts, samples, lines = num_rollouts + 1, [], []
     if samples:
         _warn_incomplete(str(path), samples, header)
     if not num_rollouts:
         raise ValueError(f"{path}: found no complete rollout; expected the rollouts.jsonl of a run")
+
+
+def read_sample(line: bytes, where: str) -> Sample:
+    """The sample of one line. Raises ValueError that begins with `where` for what `RolloutWriter` does not write."""
+    return _to_sample(unpack(check_record(_parse(line, where), where), where), where, None)
 
 
 def _to_record(rollout: Rollout, number: int, iteration: int) -> dict[str, Any]:
@@ -164,21 +197,28 @@ def _to_response_record(response: Response) -> dict[str, Any]:
     }
 
 
-def _read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("FILE:LINE", validated record) of every line."""
+def _read_lines(path: Path) -> Iterator[tuple[Line, Mapping[str, Any]]]:
+    """Every line with its record, which has the right keys and types."""
+    start = 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, text in enumerate(file, start=1):
             where = f"{path}:{number}"
             try:
-                record = json.loads(line, parse_constant=refuse_constant, object_pairs_hook=refuse_repeated_keys)
-            except ValueError as error:  # UnicodeDecodeError is one too
-                if not line.endswith(b"\n"):
-                    warnings.warn(
-                        f"{where}: a half-written last line, left by a killed run, was dropped", RuntimeWarning
-                    )
-                    return
-                raise ValueError(f"{where}: {error}; expected one JSON object a line") from None
-            yield where, unpack(check_record(record, where), where)
+                record = _parse(text, where)
+            except ValueError:
+                if text.endswith(b"\n"):
+                    raise
+                warnings.warn(f"{where}: a half-written last line, left by a killed run, was dropped", RuntimeWarning)
+                return
+            yield Line(where, start, text), unpack(check_record(record, where), where)
+            start += len(text)
+
+
+def _parse(line: bytes, where: str) -> Any:
+    try:
+        return parse_strict_json(line)
+    except ValueError as error:  # UnicodeDecodeError is one too
+        raise ValueError(f"{where}: {error}; expected one JSON object a line") from None
 
 
 def _warn_incomplete(where: str, samples: list[Sample], header: Mapping[str, Any]) -> None:
@@ -204,7 +244,8 @@ def _check_place(where: str, record: Mapping[str, Any], header: Mapping[str, Any
 
 
 def _to_sample(record: Mapping[str, Any], where: str, limits: Limits | None) -> Sample:
-    prompt, response = record["prompt"], record["response"]
+    prompt = Prompt(**{**record["prompt"], "token_ids": tuple(record["prompt"]["token_ids"])})
+    response = record["response"]
     num_tokens = len(response["token_ids"])
     per_token = {name: response[name] for name in ("rollout_logprobs", "generated", "weight_versions")}
     first_old = record.get(FIRST_OLD)
@@ -218,13 +259,13 @@ def _to_sample(record: Mapping[str, Any], where: str, limits: Limits | None) -> 
     experts = record.get(EXPERTS)
     if experts is not None:
         try:
-            experts = routed_experts.from_record(experts, len(prompt["token_ids"]) + num_tokens)
+            experts = routed_experts.from_record(experts, len(prompt.token_ids) + num_tokens)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     if limits:
-        _check_limits(where, prompt["token_ids"], response["token_ids"], limits)
+        _check_limits(where, prompt, response["token_ids"], limits)
     return Sample(
-        Prompt(**{**prompt, "token_ids": tuple(prompt["token_ids"])}),
+        prompt,
         Response(
             token_ids=response["token_ids"],
             text=response["text"],
@@ -242,17 +283,27 @@ def _to_sample(record: Mapping[str, Any], where: str, limits: Limits | None) -> 
     )
 
 
-def _check_limits(where: str, prompt: list[int], response: NDArray[np.int32], limits: Limits) -> None:
-    largest = max([*prompt, *response.tolist()], default=0)
+def _check_limits(where: str, prompt: Prompt, response: NDArray[np.int32], limits: Limits) -> None:
+    try:
+        own = limits.critic_prompt.encode(prompt) if limits.critic_prompt else ()
+    except ConfigError as error:
+        raise ValueError(f"{where}: {'; '.join(error.problems)}") from error
+    largest = max([*prompt.token_ids, *response.tolist()], default=0)
     if largest >= limits.vocab_size:
         raise ValueError(
-            f"{where}: found token id {largest}; the critic's vocabulary has {limits.vocab_size} tokens: the rollouts"
-            " must be of a policy with the same tokenizer"
+            f"{where}: found token id {largest}; {limits.reader}'s vocabulary has {limits.vocab_size} tokens: the"
+            " rollouts must be of a policy with the same tokenizer"
         )
-    if len(prompt) + len(response) > limits.max_length:
+    if len(own) + len(prompt.token_ids) + len(response) > limits.max_length:
+        before = f"{len(own)} of data.critic_prompt, " if own else ""
         raise ValueError(
-            f"{where}: found {len(prompt)} prompt and {len(response)} response tokens; the critic has"
-            f" {limits.max_length} positions"
+            f"{where}: found {before}{len(prompt.token_ids)} prompt and {len(response)} response tokens;"
+            f" {limits.reader} has {limits.max_length} positions"
+        )
+    if limits.prompt_length is not None and len(prompt.token_ids) > limits.prompt_length:
+        raise ValueError(
+            f"{where}: found a prompt of {len(prompt.token_ids)} tokens; data.prompt_length is {limits.prompt_length}"
+            " and must be at least that"
         )
     if len(response) > limits.response_length:
         raise ValueError(

@@ -65,7 +65,7 @@ class GroupScheduler:
     def __init__(
         self,
         start: Callable[[Prompt, str], "Future[Group]"],
-        sampler: PromptSampler,
+        sampler: PromptSampler[Prompt],
         num_responses: int,
         journal: Journal | None,
         state: GroupState,

@@ -1,12 +1,12 @@
 """What generation needs to know of a checkpoint directory: vocabulary size and end-of-sequence tokens."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.families.registry import FAMILIES
+from megarl.json_text import parse_json
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ def load_family_options(checkpoint: Path) -> dict[str, Any]:
 def load_json(file: Path) -> dict[str, Any]:
     """The object in a file. Raises ConfigError naming the file."""
     try:
-        content = json.loads(file.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        content = parse_json(file.read_text())
+    except (OSError, ValueError) as error:
         raise ConfigError([f"{file}: {error}"]) from error
     if not isinstance(content, dict):
         raise ConfigError([f"{file}: holds a {type(content).__name__}; an object was expected"])

@@ -65,7 +65,7 @@ class GroupSource:
         config: Config,
         engine: RolloutEngine,
         collector: Collector,
-        sampler: PromptSampler,
+        sampler: PromptSampler[Prompt],
         with_servers: Callable[[Callable[[], Any]], Any] = lambda ask: ask(),
     ):
         """with_servers: repeats a call that failed because a server was lost, once the server is back. Where groups

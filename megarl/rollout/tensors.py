@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megarl.algo.blocks import allocate_zeros
+from megarl.data.critic_prompt import CriticPrompt
 from megarl.rollout.routed_experts import build_routed_experts
 from megarl.types import Experience, FinishReason, Rollout, Sample, Sequences
 
@@ -20,7 +21,7 @@ class RolloutTensors:
     groups: Tensor
     """int64 [B]"""
     ages: Tensor
-    """int64 [B]: iterations since the response was sampled; above 0 where it is replayed"""
+    """int64 [B]: iterations since the response was sampled; above 0 where it is replayed or saved"""
     rewards: Tensor
     """float32 [B]"""
     failed: Tensor
@@ -38,6 +39,13 @@ class RolloutTensors:
     scored: Tensor
     """bool [B, T]: the training engine scores the token with the weights that sampled it, in this iteration (age 0) or
     in the one that first learned from it, whose log-probs are in first_old_logprobs"""
+    critic_sequences: Sequences | None = None
+    """As in `Experience`"""
+
+    @property
+    def critic_input(self) -> Sequences:
+        """What the critic reads."""
+        return self.critic_sequences or self.sequences
 
     def find_sampling_logprobs(self, old_logprobs: Tensor) -> Tensor:
         """log mu, float32 [B, T]: by the training engine where `scored`, else by the rollout engine; what stands where
@@ -79,6 +87,7 @@ class RolloutTensors:
             ref_logprobs=ref_logprobs,
             ref_kl=ref_kl,
             values=values,
+            critic_sequences=self.critic_sequences,
         )
 
 
@@ -94,9 +103,13 @@ def find_too_stale(rollout: Rollout, max_staleness: int) -> Tensor | None:
     return found if bool(found.any()) else None
 
 
-def build_sequences(rollout: Rollout) -> Sequences:
-    """Prompt and response of every sample, concatenated."""
-    pairs = [(s.prompt.token_ids, s.response.token_ids) for s in rollout.samples]
+def build_sequences(rollout: Rollout, critic_prompt: CriticPrompt | None = None) -> Sequences:
+    """Prompt and response of every sample, concatenated.
+
+    critic_prompt: for the critic, which reads its text before the prompt and routes its tokens itself; None: for all.
+    """
+    prompts = [critic_prompt.extend(s.prompt) if critic_prompt else s.prompt.token_ids for s in rollout.samples]
+    pairs = [(p, s.response.token_ids) for p, s in zip(prompts, rollout.samples, strict=True)]
     tokens = np.empty(sum(len(ids) for pair in pairs for ids in pair), np.int64)
     end = 0
     for ids in (ids for pair in pairs for ids in pair):
@@ -106,12 +119,12 @@ def build_sequences(rollout: Rollout) -> Sequences:
         tokens=torch.from_numpy(tokens),
         lengths=torch.tensor([len(p) + len(r) for p, r in pairs], dtype=torch.int64),
         prompt_lengths=torch.tensor([len(p) for p, _ in pairs], dtype=torch.int64),
-        routed_experts=build_routed_experts(rollout.samples),
+        routed_experts=None if critic_prompt else build_routed_experts(rollout.samples),
     )
 
 
-def build_tensors(rollout: Rollout) -> RolloutTensors:
-    """All tensors of a rollout, on the CPU."""
+def build_tensors(rollout: Rollout, critic_prompt: CriticPrompt | None = None) -> RolloutTensors:
+    """All tensors of a rollout, on the CPU. critic_prompt: None without data.critic_prompt."""
     samples = rollout.samples
     longest = max((len(s.response) for s in samples), default=0)
     mask, scored = (allocate_zeros((len(samples), longest), torch.bool) for _ in range(2))
@@ -139,6 +152,7 @@ def build_tensors(rollout: Rollout) -> RolloutTensors:
         rollout_logprobs=logprobs,
         first_old_logprobs=first_old,
         scored=scored,
+        critic_sequences=build_sequences(rollout, critic_prompt) if critic_prompt else None,
     )
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.algo.objective import format_objective
+from megarl.algo.objective import format_critic, format_objective
+from megarl.algo.registry import needs_critic
 from megarl.checkpoint import folder as checkpoints
 from megarl.checkpoint.folder import (
     RUN_FILE,
@@ -22,16 +23,20 @@ from megarl.config.errors import ConfigError
 from megarl.config.placement import find_server_offload
 from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.config.schema.root import Config
-from megarl.data.sampler import PromptSampler
+from megarl.config.values import list_values
 from megarl.interfaces import DeadlineError, TrainBackend, wait_all
 from megarl.mcore.worker_spec import Role
 from megarl.plan.check import check_plan
+from megarl.plan.peak import find_peak_tflops
 from megarl.report.report import Report, build_report
+from megarl.report.starts import record_start
 from megarl.rollout import journal as rollout_journal
 from megarl.rollout.journal import Journal
+from megarl.rollout.saved_groups import SavedGroups
 from megarl.run.inputs import Inputs, describe_start, load_inputs
-from megarl.run.job import RunResources, describe_data, lock_run_dir, open_components, open_resources, show_warnings
+from megarl.run.job import RunResources, describe_data, lock_run_dir, open_components, open_resources
 from megarl.run.saving import CheckpointSaver, CheckpointWriter, LoopSaver, NoSaver, estimate_bytes
+from megarl.run.terminal import get_terminal, show_warnings
 from megarl.run.trainer_state import TRACKED, TrainerState, count_taken_groups, cut_files, load_trainer_state
 from megarl.trainer import Summary, Trainer, TrainerComponents
 from megarl.value_pretraining.checkpoints import ResumePoint, find_checkpoint, open_saver, resume_from
@@ -70,23 +75,36 @@ def run_job(
                 ]
             )
         note_start()
-        report = stack.enter_context(
-            contextlib.closing(
-                build_report(config.logger, run_dir, config.train.num_iterations, decode=inputs.tokenizer.decode)
-            )
-        )
-        stack.enter_context(show_warnings(report))
-        report.message(describe_sizes(config))
-        report.message(describe_objective(config))
-        report.message(describe_data(inputs))
+        report = stack.enter_context(contextlib.closing(_open_report(config, run_dir, inputs)))
+        stack.enter_context(show_warnings(report.message))
+        _describe_run(config, inputs, run_dir, report)
         with report.phase("start"):
             resources = stack.enter_context(open_resources(config, inputs, run_dir / "logs"))
         return _Attempts(config, inputs, resources, run_dir, report, pretrained).run()
 
 
-def describe_objective(config: Config) -> str:
-    has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig)
-    return format_objective(config.algo, config.train.responses_per_prompt, config.reward.wrong, has_turns=has_turns)
+def _open_report(config: Config, run_dir: Path, inputs: Inputs) -> Report:
+    settings = dict(list_values(config))
+    decode = inputs.tokenizer.decode
+    return build_report(config.logger, run_dir, config.train.num_iterations, get_terminal(), decode, settings)
+
+
+def _describe_run(config: Config, inputs: Inputs, run_dir: Path, report: Report) -> None:
+    """Print what the run is, and record it with versions and hardware."""
+    sizes, objective = describe_sizes(config), describe_objective(config, inputs.saved_groups)
+    data = describe_data(config, inputs)
+    for text in (sizes, objective, data):
+        report.message(text)
+    record_start(run_dir, sizes=sizes, objective=objective, data=data, peak_tflops=find_peak_tflops(config))
+
+
+def describe_objective(config: Config, saved: SavedGroups | None) -> str:
+    """The objective as formulas. saved: what rollout.file has."""
+    has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig) if saved is None else saved.has_turns
+    algo = config.algo
+    text = format_objective(algo, config.train.responses_per_prompt, config.reward.wrong, has_turns=has_turns)
+    critic = format_critic(config.policy, config.critic) if needs_critic(algo) else None
+    return text if critic is None else f"{text}\n{critic}"
 
 
 class _Attempts:
@@ -215,7 +233,7 @@ class _Attempts:
 
     def check_prompts(self, state: TrainerState) -> None:
         try:
-            PromptSampler(self.inputs.data.train, self.config.seed).restore(state.source.sampler)
+            self.inputs.build_sampler(self.config.seed).restore(state.source.sampler)
         except ValueError as error:
             raise CheckpointError(f"{self.run_dir}: the data have changed: {error}") from error
 

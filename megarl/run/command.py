@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from math import isnan
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,9 +18,11 @@ from megarl.config.roll.rewrite import rewrite_overrides
 from megarl.config.schema.root import Config
 from megarl.config.search_path import is_search_path, take_config_dirs
 from megarl.config.words import check_words
+from megarl.report.sinks import check_sinks
 from megarl.run.arguments import end_with_reader, is_completion, is_printing, is_sweep, split_arguments
 from megarl.run.machine import check_machine
 from megarl.run.signals import Stopped, stopping_on_signals
+from megarl.run.terminal import DRIVER_LOG, capturing_output
 
 EXIT_BAD_CONFIG = 2
 Results = Mapping[str, float]
@@ -59,6 +63,7 @@ def check_start(config: Config, command: str) -> None:
     A run of a sweep is a command of its own, where it starts.
     """
     problems = list(check_cluster(config, command)) or list(check_machine(config, command))
+    problems += check_sinks(config.logger) if command != "evaluate" else ()
     if problems:
         raise ConfigError(problems)
 
@@ -75,7 +80,8 @@ def run_composed(composed: DictConfig, run: Callable[[Config, Path], Results], c
             problems = list(check_cluster(config, command))
             if problems:
                 raise ConfigError(problems)
-            results = run(config, run_dir)
+            with _capturing(config, run_dir):
+                results = run(config, run_dir)
     except ConfigError as error:
         end_with_config_error(error)
     except Stopped as stopped:
@@ -83,6 +89,10 @@ def run_composed(composed: DictConfig, run: Callable[[Config, Path], Results], c
         sys.exit(stopped.exit_code)
     print(f"done: {format_results(results)} run_dir={run_dir}", flush=True)
     return results
+
+
+def _capturing(config: Config, run_dir: Path) -> AbstractContextManager[None]:
+    return capturing_output(run_dir / "logs" / DRIVER_LOG) if config.logger.capture_output else nullcontext()
 
 
 def list_overrides() -> list[str]:
@@ -94,7 +104,12 @@ def list_overrides() -> list[str]:
 
 
 def format_results(results: Results) -> str:
-    return " ".join(f"{name}={v}" if isinstance(v, int) else f"{name}={v:.4f}" for name, v in results.items())
+    """`iterations=80 reward/heldout=0.9812`; none stands for what was not measured (NaN)."""
+
+    def show(value: float) -> str:
+        return str(value) if isinstance(value, int) else "none" if isnan(value) else f"{value:.4f}"
+
+    return " ".join(f"{name}={show(value)}" for name, value in results.items())
 
 
 def end_with_config_error(error: ConfigError) -> NoReturn:

@@ -1,7 +1,6 @@
 """One evaluation: servers on a checkpoint generate responses to the prompts of each set, which are scored."""
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +39,7 @@ from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.episodes import Conversation, EpisodeRunner, build_conversation, check_conversation
 from megarl.rollout.server import build_command
 from megarl.run.recovery import Recovery
+from megarl.run.terminal import get_terminal
 from megarl.toolbox.prompt import build_tool_prompt
 from megarl.types import Prompt, Sample
 
@@ -78,7 +78,7 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
     config = next(iter(configs.values()))
     inputs = load_evaluation_inputs(configs)
     with contextlib.ExitStack() as stack:
-        progress = stack.enter_context(contextlib.closing(Progress(sys.stdout)))
+        progress = stack.enter_context(contextlib.closing(Progress(get_terminal())))
         progress.line(describe_evaluation(inputs, config.evaluate, config.rollout.response_length))
         started = time.monotonic()
         progress.enter("start")

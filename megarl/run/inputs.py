@@ -1,29 +1,35 @@
 """The inputs of a run, loaded and checked before any process is started."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.algo.registry import needs_critic
+from megarl.config.checks.config import describe_iteration_size
 from megarl.config.errors import ConfigError
 from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.roles import OptimizerConfig, ReferenceConfig, TrainedRoleConfig
 from megarl.config.schema.root import Config
 from megarl.data.build import DataSplits, build_data
+from megarl.data.critic_prompt import CriticPrompt
+from megarl.data.sampler import PromptSampler
 from megarl.hf.checkpoint import default_cache_dir, find_checkpoint, load_tokenizer, resolve_checkpoint
 from megarl.mcore.model.architecture import Architecture, check_layout, read_architecture
 from megarl.mcore.role_fields import ROLE_KEYS, check_role_fields
-from megarl.mcore.weights.hf_critic import check_critic_checkpoint
+from megarl.mcore.weights.hf_check import check_checkpoint
+from megarl.mcore.weights.hf_critic import check_critic_checkpoint, check_critic_prompt, check_value_range
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.reward.scorer import build_scorer
 from megarl.rollout.episodes import Conversation, build_conversation, check_conversation
 from megarl.rollout.rollout_file import Limits, SavedRollouts, check_rollouts
+from megarl.rollout.saved_groups import SavedGroup, SavedGroups, find_groups
 from megarl.rollout.server import build_command
 from megarl.sync.probe import build_probe_tokens
 from megarl.sync.serving_pieces import check_serving_layout
 from megarl.toolbox.prompt import build_tool_prompt
+from megarl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,6 +53,16 @@ class Inputs:
     """The text on which every weight sync is verified"""
     saved_rollouts: SavedRollouts | None
     """The responses that value pretraining learns from, if not from fresh ones"""
+    critic_prompt: CriticPrompt | None = None
+    """With data.critic_prompt and a critic"""
+    saved_groups: SavedGroups | None = None
+    """What rollout.file has; None: responses are generated. Else there are no prompts in `data` and no probe."""
+
+    def build_sampler(self, seed: int) -> PromptSampler[Prompt] | PromptSampler[SavedGroup]:
+        """The order of the prompts, or of the saved groups."""
+        if self.saved_groups is not None:
+            return PromptSampler(self.saved_groups.groups, seed)
+        return PromptSampler(self.data.train, seed)
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,8 @@ def load_inputs(config: Config) -> Inputs:
     """Load all inputs. Raises ConfigError, for example for a missing checkpoint, an unreadable file or a wrong size."""
     models = load_models(config)
     architecture = models.architecture
+    if config.rollout.file is not None:
+        return _load_saved_inputs(config, models)
     # Raises for unknown options; the real command is built where the server starts.
     build_command(config.rollout, models.checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
     specs = load_specs(config, models)
@@ -76,35 +94,66 @@ def load_inputs(config: Config) -> Inputs:
     check_conversation(conversation, (data.train[0], data.heldout[0]))
     length = min(PROBE_LENGTH, architecture.max_length)
     probe = build_probe_tokens(data.heldout, architecture.vocab_size, length)
-    saved = load_saved_rollouts(config, models)
-    return Inputs(models.checkpoint, architecture, tokenizer, data, conversation, specs, probe, saved)
+    critic_prompt = build_critic_prompt(config, tokenizer)
+    if critic_prompt is not None:
+        critic_prompt.check(data.train)
+    saved = load_saved_rollouts(config, models, critic_prompt)
+    return Inputs(models.checkpoint, architecture, tokenizer, data, conversation, specs, probe, saved, critic_prompt)
+
+
+def build_critic_prompt(config: Config, tokenizer: "PreTrainedTokenizerBase") -> CriticPrompt | None:
+    """What the critic alone reads; None without data.critic_prompt or without a critic. Raises ConfigError."""
+    if config.data.critic_prompt is None or not needs_critic(config.algo):
+        return None
+    return CriticPrompt(config.data, tokenizer)
+
+
+def _load_saved_inputs(config: Config, models: Models) -> Inputs:
+    """With rollout.file: no data, reward, environment and servers."""
+    specs = load_specs(config, models)
+    tokenizer = load_tokenizer(models.checkpoint)
+    critic_prompt = build_critic_prompt(config, tokenizer)
+    saved = load_saved_groups(config, models, tokenizer, critic_prompt)
+    pretraining = load_saved_rollouts(config, models, critic_prompt)
+    nothing = DataSplits((), (), 0)
+    start, architecture = models.checkpoint, models.architecture
+    return Inputs(start, architecture, tokenizer, nothing, None, specs, (), pretraining, critic_prompt, saved)
 
 
 def load_models(config: Config) -> Models:
     """Find and read the checkpoints. Raises ConfigError naming model.path or critic.init."""
     checkpoint = resolve_checkpoint(config.model, default_cache_dir())
     architecture = _read_architecture(checkpoint, "model.path")
+    if problems := check_checkpoint(checkpoint, architecture, Role.policy):
+        raise ConfigError([f"model.path: {problem}" for problem in problems])
     if not needs_critic(config.algo) or config.critic.init is None:
         return Models(checkpoint, architecture, checkpoint, architecture)
     critic_checkpoint = find_checkpoint(config.critic.init, "critic.init")
     critic_architecture = _read_architecture(critic_checkpoint, "critic.init")
     longest = _compute_longest(config)
     problems = list(check_critic_checkpoint(critic_checkpoint, critic_architecture, architecture, longest))
+    problems = problems or check_checkpoint(critic_checkpoint, critic_architecture, Role.critic)
+    if problem := check_critic_prompt(critic_checkpoint, config.data.critic_prompt):
+        problems.append(problem)
     if problems:
         raise ConfigError([f"critic.init: {problem}" for problem in problems])
+    if problem := check_value_range(critic_checkpoint, config.critic.value_range):
+        raise ConfigError([f"critic.value_range: {problem}"])
     return Models(checkpoint, architecture, critic_checkpoint, critic_architecture)
 
 
 def load_specs(config: Config, models: Models) -> dict[Role, WorkerSpec]:
     """The worker specs of the roles that the algorithm needs. Raises ConfigError where they do not fit the models."""
     specs = build_specs(config, models.checkpoint, models.critic_checkpoint)
-    problems = [*_check_model(config, models.architecture), *_check_megatron_options(config, specs, models)]
+    problems = [*_check_model(config, models), *_check_megatron_options(config, specs, models)]
     if problems:
         raise ConfigError(problems)
     return specs
 
 
-def load_saved_rollouts(config: Config, models: Models) -> SavedRollouts | None:
+def load_saved_rollouts(
+    config: Config, models: Models, critic_prompt: CriticPrompt | None = None
+) -> SavedRollouts | None:
     """The file that value pretraining learns from, None where it samples. Raises ConfigError with FILE:LINE."""
     settings, critic = config.algo.value_pretrain, models.critic_architecture
     if settings.rollouts is None or settings.num_steps == 0 or not needs_critic(config.algo):
@@ -112,16 +161,81 @@ def load_saved_rollouts(config: Config, models: Models) -> SavedRollouts | None:
     try:
         return check_rollouts(
             Path(settings.rollouts).expanduser(),
-            Limits(critic.vocab_size, critic.max_length, config.rollout.response_length),
+            Limits(critic.vocab_size, critic.max_length, config.rollout.response_length, critic_prompt=critic_prompt),
         )
     except (OSError, ValueError) as error:
         raise ConfigError([f"algo.value_pretrain.rollouts: {error}"]) from error
+
+
+def load_saved_groups(
+    config: Config, models: Models, tokenizer: "PreTrainedTokenizerBase", critic_prompt: CriticPrompt | None = None
+) -> SavedGroups:
+    """What rollout.file has. Raises ConfigError where it is damaged, with FILE:LINE, or does not fit the run."""
+    assert config.rollout.file is not None
+    limits = Limits(
+        min(models.architecture.vocab_size, models.critic_architecture.vocab_size),
+        # The critic's, which reads data.critic_prompt too; the policy has those of the two lengths (`load_specs`).
+        models.critic_architecture.max_length,
+        config.rollout.response_length,
+        config.data.prompt_length,
+        "the model",
+        critic_prompt,
+    )
+    try:
+        saved = find_groups(Path(config.rollout.file).expanduser(), limits, config.reward.wrong)
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"rollout.file: {error}"]) from error
+    problems = [*_check_groups(config, saved), *_check_tokens(saved, tokenizer)]
+    if problems:
+        raise ConfigError(problems)
+    return saved
+
+
+def _check_groups(config: Config, saved: SavedGroups) -> Iterator[str]:
+    wanted, number = config.train.responses_per_prompt, config.train.num_prompts
+    other = next((group for group in saved.groups if group.num_samples != wanted), None)
+    if other is not None:
+        yield (
+            f"train.responses_per_prompt: found {wanted}; {other.where} begins a group of {other.num_samples}"
+            " responses, and all groups of rollout.file must have as many as the key says"
+        )
+    elif len(saved.groups) < number:
+        yield (
+            f"{describe_iteration_size(config.train)}, which is {number} groups of an iteration; rollout.file has"
+            f" {len(saved.groups)}, and an iteration takes none twice: it must be that many or fewer"
+        )
+
+
+def _check_tokens(saved: SavedGroups, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
+    """A message where the model's tokenizer reads a prompt's text as other tokens than those that were answered."""
+    for prompt in saved.prompts:
+        try:
+            ways = [tokenizer(prompt.text, add_special_tokens=add)["input_ids"] for add in (False, True)]
+        except Exception as error:  # tokenizers has no class of its own for an unknown character
+            yield f"rollout.file: the model's tokenizer cannot read the text of prompt {prompt.id!r}: {error}"
+            return
+        if list(prompt.token_ids) not in ways:
+            yield (
+                f"rollout.file: prompt {prompt.id!r} has the tokens {_shorten(prompt.token_ids)}; the model's tokenizer"
+                f" reads its text as {_shorten(ways[0])}: the responses must be of a policy with the same tokenizer"
+            )
+            return
+
+
+def _shorten(tokens: Sequence[int]) -> str:
+    return f"{list(tokens[:8])}{' ...' if len(tokens) > 8 else ''}"
 
 
 def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None = None) -> dict[Role, WorkerSpec]:
     """The worker spec of each role. critic_checkpoint: what the critic starts from, if not `checkpoint`."""
 
     policy_steps = config.train.num_optimizer_steps
+    low_high = config.critic.value_range
+    critic_only: dict[str, Any] = {
+        "critic_prompt": config.data.critic_prompt,
+        "trainable": config.critic.trainable,
+        "value_range": None if low_high is None else (low_high[0], low_high[1]),
+    }
     steps = {Role.policy: policy_steps, Role.critic: policy_steps * config.critic.updates_per_policy_update}
 
     def build(role: Role, node: TrainedRoleConfig | ReferenceConfig, start: Path) -> WorkerSpec:
@@ -145,6 +259,7 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
             deadline_s=config.cluster.call_deadline_s,
             router_replay=config.rollout.router_replay and role is Role.policy,
             deterministic=config.train.deterministic,
+            **(critic_only if role is Role.critic else {}),
         )
 
     policy, critic, reference = config.policy, config.critic, config.reference
@@ -188,14 +303,21 @@ def _compute_longest(config: Config) -> int:
     return config.data.prompt_length + config.rollout.response_length
 
 
-def _check_model(config: Config, architecture: Architecture) -> Iterator[str]:
-    longest = _compute_longest(config)
+def _check_model(config: Config, models: Models) -> Iterator[str]:
+    longest, architecture = _compute_longest(config), models.architecture
     if longest > architecture.max_length:
         yield (
             f"rollout.response_length: found {config.rollout.response_length}; with data.prompt_length"
             f" {config.data.prompt_length} it is {longest} tokens; the model has {architecture.max_length} positions"
         )
-    yield from check_serving_layout(architecture, config.rollout.tp)
+    own, positions = config.data.num_critic_tokens, models.critic_architecture.max_length
+    if own and needs_critic(config.algo) and longest + own > positions:
+        yield (
+            f"data.critic_prompt_length: found {own}; with data.prompt_length and rollout.response_length the critic"
+            f" reads up to {longest + own} tokens; it has {positions} positions"
+        )
+    if config.rollout.file is None:
+        yield from check_serving_layout(architecture, config.rollout.tp)
 
 
 def _check_megatron_options(config: Config, specs: dict[Role, WorkerSpec], models: Models) -> Iterator[str]:

@@ -2,38 +2,50 @@
 
 import contextlib
 import os
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megarl.checkpoint.folder import RUN_FILE
 from megarl.checkpoint.lock import locking
+from megarl.cluster.address import resolve_host
 from megarl.cluster.nodes import Cluster
 from megarl.cluster.opened import open_ray
+from megarl.cluster.profile import Profiler
 from megarl.cluster.servers import running_servers
 from megarl.cluster.turns import Turns
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.allocation import is_restarted
+from megarl.config.errors import ConfigError
 from megarl.config.placement import SERVERS, find_server_offload, is_sharing, list_groups, place, take_turns
 from megarl.config.schema.rollout import Transport
 from megarl.config.schema.root import Config
+from megarl.data.critic_prompt import CriticPrompt
 from megarl.data.sampler import PromptSampler
-from megarl.interfaces import UNPUBLISHED, Pending, RolloutServers, wait_all
+from megarl.interfaces import UNPUBLISHED, Done, Pending, RolloutServers, TrainBackend, wait_all
 from megarl.mcore.worker_spec import Role
+from megarl.report import token_file
 from megarl.report.report import Report
 from megarl.reward.scorer import build_scorer
 from megarl.rollout.client import SGLangClient
-from megarl.rollout.collector import build_collector
+from megarl.rollout.collector import Collector, build_collector
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.journal import Journal
 from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter
+from megarl.rollout.saved_groups import NoSync, SavedGroups
+from megarl.rollout.server import is_loopback
+from megarl.rollout.token_records import TokenRecorder
 from megarl.run.inputs import Inputs
+from megarl.run.resume import load_run
+from megarl.run.terminal import get_terminal
 from megarl.sync.disk import DiskSync
 from megarl.sync.ranks import Ranks
 from megarl.sync.reshard import ShardSync
 from megarl.trainer import TrainerComponents
+from megarl.types import Prompt
 
 LOCK_PATIENCE_S = 150.0
 """How long a requeued job waits for the lock of its earlier start. The NFS server of Linux releases the locks of a lost
@@ -43,22 +55,55 @@ client after 90 s and Lustre's after 100 s, unless set otherwise"""
 def lock_run_dir(run_dir: Path) -> contextlib.AbstractContextManager[None]:
     """As `locking`; outside a requeued job a second run in the folder is refused at once."""
     patience_s = LOCK_PATIENCE_S if is_restarted(os.environ) else 0.0
-    return locking(run_dir, patience_s, lambda text: print(text, flush=True))
+    return locking(run_dir, patience_s, lambda text: print(text, file=get_terminal(), flush=True))
 
 
-@contextlib.contextmanager
-def show_warnings(report: Report) -> Iterator[None]:
-    """Shows Python warnings within the block as lines of the report, each once."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("once", RuntimeWarning)
-        warnings.showwarning = lambda message, *_args, **_kwargs: report.message(f"warning: {message}")
-        yield
-
-
-def describe_data(inputs: Inputs) -> str:
+def describe_data(config: Config, inputs: Inputs) -> str:
+    """What the run learns from, in a line or more."""
+    if inputs.saved_groups is not None:
+        lines = list(describe_saved(config, inputs.saved_groups))
+        if inputs.critic_prompt is not None:
+            first = inputs.saved_groups.prompts[0]
+            lines.append(f"before the first prompt {_describe_critic_prompt(inputs.critic_prompt, first)}")
+        return "\n".join(lines)
     data = inputs.data
     dropped = f"; {data.num_dropped} dropped (longer than data.prompt_length, or repeated)" if data.num_dropped else ""
-    return f"data: {len(data.train)} prompts to train on, {len(data.heldout)} held out{dropped}"
+    text = f"data: {len(data.train)} prompts to train on, {len(data.heldout)} held out{dropped}"
+    if inputs.critic_prompt is not None:
+        text += f"; before the first {_describe_critic_prompt(inputs.critic_prompt, data.train[0])}"
+    return text
+
+
+def _describe_critic_prompt(critic_prompt: CriticPrompt, prompt: Prompt) -> str:
+    return f"the critic alone reads {critic_prompt.fill(prompt)!r} ({len(critic_prompt.encode(prompt))} tokens)"
+
+
+def describe_saved(config: Config, saved: SavedGroups) -> Iterator[str]:
+    """What rollout.file has and what of it is learned from, a line each."""
+    per_pass = len(saved.groups) / config.train.num_prompts
+    failed = f"; {saved.num_failed} have no reward and are not learned from" if saved.num_failed else ""
+    yield (
+        f"rollout.file: {saved.num_samples} responses in {len(saved.groups)} groups, of {saved.num_rollouts} rollouts"
+        f" in {saved.path}; a pass over them takes {per_pass:g} iterations{failed}"
+    )
+    yield from (f"warning: {text}" for text in saved.dropped)
+    here, there = config.rollout.temperature, _find_temperature(saved.path)
+    if there is None:
+        yield f"the responses' temperature is not recorded ({RUN_FILE} beside the file); {here:g} is assumed"
+    elif there != here:
+        yield (
+            f"warning: the responses were sampled at temperature {there:g}; the policy that is trained is the one at"
+            f" rollout.temperature={here:g}, and its ratios to them are of the two distributions"
+        )
+
+
+def _find_temperature(path: Path) -> float | None:
+    """rollout.temperature of the run in whose folder the file is; None: it is not in one."""
+    try:
+        found = load_run(path.parent)["config"].get("rollout.temperature")
+    except (ConfigError, OSError):
+        return None
+    return float(found) if isinstance(found, int | float) else None
 
 
 @dataclass(frozen=True)
@@ -81,9 +126,15 @@ def open_resources(config: Config, inputs: Inputs, log_dir: Path) -> Iterator[Ru
     """Ray, and the servers, started without waiting unless the roles come first; all is shut down on leaving."""
     stop_s = config.cluster.shutdown_deadline_s / 3
     groups = list_groups(config)
+    if config.rollout.file is not None:
+        with open_ray(config.cluster, sum(group.num_processes for group in groups)) as cluster:
+            yield RunResources(lambda: Done([]), lambda: None, cluster)
+        return
     slots = place(config.cluster, groups)
     shares_gpus = is_sharing(slots)
     rollout = replace(config.rollout, offload=find_server_offload(config))
+    if serves_metrics(config):
+        rollout = replace(rollout, sglang={"enable_metrics": True} | rollout.sglang)
     with (
         open_ray(config.cluster, sum(group.num_processes for group in groups)) as cluster,
         running_servers(
@@ -103,6 +154,13 @@ def open_resources(config: Config, inputs: Inputs, log_dir: Path) -> Iterator[Ru
         yield RunResources(servers.start, servers.check_alive, cluster, servers.api_key, servers)
 
 
+def serves_metrics(config: Config) -> bool:
+    """Whether the servers answer /metrics: with logger.prometheus_port, where only this machine can ask, since SGLang
+    requires no key for it.
+    """
+    return config.logger.prometheus_port is not None and is_loopback(resolve_host(config.cluster.listen_host))
+
+
 @contextlib.contextmanager
 def open_components(
     config: Config,
@@ -120,27 +178,64 @@ def open_components(
     with contextlib.ExitStack() as stack:
         turns = Turns(take_turns(config))
         groups = _start_groups(stack, config, inputs, resources, run_dir / "logs", report, turns)
+        if inputs.saved_groups is not None:
+            recorder = open_token_recorder(stack, config, inputs, groups[Role.policy], run_dir)
+            yield build_saved_components(groups, inputs, report, recorder)
+            return
         engine = stack.enter_context(contextlib.closing(_build_engine(config, inputs, resources)))
         scorer = stack.enter_context(contextlib.closing(build_scorer(config.reward)))
-        # Clients of its own: cancelling prefetched responses must not break the calls of a sync.
-        clients = [stack.enter_context(contextlib.closing(client.copy())) for client in engine.clients]
-        offloader = _build_offloader(config, clients, turns)
-        sync = build_sync(config, inputs, groups[Role.policy], clients, resources, run_dir, offloader)
+        offloader = _build_offloader(config, engine.clients, turns)
+        sync = build_sync(config, inputs, groups[Role.policy], engine.clients, resources, run_dir, offloader)
         stack.callback(sync.close)
+        collector = build_collector(config, engine, scorer, inputs.conversation, journal)
+        urls = [client.url for client in engine.clients] if serves_metrics(config) else []
+        report.show_processes(partial(describe_processes, groups, engine.num_servers, collector), urls)
         yield TrainerComponents(
             policy=groups[Role.policy],
             critic=groups.get(Role.critic),
             reference=groups.get(Role.reference),
             engine=engine,
-            collector=build_collector(config, engine, scorer, inputs.conversation, journal),
+            collector=collector,
             sync=sync,
             sampler=PromptSampler(inputs.data.train, config.seed),
             heldout=inputs.data.heldout[: config.train.num_eval_prompts],
             report=report,
-            rollout_file=_open_rollout_file(stack, run_dir) if config.logger.save_rollouts else None,
+            rollout_file=open_rollout_file(stack, run_dir) if config.logger.save_rollouts else None,
+            token_recorder=open_token_recorder(stack, config, inputs, groups[Role.policy], run_dir),
             servers=resources.servers,
             offloader=offloader,
+            critic_prompt=inputs.critic_prompt,
         )
+
+
+def describe_processes(groups: Mapping[Role, WorkerGroup], num_servers: int, collector: Collector) -> str:
+    """`2 servers, 192 responses under way | policy 4 workers | critic 2 workers`, for the live display."""
+    parts = [f"{num_servers} server{'s' * (num_servers != 1)}"]
+    if collector.num_running:
+        parts[0] += f", {collector.num_running} responses under way"
+    for role, group in groups.items():
+        parts.append(f"{role.value} {group.num_ranks} worker{'s' * (group.num_ranks != 1)}")
+    return " | ".join(parts)
+
+
+def build_saved_components(
+    groups: Mapping[Role, TrainBackend], inputs: Inputs, report: Report, token_recorder: TokenRecorder
+) -> TrainerComponents:
+    """The components of a loop over rollout.file: the roles, and nothing that generates."""
+    return TrainerComponents(
+        policy=groups[Role.policy],
+        critic=groups.get(Role.critic),
+        reference=groups.get(Role.reference),
+        engine=None,
+        collector=None,
+        sync=NoSync(),
+        sampler=None,
+        heldout=(),
+        report=report,
+        saved=inputs.saved_groups,
+        token_recorder=token_recorder,
+        critic_prompt=inputs.critic_prompt,
+    )
 
 
 def _start_groups(
@@ -165,6 +260,8 @@ def _start_groups(
         for role, started in starting.items():
             for line in started.result().splitlines():
                 report.message(f"{role.value}: {line}")
+    profiler = Profiler(config.train.profile, groups.values(), log_dir.parent, report.message)
+    report.after_log = stack.enter_context(contextlib.closing(profiler)).after_log
     for name, taken in slots.items():
         if where := resources.cluster.describe(taken):
             report.message(f"{name}: on {where}")
@@ -223,5 +320,18 @@ def build_sync(
     return ShardSync(policy, clients, rollout, ranks, inputs.probe_tokens, **common)
 
 
-def _open_rollout_file(stack: contextlib.ExitStack, run_dir: Path) -> RolloutWriter:
+def open_rollout_file(stack: contextlib.ExitStack, run_dir: Path) -> RolloutWriter:
     return stack.enter_context(contextlib.closing(RolloutWriter(run_dir / FILE_NAME)))
+
+
+def open_token_recorder(
+    stack: contextlib.ExitStack, config: Config, inputs: Inputs, policy: TrainBackend, run_dir: Path
+) -> TokenRecorder:
+    """What writes RUN_DIR/tokens.jsonl, closed with the stack; with logger.num_token_records=0 nothing is written."""
+    logger = config.logger
+    if logger.num_token_records == 0:
+        return TokenRecorder()
+    path, max_bytes = run_dir / token_file.FILE_NAME, 1000 * logger.token_record_kb
+    file = token_file.TokenFile(path, logger.num_token_records, max_bytes, inputs.tokenizer.decode)
+    stack.callback(file.close)
+    return TokenRecorder(file, policy if logger.token_passes else None, config.rollout.temperature)

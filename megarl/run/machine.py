@@ -120,11 +120,14 @@ def _check_memory(config: Config, command: str) -> Iterator[str]:
 def _check_cores(config: Config, command: str) -> Iterator[str]:
     """Threads beyond the cores only wait for one another, and processes beyond the memory are killed."""
     cores = os.cpu_count() or 1
-    trained = {} if command == "evaluate" else {"cluster.cpu_threads_per_worker": config.cluster.cpu_threads_per_worker}
-    for key, found in {**trained, "rollout.num_threads": config.rollout.num_threads}.items():
-        if found > cores:
+    trains, serves = command != "evaluate", command != "train" or config.rollout.file is None
+    for key, is_used, found in (
+        ("cluster.cpu_threads_per_worker", trains, config.cluster.cpu_threads_per_worker),
+        ("rollout.num_threads", serves, config.rollout.num_threads),
+    ):
+        if is_used and found > cores:
             yield f"{key}: found {found}; this machine has {cores} cores"
-    cached = config.rollout.kv_cache_tokens or 0
+    cached = (config.rollout.kv_cache_tokens or 0) if serves else 0
     if cached * BYTES_PER_CACHED_TOKEN > find_memory():
         yield (
             f"rollout.kv_cache_tokens: found {cached}, which take {cached * BYTES_PER_CACHED_TOKEN // 2**30} GiB at"

@@ -1,5 +1,6 @@
 """A training run that leaves in its folder how it was started (run.json) and how it ended (outcome.json)."""
 
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,7 +9,9 @@ from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config
 from megarl.report.outcome import Outcome, State, clear_outcome, write_outcome
+from megarl.report.progress import LOG_NAME, append_log
 from megarl.run.attempts import run_job
+from megarl.run.command import format_results
 from megarl.run.resume import check_changes, load_run, save_run
 from megarl.run.signals import Stopped
 from megarl.trainer import Summary
@@ -44,8 +47,10 @@ def run_recorded(
         if is_begun:
             plain = isinstance(error, Stopped | ConfigError | CheckpointError)
             why = str(error) if plain else f"{type(error).__name__}: {error}"
+            append_log(run_dir / LOG_NAME, "".join(traceback.format_exception(error)).rstrip())
             write_outcome(run_dir, Outcome(State.stopped if isinstance(error, Stopped) else State.failed, why))
         raise
     results = {"iterations": summary.num_iterations, HELDOUT: summary.heldout_reward}
     write_outcome(run_dir, Outcome(State.done, results=results))
+    append_log(run_dir / LOG_NAME, f"done: {format_results(results)}")
     return summary

@@ -1,9 +1,7 @@
 """`resume=RUN_DIR`: the command line that a run was started with, and the keys that may change on resuming."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from enum import Enum
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,8 @@ from megarl.checkpoint.folder import RUN_FILE
 from megarl.checkpoint.manifest import write_atomically
 from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config
+from megarl.config.values import list_values
+from megarl.json_text import parse_json
 
 PREFIX = "resume="
 
@@ -19,7 +19,8 @@ _LAYOUT = ("parallel.", "recompute", "recompute_method", "recompute_num_layers",
 MAY_CHANGE = (
     *("train.num_iterations", "train.max_minutes", "train.max_samples", "train.stop_at_heldout_reward"),
     *("train.eval_every", "train.num_eval_prompts", "train.tokens_per_microbatch", "train.deterministic"),
-    "algo.value_pretrain.taken_from",
+    "train.profile",
+    *("algo.value_pretrain.taken_from", "data.critic_prompt_length"),
     *("checkpoint.", "cluster.", "evaluate.", "logger."),
     *(f"{role}.{name}" for role in ("policy", "critic") for name in _LAYOUT),
     *(f"{role}.optimizer.overlap_{what}" for role in ("policy", "critic") for what in ("grad_reduce", "param_gather")),
@@ -39,9 +40,10 @@ DECIDES = (
     *("train.samples_per_iteration", "train.prompts_per_iteration", "train.responses_per_prompt"),
     *("train.samples_per_minibatch", "train.num_minibatches", "train.epochs_per_iteration"),
     *(f"{role}.{name}" for role in ("policy", "critic") for name in ("optimizer.", "dtype", "fp8", "fp8_recipe")),
-    *("critic.updates_per_policy_update", "critic.init", "reference.dtype"),
+    *("critic.updates_per_policy_update", "critic.init", "critic.value_range", "critic.trainable", "reference.dtype"),
+    "policy.frozen_iterations",
     *("rollout.response_length", "rollout.temperature", "rollout.dtype", "rollout.max_staleness", "rollout.sglang"),
-    "rollout.router_replay",
+    *("rollout.router_replay", "rollout.file"),
 )
 """The keys that determine what is learned, named as in MAY_CHANGE; of two names of a key the longer one counts."""
 
@@ -84,7 +86,7 @@ def load_run(run_dir: Path) -> dict[str, Any]:
     """Read what `save_run` wrote. Raises ConfigError where there is no run."""
     path = run_dir / RUN_FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         return {"overrides": list(content["overrides"]), "config": dict(content["config"])}
     except FileNotFoundError:
         raise ConfigError([f"resume: {run_dir} is not a run directory: it has no {RUN_FILE}"]) from None
@@ -113,28 +115,6 @@ def check_changes(before: Mapping[str, Any], config: Config) -> list[str]:
         for key, value in list_values(config)
         if key in before and before[key] != value and not may_change(key)
     ]
-
-
-def list_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, plain value) of every leaf (a dict or list counts as one) and the class name of every group."""
-    for field in fields(node):
-        value = getattr(node, field.name)
-        if is_dataclass(value):
-            # The class tells which option of a group it is: two rewards may have the same keys.
-            yield f"{prefix}{field.name}", type(value).__name__
-            yield from list_values(value, f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", _to_plain(value)
-
-
-def _to_plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {str(key): _to_plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_plain(each) for each in value]
-    return dict(list_values(value)) if is_dataclass(value) else value
 
 
 def _name_key(override: str) -> str:

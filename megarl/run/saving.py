@@ -19,6 +19,7 @@ from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.report.report import Report
 from megarl.run.signals import Stopped, deferring_stops
 from megarl.run.trainer_state import TrainerState, measure_files, save_trainer_state, sync_files
+from megarl.timeline import span
 
 POLL_S = 0.05
 CLOSE_DEADLINE_S = 10.0
@@ -127,6 +128,7 @@ class CheckpointWriter:
         final = publishing.result()
         self._say(f"checkpoint of {self.unit} {iteration}: {final}")
 
+    @span("hash and publish the checkpoint")
     def _publish(self, iteration: int) -> Path:
         building = self.folder.find_building(iteration)
         for name, spec in self._specs.items():

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from megarl.run.terminal import get_error_descriptor
+
 STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """SIGUSR1 is what Slurm can be asked to send before the time limit (--signal)."""
 
@@ -42,7 +44,10 @@ def stopping_on_signals() -> Iterator[None]:
             _deferred.append(Stopped(number))
             # Not print: the signal may have interrupted one.
             with contextlib.suppress(OSError):
-                os.write(2, f"\n{signal.Signals(number).name}: finishing the current update first\n".encode())
+                os.write(
+                    get_error_descriptor(),
+                    f"\n{signal.Signals(number).name}: finishing the current update first\n".encode(),
+                )
             return
         raise Stopped(number)
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from megarl.algo.statistics import RunningMoments
 from megarl.checkpoint.manifest import CheckpointError, write_atomically
+from megarl.json_text import parse_json
 from megarl.report import metrics as metrics_file
+from megarl.report import token_file
 from megarl.rollout import rollout_file
 from megarl.rollout.dynamic_sampling import join_groups, split_groups
 from megarl.rollout.scheduler import GroupState
@@ -19,7 +21,10 @@ from megarl.types import Metrics
 
 STATE = "state.json"
 REPLAY = "replay.jsonl"
-TRACKED = (metrics_file.FILE_NAME, metrics_file.PRETRAINING_FILE_NAME, rollout_file.FILE_NAME)
+TRACKED = (
+    *(metrics_file.FILE_NAME, metrics_file.PRETRAINING_FILE_NAME),
+    *(rollout_file.FILE_NAME, token_file.FILE_NAME),
+)
 """Files that a run appends to; a resumed run truncates them to their size at the checkpoint"""
 
 
@@ -38,6 +43,8 @@ class TrainerState:
     source: SourceState
     sizes: Mapping[str, int]
     """Size in bytes of each existing file of TRACKED"""
+    tether_rho: float = 0.0
+    """The weight of the value in the next iteration's baseline of advantage=tether"""
 
 
 def save_trainer_state(directory: Path, state: TrainerState) -> None:
@@ -53,7 +60,7 @@ def save_trainer_state(directory: Path, state: TrainerState) -> None:
 def load_trainer_state(directory: Path) -> TrainerState:
     """Read what `save_trainer_state` wrote. Raises CheckpointError where it is not valid."""
     try:
-        content = json.loads((directory / STATE).read_text(encoding="utf-8"))
+        content = parse_json((directory / STATE).read_text(encoding="utf-8"))
         replay: tuple[Any, ...] = ()
         if (directory / REPLAY).is_file():
             rollouts = rollout_file.load_rollouts(directory / REPLAY)
@@ -68,7 +75,7 @@ def load_trainer_state(directory: Path) -> TrainerState:
 
 def count_taken_groups(directory: Path) -> int:
     """How many of the groups that were complete first the state in this directory has learned from."""
-    content = json.loads((directory / STATE).read_text(encoding="utf-8"))
+    content = parse_json((directory / STATE).read_text(encoding="utf-8"))
     return int(content["source"]["groups"]["next_place"])
 
 

@@ -117,10 +117,16 @@ class FunctionProcess:
     def close(self) -> None:
         """End the process, also in the middle of a call, and start none again."""
         self._closed = True
-        if (finalizer := self._finalizer) is not None:
-            finalizer()
+        # Beside a call only the kill: the pipes are the call's until it has noticed.
+        if (process := self._process) is not None and process.poll() is None:
+            kill_group(process)
+        with self._lock:
+            if self._process is not None:
+                self._stop()
 
     def _ask(self, question: bytes) -> dict[str, Any]:
+        if self._closed:
+            raise CallKilledError("its process was closed")
         process = self._process or self._start()
         try:
             line = exchange(process, question, self._timeout_s + GRACE_S)
@@ -145,8 +151,6 @@ class FunctionProcess:
         return f"it took longer than {self._timeout_s:g} s"
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        if self._closed:
-            raise CallKilledError("its process was closed")
         # A session of its own: Ctrl-C at the terminal is the parent's to handle, and the whole group can be killed.
         process = subprocess.Popen(
             [sys.executable, "-m", "megarl.sandbox.function_server"],
@@ -158,6 +162,9 @@ class FunctionProcess:
         )
         self._process = process
         self._finalizer = weakref.finalize(self, end_process, process)
+        if self._closed:  # `close` may have looked before there was a process to kill.
+            self._stop()
+            raise CallKilledError("its process was closed")
         try:
             # The same modules are found as here.
             task = json.dumps({**self._task, "sys_path": [os.path.abspath(entry) for entry in sys.path]})
@@ -167,6 +174,8 @@ class FunctionProcess:
             raise StartError(f"loading {self._path} took longer than {START_DEADLINE_S:.0f} s") from None
         if line is None:
             status = self._stop()
+            if self._closed:
+                raise CallKilledError("its process was closed")
             raise StartError(f"the process that loads {self._path} died ({describe_status(status)})")
         message = json.loads(line)
         if "error" in message:
@@ -245,11 +254,15 @@ def _is_open(process: "subprocess.Popen[bytes]") -> bool:
 
 def end_process(process: "subprocess.Popen[bytes]") -> None:
     """Kill the process and its group, and close its pipes."""
-    with contextlib.suppress(ProcessLookupError):
-        # Before it is reaped, so that the number is still the group's.
-        os.killpg(process.pid, signal.SIGKILL)
+    kill_group(process)
     process.wait(timeout=30)
     for stream in (process.stdin, process.stdout):
         if stream is not None:
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
+
+
+def kill_group(process: "subprocess.Popen[bytes]") -> None:
+    """Kill the process and its group, before it is reaped: until then the number is still the group's."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -17,6 +17,7 @@ from megarl.sync.probe import Probe, compute_policy_logprobs
 from megarl.sync.ranks import Ranks
 from megarl.sync.steps import explain_lost_servers, sync_step
 from megarl.sync.versions import VersionBump, replacing_weights
+from megarl.timeline import span
 from megarl.types import Metrics
 
 
@@ -67,17 +68,22 @@ class DiskSync:
         started = time.monotonic()
         target = self._directory / f"v{version}"
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._policy.export_weights(target).result()
+        with span("export"):
+            self._policy.export_weights(target).result()
         # Before the servers take their memory again: they give it back for each call of the policy.
-        expected = compute_policy_logprobs(self._policy, self._probe.token_ids)
+        with span("probe"):
+            expected = compute_policy_logprobs(self._policy, self._probe.token_ids)
         exported = time.monotonic()
         with VersionBump(version) as bump, explain_lost_servers(self._check_processes):
             with replacing_weights(self._clients, bump, self._offloader):
-                self._load_all(target)
+                with span("load"):
+                    self._load_all(target)
                 loaded = time.monotonic()
                 if self._ranks is not None:
-                    self._ranks.verify(self._ranks.session or self._ranks.handshake())
-            gap = self._probe.measure(self._clients, expected)
+                    with span("checksum"):
+                        self._ranks.verify(self._ranks.session or self._ranks.handshake())
+            with span("probe"):
+                gap = self._probe.measure(self._clients, expected)
         self._remove_others(target)
         return {
             "sync/bytes": float(sum(file.stat().st_size for file in target.iterdir() if file.is_file())),

@@ -23,6 +23,7 @@ from megarl.sync.ranks import Ranks, Session
 from megarl.sync.slots import Way
 from megarl.sync.steps import explain_lost_servers
 from megarl.sync.versions import VersionBump, replacing_weights
+from megarl.timeline import note
 from megarl.types import Metrics
 
 
@@ -176,6 +177,7 @@ class _Times:
     def mark(self, step: str) -> None:
         now = time.monotonic()
         self.spent[step] += now - self.last
+        note(step, self.last, now)
         self.last = now
 
     def to_metrics(self) -> Metrics:

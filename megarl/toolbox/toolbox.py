@@ -1,6 +1,5 @@
 """The tools of a run: their descriptions, and the processes that call them."""
 
-import json
 import queue
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from jsonschema.exceptions import best_match
 from megarl.config.errors import ConfigError
 from megarl.config.schema.environment import ToolsEnvironmentConfig
 from megarl.config.user_code import load_named
+from megarl.json_text import parse_json
 from megarl.sandbox.function_process import (
     CallError,
     CallMemoryError,
@@ -76,7 +76,7 @@ class Toolbox:
         if name not in self._validators:
             return _fail(f"there is no tool {name!r}; there is {', '.join(self._validators)}")
         try:
-            given = json.loads(arguments)
+            given = parse_json(arguments)
         except ValueError as error:
             return _fail(f"{name}: the arguments are not JSON: {error}")
         wrong = best_match(self._validators[name].iter_errors(given))

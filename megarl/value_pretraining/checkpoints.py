@@ -18,6 +18,7 @@ from megarl.checkpoint.folder import PRETRAINING_NAME, check_space, open_pretrai
 from megarl.checkpoint.manifest import CheckpointError, name_some, write_atomically
 from megarl.config.schema.root import Config
 from megarl.interfaces import TrainBackend
+from megarl.json_text import parse_json
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.report.metrics import ITERATION, PRETRAINING_FILE_NAME, load_metrics
 from megarl.report.report import Report
@@ -113,7 +114,7 @@ def begin_job(config: Config, run_dir: Path, spec: WorkerSpec, report: Report) -
     differing = find_differing(noted["inputs"], config) if noted else []
     found = find_checkpoint(run_dir, report.message)
     if found is not None or differing:
-        _check_note(run_dir, noted, differing, config)
+        _check_note(run_dir, noted, differing)
     if found is not None:
         return resume_from(run_dir, *found, report)
     # Remove what a start without a checkpoint has left; its responses are found in the journal.
@@ -130,7 +131,7 @@ def begin_job(config: Config, run_dir: Path, spec: WorkerSpec, report: Report) -
 
 def _load_note(path: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         return {"inputs": dict(content["inputs"]), "sizes": dict(content["sizes"])}
     except FileNotFoundError:
         return None
@@ -138,16 +139,14 @@ def _load_note(path: Path) -> dict[str, Any] | None:
         raise CheckpointError(f"{path}: is not what value pretraining writes: {error!r}") from error
 
 
-def _check_note(run_dir: Path, noted: dict[str, Any] | None, differing: list[str], config: Config) -> None:
+def _check_note(run_dir: Path, noted: dict[str, Any] | None, differing: list[str]) -> None:
     folder = run_dir / PRETRAINING_NAME
     if noted is None:
         raise CheckpointError(
             f"{folder}: belongs to a training run; python -m megarl.train resume={run_dir} resumes it"
         )
     if differing:
-        before, now = noted["inputs"], list_pretraining_inputs(config)
-        named = [f"{key} ({before.get(key)!r} there, now {now.get(key)!r})" for key in differing]
         raise CheckpointError(
-            f"{folder}: belongs to another value pretraining, not finished: {name_some(named)} differ; set them as"
+            f"{folder}: belongs to another value pretraining, not finished: {name_some(differing)} differ; set them as"
             " there to resume it, choose another hydra.run.dir, or remove the folder and the files beside it"
         )

@@ -7,11 +7,11 @@ from typing import Any
 
 from megarl.config.checks.unused import find_unused
 from megarl.config.schema.root import Config
-from megarl.run.resume import list_values
+from megarl.config.values import list_values
 
 NOT_INPUTS = (
     *("algo.name", "algo.value_pretrain.taken_from", "checkpoint.", "cluster.", "evaluate.", "logger."),
-    "rollout.max_probe_logprob_gap",
+    *("rollout.max_probe_logprob_gap", "data.critic_prompt_length"),
 )
 """Prefixes of keys that do not change what the critic learns"""
 _DEADLINES = ("_deadline_s", ".max_server_restarts")
@@ -38,6 +38,9 @@ def list_pretraining_inputs(config: Config) -> dict[str, Any]:
 
 
 def find_differing(before: Mapping[str, Any], config: Config) -> list[str]:
-    """The keys whose values in `before`, inputs read from JSON, differ from the configuration's, sorted."""
+    """The keys whose values in `before`, inputs read from JSON, differ from the configuration's, sorted, each with both
+    values.
+    """
     now = json.loads(json.dumps(list_pretraining_inputs(config)))
-    return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    return [f"{key} ({before.get(key)!r} there, now {now.get(key)!r})" for key in keys]

@@ -16,15 +16,26 @@ from megarl.config.checks.config import describe_sizes
 from megarl.config.errors import ConfigError
 from megarl.config.placement import list_groups, place
 from megarl.config.schema.root import Config
+from megarl.config.values import list_values
+from megarl.data.critic_prompt import CriticPrompt
+from megarl.hf.checkpoint import load_tokenizer
 from megarl.interfaces import TrainBackend
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.report.report import Report, build_report
 from megarl.rollout import journal as rollout_journal
 from megarl.rollout.journal import Journal
 from megarl.rollout.rollout_file import SavedRollouts
-from megarl.run.inputs import describe_start, load_inputs, load_models, load_saved_rollouts, load_specs
-from megarl.run.job import describe_data, lock_run_dir, open_components, open_resources, show_warnings
+from megarl.run.inputs import (
+    build_critic_prompt,
+    describe_start,
+    load_inputs,
+    load_models,
+    load_saved_rollouts,
+    load_specs,
+)
+from megarl.run.job import describe_data, lock_run_dir, open_components, open_resources
 from megarl.run.saving import LoopSaver
+from megarl.run.terminal import get_terminal, show_warnings
 from megarl.trainer import Trainer
 from megarl.value_pretraining import result as pretrained
 from megarl.value_pretraining.checkpoints import ResumePoint, begin_job, open_saver
@@ -85,7 +96,7 @@ def _run_online(config: Config, run_dir: Path) -> PretrainingSummary:
     with contextlib.ExitStack() as stack:
         report = _start_report(stack, config, run_dir)
         report.message(describe_sizes(config))
-        report.message(describe_data(inputs))
+        report.message(describe_data(config, inputs))
         report.message(describe_start(config, spec, None))
         resume_point = begin_job(config, run_dir, spec, report)
         with report.phase("start"):
@@ -93,6 +104,7 @@ def _run_online(config: Config, run_dir: Path) -> PretrainingSummary:
         components = stack.enter_context(open_components(config, inputs, resources, run_dir, report, journal))
         trainer = Trainer(config, components)
         assert components.critic is not None
+        assert components.sampler is not None
         saver = stack.enter_context(
             open_saver(config, run_dir, components.critic, spec, report, describe_again(run_dir))
         )
@@ -114,7 +126,9 @@ def _run_offline(config: Config, run_dir: Path) -> PretrainingSummary:
     """Pretrain on saved responses with their rewards: no server, no policy, no reward function."""
     models = load_models(config)
     spec = load_specs(config, models)[Role.critic]
-    saved = load_saved_rollouts(config, models)
+    has_text = config.data.critic_prompt is not None
+    critic_prompt = build_critic_prompt(config, load_tokenizer(models.checkpoint)) if has_text else None
+    saved = load_saved_rollouts(config, models, critic_prompt)
     assert saved is not None  # check_pretraining has verified it
     with contextlib.ExitStack() as stack:
         report = _start_report(stack, config, run_dir)
@@ -127,7 +141,7 @@ def _run_offline(config: Config, run_dir: Path) -> PretrainingSummary:
             stack.callback(critic.close)
             critic.start().result()
         saver = stack.enter_context(open_saver(config, run_dir, critic, spec, report, describe_again(run_dir)))
-        summary = pretrain_offline(config, critic, report, saved, saver, resume_point)
+        summary = pretrain_offline(config, critic, report, saved, saver, resume_point, critic_prompt)
         inputs = list_pretraining_inputs(config)
         state = PretrainedState(0, summary.reward_moments, None, load_curve(run_dir), inputs)
         _leave(run_dir, critic, spec, state, saver)
@@ -152,13 +166,14 @@ def pretrain_offline(
     saved: SavedRollouts,
     saver: LoopSaver | None = None,
     resume_point: ResumePoint | None = None,
+    critic_prompt: CriticPrompt | None = None,
 ) -> PretrainingSummary:
     """Pretrain on the saved responses, at most `train.max_minutes` from here.
 
-    saver: None: no checkpoints. resume_point: where to resume; None: it starts.
+    saver: None: no checkpoints. resume_point: where to resume; None: it starts. critic_prompt: with data.critic_prompt.
     """
     minutes, started = config.train.max_minutes, time.monotonic()
-    pretraining = ValuePretraining(config, critic, report, saver=saver)
+    pretraining = ValuePretraining(config, critic, report, saver=saver, critic_prompt=critic_prompt)
     if resume_point is not None:
         pretraining.restore(resume_point)
     rollouts = repeat_rollouts(saved.path, report.message, len(pretraining.curve))
@@ -168,7 +183,8 @@ def pretrain_offline(
 
 
 def _start_report(stack: contextlib.ExitStack, config: Config, run_dir: Path) -> Report:
-    report = build_report(config.logger, run_dir, config.algo.value_pretrain.num_steps)
+    num_steps, settings = config.algo.value_pretrain.num_steps, dict(list_values(config))
+    report = build_report(config.logger, run_dir, num_steps, get_terminal(), settings=settings)
     stack.callback(report.close)
-    stack.enter_context(show_warnings(report))
+    stack.enter_context(show_warnings(report.message))
     return report

@@ -11,10 +11,13 @@ from megarl.algo.diagnostics import compute_explained_variance
 from megarl.algo.rewards import update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets, monte_carlo
+from megarl.algo.value_range import warn_of_returns
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.schema.algo import AlgoConfig, ValuePretrainConfig, needs_reward_moments
 from megarl.config.schema.root import Config
+from megarl.data.critic_prompt import CriticPrompt
 from megarl.interfaces import TrainBackend
+from megarl.minibatches import average_steps, split_minibatches
 from megarl.report.report import Report
 from megarl.rollout.rollout_file import read_rollouts
 from megarl.rollout.source import SourceState
@@ -22,7 +25,7 @@ from megarl.rollout.tensors import build_tensors
 from megarl.run.saving import LoopSaver, NoSaver
 from megarl.run.signals import deferring_stops
 from megarl.run.trainer_state import TrainerState
-from megarl.trainer import Trainer, average_steps, split_minibatches
+from megarl.trainer import Trainer
 from megarl.types import Experience, Rollout, TrainingSamples
 from megarl.value_pretraining.checkpoints import EXPLAINED, ResumePoint
 from megarl.value_pretraining.result import CRITIC, PretrainedState, copy_rollouts, split_times
@@ -52,8 +55,11 @@ class ValuePretraining:
         report: Report,
         trainer: Trainer | None = None,
         saver: LoopSaver | None = None,
+        critic_prompt: CriticPrompt | None = None,
     ):
-        """trainer: has policy and reference, for a KL in the reward; None without one. saver: None: no checkpoints."""
+        """trainer: has policy and reference, for a KL in the reward; None without one. saver: None: no checkpoints.
+        critic_prompt: with data.critic_prompt.
+        """
         self.config = config
         self.settings = config.algo.value_pretrain
         self.algo = build_pretraining_algo(config.algo)
@@ -61,6 +67,7 @@ class ValuePretraining:
         self.report = report
         self.trainer = trainer
         self.saver = saver or NoSaver()
+        self.critic_prompt = critic_prompt
         self.curve: list[float] = []
         """Explained variance of each step so far"""
         self.reward_moments = RunningMoments()
@@ -122,7 +129,9 @@ class ValuePretraining:
         """The critic's optimizer steps; returns their mean loss."""
         minibatches = split_minibatches(self.config, samples.sequences.num_samples, -step)
         with self.report.phase("update"):
-            updates = self.critic.update(samples, minibatches * self.config.critic.updates_per_policy_update)
+            updates = self.critic.update(
+                samples.for_critic(), minibatches * self.config.critic.updates_per_policy_update
+            )
             return average_steps(updates.result())["critic/loss"]
 
     def get_state(self) -> TrainerState:
@@ -142,9 +151,9 @@ class ValuePretraining:
         """The responses with the critic's values and, with a KL in the reward, log-probs of policy and reference."""
         if self.trainer and self.algo.kl.in_reward:
             return self.trainer.build_experience(rollout)[0]
-        tensors = build_tensors(rollout)
+        tensors = build_tensors(rollout, self.critic_prompt)
         with self.report.phase("experience"):
-            values = self.critic.values(tensors.sequences).result()
+            values = self.critic.values(tensors.critic_input).result()
         # Without a KL the returns do not depend on the training engine's log-probs; the rollout's are used instead.
         return tensors.build_experience(tensors.rollout_logprobs, values=values)
 
@@ -162,6 +171,7 @@ class ValuePretraining:
             reward_moments=self.reward_moments,
             wrong=wrong,
         )
+        warn_of_returns(samples, self.config.critic.value_range)
         return samples
 
 
@@ -213,8 +223,11 @@ def pretrain_critic(
     settings = trainer.config.algo.value_pretrain
     if settings.num_steps == 0:
         return PretrainingSummary(0, float("nan"))
-    assert trainer.components.critic is not None
-    pretraining = ValuePretraining(trainer.config, trainer.components.critic, trainer.report, trainer, saver)
+    components = trainer.components
+    assert components.critic is not None
+    pretraining = ValuePretraining(
+        trainer.config, components.critic, trainer.report, trainer, saver, components.critic_prompt
+    )
     if resume_point is not None:
         pretraining.restore(resume_point)
     num_done = len(pretraining.curve)
@@ -241,9 +254,10 @@ def start_pretrained(trainer: Trainer, state: PretrainedState, directory: Path, 
         report.log_pretraining(step, trainer.config.algo.value_pretrain.num_steps, metrics)
     if trainer.components.rollout_file:
         copy_rollouts(directory, run_dir)
+    sampler = trainer.components.sampler
     try:
-        if state.sampler is not None:
-            trainer.components.sampler.restore(state.sampler)
+        if state.sampler is not None and sampler is not None:
+            sampler.restore(state.sampler)
     except ValueError as error:
         raise CheckpointError(f"{directory}: value pretraining had other data: {error}") from error
     trainer.num_samples, trainer.reward_moments = state.num_samples, state.reward_moments
@@ -260,11 +274,13 @@ def save_start(trainer: Trainer) -> None:
 
 def sample_rollouts(trainer: Trainer, num_done: int = 0) -> Iterator[Rollout]:
     """Endless fresh responses of the policy; `num_done` rollouts have been sampled before."""
+    sampler = trainer.components.sampler
+    assert sampler is not None
     trainer.publish(0)
     for step in itertools.count(num_done + 1):
         with trainer.report.phase("rollout"):
             trainer.check_servers()
-            prompts = trainer.components.sampler.next_batch(trainer.config.train.num_prompts)
+            prompts = sampler.next_batch(trainer.config.train.num_prompts)
             rollout = trainer.generate(prompts, f"pretraining-{step}")
         yield rollout
 

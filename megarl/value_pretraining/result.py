@@ -22,6 +22,7 @@ from megarl.checkpoint.manifest import CheckpointError, name_some, verify_files,
 from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config
 from megarl.interfaces import TrainBackend
+from megarl.json_text import parse_json
 from megarl.mcore.weights.dist_format import describe_role
 from megarl.mcore.worker_spec import WorkerSpec
 from megarl.report import metrics as metrics_file
@@ -83,7 +84,7 @@ def load_pretrained(config: Config) -> tuple[PretrainedState, Path] | None:
     directory = Path(settings.taken_from).expanduser() / NAME
     try:
         verify_files(directory)
-        content = json.loads((directory / STATE).read_text(encoding="utf-8"))
+        content = parse_json((directory / STATE).read_text(encoding="utf-8"))
         content["reward_moments"] = RunningMoments(**content["reward_moments"])
         state = PretrainedState(**{**content, "curve": tuple(content["curve"])})
     except CheckpointError as error:

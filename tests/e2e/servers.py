@@ -19,6 +19,21 @@ from megarl.rollout.server import SGLangServer
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 =+-*/()<>[],.:?"
 
 
+TINY_QWEN3 = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
 def write_tiny_checkpoint(directory: Path, seed: int) -> Path:
     """A random fp32 Qwen3 of 2 layers with grouped-query attention; token 2 ends a response."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -26,21 +41,7 @@ def write_tiny_checkpoint(directory: Path, seed: int) -> Path:
 
     vocab = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", *ALPHABET])}
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(vocab),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    config = Qwen3Config(vocab_size=len(vocab), max_position_embeddings=512, **TINY_QWEN3)
     Qwen3ForCausalLM(config).save_pretrained(directory)
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -78,22 +79,8 @@ def write_chat_checkpoint(directory: Path, kind: str) -> tuple[Any, Any]:
     tokenizer = build_character_tokenizer(string.printable, 4096)
     tokenizer.chat_template = CHAT_TEMPLATE
     torch.manual_seed(5)
-    config = transformers.Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        num_labels=1,
-    )
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 4096, "num_labels": 1}
+    config = transformers.Qwen3Config(**sizes, **TINY_QWEN3)
     model = getattr(transformers, f"Qwen3{kind}")(config).float().eval()
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -1,17 +1,21 @@
 """`python -m megarl.train` as a user types it: what it prints, what it leaves, how it ends."""
 
+import gzip
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import psutil
 import pytest
 from safetensors.torch import load_file
 
+from megarl.report.metric_names import find_metric
 from megarl.report.metrics import load_metrics
 from megarl.rollout.guard import find_shared_memory
 
@@ -43,7 +47,7 @@ def find_scratch(run: subprocess.Popen, tmp_path: Path) -> list[Path]:
 
 
 def test_a_run_trains_logs_and_ends_with_the_done_line_leaving_nothing(short_path):
-    run = start(short_path / "run", "train.num_iterations=2")
+    run = start(short_path / "run", "train.num_iterations=2", "checkpoint.save_every=2", "train.profile=2")
     output, _ = run.communicate(timeout=400)
     assert run.returncode == 0, output
     last = output.strip().splitlines()[-1]
@@ -54,14 +58,63 @@ def test_a_run_trains_logs_and_ends_with_the_done_line_leaving_nothing(short_pat
     assert [line["iteration"] for line in lines] == [0, 1, 2]
     for name in ("reward/mean", "policy/clip_frac", "critic/explained_variance", "sync/bytes", "time/rollout"):
         assert all(name in line for line in lines[1:]), name
+    pretraining = load_metrics(short_path / "run" / "value_pretrain.jsonl")
+    assert not [name for line in lines + pretraining for name in line if name != "iteration" and not find_metric(name)]
     # The servers follow: what they say of their responses is what the updated policy says.
     assert all(line["mismatch/kl"] < 1e-6 < line["policy/clip_frac"] for line in lines[1:])
     assert list((short_path / "run" / "tensorboard").iterdir())
     assert {f.name for f in (short_path / "run" / "logs").iterdir()} >= {"policy-0.log", "critic-0.log", "server-0.log"}
     for role, head in (("policy", "lm_head.weight"), ("critic", "score.weight")):
         assert head in load_file(short_path / "run" / role / "model.safetensors")
+    check_profile(short_path / "run" / "profile")
     assert find_marked(short_path) == []
     assert find_scratch(run, short_path) == []
+
+
+def check_profile(directory: Path) -> None:
+    """The calls of every rank and server are within the trainer's phases that make them, by the clocks of each."""
+    assert {file.name for file in directory.iterdir()} == {"timeline.json.gz", "policy-0.json.gz", "critic-0.json.gz"}
+    traces = {}
+    for file in directory.iterdir():
+        with gzip.open(file, "rt") as text:
+            traces[file.name] = json.load(text)
+    timeline = traces.pop("timeline.json.gz")["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in timeline if e["name"] == "process_name"}
+    spans = [(names[e["pid"]], e["name"], e["ts"], e["ts"] + e["dur"]) for e in timeline if e["ph"] == "X"]
+    spans_of: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    """Of the trainer, by name"""
+    for process, name, begin, end in spans:
+        if process.startswith("trainer"):
+            spans_of[name].append((begin, end))
+    calls = {
+        # The policy also scores the probe text of the sync.
+        ("policy", "logprobs"): ("experience", "probe"),
+        ("critic", "values"): ("experience",),
+        ("policy", "update"): ("update",),
+        ("critic", "update"): ("update",),
+        ("critic", "optimizer step"): ("update",),
+        ("policy", "begin_save"): ("checkpoint",),
+        ("policy", "send of weights"): ("move",),
+        ("SGLang server", "/generate"): ("rollout", "probe", "evaluate"),
+        ("SGLang server", "/pause_generation"): ("sync",),
+    }
+    for (process, call), allowed in calls.items():
+        found = [(b, e) for where, name, b, e in spans if where.startswith(process) and name == call]
+        assert found, (process, call)
+        within = [spans_of[name] for name in allowed]
+        assert all(any(p <= b <= e <= q for each in within for p, q in each) for b, e in found), (process, call)
+    (iteration,) = spans_of["iteration 2"]
+    phases = ("rollout", "experience", "update", "checkpoint", "sync", "evaluate")
+    timed = [each for name in phases for each in spans_of[name]]
+    assert len(timed) == len(phases)
+    assert all(iteration[0] <= b <= e <= iteration[1] for b, e in timed)
+    # The rest is the trainer's own computation.
+    assert sum(e - b for b, e in timed) > 0.5 * (iteration[1] - iteration[0])
+    for trace in traces.values():
+        operators = {event["name"] for event in trace["traceEvents"] if event.get("cat") == "cpu_op"}
+        assert "aten::mm" in operators
+        annotations = {event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"}
+        assert {"update", "micro-batches", "optimizer step"} <= annotations
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import contextlib
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,16 @@ from test_command import find_marked, find_scratch
 
 from megarl.cluster.opened import open_ray
 from megarl.cluster.workers import WorkerGroup
+from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.placement import DeviceSlot
+from megarl.hf.checkpoint import load_tokenizer
 from megarl.mcore.worker_spec import Role
 from megarl.report.metrics import load_metrics
 from megarl.report.report import build_report
 from megarl.rollout.rollout_file import RolloutWriter, load_rollouts
 from megarl.rollout.tensors import build_sequences
-from megarl.run.inputs import load_models, load_saved_rollouts, load_specs
+from megarl.run.inputs import build_critic_prompt, load_models, load_saved_rollouts, load_specs
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 from megarl.value_pretraining.job import pretrain_offline
 
@@ -108,6 +111,40 @@ def test_a_critic_learns_offline_and_its_checkpoint_gives_the_same_values_here_a
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+def hide_letters(rollout: Rollout) -> Rollout:
+    """The same rewards, after prompts that are all alike: only the answer tells them."""
+    samples = [
+        replace(s, prompt=replace(s.prompt, token_ids=(9, 10), answer="abcdef"[s.prompt.token_ids[0] - 3]))
+        for s in rollout.samples
+    ]
+    return replace(rollout, samples=tuple(samples))
+
+
+def test_a_critic_that_reads_the_answer_explains_rewards_that_the_prompts_do_not_tell(tmp_path):
+    path, explained = tmp_path / "rollouts.jsonl", {}
+    with contextlib.closing(RolloutWriter(path)) as writer:
+        for seed in range(NUM_ROLLOUTS):
+            writer.write(hide_letters(build_rollout(seed)), 0)
+    overrides = ["model=tiny", "algo=vapo", f"algo.value_pretrain.rollouts={path}", "logger.terminal=false"]
+    for text in (["data.critic_prompt='{answer}='"], []):
+        config = load_config([*overrides, f"algo.value_pretrain.steps={NUM_ROLLOUTS}", *text])
+        models = load_models(config)
+        critic_prompt = build_critic_prompt(config, load_tokenizer(models.checkpoint))
+        saved = load_saved_rollouts(config, models, critic_prompt)
+        with (
+            open_critic(config, tmp_path / "logs") as critic,
+            contextlib.closing(build_report(config.logger, tmp_path / str(len(text)), 1)) as report,
+        ):
+            summary = pretrain_offline(config, critic, report, saved, critic_prompt=critic_prompt)
+            critic.export_weights(tmp_path / f"critic-{len(text)}").result()
+        explained[bool(text)] = summary.explained_variance
+    assert explained[True] > 0.5
+    assert explained[False] < 0.1
+    load_models(load_config([*overrides, f"critic.init={tmp_path}/critic-0"]))
+    with pytest.raises(ConfigError, match=r"critic\.init: .*data\.critic_prompt '\{answer\}=', now None"):
+        load_models(load_config([*overrides, f"critic.init={tmp_path}/critic-1"]))
+
+
 def start(run_dir: Path, rollouts: Path, *overrides: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [
@@ -131,12 +168,13 @@ def test_the_command_pretrains_offline_and_ends_with_the_done_line_leaving_nothi
     curve = load_metrics(run_dir / "value_pretrain.jsonl")
     explained = [line["pretrain/explained_variance"] for line in curve]
     assert max(explained[:-1]) < 0.2 <= explained[-1]
-    assert "critic: starts from the policy's weights, with a new value head" in output
-    assert f"out of the {NUM_ROLLOUTS} (512 responses) in {rollouts}" in output
-    assert "explained variance has reached" in output
+    log = (run_dir / "train.log").read_text()
+    assert "critic: starts from the policy's weights, with a new value head" in log
+    assert f"out of the {NUM_ROLLOUTS} (512 responses) in {rollouts}" in log
+    assert "explained variance has reached" in log
     last = output.strip().splitlines()[-1]
     assert last == f"done: iterations={len(curve)} explained_variance={explained[-1]:.4f} run_dir={run_dir}"
-    assert [f.name for f in (run_dir / "logs").iterdir()] == ["critic-0.log"]
+    assert {f.name for f in (run_dir / "logs").iterdir()} == {"critic-0.log", "driver.log"}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {f.name for f in (run_dir / "critic").iterdir()}
     events = EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()

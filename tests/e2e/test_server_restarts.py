@@ -94,7 +94,7 @@ def compute_logprob_gap(trainer) -> float:
     return float((old - tensors.rollout_logprobs)[tensors.mask].abs().max())
 
 
-def test_servers_killed_in_a_sync_and_in_a_rollout_come_back_with_the_current_weights(tiny_checkpoint, tmp_path, capfd):
+def test_servers_killed_in_a_sync_and_in_a_rollout_come_back_with_the_current_weights(tiny_checkpoint, tmp_path):
     overrides = [*OVERRIDES, f"model.path={tiny_checkpoint}"]
     config = load_config([*SIZES, *overrides])
     inputs = load_inputs(config)
@@ -119,8 +119,8 @@ def test_servers_killed_in_a_sync_and_in_a_rollout_come_back_with_the_current_we
     assert [line["iteration"] for line in lines] == [0, 1, 2]
     for name in ("reward/mean", "policy/clip_frac", "critic/explained_variance", "sync/bytes", "time/rollout"):
         assert all(name in line for line in lines[1:]), name
-    printed = capfd.readouterr().out
-    first, second = re.findall(r"^.*was lost.*$", printed, flags=re.MULTILINE)
+    log = (tmp_path / "train.log").read_text()
+    first, second = re.findall(r"^[-\d]+ [:\d]+ (.*was lost.*)$", log, flags=re.MULTILINE)
     lost = r"SGLang server {}/2 was lost: it exited with status 137 \(its log: \S+/server-{}\.log\)"
     assert re.fullmatch(lost.format(0, 0) + "; restart 1 of at most 3", first)
     assert re.fullmatch("; ".join([lost.format(0, 0), lost.format(1, 1)]) + "; restart 1 of at most 3", second)

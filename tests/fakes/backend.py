@@ -82,6 +82,13 @@ class FakeBackend:
 
         return self._call("logprobs", lambda: self._evaluate(sequences, compute))
 
+    def entropies(self, sequences: Sequences, temperature: float) -> Done[Tensor]:
+        def compute(tokens: ResponseTokens) -> Tensor:
+            log_p = self._log_softmax(self.model, tokens, temperature)
+            return -(log_p.exp() * log_p).sum(-1)
+
+        return self._call("entropies", lambda: self._evaluate(sequences, compute))
+
     def values(self, sequences: Sequences) -> Done[Tensor]:
         def compute(tokens: ResponseTokens) -> Tensor:
             return self.model(tokens.before, tokens.first)[:, 0]
@@ -194,6 +201,9 @@ class FakeBackend:
             f"{self.role}/lr": rate,
             **metrics,
             f"{self.role}/real_tokens_frac": 1.0,
+            f"{self.role}/model_tflop_sum": 6e-12
+            * sum(x.numel() for x in self.model.parameters())
+            * len(samples.sequences.tokens),
         }
 
 

@@ -1,13 +1,17 @@
 """Runs over the fakes that are disturbed at one place, and what two equal runs have in common."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fakes.run import World
 from megarl.report.metrics import load_metrics
+from megarl.trainer import Trainer
+from megarl.types import Response
 
 RUN = (
     *("algo=vapo", "algo.value_pretrain.steps=3", "algo.value_pretrain.patience=null", "critic.optimizer.lr=0.1"),
@@ -51,7 +55,12 @@ def summarize(run_dir: Path) -> dict[str, Any]:
         for name in ("metrics.jsonl", "value_pretrain.jsonl")
     }
     weights = {role: (run_dir / role / "model.safetensors").read_bytes() for role in ("policy", "critic")}
-    return {**curves, **weights, "rollouts": (run_dir / "rollouts.jsonl").read_bytes()}
+    return {
+        **curves,
+        **weights,
+        "rollouts": (run_dir / "rollouts.jsonl").read_bytes(),
+        "tokens": (run_dir / "tokens.jsonl").read_bytes(),
+    }
 
 
 def run_disturbed(
@@ -60,3 +69,18 @@ def run_disturbed(
     world = World(watch=disturbance.watch, on_token=disturbance.on_token)
     world.run_job(monkeypatch, run_dir, [*RUN, *overrides], **keys)
     return world
+
+
+def add_engine_noise(trainer: Trainer, noise: float) -> None:
+    """The rollout engine's log-probs of the same tokens, off by `noise`, up and down in turn."""
+    engine = trainer.components.engine
+    generate_turns = engine.generate_turns
+
+    def shake(turn: Response) -> Response:
+        signs = (-1.0) ** np.arange(len(turn), dtype=np.float32)
+        return replace(turn, rollout_logprobs=turn.rollout_logprobs + np.float32(noise) * signs)
+
+    async def generate_noisily(requests: Any, take: Any) -> None:
+        await generate_turns(requests, lambda index, turn: take(index, shake(turn)))
+
+    engine.generate_turns = generate_noisily  # type: ignore[method-assign]

@@ -235,7 +235,7 @@ class FakeSync:
         self._offloader.resume_cache()
         for server in self._servers.all.values():
             server.version = version
-        return {"sync/bytes": float(sum(x.nbytes for x in weights.values())), "sync/seconds": 0.0}
+        return {"sync/bytes": float(sum(x.nbytes for x in weights.values())), "sync/seconds_move": 0.0}
 
     def reconnect(self) -> None:
         self.num_reconnects += 1

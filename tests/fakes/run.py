@@ -22,10 +22,9 @@ from megarl.reward.scorer import Scorer
 from megarl.rollout.collector import build_collector
 from megarl.rollout.journal import Journal
 from megarl.rollout.offload import ServerOffloader
-from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter
 from megarl.run import attempts
 from megarl.run.inputs import Inputs, load_inputs
-from megarl.run.job import RunResources
+from megarl.run.job import RunResources, build_saved_components, open_rollout_file, open_token_recorder
 from megarl.trainer import Trainer, TrainerComponents
 from megarl.types import Prompt, Response, RewardFunction, Score
 from megarl.value_pretraining import job as pretraining_job
@@ -52,7 +51,9 @@ def reward_length(_prompt: Prompt, response: Response) -> Score:
 
 @functools.cache
 def _load(overrides: tuple[str, ...]) -> tuple[Config, Inputs]:
-    config = load_config([*SMALL, *overrides])
+    # What evaluates has no effect on saved responses.
+    is_saved = any(text.startswith("rollout.file=") for text in overrides)
+    config = load_config([*(text for text in SMALL if not (is_saved and "eval" in text)), *overrides])
     return config, load_inputs(config)
 
 
@@ -105,11 +106,14 @@ class World:
         report: Report,
         journal: Journal | None = None,
     ) -> Iterator[TrainerComponents]:
+        if inputs.saved_groups is not None:
+            with contextlib.ExitStack() as stack:
+                yield self.add_saved(config, inputs, report, run_dir, stack)
+            return
         servers = resources.servers
         assert isinstance(servers, FakeServers)
         resources.start_servers().result()
-        clients: Any = [FakeClient(servers, name) for name in servers.names]
-        offloader = ServerOffloader(clients, config.rollout.offload)
+        offloader = ServerOffloader([FakeClient(servers, name) for name in servers.names], config.rollout.offload)
         roles = {role: FakeBackend(spec, self.note_after(offloader)) for role, spec in inputs.specs.items()}
         engine = FakeEngine(
             servers,
@@ -117,11 +121,7 @@ class World:
             decode=lambda tokens: inputs.tokenizer.decode(tokens, skip_special_tokens=True),
             on_token=lambda key, number: self.on_token(key, number),
         )
-        with contextlib.ExitStack() as stack:
-            stack.callback(engine.close)
-            file = RolloutWriter(run_dir / FILE_NAME) if config.logger.save_rollouts else None
-            if file is not None:
-                stack.callback(file.close)
+        with contextlib.closing(engine), contextlib.ExitStack() as stack:
             self.components.append(
                 TrainerComponents(
                     policy=roles[Role.policy],
@@ -134,11 +134,22 @@ class World:
                     sampler=PromptSampler(inputs.data.train, config.seed),
                     heldout=inputs.data.heldout[: config.train.num_eval_prompts],
                     report=report,
-                    rollout_file=file,
+                    rollout_file=open_rollout_file(stack, run_dir) if config.logger.save_rollouts else None,
+                    token_recorder=open_token_recorder(stack, config, inputs, roles[Role.policy], run_dir),
                     servers=servers,
+                    critic_prompt=inputs.critic_prompt,
                 )
             )
             yield self.components[-1]
+
+    def add_saved(
+        self, config: Config, inputs: Inputs, report: Report, run_dir: Path, stack: contextlib.ExitStack
+    ) -> TrainerComponents:
+        """With rollout.file: the roles alone."""
+        roles = {role: FakeBackend(spec, self.note) for role, spec in inputs.specs.items()}
+        recorder = open_token_recorder(stack, config, inputs, roles[Role.policy], run_dir)
+        self.components.append(build_saved_components(roles, inputs, report, recorder))
+        return self.components[-1]
 
     @contextlib.contextmanager
     def open_trainer(self, run_dir: Path, overrides: Sequence[str], **replaced: Any) -> Iterator[Trainer]:

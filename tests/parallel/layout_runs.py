@@ -74,6 +74,8 @@ def describe(worker: Any, directory: Path) -> dict[str, Any]:
 
     sequences = within_vocabulary(build_sequences(seed=5), worker)
     padded, num_reports = evaluate(worker, sequences)
+    is_critic = worker.spec.role is Role.critic
+    entropies = {} if is_critic else {"entropies": gather(worker.entropies(sequences, 0.8), sequences)[0]}
     kl = {} if worker.reference is None else {"reference_kl": gather(worker.reference_kl(sequences, 0.8), sequences)[0]}
     worker.export_weights(directory)
     return {
@@ -81,6 +83,7 @@ def describe(worker: Any, directory: Path) -> dict[str, Any]:
         "num_reports": num_reports,
         "weights": load_file(directory / "model.safetensors"),
         **kl,
+        **entropies,
     }
 
 

@@ -1,6 +1,7 @@
 """The same training, evaluation, export and saved state in every layout, against one process and transformers."""
 
 import copy
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tiny_checkpoints import build_sequences, compute_padded_kl, padded_referenc
 
 from megarl.config.schema.algo import AlgoConfig, KLConfig
 from megarl.config.schema.algo_choices import KLEstimator
-from megarl.config.schema.roles import Dtype
+from megarl.config.schema.roles import Dtype, Offload, Recompute, Trainable
 from megarl.mcore.worker_spec import Role
 
 CHECKPOINTS = {
@@ -25,6 +26,8 @@ CHECKPOINTS = {
 SOME_ROWS = list(range(12))
 SPLIT_LAYOUTS = ("tp2_sp", "pp2", "vpp2", "dp2", "cp2")
 TRAINED = ((Role.policy, "llama_tied"), (Role.critic, "qwen3"))
+PARTLY = {"trainable": Trainable.mlp, "value_range": (-1.0, 2.0)}
+"""SAO's frozen attention and BPCO's bounded values"""
 FULL_KL = AlgoConfig(kl=KLConfig(in_loss=True, loss_estimator=KLEstimator.full, loss_coef=0.3))
 
 
@@ -46,6 +49,9 @@ def one(checkpoints: dict[str, tuple[Path, Any]]) -> dict[str, Any]:
     paths = {name: path for name, (path, _) in checkpoints.items()}
     runs = {f"policy-{name}": (build_spec(Role.policy, paths[name]), SOME_ROWS) for name in CHECKPOINTS}
     runs["critic-qwen3"] = (build_spec(Role.critic, paths["qwen3"]), SOME_ROWS)
+    ways = {"": {}, "-recompute": {"recompute": Recompute.full}, "-offload": {"offload": Offload.all}}
+    for way, fields in ways.items():
+        runs[f"critic-qwen3-partly{way}"] = (build_spec(Role.critic, paths["qwen3"], **PARTLY, **fields), SOME_ROWS)
     # Each sequence alone; less than the sequences need together.
     for tokens in (1, 110):
         spec = build_spec(Role.policy, paths["qwen3"], tokens_per_microbatch=tokens)
@@ -71,6 +77,9 @@ def two(checkpoints: dict[str, tuple[Path, Any]]) -> dict[str, Any]:
         for layout in SPLIT_LAYOUTS:
             spec = build_spec(role, checkpoints[name][0], layout, tokens_per_microbatch=60)
             runs[f"{role.value}-{name}-{layout}"] = (spec, SOME_ROWS)
+    for layout in SPLIT_LAYOUTS:
+        spec = build_spec(Role.critic, checkpoints["qwen3"][0], layout, tokens_per_microbatch=60, **PARTLY)
+        runs[f"critic-qwen3-partly-{layout}"] = (spec, SOME_ROWS)
     runs["policy-small_vocab-tp2"] = (
         build_spec(Role.policy, checkpoints["small_vocab"][0], "tp2"),
         SOME_ROWS,
@@ -98,7 +107,7 @@ def assert_same_training(run: dict[str, Any], reference: dict[str, Any], weight_
             atol=weight_tolerance,
             msg=lambda m, n=name: f"{n}: {m}",
         )
-    for name in ("evaluation", "reference_kl"):
+    for name in ("evaluation", "entropies", "reference_kl"):
         if name in reference["after"]:
             torch.testing.assert_close(run["after"][name], reference["after"][name], rtol=0, atol=2e-5)
 
@@ -195,6 +204,33 @@ def test_training_and_evaluation_equal_those_of_one_process(
     assert run["after"]["num_reports"] == (2 if layout == "dp2" else 1)
 
 
+@pytest.mark.parametrize("way", ["recompute", "offload", *SPLIT_LAYOUTS])
+def test_a_partly_trained_bounded_critic_learns_the_same_in_every_way(
+    way: str, one: dict[str, Any], two: dict[str, Any]
+) -> None:
+    assert_same_training((one | two)[f"critic-qwen3-partly-{way}"], one["critic-qwen3-partly"])
+
+
+@pytest.mark.parametrize("way", ["", "-recompute", "-offload", *(f"-{layout}" for layout in SPLIT_LAYOUTS)])
+def test_frozen_weights_stay_bit_by_bit_and_the_others_learn(
+    way: str, one: dict[str, Any], two: dict[str, Any]
+) -> None:
+    run = (one | two)[f"critic-qwen3-partly{way}"]
+    before, after = run["before"]["weights"], run["after"]["weights"]
+    moved = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    names = [f"model.layers.{layer}.mlp.{part}_proj.weight" for layer in range(4) for part in ("gate", "up", "down")]
+    assert moved == {*names, "score.weight"}
+
+
+def test_bounded_values_start_in_the_middle_and_stay_inside(one: dict[str, Any]) -> None:
+    run, exists = one["critic-qwen3-partly"], build_sequences(seed=5).response_lengths[:, None] > torch.arange(19)
+    values = {when: run[when]["evaluation"] for when in ("before", "after")}
+    exists = exists[:, : values["after"].shape[1]]
+    assert torch.equal(values["before"][exists], torch.full((int(exists.sum()),), 0.5))
+    assert (values["after"][exists] - 0.5).abs().max() > 0.01
+    assert -1 < values["after"][exists].min() < values["after"][exists].max() < 2
+
+
 def test_a_rank_whose_vocabulary_is_all_padding_changes_nothing(one: dict[str, Any], two: dict[str, Any]) -> None:
     assert_same_training(two["policy-small_vocab-tp2"], one["policy-small_vocab"])
 
@@ -227,6 +263,25 @@ def test_loading_continues_identically_also_under_other_layouts(
         same = launch_in(scratch, 1, load_and_train, {"one": build_spec(Role.policy, path)})["one"]
         layouts = {layout: build_spec(Role.policy, path, layout) for layout in SPLIT_LAYOUTS}
         others = launch_in(scratch, 2, load_and_train, layouts)
+    check_continued(saved, same, others)
+
+
+def test_a_partly_trained_critic_continues_identically_also_under_other_layouts(
+    checkpoints: dict[str, tuple[Path, Any]],
+) -> None:
+    path = checkpoints["qwen3"][0]
+    with tempfile.TemporaryDirectory() as scratch:
+        saved = launch_in(scratch, 1, train_and_save, build_spec(Role.critic, path, **PARTLY))
+        same = launch_in(scratch, 1, load_and_train, {"one": build_spec(Role.critic, path, **PARTLY)})["one"]
+        layouts = {layout: build_spec(Role.critic, path, layout, **PARTLY) for layout in ("tp2_sp", "pp2", "dp2")}
+        others = launch_in(scratch, 2, load_and_train, layouts)
+        recorded = json.loads((Path(scratch) / "state" / "hf" / "config.json").read_text())
+    check_continued(saved, same, others)
+    assert recorded["megarl_value_range"] == [-1.0, 2.0]
+
+
+def check_continued(saved: dict[str, Any], same: dict[str, Any], others: dict[str, Any]) -> None:
+    """Bit by bit in the layout that saved, up to rounding in others."""
     assert same["fresh"] != saved["checksum"] == same["checksum"]
     assert same["metrics"] == saved["metrics"]
     for name, tensor in saved["after"]["weights"].items():

@@ -10,7 +10,7 @@ from layout_runs import build_spec, launch, launch_in, load_and_train, train_and
 from moe_runs import evaluate_layouts
 from tiny_checkpoints import build_samples, build_sequences, padded_reference_logprobs, write_checkpoint
 
-from megarl.config.schema.roles import OptimizerConfig, ParallelConfig, Recompute
+from megarl.config.schema.roles import OptimizerConfig, ParallelConfig, Recompute, Trainable
 from megarl.mcore.compare_layouts import Bounds, LayoutRun, compare_runs, run_layouts
 from megarl.mcore.weights.hf_reader import CheckpointReader
 from megarl.mcore.worker_spec import Role
@@ -29,6 +29,8 @@ LAYOUTS = {
     "tp2_sp_dp2_ep2_etp2": ParallelConfig(num_processes=4, tp=2, sp=True, ep=2, etp=2),
     "tp2_sp_pp2_ep2": ParallelConfig(num_processes=4, tp=2, sp=True, pp=2, ep=2),
 }
+MLP_LAYOUTS = ("dp2_ep2",)
+"""With the experts alone trained"""
 CUTS = {"cut_1": 1, "cut_60": 60}
 """tokens_per_microbatch"""
 # The router meets each micro-batch again, when later ones have passed it.
@@ -59,6 +61,10 @@ def runs(start: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> d
     specs["critic-one"] = build(Role.critic)
     for name in ("dp2_ep2", "tp2_sp_ep2", "pp2_dp2_ep2"):
         specs[f"critic-{name}"] = build(Role.critic, parallel=LAYOUTS[name], tokens_per_microbatch=60)
+    specs["mlp-one"] = build(Role.critic, trainable=Trainable.mlp)
+    for name in MLP_LAYOUTS:
+        fields = {"parallel": LAYOUTS[name], "tokens_per_microbatch": 60, "trainable": Trainable.mlp}
+        specs[f"mlp-{name}"] = build(Role.critic, **fields)
     return run_layouts(specs, build_samples(), 3, tmp_path_factory.mktemp("runs"), deadline_s=120.0)
 
 
@@ -96,6 +102,31 @@ def test_every_layout_and_cut_trains_a_mixture_of_experts_alike(name: str, runs:
 def test_every_layout_trains_a_critic_with_experts_alike(name: str, runs: dict[str, LayoutRun]) -> None:
     difference = compare_runs(runs[f"critic-{name}"], runs["critic-one"])
     assert difference.find_problems(Bounds()) == [], difference
+
+
+@pytest.mark.parametrize("name", MLP_LAYOUTS)
+def test_every_layout_trains_the_experts_of_a_critic_alone_alike(name: str, runs: dict[str, LayoutRun]) -> None:
+    run = runs[f"mlp-{name}"]
+    difference = compare_runs(run, runs["mlp-one"])
+    assert difference.find_problems(Bounds()) == [], difference
+    with CheckpointReader(run.directory / "before") as before, CheckpointReader(run.directory / "after") as after:
+        moved = {key for key in after.names if not torch.equal(before.read(key), after.read(key))}
+        assert moved == {key for key in after.names if is_expert_or_head(key)}
+
+
+def test_the_gradient_of_trained_weights_is_that_of_a_critic_which_is_trained_whole(runs: dict[str, LayoutRun]) -> None:
+    whole, partly = read_gradient(runs["critic-one"]), read_gradient(runs["mlp-one"])
+    trained = {name: tensor for name, tensor in partly.items() if is_expert_or_head(name)}
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in trained.items())
+    assert not any(partly[name].any() for name in partly.keys() - trained.keys())
+    assert all(whole[name].any() for name in partly.keys() - trained.keys())
+    norm = torch.stack([tensor.square().sum() for tensor in trained.values()]).sum().sqrt().item()
+    assert runs["mlp-one"].grad_norms[0] == pytest.approx(norm, rel=1e-5)
+    assert runs["critic-one"].grad_norms[0] > 1.01 * norm
+
+
+def is_expert_or_head(name: str) -> bool:
+    return ".mlp.experts." in name or name == "score.weight"
 
 
 def test_the_load_balancing_terms_add_their_own_gradient(start: tuple[Path, Any], runs: dict[str, LayoutRun]) -> None:

@@ -13,11 +13,11 @@ PACKAGE = ROOT / "megarl"
 LAYERS = (
     {"config.errors", "config.run_name"},
     {"config.schema"},
-    {"per_token"},
+    {"json_text", "per_token", "timeline"},
     {"types"},
     {"algo", "families"},
     {"config"},
-    {"interfaces", "sandbox", "verifiers_package"},
+    {"interfaces", "minibatches", "sandbox", "verifiers_package", "run.terminal"},
     {"toolbox"},
     {"data", "environment", "reward", "hf", "report", "checkpoint", "run.signals", "run.arguments", "run.machine"},
     {"mcore", "rollout"},
@@ -38,7 +38,7 @@ rooms of lower layers, never one of its own layer."""
 LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 SCHEMA = {"config.schema", "config.errors", "config.run_name"}
 ONLY_ROOMS = {
-    "report": {"report", "config", "types", *SCHEMA},
+    "report": {"report", "config", "types", "json_text", "timeline", *SCHEMA},
     "algo": {"algo", "types", "per_token", *SCHEMA},
     # A check of the configuration reads what the algorithms' modules declare, without torch.
     "config": {"config", "algo", *SCHEMA},

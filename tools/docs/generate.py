@@ -1,9 +1,10 @@
-"""The generated parts of the documentation: docs/configuration.md, and the objectives in docs/algorithms.md.
+"""The generated parts of the documentation: docs/configuration.md, docs/metrics.md, the objectives in algorithms.md.
 
     python tools/docs/generate.py            write them
     python tools/docs/generate.py --check    exit code 1, naming each file that is not current
 
-The configuration is read from the dataclasses of megarl/config/schema and the docstrings below their fields.
+The configuration is read from the dataclasses of megarl/config/schema and the docstrings below their fields, the
+metrics from megarl/report/metric_names.py.
 """
 
 import argparse
@@ -26,9 +27,12 @@ from megarl.config.load import load_config
 from megarl.config.schema import data, environment, reward
 from megarl.config.schema.root import Config
 from megarl.config.search_path import list_options
+from megarl.report.metric_names import METRICS, PLACEHOLDER_TEXTS, UNITS
+from megarl.report.text import fill_block
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGURATION = ROOT / "docs" / "configuration.md"
+METRICS_PAGE = ROOT / "docs" / "metrics.md"
 ALGORITHMS = ROOT / "docs" / "algorithms.md"
 BEGIN = "<!-- begin objectives: made by tools/docs/generate.py -->\n"
 END = "<!-- end objectives -->"
@@ -51,6 +55,32 @@ python -m megarl.train --cfg job algo=grpo
 
 `null` switches a key off or leaves its value to be derived, as its text says.
 """
+
+
+METRICS_INTRODUCTION = """\
+# Metrics
+
+<!-- made by tools/docs/generate.py from megarl/report/metric_names.py; change the texts there -->
+
+Every number that a run logs, under the same name in `metrics.jsonl`, TensorBoard, Weights & Biases, MLflow and
+`metrics.csv` ([monitoring](monitoring.md)); Prometheus' names have `_` in place of `/`. An iteration has those that
+are defined for it: without a critic there is no `critic/*`, and held-out rewards only where `train.eval_every` is due.
+The `pretrain/*` are in `value_pretrain.jsonl`. Formulas: [algorithms](algorithms.md#diagnostics). A name that ends in
+`_max` is the largest of the iteration's optimizer steps, and every other number of them is their mean.
+"""
+
+
+def render_metrics() -> str:
+    """docs/metrics.md."""
+    parts = [METRICS_INTRODUCTION, "| unit | meaning |\n| --- | --- |"]
+    parts += [f"| {unit} | {text} |" for unit, text in UNITS.items()]
+    parts += ["\n| in a name | stands for |\n| --- | --- |"]
+    parts += [f"| `{{{name}}}` | {text} |" for name, text in PLACEHOLDER_TEXTS.items()]
+    for group in dict.fromkeys(metric.name.split("/")[0] for metric in METRICS):
+        parts.append(f"\n## {group}\n\n| metric | unit | meaning |\n| --- | --- | --- |")
+        rows = [metric for metric in METRICS if metric.name.split("/")[0] == group]
+        parts += [f"| `{row.name}` | {row.unit} | {row.meaning} |" for row in rows]
+    return "\n".join(parts) + "\n"
 
 
 def render_configuration() -> str:
@@ -230,11 +260,7 @@ def render_objectives() -> str:
 
 def render_algorithms() -> str:
     """docs/algorithms.md with the objectives put in."""
-    head, _, rest = ALGORITHMS.read_text().partition(BEGIN)
-    _, found, tail = rest.partition(END)
-    if not found:
-        raise ValueError(f"{ALGORITHMS}: the lines {BEGIN.strip()} and {END} must both be there")
-    return head + BEGIN + render_objectives() + END + tail
+    return fill_block(ALGORITHMS.read_text(), BEGIN, END, render_objectives(), str(ALGORITHMS))
 
 
 def main() -> int:
@@ -242,7 +268,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     is_check = parser.parse_args().check
     stale = []
-    for file, render in ((CONFIGURATION, render_configuration), (ALGORITHMS, render_algorithms)):
+    pages = (CONFIGURATION, render_configuration), (METRICS_PAGE, render_metrics), (ALGORITHMS, render_algorithms)
+    for file, render in pages:
         text = render()
         if file.is_file() and file.read_text() == text:
             continue

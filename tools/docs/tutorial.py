@@ -22,10 +22,11 @@ from tutorial_text import NUMBERS, TUTORIAL, find_differences, render
 
 from megarl.algo.advantages.gae import compute_adaptive_lambda
 from megarl.config.load import load_config
+from megarl.minibatches import split_minibatches
 from megarl.report.report import build_report
 from megarl.run.inputs import load_inputs
 from megarl.run.job import open_components, open_resources
-from megarl.trainer import Trainer, split_minibatches
+from megarl.trainer import Trainer
 from megarl.value_pretraining.loop import pretrain_critic
 
 KEPT_METRICS = (
@@ -122,6 +123,7 @@ class Recorder(Trainer):
         followed = max(rows, key=lambda row: self.rollout.samples[row].score.reward)
         minibatches = split_minibatches(self.config, len(self.rollout.samples), 1)
         asked = [self.rollout.samples[followed].prompt]
+        assert self.components.collector is not None
         again = [sample.response for sample in self.components.collector.sample(asked, 8, key="tutorial")]
         after = self.components.policy.logprobs(self.experience.sequences, self.config.rollout.temperature).result()
         return {

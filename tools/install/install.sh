@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs megarl into .venv: tools/install/install.sh cpu|cuda [EXTRA ...]     (extras: smollm2, verifiers)
+# Installs megarl into .venv: tools/install/install.sh cpu|cuda [EXTRA ...]     (extras: smollm2, verifiers, wandb, mlflow)
 # Finds a fitting Python and hands over to install.py, which says what it does.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

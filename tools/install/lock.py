@@ -1,7 +1,7 @@
 #!/usr/bin/env python3.11
 """Makes the lock files beside it from pyproject.toml: `make lock`.
 
-Four files come out: PLATFORM.lock (megarl, SGLang, development tools) and PLATFORM-EXTRA.lock (what the extra
+These come out: PLATFORM.lock (megarl, SGLang, TensorBoard, development tools) and PLATFORM-EXTRA.lock (what the extra
 adds to it), for PLATFORM cpu and cuda. Every line is an exact pin; install.py installs them with --no-deps.
 
 - cuda: every package asks for what its metadata says; torch is the one that SGLang pins.
@@ -27,7 +27,7 @@ PYTHON = "3.11"
 WHEEL_PLATFORM = "x86_64-manylinux_2_34"
 """SGLang's wheels are built for it (glibc 2.34: Debian 12, Ubuntu 22.04, RHEL 9)."""
 TIME_LIMIT_S = 600
-EXTRAS = ("smollm2", "verifiers")
+EXTRAS = ("smollm2", "verifiers", "wandb")
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,24 @@ class Target:
     options: tuple[str, ...]
     other_pythons: tuple[str, ...]
     """Versions besides PYTHON on which the same pins must resolve."""
+    own_extras: tuple[str, ...] = ()
+    """Extras that have a lock for this platform alone"""
 
 
 TARGETS = (
     Target(
         name="cpu",
-        extras=("sglang", "dev"),
+        extras=("sglang", "tensorboard", "dev"),
         options=(
             f"--config-file={HERE}/cpu-uv.toml",
             f"--overrides={HERE}/cpu-overrides.txt",
             f"--excludes={HERE}/cpu-excludes.txt",
         ),
         other_pythons=(),
+        # On cuda Transformer Engine's importlib-metadata is newer than mlflow-skinny takes: pip installs it there.
+        own_extras=("mlflow",),
     ),
-    Target(name="cuda", extras=("cuda", "dev"), options=("--no-config",), other_pythons=("3.12",)),
+    Target(name="cuda", extras=("cuda", "tensorboard", "dev"), options=("--no-config",), other_pythons=("3.12",)),
 )
 
 
@@ -109,7 +113,7 @@ def lock(uv: Path, target: Target, upgrade: bool) -> None:
             check_other_python(uv, target, base, python)
         path.write_text(make_header(target, "Installed with --no-deps.") + base)
         print(f"{path.relative_to(ROOT)}: {len(parse_pins(base))} packages")
-        for extra in EXTRAS:
+        for extra in (*EXTRAS, *target.own_extras):
             everything = compile_lock(uv, target, (*target.extras, extra), PYTHON, f"--constraints={output}")
             added = [line for name, line in parse_pins(everything).items() if name not in parse_pins(base)]
             extra_path = HERE / f"{target.name}-{extra}.lock"

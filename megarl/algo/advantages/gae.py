@@ -72,17 +72,17 @@ def _compute(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
     lengths_B = count_generated(inputs.mask_BT)
     lambda_, metrics = _choose_lambda(lengths_B, algo)
     advantages, returns = (allocate_zeros(inputs.mask_BT.shape, inputs.dtype) for _ in range(2))
-    summary = CriticSummary(lengths_B)
+    summary = CriticSummary(lengths_B, inputs.groups_B, algo.gamma)
     for block in split_blocks(inputs.mask_BT):
         values, rewards = block.flatten(inputs.values_BT).double(), inputs.place_rewards(block)
-        found = sum_gae(rewards, values, block, algo.gamma, lambda_)
-        block.put(found, advantages)
+        found = for_policy = sum_gae(rewards, values, block, algo.gamma, lambda_)
+        block.put(for_policy, advantages)
         if algo.lambda_policy != algo.lambda_critic:
             found = sum_gae(rewards, values, block, algo.gamma, algo.lambda_critic)
         found = found + values
         block.put(found, returns)
         outcomes = found if algo.lambda_critic == 1 else sum_rewards_to_go(rewards, block.lengths, algo.gamma)
-        summary.add(block, values, found, outcomes)
+        summary.add(block, values, found, outcomes, for_policy)
     return Advantages(advantages, returns, metrics | summary.compute_metrics())
 
 

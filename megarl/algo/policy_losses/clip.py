@@ -49,8 +49,9 @@ def format_clipped(algo: AlgoConfig, ratio: str = "w") -> str:
     return text if algo.dual_clip is None else f"min({text}, {algo.dual_clip:g} |A| where A < 0)"
 
 
+CLIP_RANGE = Reads(("algo.clip_low", "algo.clip_high"))
 CLIP_READS = (
-    Reads(("algo.clip_low", "algo.clip_high")),
+    CLIP_RANGE,
     Reads(("algo.dual_clip",), switch=True, refused=is_on),
 )
 """The keys of `compute_clipped`."""

@@ -3,7 +3,15 @@
 from collections.abc import Iterator
 from math import inf, isfinite
 
-from megarl.algo.registry import find_advantage, find_policy_loss, list_loss_terms, name_advantages, needs_critic
+from megarl.algo.registry import (
+    find_advantage,
+    find_policy_loss,
+    has_ratio_to_rollout,
+    list_loss_terms,
+    name_advantages,
+    name_policy_losses,
+    needs_critic,
+)
 from megarl.config.checks.algo_keys import find_contradictions
 from megarl.config.errors import ConfigError
 from megarl.config.schema.algo import AlgoConfig, uses_topr
@@ -52,6 +60,8 @@ def _check_ranges(algo: AlgoConfig) -> Iterator[str]:
         ("overlong.penalty", algo.overlong.penalty, 0.0, inf),
         ("overlong.buffer_frac", algo.overlong.buffer_frac, 0.0, 1.0),
         ("overlong.buffer", algo.overlong.buffer, 0, inf),
+        ("tether.decay", algo.tether.decay, 0.0, 1.0),
+        ("tether.initial", algo.tether.initial, 0.0, 1.0),
         ("kl.target", algo.kl.target, 1e-9, inf),
         ("kl.horizon", algo.kl.horizon, 1e-9, inf),
         ("rl_loss_coef", algo.rl_loss_coef, 0.0, inf),
@@ -135,16 +145,19 @@ def _check_sampling(algo: AlgoConfig, responses_per_prompt: int) -> Iterator[str
         yield f"{where}; algo.reward_norm=running would count a replayed reward again: must be 0, or batch or group"
 
 
-def check_older_samples(algo: AlgoConfig, where: str) -> Iterator[str]:
-    """Why the loss may not learn from samples of older policies, replayed or sampled ahead.
+def check_older_samples(algo: AlgoConfig, where: str, off: str = "0") -> Iterator[str]:
+    """Why the loss may not learn from samples of older policies: replayed, sampled ahead or saved.
 
-    where: the key that asks for them and what was found.
+    where: the key that asks for them and what was found. off: the key's value that does not.
     """
-    if algo.rl_loss_coef != 0 and algo.mismatch.correction is MismatchCorrection.none:
+    if algo.rl_loss_coef == 0 or has_ratio_to_rollout(algo):
+        return
+    if algo.mismatch.correction is MismatchCorrection.none:
         yield (
             f"{where} with algo.mismatch.correction=none; the surrogate takes its samples as the present policy's: must"
-            " be 0, or algo.mismatch.correction=tis (or mis), which weights them by the ratio to the policy that"
-            " sampled them, or algo.rl_loss_coef=0 with the topr terms"
+            f" be {off}, or algo.mismatch.correction=tis (or mis), which weights them by the ratio to the policy that"
+            f" sampled them, algo.surrogate={name_policy_losses(ratio_to_rollout=True)}, whose ratio is to that policy,"
+            " or algo.rl_loss_coef=0 with the topr terms"
         )
 
 
@@ -153,6 +166,12 @@ def _check_loss(algo: AlgoConfig) -> Iterator[str]:
         yield (
             "algo.rl_loss_coef: 0 found with both topr weights 0; no term would learn from the reward: must be above 0,"
             " or algo.topr.positive_loss_coef or algo.topr.negative_loss_coef above 0"
+        )
+    correction = algo.mismatch.correction
+    if correction is not MismatchCorrection.none and has_ratio_to_rollout(algo):
+        yield (
+            f"algo.mismatch.correction: {correction.name} found with algo.surrogate={algo.surrogate}, whose ratio is to"
+            " the rollout engine's log-probs already; the correction would count the mismatch twice: must be none"
         )
     modes = {"value_loss_agg_mode": algo.value_loss_agg_mode, "kl.target_agg_mode": algo.kl.target_agg_mode}
     for key, mode in modes.items():

@@ -16,7 +16,9 @@ from megarl.algo.registry import (
     list_loss_terms,
     list_policy_losses,
     name_advantages,
+    name_policy_losses,
     needs_critic,
+    reads_old_logprobs,
 )
 from megarl.config.schema.algo import AlgoConfig, needs_reference
 from megarl.config.schema.algo_choices import NormScope
@@ -108,7 +110,8 @@ def _list_critic_keys(algo: AlgoConfig) -> list[tuple[bool, Dead]]:
     return [
         (critic, Dead(("critic", "algo.value_loss_agg_mode"), no_critic)),
         (critic, Dead(("algo.value_clip", "algo.value_pretrain.enabled"), no_critic, switch=True, refused=is_on)),
-        (critic, Dead(("algo.value_pretrain", "critic.init"), no_critic, switch=True)),
+        (critic, Dead(("algo.value_pretrain", "critic.init", "critic.value_range"), no_critic, switch=True)),
+        (critic, Dead(("policy.frozen_iterations",), no_critic, switch=True)),
         (pretrains, Dead(tuple(f"algo.value_pretrain.{name}" for name in details), no_pretraining, switch=True)),
         (pretrains, Dead(("algo.value_pretrain.min_improvement",), no_pretraining)),
         (
@@ -178,10 +181,17 @@ def _list_other_keys(algo: AlgoConfig) -> list[tuple[bool, Dead]]:
         "without a reference model of its own; it counts with algo.kl.in_reward=true or algo.kl.in_loss=true and an"
         " estimator other than full, for which the policy's processes hold the reference"
     )
+    not_scored = (
+        f"under algo.surrogate={algo.surrogate}, where the policy does not score the responses before its update, so"
+        " that the mismatch with the rollout engine is not known; it counts with"
+        f" algo.surrogate={name_policy_losses(ratio_to_rollout=False)}"
+    )
+    measured = ("algo.mismatch.level", "algo.mismatch.low", "algo.mismatch.high")
     surrogate, sampling = algo.rl_loss_coef != 0, algo.dynamic_sampling.enabled
     return [
         (surrogate, Dead(("algo.surrogate",), no_surrogate)),
         (surrogate, Dead(("algo.mismatch.correction",), no_surrogate, switch=True, refused=is_on)),
+        (reads_old_logprobs(algo), Dead(measured, not_scored)),
         (sampling, Dead(("algo.dynamic_sampling.max_rounds",), no_sampling)),
         (algo.replay.num_iterations > 0, Dead(("algo.replay.frac",), no_replay)),
         (needs_reference(algo), Dead(("reference",), no_reference)),

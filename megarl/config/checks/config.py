@@ -7,8 +7,10 @@ from math import isfinite
 from megarl.algo.registry import needs_critic
 from megarl.config.checks.algo import check_algo, check_modules, check_older_samples
 from megarl.config.checks.compute import check_compute
+from megarl.config.checks.critic import check_critic
 from megarl.config.checks.parallel import check_overlap, check_parallel, find_nearest_divisor
 from megarl.config.checks.ranges import MAX_STALENESS, check_ranges
+from megarl.config.checks.saved import check_saved
 from megarl.config.checks.texts import check_texts
 from megarl.config.placement import find_server_offload
 from megarl.config.reward_parts import check_parts
@@ -24,7 +26,7 @@ from megarl.config.schema.train import TrainConfig
 _SIZES = (
     *("num_iterations", "samples_per_iteration", "prompts_per_iteration", "responses_per_prompt"),
     *("samples_per_minibatch", "num_minibatches", "tokens_per_microbatch", "epochs_per_iteration"),
-    *("eval_every", "num_eval_prompts", "max_samples"),
+    *("eval_every", "num_eval_prompts", "max_samples", "profile"),
 )
 """Keys of `train` that are 1 or more, or null."""
 _QUANTIZES = ("quantization", "quantize_and_serve", "modelopt_quant", "rl_quant_profile")
@@ -45,13 +47,16 @@ def check_config(config: Config) -> list[str]:
         return sizes  # what follows divides by them
     return [
         *_check_division(config.train),
+        *_check_profile(config.train),
         *check_ranges(config),
         *check_texts(config),
         *check_parts(config.reward),
         *_check_model(config),
         *_check_roles(config),
         *check_compute(config),
+        *check_critic(config),
         *_check_rollout(config),
+        *check_saved(config),
         *_check_environment(config),
         *_check_kl_horizon(config.algo.kl, config.train.num_samples),
         *check_hardware(config.cluster.hardware),
@@ -124,6 +129,14 @@ def _check_division(train: TrainConfig) -> Iterator[str]:
     if samples % found:
         nearest = find_nearest_divisor(samples, found)
         yield f"train.{key}: found {found}, which does not divide {made}; the nearest that does is {nearest}"
+
+
+def _check_profile(train: TrainConfig) -> Iterator[str]:
+    if train.profile is not None and train.profile > train.num_iterations:
+        yield (
+            f"train.profile: found {train.profile}, the number of an iteration; the run has"
+            f" train.num_iterations={train.num_iterations}: it must be at most that, or null"
+        )
 
 
 def _check_roles(config: Config) -> Iterator[str]:

@@ -44,6 +44,7 @@ _PROCESSES = Range(1, high=100_000, why="each is a process")
 
 RANGES: dict[str, Range] = {
     "seed": SEED,
+    "data.critic_prompt_length": Range(1, high=2**24, why="tokens"),
     "rollout.temperature": Range(
         0.01, high=100, why="training needs a sampled distribution; the evaluations of a training are greedy anyway"
     ),
@@ -63,6 +64,7 @@ RANGES: dict[str, Range] = {
     "train.max_minutes": _POSITIVE,
     "train.stop_at_heldout_reward": Range(-inf),
     "critic.updates_per_policy_update": _PASSES,
+    "policy.frozen_iterations": _NOT_NEGATIVE,
     "cluster.num_nodes": Range(1, high=100_000),
     "cluster.gpus_per_node": Range(0, high=1024),
     "cluster.cpu_threads_per_worker": _THREADS,
@@ -77,6 +79,9 @@ RANGES: dict[str, Range] = {
     "checkpoint.stop_deadline_s": _DEADLINE,
     "checkpoint.max_restarts": _NOT_NEGATIVE,
     "logger.num_logged_samples": _NOT_NEGATIVE,
+    "logger.num_token_records": _NOT_NEGATIVE,
+    "logger.token_record_kb": _ONE_OR_MORE,
+    "logger.prometheus_port": Range(0, high=65535, why="0 takes a free port"),
     "evaluate.num_samples": Range(1, high=65536, why="responses per problem"),
     "evaluate.num_problems": _ONE_OR_MORE,
 }

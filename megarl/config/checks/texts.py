@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.config.schema.root import Config
 
-PROSE = ("data.system", "data.instruction", "data.response_prefix", "reward.rubric")
+PROSE = ("data.system", "data.instruction", "data.response_prefix", "data.critic_prompt", "reward.rubric")
 """Keys whose text is shown to the model; it may be empty and have lines."""
 CHECKED_ELSEWHERE = ("model.path", "model.random.alphabet", "data.letters")
 IN_FOLDER_NAMES = ("algo.name", "model.name")

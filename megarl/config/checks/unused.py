@@ -6,6 +6,7 @@ from megarl.algo.declarations import is_on
 from megarl.algo.registry import needs_critic
 from megarl.config.checks.algo_keys import Dead, find_dead_keys, list_declared_keys
 from megarl.config.checks.rule import Rule
+from megarl.config.checks.saved import SAVED_RULES
 from megarl.config.checks.size_rules import SIZE_RULES, decays
 from megarl.config.placement import find_server_offload
 from megarl.config.schema.data import FileDataConfig
@@ -16,6 +17,16 @@ from megarl.config.schema.root import Config
 
 RULES: tuple[Rule, ...] = (
     *SIZE_RULES,
+    Rule(
+        ("logger.wandb_project",),
+        lambda c: c.logger.wandb is not None,
+        "with logger.wandb=null; it counts with offline or online",
+    ),
+    Rule(
+        ("logger.mlflow_experiment",),
+        lambda c: c.logger.mlflow is not None,
+        "with logger.mlflow=null; it counts with a tracking URI",
+    ),
     Rule(
         ("policy.optimizer.min_lr",),
         lambda c: decays(c.policy.optimizer),
@@ -49,6 +60,17 @@ RULES: tuple[Rule, ...] = (
         "with critic.fp8=null; it counts with hybrid or e4m3",
     ),
     Rule(
+        ("data.critic_prompt",),
+        lambda c: needs_critic(c.algo),
+        "under algo.advantage={c.algo.advantage}, which has no critic; it counts with one that has, as under algo=vapo",
+        switch=True,
+    ),
+    Rule(
+        ("data.critic_prompt_length",),
+        lambda c: needs_critic(c.algo) and c.data.critic_prompt is not None,
+        "without a critic that reads data.critic_prompt",
+    ),
+    Rule(
         ("model.random",),
         lambda c: c.model.source is ModelSource.random,
         "under model.source={c.model.source.name}; set model.source=random, or leave it out",
@@ -78,6 +100,12 @@ RULES: tuple[Rule, ...] = (
         switch=True,
     ),
     Rule(
+        ("logger.token_record_kb", "logger.token_passes"),
+        lambda c: c.logger.num_token_records > 0,
+        "with logger.num_token_records=0; it counts with 1 or more",
+        switch=True,
+    ),
+    Rule(
         ("cluster.placement",),
         lambda c: c.cluster.gpus_per_node > 0,
         "with cluster.gpus_per_node=0, where GPUs are not counted; it counts with their number",
@@ -98,20 +126,30 @@ _NOT_PRETRAINED = (
 """Of `algo`: value pretraining regresses the Monte-Carlo return, which gamma discounts, and needs none of them."""
 
 COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
-    "train": (Rule(("evaluate",), lambda c: False, "in training; it counts in python -m megarl.evaluate"),),
+    "train": (
+        Rule(("evaluate",), lambda c: False, "in training; it counts in python -m megarl.evaluate"),
+        *SAVED_RULES,
+    ),
     "pretrain_value": (
         Rule(("evaluate",), lambda c: False, "in value pretraining; it counts in python -m megarl.evaluate"),
         Rule(
             (
                 *("policy.optimizer", "policy.recompute", "policy.recompute_method", "policy.recompute_num_layers"),
-                *("rollout.max_staleness", "train.num_iterations"),
+                *("policy.frozen_iterations", "rollout.max_staleness", "train.num_iterations"),
                 "train.stop_at_heldout_reward",
                 *("train.eval_every", "train.num_eval_prompts", "logger.num_logged_samples"),
+                *("logger.num_token_records", "logger.token_record_kb", "logger.token_passes"),
                 *(f"checkpoint.{name}" for name in ("keep_last", "keep_best", "best_metric", "max_restarts")),
                 *_NOT_PRETRAINED,
             ),
             lambda c: False,
             "in value pretraining, which leaves the policy as it is; it counts in python -m megarl.train",
+        ),
+        Rule(
+            ("rollout.file",),
+            lambda c: False,
+            "in value pretraining, which learns from algo.value_pretrain.rollouts; it counts in python -m megarl.train",
+            switch=True,
         ),
         Rule(
             ("algo.value_pretrain.taken_from",),
@@ -134,6 +172,12 @@ COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
             "in an evaluation, which trains nothing; it counts in python -m megarl.train",
         ),
         Rule(
+            ("data.critic_prompt", "data.critic_prompt_length"),
+            lambda c: False,
+            "in an evaluation, which has no critic; it counts in python -m megarl.train",
+            switch=True,
+        ),
+        Rule(
             ("rollout.temperature",),
             lambda c: False,
             "in an evaluation, which has a key of its own: evaluate.temperature",
@@ -144,10 +188,11 @@ COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
                 "model.megatron",
                 *("cluster.cpu_threads_per_worker", "cluster.worker_start_deadline_s", "cluster.call_deadline_s"),
                 *("rollout.sync_deadline_s", "rollout.max_probe_logprob_gap", "rollout.max_staleness"),
-                *("rollout.transport", "rollout.sync_bucket_mb", "rollout.offload", "cluster.hardware"),
+                *("rollout.transport", "rollout.sync_bucket_mb", "rollout.offload", "rollout.file", "cluster.hardware"),
             ),
             lambda c: False,
             "in an evaluation, which has no training processes; it counts in python -m megarl.train",
+            but=("logger.capture_output",),
         ),
         Rule(
             ("data.num_heldout",),

@@ -73,10 +73,12 @@ class KLConfig:
 
 @dataclass
 class MismatchConfig:
-    """Ratio between training engine and rollout engine, exp(old_logprobs - rollout_logprobs); always logged."""
+    """Ratio between training engine and rollout engine, exp(old_logprobs - rollout_logprobs); logged except where only
+    surrogate=dis or dppo is learned from, for which the policy does not score the responses before its update."""
 
     correction: MismatchCorrection = MismatchCorrection.none
-    """How the surrogate is weighted with the ratio. rollout.max_staleness and algo.replay need tis or mis."""
+    """How the surrogate is weighted with the ratio. rollout.max_staleness, rollout.file and algo.replay need tis or
+    mis, except with surrogate=dis or dppo, which refuse a correction."""
     level: RatioLevel = RatioLevel.token
     """What one ratio is of: a token or a whole response."""
     low: float = 0.5
@@ -95,6 +97,17 @@ class ToprConfig:
     """Weight of -clip(ratio to the sampling policy, 0, 1) * A * log-prob where A < 0."""
     ratio_level: RatioLevel = RatioLevel.sequence
     """What the ratio is of: each token, or the response (the product over its tokens, or their geometric mean)."""
+
+
+@dataclass
+class TetherConfig:
+    """Weight rho of the critic's value in the baseline (1 - rho) * (mean of the others' rewards) + rho * V; each batch
+    is used to fit rho for the next one (TETHER 2608.16739, equations 15 to 17)."""
+
+    decay: float = 0.95
+    """rho = decay * rho + (1 - decay) * (rho fitted to the batch): closer to 1 follows the batches more slowly."""
+    initial: float = 0.0
+    """rho of the first iteration, from 0 (the group alone) to 1 (the critic alone)."""
 
 
 @dataclass
@@ -161,6 +174,7 @@ class AlgoConfig:
     """alpha of the adaptive lambda: larger brings lambda closer to 1 (VAPO: 0.05)."""
     lambda_min: float = 0.5
     """Lower bound of the adaptive lambda."""
+    tether: TetherConfig = field(default_factory=TetherConfig)
     advantage_std: AdvantageStd = AdvantageStd.none
     std_of: StdOf = StdOf.raw
     whiten_advantages: bool = False
@@ -180,9 +194,11 @@ class AlgoConfig:
     rl_loss_coef: float = 1.0
     """Weight of the surrogate."""
     clip_low: float = 0.2
-    """PPO's lower clip: the importance ratio is clipped at 1 - clip_low."""
+    """PPO's lower clip: the importance ratio is clipped at 1 - clip_low. dis: a token with a ratio at or below that is
+    masked. dppo: by how much a token's probability may fall. cispo: 1 is no lower bound."""
     clip_high: float = 0.2
-    """PPO's upper clip: the importance ratio is clipped at 1 + clip_high (DAPO and VAPO: 0.28)."""
+    """PPO's upper clip: the importance ratio is clipped at 1 + clip_high (DAPO and VAPO: 0.28). dis: a token with a
+    ratio at or above that is masked. dppo: by how much a token's probability may rise."""
     dual_clip: float | None = None
     """Dual clip c > 1: where A < 0, the loss of a token is at most c * |A|; null: off."""
     positive_lm_coef: float = 0.0

@@ -24,6 +24,16 @@ class DataConfig:
     """Text around the question, for example "{question} Answer with a number."; null: the question alone."""
     response_prefix: str | None = None
     """Text that the assistant's turn begins with, {question} replaced; it is part of the prompt, not generated."""
+    critic_prompt: str | None = None
+    """Text that the critic alone reads before the prompt, for example "Reference answer: {answer}"; fields are answer
+    and the prompt's metadata (the other columns of a file). null: the critic reads what the policy reads."""
+    critic_prompt_length: int = 64
+    """With critic_prompt: maximum length of that text in tokens; a longer one is an error."""
+
+    @property
+    def num_critic_tokens(self) -> int:
+        """Maximum number of tokens that the critic reads and the policy does not."""
+        return 0 if self.critic_prompt is None else self.critic_prompt_length
 
 
 @dataclass

@@ -62,6 +62,16 @@ class Fp8Recipe(Enum):
     """By a power of two for each 32 values, as the hardware of Blackwell does"""
 
 
+class Trainable(Enum):
+    """Which weights of a role are trained."""
+
+    all = "all"
+    """All of them"""
+    mlp = "mlp"
+    """Those of the MLPs (of a mixture of experts: of the experts) and the value head; embeddings, norms, attention and
+    routers stay as they are (SAO 2607.07508: a critic with frozen attention)"""
+
+
 class LrDecay(Enum):
     """How a learning rate falls after the warm-up."""
 
@@ -175,6 +185,18 @@ class TrainedRoleConfig:
 class PolicyConfig(TrainedRoleConfig):
     """The model that is trained to answer."""
 
+    frozen_iterations: int = 0
+    """In so many iterations at the start the critic alone learns (SAO: 10, BPCO: 15): the policy's weights, their
+    version and its learning rate's schedule stay as they are. These iterations count among train.num_iterations."""
+
+    def is_frozen(self, iteration: int) -> bool:
+        """Whether the critic alone learns in this iteration; the first is 1."""
+        return iteration <= self.frozen_iterations
+
+    def count_versions(self, iteration: int) -> int:
+        """The version of the policy's weights after this iteration: how many iterations have changed them."""
+        return max(0, iteration - self.frozen_iterations)
+
 
 @dataclass
 class CriticConfig(TrainedRoleConfig):
@@ -187,6 +209,11 @@ class CriticConfig(TrainedRoleConfig):
     init: str | None = None
     """Hugging Face checkpoint the critic starts from: a pretrained critic (RUN_DIR/critic) or a reward model with one
     label. null: the policy's weights with a new value head."""
+    value_range: list[float] | None = None
+    """[low, high]: values are low + (high - low) * (1/2 + atan(z)/pi) of the value head's output z, so that they stay
+    between low and high, the least and the largest return (BPCO 2608.23566, equation 9). null: values are z."""
+    trainable: Trainable = Trainable.all
+    """Which of the critic's weights are trained: all, or mlp (those of MLPs or experts, and the value head)."""
 
 
 @dataclass

@@ -80,6 +80,11 @@ class RolloutConfig:
     """Only for a mixture of experts: the policy sends each token to the experts to which the servers sent it (R3,
     2510.11370), and how often its own routers would have chosen the same is logged. false, because of what it costs, a
     byte for each token, layer and expert; mismatch/* tells whether a model needs it."""
+    file: str | None = None
+    """A rollouts.jsonl of an earlier run (logger.save_rollouts), on whose responses policy and critic are trained
+    without a server: nothing is generated, synced or evaluated. Each pass over the file takes its groups in another
+    order. The loss must weight them by the policy that sampled them, as with max_staleness. null: responses are
+    generated."""
     max_probe_logprob_gap: float | None = None
     """A larger |log-prob difference| / max(1, |log-prob|) between servers and policy on a token of the probe text after
     a sync is a warning. null: the bound follows from the dtype and the run's earlier gaps (docs/weight-sync.md)."""

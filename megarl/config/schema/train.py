@@ -39,6 +39,9 @@ class TrainConfig:
     """End cleanly after the iteration in which this many minutes have passed since the processes started; a
     resumed run counts from 0 again. null: no limit."""
 
+    profile: int | None = None
+    """The iteration to profile, from 1: a timeline of all processes and torch's traces of the roles are written to
+    RUN_DIR/profile (docs/profiling.md). null: none."""
     deterministic: bool = False
     """Training processes on GPUs use kernels that give the same weights from the same rollouts, and are slower for it
     (docs/reliability.md, On a GPU). On a CPU they always do."""

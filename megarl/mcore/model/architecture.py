@@ -1,6 +1,5 @@
 """The architecture of a checkpoint directory, and which parallel layouts fit it."""
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from megarl.config.checks.parallel import find_nearest_divisor
 from megarl.config.schema.roles import ParallelConfig
 from megarl.families.architecture import Architecture, Experts
 from megarl.families.registry import parse_architecture
+from megarl.json_text import load_json_object
 
 __all__ = ["Architecture", "Experts", "check_layout", "parse_architecture", "read_architecture"]
 
@@ -110,4 +110,4 @@ def read_architecture(directory: Path) -> Architecture:
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: not found; a Hugging Face checkpoint directory is expected")
-    return parse_architecture(json.loads(path.read_text()), path)
+    return parse_architecture(load_json_object(path), path)

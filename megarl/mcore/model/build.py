@@ -216,6 +216,10 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         out: tuple[Any, ...] = super()._preprocess(input_ids, position_ids, *args, **kwargs)
+        if self.config.recompute_granularity is not None and self.pre_process and torch.is_grad_enabled():
+            # Recomputation leaves out the backward pass of a block of layers whose input needs no gradient, as behind
+            # a frozen embedding, whatever weights the block has.
+            out[0].requires_grad_()
         if uses_transformer_engine():
             return out
         # Rotary angles of the packed positions, once for all layers; Megatron's own way loops over sequences.
@@ -233,6 +237,13 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         out: Tensor
         out, _ = self.output_layer(hidden_states, weight=weight)
         return out.view(-1) if self.with_value_head else out.squeeze(1)
+
+
+def bound_values(chunks: Sequence[PackedGPT], value_range: tuple[float, float] | None) -> None:
+    """Let the value head of a critic give values between these bounds (critic.value_range); None: any."""
+    for chunk in chunks:
+        if chunk.post_process and value_range is not None:
+            chunk.output_layer.value_range = value_range
 
 
 def build_chunks(arch: Architecture, config: TransformerConfig, with_value_head: bool) -> list[PackedGPT]:

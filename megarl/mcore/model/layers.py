@@ -4,6 +4,7 @@ Shapes: S packed tokens, H heads, D size of a head, h hidden size.
 """
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -114,16 +115,26 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         return context_attention(q, k, v, rectangles, share, self.scale).unsqueeze(1)
 
 
+def squash(z: Tensor, low: float, high: float) -> Tensor:
+    """low + (high - low) * (1/2 + atan(z)/pi), between low and high (BPCO 2608.23566, equation 9); of any shape."""
+    return low + (high - low) * (0.5 + torch.atan(z) / math.pi)
+
+
 class ValueHead(MegatronModule):  # type: ignore[misc]
     """Linear(h, 1) in float32, the same on every tensor-parallel rank, in place of the output layer."""
 
+    value_range: tuple[float, float] | None = None
+    """The bounds of `squash`, which the values then go through"""
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
-        # Zero: the first values are exactly 0, and the first gradient goes into the head alone.
+        # Zero: the first values are exactly 0 (with a range its middle), and the first gradient goes into the head
+        # alone.
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
 
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         """[R, 1, h] -> float32 [R, 1, 1]"""
-        return F.linear(hidden.float(), self.weight.float()), None
+        values = F.linear(hidden.float(), self.weight.float())
+        return values if self.value_range is None else squash(values, *self.value_range), None

@@ -20,6 +20,7 @@ from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.mcore import process_groups
 from megarl.mcore.model.architecture import Architecture
 from megarl.mcore.model.build import build_chunks, build_config
+from megarl.mcore.model.trainable import is_mlp
 from megarl.mcore.worker_spec import StageParameters
 
 
@@ -76,6 +77,7 @@ def _count_rank(
         experts=experts,
         embedding=count("embedding.word_embeddings."),
         head=count("output_layer."),
+        mlp=sum(param.numel() for name, param in named if is_mlp(name) and ".mlp.experts." not in name),
     )
 
 

@@ -14,7 +14,7 @@ from megarl.families.weights import Split
 from megarl.mcore.model.build import PackedGPT
 from megarl.mcore.weights.entries import Entry, describe, to_hf, to_megatron
 from megarl.mcore.weights.hf_critic import VALUE_HEAD
-from megarl.mcore.weights.hf_reader import CheckpointReader
+from megarl.mcore.weights.hf_reader import CheckpointReader, is_finite
 
 # Of an expert's weight on its rank: the local layers' name and that of Transformer Engine's grouped layers.
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc\d)\.weight|(linear_fc\d)\.weight(\d+))")
@@ -67,7 +67,8 @@ def load_hf(chunks: Sequence[PackedGPT], directory: Path, arch: Architecture) ->
     """Fill the model from a Hugging Face checkpoint; every rank reads its own part.
 
     A critic takes the checkpoint's value head (`score.weight`) where there is one and keeps its new one
-    elsewhere. Raises KeyError that names a missing tensor, ValueError for one of another shape.
+    elsewhere. Raises KeyError that names a missing tensor, ValueError for one of another shape or with
+    NaN or infinity.
     """
     with CheckpointReader(directory) as reader, torch.no_grad():
         for entry, param in named_entries(chunks):
@@ -77,7 +78,11 @@ def load_hf(chunks: Sequence[PackedGPT], directory: Path, arch: Architecture) ->
             if names == ("lm_head.weight",) and arch.tied:
                 names = ("model.embed_tokens.weight",)
             group = _shard_group(entry)
-            shard = to_megatron(entry, [reader.read(name) for name in names], arch, group.size(), group.rank())
+            tensors = [reader.read(name) for name in names]
+            for name, tensor in zip(names, tensors, strict=True):
+                if not is_finite(tensor):
+                    raise ValueError(f"{directory}: {name} has NaN or infinity")
+            shard = to_megatron(entry, tensors, arch, group.size(), group.rank())
             if shard.shape != param.shape:
                 raise ValueError(
                     f"{directory}: {', '.join(names)} gives {entry.name} the shape {tuple(shard.shape)}, "
@@ -122,6 +127,11 @@ def export_hf(
             for described, shards in _gather(tensor, entry, chunks[0]):
                 if dist.get_rank() == 0:
                     yield from ((name, whole.cpu()) for name, whole in to_hf(described, shards, arch))
+
+
+def take_gradient(tensor: Tensor) -> Tensor:
+    """The gradient of a parameter, in float32; zeros for a constant and a frozen one."""
+    return getattr(tensor, "main_grad") if tensor.requires_grad else torch.zeros_like(tensor, dtype=torch.float32)  # noqa: B009
 
 
 def _is_shared_copy(model: PackedGPT, entry: Entry) -> bool:

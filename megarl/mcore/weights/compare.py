@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.schema.roles import Dtype, ParallelConfig
-from megarl.mcore.weights.source import MegatronSource, WeightSource, compare_shapes, find_largest_difference
+from megarl.mcore.weights.hf_check import compare_shapes
+from megarl.mcore.weights.source import MegatronSource, WeightSource, find_largest_difference
 from megarl.mcore.worker_spec import Role
 from megarl.types import Sequences
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from megarl.checkpoint.folder import find_free
 from megarl.checkpoint.manifest import CheckpointError, write_manifest
 from megarl.config.schema.roles import Dtype
+from megarl.json_text import load_json_object
 from megarl.mcore.model.architecture import check_layout
 from megarl.mcore.weights.dist_format import DESCRIPTION, describe_role
 from megarl.mcore.weights.dist_writer import DistWriter, build_layout
@@ -42,7 +43,7 @@ def hf_to_megatron(
     parallel = build_layout(tp, pp, ep, source.arch.experts is not None)
     if problems := check_layout(source.arch, parallel, "layout"):
         raise ValueError("; ".join(problems))
-    _check_target(target, overwrite, source.num_parameters * stored.itemsize)
+    _check_target(source.directory, target, overwrite, source.num_parameters * stored.itemsize)
     with replace_directory(target) as building:
         with DistWriter(building, source.entries, source.arch, parallel) as writer:
             for entry, tensors in source.stream(dtype):
@@ -70,7 +71,7 @@ def megatron_to_hf(
         for entry in source.entries
         for name, shape in zip(entry.hf_names, entry.shapes, strict=True)
     ]
-    _check_target(target, overwrite, sum(spec.num_bytes for spec in specs))
+    _check_target(source.directory, target, overwrite, sum(spec.num_bytes for spec in specs))
     with replace_directory(target) as building:
         write_safetensors(building, specs, _report(source, dtype, report))
         copy_description(source.description, building, specs[-1].dtype if source.role is Role.critic else None)
@@ -92,8 +93,11 @@ def _find_dtype(source: WeightSource) -> torch.dtype:
     return found.pop()
 
 
-def _check_target(target: Path, overwrite: bool, num_bytes: int) -> None:
-    """Raises FileExistsError, or OSError where the file system is too full."""
+def _check_target(source: Path, target: Path, overwrite: bool, num_bytes: int) -> None:
+    """Raises FileExistsError, ValueError where one holds the other, or OSError where the file system is too full."""
+    there, here = source.resolve(), target.resolve()
+    if there == here or there in here.parents or here in there.parents:
+        raise ValueError(f"{target}: is {source}, in it or around it; the target must be apart from the source")
     if target.exists() and not overwrite:
         raise FileExistsError(f"{target}: is there already; --overwrite replaces it")
     parent, free = find_free(target.absolute().parent)
@@ -104,7 +108,7 @@ def _check_target(target: Path, overwrite: bool, num_bytes: int) -> None:
 def _set_dtype(directory: Path, dtype: torch.dtype) -> None:
     """config.json names the dtype that the weights have; by it transformers loads them."""
     path = directory / "config.json"
-    config = json.loads(path.read_text())
+    config = load_json_object(path)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     if config.get(key) != _name({dtype}):
         path.write_text(json.dumps({**config, key: _name({dtype})}, indent=2) + "\n")

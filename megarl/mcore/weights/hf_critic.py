@@ -1,7 +1,9 @@
 """A critic as a Hugging Face checkpoint: ...ForSequenceClassification with one label, its weights in score.weight."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -9,16 +11,24 @@ from safetensors import SafetensorError
 
 from megarl.families.architecture import Architecture
 from megarl.families.registry import FAMILIES
+from megarl.json_text import load_json_object
 from megarl.mcore.weights.hf_reader import CheckpointReader
+from megarl.mcore.worker_spec import CRITIC_PROMPT, VALUE_RANGE
 
 VALUE_HEAD = "score.weight"
 """Hugging Face name of the value head: float [1, hidden size]"""
 
 
-def to_classifier_config(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of a model with a value head, from that of the model which it was made from."""
+def to_classifier_config(
+    config: dict[str, Any], dtype: torch.dtype, further: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The config.json of a model with a value head, from that of the model which it was made from.
+
+    further: more keys; those of `config` that are not among them stay.
+    """
     changed = {
         **config,
+        **further,
         "architectures": [f"{FAMILIES[config['model_type']].hf_class}ForSequenceClassification"],
         "num_labels": 1,
         "id2label": {"0": "LABEL_0"},
@@ -48,6 +58,36 @@ def check_critic_checkpoint(directory: Path, critic: Architecture, policy: Archi
             f"{directory}: has {critic.max_length} positions; data.prompt_length and rollout.response_length are"
             f" {longest} tokens together"
         )
+
+
+def check_critic_prompt(directory: Path, critic_prompt: str | None) -> str | None:
+    """Why a critic was not trained with this data.critic_prompt; None where it was or where its checkpoint does not say
+    with which.
+    """
+    fields = _read_config(directory)
+    if fields.get(CRITIC_PROMPT, critic_prompt) == critic_prompt:
+        return None
+    return (
+        f"{directory}: was trained with data.critic_prompt {fields[CRITIC_PROMPT]!r}, now {critic_prompt!r}; its"
+        " values are of that input: set the key as there, or start from another critic"
+    )
+
+
+def check_value_range(directory: Path, value_range: Sequence[float] | None) -> str | None:
+    """Why the value head of a checkpoint does not have this critic.value_range; None where it does."""
+    recorded = _read_config(directory).get(VALUE_RANGE)
+    found = None if value_range is None else list(value_range)
+    if found == recorded:
+        return None
+    shown = ["null" if each is None else json.dumps(each) for each in (found, recorded)]
+    return (
+        f"found {shown[0]}; the value head of {directory} (critic.init) was trained with {shown[1]} ({VALUE_RANGE} in"
+        f" its config.json), under which alone its values are what it has learned: it must be {shown[1]}"
+    )
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    return load_json_object(directory / "config.json")
 
 
 def _check_tensors(reader: CheckpointReader, directory: Path, critic: Architecture) -> Iterator[str]:

@@ -4,13 +4,16 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megarl.json_text import load_json_object
 from megarl.mcore.weights.hf_critic import VALUE_HEAD, to_classifier_config
 from megarl.mcore.weights.hf_reader import INDEX, CheckpointReader
 from megarl.mcore.weights.safetensors_writer import MAX_FILE_BYTES, write_unknown_safetensors
@@ -19,16 +22,22 @@ from megarl.mcore.weights.safetensors_writer import MAX_FILE_BYTES, write_unknow
 _COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 
 
-def write_hf_checkpoint(directory: Path, source: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def write_hf_checkpoint(
+    directory: Path,
+    source: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    critic_fields: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Write tensors with the source's config and tokenizer; `directory` appears complete or not at all.
 
     With a value head among the tensors it is a ...ForSequenceClassification. An existing directory is replaced.
+    critic_fields: further keys of a critic's config.json (`WorkerSpec.critic_fields`).
     """
     with replace_directory(directory) as building:
         write_unknown_safetensors(building, tensors, MAX_FILE_BYTES)
         with CheckpointReader(building) as reader:
             dtype = reader.read(VALUE_HEAD).dtype if VALUE_HEAD in reader else None
-        copy_description(source, building, dtype)
+        copy_description(source, building, dtype, critic_fields)
 
 
 @contextmanager
@@ -45,10 +54,16 @@ def replace_directory(directory: Path) -> Iterator[Path]:
         raise
 
 
-def copy_description(source: Path, target: Path, value_head: torch.dtype | None) -> None:
+def copy_description(
+    source: Path,
+    target: Path,
+    value_head: torch.dtype | None,
+    critic_fields: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Copy everything of a Hugging Face checkpoint directory that is not weights.
 
     value_head: dtype of the value head of a critic, of which config.json then says ...ForSequenceClassification.
+    critic_fields: further keys of a critic's config.json (`WorkerSpec.critic_fields`).
     """
     target.mkdir(parents=True, exist_ok=True)
     for pattern in _COPIED:
@@ -57,7 +72,8 @@ def copy_description(source: Path, target: Path, value_head: torch.dtype | None)
                 shutil.copyfile(file, target / file.name)
     if value_head is not None:
         path = target / "config.json"
-        path.write_text(json.dumps(to_classifier_config(json.loads(path.read_text()), value_head), indent=2) + "\n")
+        fields = to_classifier_config(load_json_object(path), value_head, critic_fields)
+        path.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def _publish(building: Path, directory: Path) -> None:

@@ -1,6 +1,5 @@
 """Reading the safetensors of a Hugging Face checkpoint directory."""
 
-import json
 import math
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,22 +9,27 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megarl.json_text import load_json_object
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PIECE = 1 << 20
+"""Elements that are looked at together where a whole tensor would need memory of its own size"""
 
 
 class CheckpointReader:
     """The tensors of DIRECTORY/model.safetensors, or of the files that its index names.
 
-    Raises FileNotFoundError where there is neither, KeyError that names a tensor that is not there, SafetensorError
-    that names a file which is damaged.
+    Raises FileNotFoundError where there is neither, ValueError for an index that is none, KeyError that names a tensor
+    that is not there, SafetensorError that names a file which is damaged.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._stack = ExitStack()
+        self._files: dict[str, str]
         if (directory / INDEX).is_file():
-            self._files: dict[str, str] = json.loads((directory / INDEX).read_text())["weight_map"]
+            self._files = _read_index(directory / INDEX)
         elif (directory / SINGLE).is_file():
             with _open(directory / SINGLE) as handle:
                 self._files = dict.fromkeys(handle.keys(), SINGLE)
@@ -75,6 +79,18 @@ class CheckpointReader:
         return self._open[file]
 
 
+def _read_index(path: Path) -> dict[str, str]:
+    """File of each tensor; ValueError that names the index."""
+    files = load_json_object(path).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ValueError(f"{path}: has no weight_map, the file of each tensor by its name")
+    for name, file in files.items():
+        # What an index of a stranger names must not lead out of its directory.
+        if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file:
+            raise ValueError(f"{path}: {name} is in {file!r}; a file of this directory was expected")
+    return files
+
+
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
@@ -86,3 +102,8 @@ def count_parameters(directory: Path) -> int:
     """Numbers in all tensors, read from the files' headers. Raises FileNotFoundError as CheckpointReader."""
     with CheckpointReader(directory) as reader:
         return sum(math.prod(reader.read_shape(name)) for name in reader.names)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    pieces = tensor.reshape(-1).split(PIECE)  # type: ignore[no-untyped-call]
+    return all(bool(piece.isfinite().all()) for piece in pieces)

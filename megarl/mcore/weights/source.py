@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -12,22 +12,17 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megarl.checkpoint.manifest import NAME as MANIFEST
-from megarl.checkpoint.manifest import CheckpointError, load_manifest, name_some, verify_files
+from megarl.checkpoint.manifest import CheckpointError, load_manifest, verify_files
 from megarl.families.architecture import Architecture
 from megarl.families.weights import Shape
 from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.weights.dist_format import BACKENDS, DESCRIPTION, KIND, METADATA, compute_global_shapes, locate
 from megarl.mcore.weights.dist_reader import DistReader, holds_optimizer
 from megarl.mcore.weights.entries import Entry, list_entries, to_hf
+from megarl.mcore.weights.hf_check import DTYPES, EMBEDDING, compare_shapes, find_problems
 from megarl.mcore.weights.hf_critic import VALUE_HEAD
-from megarl.mcore.weights.hf_reader import INDEX, CheckpointReader
-from megarl.mcore.weights.safetensors_writer import DTYPE_NAMES
+from megarl.mcore.weights.hf_reader import PIECE, CheckpointReader, is_finite
 from megarl.mcore.worker_spec import Role
-
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_PIECE = 1 << 20
-"""Elements that are looked at together where a whole tensor would need memory of its own size"""
 
 
 class WeightSource(ABC):
@@ -114,44 +109,24 @@ class HfSource(WeightSource):
         """role: by default a critic where there is a value head. Raises CheckpointError for what does not fit."""
         try:
             self._reader = CheckpointReader(directory)
-        except (SafetensorError, FileNotFoundError) as error:
+        except (SafetensorError, FileNotFoundError, ValueError) as error:
             raise CheckpointError(str(error)) from None
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{directory / INDEX}: is not an index of tensors: {error!r}") from None
         found = Role.critic if VALUE_HEAD in self._reader else Role.policy
         super().__init__(directory, directory, role or found)
         self.makes_head = self.role is Role.critic and found is not Role.critic
-        self._check()
+        try:
+            self._refuse(find_problems(self._reader, self.arch, self.role))
+        except (SafetensorError, FileNotFoundError) as error:
+            self._refuse([str(error)])
 
     def close(self) -> None:
         self._reader.__exit__(None, None, None)
 
-    def _check(self) -> None:
-        expected = dict(self.shapes)
-        ignored = {_HEAD} if self.makes_head or (self.arch.tied and self.role is not Role.critic) else set()
-        if self.makes_head:
-            del expected[VALUE_HEAD]
-        try:
-            names = [name for name in self._reader.names if not name.endswith("rotary_emb.inv_freq")]
-            found = {name: self._reader.read_shape(name) for name in names if name not in ignored - expected.keys()}
-            self._refuse(compare_shapes(found, expected))
-            unknown = {x for x in map(self._reader.read_dtype, expected) if x not in _DTYPES}
-            self._refuse(
-                [f"has tensors of {', '.join(sorted(unknown))}; float weights are expected"] if unknown else []
-            )
-            if self.arch.tied and self.role is not Role.critic and _HEAD in self._reader:
-                same = torch.equal(self._reader.read(_HEAD), self._reader.read(_EMBEDDING))
-                self._refuse(
-                    [] if same else [f"{_HEAD} is not {_EMBEDDING}, as tie_word_embeddings in config.json says"]
-                )
-        except (SafetensorError, FileNotFoundError) as error:
-            self._refuse([str(error)])
-
     def find_dtype(self, entry: Entry) -> torch.dtype:
         if entry.is_constant:
             return torch.float32
-        names = [_EMBEDDING] if self.makes_head and entry.hf_names == (VALUE_HEAD,) else entry.hf_names
-        dtypes = {_DTYPES[self._reader.read_dtype(name)] for name in names}
+        names = [EMBEDDING] if self.makes_head and entry.hf_names == (VALUE_HEAD,) else entry.hf_names
+        dtypes = {DTYPES[self._reader.read_dtype(name)] for name in names}
         if len(dtypes) > 1:
             raise CheckpointError(f"{self.directory}: {', '.join(names)} are of different dtypes: {dtypes}")
         return dtypes.pop()
@@ -222,32 +197,10 @@ def list_roles(directory: Path) -> list[Path]:
     return [path for path in names if (path / MANIFEST).is_file() and load_manifest(path).about.get("kind") == KIND]
 
 
-def compare_shapes(
-    found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], expects: str = "config.json asks for"
-) -> list[str]:
-    """What differs in names and shapes; up to five tensors of each problem are named."""
-    misshaped = [
-        f"{name} is {list(found[name])}, {expects} {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and found[name] != shape
-    ]
-    problems = {
-        "missing": sorted(expected.keys() - found.keys()),
-        "of another model": sorted(found.keys() - expected.keys()),
-        "misshaped": misshaped,
-    }
-    return [f"{problem}: {name_some(names)}" for problem, names in problems.items() if names]
-
-
-def is_finite(tensor: Tensor) -> bool:
-    pieces = tensor.reshape(-1).split(_PIECE)  # type: ignore[no-untyped-call]
-    return all(bool(piece.isfinite().all()) for piece in pieces)
-
-
 def find_largest_difference(a: Tensor, b: Tensor) -> float:
     """Largest |a - b| in float32; infinite where one is NaN and 0 where all bits are equal. a, b: of one shape."""
     if a.dtype == b.dtype and torch.equal(a, b):
         return 0.0
-    pieces = zip(a.reshape(-1).split(_PIECE), b.reshape(-1).split(_PIECE), strict=True)  # type: ignore[no-untyped-call]
+    pieces = zip(a.reshape(-1).split(PIECE), b.reshape(-1).split(PIECE), strict=True)  # type: ignore[no-untyped-call]
     found = [float((x.float() - y.float()).abs().max()) for x, y in pieces]
     return float("inf") if any(x != x for x in found) else max(found)

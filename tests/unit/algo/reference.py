@@ -1,13 +1,16 @@
-"""The formulas again, in plain Python loops over float64 numbers. Shares no code with megarl.algo.
+"""The formulas again, in plain Python loops over float64 numbers. Shares no code with megarl.algo. The terms of the
+policy's loss are in reference_terms.py.
 
 Rows are lists, one entry per response position; `m` marks the generated ones. Policy losses are written over scalar
 torch tensors so that autograd differentiates them; VAPO's gradient is derived by hand as well.
 """
 
 import math
+from importlib import import_module
 from types import SimpleNamespace
 
 import torch
+from reference_terms import mismatch_weights, surrogate, taper, topr
 
 EPS = 1e-6
 
@@ -194,6 +197,8 @@ def targets(batch, algo, kl_coef, response_length=None, wrong=0.0):
     kind = algo.advantage
     if kind == "gae":
         advantages, returns = gae_targets(token_rewards, batch, algo)
+    elif kind == "tether":
+        advantages, returns, _ = import_module("tether_reference").targets(batch, algo, kl_coef, response_length, wrong)
     elif kind == "reinforce":
         rows = zip(token_rewards, batch.mask, strict=True)
         advantages = [reward_to_go_row(r, m, algo.gamma) for r, m in rows]
@@ -233,49 +238,6 @@ def weights(mode, loss_mask, mask, response_length):
             }[mode]()
         )
     return out
-
-
-def bounded(ratio, low, high, how):
-    if how == "tis":
-        return min(ratio, high)
-    return ratio if low <= ratio <= high else 0.0
-
-
-def mismatch_weights(s, i, algo):
-    d = [s.old[i][t] - s.rollout[i][t] if g else 0.0 for t, g in enumerate(s.mask[i])]
-    level, c = algo.mismatch.level.name, algo.mismatch
-    if level != "token":
-        total = math.fsum(d) / (max(sum(s.mask[i]), 1) if level == "geometric" else 1)
-        d = [total] * len(d)
-    return [bounded(math.exp(x), c.low, c.high, c.correction.name) for x in d]
-
-
-def surrogate(lp_row, s, i, t, algo):
-    lp, old, a = lp_row[t], s.old[i][t], s.advantages[i][t]
-    if algo.surrogate == "logprob":
-        return -a * lp
-    w = torch.exp(lp - old)
-    if algo.surrogate == "gspo":
-        logs = [lp_row[k] - s.old[i][k] for k in range(len(lp_row)) if s.mask[i][k]]
-        w = torch.exp(sum(logs) / len(logs))
-    best = torch.minimum(w * a, torch.clamp(w, 1 - algo.clip_low, 1 + algo.clip_high) * a)
-    if a < 0 and algo.dual_clip is not None:
-        best = torch.maximum(best, torch.tensor(algo.dual_clip * a, dtype=torch.float64))
-    return -best
-
-
-def topr(lp_row, s, i, t, algo):
-    a = s.advantages[i][t]
-    if a >= 0:
-        return -algo.topr.positive_loss_coef * a * lp_row[t]
-    return -algo.topr.negative_loss_coef * taper(lp_row, s, i, t, algo) * a * lp_row[t]
-
-
-def taper(lp_row, s, i, t, algo):
-    level = algo.topr.ratio_level.name
-    ts = [t] if level == "token" else [k for k in range(len(lp_row)) if s.mask[i][k]]
-    log_rho = math.fsum(lp_row[k].item() - s.sampling[i][k] for k in ts)
-    return math.exp(min(log_rho / (len(ts) if level == "geometric" else 1), 0.0))
 
 
 def taper_metrics(lp, s, algo):

@@ -16,7 +16,14 @@ from megarl.algo.registry import needs_critic
 from megarl.algo.targets import compute_targets
 from megarl.config.checks.algo import check_algo
 from megarl.config.schema.algo import AlgoConfig, needs_entropy, needs_full_kl, needs_reference
-from megarl.config.schema.algo_choices import AdvantageStd, KLEstimator, LossAggMode, PositiveLMMean, StdOf
+from megarl.config.schema.algo_choices import (
+    AdvantageStd,
+    KLEstimator,
+    LossAggMode,
+    MismatchCorrection,
+    PositiveLMMean,
+    StdOf,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:length-adaptive")
 
@@ -37,6 +44,11 @@ def test_the_presets_are_those_of_the_table():
         "topr",
         "grpo",
         "dapo",
+        "gspo",
+        "cispo",
+        "dr_grpo",
+        "sao",
+        "bpco",
     }
     assert set(NAMES) == expected
 
@@ -80,7 +92,7 @@ def test_a_presets_targets_loss_and_gradient_equal_the_reference(name):
 
 
 def test_what_a_preset_needs():
-    assert [n for n in NAMES if needs_critic(load_preset(n)[0])] == ["ppo", "vapo", "vc_ppo"]
+    assert [n for n in NAMES if needs_critic(load_preset(n)[0])] == ["bpco", "ppo", "sao", "vapo", "vc_ppo"]
     with_reference = [n for n in NAMES if needs_reference(load_preset(n)[0])]
     assert with_reference == ["grpo", "reinforce_pp", "reinforce_pp_baseline", "rloo"]
     assert not any(needs_entropy(load_preset(n)[0]) for n in NAMES)
@@ -97,7 +109,7 @@ def test_a_full_kl_alone_needs_no_reference_role(where):
 
 
 @pytest.mark.parametrize("value", ["adaptive", "0.9", "1"])
-@pytest.mark.parametrize("name", ["ppo", "vc_ppo", "vapo"])
+@pytest.mark.parametrize("name", ["ppo", "vc_ppo", "vapo", "sao", "bpco"])
 def test_lambda_policy_can_be_swept_under_every_preset_with_a_critic(name, value):
     algo, train = load_preset(name, f"algo.lambda_policy={value}")
     assert check_algo(algo, train.responses_per_prompt, steps(train)) == []
@@ -173,6 +185,29 @@ CONTRADICTIONS = [
     ({"value_loss_agg_mode": LossAggMode["seq-mean-token-sum-norm"]}, 1, 1, "algo.value_loss_agg_mode"),
     ({"kl__target_agg_mode": LossAggMode["seq-mean-token-sum-norm"]}, 1, 1, "algo.kl.target_agg_mode"),
     ({"clip_low": 1.2}, 1, 1, "algo.clip_low: 1.2 found"),
+    ({"surrogate": "dis", "clip_low": 0.0}, 1, 1, "algo.clip_low: 0 found with algo.surrogate=dis"),
+    ({"surrogate": "dis", "clip_low": 1.0}, 1, 1, "must be above 0 and below 1"),
+    ({"surrogate": "dis", "clip_high": 0.0}, 1, 1, "algo.clip_high: 0 found with algo.surrogate=dis"),
+    ({"surrogate": "dppo", "clip_low": 0.0}, 1, 1, "algo.clip_low: 0 found with algo.surrogate=dppo"),
+    ({"surrogate": "dppo", "clip_high": 1.5}, 1, 1, "must be above 0 and at most 1"),
+    *(
+        (
+            {"surrogate": name, "mismatch__correction": MismatchCorrection.tis},
+            1,
+            1,
+            f"algo.mismatch.correction: tis found with algo.surrogate={name}, whose ratio is to the rollout engine's",
+        )
+        for name in ("dis", "dppo")
+    ),
+    *(
+        (
+            {"surrogate": name, "dual_clip": 3.0},
+            1,
+            1,
+            f"algo.dual_clip: 3.0 found; it has no effect under algo.surrogate={name}",
+        )
+        for name in ("dis", "dppo", "cispo")
+    ),
 ]
 
 

@@ -17,6 +17,7 @@ from megarl.algo.diagnostics import (
     compute_explained_variance,
     compute_mismatch_metrics,
     compute_quarters,
+    compute_replay_metrics,
 )
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.targets import compute_targets
@@ -130,7 +131,7 @@ def test_replayed_samples_are_reported_apart_by_hand():
     # Fresh: gap ln 2. Replayed, ages 1 and 3: gaps ln 4, 0 and -ln 4.
     two, four = math.log(2), math.log(4)
     e = with_gaps([[two], [four, 0.0], [-four]], [0, 1, 3], [1, 2, 1])
-    metrics = compute_mismatch_metrics(e, configure().mismatch)
+    metrics = compute_mismatch_metrics(e, configure().mismatch) | compute_replay_metrics(e)
     fresh = compute_mismatch_metrics(with_gaps([[two]], [0], [1]), configure().mismatch)
     assert {k: v for k, v in metrics.items() if k.startswith("mismatch/")} == fresh
     assert {k: v for k, v in metrics.items() if k.startswith("replay/")} == pytest.approx(
@@ -140,6 +141,8 @@ def test_replayed_samples_are_reported_apart_by_hand():
             "replay/ratio_mean": (4 + 1 + 0.25) / 3,
             "replay/ratio_max": 4.0,
             "replay/kl": ((3 - four) + 0 + (-0.75 + four)) / 3,
+            # All rewards are equal, so that none is above their mean.
+            "replay/logprob_below": -2.0,
         }
     )
     sequence = compute_mismatch_metrics(e, configure(mismatch__level=RatioLevel.sequence).mismatch)

@@ -96,7 +96,7 @@ def test_an_estimator_of_the_package_is_one_module_and_nothing_else(folder, monk
     (folder / "median.py").write_text(MODULE.replace("MEDIAN =", "ADVANTAGE ="))
     monkeypatch.setattr(megarl.algo.advantages, "__path__", [*megarl.algo.advantages.__path__, str(folder)])
     registry._list_modules.cache_clear()
-    assert set(list_advantages()) == {"gae", "group", "median", "reinforce", "rloo"}
+    assert set(list_advantages()) == {"gae", "group", "median", "reinforce", "rloo", "tether"}
     config = load_config(["algo=lite_ppo", "algo.advantage=median", "algo.advantage_std=none"])
     assert compute_rewards_relative(config.algo)[2][0] == 4.0
     with pytest.raises(ConfigError, match=r"the topr terms .* must be group or median or rloo"):
@@ -132,11 +132,11 @@ def test_a_policy_loss_of_ones_own_is_weighted_aggregated_and_logged(folder):
     [
         (
             "algo.advantage=gaee",
-            r"found 'gaee', did you mean gae\?; it must be one of gae, group, reinforce, rloo, or",
+            r"found 'gaee', did you mean gae\?; it must be one of gae, group, reinforce, rloo, tether, or",
         ),
         (
-            "algo.surrogate=ppo",
-            r"algo\.surrogate: found 'ppo'; it must be one of clip, gspo, logprob, or package",
+            "algo.surrogate=reinforce",
+            r"algo\.surrogate: found 'reinforce'; it must be one of cispo, clip, dis, dppo, gspo, logprob, or package",
         ),
         ("algo.advantage=no_such:X", r"importing no_such failed with ModuleNotFoundError.*PYTHONPATH"),
         ("algo.advantage=my_losses:NONE", r"my_losses\.NONE is nothing; it must be AdvantageEstimator\("),

@@ -49,7 +49,6 @@ def flip(path: Path) -> None:
         (f"policy/{NAME}", flip, f"damaged: policy/{NAME}"),
         (f"policy/{NAME}", Path.unlink, f"missing: policy/{NAME}"),
         ("state.json", Path.unlink, "missing: state.json"),
-        ("policy/__9_9.distcp", lambda p: p.write_text("?"), "policy: not in the manifest: __9_9.distcp"),
     ],
 )
 def test_a_file_that_is_not_as_written_is_named(checkpoint: Path, name: str, damage, message: str):
@@ -58,7 +57,27 @@ def test_a_file_that_is_not_as_written_is_named(checkpoint: Path, name: str, dam
         verify_files(checkpoint)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1, "about": {}, "files": {"a": 3}}', '{"format": 1'])
+@pytest.mark.parametrize("name", ["policy/.DS_Store", "policy/__9_9.distcp", "notes.txt"])
+def test_a_file_that_is_not_listed_is_named_and_left_alone(checkpoint: Path, name: str):
+    (checkpoint / name).write_text("?")
+    with pytest.warns(RuntimeWarning, match=f"not in the manifest, left alone: {Path(name).name}"):
+        verify_files(checkpoint)
+    assert (checkpoint / name).is_file()
+
+
+def test_a_file_that_nfs_leaves_for_an_open_one_is_neither_listed_nor_named(checkpoint: Path, recwarn):
+    (checkpoint / "policy" / ".nfs0000000000a1").write_text("?")
+    write_manifest(checkpoint / "policy", {"kind": "megatron"})
+    write_manifest(checkpoint, {"kind": "training"})
+    (checkpoint / "policy" / ".nfs0000000000a1").unlink()
+    (checkpoint / ".nfs0000000000b2").write_text("?")
+    verify_files(checkpoint)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "[" * 100_000, "{}", '{"format": 1, "about": {}, "files": {"a": 3}}', '{"format": 1']
+)
 def test_what_is_no_manifest_is_an_error_that_names_it(tmp_path: Path, content: str):
     (tmp_path / NAME).write_text(content)
     with pytest.raises(CheckpointError, match=f"{NAME}: is not a manifest"):

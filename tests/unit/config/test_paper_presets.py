@@ -8,21 +8,21 @@ import pytest
 import torch
 import yaml
 
-from megarl.algo.registry import needs_critic
+from megarl.algo.registry import find_policy_loss, needs_critic
 from megarl.algo.rewards import compute_overlong_penalty, compute_scaled_rewards
 from megarl.config.load import list_options, load_config
 from megarl.config.schema.root import Config
-from megarl.run.resume import list_values
+from megarl.config.values import list_values
 
 DOCS = Path(__file__).parents[3] / "docs" / "algorithms.md"
 ALGOS = list_options("algo")
 OF_NO_SIZE = ("tiny", "tiny_moe", "smollm2_135m", "qwen3_0_6b", "qwen2_5_0_5b", "checkpoint")
 MODELS = [name for name in list_options("model") if name not in OF_NO_SIZE]
 STEPS = {
-    **dict.fromkeys(("ppo", "vc_ppo", "vapo", "dapo", "topr"), 16),
-    **dict.fromkeys(("reinforce_pp", "reinforce_pp_baseline"), 8),
-    **dict.fromkeys(("grpo", "lite_ppo"), 4),
-    "rloo": 1,
+    **dict.fromkeys(("ppo", "vc_ppo", "vapo", "dapo", "topr", "cispo"), 16),
+    **dict.fromkeys(("reinforce_pp", "reinforce_pp_baseline", "dr_grpo"), 8),
+    **dict.fromkeys(("grpo", "lite_ppo", "gspo", "bpco"), 4),
+    **dict.fromkeys(("rloo", "sao"), 1),
 }
 ADAMW = {"policy.optimizer.lr": 1e-6, "algo.gamma": 1.0, "algo.clip_low": 0.2, "algo.entropy_coef": 0.0}
 BASELINE = {
@@ -79,6 +79,41 @@ PAPERS: dict[str, dict[str, Any]] = {
         **{"rollout.response_length": 20480, "algo.overlong.buffer_frac": 4096 / 20480, "reward.wrong": -1.0},
         "algo.loss_agg_mode": "token-mean",
     },
+    # 2507.18071, section 5.1 and equations 5 to 7
+    "gspo": {
+        **{"algo.clip_low": 3e-4, "algo.clip_high": 4e-4, "algo.advantage_std": "group"},
+        **{"algo.loss_agg_mode": "seq-mean-token-mean", "train.samples_per_iteration": "not given"},
+    },
+    # 2506.13585, section 3.1 and equations 4 and 5; the optimizer of section 3.2
+    "cispo": {
+        **{"algo.clip_low": 1.0, "algo.clip_high": "not given", "algo.advantage_std": "group"},
+        **{"algo.loss_agg_mode": "token-mean", "algo.dynamic_sampling.enabled": True, "algo.overlong.penalty": 1.0},
+        **{"policy.optimizer.beta2": 0.95, "policy.optimizer.eps": 1e-15, "train.samples_per_iteration": "not given"},
+        **{"reward.wrong": "not given"},
+    },
+    # 2503.20783, section 3; sizes of its script examples/qwen2.5-math-7b.sh
+    "dr_grpo": {
+        **ADAMW,
+        **{"train.samples_per_iteration": 1024, "train.responses_per_prompt": 8, "train.samples_per_minibatch": 128},
+        **{"algo.advantage_std": "none", "algo.loss_agg_mode": "seq-mean-token-sum-norm", "algo.kl.in_loss": False},
+        "rollout.response_length": 3000,
+    },
+    # 2607.07508, section 4.1
+    "sao": {
+        **{"algo.clip_low": 0.3, "algo.clip_high": 5.0, "algo.length_alpha": 1.5, "algo.lambda_critic": 1.0},
+        **{"train.samples_per_iteration": 128, "train.responses_per_prompt": 1, "algo.gamma": 1.0},
+        **{"policy.optimizer.lr": 1e-6, "critic.optimizer.lr": 5e-6, "critic.updates_per_policy_update": 2},
+        **{"policy.frozen_iterations": 10, "critic.trainable": "mlp", "rollout.response_length": 131072},
+        **{"rollout.max_staleness": "asynchronous", "algo.value_pretrain.steps": "not given"},
+    },
+    # 2608.23566, sections 3 and 4; the loss's threshold and aggregation of its scripts
+    "bpco": {
+        **{"algo.clip_low": 0.2, "algo.clip_high": 0.2, "algo.length_alpha": 0.4, "algo.lambda_critic": 1.0},
+        **{"train.samples_per_iteration": 1024, "train.responses_per_prompt": 1, "train.samples_per_minibatch": 256},
+        **{"policy.optimizer.lr": 1e-6, "critic.optimizer.lr": 1e-5, "policy.frozen_iterations": 15},
+        **{"critic.value_range": [0.0, 1.0], "algo.whiten_advantages": False, "reward.wrong": 0.0},
+        **{"algo.loss_agg_mode": "seq-mean-token-sum", "rollout.response_length": 24000},
+    },
 }
 """The published values."""
 
@@ -113,8 +148,11 @@ DIFFERENCES = {(row[0], row[1]): row for row in read_table("| `algo=` | key |")}
 def test_every_clipped_loss_takes_several_optimizer_steps_so_that_its_clip_has_an_effect(algo: str, model: str) -> None:
     config = load(algo, model)
     assert config.train.num_optimizer_steps == STEPS[algo]
-    clips = config.algo.surrogate == "clip" and config.algo.rl_loss_coef > 0
+    loss = find_policy_loss(config.algo.surrogate)
+    clips = config.algo.rl_loss_coef > 0 and any("algo.clip_high" in reads.keys for reads in loss.reads)
     assert clips == (algo not in ("rloo", "topr"))
+    # The ratio to the rollout engine leaves 1 in a single step, too, where responses are stale.
+    clips &= not loss.ratio_to_rollout
     assert not clips or config.train.num_optimizer_steps > 1
 
 

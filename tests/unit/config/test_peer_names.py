@@ -8,7 +8,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import compose_config, list_options, load_config
 from megarl.config.peer_names import NONE, PEER_NAMES
 from megarl.config.roll.aliases import ALIASES
-from megarl.run.resume import list_values
+from megarl.config.values import list_values
 
 OF_A_CHOICE = {"data.path", "data.heldout_path", "data.prompt_field", "data.answer_field", "reward.path", "reward.url"}
 """Keys of a source of data or a kind of reward other than the default ones"""

@@ -62,3 +62,20 @@ def test_dapo_is_clip_higher_with_dynamic_sampling_and_a_soft_overlong_penalty()
     assert (algo.clip_low, algo.clip_high, algo.dynamic_sampling.enabled) == (0.2, 0.28, True)
     assert (algo.advantage, algo.advantage_std.name, algo.loss_agg_mode.name) == ("group", "group", "token-mean")
     assert (algo.overlong.penalty, config.train.responses_per_prompt, algo.kl.in_loss) == (1.0, 16, False)
+
+
+@pytest.mark.parametrize("surrogate", ["dis", "dppo"])
+def test_a_loss_with_a_ratio_to_the_rollout_takes_samples_of_older_policies_as_they_are(surrogate: str) -> None:
+    given = [f"algo.surrogate={surrogate}", "algo.clip_high=0.3"]
+    load_config(["algo=vapo", "rollout.max_staleness=4", *given])
+    load_config(["algo=lite_ppo", "algo.replay.num_iterations=2", *given])
+    with pytest.raises(ConfigError, match="count the mismatch twice: must be none"):
+        load_config(["algo=vapo", "rollout.max_staleness=4", "algo.mismatch.correction=tis", *given])
+    with pytest.raises(ConfigError, match=r"algo\.mismatch\.low: has no effect under algo\.surrogate=" + surrogate):
+        load_config(["algo=vapo", "algo.mismatch.low=0.3", *given])
+    load_config(["algo=vapo", "algo.mismatch.low=0.3", "algo.kl.in_reward=true", *given])
+
+
+def test_a_surrogate_that_needs_a_correction_says_which_ones_do_not() -> None:
+    with pytest.raises(ConfigError, match=r"algo\.surrogate=dis or dppo, whose ratio is to that policy"):
+        load_config(["algo=vapo", "algo.surrogate=cispo", "rollout.max_staleness=1"])

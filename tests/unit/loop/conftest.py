@@ -1,10 +1,26 @@
-"""The run that disturbed ones are compared with."""
+"""The run that disturbed ones are compared with; every metric that a run of these tests logs has a row in the table."""
 
 from typing import Any
 
 import pytest
 from fakes.disturbed import RUN, summarize
 from fakes.run import World
+
+from megarl.report.metric_names import find_metric
+from megarl.report.metrics import MetricsWriter
+from megarl.types import Metrics
+
+
+@pytest.fixture(autouse=True)
+def _every_logged_metric_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = MetricsWriter.write
+
+    def write_known(self: MetricsWriter, iteration: int, metrics: Metrics) -> None:
+        unknown = [name for name in metrics if find_metric(name) is None]
+        assert not unknown, f"not in megarl/report/metric_names.py: {unknown}"
+        write(self, iteration, metrics)
+
+    monkeypatch.setattr(MetricsWriter, "write", write_known)
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ def test_a_run_of_conversations_learns_its_actions_and_resumes_bit_for_bit(
     overrides = (*RUN, *CONVERSATION, "logger.terminal=true", "logger.num_logged_samples=8")
     World().run_job(monkeypatch, tmp_path / "one", overrides)
     out = capsys.readouterr().out
-    assert "R at the last token, less the environment's rewards of earlier turns" in out
+    assert "R at the last token, less the environment's rewards of earlier turns" in " ".join(out.split())
     assert re.search(r"  observation( \(\S+\))? +d ?\. ?=", out)
 
     (*_, last) = load_rollouts(tmp_path / "one" / "rollouts.jsonl")

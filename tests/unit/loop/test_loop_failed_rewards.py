@@ -33,7 +33,7 @@ def test_a_run_with_failed_samples_ends_and_repeats_from_a_checkpoint(
 ) -> None:
     overrides = (*overrides, "reward.max_failed_frac=0.5", "logger.terminal=true")
     World(reward=fail_some).run_job(monkeypatch, tmp_path / "one", overrides)
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert "warning: iteration-1: " in out
     assert "TimeoutError: no verdict on" in out
     metrics = load_metrics(tmp_path / "one" / "metrics.jsonl")[1:]
@@ -104,7 +104,9 @@ def test_a_heldout_response_without_a_reward_counts_as_wrong_and_is_said(
     World(reward=reward).run_job(monkeypatch, tmp_path / "run", overrides)
     line = load_metrics(tmp_path / "run" / "metrics.jsonl")[0]
     assert (line["reward/heldout"], line["heldout/correct"], line["heldout/failed_frac"]) == (0.5, 0.5, 0.5)
-    assert "warning: evaluation-0: 4 of 8 responses have no reward: 4 x lost" in capsys.readouterr().out
+    assert "warning: evaluation-0: 4 of 8 responses have no reward: 4 x lost" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_groups_that_were_complete_ahead_are_sampled_again_where_too_many_had_failed(

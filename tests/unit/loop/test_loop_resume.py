@@ -73,7 +73,7 @@ def test_a_lost_training_process_begins_another_attempt_that_ends_the_same(
     disturbance = Disturbance(lambda: WorkerError("rank 0/1 died", lost=True), **PLACES[place])
     world = run_disturbed(monkeypatch, tmp_path / "run", disturbance, "logger.terminal=true")
     assert disturbance.has_come
-    assert "restart 1 of at most 3 (checkpoint.max_restarts)" in capsys.readouterr().out
+    assert "restart 1 of at most 3 (checkpoint.max_restarts)" in " ".join(capsys.readouterr().out.split())
     assert len(world.components) == 2
     assert summarize(tmp_path / "run") == untouched
 
@@ -116,7 +116,7 @@ def test_a_run_that_is_asked_to_stop_saves_what_it_has_and_goes_on_to_the_same_e
     with pytest.raises(Stopped) as stopped, stopping_on_signals():
         run_disturbed(monkeypatch, run_dir, Disturbance(stop, **PLACES[place]), "logger.terminal=true")
     assert stopped.value.exit_code == 128 + signal.SIGUSR1
-    assert f"saved: resume={run_dir} resumes it" in capsys.readouterr().out
+    assert f"saved: resume={run_dir} resumes it" in " ".join(capsys.readouterr().out.split())
     folder = run_dir / ("value_pretraining" if "pretraining" in place else "checkpoints")
     # Its newest state, whether or not checkpoint.save_every=2 asks for it.
     reached = {"rollout of value pretraining": 1}.get(place, 2)
@@ -169,7 +169,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_gone_on_from(
     content[len(content) // 2] ^= 1
     damaged.write_bytes(bytes(content))
     World().run_job(monkeypatch, run_dir, [*RUN, "logger.terminal=true"])
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert f"renamed to {newest.name}.damaged" in out
     assert "resuming from" in out
     assert summarize(run_dir) == untouched
@@ -207,8 +207,9 @@ def test_a_folder_of_another_run_is_refused_and_so_are_other_data(
         ["algo=dapo", "algo.dynamic_sampling.enabled=true"],
         ["algo=reinforce_pp", "algo.kl.target=0.1", "train.num_minibatches=1"],
         ["algo=ppo", "algo.reward_norm.mean=running", "algo.reward_norm.std=running"],
+        ["algo=ppo", "algo.advantage=tether", "algo.tether.decay=0.5", "critic.optimizer.lr=0.2"],
     ],
-    ids=["replay", "dynamic sampling", "adaptive KL", "running reward moments"],
+    ids=["replay", "dynamic sampling", "adaptive KL", "running reward moments", "tether"],
 )
 def test_what_an_algorithm_keeps_over_the_iterations_goes_on_too(
     given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

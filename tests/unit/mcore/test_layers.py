@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.mcore.model.layers import RMSNorm, ValueHead
+from megarl.mcore.model.layers import RMSNorm, ValueHead, squash
 
 
 def build_norm(dtype: torch.dtype) -> RMSNorm:
@@ -40,3 +40,27 @@ def test_values_are_float32_also_of_a_bfloat16_model() -> None:
     assert values.dtype is torch.float32
     assert values.shape == (4, 1, 1)
     assert bias is None
+
+
+def test_bounded_values_and_their_gradient_by_hand() -> None:
+    """atan(1) = pi/4: a quarter of the range beyond its middle; the slope is range / (pi (1 + z^2))."""
+    z = torch.tensor([0.0, 1.0, -1.0, 1e6, -1e6], requires_grad=True)
+    values = squash(z, -1.0, 3.0)
+    torch.testing.assert_close(values[:3], torch.tensor([1.0, 2.0, 0.0]))
+    assert -1.0 <= values[4] < -0.99999
+    assert 2.99999 < values[3] <= 3.0
+    values.sum().backward()
+    torch.testing.assert_close(z.grad[:3], torch.tensor([4 / torch.pi, 2 / torch.pi, 2 / torch.pi]))
+
+
+def test_a_value_head_in_bfloat16_bounds_its_values_in_float32() -> None:
+    torch.manual_seed(0)
+    head = ValueHead(SimpleNamespace(params_dtype=torch.bfloat16, hidden_size=8))
+    with torch.no_grad():
+        head.weight.normal_()
+    hidden = torch.randn(5, 1, 8).bfloat16()
+    z = head(hidden)[0]
+    head.value_range = (0.0, 1.0)
+    values = head(hidden)[0]
+    assert values.dtype is torch.float32
+    assert torch.equal(values, squash(z, 0.0, 1.0))

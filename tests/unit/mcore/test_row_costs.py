@@ -9,7 +9,8 @@ from megarl.data.packing import pack
 from megarl.mcore.batch import build_batch
 from megarl.mcore.model.architecture import Architecture, Experts, read_architecture
 from megarl.mcore.model.context_parallel import ContextGroup
-from megarl.mcore.row_costs import compute_row_costs, count_tokens, take_real_share
+from megarl.mcore.row_costs import compute_row_costs, count_tokens, describe_work
+from megarl.mcore.worker_spec import Role
 from megarl.types import Sequences
 
 SIZES = {"num_layers": 2, "hidden_size": 10, "ffn_size": 7, "num_heads": 4, "num_kv_heads": 2, "head_size": 3}
@@ -80,11 +81,22 @@ def test_at_least_97_percent_of_the_tokens_computed_on_gsm8k_like_lengths_are_re
     counts = [count_tokens(batch, sequences) for batch in batches]
     computed = sum(batch.tokens.numel() * cp for batch in batches)
     sums = {key: float(sum(count[key] for count in counts)) for key in counts[0]}
-    metrics = take_real_share({"policy/loss": 1.0, **sums}, "policy")
-    assert metrics == {"policy/loss": 1.0, "policy/real_tokens_frac": int(sequences.lengths.sum()) / computed}
+    metrics = describe_work({"policy/loss": 1.0, **sums}, Role.policy, build_architecture(), sequences)
+    assert metrics["policy/loss"] == 1.0
+    assert metrics["policy/real_tokens_frac"] == int(sequences.lengths.sum()) / computed
     assert metrics["policy/real_tokens_frac"] >= 0.97
 
 
 def test_a_batch_without_rows_is_padding_alone() -> None:
     counts = count_tokens(build_batch(build_sequences(), [], multiple=4), build_sequences())
     assert list(counts.values()) == [0, 4]
+
+
+@pytest.mark.parametrize(("role", "with_value_head"), [(Role.policy, False), (Role.critic, True)])
+def test_an_optimizer_step_counts_three_forward_passes_of_two_operations_a_multiply_add(
+    role: Role, with_value_head: bool
+) -> None:
+    sequences, arch = build_sequences(), build_architecture()
+    metrics = describe_work({"tokens/real": 1.0, "tokens/computed": 1.0}, role, arch, sequences)
+    multiply_adds = sum(compute_row_costs(arch, sequences, with_value_head=with_value_head))
+    assert metrics[f"{role.value}/model_tflop_sum"] == pytest.approx(6 * multiply_adds / 1e12)

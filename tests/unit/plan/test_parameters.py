@@ -73,6 +73,14 @@ def test_a_tensor_parallel_rank_of_qwen32b_has_its_share_of_the_matrices_and_all
     assert rank.embedding == rank.head == vocabulary * h // 8
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_the_dense_weights_of_mlps_are_counted_apart(family: str) -> None:
+    arch = describe_random(RandomModelConfig(family=family, num_layers=4))
+    stages = count(arch, ParallelConfig(num_processes=4, tp=2, sp=True, pp=2), critic=True)
+    mlp = 0 if arch.experts else 2 * 3 * arch.hidden_size * arch.ffn_size // 2
+    assert [stage.mlp for stage in stages] == [mlp, mlp]
+
+
 def test_a_critic_has_a_row_of_weights_in_place_of_the_output_layer() -> None:
     arch = describe("Qwen/Qwen3-8B")
     (policy,), (critic,) = count(arch), count(arch, critic=True)

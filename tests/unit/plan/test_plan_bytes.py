@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.schema.roles import Dtype, Offload, ParallelConfig, Recompute, RecomputeMethod
+from megarl.config.schema.roles import Dtype, Offload, ParallelConfig, Recompute, RecomputeMethod, Trainable
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.mcore.model.architecture import Architecture, Experts, parse_architecture
 from megarl.mcore.worker_spec import StageParameters
@@ -137,6 +137,18 @@ def test_the_optimizer_is_cut_over_data_and_context_parallel_ranks_and_experts_o
     assert memory.optimizer == 12 * 1000 // 8 + 12 * 400 // 4
     (memory,) = estimate_stages(build_job(MOE, parallel, dtype=Dtype.float32), (parameters,))
     assert memory.optimizer == 8 * 1000 // 8 + 8 * 400 // 4
+
+
+def test_frozen_weights_have_neither_gradients_nor_an_optimizers_state_nor_a_copy_of_it_in_a_save() -> None:
+    parameters = StageParameters(4, dense=1000, experts=400, embedding=100, head=50, mlp=300)
+    parallel = ParallelConfig(num_processes=4, ep=2)
+    whole, partly = (build_job(MOE, parallel, trainable=trainable) for trainable in (Trainable.all, Trainable.mlp))
+    before, (memory,) = estimate_stages(whole, (parameters,))[0], estimate_stages(partly, (parameters,))
+    assert memory.weights == before.weights == 2 * 1400
+    assert (memory.gradients, memory.optimizer) == (4 * 750, 12 * 350 // 4 + 12 * 400 // 2)
+    assert memory.update == before.update - 4 * 650 - 12 * 650 // 4
+    assert compute_saved(whole, parameters, 0) == 14 * 1400
+    assert compute_saved(partly, parameters, 0) == 14 * 1400 - 12 * 650
 
 
 def test_what_is_offloaded_is_not_resident() -> None:

@@ -41,6 +41,18 @@ def test_a_step_of_value_pretraining_is_generation_values_and_the_critics_update
     assert f"{50 * step.total / 3600:.1f} hours in all; it may end earlier (algo.value_pretrain: patience=20)" in line
 
 
+def test_the_critics_own_text_counts_for_the_critic_alone() -> None:
+    given = [*QWEN32B, "data.critic_prompt='{answer}'", "data.critic_prompt_length=2048"]
+    config, plain = load_config(given), load_config(QWEN32B)
+    plan, before = build_plan(config, find_models(config)), build_plan(plain, find_models(plain))
+    assert plan.jobs["policy"] == before.jobs["policy"]
+    assert plan.jobs["critic"].batch.longest == before.jobs["critic"].batch.longest + 2048
+    assert plan.seconds.pretraining.scoring > before.seconds.pretraining.scoring
+    assert plan.seconds.pretraining.update > before.seconds.pretraining.update
+    assert plan.seconds.generation == before.seconds.generation
+    assert plan.host_bytes > before.host_bytes
+
+
 def test_the_critics_updates_for_each_of_the_policy_count_in_pretraining_too() -> None:
     (_, once), (_, thrice) = estimate(), estimate("critic.updates_per_policy_update=3")
     assert once.pretraining is not None
@@ -108,3 +120,15 @@ def test_the_seconds_before_the_time_limit_are_those_of_the_script() -> None:
     script = (ROOT / "slurm" / "train.sh").read_text()
     assert f"#SBATCH --signal=B:USR1@{assumptions.SIGNAL_S}\n" in script
     assert re.search(rf"^MARGIN_S={assumptions.REQUEUE_S}\b", script, re.MULTILINE)
+
+
+def test_a_policy_whose_logprobs_nothing_reads_has_no_pass_before_its_update() -> None:
+    (config, clipped), (_, of_rollout) = estimate(), estimate("algo.surrogate=dis", "algo.clip_high=5")
+    plan = build_plan(config, find_models(config))
+    passes = {
+        name: compute_forward(job, plan.stages[name], describe_work(config), config.cluster.hardware, 8)
+        for name, job in plan.jobs.items()
+    }
+    assert clipped.scoring == pytest.approx(max(passes.values())) == pytest.approx(passes["policy"])
+    assert of_rollout.scoring == pytest.approx(passes["critic"])
+    assert of_rollout.training < clipped.training

@@ -154,9 +154,7 @@ def test_the_status_file_says_which_iteration_and_phase_are_under_way(tmp_path: 
 
 def test_a_phase_that_fails_is_timed_and_no_longer_shown(tmp_path: Path) -> None:
     progress = Progress(io.StringIO())
-    report = Report(
-        MetricsWriter(tmp_path / "metrics.jsonl"), None, progress, 2, 2, StatusFile(tmp_path / "status.json")
-    )
+    report = Report(MetricsWriter(tmp_path / "metrics.jsonl"), (), progress, 2, 2, StatusFile(tmp_path / "status.json"))
     shown_inside = ""
 
     def fail_inside_a_phase() -> None:
@@ -235,7 +233,7 @@ def test_a_long_phase_is_mentioned_in_a_log_file_while_it_runs(tmp_path: Path) -
     stream = io.StringIO()
     report = Report(
         MetricsWriter(tmp_path / "metrics.jsonl"),
-        None,
+        (),
         Progress(stream, reminder_s=0.1),
         9,
         2,

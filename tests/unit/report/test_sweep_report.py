@@ -218,6 +218,7 @@ def test_the_command_writes_the_page_and_refuses_a_folder_without_runs(tmp_path)
     made = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert made.returncode == 0, made.stderr
     assert "<h1>Sweep" in (tmp_path / "report.html").read_text()
-    refused = subprocess.run([*command, str(tmp_path / "a")], capture_output=True, text=True, timeout=60)
+    (tmp_path / "empty").mkdir()
+    refused = subprocess.run([*command, str(tmp_path / "empty")], capture_output=True, text=True, timeout=60)
     assert refused.returncode == 2
     assert "holds no run" in refused.stderr

@@ -24,10 +24,10 @@ from megarl.config.schema.reward import (
     RewardConfig,
     register,
 )
-from megarl.reward.build import build_reward, check_reward, reads_answers
+from megarl.reward.build import build_reward, reads_answers
 from megarl.reward.function import RESERVED_NAMES, FunctionVerifier
 from megarl.reward.interface import RewardFailedError
-from megarl.reward.scorer import build_scorer
+from megarl.reward.scorer import Scorer, build_scorer
 from megarl.sandbox.function_server import load_callable
 
 PROMPT = build_prompt("")
@@ -208,12 +208,12 @@ def test_the_names_that_the_algorithms_log_under_reward_are_reserved():
 )
 def test_a_reward_that_cannot_read_the_datas_answers_is_found_before_the_run(config, answer, data):
     with pytest.raises(ConfigError, match=rf"^reward=\.\.\. with data=\.\.\..*prompt 'p1'.*{data}"):
-        check_reward(build_reward(config), [build_prompt(answer)])
+        Scorer(build_reward(config)).check([build_prompt(answer)])
 
 
 def test_every_prompt_given_is_checked():
     with pytest.raises(ConfigError, match="'b37'"):
-        check_reward(build_reward(AdditionRewardConfig()), [build_prompt("85"), build_prompt("b37")])
+        Scorer(build_reward(AdditionRewardConfig())).check([build_prompt("85"), build_prompt("b37")])
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_every_prompt_given_is_checked():
 def test_a_reward_that_fits_its_data_passes_the_check(config, prompt):
     scored = []
     reward = build_reward(config)
-    check_reward(lambda p, response: scored.append(reward(p, response)) or scored[-1], [prompt])
+    Scorer(lambda p, response: scored.append(reward(p, response)) or scored[-1]).check([prompt])
     assert [score.correct for score in scored] == [False]
 
 
@@ -269,9 +269,9 @@ def test_a_module_that_fails_while_imported_is_named(user_module):
 def test_a_function_with_a_scale_of_its_own_is_refused_beside_reward_wrong_before_the_run(user_module):
     user_module("from megarl.types import Score\ndef score(prompt, response):\n    return Score(-1.0, False)\n")
     reward = build_reward(FunctionRewardConfig("my_reward_of_test:score"))
-    check_reward(reward, [build_prompt("")])
+    Scorer(reward).check([build_prompt("")])
     with pytest.raises(ConfigError, match=r"reward\.wrong: found -1 with a score of -1.*reward\.wrong=0 takes"):
-        check_reward(reward, [build_prompt("")], wrong=-1.0)
+        Scorer(reward).check([build_prompt("")], wrong=-1.0)
 
 
 @pytest.mark.parametrize("kind", SCHEMAS)

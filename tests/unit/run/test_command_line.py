@@ -16,7 +16,7 @@ from megarl.run.arguments import split_arguments
 from megarl.run.machine import CONNECT_S, check_machine
 
 WORDS = [
-    ("algo=null", "algo: found null; the choices are dapo, grpo,"),
+    ("algo=null", "algo: found null; the choices are bpco, cispo,"),
     ("model=null", "model: found null; the choices are"),
     ("data=null", "data: found null; the choices are"),
     ("reward=NULL", "reward: found NULL; the choices are"),
@@ -27,7 +27,7 @@ WORDS = [
     ("=3", "=3: found without a key"),
     ("seed", "seed: found without a value; each argument must be key=value, or group=option"),
     ("grpo", "grpo: found without a value; each argument must be key=value, or group=option; did you mean algo=grpo?"),
-    ("algo", "algo: found without a value; each argument must be key=value, or group=option: algo= and one of dapo,"),
+    ("algo", "algo: found without a value; each argument must be key=value, or group=option: algo= and one of bpco,"),
     ("+x", "+x: found without a value"),
     ("", "found an empty argument"),
     ("  ", "found an empty argument"),

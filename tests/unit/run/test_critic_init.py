@@ -11,10 +11,18 @@ from safetensors.torch import load_file, save_file
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.families.registry import FAMILIES
-from megarl.mcore.weights.hf_files import write_hf_checkpoint
+from megarl.hf.checkpoint import load_tokenizer
+from megarl.mcore.weights.hf_files import copy_description, write_hf_checkpoint
 from megarl.mcore.worker_spec import Role
 from megarl.rollout.rollout_file import RolloutWriter
-from megarl.run.inputs import describe_start, load_inputs, load_models, load_saved_rollouts, load_specs
+from megarl.run.inputs import (
+    build_critic_prompt,
+    describe_start,
+    load_inputs,
+    load_models,
+    load_saved_rollouts,
+    load_specs,
+)
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 
@@ -127,6 +135,98 @@ def test_a_policy_checkpoint_is_no_critic(policy):
         load(f"critic.init={policy}")
 
 
+DIGITS = "model.random.alphabet='abcdef.=0123456789'"
+TEXT = "data.critic_prompt='{answer}='"
+
+
+def test_a_critic_that_read_another_text_is_refused_naming_both(critic):
+    load(f"critic.init={critic}", TEXT)  # does not say what it was trained with
+    change_config(critic, megarl_critic_prompt="{answer}=")
+    load(f"critic.init={critic}", TEXT)
+    with pytest.raises(ConfigError, match=r"critic\.init: .*data\.critic_prompt '\{answer\}=', now None"):
+        load(f"critic.init={critic}")
+    change_config(critic, megarl_critic_prompt=None)
+    load(f"critic.init={critic}")
+    with pytest.raises(ConfigError, match=r"critic\.init: .*data\.critic_prompt None, now '\{answer\}='"):
+        load(f"critic.init={critic}", TEXT)
+
+
+def test_the_critics_longer_input_must_fit_its_positions():
+    load(TEXT, "data.critic_prompt_length=152")  # with 32 of the prompt and 72 of the response all 256
+    with pytest.raises(ConfigError, match=r"data\.critic_prompt_length: found 153; .* up to 257 tokens; it has 256"):
+        load(TEXT, "data.critic_prompt_length=153")
+    load("algo=grpo")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([TEXT], r"data\.critic_prompt: the model's tokenizer cannot read .* which is '\w\d+='"),
+        ([DIGITS, "data.critic_prompt='{rubric}'"], r"data\.critic_prompt: found \{rubric\}; .* are answer$"),
+        ([DIGITS, TEXT, "data.critic_prompt_length=3"], r"data\.critic_prompt_length: found 3; .* has 4 tokens"),
+        ([DIGITS, "data.critic_prompt='{answer'"], r"data\.critic_prompt: found '\{answer': expected"),
+        (["algo=grpo", TEXT], r"data\.critic_prompt: has no effect under algo\.advantage=group, which has no critic"),
+        (["data.critic_prompt_length=9"], r"data\.critic_prompt_length: has no effect without a critic that reads"),
+        ([TEXT, "data.critic_prompt_length=0"], r"data\.critic_prompt_length: found 0; it must be 1 or more"),
+    ],
+)
+def test_a_text_that_no_critic_can_read_is_refused_before_anything_starts(given, message):
+    with pytest.raises(ConfigError, match=message):
+        load_inputs(load_config(["model=tiny", *given]))
+
+
+def test_every_training_prompt_is_checked_and_no_heldout_one(tmp_path):
+    rows = [{"question": f"{letter}=", "answer": "a", "rubric": "b"} for letter in "abcd"]
+    (tmp_path / "heldout.jsonl").write_text('{"question": "e=", "answer": "a"}\n')
+
+    def load_rows():
+        (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        files = [f"data.path={tmp_path}/train.jsonl", f"data.heldout_path={tmp_path}/heldout.jsonl"]
+        given = ["model=tiny", "data=jsonl", "reward=exact", *files, "data.prompt_length=32"]
+        return load_inputs(load_config([*given, "data.critic_prompt='{rubric}='"]))
+
+    inputs = load_rows()
+    assert [inputs.critic_prompt.fill(prompt) for prompt in inputs.data.train] == ["b="] * 4
+    del rows[2]["rubric"]
+    with pytest.raises(ConfigError, match=r"found \{rubric\}; the fields of \S+train\.jsonl:3 are answer, location$"):
+        load_rows()
+
+
+def test_a_critic_keeps_the_range_of_its_values_and_starts_under_no_other(policy, critic, tmp_path):
+    tensors = load_file(critic / "model.safetensors")
+    bounded, again = tmp_path / "bounded", tmp_path / "again"
+    write_hf_checkpoint(bounded, policy, tensors.items(), {"megarl_value_range": [-1, 1.5]})
+    copy_description(bounded, again, torch.float32)
+    for directory in (bounded, again):
+        assert json.loads((directory / "config.json").read_text())["megarl_value_range"] == [-1, 1.5]
+    spec = load(f"critic.init={bounded}", "critic.value_range=[-1,1.5]")[Role.critic]
+    assert spec.value_range == (-1.0, 1.5)
+    with pytest.raises(ConfigError, match=r"critic\.value_range: found null; .* must be \[-1, 1\.5\]"):
+        load(f"critic.init={bounded}")
+    with pytest.raises(ConfigError, match=r"critic\.value_range: found \[-1\.0, 1\.0\]; .* must be \[-1, 1\.5\]"):
+        load(f"critic.init={bounded}", "critic.value_range=[-1,1]")
+    with pytest.raises(ConfigError, match=r"critic\.value_range: found \[0\.0, 1\.0\]; .* must be null"):
+        load(f"critic.init={critic}", "critic.value_range=[0,1]")
+
+
+def test_a_critic_records_range_and_text_and_is_refused_under_another_of_either(policy, critic, tmp_path):
+    given = [DIGITS, TEXT, "critic.value_range=[-1,1.5]"]
+    critic_fields = load(*given)[Role.critic].critic_fields
+    assert critic_fields == {"megarl_critic_prompt": "{answer}=", "megarl_value_range": [-1.0, 1.5]}
+    assert load()[Role.critic].critic_fields == {"megarl_critic_prompt": None}
+    both, again = tmp_path / "both", tmp_path / "again"
+    write_hf_checkpoint(both, policy, load_file(critic / "model.safetensors").items(), critic_fields)
+    write_hf_checkpoint(again, both, load_file(both / "model.safetensors").items(), critic_fields)
+    for directory in (both, again):
+        recorded = json.loads((directory / "config.json").read_text())
+        assert {name: recorded[name] for name in critic_fields} == critic_fields
+        load(f"critic.init={directory}", TEXT, "critic.value_range=[-1,1.5]")
+        with pytest.raises(ConfigError, match=r"critic\.init: .*data\.critic_prompt '\{answer\}=', now None"):
+            load(f"critic.init={directory}", "critic.value_range=[-1,1.5]")
+        with pytest.raises(ConfigError, match=r"critic\.value_range: found null; .* must be \[-1\.0, 1\.5\]"):
+            load(f"critic.init={directory}", TEXT)
+
+
 def save_rollouts(path: Path, token: int = 3) -> Path:
     response = Response((token, 2), "a", (-0.5, -0.5), (True, True), (0, 0), FinishReason.stop)
     writer = RolloutWriter(path)
@@ -161,6 +261,26 @@ def test_a_token_that_the_critic_does_not_have_is_named_with_its_line(tmp_path):
     path = save_rollouts(tmp_path / "r.jsonl", token=11)
     with pytest.raises(ConfigError, match=rf"algo\.value_pretrain\.rollouts: {path}:1: found token id 11.* 11 tokens"):
         load_saved(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            ["data.critic_prompt='{rubric}'"],
+            r":1: data\.critic_prompt: found \{rubric\}; the fields of prompt p are answer",
+        ),
+        ([TEXT, "data.critic_prompt_length=1"], r":1: data\.critic_prompt_length: found 1; .* has 2 tokens"),
+        (["data.critic_prompt='1{answer}'"], r":1: data\.critic_prompt: the model's tokenizer cannot read"),
+    ],
+)
+def test_saved_rollouts_whose_prompts_do_not_give_the_critics_text_are_refused(tmp_path, given, message):
+    path = save_rollouts(tmp_path / "r.jsonl")
+    config = load_config(["model=tiny", f"algo.value_pretrain.rollouts={path}", *given])
+    models = load_models(config)
+    critic_prompt = build_critic_prompt(config, load_tokenizer(models.checkpoint))
+    with pytest.raises(ConfigError, match=message):
+        load_saved_rollouts(config, models, critic_prompt)
 
 
 def test_a_training_run_checks_its_saved_rollouts_too(tmp_path):

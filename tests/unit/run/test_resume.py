@@ -84,6 +84,14 @@ def test_how_long_where_and_over_how_many_processes_may_change(run_dir):
     assert check_changes(load_run(run_dir)["config"], load_config(changed)) == []
 
 
+def test_the_critics_own_text_may_not_change_and_its_limit_may(run_dir):
+    given = ["algo.clip_high=0.3", "data.critic_prompt='{answer}='"]
+    (problem,) = check_changes(load_run(run_dir)["config"], load_config(given))
+    assert problem.startswith("data.critic_prompt: the run has None, now '{answer}='; it determines what is learned")
+    before = dict(list_values(load_config(given)))
+    assert check_changes(before, load_config([*given, "data.critic_prompt_length=9"])) == []
+
+
 def test_another_reward_is_found_though_it_has_the_same_keys(run_dir):
     problems = check_changes(load_run(run_dir)["config"], load_config(["algo.clip_high=0.3", "reward=math"]))
     assert [problem.split(":")[0] for problem in problems] == ["reward"]

@@ -135,22 +135,28 @@ def test_a_process_that_was_killed_from_outside_is_replaced(make):
     assert process.call({}) != first
 
 
-def test_closing_ends_a_call_in_the_middle(make):
+@pytest.mark.parametrize("wait_s", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("started", [True, False])
+def test_closing_ends_a_call_that_has_just_begun_or_is_in_the_middle(make, started, wait_s):
     process = make("hang", timeout_s=600.0)
-    process.start()
+    if started:
+        process.start()
     raised = []
 
     def call():
         try:
             process.call({})
-        except CallKilledError as error:
+        except Exception as error:
             raised.append(error)
 
     thread = threading.Thread(target=call)
     thread.start()
+    time.sleep(wait_s)
     process.close()
     thread.join(timeout=60)
-    assert raised
+    assert [type(error) for error in raised] == [CallKilledError]
+    with pytest.raises(CallKilledError, match="closed"):
+        process.call({})
 
 
 def test_a_process_ends_with_its_owner(make):

@@ -54,6 +54,7 @@ def test_a_call_is_answered_with_the_tools_result(
         ("calculator", '{"expression": "1", "x": 2}', "error: calculator: TypeError: "),
         ("calculator", "[1]", "error: calculator: wrong arguments: [1] is not of type 'object'"),
         ("calculator", '{"expression": ', "error: calculator: the arguments are not JSON: "),
+        ("calculator", "[" * 100_000, "error: calculator: the arguments are not JSON: nested too deeply"),
     ],
 )
 def test_what_goes_wrong_is_said_to_the_policy(toolbox: Toolbox, name: str, arguments: str, expected: str) -> None:

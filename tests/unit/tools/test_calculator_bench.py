@@ -45,10 +45,17 @@ def test_table_curve_and_episodes_are_written(bench: ModuleType, tmp_path: Path,
     out = tmp_path / "out"
     arguments = [str(folders["before"]), str(tmp_path), str(folders["after"]), "--out", str(out)]
     monkeypatch.setattr("sys.argv", ["calculator.py", *arguments])
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{bench.BEGIN}{bench.END}\nafter\n")
+    monkeypatch.setattr(bench, "PAGE", page)
     bench.main()
     table = capsys.readouterr().out
     assert "| calculator called | 0.000 (0.000 to " in table
     assert "| right answer | 0.000 (0.000 to " in table
     assert "| 0.950 (" in table
-    assert {path.name for path in out.iterdir()} == {"table.md", "episodes.md", "calculator.svg"}
-    assert "2*3[call]66" in (out / "episodes.md").read_text()
+    assert (out / "calculator.svg").exists()
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert table.strip() in text
+    assert "2*3[call]66" in text

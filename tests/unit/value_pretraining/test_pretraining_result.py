@@ -49,15 +49,26 @@ def test_a_run_without_the_key_has_nothing_to_load():
 def test_another_configuration_is_refused_by_the_keys_that_differ(tmp_path):
     write_pretrained(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"taken_from: .* has another configuration: critic\.optimizer\.lr, seed differ"
+        ConfigError,
+        match=r"taken_from: .* has another configuration: critic\.optimizer\.lr \(\S+ there, now 0\.0001\),"
+        r" seed \(1 there, now 2\) differ",
     ):
         load(tmp_path, "seed=2", "critic.optimizer.lr=1e-4")
 
 
 def test_a_critic_of_another_scale_of_the_reward_is_refused(tmp_path):
     write_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"has another configuration: reward\.wrong differ"):
+    with pytest.raises(ConfigError, match=r"has another configuration: reward\.wrong \(0\.0 there, now -1\.0\) differ"):
         load(tmp_path, "reward.wrong=-1")
+
+
+def test_a_critic_that_read_another_text_is_refused_naming_both(tmp_path):
+    write_pretrained(tmp_path, "data.critic_prompt='{answer}='")
+    assert load(tmp_path, "data.critic_prompt='{answer}='", "data.critic_prompt_length=9") is not None
+    with pytest.raises(ConfigError, match=r"data\.critic_prompt \('\{answer\}=' there, now '\{answer\}\.'\) differ"):
+        load(tmp_path, "data.critic_prompt='{answer}.'")
+    with pytest.raises(ConfigError, match=r"data\.critic_prompt \('\{answer\}=' there, now None\) differ"):
+        load(tmp_path)
 
 
 def test_a_damaged_or_missing_one_is_named_before_anything_starts(tmp_path):

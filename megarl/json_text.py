@@ -1,0 +1,46 @@
+"""JSON from files that others may have written or damaged: everything that is wrong with it is a ValueError."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Raises ValueError, also for what is nested too deeply to be read."""
+    return _parse(text)
+
+
+def parse_strict_json(text: str | bytes) -> Any:
+    """As `parse_json`, and without NaN and infinity, which are not JSON, or a key twice in an object."""
+    return _parse(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_repeated_keys)
+
+
+def load_json_object(path: Path) -> dict[str, Any]:
+    """The object in a file. Raises ValueError that names the file, and OSError."""
+    try:
+        content = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; a JSON object was expected") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: holds a JSON {type(content).__name__}; an object was expected")
+    return content
+
+
+def _parse(text: str | bytes, **options: Any) -> Any:
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON; every metric is a finite number")
+
+
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"the same key twice: {', '.join(repeated)}")
+    return record

@@ -1,0 +1,73 @@
+"""Whether a Hugging Face directory holds the tensors that its config.json asks for, read from the files' headers."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from megarl.checkpoint.manifest import name_some
+from megarl.families.architecture import Architecture
+from megarl.mcore.weights.entries import list_entries
+from megarl.mcore.weights.hf_critic import VALUE_HEAD
+from megarl.mcore.weights.hf_reader import CheckpointReader
+from megarl.mcore.weights.safetensors_writer import DTYPE_NAMES
+from megarl.mcore.worker_spec import Role
+
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def check_checkpoint(directory: Path, arch: Architecture, role: Role) -> list[str]:
+    """Why training cannot start from the tensors, each message with the directory or file; [] where nothing is wrong.
+
+    Tensors that config.json does not ask for are left alone.
+    """
+    try:
+        with CheckpointReader(directory) as reader:
+            return [f"{directory}: {problem}" for problem in find_problems(reader, arch, role, may_have_more=True)]
+    except (SafetensorError, FileNotFoundError, ValueError) as error:
+        return [str(error)]
+
+
+def find_problems(
+    reader: CheckpointReader, arch: Architecture, role: Role, may_have_more: bool = False
+) -> Iterator[str]:
+    """Tensors that are missing, of another model, misshaped, of no float dtype or tied in name alone.
+
+    A critic without a value head gets one, so that the head may be missing. Raises as the reader.
+    """
+    entries = list_entries(arch, with_value_head=role is Role.critic)
+    expected = {name: shape for entry in entries for name, shape in zip(entry.hf_names, entry.shapes, strict=True)}
+    makes_head = role is Role.critic and VALUE_HEAD not in reader
+    ties_head = arch.tied and role is not Role.critic
+    if makes_head:
+        del expected[VALUE_HEAD]
+    ignored = {HEAD} - expected.keys() if makes_head or ties_head else set()
+    names = [name for name in reader.names if not name.endswith("rotary_emb.inv_freq") and name not in ignored]
+    if may_have_more:
+        names = [name for name in names if name in expected]
+    if problems := compare_shapes({name: reader.read_shape(name) for name in names}, expected):
+        yield from problems
+        return
+    if unknown := {dtype for dtype in map(reader.read_dtype, expected) if dtype not in DTYPES}:
+        yield f"has tensors of {', '.join(sorted(unknown))}; float weights are expected"
+    elif ties_head and HEAD in reader and not torch.equal(reader.read(HEAD), reader.read(EMBEDDING)):
+        yield f"{HEAD} is not {EMBEDDING}, as tie_word_embeddings in config.json says"
+
+
+def compare_shapes(
+    found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], expects: str = "config.json asks for"
+) -> list[str]:
+    """What differs in names and shapes; up to five tensors of each problem are named."""
+    misshaped = [
+        f"{name} is {list(found[name])}, {expects} {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    problems = {
+        "missing": sorted(expected.keys() - found.keys()),
+        "of another model": sorted(found.keys() - expected.keys()),
+        "misshaped": misshaped,
+    }
+    return [f"{problem}: {name_some(names)}" for problem, names in problems.items() if names]

@@ -1,0 +1,96 @@
+// Read all charts at one iteration, find a metric, follow one curve.
+const data = JSON.parse(document.getElementById("data").textContent);
+const cards = [...document.querySelectorAll("[data-chart]")].map((card) => ({
+  card,
+  svg: card.querySelector("svg"),
+  cursor: card.querySelector(".cursor"),
+  numbers: [...card.querySelectorAll("[data-series]")],
+  series: data.charts[Number(card.dataset.chart)],
+}));
+// As in svg.py: the plot's left end, its right end and the width of the whole.
+const LEFT = 46, END = 328, WIDTH = 340;
+const [low, high] = data.domain[0] === data.domain[1] ? spread(data.domain[0]) : data.domain;
+
+function spread(value) {
+  const room = Math.abs(value) * 0.1 || 0.5;
+  return [value - room, value + room];
+}
+function show(value) {
+  const size = Math.abs(value);
+  return size >= 1000 && size < 1e6 ? value.toFixed(0) : String(Number(value.toPrecision(3)));
+}
+// The number of the last entry of an ascending list that is at most `wanted`; -1 where there is none.
+function findLast(list, wanted) {
+  let start = 0, end = list.length;
+  while (start < end) {
+    const middle = (start + end) >> 1;
+    if (list[middle] <= wanted) start = middle + 1;
+    else end = middle;
+  }
+  return start - 1;
+}
+function findNearest(list, wanted) {
+  const before = Math.max(0, findLast(list, wanted));
+  const after = Math.min(list.length - 1, before + 1);
+  return wanted - list[before] <= list[after] - wanted ? before : after;
+}
+// The newest value at or before the point; none before the first.
+function readSeries(series, point) {
+  const place = Array.isArray(series.i) ? findLast(series.i, point) : Math.min(point - series.i, series.v.length - 1);
+  return place < 0 ? "" : show(series.v[place]);
+}
+function point(iteration) {
+  const points = data.runs.map((iterations) => findNearest(iterations, iteration));
+  const first = data.runs.findIndex((iterations) => iterations.length > 0);
+  const at = data.runs[first][points[first]];
+  const x = LEFT + ((at - low) / (high - low)) * (END - LEFT);
+  document.body.classList.add("pointing");
+  document.getElementById("at").textContent = "Iteration " + at;
+  for (const { cursor, numbers, series } of cards) {
+    cursor.setAttribute("x1", x);
+    cursor.setAttribute("x2", x);
+    for (const node of numbers) {
+      const each = series[Number(node.dataset.series)];
+      node.textContent = readSeries(each, points[each.r]);
+    }
+  }
+  return at;
+}
+function leave() {
+  document.body.classList.remove("pointing");
+  document.getElementById("at").textContent = "";
+  for (const { numbers, series } of cards) {
+    for (const node of numbers) node.textContent = show(series[Number(node.dataset.series)].v.at(-1));
+  }
+}
+for (const { svg } of cards) {
+  const move = (event) => {
+    const box = svg.getBoundingClientRect();
+    const x = ((event.clientX - box.left) / box.width) * WIDTH;
+    point(low + ((x - LEFT) / (END - LEFT)) * (high - low));
+  };
+  svg.addEventListener("pointermove", move);
+  svg.addEventListener("pointerdown", move);
+  svg.addEventListener("pointerleave", leave);
+}
+for (const { card } of cards) {
+  for (const key of card.querySelectorAll("[data-group]")) {
+    const fade = (on) => {
+      for (const node of card.querySelectorAll(".curve, .range, .area")) {
+        node.classList.toggle("faded", on && !node.classList.contains("g" + key.dataset.group));
+      }
+    };
+    key.addEventListener("mouseenter", () => fade(true));
+    key.addEventListener("mouseleave", () => fade(false));
+  }
+}
+const find = document.getElementById("find");
+find.addEventListener("input", () => {
+  const wanted = find.value.trim().toLowerCase();
+  for (const card of document.querySelectorAll(".grid-of-charts > .card")) {
+    card.hidden = wanted !== "" && !card.querySelector("h3").textContent.toLowerCase().includes(wanted);
+  }
+  for (const details of document.querySelectorAll("details:has(> .grid-of-charts)")) {
+    details.open = wanted !== "" && details.querySelector(".card:not([hidden])") !== null;
+  }
+});

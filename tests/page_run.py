@@ -1,0 +1,109 @@
+"""A folder as a run leaves it, with metrics that follow from the iteration, for the tests of its page."""
+
+import json
+import math
+from pathlib import Path
+
+from megarl.config.load import compose_config
+from megarl.config.values import list_values
+from megarl.report.outcome import Outcome, State, write_outcome
+from megarl.report.starts import FILE_NAME as STARTS_NAME
+
+QUARTERS = ("0_25", "25_50", "50_75", "75_100")
+
+
+def build_metrics(iteration: int, num_iterations: int) -> dict[str, float]:
+    """reward/mean is iteration / num_iterations."""
+    done = iteration / num_iterations
+    wave = math.sin(iteration)
+    return {
+        "sampling/total_samples": 64.0 * iteration,
+        "reward/mean": done,
+        "reward/std": 0.3,
+        "reward/equal_groups_frac": done**2 / 2,
+        "reward/parts_are_named": 0.5,
+        "length/mean": 100 + 10 * wave,
+        "length/max": 200.0,
+        "length/truncated_frac": 0.05,
+        "policy/loss": 0.1 * wave,
+        "policy/approx_kl": 0.001 * (1 + wave * wave),
+        "policy/clip_frac": 0.02,
+        "policy/grad_norm": 1 + wave * wave,
+        "critic/grad_norm": 2.0,
+        "critic/explained_variance": 0.5 * done,
+        "critic/mse_vs_group": 0.9,
+        "advantage/lambda_mean": 0.97,
+        "advantage/lambda_at_min_frac": 0.1,
+        **{f"critic/ev_at_{quarter}": 0.1 * n for n, quarter in enumerate(QUARTERS)},
+        **{f"critic/ev_length_q{n}": 0.1 * n for n in range(1, 5)},
+        **{f"critic/{what}_{state}_q{n}": 0.2 * n for what in ("value", "outcome") for state in ("first", "middle")
+           for n in range(1, 5)},
+        **{f"mismatch/logprob_gap_at_{quarter}": 0.002 * (n + 1) for n, quarter in enumerate(QUARTERS)},
+        **{f"mismatch/kl_at_{quarter}": 1e-5 * (n + 1) for n, quarter in enumerate(QUARTERS)},
+        "mismatch/logprob_gap_mean": 0.005,
+        "mismatch/logprob_gap_max": 0.2,
+        "mismatch/kl": 2e-5,
+        "sync/bytes": 4e8,
+        "sync/seconds_move": 0.2,
+        "sync/seconds_checksum": 0.1,
+        "sync/probe_logprob_gap": 0.01,
+        "time/rollout": 10 + wave,
+        "time/experience": 2.0,
+        "time/update": 5.0,
+        "time/sync": 0.4,
+        **{f"{role}/model_tflop_sum": 0.1 for role in ("policy", "critic")},
+        **({"reward/heldout": done, "time/evaluate": 3.0} if iteration % 10 == 0 else {}),
+    }  # fmt: skip
+
+
+def write_page_run(folder: Path, num_iterations: int = 40, *, overrides: tuple[str, ...] = ("algo=vapo",)) -> Path:
+    """A run that is done; the configuration is what the overrides compose to."""
+    folder.mkdir(parents=True)
+    with (folder / "metrics.jsonl").open("w") as file:
+        file.write(json.dumps({"iteration": 0, "reward/heldout": 0.0, "time/start": 30.0, "sync/bytes": 4e8}) + "\n")
+        for iteration in range(1, num_iterations + 1):
+            file.write(json.dumps({"iteration": iteration, **build_metrics(iteration, num_iterations)}) + "\n")
+    lines = [{"iteration": step, "pretrain/explained_variance": 0.1 * step, "pretrain/loss": 0.1} for step in (1, 2)]
+    (folder / "value_pretrain.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = dict(list_values(compose_config(overrides)))
+    (folder / "run.json").write_text(json.dumps({"overrides": overrides, "config": config}))
+    start = {
+        "time": 1790000000.0,
+        "objective": "algorithm   = vapo\npolicy loss = 1/N_tok sum_i sum_t[ -min(w A, clip(w, 0.8, 1.28) A) ]",
+        "sizes": "each iteration: 16 prompts x 16 responses",
+        "data": "data: 72 prompts to train on",
+        "versions": {"python": "3.11.2", "torch": "2.13.0"},
+        "hardware": {"host": "node1", "cpu": "a processor", "cores": 2, "memory_gib": 7.8, "gpus": []},
+    }
+    (folder / STARTS_NAME).write_text(json.dumps(start) + "\n")
+    write_outcome(folder, Outcome(State.done, results={"iterations": num_iterations}))
+    return folder
+
+
+def write_rollouts(folder: Path, num_iterations: int = 40, *, per_iteration: int = 8, text: str = "an answer") -> None:
+    """rollouts.jsonl with responses of 10, 11, ... tokens whose log-probs are -iteration / num_iterations."""
+    with (folder / "rollouts.jsonl").open("w") as file:
+        for iteration in range(1, num_iterations + 1):
+            for sample in range(per_iteration):
+                size = 10 + sample
+                response = {
+                    "token_ids": list(range(size)),
+                    "text": text,
+                    "rollout_logprobs": [-iteration / num_iterations] * size,
+                    "generated": [True] * size,
+                    "weight_versions": [[iteration - 1, 0, size]],
+                    "finish_reason": "stop",
+                    "turns": [],
+                }
+                record = {
+                    "iteration": iteration,
+                    "weight_version": iteration - 1,
+                    "sample": sample,
+                    "num_samples": per_iteration,
+                    "group": sample // 4,
+                    "prompt": {"id": f"p{sample}", "text": "a prompt", "token_ids": [1], "answer": "1", "metadata": {}},
+                    "response": response,
+                    "score": {"reward": sample % 2, "correct": sample % 2 == 1, "details": {}, "answer": None,
+                              "failure": None},
+                }  # fmt: skip
+                file.write(json.dumps(record) + "\n")

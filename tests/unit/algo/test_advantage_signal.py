@@ -1,0 +1,183 @@
+"""Share of an advantage that is about its token, and the critic against the mean of the group or of the batch.
+
+The task with closed forms: n independent fair bits, the number of ones paid at the end. Each bit's true advantage is
++-1/2, so that its mean square is 1/4, and that of what is still to come from token t on is (n - t) / 4.
+"""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from algo_cases import configure, experiences, f64, make_experience, some
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algo.critic_diagnostics import compute_critic_metrics, compute_reliability
+from megarl.algo.diagnostics import QUARTERS
+from megarl.algo.targets import compute_targets
+from megarl.config.schema.algo import ADAPTIVE
+
+
+def measure_bits(bits_BN, group_size: int = 1, values_BN=None, **algo):
+    """The metrics of `compute_targets`; without values: of the exact critic."""
+    num_rows, num_bits = bits_BN.shape
+    groups = (torch.arange(num_rows) // group_size).tolist()
+    rewards = bits_BN.sum(1).tolist()
+    e = make_experience(groups, [num_bits] * num_rows, rewards, [False] * num_rows, 0, holes=False)
+    if values_BN is None:
+        values_BN = bits_BN.cumsum(1) - bits_BN + (num_bits - torch.arange(num_bits)) / 2
+    return compute_targets(dataclasses.replace(e, values=values_BN), configure(**algo), 0.0)[1]
+
+
+def draw_bits(num_rows: int, num_bits: int, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 2, (num_rows, num_bits), generator=generator).double()
+
+
+def list_all(num_bits: int):
+    """Every sequence once: a mean over the batch is the expectation."""
+    return f64(list(itertools.product([0, 1], repeat=num_bits)))
+
+
+def get_fractions(metrics, name: str = "signal_frac") -> list[float]:
+    return [metrics[f"advantage/{name}_at_{quarter}"] for quarter in QUARTERS]
+
+
+def compute_snr(fraction: float) -> float:
+    return math.sqrt(fraction / (1 - fraction))
+
+
+@pytest.mark.parametrize("lambda_", [0.0, 0.5, 0.95, 1.0])
+def test_signal_of_an_exact_critic_on_n_bits_is_its_closed_form(lambda_):
+    n = 8
+    metrics = measure_bits(list_all(n), lambda_policy=lambda_)
+    power = [sum(lambda_ ** (2 * k) for k in range(n - t)) for t in range(n)]
+    quarters = [[0, 1], [2, 3], [4, 5], [6]]  # without the last token
+    assert get_fractions(metrics) == pytest.approx([len(q) / sum(power[t] for t in q) for q in quarters])
+
+
+def test_signal_of_group_advantages_on_n_bits_is_its_closed_form():
+    n, k = 4, 2
+    pairs = torch.stack([torch.cat(pair) for pair in itertools.product(list_all(n), repeat=2)]).view(-1, n)
+    metrics = measure_bits(pairs, group_size=k)
+    # R - the other's R has the variance n / 4 * k / (k - 1)
+    found = {name: metrics[name] for name in metrics if "signal_frac_group" in name}
+    # The last quarter is the last token.
+    assert found == pytest.approx({f"advantage/signal_frac_group_at_{q}": (k - 1) / (k * n) for q in QUARTERS[:3]})
+    # The critic's error is (n - t) / 4 at token t, 2.5 / 4 on average.
+    assert metrics["critic/mse_vs_group"] == pytest.approx(2.5 / (n * k / (k - 1)))
+    assert metrics["critic/mse_vs_group_first"] == pytest.approx((k - 1) / k)
+
+
+def test_snr_of_group_advantages_falls_with_the_length_and_that_of_a_critic_does_not():
+    group, critic, adaptive = {}, {}, {}
+    for n in (16, 64, 256):
+        metrics = measure_bits(draw_bits(4096, n), group_size=16, lambda_policy=0.8)
+        group[n] = compute_snr(sum(get_fractions(metrics, "signal_frac_group")) / 4)
+        critic[n] = compute_snr(metrics["advantage/signal_frac_at_25_50"])
+        metrics = measure_bits(draw_bits(4096, n), lambda_policy=ADAPTIVE, length_alpha=1.0, lambda_min=0.0)
+        adaptive[n] = compute_snr(metrics["advantage/signal_frac_at_0_25"])
+        assert group[n] == pytest.approx(1 / math.sqrt(n * 16 / 15 - 1), rel=0.1)
+        assert critic[n] == pytest.approx(math.sqrt(1 - 0.8**2) / 0.8, rel=0.2)
+    assert group[16] / group[256] == pytest.approx(4, rel=0.15)
+    # With lambda = 1 - 1/n what is still to come counts more in longer responses: 1 / sqrt(n) too, but above the group.
+    assert adaptive[16] / adaptive[256] == pytest.approx(4, rel=0.25)
+    assert all(adaptive[n] > group[n] for n in group)
+
+
+def test_a_critic_that_is_one_constant_finds_no_signal():
+    bits = draw_bits(64, 12)
+    metrics = measure_bits(bits, group_size=4, values_BN=torch.full(bits.shape, 5.5, dtype=torch.float64))
+    assert get_fractions(metrics) == [0.0] * 4
+    assert get_fractions(metrics, "signal_frac_group") == [0.0] * 4
+
+
+def test_random_values_are_no_signal_though_their_td_errors_are_large():
+    bits = draw_bits(4096, 8)
+    values = 4 + torch.randn(bits.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    metrics = measure_bits(bits, values_BN=values, lambda_policy=0.0)
+    # TD errors alone are the advantages here, and their squares would be a signal of 1.
+    assert get_fractions(metrics) == pytest.approx([0.0] * 4, abs=0.1)
+
+
+def test_the_critic_against_the_mean_of_the_batch_by_hand():
+    # Outcomes 0, 2, 4: errors against the others' mean 3, 0, 3. Critic: 1 | 1, 0 | 0.
+    mask = torch.tensor([[1, 0], [1, 1], [1, 0]]).bool()
+    outcomes, values = f64([[0, 0], [2, 2], [4, 0]]), f64([[1, 0], [1, 2], [4, 0]])
+    metrics = compute_critic_metrics(values, outcomes, outcomes, mask)
+    assert metrics["critic/mse_vs_batch_first"] == pytest.approx((1 + 1 + 0) / 18)
+    assert metrics["critic/mse_vs_batch"] == pytest.approx((1 + 1 + 0 + 0) / 18)
+    # The one token with a successor: 1 - 0 of signal in an advantage of 1; the batch's advantage of it is 0.
+    assert {k: v for k, v in metrics.items() if "signal" in k} == {"advantage/signal_frac_at_0_25": 1.0}
+
+
+def test_a_response_alone_in_its_group_is_not_compared_where_others_are_not():
+    mask, groups = torch.ones(3, 1).bool(), torch.tensor([7, 7, 3])
+    outcomes, values = f64([[0], [2], [9]]), f64([[1], [2], [0]])
+    metrics = compute_critic_metrics(values, outcomes, outcomes, mask, groups=groups)
+    assert metrics["critic/mse_vs_group"] == metrics["critic/mse_vs_group_first"] == pytest.approx(1 / 8)
+    assert not any("batch" in name for name in metrics)
+
+
+def test_nothing_is_compared_with_a_single_response_or_equal_outcomes():
+    mask = torch.ones(2, 3).bool()
+    for rows in (slice(0, 1), slice(0, 2)):
+        outcomes, values = torch.ones(2, 3)[rows], f64([[0, 2, 1], [1, 1, 0]])[rows]
+        metrics = compute_critic_metrics(values, outcomes, outcomes, mask[rows])
+        assert not any("mse_vs" in name or "signal_frac_batch" in name for name in metrics)
+        assert "advantage/signal_frac_at_0_25" in metrics
+
+
+def test_advantages_that_are_rounding_have_no_signal():
+    # Nothing is ever paid, and TD errors are the last digit of a constant value.
+    values = f64([[0.1, 0.1 + 2e-9, 0.1, 0.1]])
+    zeros, ones = torch.zeros(1, 4), torch.ones(1, 4).bool()
+    advantages = f64([[2e-9, -2e-9, 0, -0.1]])
+    metrics = compute_critic_metrics(values, zeros, zeros, ones, advantages)
+    assert not any("signal_frac" in name for name in metrics)
+
+
+@some
+@given(experiences(), st.sampled_from([1.0, 0.9, 0.0]))
+def test_signal_and_errors_equal_a_loop_over_the_tokens(e, gamma):
+    outcomes, advantages = e.old_logprobs, e.rollout_logprobs
+    metrics = compute_critic_metrics(e.values, outcomes, outcomes, e.mask, advantages, e.groups, gamma)
+    rows = [[t for t, g in enumerate(m) if g] for m in e.mask.tolist()]
+    signal, power = {q: [] for q in QUARTERS}, {q: [] for q in QUARTERS}
+    for i, row in enumerate(rows):
+        errors = [(outcomes[i, t] - e.values[i, t]).item() ** 2 for t in row]
+        for n, t in enumerate(row[:-1]):
+            name = QUARTERS[4 * n // len(row)]
+            signal[name].append(errors[n] - gamma**2 * errors[n + 1])
+            power[name].append(advantages[i, t].item() ** 2)
+    found = {k.removeprefix("advantage/signal_frac_at_"): v for k, v in metrics.items() if "signal_frac_at" in k}
+    assert found == pytest.approx({q: sum(signal[q]) / sum(power[q]) for q in QUARTERS if power[q]}, abs=1e-9)
+    firsts = [outcomes[i, row[0]].item() if row else None for i, row in enumerate(rows)]
+    mates = [
+        [firsts[j] for j in range(len(rows)) if j != i and rows[j] and e.groups[j] == e.groups[i]]
+        for i in range(len(rows))
+    ]
+    compared = [i for i, row in enumerate(rows) if row and mates[i]]
+    if not compared:
+        assert "critic/mse_vs_group" not in metrics
+        return
+    baseline = [(firsts[i] - sum(mates[i]) / len(mates[i])) ** 2 for i in compared]
+    squares = [[(outcomes[i, t] - e.values[i, t]).item() ** 2 for t in rows[i]] for i in compared]
+    expected = sum(map(sum, squares)) / sum(b * len(s) for b, s in zip(baseline, squares, strict=True))
+    assert metrics["critic/mse_vs_group"] == pytest.approx(expected)
+    assert metrics["critic/mse_vs_group_first"] == pytest.approx(sum(s[0] for s in squares) / sum(baseline))
+
+
+def test_reliability_by_hand():
+    predicted, outcomes = f64([4, 1, 2, 3, 3, 3, 8, 9]), f64([1, 0, 0, 1, 0, 1, 1, 3])
+    # Limits 2.75, 3, 5
+    expected = {1: (1.5, 0.0), 2: (3.0, 2 / 3), 3: (4.0, 1.0), 4: (8.5, 2.0)}
+    found = compute_reliability(predicted, outcomes)
+    assert {q: pytest.approx(pair) for q, pair in expected.items()} == found
+    assert compute_reliability(f64([2, 2]), f64([0, 1])) == {1: (2.0, 0.5)}
+    assert compute_reliability(f64([]), f64([])) == {}
+    metrics = compute_critic_metrics(*(x[:, None] for x in (predicted, outcomes, outcomes)), torch.ones(8, 1).bool())
+    assert metrics["critic/value_first_q4"] == 8.5
+    assert metrics["critic/outcome_middle_q2"] == pytest.approx(2 / 3)

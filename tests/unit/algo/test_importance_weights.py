@@ -1,0 +1,180 @@
+"""DIS, DPPO and CISPO: values, gradients and limits by hand."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from algo_cases import LIMIT, at_responses, configure, experiences, f64, few, loss_of, one_row, perturbed, whole
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algo.finite import NonFiniteError
+from megarl.algo.losses import count_minibatch, policy_loss
+from megarl.algo.objective import format_objective
+from megarl.algo.policy_losses.cispo import compute_cispo
+from megarl.algo.policy_losses.clip import compute_clipped
+from megarl.algo.policy_losses.dis import compute_dis
+from megarl.algo.policy_losses.dppo import compute_dppo
+from megarl.algo.registry import list_policy_losses, reads_old_logprobs
+from megarl.config.schema.algo_choices import KLEstimator
+
+LN2 = math.log(2)
+DIS = {"surrogate": "dis", "clip_low": 0.3, "clip_high": 5.0}
+DPPO = {"surrogate": "dppo", "clip_low": 0.2, "clip_high": 0.2}
+CISPO = {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0}
+OF_ROLLOUT = [DIS, DPPO]
+
+
+def differentiate(pi, mu, advantages, **values):
+    """Loss, gradient with respect to log pi and share of clipped tokens of one response; old_logprobs play no role."""
+    logprobs = f64(pi).log().requires_grad_()
+    _, targets, counts = one_row(advantages, [1.0] * len(pi), rollout_logprobs=f64(mu).log())
+    out = loss_of(logprobs, targets, counts, configure(**values))
+    out.loss.backward()
+    return float(out.loss.detach()), logprobs.grad.tolist(), float(out.sums["policy/clip_frac"])
+
+
+def test_dis_by_hand():
+    # Mathematics: 0.7 < r < 6. pi = 1/2: r = 1, 5, 6.25 (outside) and 0.625 (outside). log pi = -ln 2.
+    loss, gradient, masked = differentiate([0.5] * 4, [0.5, 0.1, 0.08, 0.8], [1, -2, 3, -4], **DIS)
+    assert loss == pytest.approx((1 * 1 * LN2 - 5 * 2 * LN2) / 4)
+    assert gradient == pytest.approx([-1 / 4, 10 / 4, 0, 0])
+    assert masked == 0.5
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_dis_masks_on_both_sides_whatever_the_sign_of_the_advantage_and_its_bounds_are_outside(advantage):
+    # r = 1/4, 1/2, 3/4, 3/2, 2 and 4 for bounds of 1/2 and 2; powers of two are exact
+    pi, mu = f64([0.125, 0.25, 0.375, 0.375, 0.5, 0.5]), f64([0.5, 0.5, 0.5, 0.25, 0.25, 0.125])
+    _, flags = compute_dis(pi.log(), mu.log(), f64([advantage] * 6), 0.5, 1.0)
+    assert flags["policy/clip_frac"].tolist() == [True, True, False, False, True, True]
+
+
+@given(experiences(min_length=1), st.integers(0, 1000))
+@few
+def test_dis_has_the_gradient_of_the_masked_ratio_differentiated(e, seed):
+    """-f(r) A with a gradient through r, the other reading of the paper: the same gradient, another value."""
+    logprobs = torch.where(e.mask, perturbed(e, seed)[0].detach(), 0.0).requires_grad_()
+    rollout = torch.where(e.mask, e.rollout_logprobs, 0.0)
+    advantages = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    mine, flags = compute_dis(logprobs, rollout, advantages, 0.3, 0.5)
+    ratio = (logprobs - rollout).exp()
+    other = torch.where(flags["policy/clip_frac"], 0.0, -ratio * advantages)
+    gradients = [torch.autograd.grad(loss.sum(), logprobs)[0] for loss in (mine, other)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_dppo_by_hand():
+    # |pi - mu| <= 0.2. A > 0: 0.75 from 0.5 is clipped, 0.075 from 0.05 (the same ratio 1.5) is not.
+    # A < 0: 0.25 from 0.5 is clipped, 0.025 from 0.05 is not; 0.75 from 0.5 moves against A and is not.
+    pi, mu = [0.75, 0.075, 0.25, 0.025, 0.75], [0.5, 0.05, 0.5, 0.05, 0.5]
+    loss, gradient, clipped = differentiate(pi, mu, [1, 1, -1, -1, -1], **DPPO)
+    assert loss == pytest.approx((0 - 1.5 + 0 + 0.5 + 1.5) / 5)
+    assert gradient == pytest.approx([0, -1.5 / 5, 0, 0.5 / 5, 1.5 / 5])
+    assert clipped == pytest.approx(2 / 5)
+
+
+@given(experiences(min_length=1), st.integers(0, 1000), st.floats(0.01, 1.0), st.floats(0.01, 1.0))
+@few
+def test_dppo_has_the_gradient_of_the_clipped_ratio_with_bounds_of_its_own_for_each_token(e, seed, low, high):
+    """Equation 2 of BPCO, through the clip of PPO token by token."""
+    logprobs = torch.where(e.mask, perturbed(e, seed)[0].detach(), 0.0).clamp(max=0.0)[e.mask].requires_grad_()
+    rollout = e.rollout_logprobs.clamp(max=0.0)[e.mask]
+    advantages = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    mine, flags = compute_dppo(logprobs, rollout, advantages, low, high)
+    mu = rollout.exp()
+    theirs, their_flags = compute_clipped(logprobs - rollout, advantages, low / mu, high / mu, None)
+    gradients = [torch.autograd.grad(loss.sum(), logprobs)[0] for loss in (mine, theirs)]
+    torch.testing.assert_close(*gradients)
+    assert torch.equal(flags["policy/clip_frac"], their_flags["policy/clip_frac"])
+
+
+def test_cispo_by_hand():
+    # Weights of at most 5 without a lower bound: w = 1, 8 (5) and 1/4 stays; every token has a gradient.
+    logprobs, targets, counts = one_row([1, -2, 4], [1.0, 8.0, 0.25])
+    logprobs.requires_grad_()
+    out = loss_of(logprobs, targets, counts, configure(**CISPO))
+    out.loss.backward()
+    by_hand = [math.log(0.5), -10 * math.log(4), math.log(0.125)]
+    assert float(out.loss.detach()) == pytest.approx(-sum(by_hand) / 3)
+    assert logprobs.grad.tolist() == pytest.approx([-1 / 3, 10 / 3, -1 / 3])
+    assert float(out.sums["policy/clip_frac"]) == pytest.approx(1 / 3)
+    bounded = loss_of(logprobs.detach(), targets, counts, configure(**CISPO | {"clip_low": 0.2}))
+    assert float(bounded.sums["policy/clip_frac"]) == pytest.approx(2 / 3)
+    assert float(bounded.loss) == pytest.approx(-(sum(by_hand[:2]) + 4 * 0.8 * math.log(0.125)) / 3)
+
+
+def test_where_policy_and_rollout_agree_all_three_have_reinforces_gradient():
+    for values in (DIS, DPPO, CISPO):
+        assert differentiate([0.5] * 3, [0.5] * 3, [1, -2, 3], **values)[1:] == ([-1 / 3, 2 / 3, -1], 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ratios_that_overflow_or_vanish_leave_finite_losses_and_gradients(dtype):
+    """A token that was all but impossible (mu = exp(-2000)) and one that has become so."""
+    mu = torch.tensor([-2000.0, -0.01, -0.01], dtype=dtype)
+    for compute, advantages, gradient in (
+        (compute_dis, [1.0, 1.0, 1.0], [0.0, 0.0, -1.0]),
+        (compute_dis, [-1.0, -1.0, -1.0], [0.0, 0.0, 1.0]),
+        (compute_dppo, [1.0, 1.0, 1.0], [0.0, 0.0, -1.0]),
+        (compute_cispo, [1.0, 1.0, 1.0], [-6.0, 0.0, -1.0]),
+    ):
+        logprobs = torch.tensor([-0.01, -2000.0, -0.01], dtype=dtype, requires_grad=True)
+        low = 0.2 if compute is compute_dppo else 0.99 if compute is compute_dis else 1.0
+        high = 0.2 if compute is compute_dppo else 5.0
+        losses, _ = compute(logprobs, mu, torch.tensor(advantages, dtype=dtype), low, high)
+        losses.sum().backward()
+        assert bool(torch.isfinite(losses).all())
+        assert logprobs.grad.tolist() == pytest.approx(gradient, abs=1e-6)
+
+
+def test_a_ratio_that_dppo_does_not_clip_and_that_overflows_is_an_error():
+    with pytest.raises(NonFiniteError, match=r"importance ratio exp\(logprobs - rollout_logprobs\)"):
+        compute_dppo(f64([-0.1]), f64([-2000.0]), f64([-1.0]), 0.2, 0.2)
+
+
+@given(experiences(), st.integers(0, 1000), st.sampled_from(OF_ROLLOUT), st.sampled_from([None, KLEstimator.k3]))
+@few
+def test_the_losses_with_a_ratio_to_the_rollout_read_no_old_logprobs(e, seed, values, kl):
+    """The same loss and gradient, bit for bit, with the trainer's log-probs and with the rollout engine's in place."""
+    config = configure(**values, advantage="group", kl__in_loss=kl is not None, entropy_coef=0.1)
+    found = []
+    samples, rows, targets = whole(e, config)
+    for old in (targets.old_logprobs, targets.rollout_logprobs):
+        lp, entropy, _ = perturbed(e, seed)
+        inputs = (at_responses(samples, rows, x) for x in (lp, entropy))
+        out = policy_loss(*inputs, replace(targets, old_logprobs=old), config, count_minibatch(samples), LIMIT)
+        out.loss.backward()
+        found.append((out.loss.detach(), lp.grad, out.sums["policy/clip_frac"]))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_old_logprobs_are_read_by_everything_but_a_ratio_to_the_rollout_alone():
+    assert [name for name, it in list_policy_losses().items() if it.ratio_to_rollout] == ["dis", "dppo"]
+    for values in OF_ROLLOUT:
+        assert not reads_old_logprobs(configure(**values))
+        assert not reads_old_logprobs(configure(**values, kl__in_loss=True, kl__loss_estimator=KLEstimator.full))
+        for more in (
+            {"kl__in_reward": True},
+            {"kl__in_loss": True},
+            {"topr__negative_loss_coef": 1.0},
+            {"rl_loss_coef": 0.0, "topr__negative_loss_coef": 1.0},
+        ):
+            assert reads_old_logprobs(configure(**values | more))
+    assert reads_old_logprobs(configure(**CISPO))
+    assert reads_old_logprobs(configure())
+
+
+def test_the_printed_formulas_have_the_bounds():
+    shown = {
+        values["surrogate"]: format_objective(configure(**values), 1).splitlines()[1] for values in (DIS, DPPO, CISPO)
+    }
+    assert shown == {
+        "dis": "policy loss = 1/N_tok sum_i sum_t[ -[0.7 < r < 6] sg(r) A log pi with r = pi/pi_rollout ]",
+        "dppo": "policy loss = 1/N_tok sum_i sum_t[ -[pi - mu <= 0.2 where A > 0, mu - pi <= 0.2 where A < 0] r A"
+        " with r = pi/mu, mu = pi_rollout ]",
+        "cispo": "policy loss = 1/N_tok sum_i sum_t[ -sg(min(w, 5)) A log pi ]",
+    }
+    two_sided = format_objective(configure(**CISPO | {"clip_low": 0.2}), 1)
+    assert "-sg(clip(w, 0.8, 5)) A log pi" in two_sided

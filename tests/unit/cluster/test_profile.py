@@ -1,0 +1,129 @@
+"""train.profile: when the profiler begins and ends, and what it writes."""
+
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.backend import Done
+from fakes.run import World
+
+from megarl.cluster.profile import DIRECTORY, TIMELINE, Profiler, RankProfiler
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.timeline import Recording, span
+
+PHASES = ("rollout", "experience", "update", "checkpoint", "sync", "evaluate")
+
+
+class RoleHere:
+    """A role of one rank in this process's place: what it computes between begin and end is one product."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def begin_profile(self) -> Done[list[None]]:
+        self.calls.append("begin")
+        return Done([None])
+
+    def end_profile(self, directory: Path) -> Done[list[Recording]]:
+        self.calls.append("end")
+        return Done([])
+
+
+def read(path: Path) -> dict[str, Any]:
+    with gzip.open(path, "rt") as file:
+        return dict(json.load(file))
+
+
+def run_profiled(run_dir: Path, iteration: int | None, *overrides: str) -> tuple[RoleHere, list[str]]:
+    """A run of three iterations over the fakes."""
+    role, world = RoleHere(), World()
+    said: list[str] = []
+    with world.open_trainer(
+        run_dir, ["algo=vapo", "train.num_iterations=3", "train.eval_every=1", *overrides]
+    ) as trainer:
+        profiler = Profiler(iteration, [role], run_dir, said.append)
+        trainer.report.after_log = profiler.after_log
+        trainer.run()
+        profiler.close()
+    return role, said
+
+
+def test_phases_nest_in_their_iteration_in_order_and_every_episode_is_there(tmp_path: Path) -> None:
+    role, said = run_profiled(tmp_path, 2)
+    assert role.calls == ["begin", "end"]
+    assert len(said) == 1
+    assert said[0].startswith(f"profile of iteration 2: {TIMELINE} in {tmp_path / DIRECTORY}")
+    built = read(tmp_path / DIRECTORY / TIMELINE)
+    events = [event for event in built["traceEvents"] if event["ph"] == "X"]
+    (iteration,) = [event for event in events if event["name"] == "iteration 2"]
+    main = [e for e in events if (e["pid"], e["tid"]) == (iteration["pid"], iteration["tid"]) and e is not iteration]
+    phases = [event for event in sorted(main, key=lambda event: event["ts"]) if event["name"] in PHASES]
+    assert [phase["name"] for phase in phases] == ["rollout", "experience", "update", "sync", "evaluate"]
+    ends = [phase["ts"] + phase["dur"] for phase in phases]
+    assert all(end <= later["ts"] for end, later in zip(ends[:-1], phases[1:], strict=True))
+    assert iteration["ts"] <= phases[0]["ts"]
+    assert ends[-1] <= iteration["ts"] + iteration["dur"]
+    # 6 prompts x 4 responses, and 8 held-out prompts.
+    episodes = [event for event in events if event["name"] == "episode"]
+    assert len(episodes) == 24 + 8
+    assert len([event for event in events if event["name"] == "score"]) == 24 + 8
+    assert all(event["args"]["tokens"] > 0 for event in episodes)
+    inside = [phases[0], phases[-1]]
+    for event in episodes:
+        assert any(p["ts"] <= event["ts"] and event["ts"] + event["dur"] <= p["ts"] + p["dur"] for p in inside)
+
+
+@pytest.mark.parametrize(("iteration", "said"), [(None, []), (9, ["train.profile=9: this iteration was not run"])])
+def test_a_run_without_the_iteration_profiles_nothing_and_says_so(
+    iteration: int | None, said: Sequence[str], tmp_path: Path
+) -> None:
+    role, found = run_profiled(tmp_path, iteration)
+    assert role.calls == []
+    assert not (tmp_path / DIRECTORY).exists()
+    assert len(found) == len(said)
+    assert all(text.startswith(start) for text, start in zip(found, said, strict=True))
+
+
+def test_a_rank_writes_the_operators_and_spans_of_its_calls(tmp_path: Path) -> None:
+    profiler, path = RankProfiler(), tmp_path / "policy-0.json.gz"
+    profiler.begin("an iteration that failed", True)
+    profiler.begin("policy rank 0/1", True)
+    with span("update"):
+        torch.ones(8, 8) @ torch.ones(8, 8)
+    recording = profiler.end(path)
+    assert (recording.process, [each.name for each in recording.spans]) == ("policy rank 0/1", ["update"])
+    built = read(path)
+    events = {event["name"]: event for event in built["traceEvents"] if event.get("ph") == "X"}
+    product, update = events["aten::mm"], events["update"]
+    assert update["ts"] <= product["ts"]
+    assert product["ts"] + product["dur"] <= update["ts"] + update["dur"]
+    # Both kinds of files say which wall clock their 0 is.
+    noted = recording.spans[0].start_ns + recording.unix_offset_ns
+    assert abs(built["baseTimeNanoseconds"] + 1000 * update["ts"] - noted) < 1e9
+    assert [each.name for each in tmp_path.iterdir()] == ["policy-0.json.gz"]
+
+
+def test_a_rank_that_is_not_the_first_of_its_stage_writes_no_trace(tmp_path: Path) -> None:
+    profiler = RankProfiler()
+    profiler.begin("policy rank 1/2", False)
+    with span("update"):
+        pass
+    assert [each.name for each in profiler.end(tmp_path / "policy-1.json.gz").spans] == ["update"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("profile", "expected"),
+    [
+        (0, "train.profile: found 0; it must be 1 or more"),
+        (4, "train.profile: found 4, the number of an iteration; the run has train.num_iterations=3"),
+    ],
+)
+def test_an_iteration_that_the_run_does_not_have_is_refused(profile: int, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        load_config(["train.num_iterations=3", f"train.profile={profile}"])

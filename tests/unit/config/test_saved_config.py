@@ -1,0 +1,112 @@
+"""rollout.file: what it contradicts, which keys then have no effect, and that no server is placed."""
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.placement import check_cluster, find_server_offload, list_groups
+from megarl.run.command import format_results
+from megarl.sweep.sharing import list_pretraining_overrides
+from megarl.value_pretraining.inputs import find_differing, list_pretraining_inputs
+
+FILE = "rollout.file=runs/a/rollouts.jsonl"
+TOPR = ("model=tiny", "algo=topr", FILE)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["algo=ppo"],
+            r"rollout\.file: runs/a/rollouts\.jsonl found with algo\.mismatch\.correction=none.*must be null",
+        ),
+        (["algo=topr", "algo.replay.num_iterations=2"], r"algo\.replay\.num_iterations: 2 found.*must be 0"),
+        (["algo=dapo", "algo.mismatch.correction=tis"], r"algo\.dynamic_sampling\.enabled: true found.*must be false"),
+        (["algo=topr", "rollout.max_staleness=2"], r"rollout\.max_staleness: found 2 .*it must be 0"),
+        (["algo=topr", "rollout.router_replay=true"], r"rollout\.router_replay: found true .*it must be false"),
+        (
+            ["algo=vapo", "algo.mismatch.correction=tis"],
+            r"algo\.value_pretrain\.rollouts: null found.*such as runs/a/rollouts\.jsonl",
+        ),
+    ],
+)
+def test_what_needs_a_server_or_a_policys_own_samples_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(["model=tiny", *overrides, FILE])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algo=topr"],
+        ["algo=ppo", "algo.mismatch.correction=tis"],
+        ["algo=grpo", "algo.mismatch.correction=mis"],
+        ["algo=vapo", "algo.mismatch.correction=tis", "algo.value_pretrain.rollouts=runs/a/rollouts.jsonl"],
+        ["algo=vapo", "algo.mismatch.correction=tis", "algo.value_pretrain.enabled=false"],
+    ],
+)
+def test_losses_that_weight_by_the_policy_that_sampled_are_allowed(overrides):
+    assert load_config(["model=tiny", *overrides, FILE]).rollout.file == "runs/a/rollouts.jsonl"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("data.num_heldout=3", "reward.num_workers=2", "rollout.num_servers=2", "rollout.num_threads=2"),
+        *("train.eval_every=2", "train.max_samples=100", "logger.save_rollouts=true", "train.num_eval_prompts=4"),
+        *("checkpoint.keep_best=2", "data.chat_template=true"),
+    ],
+)
+def test_a_key_of_generation_or_evaluation_has_no_effect(override):
+    given = ["data=jsonl", "data.path=p.jsonl"] if override.startswith("data") else []
+    given += ["reward=math"] if override.startswith("reward") else []
+    with pytest.raises(ConfigError, match=rf"{override.split('=')[0]}: has no effect with rollout\.file"):
+        load_config([*TOPR, *given, override])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("data.prompt_length=64", "reward.wrong=-0.5", "rollout.temperature=0.7", "rollout.response_length=16"),
+        "train.max_minutes=3",
+    ],
+)
+def test_a_key_of_what_is_learned_has_one(override):
+    load_config([*TOPR, override])
+
+
+def test_what_the_critic_alone_reads_has_an_effect():
+    given = ["model=tiny", "algo=ppo", "algo.mismatch.correction=tis", FILE, "data.critic_prompt='{answer}='"]
+    config = load_config([*given, "data.critic_prompt_length=4", "data.chat_template=true"])
+    assert config.data.num_critic_tokens == 4
+
+
+def test_all_devices_are_the_roles():
+    config = load_config([*TOPR, "rollout.file=r.jsonl"])
+    assert [(group.name, group.num_processes) for group in list_groups(config)] == [("policy", 1), ("servers", 0)]
+    assert [group.num_processes for group in list_groups(config, "evaluate")] == [config.rollout.num_servers]
+    big = load_config(
+        [
+            "algo=topr",
+            "model=qwen3_0_6b",
+            "cluster=h100x8",
+            "policy.parallel.num_processes=8",
+            FILE,
+            "rollout.offload=null",
+        ]
+    )
+    assert list(check_cluster(big)) == []
+    assert find_server_offload(big) is None
+
+
+def test_a_reward_that_nobody_measured_is_shown_as_none():
+    assert format_results({"iterations": 3, "reward/heldout": float("nan")}) == "iterations=3 reward/heldout=none"
+    assert format_results({"iterations": 3, "reward/heldout": 0.5}) == "iterations=3 reward/heldout=0.5000"
+
+
+def test_a_sweep_shares_the_value_pretraining_of_runs_on_a_file():
+    given = ["model=tiny", "algo=vapo", "algo.mismatch.correction=tis", "algo.value_pretrain.rollouts=r.jsonl", FILE]
+    config = load_config([*given, "algo.clip_high=0.3"])
+    shared = list_pretraining_overrides(config, given)
+    assert shared == ["model=tiny", "algo=vapo", "algo.value_pretrain.rollouts=r.jsonl"]
+    assert find_differing(list_pretraining_inputs(load_config(shared, "pretrain_value")), config) == []

@@ -1,0 +1,204 @@
+"""The loop over rollout.file: without servers, with every ratio that of the policy that sampled the responses."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.run import World
+from safetensors.torch import load_file
+
+from megarl.checkpoint.manifest import CheckpointError
+from megarl.report.metrics import load_metrics
+from megarl.rollout.rollout_file import load_rollouts
+from megarl.trainer import Trainer
+from megarl.types import TrainingSamples
+
+TOPR = ("algo=topr", "reward.wrong=0", "train.num_iterations=4", "checkpoint.save_every=1")
+PPO_TIS = ("algo=ppo", "algo.mismatch.correction=tis", "reward.wrong=0", "train.responses_per_prompt=4")
+NUM_SAVED = 3
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run of three iterations has sampled with its weights of versions 0 to 2: 18 groups of 4."""
+    run_dir = tmp_path_factory.mktemp("earlier")
+    given = ["algo=topr", "reward.wrong=0", "logger.save_rollouts=true", f"train.num_iterations={NUM_SAVED}", "seed=5"]
+    with pytest.MonkeyPatch.context() as patch:
+        World().run_job(patch, run_dir, given)
+    versions = {rollout.weight_version for rollout in load_rollouts(run_dir / "rollouts.jsonl")}
+    assert versions == {0, 1, 2}
+    return run_dir / "rollouts.jsonl"
+
+
+def open_trainer(run_dir: Path, saved: Path, *overrides: str) -> Any:
+    return World().open_trainer(run_dir, [*overrides, f"rollout.file={saved}"])
+
+
+def test_no_token_counts_as_sampled_by_the_present_weights_even_where_its_version_has_their_number(saved, tmp_path):
+    recorded = {
+        (sample.prompt.id, tuple(sample.response.token_ids.tolist())): sample.response.rollout_logprobs.tolist()
+        for rollout in load_rollouts(saved)
+        for sample in rollout.samples
+    }
+    with open_trainer(tmp_path, saved, *TOPR) as trainer:
+        seen = set()
+        for iteration in range(1, 1 + NUM_SAVED):
+            trainer.publish(iteration - 1)
+            rollout, metrics = trainer.collect(iteration)
+            experience, _ = trainer.build_experience(rollout)
+            seen |= {version for s in rollout.samples for version in s.response.weight_versions.expand().tolist()}
+            assert rollout.weight_version == iteration - 1
+            assert experience.ages.tolist() == [iteration] * 24
+            assert not experience.scored.any()
+            assert experience.too_stale is None
+            assert metrics["saved/epoch"] == iteration / 3
+            for row, sample in enumerate(rollout.samples):
+                n = len(sample.response)
+                expected = recorded[sample.prompt.id, tuple(sample.response.token_ids.tolist())]
+                assert experience.sampling_logprobs[row, :n].tolist() == expected
+                assert experience.rollout_logprobs[row, :n].tolist() == expected
+        assert seen == {0, 1, 2}
+
+
+def build_targets(trainer: Trainer) -> TrainingSamples:
+    trainer.publish(0)
+    rollout, _ = trainer.collect(1)
+    experience, _ = trainer.build_experience(rollout)
+    return trainer.build_targets(experience, trainer.config.algo)[0]
+
+
+def test_toprs_loss_is_that_of_the_recorded_log_probs_computed_by_hand(saved, tmp_path):
+    with open_trainer(tmp_path, saved, *TOPR, "algo.topr.ratio_level=sequence") as trainer:
+        samples = build_targets(trainer)
+        assert samples.sampling_logprobs is not None
+        total = tapered = 0.0
+        for row in range(24):
+            n = int(samples.mask[row].sum())
+            now, mu = samples.old_logprobs[row, :n].double(), samples.rollout_logprobs[row, :n].double()
+            advantage = float(samples.advantages[row, 0])
+            weight = 1.0 if advantage >= 0 else min(1.0, math.exp(float((now - mu).sum())))
+            tapered += weight < 0.99
+            total -= weight * advantage * float(now.sum())
+        assert tapered > 0
+        step = trainer.components.policy.update(samples, [torch.arange(24)]).result()[0]
+    assert step["policy/loss"] == pytest.approx(total / 24, rel=1e-4)
+
+
+def test_ppos_ratio_begins_at_the_present_policy_and_tis_weights_by_the_recorded_one(saved, tmp_path):
+    with open_trainer(tmp_path, saved, *PPO_TIS, "algo.loss_agg_mode=token-mean", "algo.mismatch.high=1.1") as trainer:
+        samples = build_targets(trainer)
+        mask = samples.mask
+        ratio = (samples.old_logprobs.double() - samples.rollout_logprobs.double()).exp()
+        assert (ratio[mask] > 1.1).any()
+        assert (ratio[mask] < 0.9).any()
+        total = 0.0
+        for row, column in mask.nonzero().tolist():
+            # The importance ratio of the first step is 1: it is to old_logprobs, computed now.
+            weight = min(float(ratio[row, column]), 1.1)
+            total -= weight * float(samples.advantages[row, column])
+        step = trainer.components.policy.update(samples, [torch.arange(24)]).result()[0]
+    assert step["policy/loss"] == pytest.approx(total / int(mask.sum()), rel=1e-4, abs=1e-6)
+    assert step["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("overrides", [TOPR, (*PPO_TIS, "critic.optimizer.lr=0.1", "train.num_iterations=4")])
+def test_the_better_responses_become_likelier_and_nothing_is_generated_or_evaluated(saved, tmp_path, overrides):
+    world = World()
+    with pytest.MonkeyPatch.context() as patch:
+        summary = world.run_job(patch, tmp_path, [*overrides, "train.num_iterations=12", f"rollout.file={saved}"])
+    lines = load_metrics(tmp_path / "metrics.jsonl")
+    assert [line["iteration"] for line in lines] == list(range(13))
+    assert math.isnan(summary.heldout_reward)
+    gap = [line["replay/logprob_above"] - line["replay/logprob_below"] for line in lines[1:]]
+    assert gap[-1] > gap[0] + 0.3
+    if overrides is TOPR:
+        assert lines[-1]["replay/logprob_above"] > lines[1]["replay/logprob_above"]
+    assert lines[3]["saved/epoch"] == 1
+    assert all(name.split("/")[0] not in ("reward", "heldout", "mismatch", "sync") for line in lines for name in line)
+    assert lines[2]["replay/age_mean"] == 2
+    assert (tmp_path / "policy" / "model.safetensors").is_file()
+    assert ("servers", "publish") not in world.log
+
+
+def test_value_pretraining_learns_from_a_file_and_training_goes_on(saved, tmp_path):
+    given = ["algo=vapo", "algo.mismatch.correction=tis", "algo.value_pretrain.steps=2", "train.num_iterations=1"]
+    given += ["train.responses_per_prompt=4", f"algo.value_pretrain.rollouts={saved}", f"rollout.file={saved}"]
+    with pytest.MonkeyPatch.context() as patch:
+        assert World().run_job(patch, tmp_path, given).num_iterations == 1
+    assert len(load_metrics(tmp_path / "value_pretrain.jsonl")) == 2
+
+
+class Killed(BaseException):
+    """The driver is gone: nothing of ours handles it."""
+
+
+def read_end(run_dir: Path) -> Any:
+    lines = [{k: v for k, v in x.items() if not k.startswith("time/")} for x in load_metrics(run_dir / "metrics.jsonl")]
+    return lines, {name: x.tolist() for name, x in load_file(run_dir / "policy" / "model.safetensors").items()}
+
+
+def test_a_killed_run_resumes_at_its_place_in_the_file_to_the_end_of_an_unbroken_one(saved, tmp_path, monkeypatch):
+    # 5 groups an iteration: the third iteration reaches from the first pass over the 18 into the second.
+    given = [*TOPR, "train.prompts_per_iteration=5", f"rollout.file={saved}"]
+    World().run_job(monkeypatch, tmp_path / "unbroken", given)
+    World().run_job(monkeypatch, tmp_path / "again", given)
+    assert read_end(tmp_path / "again") == read_end(tmp_path / "unbroken")
+    num_updates = 0
+
+    def watch(role: str, verb: str) -> None:
+        nonlocal num_updates
+        num_updates += verb == "update"
+        if num_updates == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        World(watch=watch).run_job(monkeypatch, tmp_path / "killed", given)
+    World().run_job(monkeypatch, tmp_path / "killed", given)
+    assert read_end(tmp_path / "killed") == read_end(tmp_path / "unbroken")
+
+
+def test_a_run_does_not_resume_on_another_file(saved, tmp_path, monkeypatch):
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(saved.read_bytes())
+    World().run_job(monkeypatch, tmp_path / "run", [*TOPR, "train.num_iterations=1", f"rollout.file={copy}"])
+    lines = copy.read_bytes().splitlines(keepends=True)
+    copy.write_bytes(b"".join(lines[:48]))
+    # These tests' inputs are cached by their overrides, which therefore differ.
+    given = [*TOPR, "train.num_iterations=2", f"rollout.file={copy}"]
+    with pytest.raises(CheckpointError, match="the data have changed"):
+        World().run_job(monkeypatch, tmp_path / "run", given)
+
+
+def test_a_file_that_changes_during_the_run_is_refused(saved, tmp_path):
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(saved.read_bytes())
+    with open_trainer(tmp_path / "run", copy, *TOPR) as trainer:
+        copy.write_bytes(saved.read_bytes().replace(b'"correct":true', b'"correct":null'))
+        with pytest.raises(RuntimeError, match=r"copy\.jsonl:\d+: the file has changed"):
+            trainer.source.take(1, 0)
+
+
+def test_dis_weights_each_token_by_the_ratio_to_the_recorded_log_prob_or_masks_it(saved, tmp_path):
+    given = ["algo=sao", "reward.wrong=0", "train.responses_per_prompt=4", "algo.loss_agg_mode=token-mean"]
+    given += [
+        "algo.clip_low=0.2",
+        "algo.clip_high=0.2",
+        "policy.frozen_iterations=0",
+        "algo.value_pretrain.enabled=false",
+    ]
+    world = World()
+    with world.open_trainer(tmp_path, [*given, f"rollout.file={saved}"]) as trainer:
+        samples = build_targets(trainer)
+        assert ("policy", "logprobs") not in world.log
+        now = trainer.components.policy.logprobs(samples.sequences, 1.0).result()
+        total = num_masked = 0
+        for row, column in samples.mask.nonzero().tolist():
+            ratio = math.exp(float(now[row, column]) - float(samples.rollout_logprobs[row, column]))
+            is_inside = 0.8 < ratio < 1.2
+            num_masked += not is_inside
+            total -= is_inside * ratio * float(samples.advantages[row, column]) * float(now[row, column])
+        assert 0 < num_masked < int(samples.mask.sum())
+        step = trainer.components.policy.update(samples, [torch.arange(24)]).result()[0]
+    assert step["policy/loss"] == pytest.approx(total / int(samples.mask.sum()), rel=1e-4, abs=1e-6)

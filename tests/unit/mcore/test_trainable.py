@@ -1,0 +1,61 @@
+"""critic.trainable=mlp: which weights those are, by the names of both kinds of layers and in every family."""
+
+import pytest
+
+from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.model import RandomModelConfig
+from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig, Trainable
+from megarl.families.registry import FAMILIES
+from megarl.mcore.model.trainable import is_mlp
+from megarl.mcore.role_fields import check_role_fields
+from megarl.mcore.weights.entries import list_entries
+from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.plan.jobs import describe_random
+
+LAYER = "decoder.layers.3."
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mlp.linear_fc1.weight", "mlp.linear_fc2.bias", "mlp.shared_experts.linear_fc2.weight"),
+        *("mlp.experts.local_experts.7.linear_fc1.weight", "mlp.experts.linear_fc2.weight12"),
+    ],
+)
+def test_projections_of_mlps_and_experts_are_trained(name: str) -> None:
+    assert is_mlp(LAYER + name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc2.post_layernorm.weight", "pre_mlp_layernorm.weight"),
+        *("mlp.router.weight", "mlp.router.expert_bias", "mlp.shared_experts.gate_weight"),
+        *("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight", "input_layernorm.weight"),
+    ],
+)
+def test_norms_routers_gates_and_attention_are_frozen(name: str) -> None:
+    assert not is_mlp(LAYER + name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_every_family_they_are_the_gate_up_and_down_projections(family: str) -> None:
+    entries = list_entries(describe_random(RandomModelConfig(family=family, num_layers=4)), True)
+    trained = {name.split(".", 3)[3] for entry in entries if is_mlp(entry.name) for name in entry.hf_names}
+    frozen = {name for entry in entries if not is_mlp(entry.name) for name in entry.hf_names}
+    assert trained
+    assert all("mlp" in name and name.endswith("proj.weight") for name in trained), trained
+    assert not [name for name in frozen if "mlp" in name and name.endswith("proj.weight")]
+
+
+@pytest.mark.parametrize(
+    ("family", "pp", "refused"), [("qwen3_moe", 2, True), ("qwen3_moe", 1, False), ("qwen3", 2, False)]
+)
+def test_stages_that_would_train_experts_alone_are_refused(family: str, pp: int, refused: bool) -> None:
+    arch = describe_random(RandomModelConfig(family=family, num_layers=4))
+    parallel = ParallelConfig(num_processes=pp, pp=pp)
+    optimizer = OptimizerConfig()
+    spec = WorkerSpec(
+        Role.critic, "x", parallel, optimizer, Dtype.float32, AlgoConfig(), 1.0, 8, 64, trainable=Trainable.mlp
+    )
+    assert bool(list(check_role_fields(arch, spec))) is refused

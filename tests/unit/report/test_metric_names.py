@@ -1,0 +1,112 @@
+"""The table of metrics against the code that logs them; tests/unit/loop checks it against whole runs."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.report.metric_names import METRICS, PLACEHOLDER_TEXTS, PLACEHOLDERS, UNITS, build_pattern, find_metric
+
+PACKAGE = Path(__file__).resolve().parents[3] / "megarl"
+READERS = (
+    *("report/wandb_sink.py", "report/prometheus.py", "report/live.py", "report/metric_names.py"),
+    *("report/run_charts.py", "report/run_facts.py", "report/run_head.py", "report/run_page.py", "report/history.py"),
+    *("report/advice.py", "report/mismatch_cause.py", "report/responses.py", "report/sweep_page.py"),
+    "report/critic_pictures.py",
+    "report/text.py",
+)
+"""Files that name metrics, or axes, without logging them"""
+GROUPS = {metric.name.split("/")[0] for metric in METRICS}
+EXAMPLES = {"quarter": "0_25", "quartile": "1", "state": "first", "baseline": "group", "name": "anything"}
+
+
+def find_names(source: str) -> Iterator[str]:
+    """Regular expressions of the strings in `source` that look like a metric's name, and of the phases it times.
+
+    An f-string's values match anything.
+    """
+    tree = ast.parse(source)
+    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if id(node) in inside:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            parts = [re.escape(p.value) if isinstance(p, ast.Constant) else r"[\w/]+" for p in node.values]
+            yield "".join(parts)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield re.escape(node.value)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+            first = node.args[0]
+            if isinstance(first, ast.Constant) and node.func.attr in ("phase", "mark"):
+                yield re.escape({"phase": "time/", "mark": "sync/seconds_"}[node.func.attr] + str(first.value))
+
+
+def list_logged() -> set[str]:
+    sources = [path for path in PACKAGE.rglob("*.py") if not str(path).endswith(READERS)]
+    assert len(sources) > 200
+    found = {name for path in sources for name in find_names(path.read_text())}
+    # `f"{name}/{part}"` would match everything.
+    return {name for name in found if re.search(r"[a-z]", name.replace(r"[\w/]+", "")) and "/" in name}
+
+
+def fill(name: str) -> str:
+    return re.sub(r"\{(\w+)\}", lambda found: EXAMPLES[found[1]], name)
+
+
+def test_every_metric_of_the_table_is_logged_somewhere() -> None:
+    logged = list_logged()
+    # What a user names is no evidence for a name of ours.
+    any_name = {name for name in logged if re.fullmatch(r"\w+/" + re.escape(r"[\w/]+"), name)}
+    closed, every = ([re.compile(name) for name in names] for names in (logged - any_name, logged))
+
+    def is_logged(name: str) -> bool:
+        # The same numbers as of training, of the held-out prompts.
+        own = name.removeprefix("heldout/") if name.startswith("heldout/environment/") else name
+        return any(pattern.fullmatch(fill(own)) for pattern in (every if "{name}" in name else closed))
+
+    assert not [metric.name for metric in METRICS if not is_logged(metric.name)]
+
+
+def test_every_name_that_the_code_logs_is_in_the_table() -> None:
+    plain = [name.replace("\\", "") for name in list_logged() if not re.search(r"[\[ .]", name.replace("\\.", "."))]
+    names = [name for name in plain if name.split("/")[0] in GROUPS and re.fullmatch(r"\w+/\w+", name)]
+    assert len(names) > 50
+    beginnings = {"advantage/signal_frac"}
+    assert not [name for name in names if find_metric(name) is None and name not in beginnings]
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("reward/mean", "reward/mean"),
+        ("reward/format", "reward/{name}"),
+        ("heldout/environment/turns_mean", "heldout/environment/turns_mean"),
+        ("heldout/environment/calls", "heldout/environment/{name}"),
+        ("heldout/letters", "heldout/{name}"),
+        ("critic/ev_at_75_100", "critic/ev_at_{quarter}"),
+        ("advantage/signal_frac_batch_at_0_25", "advantage/signal_frac_{baseline}_at_{quarter}"),
+        ("critic/value_middle_q4", "critic/value_{state}_q{quartile}"),
+    ],
+)
+def test_a_logged_name_is_found_in_the_most_specific_row(name: str, row: str) -> None:
+    metric = find_metric(name)
+    assert metric is not None
+    assert metric.name == row
+
+
+@pytest.mark.parametrize("name", ["debug/other", "critic/ev_at_0_10", "critic/value_first_q5", "policy/los"])
+def test_a_name_that_nothing_explains_is_not_found(name: str) -> None:
+    assert find_metric(name) is None
+
+
+def test_the_table_is_consistent() -> None:
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    assert {metric.unit for metric in METRICS} == set(UNITS)
+    assert PLACEHOLDERS.keys() == PLACEHOLDER_TEXTS.keys() == EXAMPLES.keys()
+    for metric in METRICS:
+        assert metric.meaning
+        assert metric.meaning[-1] != ".", metric.name
+        assert re.fullmatch(build_pattern(metric.name), fill(metric.name))
+        assert find_metric(fill(metric.name)) == metric

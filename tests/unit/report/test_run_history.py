@@ -1,0 +1,110 @@
+"""A metrics.jsonl of any length, read in one pass, as a bounded number of points."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.report.history import (
+    MFU,
+    MOST_POINTS,
+    SECONDS,
+    History,
+    add_mfu,
+    derive_metrics,
+    load_history,
+    sample_lines,
+)
+
+
+def build_history(values: list[float]) -> History:
+    history = History()
+    for iteration, value in enumerate(values, start=1):
+        history.add({"iteration": iteration, "x": value})
+    return history
+
+
+def test_a_short_file_keeps_every_iteration():
+    history = build_history([3.0, 1.0, 2.0])
+    assert [line["x"] for line in history.lines] == [3.0, 1.0, 2.0]
+    assert (history.width, history.num_iterations, history.last["x"], history.best["x"]) == (1, 3, 2.0, (3.0, 1))
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5 * MOST_POINTS))
+def test_points_of_a_long_file_keep_its_mean_its_range_and_its_order(values):
+    history = build_history(values)
+    found = [point.metrics["x"] for point in history.points]
+    assert len(found) <= MOST_POINTS
+    assert sum(each.count for each in found) == len(values)
+    assert sum(each.total for each in found) == pytest.approx(sum(values), abs=1e-3)
+    assert (min(each.low for each in found), max(each.high for each in found)) == (min(values), max(values))
+    ends = [(point.first, point.last) for point in history.points]
+    assert [first for first, _ in ends] == [1, *(last + 1 for _, last in ends[:-1])]
+    assert all(point.num_lines == history.width for point in history.points[:-1])
+
+
+def test_a_metric_that_some_iterations_lack_is_the_mean_of_those_that_have_it():
+    history = History()
+    for iteration in range(1, 2 * MOST_POINTS + 1):
+        history.add({"iteration": iteration} | ({"x": float(iteration)} if iteration % 4 == 0 else {}))
+    assert [point.metrics["x"].mean for point in history.points if "x" in point.metrics][:3] == [4.0, 8.0, 12.0]
+
+
+def test_lines_that_cannot_be_read_are_left_out_and_named_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1, "x": 1.0}\nnonsense\n[]\n{"iteration": 2, "x": 2.0}\n{"iteration": 3')
+    problems: list[str] = []
+    history = load_history(path, problems)
+    assert history.num_lines == 2
+    assert len(problems) == 1
+    assert f"{path}:2" in problems[0]
+    assert "2 lines more" in problems[0]
+
+
+def test_a_missing_file_is_a_problem_only_where_it_is_needed(tmp_path):
+    problems: list[str] = []
+    assert load_history(tmp_path / "none", problems).points == []
+    assert problems == []
+    load_history(tmp_path / "none", problems, needed=True)
+    assert problems == [f"{tmp_path / 'none'}: is missing"]
+
+
+def test_mfu_is_the_model_operations_of_an_update_over_what_its_seconds_allow():
+    history = History()
+    for seconds in (2.0, 4.0):
+        line = {"time/rollout": 1.0, "time/update": seconds}
+        line |= {"policy/model_tflop_sum": 3.0, "critic/model_tflop_sum": 1.0}
+        history.add({"iteration": seconds} | line | derive_metrics(line, {}))
+    add_mfu(history, peak_tflops=4.0)
+    assert [line[MFU] for line in history.lines] == [0.5, 0.25]
+    assert history.last[MFU] == 0.25
+
+
+def test_shares_and_tokens_per_second_follow_from_the_phases():
+    line = {
+        "sampling/total_samples": 300.0,
+        "length/mean": 50.0,
+        **{"time/start": 99.0, "time/rollout": 6.0, "time/update": 2.0, "time/evaluate": 2.0},
+    }
+    found = derive_metrics(line, {"sampling/total_samples": 100.0})
+    assert found[SECONDS] == 10.0
+    assert found["derived/rollout_frac"] == 0.6
+    assert found["derived/servers_idle_frac"] == pytest.approx(0.2)
+    assert found["derived/generated_tokens_per_second"] == 200 * 50 / 10
+    assert derive_metrics({"time/sync": 1.0}, {}) == {}
+
+
+@pytest.mark.parametrize("number", [1, 7, 50, 1000])
+def test_sampled_lines_are_whole_in_order_without_repeats_and_no_more_than_asked(tmp_path, number):
+    path = tmp_path / "lines"
+    path.write_text("".join(json.dumps({"n": n, "fill": "x" * (n % 97)}) + "\n" for n in range(500)) + '{"n": 500')
+    assert [record["n"] for record in sample_lines(path, number)] == list(range(500))
+    found = [record["n"] for record in sample_lines(path, number, whole_bytes=0)]
+    assert found == sorted(set(found))
+    assert 1 <= len(found) <= number
+    assert found[0] == 0
+    if number == 50:
+        assert max(b - a for a, b in itertools.pairwise(found)) < 30

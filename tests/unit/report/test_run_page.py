@@ -1,0 +1,231 @@
+"""The page of a run: what it reads, what it says, and that it is whole and safe."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from page_run import write_page_run, write_rollouts
+
+from megarl.report.outcome import FILE_NAME as OUTCOME_NAME
+from megarl.report.responses import ENTROPY_ESTIMATE, SampledResponse, bin_lengths, read_warnings, sample_responses
+from megarl.report.rollout_viewer import format_viewer
+from megarl.report.run_charts import Chart, name_metrics
+from megarl.report.run_facts import SILENT_S, is_run, load_run_facts
+from megarl.report.run_page import format_run_page
+from megarl.report.starts import load_starts, record_start
+
+ROOT = Path(__file__).resolve().parents[3]
+VOID = {"meta", "input", "br", "line", "circle", "polyline", "polygon", "rect"}
+
+
+class Page(HTMLParser):
+    """Checks that elements nest, and collects what a reader or a browser would load."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.loads: list[str] = []
+        self.charts: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        if tag not in VOID:
+            self.open.append(tag)
+        named = dict(attributes)
+        self.loads += [name for name in ("src", "srcset", "data") if name in named] + [tag] * (tag in ("link", "img"))
+        self.loads += [name for name in named if name.startswith("on")]
+        if "data-chart" in named:
+            self.charts.append(named["data-chart"])
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.texts))
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    folder = write_page_run(tmp_path_factory.mktemp("run") / "first", overrides=("algo=vapo", "algo.clip_high=0.4"))
+    write_rollouts(folder)
+    return folder
+
+
+def test_the_page_is_whole_loads_nothing_and_has_every_section(run_dir):
+    text = format_run_page([load_run_facts(run_dir)])
+    page = Page(text)
+    assert page.loads == []
+    sections = ("Warnings", "Learning", "Policy", "Critic", "Trainer and rollout engine", "Time", "Configuration")
+    assert all(f'<h2 id="{name.lower().replace(" ", "-")}">' in text for name in sections)
+    for shown in ("40 of 80", "1.000 at 40", "Explained variance by position", "Where the time goes", "a processor"):
+        assert shown in page.text
+    assert "policy loss = 1/N_tok" in page.text
+    assert "Files that are missing or damaged" not in page.text
+    data = json.loads(text.split('id="data">')[1].split("</script>")[0])
+    assert len(data["charts"]) == len(page.charts)
+    assert data["domain"] == [0, 40]
+
+
+def test_the_configuration_is_shown_as_a_difference_to_its_preset(run_dir):
+    facts = load_run_facts(run_dir)
+    assert facts.choices == ["algo=vapo"]
+    assert facts.changes == {"algo.clip_high": (0.28, 0.4)}
+    assert "algo.clip_high 0.28 0.4" in Page(format_run_page([facts])).text
+
+
+def test_a_chart_without_values_is_left_out_and_said_how_to_turn_on(tmp_path):
+    page = Page(format_run_page([load_run_facts(write_page_run(tmp_path / "run"))]))
+    assert "Entropy , which takes algo.entropy_coef above 0, or logger.num_token_records above 0" in page.text
+    assert "Length of right and wrong responses" not in page.text
+
+
+def test_two_runs_lie_over_one_another_and_their_difference_is_a_table(run_dir, tmp_path):
+    second = write_page_run(tmp_path / "second", 25)
+    page = Page(format_run_page([load_run_facts(run_dir), load_run_facts(second)]))
+    assert "algo.clip_high 0.4 0.28" in page.text
+    assert "Solid lines are A, dashed lines B" in page.text
+    assert "The objective of both runs." in page.text
+    text = format_run_page([load_run_facts(run_dir), load_run_facts(second)])
+    data = json.loads(text.split('id="data">')[1].split("</script>")[0])
+    assert [len(points) for points in data["runs"]] == [41, 26]
+    rewards = next(chart for chart in data["charts"] if chart[-1]["v"][-1] == 1.0 and len(chart) == 4)
+    assert [series["r"] for series in rewards] == [0, 0, 1, 1]
+
+
+def test_a_run_in_progress_shows_what_is_there_and_one_that_is_silent_says_how_to_go_on(tmp_path):
+    folder = write_page_run(tmp_path / "run", 30)
+    (folder / OUTCOME_NAME).unlink()
+    (folder / "status.json").write_text(json.dumps({"iteration": 31, "phase": "rollout", "since": 0.0, "pid": 1}))
+    page = Page(format_run_page([load_run_facts(folder)]))
+    assert "in progress or killed, at iteration 31, in rollout" in page.text
+    assert re.search(r"\d+ iterations left, about", page.text)
+    long_ago = time.time() - 2 * SILENT_S
+    for name in ("status.json", "metrics.jsonl"):
+        os.utime(folder / name, (long_ago, long_ago))
+    assert f"python -m megarl.train resume={folder}" in Page(format_run_page([load_run_facts(folder)])).text
+
+
+@pytest.mark.parametrize("left", [(), ("run.json",), ("metrics.jsonl",), ("metrics.jsonl", "starts.jsonl")])
+def test_a_page_is_made_of_whatever_files_there_are(tmp_path, left):
+    folder = write_page_run(tmp_path / "run", 3)
+    for path in folder.iterdir():
+        if path.name not in left:
+            path.write_text("{damaged")
+    page = Page(format_run_page([load_run_facts(folder)]))
+    assert "Files that are missing or damaged" in page.text
+    for path in folder.iterdir():
+        if path.is_file():
+            path.unlink()
+    assert "Warnings" in Page(format_run_page([load_run_facts(folder)])).text
+
+
+def test_files_nested_too_deeply_are_named_or_left_out(tmp_path):
+    run_dir = write_page_run(tmp_path / "run", 3)
+    for name in ("run.json", "starts.jsonl", "tokens.jsonl", "rollouts.jsonl", "metrics.jsonl"):
+        with (run_dir / name).open("a") as file:
+            file.write("[" * 100_000 + "\n")
+    facts = load_run_facts(run_dir)
+    assert "Learning" in format_run_page([facts], format_viewer(run_dir, 100_000))
+    for name in ("starts.jsonl", "metrics.jsonl"):
+        assert any(name in problem and "nested too deeply" in problem for problem in facts.problems)
+
+
+def test_the_entropy_is_estimated_from_the_sampled_tokens(run_dir):
+    facts = load_run_facts(run_dir)
+    assert len(facts.responses) == 40 * 8
+    found = {point.last: point.metrics[ENTROPY_ESTIMATE].mean for point in facts.history.points[1:]}
+    assert found == {iteration: pytest.approx(iteration / 40) for iteration in range(1, 41)}
+
+
+def test_without_all_rollouts_the_token_records_give_the_estimate_without_what_was_observed(tmp_path):
+    record = {
+        "iteration": 7,
+        "kind": "train",
+        "num_tokens": 9,
+        "kept": [[0, 3], [7, 9]],
+        "observed": [[2, 5]],
+        "rollout_logprobs": [-1.0, -2.0, None, -3.0, None],
+        "score": {"correct": True},
+    }
+    lines = [record, {**record, "kind": "heldout"}]
+    (tmp_path / "tokens.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert sample_responses(tmp_path, []) == [SampledResponse(7, 6, True, 2.0)]
+
+
+def test_lengths_of_right_and_wrong_responses_are_counted(run_dir):
+    bins = bin_lengths(sample_responses(run_dir, []))
+    assert sum(each.num_correct for each in bins) == sum(each.num_wrong for each in bins) == 160
+    by_length = {each.low: (each.num_correct, each.num_wrong) for each in bins if each.num_correct + each.num_wrong}
+    assert by_length == {float(10 + n): (40 * (n % 2), 40 * (1 - n % 2)) for n in range(8)}
+
+
+def test_hostile_text_is_escaped(tmp_path):
+    hostile = "</script><img src=x onerror=alert(1)>"
+    folder = write_page_run(tmp_path / "a<b>")
+    (folder / "train.log").write_text(f"warning: {hostile}\nwarning: {hostile}\n")
+    line = {"iteration": 41, f"reward/{hostile}": 1.0}
+    (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text() + json.dumps(line) + "\n")
+    page = Page(format_run_page([load_run_facts(folder)]))
+    assert page.loads == []
+    assert f"Logged (2 times) {hostile}" in page.text
+
+
+def test_warnings_of_a_log_are_counted_and_other_lines_are_not_taken_for_them(tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text("a prompt about a warning: no\n[2026-01-01] warning: first\nwarning: second\nwarning: first\n")
+    assert list(read_warnings(log)) == [("second", 1), ("first", 2)]
+    assert list(read_warnings(tmp_path / "none")) == []
+
+
+def test_a_star_stands_for_all_metrics_of_that_beginning_but_those_left_out():
+    chart = Chart("t", "", {"reward/*": "*", "perf/*mfu": "of *"}, without=("reward/mean",))
+    names = ["reward/mean", "reward/letters", "perf/mfu", "perf/policy_mfu", "other"]
+    assert name_metrics(chart, names) == {
+        "reward/letters": "letters",
+        "perf/mfu": "of mfu",
+        "perf/policy_mfu": "of policy",
+    }
+
+
+def test_each_start_of_a_run_is_recorded_with_versions_and_hardware(tmp_path):
+    for number in (1, 2):
+        record_start(tmp_path, objective=f"objective {number}", sizes="sizes", data="data", peak_tflops=0.1)
+    problems: list[str] = []
+    first, second = load_starts(tmp_path, problems)
+    assert (first.objective, second.objective, problems) == ("objective 1", "objective 2", [])
+    assert first.versions["python"] == sys.version.split()[0]
+    assert "torch" in first.versions
+    assert first.hardware["cores"] >= 1
+    assert first.hardware["memory_gib"] > 0
+
+
+def run_tool(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "tools/report.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_command_tells_a_run_from_a_sweep_and_both_from_anything_else(run_dir, tmp_path):
+    done = run_tool(run_dir, "--out", tmp_path / "page.html")
+    assert done.stdout == f"40 iterations: {tmp_path / 'page.html'}\n"
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    assert is_run(run_dir)
+    assert not is_run(run_dir.parent)
+    assert run_tool(run_dir.parent, "--out", tmp_path / "sweep.html").stdout.startswith("1 runs: ")
+    for arguments in ([tmp_path / "empty"], [run_dir, "--compare", tmp_path]):
+        refused = run_tool(*arguments)
+        assert refused.returncode == 2
+        assert "must be the folder of a run" in refused.stderr or "is not the folder of a run" in refused.stderr

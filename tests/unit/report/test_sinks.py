@@ -1,0 +1,226 @@
+"""Each sink with its real package, offline; a missing one is an error that names the key. Without the package of an
+extra its tests are skipped."""
+
+import csv
+import json
+import re
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.schema.logger import LoggerConfig, WandbMode
+from megarl.report import sinks
+from megarl.report.metrics import load_metrics
+from megarl.report.report import Report, build_report
+from megarl.report.run_ids import load_id
+
+QUIET = {"tensorboard": False, "terminal": False}
+SETTINGS = {"algo.name": "vapo", "algo.clip_high": 0.28, "data.system": None}
+NEEDS_WANDB = pytest.mark.skipif(not sinks.is_installed("wandb"), reason="make install EXTRAS=wandb")
+NEEDS_MLFLOW = pytest.mark.skipif(not sinks.is_installed("mlflow"), reason="make install EXTRAS=mlflow")
+
+
+def build(run_dir: Path, **options: object) -> Report:
+    return build_report(LoggerConfig(**{**QUIET, **options}), run_dir, 9, settings=SETTINGS)
+
+
+def log_and_resume(run_dir: Path, **options: object) -> None:
+    """Iterations 0 to 2 and a step of value pretraining, then a second start that repeats iteration 2."""
+    report = build(run_dir, **options)
+    report.log_pretraining(1, 3, {"pretrain/loss": 2.5})
+    report.log(0, {"sync/bytes": 12})
+    for iteration in (1, 2):
+        report.log(iteration, {"reward/mean": iteration / 4, "length/mean": 3.0})
+    report.close()
+    path = run_dir / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    report = build(run_dir, **options)
+    report.rewind(2)
+    report.log(2, {"reward/mean": 0.75, "length/mean": 3.0, "reward/heldout": 0.5})
+    report.close()
+
+
+def read_csv(path: Path) -> list[dict[str, float]]:
+    with path.open(newline="") as file:
+        return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+
+
+def test_the_csv_has_what_the_jsonl_has_also_after_a_resume_and_a_new_metric(tmp_path: Path) -> None:
+    log_and_resume(tmp_path, csv=True)
+    assert read_csv(tmp_path / "metrics.csv") == load_metrics(tmp_path / "metrics.jsonl")
+    assert read_csv(tmp_path / "value_pretrain.csv") == [{"iteration": 1, "pretrain/loss": 2.5}]
+    assert [line["iteration"] for line in read_csv(tmp_path / "metrics.csv")] == [0, 1, 2]
+
+
+def test_the_csv_is_appended_to_while_the_columns_stay_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = build(tmp_path, csv=True)
+    report.log(1, {"reward/mean": 0.1 + 0.2})
+    monkeypatch.setattr("megarl.report.csv_file.load_metrics", None)
+    report.log(2, {"reward/mean": 1e-300})
+    report.log(3, {})
+    report.close()
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert lines == ["iteration,reward/mean", f"1,{0.1 + 0.2!r}", "2,1e-300", "3,"]
+
+
+def read_wandb(folder: Path) -> Iterator[dict[str, float]]:
+    """The history of an offline run. Its file is a log of LevelDB's format, with protobuf records."""
+    from wandb.proto import wandb_internal_pb2
+
+    (path,) = folder.glob("run-*.wandb")
+    content, position, block, parts = path.read_bytes(), 7, 32768, b""
+    while position + 7 <= len(content):
+        if block - position % block < 7:
+            position += block - position % block
+            continue
+        _, length, kind = struct.unpack("<IHB", content[position : position + 7])
+        parts += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            parts = b""
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                yield {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+
+
+@NEEDS_WANDB
+def test_wandb_offline_has_every_metric_at_its_iteration_and_a_resumed_run_keeps_its_id(tmp_path: Path) -> None:
+    log_and_resume(tmp_path, wandb=WandbMode.offline)
+    folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    run_id = load_id(tmp_path, "wandb")
+    assert folders
+    assert all(folder.name.endswith(f"-{run_id}") for folder in folders)
+    lines = [
+        {key: value for key, value in line.items() if not key.startswith("_")}
+        for folder in folders
+        for line in read_wandb(folder)
+    ]
+    assert lines == [
+        {"pretrain/step": 1, "pretrain/loss": 2.5},
+        {"iteration": 0, "sync/bytes": 12},
+        {"iteration": 1, "reward/mean": 0.25, "length/mean": 3.0},
+        {"iteration": 2, "reward/mean": 0.5, "length/mean": 3.0},
+        {"iteration": 2, "reward/mean": 0.75, "length/mean": 3.0, "reward/heldout": 0.5},
+    ]
+
+
+@NEEDS_MLFLOW
+def test_mlflow_has_every_metric_and_setting_in_one_run_that_ends_finished(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    log_and_resume(tmp_path / "run", mlflow=uri, mlflow_experiment="mine")
+    client = MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    assert run.info.run_id == load_id(tmp_path / "run", "mlflow")
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert run.data.params == {key: str(value) for key, value in SETTINGS.items()}
+    found = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "reward/mean")]
+    assert found == [(1, 0.25), (2, 0.5), (2, 0.75)]
+    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "sync/bytes")] == [(0, 12)]
+    assert run.data.metrics["pretrain/loss"] == 2.5
+
+
+@NEEDS_MLFLOW
+def test_a_run_that_fails_is_failed_in_mlflow_and_a_server_that_is_away_ends_no_training(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    report = build(tmp_path / "run", mlflow=uri)
+    sink = report._sinks[0]
+    client, sink._client = sink._client, None
+    with pytest.warns(RuntimeWarning, match=r"logger\.mlflow: AttributeError: .*; 1 values wait"):
+        report.log(1, {"reward/mean": 0.25})
+    sink._client = client
+    try:
+        raise RuntimeError("a worker died")
+    except RuntimeError:
+        report.close()
+    run = MlflowClient(uri).get_run(load_id(tmp_path / "run", "mlflow"))
+    assert run.info.status == "FAILED"
+    assert run.data.metrics == {"reward/mean": 0.25}
+
+
+@NEEDS_MLFLOW
+def test_an_address_that_mlflow_does_not_take_is_an_error_that_names_the_key(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"logger\.mlflow: found nonsense://x: "):
+        build(tmp_path, mlflow="nonsense://x")
+
+
+def test_prometheus_gets_the_newest_values_with_unit_and_meaning_on_loopback_alone(tmp_path: Path) -> None:
+    report = build(tmp_path, prometheus_port=0)
+    sink = report._sinks[0]
+    shown = []
+    try:
+        for iteration in (1, 2):
+            report.log(iteration, {"reward/mean": iteration / 4, "policy/loss": -0.5})
+        report.show_processes(lambda: "", ["http://127.0.0.1:31234"])
+        shown = httpx.get(sink.url, trust_env=False).text.splitlines()
+        targets = json.loads((tmp_path / "prometheus_targets.json").read_text())
+    finally:
+        report.close()
+    assert "megarl_reward_mean 0.5" in shown
+    assert "megarl_policy_loss -0.5" in shown
+    assert "megarl_iteration 2.0" in shown
+    meaning = "Mean reward of the iteration's fresh responses that have one [reward]"
+    assert f"# HELP megarl_reward_mean {meaning}" in shown
+    assert sink.url.startswith("http://127.0.0.1:")
+    assert [(each["labels"]["job"], each["targets"]) for each in targets] == [
+        ("megarl_trainer", [f"127.0.0.1:{sink.port}"]),
+        ("sglang", ["127.0.0.1:31234"]),
+    ]
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(sink.url, trust_env=False)
+    assert not (tmp_path / "prometheus_targets.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "found"),
+    [
+        (["logger.wandb=offline"], "wandb", "offline"),
+        (["logger.mlflow=sqlite:///x.db"], "mlflow", "sqlite:///x.db"),
+        (["logger.tensorboard=true"], "tensorboard", "true"),
+        (["logger.prometheus_port=0"], "prometheus_port", "0"),
+    ],
+)
+def test_a_missing_package_is_an_error_that_names_key_package_and_remedy(
+    options: list[str], key: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "is_installed", lambda _package: False)
+    (problem,) = sinks.check_sinks(load_config(options).logger)
+    package = {"prometheus_port": "prometheus_client"}.get(key, key)
+    assert re.match(rf"logger\.{key}: found {re.escape(found)}, which needs the package {package}", problem)
+    assert "pip install" in problem
+    assert f"or logger.{key}=" in problem
+
+
+def test_with_tensorboard_null_it_is_written_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sinks.writes_tensorboard(LoggerConfig())
+    monkeypatch.setattr(sinks, "is_installed", lambda _package: False)
+    assert not sinks.writes_tensorboard(LoggerConfig())
+    assert not list(sinks.check_sinks(LoggerConfig()))
+
+
+def test_a_taken_port_is_an_error_that_names_the_key() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (problem,) = sinks.check_sinks(LoggerConfig(prometheus_port=port))
+    assert problem.startswith(f"logger.prometheus_port: found {port}, on which this machine cannot listen")
+
+
+@pytest.mark.parametrize("key", ["logger.wandb_project=mine", "logger.mlflow_experiment=mine"])
+def test_the_name_of_a_project_without_its_sink_has_no_effect_and_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="has no effect with"):
+        load_config([key])

@@ -1,0 +1,88 @@
+"""What reaches the terminal while a run's own process is full of other people's output."""
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from megarl.config.schema.logger import LoggerConfig
+from megarl.report.report import build_report
+from megarl.run.terminal import is_library, show_warnings
+
+NOISE = """
+import logging, os, subprocess, sys, warnings
+from pathlib import Path
+from megarl.run.terminal import capturing_output, get_error_descriptor, get_terminal
+print("before")
+try:
+    with capturing_output(Path(sys.argv[1]) / "logs" / "driver.log"):
+        print("print of a library")
+        os.write(2, b"C++ of a library\\n")
+        subprocess.run(["echo", "child of a library"])
+        logging.getLogger("somebody").info("log of a library")
+        logging.getLogger("httpx").info("a request")
+        warnings.warn("warning of a library")
+        print("ours", file=get_terminal())
+        os.write(get_error_descriptor(), b"our error\\n")
+        {body}
+except ValueError as error:
+    print("caught", error)
+print("after")
+logging.getLogger("somebody").warning("warning after")
+"""
+
+
+def run_noisy(folder: Path, body: str = "pass") -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", NOISE.replace("{body}", body), str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_only_our_own_lines_reach_the_terminal_and_the_rest_is_in_the_log(tmp_path: Path) -> None:
+    done = run_noisy(tmp_path)
+    assert done.stdout.splitlines() == ["before", "ours", "after"]
+    assert done.stderr.splitlines() == ["our error", "warning after"]
+    log = (tmp_path / "logs" / "driver.log").read_text()
+    for who in ("print", "C++", "child", "log", "warning"):
+        assert f"{who} of a library" in log
+    assert "a request" not in log
+    assert "ours" not in log
+
+
+def test_after_an_error_the_terminal_is_as_before(tmp_path: Path) -> None:
+    done = run_noisy(tmp_path, "raise ValueError('of ours')")
+    assert done.stdout.splitlines() == ["before", "ours", "caught of ours", "after"]
+
+
+def test_a_crash_shows_where_it_was(tmp_path: Path) -> None:
+    done = run_noisy(tmp_path, "os.abort()")
+    assert done.returncode < 0
+    assert "Fatal Python error: Aborted" in done.stderr
+    assert "library" not in done.stderr
+
+
+def test_our_warnings_and_the_users_are_lines_of_the_report_and_those_of_libraries_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = build_report(LoggerConfig(tensorboard=False), tmp_path, 1, stream=sys.stdout)
+    with show_warnings(report.message):
+        warnings.warn_explicit("of a user", UserWarning, str(tmp_path / "my_reward.py"), 1)
+        warnings.warn_explicit("of ours", RuntimeWarning, sys.modules["megarl.report.report"].__file__ or "", 1)
+        warnings.warn_explicit("of torch", UserWarning, sys.modules["torch"].__file__ or "", 1)
+    report.close()
+    shown = capsys.readouterr().out
+    assert "warning: of a user\n" in shown
+    assert "warning: of ours\n" in shown
+    assert "of torch" not in shown
+
+
+def test_a_library_is_what_is_installed_or_comes_with_python(tmp_path: Path) -> None:
+    import json
+
+    import numpy
+
+    assert is_library(json.__file__)
+    assert is_library(numpy.__file__)
+    assert not is_library(str(tmp_path / "reward.py"))
+    assert not is_library(str(Path(__file__).parents[3] / "megarl" / "trainer.py"))

@@ -1,0 +1,75 @@
+"""What a stranger's or a damaged JSON file may hold ends in one ValueError that names it."""
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.data.files import read_jsonl
+from megarl.json_text import load_json_object, parse_json, parse_strict_json
+from megarl.mcore.model.architecture import read_architecture
+from megarl.report.metrics import load_metrics
+from megarl.report.outcome import load_outcome
+from megarl.report.status import load_status
+from megarl.report.sweep import load_sweep
+from megarl.rollout.rollout_file import load_rollouts
+from megarl.run.resume import load_run
+
+DEEP = '{"a": ' * 200_000
+
+
+@pytest.mark.parametrize("parse", [parse_json, parse_strict_json])
+def test_what_is_nested_too_deeply_is_a_value_error(parse):
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse(DEEP)
+
+
+def test_strict_json_has_no_nan_and_no_key_twice():
+    assert parse_strict_json('{"a": [1, 2.5]}') == {"a": [1, 2.5]}
+    with pytest.raises(ValueError, match="NaN is not JSON"):
+        parse_strict_json('{"a": NaN}')
+    with pytest.raises(ValueError, match="the same key twice: a"):
+        parse_strict_json('{"a": 1, "a": 2}')
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("[1]", "holds a JSON list"), ("{", "a JSON object was expected"), (DEEP, "nested")]
+)
+def test_a_file_that_holds_no_object_is_named(tmp_path: Path, text: str, message: str):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ValueError, match=f"a.json: .*{message}"):
+        load_json_object(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("config.json", read_architecture),
+        ("metrics.jsonl", lambda folder: load_metrics(folder / "metrics.jsonl")),
+        ("rollouts.jsonl", lambda folder: load_rollouts(folder / "rollouts.jsonl")),
+        ("data.jsonl", lambda folder: list(read_jsonl(folder / "data.jsonl"))),
+        ("run.json", load_run),
+        ("outcome.json", load_outcome),
+        ("status.json", lambda folder: load_status(folder / "status.json")),
+    ],
+)
+def test_a_deeply_nested_file_is_an_error_of_its_reader(tmp_path: Path, name: str, read):
+    (tmp_path / name).write_text(DEEP + "\n")
+    with pytest.raises((ValueError, ConfigError), match="nested too deeply"):
+        read(tmp_path)
+
+
+def test_a_sweep_names_the_deeply_nested_files_of_a_run(tmp_path: Path):
+    run = tmp_path / "0"
+    (run / ".hydra").mkdir(parents=True)
+    for name in ("run.json", "status.json", "metrics.jsonl"):
+        (run / name).write_text(DEEP + "\n")
+    (found,) = load_sweep(tmp_path).runs
+    assert sum("nested too deeply" in problem for problem in found.problems) == 3
+
+
+@pytest.mark.parametrize(("text", "message"), [("[]", "holds a JSON list"), ("{}", "model_type is None")])
+def test_a_config_json_that_is_no_model_is_named(tmp_path: Path, text: str, message: str):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"config.json: {message}"):
+        read_architecture(tmp_path)
