@@ -13,9 +13,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megarl.report.metric_names import find_metric
+from megarl.report.sink_checks import LOOPBACK
 from megarl.types import Metrics
 
-LOOPBACK = "127.0.0.1"
 FILE_NAME = "prometheus_targets.json"
 TRAINER, SERVERS = "megarl_trainer", "sglang"
 

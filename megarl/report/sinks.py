@@ -1,8 +1,6 @@
 """Where the metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, a CSV file, Prometheus."""
 
 import contextlib
-import importlib.util
-import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +9,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema.logger import LoggerConfig
 from megarl.report.csv_file import CsvSink
 from megarl.report.mlflow_sink import MlflowSink
-from megarl.report.prometheus import LOOPBACK, PrometheusSink
+from megarl.report.prometheus import PrometheusSink
+from megarl.report.sink_checks import check_sinks, writes_tensorboard
 from megarl.report.tensorboard import DIRECTORY, TensorBoardWriter
 from megarl.report.wandb_sink import WandbSink
 from megarl.types import Metrics
@@ -31,44 +30,6 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def is_installed(package: str) -> bool:
-    """Whether the package can be imported; it is not imported."""
-    return importlib.util.find_spec(package) is not None
-
-
-def writes_tensorboard(logger: LoggerConfig) -> bool:
-    """logger.tensorboard, with null as its text says."""
-    return is_installed("tensorboard") if logger.tensorboard is None else logger.tensorboard
-
-
-def check_sinks(logger: LoggerConfig) -> Iterator[str]:
-    """One message for each sink whose package is missing, or whose port is taken."""
-    for key, value, package, off in (
-        ("tensorboard", logger.tensorboard or None, "tensorboard", "false"),
-        ("wandb", logger.wandb.name if logger.wandb else None, "wandb", "null"),
-        ("mlflow", logger.mlflow, "mlflow", "null"),
-        ("prometheus_port", logger.prometheus_port, "prometheus_client", "null"),
-    ):
-        if value is not None and not is_installed(package):
-            extra = f"make install EXTRAS={key}, or pip install 'megarl[{key}]'"
-            how = f"pip install {package}" if key == "prometheus_port" else extra
-            shown = "true" if value is True else value
-            yield (
-                f"logger.{key}: found {shown}, which needs the package {package}, which is not installed: {how};"
-                f" or logger.{key}={off}"
-            )
-    if logger.prometheus_port:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((LOOPBACK, logger.prometheus_port))
-            except OSError as error:
-                yield (
-                    f"logger.prometheus_port: found {logger.prometheus_port}, on which this machine cannot listen"
-                    f" ({error.strerror}); 0 takes a free port, which is printed"
-                )
 
 
 def open_sinks(logger: LoggerConfig, run_dir: Path, settings: Mapping[str, Any]) -> Iterator[Sink]:

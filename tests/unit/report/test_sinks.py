@@ -15,15 +15,15 @@ import pytest
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.logger import LoggerConfig, WandbMode
-from megarl.report import sinks
+from megarl.report import sink_checks
 from megarl.report.metrics import load_metrics
 from megarl.report.report import Report, build_report
 from megarl.report.run_ids import load_id
 
 QUIET = {"tensorboard": False, "terminal": False}
 SETTINGS = {"algo.name": "vapo", "algo.clip_high": 0.28, "data.system": None}
-NEEDS_WANDB = pytest.mark.skipif(not sinks.is_installed("wandb"), reason="make install EXTRAS=wandb")
-NEEDS_MLFLOW = pytest.mark.skipif(not sinks.is_installed("mlflow"), reason="make install EXTRAS=mlflow")
+NEEDS_WANDB = pytest.mark.skipif(not sink_checks.is_installed("wandb"), reason="make install EXTRAS=wandb")
+NEEDS_MLFLOW = pytest.mark.skipif(not sink_checks.is_installed("mlflow"), reason="make install EXTRAS=mlflow")
 
 
 def build(run_dir: Path, **options: object) -> Report:
@@ -196,8 +196,8 @@ def test_prometheus_gets_the_newest_values_with_unit_and_meaning_on_loopback_alo
 def test_a_missing_package_is_an_error_that_names_key_package_and_remedy(
     options: list[str], key: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sinks, "is_installed", lambda _package: False)
-    (problem,) = sinks.check_sinks(load_config(options).logger)
+    monkeypatch.setattr(sink_checks, "is_installed", lambda _package: False)
+    (problem,) = sink_checks.check_sinks(load_config(options).logger)
     package = {"prometheus_port": "prometheus_client"}.get(key, key)
     assert re.match(rf"logger\.{key}: found {re.escape(found)}, which needs the package {package}", problem)
     assert "pip install" in problem
@@ -205,10 +205,10 @@ def test_a_missing_package_is_an_error_that_names_key_package_and_remedy(
 
 
 def test_with_tensorboard_null_it_is_written_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sinks.writes_tensorboard(LoggerConfig())
-    monkeypatch.setattr(sinks, "is_installed", lambda _package: False)
-    assert not sinks.writes_tensorboard(LoggerConfig())
-    assert not list(sinks.check_sinks(LoggerConfig()))
+    assert sink_checks.writes_tensorboard(LoggerConfig())
+    monkeypatch.setattr(sink_checks, "is_installed", lambda _package: False)
+    assert not sink_checks.writes_tensorboard(LoggerConfig())
+    assert not list(sink_checks.check_sinks(LoggerConfig()))
 
 
 def test_a_taken_port_is_an_error_that_names_the_key() -> None:
@@ -216,7 +216,7 @@ def test_a_taken_port_is_an_error_that_names_the_key() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        (problem,) = sinks.check_sinks(LoggerConfig(prometheus_port=port))
+        (problem,) = sink_checks.check_sinks(LoggerConfig(prometheus_port=port))
     assert problem.startswith(f"logger.prometheus_port: found {port}, on which this machine cannot listen")
 
 
