@@ -32,6 +32,9 @@ class ClusterConfig:
     """Deadline in seconds of one call to a training process (log-probs, values, an update, an export)."""
     shutdown_deadline_s: float = 15.0
     """Deadline in seconds for all processes together to end; then they are killed."""
+    ray_deadline_s: float = 120.0
+    """Deadline in seconds for Ray itself to start, and to answer; the run ends where one of its processes is stopped
+    for as long."""
     listen_host: str = "127.0.0.1"
     """Address on which servers and process groups listen; auto: the address of each one's node,
     which several nodes need."""
