@@ -26,7 +26,7 @@ from megarl.run.signals import STOPPING_SIGNALS
 
 TEMP_DIR, LOG, TOKEN = "ray", "head.log", "token"
 """In the scratch folder: Ray's own folder, which it opens to everybody, the output of what starts it, its key"""
-POLL_S = 0.1
+POLL_S = 0.2
 LOG_TAIL_LINES = 15
 
 
@@ -37,7 +37,8 @@ def local_ray(config: ClusterConfig, num_actors: int) -> Iterator[Path]:
     It listens on 127.0.0.1 and answers only who has its key. On leaving, for whatever reason, every process of it is
     ended within `cluster.shutdown_deadline_s`, and its files and shared memory are removed.
 
-    Raises RayLostError where Ray does not start or answer within `cluster.ray_deadline_s`.
+    Raises RayLostError where Ray does not start within `cluster.nodes_deadline_s` or answer within
+    `cluster.ray_deadline_s`.
     """
     remove_left_over()
     # A short path: Ray puts unix sockets under it, whose paths may have 107 characters at most.
@@ -47,7 +48,7 @@ def local_ray(config: ClusterConfig, num_actors: int) -> Iterator[Path]:
     try:
         with _using_key(scratch / TOKEN):
             head = _start_head(scratch, num_actors, config.object_store_mb * 2**20)
-            address = _wait_for_address(scratch, head, config.ray_deadline_s)
+            address = _wait_for_address(scratch, head, config.nodes_deadline_s)
             with joined_ray(address, config.shutdown_deadline_s / 3):
                 yield scratch
     finally:
@@ -126,11 +127,12 @@ def _wait_for_address(scratch: Path, head: subprocess.Popen[bytes], deadline_s: 
     end = time.monotonic() + deadline_s
     path = scratch / TEMP_DIR / ADDRESS_FILE
     while not path.exists():
+        ray_calls.watch(_find_processes(head))
+        ray_calls.check("its start")
         is_late = time.monotonic() > end
         if head.poll() is not None or is_late:
-            what = f"within {deadline_s:g} s (cluster.ray_deadline_s)" if is_late else f"(exit status {head.poll()})"
+            what = f"within {deadline_s:g} s (cluster.nodes_deadline_s)" if is_late else f"(exit status {head.poll()})"
             tail = _read_tail(scratch / LOG)
-            ray_calls.watch(_find_processes(head))
             ray_calls.lose(f"Ray did not start {what}" + (f":\n{tail}" if tail else ""))
         time.sleep(POLL_S)
     ray_calls.watch(_find_processes(head))
