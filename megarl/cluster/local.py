@@ -54,6 +54,7 @@ def local_ray(config: ClusterConfig, num_actors: int) -> Iterator[Path]:
     finally:
         if head is not None:
             _end_head(head, config.shutdown_deadline_s / 3)
+        ray_calls.settle(config.shutdown_deadline_s / 3)
         shutil.rmtree(scratch, ignore_errors=True)
 
 

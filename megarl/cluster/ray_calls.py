@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import psutil
 import ray
 
 T = TypeVar("T")
+Answer = tuple[Any, BaseException | None]
+"""The result of a call, or what it raised"""
 
 POLL_S = 1.0
 RAYLET = "raylet"
@@ -38,6 +40,8 @@ class _Ray:
     """Those of this machine, by name"""
     stopped_since: dict[str, float] = field(default_factory=dict)
     looked: float = 0.0
+    threads: list[threading.Thread] = field(default_factory=list)
+    """Of the calls that have no answer yet"""
     lost: str | None = None
     """Why it is lost; None: it is not"""
 
@@ -82,7 +86,7 @@ def ask(what: str, call: Callable[[], T], wait_s: float = 0.0, deadline_s: float
     if _ray.lost is not None:
         raise RayLostError(_ray.lost)
     check(what)
-    answers: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
 
     def run() -> None:
         try:
@@ -90,22 +94,41 @@ def ask(what: str, call: Callable[[], T], wait_s: float = 0.0, deadline_s: float
         except BaseException as error:
             answers.put((None, error))
 
-    # Not a pool's thread: one that Ray never answers is left behind.
-    threading.Thread(target=run, daemon=True, name=f"ray: {what}").start()
+    # Not a pool's thread: one that Ray does not answer is left behind.
+    thread = threading.Thread(target=run, daemon=True, name=f"ray: {what}")
+    thread.start()
+    _ray.threads = [each for each in _ray.threads if each.is_alive()] + [thread]
     limit_s = _ray.deadline_s if deadline_s is None else deadline_s
     end = time.monotonic() + wait_s + limit_s
-    while True:
-        try:
-            result, error = answers.get(timeout=min(POLL_S, max(0.0, end - time.monotonic())))
-        except queue.Empty:
-            check(what)
-            if time.monotonic() >= end:
-                key = " (cluster.ray_deadline_s)" if deadline_s is None else ""
-                lose(f"Ray did not answer within {limit_s:g} s{key}: {what}")
-            continue
-        if error is not None:
-            raise error
-        return result  # type: ignore[return-value]  # None only where T is
+    while (answer := _take(answers, min(POLL_S, end - time.monotonic()))) is None:
+        check(what)
+        if time.monotonic() >= end:
+            key = " (cluster.ray_deadline_s)" if deadline_s is None else ""
+            lose(f"Ray did not answer within {limit_s:g} s{key}: {what}")
+    result, error = answer
+    if error is not None:
+        raise error
+    return cast(T, result)
+
+
+def _take(answers: "queue.SimpleQueue[Answer]", timeout_s: float) -> Answer | None:
+    try:
+        return answers.get(timeout=max(0.0, timeout_s))
+    except queue.Empty:
+        return None
+
+
+def settle(timeout_s: float) -> None:
+    """Leave a Ray that is lost, once its processes have ended: calls that it has not answered end with them. A process
+    that exits in the middle of one, or connected, crashes.
+    """
+    if _ray.lost is None:
+        return
+    end = time.monotonic() + timeout_s
+    leaving = threading.Thread(target=ray.shutdown, daemon=True)
+    leaving.start()
+    for thread in (*_ray.threads, leaving):
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def check(what: str) -> None:
