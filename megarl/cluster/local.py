@@ -1,53 +1,61 @@
 """A local Ray cluster: started for one run and shut down with it, leaving nothing behind."""
 
-import logging
 import os
 import re
+import secrets
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
-import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-import ray
+from ray._private import ray_constants
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # native code
 
+from megarl.cluster import ray_calls
+from megarl.cluster.head import ADDRESS_FILE
+from megarl.cluster.joining import joined_ray
 from megarl.config.schema.cluster import ClusterConfig
+from megarl.rollout.server import GUARD
 from megarl.run.signals import STOPPING_SIGNALS
+
+TEMP_DIR, LOG, TOKEN = "ray", "head.log", "token"
+"""In the scratch folder: Ray's own folder, which it opens to everybody, the output of what starts it, its key"""
+POLL_S = 0.2
+LOG_TAIL_LINES = 15
 
 
 @contextmanager
 def local_ray(config: ClusterConfig, num_actors: int) -> Iterator[Path]:
     """A Ray cluster of this machine alone, for `num_actors` actors of one logical CPU each; yields its scratch folder.
 
-    On leaving, for whatever reason, every process that Ray started is ended within `cluster.shutdown_deadline_s`,
-    and its files and shared memory are removed.
+    It listens on 127.0.0.1 and answers only who has its key. On leaving, for whatever reason, every process of it is
+    ended within `cluster.shutdown_deadline_s`, and its files and shared memory are removed.
+
+    Raises RayLostError where Ray does not start within `cluster.nodes_deadline_s` or answer within
+    `cluster.ray_deadline_s`.
     """
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     remove_left_over()
     # A short path: Ray puts unix sockets under it, whose paths may have 107 characters at most.
-    temp_dir = tempfile.mkdtemp(prefix=f"megarl-{os.getpid()}-", dir="/tmp")
-    before = set(psutil.Process().children(recursive=True))
+    scratch = Path(tempfile.mkdtemp(prefix=f"megarl-{os.getpid()}-", dir="/tmp"))
+    ray_calls.begin(config.ray_deadline_s)
+    head: subprocess.Popen[bytes] | None = None
     try:
-        with keep_signal_handlers():
-            ray.init(
-                address="local",
-                num_cpus=num_actors,
-                include_dashboard=False,
-                object_store_memory=config.object_store_mb * 2**20,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=temp_dir,
-                _node_ip_address="127.0.0.1",
-            )
-        yield Path(temp_dir)
+        with _using_key(scratch / TOKEN):
+            head = _start_head(scratch, num_actors, config.object_store_mb * 2**20)
+            address = _wait_for_address(scratch, head, config.nodes_deadline_s)
+            with joined_ray(address, config.shutdown_deadline_s / 3):
+                yield scratch
     finally:
-        started = [p for p in psutil.Process().children(recursive=True) if p not in before]
-        ray.shutdown()
-        _end_processes(started, config.shutdown_deadline_s / 3)
-        shutil.rmtree(temp_dir, ignore_errors=True)
+        if head is not None:
+            _end_head(head, config.shutdown_deadline_s / 3)
+        ray_calls.settle(config.shutdown_deadline_s / 3)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def remove_left_over(places: Sequence[Path] = (Path("/tmp"), Path("/dev/shm"))) -> None:
@@ -60,29 +68,104 @@ def remove_left_over(places: Sequence[Path] = (Path("/tmp"), Path("/dev/shm"))) 
 
 
 @contextmanager
-def keep_signal_handlers() -> Iterator[None]:
-    """Restores this process's signal handlers, native ones included, which ray.init replaces within the block.
+def _using_key(path: Path) -> Iterator[None]:
+    """Within the block this process and those that it starts use a new key for Ray, in a file that is the user's own.
 
-    Ray's processes are in this one's process group and get its signals too: they ignore those that must not end them
-    before this process has saved its state. (Ray blocks SIGINT there and uses SIGTERM to end them.)
+    Ray's own default is a file that all users can read (~/.ray/auth_token).
     """
-    before = {number: signal.getsignal(number) for number in STOPPING_SIGNALS}
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main:
-        for number in (signal.SIGHUP, signal.SIGUSR1):
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path), "RAY_USAGE_STATS_ENABLED": "0"}
+    # Ray would end this process and its workers where the GCS is silent for a minute; ray_calls does, with a reason.
+    own["RAY_gcs_rpc_server_reconnect_timeout_s"] = "100000"
+    before = {name: os.environ.get(name) for name in own}
+    is_cluster = ray_constants.ENABLE_RAY_CLUSTER
+    os.environ.update(own)
+    # Otherwise ray.init takes the machine's public address in place of the loopback's.
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    _reload_key()
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = is_cluster
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        _reload_key()
+
+
+def _reload_key() -> None:
+    """Have Ray read its settings and its key from the environment again, as ray.init does for a key of its own."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _start_head(scratch: Path, num_cpus: int, object_store_bytes: int) -> subprocess.Popen[bytes]:
+    guard = [sys.executable, "-S", "-E", str(GUARD), str(scratch)]
+    command = [sys.executable, "-m", "megarl.cluster.head"]
+
+    def ignore_stops() -> None:
+        # Sent to all processes of a job, they must not end these before the driver has saved its state.
+        for number in {*STOPPING_SIGNALS} - {signal.SIGTERM}:
             signal.signal(number, signal.SIG_IGN)
-    yield
-    if is_main:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+
+    with (scratch / LOG).open("wb") as log:
+        # A session of its own: Ctrl-C of a terminal goes to the driver alone.
+        return subprocess.Popen(
+            [*guard, *command, str(scratch / TEMP_DIR), str(num_cpus), str(object_store_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=ignore_stops,
+        )
 
 
-def _end_processes(processes: list[psutil.Process], grace_s: float) -> None:
-    """Send SIGKILL to those that still run after `grace_s`."""
-    _, alive = psutil.wait_procs(processes, timeout=grace_s)
-    for process in alive:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(alive, timeout=grace_s)
+def _wait_for_address(scratch: Path, head: subprocess.Popen[bytes], deadline_s: float) -> str:
+    """The HOST:PORT of the started Ray. Raises RayLostError."""
+    end = time.monotonic() + deadline_s
+    path = scratch / TEMP_DIR / ADDRESS_FILE
+    while not path.exists():
+        ray_calls.watch(_find_processes(head))
+        ray_calls.check("its start")
+        is_late = time.monotonic() > end
+        if head.poll() is not None or is_late:
+            what = f"within {deadline_s:g} s (cluster.nodes_deadline_s)" if is_late else f"(exit status {head.poll()})"
+            tail = _read_tail(scratch / LOG)
+            ray_calls.lose(f"Ray did not start {what}" + (f":\n{tail}" if tail else ""))
+        time.sleep(POLL_S)
+    ray_calls.watch(_find_processes(head))
+    return path.read_text()
+
+
+def _find_processes(head: subprocess.Popen[bytes]) -> dict[str, psutil.Process]:
+    try:
+        return ray_calls.find_processes(psutil.Process(head.pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return {}
+
+
+def _read_tail(path: Path) -> str:
+    with suppress(FileNotFoundError):
+        return "\n".join(path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+    return ""
+
+
+def _end_head(head: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Have the guard end all processes of Ray, and kill those that still run after `grace_s`."""
+    try:
+        processes = [psutil.Process(head.pid), *psutil.Process(head.pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        processes = []
+    assert head.stdin is not None
+    head.stdin.close()
+    try:
+        head.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        head.wait(grace_s)
+    psutil.wait_procs(processes, timeout=grace_s)

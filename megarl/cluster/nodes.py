@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megarl.cluster.ray_calls import ask
 from megarl.config.placement import DeviceSlot, format_numbers
 from megarl.interfaces import DeadlineError
 
@@ -52,11 +53,12 @@ class Cluster:
 def wait_for_nodes(number: int, deadline_s: float) -> tuple[Node, ...]:
     """The nodes of Ray in the order of MEGARL_NODES, else this machine first and the others by name.
 
-    Raises DeadlineError naming those that have joined, where they are fewer than `number` at the deadline.
+    Raises DeadlineError naming those that have joined, where they are fewer than `number` at the deadline; RayLostError
+    where Ray does not answer.
     """
     end = time.monotonic() + deadline_s
     while True:
-        alive = {each["NodeID"]: each["NodeName"] for each in ray.nodes() if each["Alive"]}  # type: ignore[no-untyped-call]
+        alive = {each["NodeID"]: each["NodeName"] for each in ask("its nodes", ray.nodes) if each["Alive"]}
         if len(alive) >= number:
             break
         if time.monotonic() > end:
@@ -66,7 +68,7 @@ def wait_for_nodes(number: int, deadline_s: float) -> tuple[Node, ...]:
             )
         time.sleep(POLL_S)
     order = os.environ.get(ORDER_VARIABLE, "").split(",")
-    own = ray.get_runtime_context().get_node_id()
+    own = ask("this node", lambda: ray.get_runtime_context().get_node_id())
 
     def rank(item: tuple[str, str]) -> tuple[int, bool, str]:
         node_id, name = item

@@ -1,6 +1,5 @@
 """Ray for one run: a cluster of this machine alone, or one that is already running."""
 
-import logging
 import os
 import shutil
 import socket
@@ -10,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import ray
-
+from megarl.cluster import ray_calls
 from megarl.cluster.address import resolve_host
-from megarl.cluster.local import keep_signal_handlers, local_ray, remove_left_over
+from megarl.cluster.joining import find_own_processes, joined_ray
+from megarl.cluster.local import local_ray, remove_left_over
 from megarl.cluster.nodes import POLL_S, Cluster, wait_for_nodes
 from megarl.config.schema.cluster import ClusterConfig
 from megarl.interfaces import DeadlineError
@@ -23,7 +22,8 @@ from megarl.interfaces import DeadlineError
 def open_ray(config: ClusterConfig, num_actors: int) -> Iterator[Cluster]:
     """Ray for `num_actors` actors; on leaving, what was started for this run is shut down.
 
-    Raises DeadlineError where nothing answers at cluster.ray_address, and where nodes are missing.
+    Raises DeadlineError where nothing answers at cluster.ray_address, and where nodes are missing; RayLostError where
+    Ray itself does not answer.
     """
     opened = local_ray(config, num_actors) if config.ray_address is None else _joined_ray(config)
     with opened as scratch:
@@ -36,14 +36,13 @@ def _joined_ray(config: ClusterConfig) -> Iterator[Path]:
     """Joins, as the driver, a Ray that others start and shut down; yields a scratch folder of this run."""
     _wait_for_ray(config)
     remove_left_over()
+    ray_calls.begin(config.ray_deadline_s)
     scratch = tempfile.mkdtemp(prefix=f"megarl-{os.getpid()}-", dir="/tmp")
     try:
-        with keep_signal_handlers():
-            ray.init(address=config.ray_address, log_to_driver=False, logging_level=logging.ERROR)
-        yield Path(scratch)
+        with joined_ray(str(config.ray_address), config.shutdown_deadline_s / 3):
+            ray_calls.watch(find_own_processes())
+            yield Path(scratch)
     finally:
-        # Ray ends this driver's actors.
-        ray.shutdown()
         shutil.rmtree(scratch, ignore_errors=True)
 
 

@@ -1,17 +1,23 @@
 """The SGLang servers of a run, each started and monitored by a Ray actor on its machine."""
 
+import contextlib
 import secrets
+import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import ray
 
 from megarl.cluster.address import agree_on_nccl, resolve_host, use_gpus, use_interface
 from megarl.cluster.nodes import Cluster
+from megarl.cluster.ray_calls import RayLostError, ask
+from megarl.cluster.stacks import identify
 from megarl.cluster.waiting import PendingCall, wait_for
 from megarl.cluster.workers import redirect_output
 from megarl.config.placement import DeviceSlot
@@ -71,6 +77,11 @@ class ServerActor:
         self._server.wait_healthy(deadline_s)
         return self._server.url
 
+    def identify(self) -> tuple[str, float, int]:
+        """The machine, this process's start in seconds of its clock, and the process id."""
+        host, pid = identify()
+        return host, psutil.Process().create_time(), pid
+
     def check_alive(self) -> None:
         self._server.check_alive()
 
@@ -91,7 +102,10 @@ class Servers:
         self.api_key = self._specs[0].api_key
         """Required of callers"""
         self.names = tuple(f"SGLang server {spec.index}/{len(specs)}" for spec in specs)
-        self._actors: list[Any] = [self._own(spec, None) for spec in specs]
+        self._actors: list[Any] = []
+        self._owners: list[Any] = []
+        """References of each actor's `identify`"""
+        ask("start of the servers' owners", self._add_owners)
         self._urls: PendingCall[list[str]] | None = None
         self._ended: list[int] = []
 
@@ -107,6 +121,11 @@ class Servers:
             self._ended = []
         return self._urls
 
+    def _add_owners(self) -> None:
+        for spec in self._specs:
+            self._actors.append(self._own(spec, None))
+            self._owners.append(self._actors[-1].identify.remote())
+
     def _own(self, spec: ServerSpec, port: int | None) -> Any:
         options = self._cluster.options(spec.slot)
         actor = ServerActor.options(**options)  # type: ignore[attr-defined]  # Ray's types leave the class as it was
@@ -116,18 +135,22 @@ class Servers:
         start_s = self._specs[0].config.startup_deadline_s
         # The server's own deadline passes first, with the end of its log in the message.
         deadline_s = start_s + port_deadline_s + POLL_DEADLINE_S
-        refs = tuple(self._actors[i].start.remote(port_deadline_s, start_s) for i in numbers)
-        names = tuple(self.names[i] for i in numbers)
-        return PendingCall(refs, names, f"{what} of the SGLang servers", deadline_s, list)
+        text = f"{what} of the SGLang servers"
+        refs = ask(text, lambda: tuple(self._actors[i].start.remote(port_deadline_s, start_s) for i in numbers))
+        return PendingCall(refs, tuple(self.names[i] for i in numbers), text, deadline_s, list)
 
     def check_alive(self) -> None:
         """Raise WorkerError with the exit status and the end of the log where a server is down."""
-        refs = [actor.check_alive.remote() for actor in self._actors]
-        wait_for(refs, self.names, "health of the SGLang servers", POLL_DEADLINE_S)
+        what = "health of the SGLang servers"
+        refs = ask(what, lambda: [actor.check_alive.remote() for actor in self._actors])
+        wait_for(refs, self.names, what, POLL_DEADLINE_S)
 
     def find_lost(self) -> Mapping[str, str]:
         if self._urls is None:
             return {}
+        return ask("which SGLang servers are lost", self._find_lost, LOSS_DEADLINE_S)
+
+    def _find_lost(self) -> Mapping[str, str]:
         refs = [actor.find_loss.remote() for actor in self._actors]
         ray.wait(refs, num_returns=len(refs), timeout=LOSS_DEADLINE_S)
         lost: dict[str, str] = {}
@@ -152,10 +175,19 @@ class Servers:
         numbers = [number for number, name in enumerate(self.names) if name in names]
         self._stop(numbers)
         for number in numbers:
-            # The guard ends its server, should it still run.
-            ray.kill(self._actors[number])
-            self._actors[number] = self._own(self._specs[number], urlsplit(urls[number]).port)
+            port = urlsplit(urls[number]).port
+            ask(f"another owner of {self.names[number]}", partial(self._replace, number, port))
         self._ended = sorted({*self._ended, *numbers})
+
+    def _replace(self, number: int, port: int | None) -> None:
+        """Another owner in place of this one. The guard ends its server, should it still run."""
+        ray.kill(self._actors[number])
+        ready, _ = ray.wait([self._owners[number]], timeout=0)
+        with contextlib.suppress(ray.exceptions.RayError):
+            if ready:
+                kill_here(*ray.get(ready[0]))
+        self._actors[number] = self._own(self._specs[number], port)
+        self._owners[number] = self._actors[number].identify.remote()
 
     def restart(self, names: Collection[str]) -> None:
         """As in `RolloutServers`. Raises WorkerError with the end of the log."""
@@ -163,12 +195,27 @@ class Servers:
         self.start()
 
     def close(self) -> None:
-        # A start in progress keeps `stop` waiting until the deadline; the server then ends with its owner.
-        self._stop(range(len(self._actors)))
+        # A start in progress keeps `stop` waiting until the deadline; the server then ends with its owner. Where Ray is
+        # lost, its own end is theirs.
+        with contextlib.suppress(RayLostError):
+            self._stop(range(len(self._actors)))
 
     def _stop(self, numbers: Collection[int]) -> None:
-        refs = [self._actors[number].stop.remote(self._stop_deadline_s) for number in numbers]
-        ray.wait(refs, num_returns=len(refs), timeout=self._stop_deadline_s)
+        def stop() -> None:
+            refs = [self._actors[number].stop.remote(self._stop_deadline_s) for number in numbers]
+            ray.wait(refs, num_returns=len(refs), timeout=self._stop_deadline_s)
+
+        ask("end of the SGLang servers", stop, self._stop_deadline_s)
+
+
+def kill_here(host: str, started: float, pid: int) -> None:
+    """Kill the owner of a server where it is on this machine: one that is stopped does not obey Ray.
+
+    started: when it started, in seconds of its machine's clock, which tells it from a later process of this number.
+    """
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if host == socket.gethostname() and psutil.Process(pid).create_time() == started:
+            psutil.Process(pid).kill()
 
 
 @contextmanager

@@ -3,17 +3,22 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 import ray
 
+from megarl.cluster.ray_calls import ask, check
 from megarl.interfaces import DeadlineError
-from megarl.run.signals import surfacing_stops
 
 T = TypeVar("T")
 
+SLICE_S = 5.0
+"""The longest wait in Ray at once: where a signal interrupts the caller, that wait goes on by itself until its end."""
 CAUSE_S = 3.0
 """How long to wait for the others once one has failed: the first failure is not always the cause."""
+EXPLAIN_S = 30.0
+"""How long describing the processes that are late may take, beyond what Ray may"""
 
 
 class WorkerError(RuntimeError):
@@ -40,30 +45,36 @@ class PendingCall(Generic[T]):
     """Describes what the processes with these numbers are doing, which have not answered"""
     started: float = field(default_factory=time.monotonic)
 
-    @surfacing_stops()
     def wait(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` for all; returns whether all have succeeded.
 
-        Raises WorkerError as soon as one has failed, DeadlineError naming those that are late and their stacks.
+        Raises WorkerError as soon as one has failed, DeadlineError naming those that are late and their stacks,
+        RayLostError where Ray itself does not answer.
         """
         left = self.started + self.deadline_s - time.monotonic()
         end = time.monotonic() + min(timeout_s, max(0.0, left))
         waiting = list(self.refs)
         while waiting:
-            ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, end - time.monotonic()))
-            if any(self._find_error(ref) for ref in ready):
-                self._raise_failed()
-            if not ready:
+            slice_s = min(SLICE_S, max(0.0, end - time.monotonic()))
+            has_failed, waiting = ask(self.what, partial(self._look, waiting, slice_s), slice_s)
+            if has_failed:
+                ask(self.what, self._raise_failed, CAUSE_S + EXPLAIN_S)
+            if waiting and time.monotonic() >= end:
                 if left <= timeout_s:
-                    self._raise_late(waiting)
+                    ask(self.what, partial(self._raise_late, waiting), EXPLAIN_S)
                 return False
         return True
 
-    @surfacing_stops()
     def result(self) -> T:
         """Wait for the merged result. Raises as `wait`."""
         self.wait(self.deadline_s)
-        return self.merge([ray.get(ref) for ref in self.refs])
+        return self.merge(ask(self.what, lambda: [ray.get(ref) for ref in self.refs]))
+
+    def _look(self, waiting: list[ray.ObjectRef[Any]], timeout_s: float) -> tuple[bool, list[ray.ObjectRef[Any]]]:
+        """Wait for one; returns whether one has failed, and those that are still waited for."""
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=timeout_s)
+        check(self.what)
+        return any(self._find_error(ref) for ref in ready), waiting
 
     def _find_error(self, ref: ray.ObjectRef[Any]) -> Exception | None:
         """The error of a call that has ended, RayActorError where its process died; None where it succeeded."""

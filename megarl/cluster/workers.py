@@ -1,5 +1,6 @@
 """One role (policy, critic or reference) as a group of Ray actors, one per rank: the `TrainBackend` of the loop."""
 
+import contextlib
 import os
 import sys
 import uuid
@@ -16,6 +17,7 @@ from megarl.algo.blocks import allocate_zeros
 from megarl.cluster.address import agree_on_nccl, resolve_host, use_gpus, use_interface
 from megarl.cluster.nodes import Cluster
 from megarl.cluster.profile import RankProfiler
+from megarl.cluster.ray_calls import RayLostError, ask
 from megarl.cluster.stacks import CallState, CallTracker, RankStacks, dump_on_signal, identify
 from megarl.cluster.turns import Turns
 from megarl.cluster.waiting import PendingCall, wait_for
@@ -126,26 +128,23 @@ class WorkerGroup:
         self._start_deadline_s = start_deadline_s
         self._names = tuple(f"{self.role} rank {r}/{self.num_ranks}" for r in range(self.num_ranks))
         logs = [log_dir / f"{self.role}-{rank}.log" for rank in range(self.num_ranks)]
-        self._actors = [
-            WorkerActor.options(**cluster.options(slot)).remote(  # type: ignore[attr-defined]
-                str(log), cluster.listen_host, slot.gpus
-            )
-            for log, slot in zip(logs, slots, strict=True)
-        ]
-        self._ranks = RankStacks(self._actors, self._names, [actor.identify.remote() for actor in self._actors], logs)
+        self._actors: list[Any] = []
+        identities = ask(f"start of the {self.role} processes", lambda: self._start_actors(logs, slots))
+        self._ranks = RankStacks(self._actors, self._names, identities, logs)
+
+    def _start_actors(self, logs: Sequence[Path], slots: Sequence[DeviceSlot]) -> list[ray.ObjectRef[tuple[str, int]]]:
+        for log, slot in zip(logs, slots, strict=True):
+            options = WorkerActor.options(**self._cluster.options(slot))  # type: ignore[attr-defined]
+            self._actors.append(options.remote(str(log), self._cluster.listen_host, slot.gpus))
+        return [actor.identify.remote() for actor in self._actors]
 
     def start(self) -> PendingCall[str]:
         """Build the models on all ranks; the result describes what computes them."""
         address = self._find_rendezvous()
 
         def build() -> PendingCall[str]:
-            refs = tuple(
-                actor.build.remote(self._spec, rank, self.num_ranks, address) for rank, actor in enumerate(self._actors)
-            )
-            what = f"building the {self.role} model"
-            return PendingCall(
-                refs, self._names, what, self._start_deadline_s, _take_first, explain=self._ranks.explain
-            )
+            own = [(self._spec, rank, self.num_ranks, address) for rank in range(self.num_ranks)]
+            return self._send_each("build", own, f"building the {self.role} model", self._start_deadline_s, _take_first)
 
         return self._turns.start(self.role, build)
 
@@ -153,8 +152,9 @@ class WorkerGroup:
         """The ranks' rendezvous: on one machine a file, because torch's TCP store listens on every interface."""
         if is_loopback(self._cluster.host):
             return f"file://{self._cluster.scratch}/{self.role}-rendezvous-{uuid.uuid4().hex}"
-        found = self._actors[0].find_address.remote()
-        return str(wait_for([found], self._names[:1], f"start of the {self.role} process", self._start_deadline_s)[0])
+        what = f"start of the {self.role} process"
+        found = ask(what, self._actors[0].find_address.remote)
+        return str(wait_for([found], self._names[:1], what, self._start_deadline_s)[0])
 
     def logprobs(self, sequences: Sequences, temperature: float) -> PendingCall[Tensor]:
         return self._call("logprobs", merge_rows(sequences), sequences, temperature)
@@ -177,10 +177,8 @@ class WorkerGroup:
     def call_senders(
         self, verb: str, arguments: Sequence[tuple[Any, ...]] | None, deadline_s: float
     ) -> PendingCall[list[Any]]:
-        own = [()] * self.num_ranks if arguments is None else arguments
-        refs = tuple(actor.call_sender.remote(verb, *args) for actor, args in zip(self._actors, own, strict=True))
-        what = f"{self.role}: {verb} of weights"
-        return PendingCall(refs, self._names, what, deadline_s, list, explain=self._ranks.explain)
+        own = [(verb, *args) for args in ([()] * self.num_ranks if arguments is None else arguments)]
+        return self._send_each("call_sender", own, f"{self.role}: {verb} of weights", deadline_s, list)
 
     def begin_save(self, directory: Path) -> PendingCall[None]:
         return self._call("begin_save", _take_first, directory)
@@ -196,38 +194,48 @@ class WorkerGroup:
         # Neither this nor the end of it needs a turn: no weights are touched.
         per_stage = self.num_ranks // self._spec.parallel.pp
         own = [(name, rank % per_stage == 0) for rank, name in enumerate(self._names)]
-        return self._send_each("begin_profile", own)
+        return self._send_each("begin_profile", own, f"{self.role}.begin_profile", self._spec.deadline_s, list)
 
     def end_profile(self, directory: Path) -> PendingCall[list[Recording]]:
         paths = [(directory / f"{self.role}-{rank}.json.gz",) for rank in range(self.num_ranks)]
-        return self._send_each("end_profile", paths)
+        return self._send_each("end_profile", paths, f"{self.role}.end_profile", self._spec.deadline_s, list)
 
     def checksum(self) -> PendingCall[list[str]]:
         """SHA-256 of every rank's parameters, in rank order."""
         return self._call("checksum", list)
 
     def close(self) -> None:
-        """End the processes at once."""
-        for actor in self._actors:
-            ray.kill(actor)
+        """End the processes at once. Where Ray is lost, its own end is theirs."""
+        with contextlib.suppress(RayLostError):
+            ask(f"end of the {self.role} processes", lambda: [ray.kill(actor) for actor in self._actors])
 
     def _call(self, verb: str, merge: Callable[[list[Any]], T], *args: Any) -> PendingCall[T]:
         return self._turns.start(self.role, lambda: self._send(verb, merge, *args))
 
     def _send(self, verb: str, merge: Callable[[list[Any]], T], *args: Any) -> PendingCall[T]:
         # One copy in the object store serves every rank of a node.
-        shared = [ray.put(self._strip(arg)) if isinstance(arg, Sequences | TrainingSamples) else arg for arg in args]
-        refs = tuple(actor.call.remote(verb, *shared) for actor in self._actors)
-        return PendingCall(
-            refs, self._names, f"{self.role}.{verb}", self._spec.deadline_s, merge, explain=self._ranks.explain
-        )
+        def put_shared() -> list[Any]:
+            return [ray.put(self._strip(arg)) if isinstance(arg, Sequences | TrainingSamples) else arg for arg in args]
 
-    def _send_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> PendingCall[list[Any]]:
+        what = f"{self.role}.{verb}"
+        own = [(verb, *ask(what, put_shared))] * self.num_ranks
+        return self._send_each("call", own, what, self._spec.deadline_s, merge)
+
+    def _send_each(
+        self,
+        method: str,
+        arguments: Sequence[tuple[Any, ...]],
+        what: str,
+        deadline_s: float,
+        merge: Callable[[list[Any]], T],
+    ) -> PendingCall[T]:
         """Call a method of every actor with its own arguments."""
-        calls = zip(self._actors, arguments, strict=True)
-        refs = tuple(getattr(actor, method).remote(*args) for actor, args in calls)
-        what = f"{self.role}.{method}"
-        return PendingCall(refs, self._names, what, self._spec.deadline_s, list, explain=self._ranks.explain)
+
+        def send() -> tuple[ray.ObjectRef[Any], ...]:
+            calls = zip(self._actors, arguments, strict=True)
+            return tuple(getattr(actor, method).remote(*args) for actor, args in calls)
+
+        return PendingCall(ask(what, send), self._names, what, deadline_s, merge, explain=self._ranks.explain)
 
     def _strip(self, data: Sequences | TrainingSamples) -> Sequences | TrainingSamples:
         """The data without routed experts for a role that does not replay them: they are most of its bytes."""

@@ -10,8 +10,16 @@ from types import FrameType
 
 from megarl.run.terminal import get_error_descriptor
 
-STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""SIGUSR1 is what Slurm can be asked to send before the time limit (--signal)."""
+STOPPING_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+)
+"""SIGUSR1 and SIGUSR2 are what batch systems send before the time limit (Slurm's --signal), SIGXCPU what the kernel
+sends at the limit of CPU time (ulimit -t)."""
 
 _deferred: "list[Stopped] | None" = None
 """Signals that arrived while they are deferred; None: they are not deferred"""
@@ -38,6 +46,8 @@ def stopping_on_signals() -> Iterator[None]:
         return
 
     def stop(number: int, _frame: FrameType | None) -> None:
+        # While Ray starts, a handler of its own runs before this one; it has the process aborted 3 s later.
+        signal.alarm(0)
         for each in STOPPING_SIGNALS:
             signal.signal(each, signal.SIG_IGN)
         if _deferred is not None:

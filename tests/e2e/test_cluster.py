@@ -1,6 +1,8 @@
 """Deadlines and deaths on a real local Ray cluster."""
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,20 +35,63 @@ class Worker:
         os._exit(3)
 
 
+LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+
+
 @pytest.fixture(scope="module")
-def workers() -> Iterator[list]:
+def scratch() -> Iterator[Path]:
+    """The scratch folder of a Ray for two actors."""
     before = set(psutil.Process().children(recursive=True))
-    with local_ray(ClusterConfig(), num_actors=2) as scratch:
-        assert scratch.is_dir()
-        actors = [Worker.remote() for _ in range(2)]
-        ray.get([actor.nap.remote(0) for actor in actors])
-        yield actors
-    assert not scratch.exists()
+    with local_ray(ClusterConfig(), num_actors=2) as opened:
+        yield opened
+    assert not opened.exists()
     assert set(psutil.Process().children(recursive=True)) <= before
+
+
+@pytest.fixture(scope="module")
+def workers(scratch: Path) -> list:
+    actors = [Worker.remote() for _ in range(2)]
+    ray.get([actor.nap.remote(0) for actor in actors])
+    return actors
 
 
 def call(ref: ray.ObjectRef, name: str, deadline_s: float = 60.0) -> PendingCall:
     return PendingCall((ref,), (name,), "policy.update", deadline_s, lambda results: results[0])
+
+
+def test_ray_listens_on_the_loopback_interface_alone(workers: list) -> None:
+    listening = {
+        (process.name(), socket.laddr.ip)
+        for process in [psutil.Process(), *psutil.Process().children(recursive=True)]
+        for socket in process.net_connections("inet")
+        if socket.status == psutil.CONN_LISTEN
+    }
+    assert {"gcs_server", "raylet", "ray::Worker", "ray::RuntimeEnvAgent"} <= {name for name, _ in listening}
+    assert {address for _, address in listening} <= LOOPBACK
+
+
+def test_no_other_user_gets_into_the_scratch_folder_or_reads_rays_key(scratch: Path, workers: list) -> None:
+    assert scratch.stat().st_mode & 0o777 == 0o700
+    [key] = scratch.glob("token")
+    assert key.stat().st_mode & 0o777 == 0o600
+    # Whom the folder lets in, Ray's own folder in it does too.
+    assert (scratch / "ray").is_dir()
+    assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(key)
+
+
+def test_a_driver_without_the_key_is_refused(scratch: Path, workers: list, tmp_path: Path) -> None:
+    address = (scratch / "ray" / "address").read_text()
+    other = tmp_path / "token"
+    other.write_text("0" * 64)
+    code = (
+        "import ray; from ray._private import ray_constants; ray_constants.ENABLE_RAY_CLUSTER = False;"
+        f" from ray._raylet import GcsClient; print(GcsClient(address={address!r}).internal_kv_keys(b'', timeout=20))"
+    )
+    for path, is_refused in ((other, True), (scratch / "token", False)):
+        environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=120)
+        assert (b"Unauthenticated" in done.stderr) is is_refused, done.stderr[-3000:]
+        assert (done.returncode != 0) is is_refused
 
 
 def test_results_come_in_the_order_of_the_ranks(workers):

@@ -73,6 +73,7 @@ RANGES: dict[str, Range] = {
     "cluster.call_deadline_s": _DEADLINE,
     "cluster.shutdown_deadline_s": _DEADLINE,
     "cluster.nodes_deadline_s": _DEADLINE,
+    "cluster.ray_deadline_s": _START,
     "checkpoint.save_every": _ONE_OR_MORE,
     "checkpoint.keep_last": _ONE_OR_MORE,
     "checkpoint.keep_best": _NOT_NEGATIVE,

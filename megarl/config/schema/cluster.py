@@ -32,6 +32,8 @@ class ClusterConfig:
     """Deadline in seconds of one call to a training process (log-probs, values, an update, an export)."""
     shutdown_deadline_s: float = 15.0
     """Deadline in seconds for all processes together to end; then they are killed."""
+    ray_deadline_s: float = 120.0
+    """Deadline in seconds for Ray itself to answer; the run ends where one of its processes is stopped for as long."""
     listen_host: str = "127.0.0.1"
     """Address on which servers and process groups listen; auto: the address of each one's node,
     which several nodes need."""
@@ -44,6 +46,6 @@ class ClusterConfig:
     ray_address: str | None = None
     """HOST:PORT of a running Ray cluster of num_nodes nodes; null: the run starts Ray on this machine."""
     nodes_deadline_s: float = 300.0
-    """Deadline in seconds for the nodes of ray_address to join."""
+    """Deadline in seconds for Ray to start on this machine, or for the nodes of ray_address to join."""
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     """The hardware that the planner computes a job's memory and time from before its processes start."""

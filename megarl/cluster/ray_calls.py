@@ -1,0 +1,171 @@
+"""Calls of Ray, each with a deadline: Ray's own calls are native code that waits for its processes without one.
+
+A call runs in a thread, while the caller waits and can be interrupted by a signal.
+"""
+
+import atexit
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar, cast
+
+import psutil
+import ray
+
+T = TypeVar("T")
+Answer = tuple[Any, BaseException | None]
+"""The result of a call, or what it raised"""
+
+POLL_S = 1.0
+RAYLET = "raylet"
+OWN_NAMES = ("gcs_server", RAYLET, "ray::RuntimeEnv", "ray::DashboardAg")
+"""How the names of the processes begin of which Ray itself consists, as far as a run needs them"""
+FORGET_S = 30.0
+"""After so long without a look a stopped process counts as stopped anew"""
+
+
+class RayLostError(RuntimeError):
+    """Ray itself has died or does not answer. Nothing can be called in it any more, so the run ends."""
+
+
+@dataclass
+class _Ray:
+    """What this process knows of the Ray that it uses, of which there is one at a time."""
+
+    deadline_s: float = 120.0
+    """cluster.ray_deadline_s"""
+    processes: Mapping[str, psutil.Process] = field(default_factory=dict)
+    """Those of this machine, by name"""
+    stopped_since: dict[str, float] = field(default_factory=dict)
+    looked: float = 0.0
+    threads: list[threading.Thread] = field(default_factory=list)
+    """Of the calls that have no answer yet"""
+    lost: str | None = None
+    """Why it is lost; None: it is not"""
+
+
+_ray = _Ray()
+
+
+def begin(deadline_s: float) -> None:
+    """Note that another Ray is used from here on."""
+    global _ray
+    _ray = _Ray(deadline_s)
+
+
+def watch(processes: Mapping[str, psutil.Process]) -> None:
+    """Note the processes of Ray on this machine, of which calls that wait are to look after."""
+    _ray.processes = dict(processes)
+
+
+def find_processes(candidates: list[psutil.Process]) -> dict[str, psutil.Process]:
+    """Ray's own processes among `candidates`, by name."""
+    found = {}
+    for process in candidates:
+        try:
+            name = process.name()
+        except psutil.NoSuchProcess:
+            continue
+        if name.startswith(OWN_NAMES):
+            found[name] = process
+    return found
+
+
+def is_lost() -> bool:
+    return _ray.lost is not None
+
+
+def ask(what: str, call: Callable[[], T], wait_s: float = 0.0, deadline_s: float | None = None) -> T:
+    """The result of `call`, which may itself wait for `wait_s`; beyond that Ray has `deadline_s`.
+
+    what: completes "Ray did not answer within 120 s: ...". deadline_s: None stands for cluster.ray_deadline_s.
+    Raises RayLostError where Ray is lost, else what `call` does.
+    """
+    if _ray.lost is not None:
+        raise RayLostError(_ray.lost)
+    check(what)
+    answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((call(), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    # Not a pool's thread: one that Ray does not answer is left behind.
+    thread = threading.Thread(target=run, daemon=True, name=f"ray: {what}")
+    thread.start()
+    _ray.threads = [each for each in _ray.threads if each.is_alive()] + [thread]
+    limit_s = _ray.deadline_s if deadline_s is None else deadline_s
+    end = time.monotonic() + wait_s + limit_s
+    while (answer := _take(answers, min(POLL_S, end - time.monotonic()))) is None:
+        check(what)
+        if time.monotonic() >= end:
+            key = " (cluster.ray_deadline_s)" if deadline_s is None else ""
+            lose(f"Ray did not answer within {limit_s:g} s{key}: {what}")
+    result, error = answer
+    if error is not None:
+        raise error
+    return cast(T, result)
+
+
+def _take(answers: "queue.SimpleQueue[Answer]", timeout_s: float) -> Answer | None:
+    try:
+        return answers.get(timeout=max(0.0, timeout_s))
+    except queue.Empty:
+        return None
+
+
+def settle(timeout_s: float) -> None:
+    """Leave a Ray that is lost, once its processes have ended: calls that it has not answered end with them. A process
+    that exits in the middle of one, or connected, crashes.
+    """
+    if _ray.lost is None:
+        return
+    end = time.monotonic() + timeout_s
+    leaving = threading.Thread(target=ray.shutdown, daemon=True)
+    leaving.start()
+    for thread in (*_ray.threads, leaving):
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+def check(what: str) -> None:
+    """Raise RayLostError where a process of Ray on this machine is gone, or stopped for cluster.ray_deadline_s.
+
+    what: what is waited for.
+    """
+    now = time.monotonic()
+    if now - _ray.looked > FORGET_S:
+        _ray.stopped_since.clear()
+    _ray.looked = now
+    for name, process in _ray.processes.items():
+        state = find_state(process)
+        if state == psutil.STATUS_STOPPED:
+            since = _ray.stopped_since.setdefault(name, now)
+            if now - since > _ray.deadline_s:
+                lose(f"Ray's process {name} is stopped for {_ray.deadline_s:g} s (cluster.ray_deadline_s): {what}")
+        else:
+            _ray.stopped_since.pop(name, None)
+        # Without the others a run goes on, until it needs them. The raylet's end ends all processes of this node.
+        if name == RAYLET and state is None:
+            lose(f"Ray's process {name} has died: {what}")
+
+
+def lose(reason: str) -> NoReturn:
+    """Raise RayLostError with this reason and the state of Ray's processes; so does each later call of `ask`."""
+    states = [f"{name} {process.pid} {find_state(process) or 'is gone'}" for name, process in _ray.processes.items()]
+    _ray.lost = reason + (f"; its processes here: {', '.join(states)}" if states else "")
+    # It would wait for Ray at this process's end.
+    atexit.unregister(ray.shutdown)
+    raise RayLostError(_ray.lost)
+
+
+def find_state(process: psutil.Process) -> str | None:
+    """A process's state as psutil names it; None: it is gone."""
+    try:
+        state = str(process.status())
+    except psutil.NoSuchProcess:
+        return None
+    return None if state in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else state

@@ -1,0 +1,136 @@
+"""Faults of Ray itself and signals while it starts: the driver ends by its own word, and leaves nothing behind."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+
+DRIVER = Path(__file__).with_name("ray_driver.py")
+RAY_DEADLINE_S = 30.0
+PATIENCE_S = 240.0
+
+
+class Driver:
+    """A driver process and all that it has started, also what is no child of it any more."""
+
+    def __init__(self, folder: Path, deadline_s: float):
+        self.progress, self.log = folder / "progress", folder / "driver.log"
+        with self.log.open("wb") as log:
+            command = [sys.executable, str(DRIVER), str(self.progress), str(deadline_s)]
+            self.run = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        self.seen: set[psutil.Process] = set()
+
+    def wait_until(self, holds: Callable[[], object], what: str) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert self.run.poll() is None, f"before {what}: {self.log.read_text()}"
+            assert time.monotonic() < end, f"{what}: {self.log.read_text()}"
+            self.look()
+            time.sleep(0.02)
+
+    def look(self) -> None:
+        self.seen |= {*psutil.Process(self.run.pid).children(recursive=True)}
+
+    def find(self, name: str) -> psutil.Process | None:
+        self.look()
+        for process in self.seen:
+            try:
+                if process.name().startswith(name):
+                    return process
+            except psutil.NoSuchProcess:
+                continue
+        return None
+
+    def wait_steps(self, word: str) -> None:
+        self.wait_until(lambda: self.progress.exists() and word in self.progress.read_text(), word)
+
+    def end(self) -> int:
+        """The exit code, once the driver has ended. Asserts that nothing is left of it."""
+        scratch = {*Path("/tmp").glob(f"megarl-{self.run.pid}-*")}
+        code = self.run.wait(PATIENCE_S)
+        _, left = psutil.wait_procs(self.seen, timeout=10.0)
+        assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
+        assert not [path for path in scratch if path.exists()]
+        return code
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Driver]]:
+    drivers: list[Driver] = []
+
+    def begin(deadline_s: float = RAY_DEADLINE_S) -> Driver:
+        drivers.append(Driver(tmp_path, deadline_s))
+        return drivers[-1]
+
+    yield begin
+    for driver in drivers:
+        if driver.run.poll() is None:
+            driver.run.kill()
+        for process in driver.seen:
+            if process.is_running():
+                process.kill()
+
+
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_a_process_of_ray_that_is_stopped_ends_the_run_and_is_named(start: Callable[..., Driver], name: str) -> None:
+    driver = start()
+    driver.wait_steps("called")
+    stopped = driver.find(name)
+    assert stopped is not None
+    stopped.suspend()
+    assert driver.end() == 1
+    assert re.search(rf"RayLostError: Ray.*{name} {stopped.pid} stopped", driver.log.read_text()), (
+        driver.log.read_text()
+    )
+
+
+def test_the_end_of_rays_agent_ends_the_run_and_says_which_process_of_ray_died(start: Callable[..., Driver]) -> None:
+    driver = start(deadline_s=120.0)
+    driver.wait_steps("called")
+    agent = driver.find("ray::RuntimeEnv")
+    assert agent is not None
+    agent.kill()
+    assert driver.end() == 1
+    assert "RayLostError: Ray's process raylet has died" in driver.log.read_text()
+
+
+def test_a_raylet_that_stops_while_ray_starts_ends_the_start(start: Callable[..., Driver]) -> None:
+    driver = start()
+    driver.wait_until(lambda: driver.find("raylet"), "the raylet's start")
+    raylet = driver.find("raylet")
+    assert raylet is not None
+    raylet.suspend()
+    assert driver.end() == 1
+    assert re.search(rf"RayLostError: Ray.*raylet {raylet.pid} stopped", driver.log.read_text()), driver.log.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGQUIT])
+@pytest.mark.parametrize("phase", ["gcs_server", "raylet", "ray::RuntimeEnv", "opened", "called"])
+def test_a_signal_at_any_moment_of_a_start_ends_it_by_the_signals_own_code(
+    start: Callable[..., Driver], number: signal.Signals, phase: str
+) -> None:
+    driver = start(deadline_s=120.0)
+    if phase in ("opened", "called"):
+        driver.wait_steps(phase)
+    else:
+        driver.wait_until(lambda: driver.find(phase), phase)
+    os.kill(driver.run.pid, number)
+    # SIGQUIT (Ctrl-backslash) is not waited for: it ends the driver at once.
+    expected = -number if number is signal.SIGQUIT else 128 + number
+    assert driver.end() == expected, driver.log.read_text()
+
+
+def test_a_driver_that_is_killed_leaves_no_process_and_no_folder(start: Callable[..., Driver]) -> None:
+    driver = start()
+    driver.wait_steps("called")
+    driver.run.kill()
+    assert driver.end() == -signal.SIGKILL
