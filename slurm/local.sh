@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2154 # the variables are train.sh's
 # Sourced by train.sh for --local: what a job would do, as text.
 
-show_local() {
+local_job() {
   local text option='' num_nodes gpus_per_node options=() rest=()
   num_nodes=$(read_default nodes) gpus_per_node=$(read_default gpus-per-node)
   for text in "$@"; do
@@ -23,6 +23,7 @@ show_local() {
   done
   [[ $num_nodes =~ ^[1-9][0-9]*$ && $gpus_per_node =~ ^[0-9]+$ ]] ||
     fail "--local: found --nodes=$num_nodes --gpus-per-node=$gpus_per_node; numbers are needed"
+  job=JOBID
   export SLURM_JOB_ID=JOBID SLURM_JOB_NUM_NODES=$num_nodes SLURM_GPUS_ON_NODE=$gpus_per_node
   mapfile -t nodes < <(seq -f 'node%g' "$num_nodes")
   load_site
@@ -48,7 +49,7 @@ show_local() {
   echo "environment ($site):"
   env | grep -E '^(MEGARL|RAY|NCCL|HF|FI|CUDA|GLOO|PYTHONPATH|SLURM_(JOB_NUM|GPUS_ON))' | sort | sed 's/^/    /'
   echo
-  "$MEGARL_PYTHON" -m megarl.doctor.preflight job "${arguments[@]}" | sed 's/^/    /'
+  "$MEGARL_PYTHON" -m megarl.doctor.preflight job "--command=$command" "${arguments[@]}" | sed 's/^/    /'
 }
 
 read_default() { sed -n "s/^#SBATCH --$1=//p" "$MEGARL_HOME/slurm/train.sh"; }

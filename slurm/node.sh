@@ -1,5 +1,9 @@
 #!/usr/bin/env bash
-# Ray on one node: what train.sh has srun start on each. It stays until it is told to end, and leaves nothing there.
+# Ray on one node: what train.sh has srun start on each. It stays until the driver has ended, and leaves nothing there.
+#
+# SIGUSR2 from train.sh ends it; SIGUSR1 too, and Ray's own logs are kept in MEGARL_LOG_DIR/ray-NODE. With SIGTERM, from
+# scancel or a preemption, Slurm asks every process of the job to end: the driver writes a checkpoint with the processes
+# that Ray holds here, which do not see the signal, and this ends after the driver.
 #
 # From train.sh: MEGARL_HOME, MEGARL_PYTHON, MEGARL_NODES, MEGARL_JOB_DIR (a folder of the job that nodes share),
 # MEGARL_LOG_DIR, MEGARL_OBJECT_STORE_MB, MEGARL_INTERFACE; MEGARL_RAY_ADDRESS, except on the first node, which writes it to
@@ -11,7 +15,14 @@ source "$MEGARL_HOME/slurm/clean.sh"
 
 exec >>"$MEGARL_LOG_DIR/node-$SLURMD_NODENAME.log" 2>&1
 
-END_S=6 # of Ray's own end; Slurm kills KillWait (30) seconds after scancel
+END_S=6    # of Ray's processes; Slurm kills KillWait (30) seconds after scancel
+DRIVER_S=2 # until the first node's Ray says that it is still there
+# SIGTERM blocked, in all processes of Ray: a trap is not inherited, and Ray sets its own.
+START_RAY='
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+os.execv(sys.executable, [sys.executable, "-m", "ray.scripts.scripts", "start", *sys.argv[1:]])
+'
 
 IFS=, read -ra nodes <<<"$MEGARL_NODES"
 number=0
@@ -20,16 +31,38 @@ while [[ ${nodes[number]} != "$SLURMD_NODENAME" ]]; do number=$((number + 1)); d
 scratch=/tmp/megarl-ray-$SLURM_JOB_ID-$number
 
 end() {
-  trap '' TERM INT HUP USR1
-  if [[ -n ${ray:-} ]] && kill -TERM "$ray" 2>/dev/null; then
+  trap '' TERM INT HUP USR1 USR2
+  if [[ -n ${ray:-} ]]; then
+    # Its children die with it; servers see that and clean up.
+    kill -KILL "$ray" 2>/dev/null || true
     wait_until "$END_S" are_gone "$scratch" || echo "$SLURMD_NODENAME: Ray did not end within $END_S s; killed"
   fi
   kill_marked "$scratch"
+  [[ $over != USR1 ]] || keep_logs
   rm -rf "$scratch"
   remove_left_over
 }
+
+keep_logs() {
+  local to=$MEGARL_LOG_DIR/ray-$SLURMD_NODENAME
+  rm -rf "$to"
+  cp -rL "$scratch/session_latest/logs" "$to" 2>/dev/null || true
+}
+
+# Whether the driver is there: on the first node itself, elsewhere by the first node's Ray, which ends after it.
+has_driver() {
+  if ((number == 0)); then
+    ! are_gone "driver-$SLURM_JOB_ID"
+  else
+    timeout "$DRIVER_S" bash -c ": <>/dev/tcp/${MEGARL_RAY_ADDRESS%:*}/${MEGARL_RAY_ADDRESS##*:}" 2>/dev/null
+  fi
+}
+
+over='' asked=''
 trap end EXIT
-trap 'exit 143' TERM INT HUP
+trap 'over=USR1' USR1
+trap 'over=USR2' USR2
+trap 'asked=TERM' TERM INT HUP
 
 # An earlier start of this job, on a node that was lost, may have left some.
 kill_marked "$scratch"
@@ -54,7 +87,6 @@ options=(
 )
 if [[ -n ${MEGARL_INTERFACE:-} ]]; then
   address=$(ip -4 -o addr show dev "$MEGARL_INTERFACE" | awk '{ sub("/.*", "", $4); print $4; exit }')
-  [[ -n $address ]] || { echo "error: MEGARL_INTERFACE: $SLURMD_NODENAME has no address on $MEGARL_INTERFACE" >&2; exit 2; }
   options+=(--node-ip-address="$address")
 fi
 if ((number == 0)); then
@@ -73,17 +105,29 @@ else
 fi
 
 echo "$(date '+%F %T') $SLURMD_NODENAME: Ray in $scratch, GPUs ${ids:-none}"
-"$MEGARL_PYTHON" -m ray.scripts.scripts start "${options[@]}" &
+"$MEGARL_PYTHON" -c "$START_RAY" "${options[@]}" &
 ray=$!
 if ((number == 0)); then
   # Ray writes it once the head runs; renamed, so that nobody reads half of it.
-  until [[ -s $scratch/ray_current_cluster ]]; do
+  until [[ -s $scratch/ray_current_cluster || -n $over$asked ]]; do
     kill -0 "$ray" 2>/dev/null || break
-    sleep 0.2
+    sleep 0.2 || true
   done
-  cp "$scratch/ray_current_cluster" "$MEGARL_JOB_DIR/.address" && mv "$MEGARL_JOB_DIR/.address" "$MEGARL_JOB_DIR/address"
+  [[ ! -s $scratch/ray_current_cluster ]] ||
+    { cp "$scratch/ray_current_cluster" "$MEGARL_JOB_DIR/.address" && mv "$MEGARL_JOB_DIR/.address" "$MEGARL_JOB_DIR/address"; }
+fi
+while [[ -z $over ]] && kill -0 "$ray" 2>/dev/null; do
+  [[ -z $asked ]] || has_driver || break
+  sleep 0.5 || true
+done
+if [[ -n $over$asked ]]; then
+  echo "$(date '+%F %T') $SLURMD_NODENAME: Ray is ended${over:+ with the run}${asked:+, after SIGTERM and the driver}"
+  exit 0
 fi
 code=0
 wait "$ray" || code=$?
+over=USR1
+said=$(grep -hoE '[a-z_]+ \[exit code=[-0-9]+\]' "$MEGARL_LOG_DIR/node-$SLURMD_NODENAME.log" | tail -n 1) || true
+echo "${said:-code $code}" >"$MEGARL_JOB_DIR/ended-$SLURMD_NODENAME" || true
 echo "$(date '+%F %T') $SLURMD_NODENAME: Ray has ended with code $code"
 exit $((code ? code : 1))
