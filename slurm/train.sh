@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
 # sbatch slurm/train.sh algo=vapo model=qwen32b [overrides]     train over the nodes of one job
 # sbatch --nodes=2 slurm/train.sh resume=RUN_DIR                resume a run
+# sbatch slurm/train.sh --command=evaluate model=... data=...   another command: train, pretrain_value or evaluate
+# slurm/train.sh --submit [--nodes=N ...] [...]                 check that first, then sbatch
 # slurm/train.sh --local [--nodes=N --gpus-per-node=N] [...]    print what that would do, and do nothing
+# slurm/train.sh --attach JOBID [COMMAND ...]                   a shell beside a running job's driver, in its Ray
 #
-# The run's folder is runs/slurm_JOBID under the directory of sbatch, or hydra.run.dir=DIR. Before the time limit
-# (--signal) a checkpoint is written and the job is requeued, as it is when a node is lost; it resumes from there.
-# `scancel --signal=USR1 --batch JOBID` asks for that at any time, `scancel JOBID` ends the job. What differs from site
-# to site is in slurm/site.sh (or MEGARL_SITE=FILE).
+# The run's folder is runs/slurm_JOBID (ARRAYJOB_TASK) under the directory of sbatch, or hydra.run.dir=DIR. Before the
+# time limit (--signal) a checkpoint is written and the job is requeued, as it is when a node is lost; it resumes from
+# there (restart.sh). `scancel --signal=USR1 --batch JOBID` asks for that at any time, `scancel JOBID` ends the job. What
+# differs from site to site is in slurm/site.sh (or MEGARL_SITE=FILE).
 #
 #SBATCH --job-name=megarl
 #SBATCH --nodes=8

@@ -9,17 +9,20 @@ from pathlib import Path
 from megarl.checkpoint.folder import RUN_FILE
 from megarl.checkpoint.lock import locking
 from megarl.checkpoint.manifest import CheckpointError
-from megarl.report.outcome import FILE_NAME, Outcome, State, write_outcome
+from megarl.report.outcome import FILE_NAME, Outcome, State, clear_outcome, write_outcome
 
 
-def write_if_ours(run_dir: Path, outcome: Outcome) -> bool:
-    """Write the outcome, unless another process uses the folder; returns whether it was written.
+def write_if_ours(run_dir: Path, outcome: Outcome | None) -> bool:
+    """Write the outcome (None: remove it), unless another process uses the folder; returns whether none does.
 
     outcome.json belongs to the process that holds the lock of the run.
     """
     try:
         with locking(run_dir):
-            write_outcome(run_dir, outcome)
+            if outcome is None:
+                clear_outcome(run_dir)
+            else:
+                write_outcome(run_dir, outcome)
             return True
     except CheckpointError:
         return False
