@@ -33,9 +33,10 @@ scratch=/tmp/megarl-ray-$SLURM_JOB_ID-$number
 end() {
   trap '' TERM INT HUP USR1 USR2
   if [[ -n ${ray:-} ]]; then
-    # Its workers end where it is gone, and servers clean up where their worker is.
+    # Its workers end where it is gone, and servers clean up where their worker is. Its agents would wait for SIGTERM.
     kill -KILL "$ray" 2>/dev/null || true
-    kill_named "$scratch" raylet gcs_server
+    wait "$ray" 2>/dev/null || true
+    kill_named "$scratch" raylet gcs_server ray::DashboardA ray::RuntimeEnv
     wait_until "$END_S" are_gone "$scratch" || echo "$SLURMD_NODENAME: Ray did not end within $END_S s; killed"
   fi
   kill_marked "$scratch"

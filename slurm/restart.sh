@@ -6,6 +6,7 @@
 # ended it.
 MAX_REPEATS=2
 MARGIN_S=60  # before the time limit the job is requeued, with or without the checkpoint
+NOTICE_S=15  # after the driver has ended, until Ray is known to have ended before it
 REQUEUE_S=40 # of trying to queue the job again
 
 # Say it in the job's output and in the run's log.
@@ -57,16 +58,15 @@ find_cause() {
   fi
 }
 
-# ` on n2: raylet [exit code=-9]`, where a node's Ray has ended before the driver, or just after it.
+# ` on n2: raylet [exit code=-9]`, where a node's Ray has ended before the driver, or just after it: Ray's own command
+# takes seconds to see that one of its processes is gone.
 describe_lost() {
   [[ -n $head ]] || return 0
-  for _ in 1 2 3 4 5; do
-    has_nodes || break
-    nap
-  done
-  has_nodes || (cd "$job_dir" && grep -sH '' ended-* | sed 's/^ended-/ on /; s/:/: /' || echo " on a node") | paste -sd,
+  wait_until "$NOTICE_S" has_lost_ray || return 0
+  (cd "$job_dir" && grep -sH '' ended-* | sed 's/^ended-/ on /; s/:/: /' || echo " on a node") | paste -sd,
 }
 
+has_lost_ray() { ! has_nodes || compgen -G "$job_dir/ended-*" >/dev/null; }
 is_preempted() { ask_job | grep -q ' PreemptTime=[0-9]'; }
 ask_job() { timeout "$SLURM_S" scontrol show job "$job" || true; }
 

@@ -1,14 +1,11 @@
 """A sweep as a user types it: which runs it starts, with what, and what it makes of those that fail."""
 
 import json
-import os
 import subprocess
 import sys
-from datetime import datetime
 from pathlib import Path
 
 import pytest
-
 
 SCRIPT = Path(__file__).with_name("fake_runs.py")
 
