@@ -13,7 +13,9 @@ set -euo pipefail
 # shellcheck source=slurm/clean.sh
 source "$MEGARL_HOME/slurm/clean.sh"
 
-exec >>"$MEGARL_LOG_DIR/node-$SLURMD_NODENAME.log" 2>&1
+log=$MEGARL_LOG_DIR/node-$SLURMD_NODENAME.log
+log_begin=$(stat -c %s "$log" 2>/dev/null || echo 0) # earlier starts have written there
+exec >>"$log" 2>&1
 
 END_S=6    # of Ray's processes; Slurm kills KillWait (30) seconds after scancel
 DRIVER_S=2 # until the first node's Ray says that it is still there
@@ -157,7 +159,7 @@ for port in random.sample(range(20000, 32768), 100):
   code=0
   wait "$ray" || code=$?
   over=USR1
-  said=$(grep -hoE '[a-z_]+ \[exit code=[-0-9]+\]' "$MEGARL_LOG_DIR/node-$SLURMD_NODENAME.log" | tail -n 1) || true
+  said=$(tail -c "+$((log_begin + 1))" "$log" | grep -oE '[a-z_]+ \[exit code=[-0-9]+\]' | tail -n 1) || true
   echo "${said:-code $code}" >"$MEGARL_JOB_DIR/ended-$SLURMD_NODENAME" || true
   echo "$(date '+%F %T') $SLURMD_NODENAME: Ray has ended with code $code"
   exit $((code ? code : 1))

@@ -94,7 +94,9 @@ def test_submit_refuses_before_the_queue(tmp_path: Path, options: str, message: 
 @pytest.mark.parametrize("command", ["pretrain_value", "evaluate"])
 def test_another_command_is_run_and_checked_by_its_own_rules(tmp_path: Path, command: str) -> None:
     words = (
-        ("data=gsm8k", "model=qwen3_8b", "rollout.num_servers=1") if command == "evaluate" else ("algo=vapo", "model=qwen3_8b")
+        ("data=gsm8k", "model=qwen3_8b", "rollout.num_servers=1")
+        if command == "evaluate"
+        else ("algo=vapo", "model=qwen3_8b")
     )
     done = call(tmp_path, "--local", "--nodes=1", f"--command={command}", *words)
     assert done.returncode == 0, done.stderr
