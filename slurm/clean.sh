@@ -19,7 +19,16 @@ list_marked() (
 
 are_gone() { [[ -z $(list_marked "$1") ]]; }
 
-# Kill them.
+# Kill those of these names (/proc/PID/comm).
+kill_named() {
+  local pid name
+  for pid in $(list_marked "$1"); do
+    name=$(cat "/proc/$pid/comm" 2>/dev/null) || continue
+    [[ " ${*:2} " != *" $name "* ]] || kill -KILL "$pid" 2>/dev/null || true
+  done
+}
+
+# Kill them all.
 kill_marked() {
   local marked
   for _ in 1 2 3; do

@@ -6,8 +6,10 @@
 # A virtual environment that every node sees (tools/install/install.sh cuda makes .venv), or a container: `pyxis` starts
 # IMAGE through srun --container-image (pyxis and enroot), `apptainer` through apptainer exec. Each step of the job, three
 # looks and three that stay, gets at the image anew: a FILE.sqsh or FILE.sif is at hand where a registry's is fetched.
+# MEGARL_KEEP_CONTAINER=1: with pyxis all steps share one container by its name, where the site lets a job keep it.
 MEGARL_CONTAINER=${MEGARL_CONTAINER:-none} # none, pyxis or apptainer
 MEGARL_IMAGE=${MEGARL_IMAGE:-}             # registry#name:tag or FILE.sqsh; FILE.sif
+MEGARL_KEEP_CONTAINER=${MEGARL_KEEP_CONTAINER:-}
 if [[ $MEGARL_CONTAINER == none ]]; then
   if [[ -x $MEGARL_HOME/.venv/bin/python ]]; then
     MEGARL_PYTHON=${MEGARL_PYTHON:-$MEGARL_HOME/.venv/bin/python}
@@ -34,12 +36,16 @@ MEGARL_INTERFACE=${MEGARL_INTERFACE:-}
 if [[ -n $MEGARL_INTERFACE ]]; then
   export NCCL_SOCKET_IFNAME="=$MEGARL_INTERFACE" # that one alone, not all whose names begin so
 fi
-# InfiniBand:  export NCCL_IB_HCA=mlx5 NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=7
+# InfiniBand:  export NCCL_IB_TIMEOUT=22 NCCL_IB_RETRY_CNT=7; each node sets NCCL_IB_HCA to its active InfiniBand ports
+#              unless it is set here (slurm/node.sh)
 # RoCE:        export NCCL_IB_GID_INDEX=3 NCCL_IB_TC=106
-# EFA:         export FI_PROVIDER=efa FI_EFA_USE_DEVICE_RDMA=1
 # NVLink SHARP: export NCCL_NVLS_ENABLE=1 NCCL_CUMEM_ENABLE=1
 # Says at the start which of them NCCL uses:
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+
+# --- caches of compiled kernels --------------------------------------------------------------------------------------
+# On each node's own disk: a shared one is locked and written by all nodes at once. It stays after the job.
+export MEGARL_KERNEL_CACHE=${MEGARL_KERNEL_CACHE:-/tmp/megarl-kernels-$(id -u)}
 
 # --- models ----------------------------------------------------------------------------------------------------------
 # A cache of the Hugging Face hub that every node sees; model.path names a model in it, or a directory.

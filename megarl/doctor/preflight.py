@@ -1,14 +1,17 @@
 """The checks of a Slurm job before Ray starts: `python -m megarl.doctor.preflight job|node|compare [key=value] ...`.
 
 job      checks the configuration against the allocation; prints settings for train.sh as NAME=VALUE
-node     prints what this node has, as one line of JSON
+node     prints what this node has, as one line of JSON; the first one, where the run itself will be, also reads the
+         data and tries the reward
 compare  checks the lines of all nodes, from stdin
-Problems end it with code 2, each in one line. Nothing here imports torch or Ray.
+--command=NAME says what the job runs, if not train. Problems end it with code 2, each in one line. Nothing here imports
+torch or Ray.
 """
 
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections import defaultdict
@@ -21,12 +24,12 @@ import psutil
 from megarl.algo.registry import needs_critic
 from megarl.config.allocation import check_allocation, read_allocation
 from megarl.config.errors import ConfigError
-from megarl.config.load import load_config
 from megarl.config.placement import DeviceSlot, check_cluster, count_nodes, list_groups, place
 from megarl.config.schema.hardware import LEAST_OF_KIND, HardwareConfig
 from megarl.config.schema.model import ModelSource
 from megarl.config.schema.root import Config
 from megarl.config.search_path import take_config_dirs
+from megarl.doctor.job_inputs import find_input_problems, load_job_configs
 from megarl.hf.checkpoint import find_checkpoint
 from megarl.run.command import end_with_config_error
 from megarl.run.machine import check_object_store
@@ -34,6 +37,7 @@ from megarl.run.resume import take_resume
 
 ADDRESS_LATER = "cluster.ray_address=first-node:0"
 """A placeholder for the address that train.sh knows once Ray runs"""
+COMMAND = "--command="
 ASK_S = 30.0
 """How long nvidia-smi and squeue may take"""
 FOLDER_VARIABLE = "MEGARL_JOB_DIR"
@@ -56,26 +60,29 @@ def main() -> None:
         end_with_config_error(
             ConfigError([f"found {' '.join(sys.argv[1:2]) or 'nothing'}; one of {', '.join(commands)}"])
         )
+    given = [text.removeprefix(COMMAND) for text in sys.argv[2:] if text.startswith(COMMAND)]
+    command = given[-1] if given else "train"
     try:
         if sys.argv[1] == "job":
             read_allocation(os.environ)  # cluster=slurm could not be composed without
-        arguments, _ = take_resume(take_config_dirs(sys.argv[2:]))
-        commands[sys.argv[1]](load_config([*arguments, ADDRESS_LATER]))
+        overrides = [text for text in sys.argv[2:] if not text.startswith(COMMAND)]
+        arguments, _ = take_resume(take_config_dirs(overrides))
+        commands[sys.argv[1]](load_job_configs([*arguments, ADDRESS_LATER], command), command)
     except ConfigError as error:
         end_with_config_error(error)
 
 
-def print_job(config: Config) -> None:
+def print_job(configs: Mapping[str, Config], command: str) -> None:
     """Print the settings for train.sh to stdout, and the placement of the processes to stderr.
 
     Raises ConfigError where the configuration needs more than the allocation has.
     """
-    allocation = read_allocation(os.environ)
-    problems = [*check_allocation(config.cluster, allocation), *check_cluster(config)]
+    allocation, config = read_allocation(os.environ), get_first(configs)
+    problems = [*check_allocation(config.cluster, allocation), *check_cluster(config, command)]
     if problems:
         raise ConfigError(problems)
     cluster = config.cluster
-    slots = place(cluster, list_groups(config))
+    slots = place(cluster, list_groups(config, command))
     print(f"allocation: {allocation.num_nodes} nodes x {allocation.gpus_per_node} GPUs", file=sys.stderr)
     for line in describe_seats(slots, cluster.gpus_per_node):
         print(line, file=sys.stderr)
@@ -99,24 +106,53 @@ def describe_seats(slots: Mapping[str, Sequence[DeviceSlot]], gpus_per_node: int
             yield f"{name}: {len(group)} process{'es' if len(group) > 1 else ''} on {nodes}{counted}"
 
 
-def print_node(config: Config) -> None:
+def get_first(configs: Mapping[str, Config]) -> Config:
+    """Those of an evaluation differ in data and reward alone."""
+    return next(iter(configs.values()))
+
+
+def print_node(configs: Mapping[str, Config], command: str) -> None:
+    config = get_first(configs)
     problems = [
-        *find_unseen(config),
+        *find_unseen(config, command),
         *find_unseen_folder(os.environ.get(FOLDER_VARIABLE)),
         *find_stale_ray(os.environ.get("SLURM_CLUSTER_NAME")),
         *check_object_store(config.cluster),
+        *find_job_memory_problem(config.cluster.object_store_mb, os.environ),
+        *find_missing_interface(os.environ.get("MEGARL_INTERFACE")),
+        *(find_input_problems(configs) if name_node() == list_nodes()[0] else ()),
     ]
     print(json.dumps(asdict(NodeReport(name_node(), list_gpus(), problems))), flush=True)
+
+
+def list_nodes() -> list[str]:
+    """The nodes of the job, in the order in which they are filled."""
+    return os.environ.get("MEGARL_NODES", "").split(",")
 
 
 def name_node() -> str:
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
 
 
-def find_unseen(config: Config) -> Iterator[str]:
+def find_job_memory_problem(object_store_mb: int, environment: Mapping[str, str]) -> Iterator[str]:
+    """A problem where the job has less memory on a node than Ray's object store takes (sbatch --mem=0: all of it)."""
+    text = environment.get("SLURM_MEM_PER_NODE", "")
+    if text.isdecimal() and 0 < int(text) < object_store_mb:
+        yield f"cluster.object_store_mb: found {object_store_mb}; the job has {text} MiB on a node: sbatch --mem=0"
+
+
+def find_missing_interface(name: str | None) -> Iterator[str]:
+    """A problem where this node has no IPv4 address on the interface of the site's settings."""
+    interfaces = psutil.net_if_addrs()
+    own = sorted(each for each, many in interfaces.items() if any(one.family == socket.AF_INET for one in many))
+    if name and name not in own:
+        yield f"MEGARL_INTERFACE: found {name}, on which this node has no IPv4 address; it has them on {', '.join(own)}"
+
+
+def find_unseen(config: Config, command: str = "train") -> Iterator[str]:
     """Problems with checkpoints that this node does not see, by their keys."""
     wanted = {"model.path": config.model.path} if config.model.source is ModelSource.path else {}
-    if needs_critic(config.algo) and config.critic.init is not None:
+    if command != "evaluate" and needs_critic(config.algo) and config.critic.init is not None:
         wanted["critic.init"] = config.critic.init
     for key, path in wanted.items():
         try:
@@ -181,10 +217,9 @@ def list_living_jobs() -> set[str] | None:
     return set(done.stdout.split())
 
 
-def compare(config: Config) -> None:
+def compare(configs: Mapping[str, Config], _command: str) -> None:
     """Check the reports of all nodes from stdin. Raises ConfigError with their problems."""
-    names = os.environ.get("MEGARL_NODES", "").split(",")
-    cluster = config.cluster
+    names, cluster = list_nodes(), get_first(configs).cluster
     reports = read_reports(sys.stdin)
     problems = [*find_problems(reports, names, cluster.gpus_per_node), *find_small_gpus(reports, cluster.hardware)]
     if problems:

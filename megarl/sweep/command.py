@@ -13,7 +13,14 @@ from megarl.report.sweep import format_outcomes, load_sweep
 from megarl.run.command import end_with_config_error
 from megarl.run.resume import quote
 from megarl.run.signals import Stopped, stopping_on_signals
-from megarl.sweep.slurm import RefusedError, raise_on_refusal, submit_pretrainings
+from megarl.sweep.slurm import (
+    RefusedError,
+    check_notice,
+    list_live_jobs,
+    submit_pretrainings,
+    submitting,
+    wait_for_live_jobs,
+)
 
 SWEEP_DIR = "hydra.sweep.dir="
 EXIT_FAILED = 1
@@ -51,7 +58,7 @@ def run_sweep(start: Callable[[], object]) -> int:
     except RefusedError as refused:
         end_with_config_error(ConfigError([str(refused)]))
     except Stopped as stopped:
-        print(f"{stopped}; every process was ended", file=sys.stderr)
+        print(f"{stopped}; {describe_left(sweep_dir)}", file=sys.stderr)
         code = stopped.exit_code
     except SystemExit as end:
         # Hydra has printed the reason.
@@ -71,9 +78,27 @@ def start_runs(start: Callable[[], object], sweep_dir: Path) -> None:
     if ON_SLURM not in sys.argv[1:]:
         start()
         return
-    with raise_on_refusal():
+    check_notice([text for text in sys.argv[1:] if not text.startswith("-")])
+    with submitting(sweep_dir):
+        wait_for_live_jobs(sweep_dir)
         sys.argv[1:] += submit_pretrainings(sys.argv[1:], sweep_dir)
         start()
+
+
+def describe_left(sweep_dir: Path) -> str:
+    """What the sweep's runs do after a signal: jobs on Slurm stay."""
+    if ON_SLURM not in sys.argv[1:]:
+        return "every process was ended"
+    try:
+        live = list_live_jobs(sweep_dir)
+    except RefusedError as refused:
+        return f"its jobs were left as they are, and which live is not known: {refused}"
+    if not live:
+        return "no job of the sweep is live"
+    ids = " ".join(sorted({name.split("_")[0] for name in live}))
+    return (
+        f"its jobs were left as they are: {' '.join(live)}; `scancel {ids}` ends them, the same command waits for them"
+    )
 
 
 def complete_arguments(arguments: Sequence[str]) -> tuple[list[str], Path]:

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import signal
 import subprocess
-import time
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -17,12 +16,11 @@ PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 
-def run_process(command: Sequence[str], log: Path, stop_deadline_s: float, end_at: float | None = None) -> int:
+def run_process(command: Sequence[str], log: Path, stop_deadline_s: float) -> int:
     """Run the command to its end and append its output to `log`. Returns its exit code, -N where signal N killed it.
 
     A signal that asks this process to end is passed on; Stopped is raised once the command has ended, for which it is
-    killed after `stop_deadline_s`. If this process dies, the command gets SIGTERM. end_at (Unix time): when the command
-    is asked (SIGUSR1) to save and end, because the allocation ends.
+    killed after `stop_deadline_s`. If this process dies, the command gets SIGTERM.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output, stopping_on_signals():
@@ -34,7 +32,7 @@ def run_process(command: Sequence[str], log: Path, stop_deadline_s: float, end_a
             preexec_fn=_end_with_parent,
         )
         try:
-            return _wait(child, stop_deadline_s, end_at)
+            return child.wait()
         except BaseException as error:
             number = error.number if isinstance(error, Stopped) else signal.SIGTERM
             # A terminal's Ctrl-C has reached it already; it handles the first signal only.
@@ -42,15 +40,6 @@ def run_process(command: Sequence[str], log: Path, stop_deadline_s: float, end_a
                 child.send_signal(number)
             _end(child, stop_deadline_s)
             raise
-
-
-def _wait(child: "subprocess.Popen[bytes]", stop_deadline_s: float, end_at: float | None) -> int:
-    if end_at is None:
-        return child.wait()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return child.wait(max(0.0, end_at - time.time()))
-    child.send_signal(signal.SIGUSR1)
-    return _end(child, stop_deadline_s)
 
 
 def _end(child: "subprocess.Popen[bytes]", deadline_s: float) -> int:

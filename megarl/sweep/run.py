@@ -4,12 +4,8 @@ Hydra's launchers call it: one run after the other here, or as jobs. It does not
 continues, and the run's folder has the reason (outcome.json).
 """
 
-import os
-import re
-import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -19,22 +15,17 @@ from megarl.checkpoint.folder import RUN_FILE
 from megarl.config.errors import ConfigError
 from megarl.config.load import to_config
 from megarl.config.schema.root import Config
-from megarl.report.outcome import Outcome, State, clear_outcome, load_outcome, write_outcome
+from megarl.report.outcome import Outcome, State, load_outcome
 from megarl.run.command import Results, format_results, list_overrides
+from megarl.run.ended import write_if_ours
 from megarl.run.resume import quote
 from megarl.sweep.process import LOG, explain_exit, run_process
 from megarl.sweep.sharing import OTHERS_DEADLINE_S, share_pretraining
 
 SLURM_SCRIPT = (Path(__file__).resolve().parents[1] / "slurm").resolve() / "train.sh"
-NOTICE_S = 600.0
-"""How long before the time limit a run is asked to save, as in slurm/train.sh"""
-ASK_S = 30.0
-"""How long Slurm may take to answer"""
 END_MARGIN_S = 60.0
 """Time for the processes of a run to end, beyond its own deadlines"""
-TRAIN, PRETRAIN = "megarl.train", "megarl.pretrain_value"
-MODULE_VARIABLE = "MEGARL_MODULE"
-"""Environment variable: the module that slurm/train.sh runs, if not megarl.train"""
+TRAIN, PRETRAIN = "train", "pretrain_value"
 HOME_VARIABLE = "MEGARL_HOME"
 """Environment variable: the repository's folder, for slurm/train.sh"""
 
@@ -50,7 +41,7 @@ def run_one(composed: DictConfig) -> Results | None:
     try:
         config = to_config(composed)
     except ConfigError as error:
-        write_outcome(run_dir, Outcome(State.failed, "; ".join(error.problems)))
+        write_if_ours(run_dir, Outcome(State.failed, "; ".join(error.problems)))
         _say(f"{run_dir.name}: failed: {error}")
         return None
     runner = Runner(config, on_slurm=hydra.runtime.choices.get("hydra/launcher", "") == "slurm")
@@ -60,13 +51,14 @@ def run_one(composed: DictConfig) -> Results | None:
         taken = share_pretraining(config, overrides, sweep_dir, runner.pretrain, _say, wait_s=runner.wait_s)
         arguments = [*overrides, f"hydra.run.dir={quote(run_dir)}"]
         arguments += [f"++algo.value_pretrain.taken_from={quote(taken)}"] if taken else []
-    clear_outcome(run_dir)
+    write_if_ours(run_dir, None)
     _say(f"{run_dir.name}: {'resumes' if arguments[0].startswith('resume=') else 'starts'}; {run_dir / LOG}")
     code = runner.run(TRAIN, arguments, run_dir)
     outcome = read_outcome(run_dir)
     if outcome is None or (code != 0 and outcome.state is State.done):
         outcome = Outcome(State.failed, explain_exit(code, run_dir / LOG))
-        write_outcome(run_dir, outcome)
+        if not write_if_ours(run_dir, outcome):
+            _say(f"{run_dir.name}: another process runs it; its outcome is that one's to write")
     text = format_results(outcome.results) if outcome.state is State.done else outcome.why
     _say(f"{run_dir.name}: {outcome.state.value}: {text}")
     return outcome.results if outcome.state is State.done else None
@@ -88,34 +80,21 @@ class Runner:
         """How long to wait for another run's value pretraining: not at all on Slurm, where it is a job of its own."""
         return 0.0 if self.on_slurm else OTHERS_DEADLINE_S
 
-    def run(self, module: str, arguments: Sequence[str], folder: Path) -> int:
-        """Run the module with these arguments; returns the exit code."""
-        command = [sys.executable, "-m", module, *arguments]
-        if self.on_slurm:
-            settings = [f"{MODULE_VARIABLE}={module}", f"{HOME_VARIABLE}={SLURM_SCRIPT.parents[1]}"]
-            command = ["env", *settings, "bash", str(SLURM_SCRIPT), *arguments]
-        return run_process(command, folder / LOG, self.stop_deadline_s, self.find_end())
+    def run(self, name: str, arguments: Sequence[str], folder: Path) -> int:
+        """Run `python -m megarl.NAME` with these arguments; returns the exit code.
 
-    def find_end(self) -> float | None:
-        """When (Unix time) a run is asked to save, before its allocation's time limit; None: there is no limit."""
-        limit = find_time_limit(os.environ["SLURM_JOB_ID"]) if self.on_slurm else None
-        return limit - NOTICE_S if limit is not None else None
+        Signals are passed on: train.sh queues the job again after SIGUSR1, which Slurm sends before the time limit.
+        """
+        command = [sys.executable, "-m", f"megarl.{name}", *arguments]
+        if self.on_slurm:
+            home = f"{HOME_VARIABLE}={SLURM_SCRIPT.parents[1]}"
+            command = ["env", home, "bash", str(SLURM_SCRIPT), f"--command={name}", *arguments]
+        return run_process(command, folder / LOG, self.stop_deadline_s)
 
     def pretrain(self, overrides: Sequence[str], folder: Path) -> str | None:
         """Run value pretraining; returns why it failed, None where it succeeded."""
         code = self.run(PRETRAIN, [*overrides, f"hydra.run.dir={quote(folder)}"], folder)
         return explain_exit(code, folder / LOG) if code else None
-
-
-def find_time_limit(job: str) -> float | None:
-    """When (Unix time) Slurm ends the job; None where it has no limit, or Slurm does not answer."""
-    command = ["scontrol", "show", "job", job]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    found = re.search(r" EndTime=(\d{4}-\d\d-\d\dT[\d:]+)", done.stdout)
-    return datetime.fromisoformat(found[1]).timestamp() if found else None
 
 
 def resume_arguments(run_dir: Path, config: Config, overrides: Sequence[str]) -> list[str] | None:

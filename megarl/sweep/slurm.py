@@ -1,11 +1,16 @@
-"""Value pretraining of a sweep on Slurm: jobs of their own, on which the runs' jobs depend.
+"""A sweep's jobs on Slurm: those of its runs, and those of value pretraining, on which they depend.
 
-They are submitted like the runs, with the parameters of hydra-submitit-launcher. A run whose value pretraining has
-failed does its own.
+All are submitted with the parameters of hydra-submitit-launcher, and SWEEP_DIR/.jobs.jsonl has their ids: the same
+command again waits for those that are still in the queue. A run whose value pretraining has failed does its own.
 """
 
 import contextlib
+import json
+import os
+import re
 import shutil
+import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +25,9 @@ from megarl.config.search_path import CONF_DIR
 from megarl.sweep.run import Runner
 from megarl.sweep.sharing import find_folder, is_complete, share_pretraining
 
+JOBS = ".jobs.jsonl"
+ASK_S, POLL_S, NUM_TRIES = 30.0, 5.0, 20
+"""How long squeue may take, how long to wait before it is asked again, and how often where it fails"""
 DEPENDENCY = "++hydra.launcher.additional_parameters.dependency="
 OF_THE_PLUGIN = ("_target_", "submitit_folder")
 OF_ALL_EXECUTORS = ("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes", "name")
@@ -38,8 +46,11 @@ class RefusedError(BaseException):
 
 
 @contextlib.contextmanager
-def raise_on_refusal() -> Iterator[None]:
-    """Within the block a job that sbatch refuses raises RefusedError. Raises ConfigError where there is no sbatch."""
+def submitting(sweep_dir: Path) -> Iterator[None]:
+    """Within the block each submitted job is written to JOBS, and one that sbatch refuses raises RefusedError.
+
+    Jobs handle their signals themselves. Raises ConfigError where there is no sbatch.
+    """
     from submitit.core.utils import FailedJobError, FailedSubmissionError
     from submitit.slurm.slurm import SlurmExecutor
 
@@ -48,7 +59,7 @@ def raise_on_refusal() -> Iterator[None]:
         raise ConfigError(
             [f"hydra/launcher: slurm needs {' and '.join(missing)}, not found here; login nodes have them"]
         )
-    submit = SlurmExecutor._submit_command
+    submit, write = SlurmExecutor._submit_command, SlurmExecutor._make_submission_file_text
     submitted: list[str] = []
 
     def submit_or_tell(executor: Any, command: str) -> Any:
@@ -57,13 +68,71 @@ def raise_on_refusal() -> Iterator[None]:
         except (FailedJobError, FailedSubmissionError) as error:
             raise RefusedError(str(error), submitted) from error
         submitted.append(job.job_id)
+        with (sweep_dir / JOBS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"job": job.job_id}) + "\n")
         return job
 
+    def write_with_exec(executor: Any, command: str, uid: str) -> str:
+        # SIGUSR1 would end the shell of the batch script, and with it the run; Python has no handler while it starts.
+        return write(executor, command, uid).replace(f"\n{command}\n", f"\ntrap '' USR1\nexec {command}\n")
+
+    sweep_dir.mkdir(parents=True, exist_ok=True)
     SlurmExecutor._submit_command = submit_or_tell  # type: ignore[method-assign, assignment]
+    SlurmExecutor._make_submission_file_text = write_with_exec  # type: ignore[method-assign]
     try:
         yield
     finally:
         SlurmExecutor._submit_command = submit  # type: ignore[method-assign]
+        SlurmExecutor._make_submission_file_text = write  # type: ignore[method-assign]
+
+
+def list_live_jobs(sweep_dir: Path) -> list[str]:
+    """The sweep's jobs that wait, run or are about to end, as squeue names them (1207_3, 1207_[4-7]).
+
+    Raises RefusedError where Slurm does not answer.
+    """
+    path = sweep_dir / JOBS
+    if not path.is_file():
+        return []
+    # A job array by its first part, as sbatch has named it.
+    known = {json.loads(line)["job"] for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")}
+    command = ["squeue", "--noheader", "--format=%F %i", f"--user={os.getuid()}"]
+    for _ in range(NUM_TRIES):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
+        except (OSError, subprocess.SubprocessError):
+            time.sleep(POLL_S)
+            continue
+        pairs = [line.split() for line in done.stdout.splitlines()]
+        return [name for first, name in pairs if first in known]
+    raise RefusedError(f"squeue does not say, after {NUM_TRIES} tries, which jobs of {path} are live", [])
+
+
+def wait_for_live_jobs(sweep_dir: Path) -> None:
+    """Until none of the sweep's jobs is in the queue, however long; a second one would run beside it."""
+    before: list[str] = []
+    while live := list_live_jobs(sweep_dir):
+        if live != before:
+            print(
+                f"waiting for jobs of this sweep that are live: {' '.join(live)}; then come those missing", flush=True
+            )
+        before = live
+        time.sleep(POLL_S)
+
+
+def check_notice(overrides: Sequence[str]) -> None:
+    """Raises ConfigError where Slurm's signal would come in the first half of a job's time."""
+    launcher = compose_launcher(overrides)
+    found = re.search(r"@(\d+)$", str(launcher.get("additional_parameters", {}).get("signal", "")))
+    limit_s = 60 * int(launcher.get("timeout_min") or 0)
+    if found and limit_s and int(found[1]) > limit_s / 2:
+        raise ConfigError(
+            [
+                f"hydra.launcher.timeout_min: found {limit_s // 60}; SIGUSR1 comes {found[1]} s before the limit, which"
+                f" leaves less than half of it to train: at least {-(-int(found[1]) // 30)}, or"
+                " ++hydra.launcher.additional_parameters.signal=B:USR1@SECONDS"
+            ]
+        )
 
 
 def submit_pretrainings(arguments: Sequence[str], sweep_dir: Path) -> list[str]:
@@ -91,10 +160,8 @@ def pretrain_in_job(overrides: Sequence[str], sweep_dir: Path) -> None:
     share_pretraining(config, overrides, sweep_dir, runner.pretrain, lambda text: print(text, flush=True))
 
 
-def build_executor(overrides: Sequence[str], sweep_dir: Path) -> Any:
-    """submitit's executor, with the parameters that Hydra's launcher will use."""
-    import submitit
-
+def compose_launcher(overrides: Sequence[str]) -> dict[str, Any]:
+    """The parameters that Hydra's launcher will use, without its own folder."""
     register()
     given = [
         text
@@ -104,16 +171,22 @@ def build_executor(overrides: Sequence[str], sweep_dir: Path) -> Any:
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         launcher = compose("config", overrides=given, return_hydra_config=True).hydra.launcher
     OmegaConf.set_readonly(launcher, False)
-    launcher.submitit_folder = str(sweep_dir / ".submitit" / "%j")
+    launcher.submitit_folder = ""
     container = OmegaConf.to_container(launcher, resolve=True)
     assert isinstance(container, dict)
-    values = {str(key): value for key, value in container.items()}
-    executor = submitit.AutoExecutor(folder=values["submitit_folder"], cluster="slurm")
+    return {str(key): value for key, value in container.items() if key not in OF_THE_PLUGIN}
+
+
+def build_executor(overrides: Sequence[str], sweep_dir: Path) -> Any:
+    """submitit's executor, with the parameters that Hydra's launcher will use."""
+    import submitit
+
+    executor = submitit.AutoExecutor(folder=str(sweep_dir / ".submitit" / "%j"), cluster="slurm")
     executor.update_parameters(
         **{
             key if key in OF_ALL_EXECUTORS or key == "stderr_to_stdout" else f"slurm_{key}": value
-            for key, value in values.items()
-            if key not in OF_THE_PLUGIN and value is not None
+            for key, value in compose_launcher(overrides).items()
+            if value is not None
         }
     )
     return executor

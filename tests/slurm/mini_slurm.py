@@ -40,7 +40,7 @@ SlurmctldLogFile={root}/slurmctld.log
 SlurmdLogFile={root}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-MpiDefault=none
+MpiDefault=pmix
 SwitchType=switch/none
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
@@ -56,8 +56,11 @@ OverTimeLimit=5
 MinJobAge=600
 JobRequeue=1
 SlurmdParameters=config_overrides
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 {nodes}
-PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
+PartitionName=low Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=180
 """
 NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=16 RealMemory=8000 Gres=gpu:{gpus}"
 GRES = "NodeName={name} Name=gpu File={root}/gpu[0-{last}]"
@@ -174,7 +177,7 @@ class MiniSlurm:
             for key, daemon in self.daemons.items():
                 assert daemon.poll() is None, f"{key} has ended:\n{self.read_logs()}"
             done = self.call("sinfo", "-h", "-N", "-o", "%t", check=False)
-            return done.returncode == 0 and done.stdout.split() == ["idle"] * len(NODES)
+            return done.returncode == 0 and set(done.stdout.split()) == {"idle"}
 
         wait_until(are_idle, deadline_s, "idle nodes", self.read_logs)
 

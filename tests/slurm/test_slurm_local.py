@@ -63,12 +63,56 @@ def test_a_container_is_put_around_every_command(tmp_path: Path) -> None:
     assert "/dev/shm:/dev/shm\\,/data:/data" in pyxis
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "--time=8",
+            "600 s before the time limit of 480 s (--time=8): less than half of it is left to train; --time=20",
+        ),
+        ("-t 0:30:00 --signal=B:USR1@1000", "1000 s before the time limit of 1800 s (--time=0:30:00)"),
+        ("--time=soon", "--time: found soon"),
+        ("--nodes=1 --time=1-0", "need 8 nodes of 8 GPUs"),
+    ],
+)
+def test_submit_refuses_before_the_queue(tmp_path: Path, options: str, message: str) -> None:
+    """Where it is not refused, sbatch is called: here a program that says so."""
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text('#!/bin/sh\necho "sbatch $*"\n')
+    sbatch.chmod(0o755)
+    path = f"{sbatch.parent}:{os.environ['PATH']}"
+    done = call(tmp_path, "--submit", *options.split(), "algo=vapo", "model=qwen32b", PATH=path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert message in done.stderr
+    taken = call(tmp_path, "--submit", "--time=2:00:00", "algo=vapo", "model=qwen32b", PATH=path)
+    assert taken.stdout.startswith("sbatch --time=2:00:00 ")
+    assert taken.stdout.endswith("/slurm/train.sh algo=vapo model=qwen32b\n")
+
+
+@pytest.mark.parametrize("command", ["pretrain_value", "evaluate"])
+def test_another_command_is_run_and_checked_by_its_own_rules(tmp_path: Path, command: str) -> None:
+    words = (
+        ("data=gsm8k", "model=qwen3_8b", "rollout.num_servers=1")
+        if command == "evaluate"
+        else ("algo=vapo", "model=qwen3_8b")
+    )
+    done = call(tmp_path, "--local", "--nodes=1", f"--command={command}", *words)
+    assert done.returncode == 0, done.stderr
+    assert f"-m megarl.{command} cluster=slurm {words[0]}" in done.stdout
+    assert f"preflight node --command={command}" in done.stdout
+
+
 def test_what_a_job_cannot_do_is_refused_with_what_to_type(tmp_path: Path) -> None:
     for arguments, variables, message in [
         ((), {}, "SLURM_JOB_ID: not set; sbatch slurm/train.sh"),
         (("--local", "-m", "algo=ppo,vapo"), {}, "-m: a job is one run"),
         (("--local", "cluster.ray_address=a:1"), {}, "cluster.ray_address: train.sh starts Ray"),
         (("--local", "hydra.run.dir=${now:%Y}"), {}, "hydra.run.dir: found ${now:%Y}"),
+        (("--local", "--command=serve"), {}, "--command: found 'serve'; one of train, pretrain_value, evaluate"),
+        (("--local", "--command=evaluate", "resume=x"), {}, "resume: found with --command=evaluate"),
+        (("--attach",), {}, "--attach: found nothing"),
         (("--local",), {"MEGARL_SITE": "none.sh"}, "MEGARL_SITE: no such file: none.sh"),
         (("--local",), {"MEGARL_CONTAINER": "docker"}, "MEGARL_CONTAINER: found docker"),
         (("--local",), {"MEGARL_CONTAINER": "pyxis"}, "MEGARL_IMAGE: empty"),

@@ -22,7 +22,7 @@ LAYERS = (
     {"data", "environment", "reward", "hf", "report", "checkpoint", "run.signals", "run.arguments", "run.machine"},
     {"mcore", "rollout", "run.directory"},
     {"sync"},
-    {"cluster", "run.inputs", "run.command", "run.recovery", "run.resume", "run.trainer_state"},
+    {"cluster", "run.inputs", "run.command", "run.recovery", "run.resume", "run.trainer_state", "run.ended"},
     {"run.saving"},
     {"value_pretraining.inputs"},
     {"value_pretraining.checkpoints"},

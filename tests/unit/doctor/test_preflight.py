@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.hardware import HardwareConfig
+from megarl.doctor.job_inputs import find_input_problems, load_job_configs
 from megarl.doctor.preflight import (
     NodeReport,
+    find_job_memory_problem,
+    find_missing_interface,
     find_problems,
     find_small_gpus,
     find_stale_ray,
@@ -124,6 +128,40 @@ def test_a_model_that_the_node_does_not_see_is_named_by_its_key(tmp_path: Path) 
     assert model.startswith("model.path: ")
     assert f"{tmp_path}/none" in model
     assert critic.startswith("critic.init: ")
+
+
+def test_an_object_store_larger_than_the_jobs_memory_on_a_node_is_named() -> None:
+    (problem,) = find_job_memory_problem(2000, {"SLURM_MEM_PER_NODE": "1000"})
+    assert problem == "cluster.object_store_mb: found 2000; the job has 1000 MiB on a node: sbatch --mem=0"
+    for memory in ({"SLURM_MEM_PER_NODE": "2000"}, {"SLURM_MEM_PER_NODE": "0"}, {}):
+        assert not list(find_job_memory_problem(2000, memory))
+
+
+def test_an_interface_without_an_address_is_named_with_those_that_have_one() -> None:
+    (problem,) = find_missing_interface("fabric0")
+    assert problem.startswith("MEGARL_INTERFACE: found fabric0, on which this node has no IPv4 address")
+    assert "lo" in problem
+    assert not [*find_missing_interface("lo"), *find_missing_interface(""), *find_missing_interface(None)]
+
+
+def test_data_and_rewards_that_cannot_be_used_are_named_before_ray_starts(tmp_path: Path) -> None:
+    (problem,) = find_input_problems(
+        load_job_configs(["data=jsonl", f"data.path={tmp_path}/none", "reward=math"], "train")
+    )
+    assert problem.startswith("data.path: ")
+    assert f"{tmp_path}/none" in problem
+    (tmp_path / "set.jsonl").write_text('{"prompt": "1 + 1?", "answer": ""}\n')
+    sets = load_job_configs(["data=gsm8k", f"evaluate.paths.gsm8k={tmp_path}/none.jsonl"], "evaluate")
+    (problem,) = find_input_problems(sets)
+    assert problem.startswith("data=gsm8k: evaluate.paths.gsm8k: ")
+    assert not list(find_input_problems(load_job_configs([], "train")))
+
+
+@pytest.mark.parametrize(("command", "key"), [("evaluate", "algo.gamma=0.5"), ("pretrain_value", "policy.lr=1e-6")])
+def test_each_command_is_checked_by_its_own_rules(command: str, key: str) -> None:
+    overrides = ["data=gsm8k", key] if command == "evaluate" else [key]
+    with pytest.raises(ConfigError, match=key.split("=")[0]):
+        load_job_configs(overrides, command)
 
 
 @pytest.mark.usefixtures("programs")

@@ -3,8 +3,9 @@
 import pytest
 
 from megarl.config.errors import ConfigError
+from megarl.config.evaluation_sets import expand_sets, load_configs
 from megarl.config.schema.evaluate import EvaluateConfig, check_evaluate, get_temperature, list_ks
-from megarl.evaluate import choose_run_dir, expand_sets, load_configs
+from megarl.evaluate import choose_run_dir
 
 
 def test_each_set_gets_a_configuration_of_its_own_and_the_reward_of_its_name_or_math():

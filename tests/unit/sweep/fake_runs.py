@@ -14,7 +14,7 @@ from megarl.report.outcome import Outcome, State, write_outcome
 from megarl.train import main
 
 
-def run_process(command: Sequence[str], log: Path, stop_deadline_s: float, end_at: float | None = None) -> int:
+def run_process(command: Sequence[str], log: Path, stop_deadline_s: float) -> int:
     _, _, module, *arguments = command
     folder, sweep_dir = log.parent, log.parent.parent
     with (sweep_dir / "calls.jsonl").open("a") as file:

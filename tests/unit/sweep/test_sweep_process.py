@@ -55,12 +55,6 @@ def test_a_signal_ends_the_run_first_which_saves(tmp_path):
     assert log.read_text() == "ready\nsaved SIGTERM\n"
 
 
-def test_a_run_is_asked_to_save_before_its_machine_is_gone(tmp_path):
-    log = tmp_path / "output.log"
-    assert run_process([sys.executable, "-c", SAVING], log, 30, end_at=time.time() + 2) == 128 + signal.SIGUSR1
-    assert log.read_text() == "ready\nsaved SIGUSR1\n"
-
-
 def test_a_run_that_heeds_no_signal_is_killed_after_its_deadline(tmp_path):
     log = tmp_path / "output.log"
     threading.Thread(target=signal_when_ready, args=(log,)).start()

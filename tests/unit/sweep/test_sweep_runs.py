@@ -1,15 +1,11 @@
 """A sweep as a user types it: which runs it starts, with what, and what it makes of those that fail."""
 
 import json
-import os
 import subprocess
 import sys
-from datetime import datetime
 from pathlib import Path
 
 import pytest
-
-from megarl.sweep.run import find_time_limit
 
 SCRIPT = Path(__file__).with_name("fake_runs.py")
 
@@ -73,22 +69,3 @@ def test_optuna_maximises_the_held_out_reward_and_goes_on_where_it_was(tmp_path)
     more = sweep(tmp_path, *arguments[:3], "hydra.sweeper.n_trials=8")
     assert more.returncode == 0, more.stdout + more.stderr
     assert len(read_calls(tmp_path)) == 2
-
-
-@pytest.mark.parametrize(
-    ("said", "limit"),
-    [
-        (
-            "StartTime=2026-11-22T01:00:00 EndTime=2026-11-22T02:00:00 Deadline=N/A",
-            datetime(2026, 11, 22, 2).timestamp(),
-        ),
-        ("StartTime=2026-11-22T01:00:00 EndTime=Unknown Deadline=N/A", None),
-    ],
-)
-def test_the_time_limit_of_a_job_is_what_slurm_says(tmp_path, monkeypatch, said: str, limit: float | None):
-    program = tmp_path / "scontrol"
-    program.write_text(f'#!/bin/sh\n[ "$*" = "show job 7" ] && echo "   {said}"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert find_time_limit("7") == limit
-    assert find_time_limit("8") is None

@@ -1,0 +1,69 @@
+"""The problem sets of `python -m megarl.evaluate data=a,b`: a configuration for each."""
+
+from collections.abc import Sequence
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.schema.evaluate import check_evaluate
+from megarl.config.schema.root import Config
+from megarl.config.search_path import list_options
+
+DEFAULT_REWARD = "math"
+"""The verifier of a set without one of its own name"""
+OF_ONE_SET = ("data.path", "data.heldout_path", "data.subset", "data.split", "data.heldout_split")
+"""Keys that can be right for one set only"""
+
+
+def expand_sets(overrides: Sequence[str]) -> dict[str, list[str]]:
+    """The overrides of each set named by data=a,b,c, by set.
+
+    The reward is the given one, else the verifier with the set's name, else `math`. Raises ConfigError.
+    """
+    given = [text.split("=", 1)[1] for text in overrides if text.split("=", 1)[0] == "data"]
+    choices = list_options("data", overrides)
+    if len(given) != 1 or not given[0]:
+        raise ConfigError(
+            [f"data: found {' '.join(given) or 'nothing'}; name the sets once, data=gsm8k,aime24; {_join(choices)}"]
+        )
+    names = [name.strip() for name in given[0].split(",")]
+    problems = [f"data: found {name!r}; {_join(choices)}" for name in names if name not in choices]
+    problems += [f"data: {name} is named twice" for name in sorted(set(names)) if names.count(name) > 1]
+    keys = [text.lstrip("+").split("=", 1)[0] for text in overrides]
+    if len(names) > 1:
+        problems += [
+            f"{key}: can be right for one set only, found with {len(names)};"
+            " evaluate.paths.NAME=FILE gives each its own"
+            for key in keys
+            if key in OF_ONE_SET
+        ]
+    if problems:
+        raise ConfigError(problems)
+    shared = [text for text in overrides if text.split("=", 1)[0] != "data"]
+    rewards = list_options("reward", overrides)
+    return {
+        name: [
+            f"data={name}",
+            *([] if "reward" in keys else [f"reward={name if name in rewards else DEFAULT_REWARD}"]),
+            *shared,
+        ]
+        for name in names
+    }
+
+
+def load_configs(runs: dict[str, list[str]]) -> dict[str, Config]:
+    """The checked configuration of each set, by set. Raises ConfigError."""
+    configs = {name: load_config(overrides, "evaluate") for name, overrides in runs.items()}
+    evaluate = next(iter(configs.values())).evaluate
+    problems = list(check_evaluate(evaluate))
+    problems += [
+        f"evaluate.paths.{name}: no such set; data= names {', '.join(runs)}"
+        for name in evaluate.paths
+        if name not in runs
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return configs
+
+
+def _join(choices: Sequence[str]) -> str:
+    return f"the choices are {', '.join(choices)}"

@@ -1,0 +1,121 @@
+"""`slurm/train.sh` when something goes wrong: what is saved, what is queued again, and how often."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from mini_slurm import MiniSlurm, wait_until
+from slurm_job import Job
+from test_slurm_jobs import HALF_OF_TWO, TINY
+
+pytestmark = pytest.mark.slow
+
+LONG = (*TINY, "algo=lite_ppo", "train.num_iterations=100000", "checkpoint.save_every=100000")
+"""A checkpoint is written only where the run is asked to end"""
+LONGEST_START_S = 400.0
+
+
+def wait_checkpoint(job: Job) -> None:
+    """Until the newest one is of a finished iteration."""
+    latest = job.run_dir / "checkpoints" / "latest"
+    wait_until(lambda: latest.exists() and "000000" not in latest.read_text(), 60, "a checkpoint", job.explain)
+
+
+def kill_process(job: Job, name: str, node: str) -> None:
+    """SIGKILL to the job's process of this name (/proc/PID/comm; `driver`: megarl's) on the node, once it is there."""
+
+    def find() -> list[int]:
+        found = []
+        for pid, environment in job.find_processes().items():
+            try:
+                process = psutil.Process(pid)
+                is_it = (
+                    process.name() == name
+                    if name != "driver"
+                    else environment.get("MEGARL_MARK", "").startswith("driver") and "megarl.train" in process.cmdline()
+                )
+            except psutil.Error:
+                continue
+            if is_it and environment.get("SLURMD_NODENAME") == node:
+                found.append(pid)
+        return found
+
+    wait_until(lambda: bool(find()), LONGEST_START_S, f"{name} on {node}", job.explain)
+    for pid in find():
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_cancelled_job_writes_a_checkpoint_before_its_processes_end(slurm: MiniSlurm, submit) -> None:
+    job = submit(*LONG, options=HALF_OF_TWO)
+    job.wait_for("iteration 1/100000", LONGEST_START_S)
+    slurm.call("scancel", job.number)
+    job.wait_state("CANCELLED")
+    wait_checkpoint(job)
+    job.expect_nothing_left()
+    assert json.loads((job.run_dir / "outcome.json").read_text())["why"] == "stopped by SIGTERM"
+
+
+@pytest.mark.timeout(900)
+def test_a_preempted_job_writes_a_checkpoint_and_is_queued_again(slurm: MiniSlurm, submit) -> None:
+    """Within its grace time: the job that preempts it starts only after it."""
+    job = submit(*LONG, options=("--nodes=2", "--gpus-per-node=1", "--partition=low"))
+    job.wait_for("iteration 1/100000", LONGEST_START_S)
+    needs_all = ("--nodes=2", "--exclusive", "--wrap=true", "--output=/dev/null")
+    slurm.call("sbatch", "--parsable", *needs_all)
+    job.wait_state("PENDING", deadline_s=170)
+    assert "preempted: requeued" in job.output
+    wait_checkpoint(job)
+    assert "preempted: requeued" in (job.run_dir / "train.log").read_text()
+
+
+@pytest.mark.timeout(1800)
+def test_lost_processes_bring_another_start_at_most_twice_without_a_checkpoint(slurm: MiniSlurm, submit) -> None:
+    job = submit(*LONG, options=HALF_OF_TWO)
+    for start, (name, node, cause) in enumerate(
+        [
+            ("raylet", "n2", "n2: raylet [exit code=-9]"),
+            ("gcs_server", "n1", "n1: gcs_server [exit code=-9]"),
+            ("driver", "n1", "the driver was killed by SIGKILL"),
+        ],
+        1,
+    ):
+        job.wait_for(f"start {start}, on n1 n2", 60)
+        # The driver has begun, and with it the run.
+        wait_until(lambda start=start: count_starts(job) == start, LONGEST_START_S, f"start {start}", job.explain)
+        kill_process(job, name, node)
+        if start < 3:
+            job.wait_state("PENDING")
+            (line,) = [line for line in job.output.split(f"start {start}, on")[1].splitlines() if "requeued" in line]
+            assert "Ray has ended" in line
+            assert cause in line
+            job.expect_nothing_left()
+            job.start_again()
+    job.wait_state("FAILED")
+    assert "the driver was killed by SIGKILL: not requeued: 3 starts brought no checkpoint" in job.output
+    outcome = json.loads((job.run_dir / "outcome.json").read_text())
+    assert outcome["state"] == "failed"
+    assert "the driver was killed by SIGKILL" in outcome["why"]
+    # Ray's own logs of what it was that failed.
+    assert (job.run_dir / "logs" / "slurm" / "ray-n2" / "raylet.out").is_file()
+
+
+def count_starts(job: Job) -> int:
+    path: Path = job.run_dir / "starts.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_a_signal_to_one_task_of_an_array_is_that_tasks_alone(slurm: MiniSlurm, submit) -> None:
+    """The last task of an array has the array's own job id."""
+    job = submit(*LONG, options=("--array=0-1", "--nodes=1", "--gpus-per-node=2", "--output=slurm-%A_%a.out"))
+    first, last = (Job(slurm, f"{job.number}_{task}", job.folder) for task in (0, 1))
+    last.wait_for("allocation: 1 nodes x 2 GPUs")
+    slurm.call("scancel", first.number)
+    first.wait_state("CANCELLED")
+    slurm.call("scancel", "--signal=USR1", "--batch", last.number)
+    last.wait_state("PENDING")
+    assert "SIGUSR1: requeued" in last.output
+    assert first.show("JobState") == "CANCELLED"
+    assert last.run_dir.is_dir()
