@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megarl.config.checks.config import check_config
 from megarl.config.checks.unused import find_unused
 from megarl.config.errors import ConfigError, find_nearest_key
-from megarl.config.open_keys import open_overrides
+from megarl.config.open_keys import find_choices_with, open_overrides
 from megarl.config.peer_names import find_peer_name
 from megarl.config.roll.rewrite import list_set_keys, rewrite_overrides
 from megarl.config.schema.rollout import NO_QUANTIZED_WEIGHTS
@@ -205,6 +205,8 @@ def _list_experiment_keys(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _suggest(key: str, known: Sequence[str]) -> str:
+    if choices := find_choices_with(key):
+        return f"; it is a key of {', '.join(choices)}"
     if (theirs := find_peer_name(key)) is not None:
         return theirs
     nearest = find_nearest_key(key, known)
