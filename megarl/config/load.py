@@ -33,16 +33,19 @@ def load_config(overrides: Sequence[str], command: str = "train") -> Config:
     """The checked configuration of `python -m megarl.COMMAND` for these `key=value` overrides, ROLL's names included.
 
     Raises ConfigError, naming each key, what was found and what would be right; so does a key that the overrides or
-    the chosen conf/experiment/NAME.yaml set and that has no effect.
+    the chosen conf/experiment/NAME.yaml set and that has no effect, in the latter whichever command it is.
     """
     check_words(overrides)
     rewritten = rewrite_overrides(overrides)
     config = to_config(_compose(rewritten.overrides))
-    sources = _list_experiment_keys(rewritten.overrides)
-    for text in rewritten.overrides:
-        for key in list_set_keys(text):
-            sources[key] = f"{key} (from {rewritten.origins[key]})" if key in rewritten.origins else key
-    unused = [f"{sources[key]}: {reason}" for key, reason in find_unused(config, sources, command)]
+    typed = {key: key for text in rewritten.overrides for key in list_set_keys(text)}
+    typed |= {key: f"{key} (from {origin})" for key, origin in rewritten.origins.items() if key in typed}
+    found = _list_experiment_keys(rewritten.overrides)
+    # An experiment may be for several commands, so that each leaves out some of its keys.
+    unused = [
+        *(f"{found[key]}: {reason}" for key, reason in find_unused(config, [*found.keys() - typed.keys()], None)),
+        *(f"{typed[key]}: {reason}" for key, reason in find_unused(config, typed, command)),
+    ]
     if unused:
         raise ConfigError(unused)
     return config
