@@ -42,7 +42,15 @@ DECIDES = (
     *(f"{role}.{name}" for role in ("policy", "critic") for name in ("optimizer.", "dtype", "fp8", "fp8_recipe")),
     *("critic.updates_per_policy_update", "critic.init", "critic.value_range", "critic.trainable", "reference.dtype"),
     "policy.frozen_iterations",
-    *("rollout.response_length", "rollout.temperature", "rollout.dtype", "rollout.max_staleness", "rollout.sglang"),
+    *(
+        "rollout.response_length",
+        "rollout.stop",
+        "rollout.stop_token_ids",
+        "rollout.temperature",
+        "rollout.dtype",
+        "rollout.max_staleness",
+        "rollout.sglang",
+    ),
     *("rollout.router_replay", "rollout.file"),
 )
 """The keys that determine what is learned, named as in MAY_CHANGE; of two names of a key the longer one counts."""

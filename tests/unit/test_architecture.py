@@ -32,8 +32,7 @@ LAYERS = (
     {"value_pretraining.job", "run.attempts"},
     {"run.recorded"},
     {"pretrain_value", "evaluate", "serve", "doctor", "api", "new"},
-    {"train"},
-    {"cli"},
+    {"train", "cli"},
 )
 """Rooms from the bottom up; of a room that stands both below and above others, its modules. A room imports itself and
 rooms of lower layers, never one of its own layer."""
@@ -117,9 +116,7 @@ def explain_wrong_import(importer: str, imported: str) -> str | None:
     """Why module `importer` may not import module `imported`; None where it may."""
     room, target = name_room(importer), name_room(imported)
     if room is None:
-        if imported.split(".")[0] in sys.stdlib_module_names:
-            return None
-        return "megarl/__init__.py imports nothing else: importing one room must not load another"
+        return None if imported in sys.stdlib_module_names else "importing one room must not load another"
     if room not in LAYER_OF:
         # The __init__ of a room whose modules stand in several layers imports nothing.
         is_split = any(name.startswith(f"{room}.") for name in LAYER_OF)
