@@ -19,6 +19,7 @@ from megarl.config.search_path import CONF_DIR, list_options, take_config_dirs
 from megarl.config.words import check_words
 from megarl.run.arguments import end_with_reader, is_completion, is_printing, split_arguments
 from megarl.run.command import Results, check_start, end_with_config_error, run_composed
+from megarl.run.directory import check_directory
 
 DEFAULT_REWARD = "math"
 """The verifier of a set without one of its own name"""
@@ -58,6 +59,7 @@ def prepare(overrides: Sequence[str], options: Sequence[str]) -> dict[str, Confi
     runs = expand_sets(rewritten.overrides)
     configs = load_configs(runs)
     if not is_printing(options):
+        check_directory(overrides)
         check_start(next(iter(configs.values())), "evaluate")
     for line in rewritten.lines:
         print(line, flush=True)

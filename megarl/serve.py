@@ -1,6 +1,7 @@
 """`python -m megarl.serve MODEL`: one SGLang server for reward=judge or reward=reward_model, until Ctrl-C."""
 
 import argparse
+import os
 import signal
 import sys
 import tempfile
@@ -19,14 +20,25 @@ LEFT_OUT = (["--skip-tokenizer-init"], ["--custom-weight-loader", WEIGHT_LOADER]
 """Words of a rollout server's command line: this one takes messages, and its weights stay what they are"""
 CPU_TOKENS = 16384
 """Tokens of KV cache on a CPU, where SGLang's own choice would take most of the memory"""
+KEY = "MEGARL_SERVE_KEY"
+"""The environment variable with the key that callers must send"""
 
 
 class TextServer(SGLangServer):
     """A server with a tokenizer, which takes messages; its weights stay what they are."""
 
-    def __init__(self, config: RolloutConfig, checkpoint: Path, *, log_file: Path, host: str, port: int | None):
-        """port: None picks a free one. Raises ConfigError as `SGLangServer`."""
-        super().__init__(config, checkpoint, log_file=log_file, seed=1, host=host, port=port)
+    def __init__(
+        self,
+        config: RolloutConfig,
+        checkpoint: Path,
+        *,
+        log_file: Path,
+        host: str,
+        port: int | None,
+        api_key: str | None,
+    ):
+        """port: None picks a free one; api_key: None makes one. Raises ConfigError as `SGLangServer`."""
+        super().__init__(config, checkpoint, log_file=log_file, seed=1, host=host, port=port, api_key=api_key)
         for words in LEFT_OUT:
             start = self._command.index(words[0])
             del self._command[start : start + len(words)]
@@ -46,7 +58,9 @@ def main() -> None:
         server.start()
         print(f"starting {arguments.model}; log: {server.log_file}", flush=True)
         server.wait_healthy(arguments.startup_deadline)
-        print(f"ready: reward.url={server.url}", flush=True)
+        print(f"ready: reward.url={server.url} reward.api_key_env={KEY}", flush=True)
+        if KEY not in os.environ:
+            print(f'the key: export {KEY}="$(cat {write_key_file(server.api_key)})"', flush=True)
         while not stopped.wait(1.0):
             server.check_alive()
     except (ServerError, DeadlineError) as error:
@@ -60,7 +74,9 @@ def read_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m megarl.serve", description=__doc__)
     parser.add_argument("model", help="checkpoint directory, or the name of a model in the Hugging Face cache")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; there is no key: trusted networks only"
+        "--host",
+        default="127.0.0.1",
+        help=f"address to listen on; callers need the key in {KEY} or, where that is not set, a new one",
     )
     parser.add_argument("--port", type=int, default=30000, help="0 picks a free one")
     parser.add_argument("--dtype", choices=[dtype.value for dtype in Dtype], default="bfloat16")
@@ -83,10 +99,22 @@ def build_server(arguments: argparse.Namespace) -> TextServer:
         max_running_requests=arguments.max_running_requests,
         kv_cache_tokens=tokens if tokens is not None or has_cuda() else CPU_TOKENS,
     )
-    log = arguments.log or Path(tempfile.mkdtemp(prefix="megarl-serve-")) / "server.log"
+    log = arguments.log or make_folder() / "server.log"
     checkpoint = find_checkpoint(arguments.model, "MODEL")
     port = arguments.port or None
-    return TextServer(config, checkpoint, log_file=log, host=arguments.host, port=port)
+    key = os.environ.get(KEY)
+    return TextServer(config, checkpoint, log_file=log, host=arguments.host, port=port, api_key=key)
+
+
+def make_folder() -> Path:
+    """A new folder that this user alone can read."""
+    return Path(tempfile.mkdtemp(prefix="megarl-serve-"))
+
+
+def write_key_file(key: str) -> Path:
+    path = make_folder() / "key"
+    path.write_text(key)
+    return path
 
 
 if __name__ == "__main__":

@@ -26,6 +26,9 @@ NAME = "checkpoints"
 PRETRAINING_NAME = "value_pretraining"
 """The folder for an unfinished value pretraining, whose iterations are its steps"""
 LATEST = "latest"
+RECORD = ".newest_checkpoint"
+"""In the run directory: the name of the newest checkpoint, by which a run whose checkpoints were removed is told from
+one that has saved none"""
 SCORE = "score.json"
 RUN_FILE = "run.json"
 """The overrides that the run was started with and its configuration; in the run directory and in every checkpoint"""
@@ -33,9 +36,13 @@ _PATTERN = re.compile(r"iteration-(\d{6,})")
 
 
 class Folder:
-    def __init__(self, path: Path, *, keep_last: int, keep_best: int = 0):
-        """path: created with the first checkpoint. keep_last, keep_best: how many are kept (see CheckpointConfig)."""
+    def __init__(self, path: Path, *, keep_last: int, keep_best: int = 0, record: Path | None = None):
+        """path: created with the first checkpoint. keep_last, keep_best: how many are kept (see CheckpointConfig).
+
+        record: a file outside `path` that names the newest checkpoint.
+        """
         self.path = path
+        self._record = record
         self._keep_last = keep_last
         self._keep_best = keep_best
 
@@ -54,6 +61,8 @@ class Folder:
         self.find_building(iteration).rename(final)
         sync_directory(self.path)
         write_atomically(self.path / LATEST, f"{final.name}\n")
+        if self._record is not None:
+            write_atomically(self._record, f"{final.name}\n")
         self.prune()
         return final
 
@@ -66,6 +75,15 @@ class Folder:
             return []
         found = (_PATTERN.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
         return sorted(int(match[1]) for match in found if match)
+
+    def check_kept(self) -> None:
+        """Raise CheckpointError where checkpoints were saved and all of them are gone."""
+        if self._record is None or self.list_complete() or not self._record.is_file():
+            return
+        raise CheckpointError(
+            f"{self.path}: found no checkpoint, but the run had saved {self._record.read_text().strip()}: put it back;"
+            f" without it the run begins anew, which needs another hydra.run.dir (or remove {self._record})"
+        )
 
     def find_newest(self, say: Callable[[str], None]) -> tuple[int, Path] | None:
         """The newest checkpoint whose checksums are right; None where there never was one.

@@ -17,7 +17,7 @@ from megarl.cluster.workers import redirect_output
 from megarl.config.placement import DeviceSlot
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.rollout.liveness import CALL_DEADLINE_S, NUM_CALLS, find_loss
-from megarl.rollout.server import SGLangServer, is_loopback
+from megarl.rollout.server import SGLangServer
 
 POLL_DEADLINE_S = 10.0
 LOSS_DEADLINE_S = NUM_CALLS * CALL_DEADLINE_S + POLL_DEADLINE_S
@@ -36,8 +36,8 @@ class ServerSpec:
     seed: int
     slot: DeviceSlot
     weight_version: int
-    api_key: str | None
-    """Required of callers where the server listens on the network"""
+    api_key: str
+    """Required of callers"""
     shares_gpus: bool
     """Whether training roles use the same GPUs"""
 
@@ -89,7 +89,7 @@ class Servers:
         self._cluster = cluster
         self._stop_deadline_s = stop_deadline_s
         self.api_key = self._specs[0].api_key
-        """Required of callers; None: nothing is"""
+        """Required of callers"""
         self.names = tuple(f"SGLang server {spec.index}/{len(specs)}" for spec in specs)
         self._actors: list[Any] = [self._own(spec, None) for spec in specs]
         self._urls: PendingCall[list[str]] | None = None
@@ -189,7 +189,7 @@ def running_servers(
     weight_version: of the checkpoint's weights, which a server holds after each start. shares_gpus: whether training
     roles use the same GPUs.
     """
-    api_key = None if is_loopback(cluster.host) else secrets.token_hex(32)
+    api_key = secrets.token_hex(32)
     specs = [
         ServerSpec(config, checkpoint, log_dir, i, seed + i, slot, weight_version, api_key, shares_gpus)
         for i, slot in enumerate(slots)

@@ -14,6 +14,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def gather(config: Config, probe: Probe) -> Facts:
         pins={name: read_pins(LOCKS / f"{name}.lock") for name in PLATFORMS},
         apex=find_apex(),
         machine=find_machine(),
-        checkpoints=tuple(find_checkpoints(config)),
+        checkpoints=find_damage(config, tuple(find_checkpoints(config))),
         imports=probe.collect(),
     )
 
@@ -168,6 +169,24 @@ def locate(key: str, path: str | None) -> Checkpoint:
     is_name = path is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None
     remedy = f"hf download {path}, with HF_HOME where every node sees it; or {key}=DIRECTORY"
     return Checkpoint(key, str(path), problem, remedy if is_name else f"{key}=DIRECTORY, or a name in that cache")
+
+
+def find_damage(config: Config, checkpoints: tuple[Checkpoint, ...]) -> tuple[Checkpoint, ...]:
+    """These checkpoints, which are all there, with what is wrong with their tensors, read from the files' headers.
+
+    A package that cannot be imported is said of the package.
+    """
+    if any(checkpoint.problem is not None for checkpoint in checkpoints):
+        return checkpoints
+    try:
+        from megarl.run.inputs import load_models
+    except Exception:
+        return checkpoints
+    damage = get_problem(lambda: load_models(config)) or ""
+    return tuple(
+        replace(found, problem=damage, remedy="download or convert it anew") if damage.startswith(found.key) else found
+        for found in checkpoints
+    )
 
 
 def get_problem(find: Callable[[], object]) -> str | None:

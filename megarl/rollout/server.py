@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import random
+import secrets
 import shutil
 import signal
 import socket
@@ -183,7 +184,6 @@ def write_key(scratch: Path, api_key: str) -> list[str]:
     scratch: a folder readable by this user alone.
     """
     path = scratch / "key.yaml"
-    path.touch(0o600)
     path.write_text(f"api-key: {api_key}\n")
     return ["--config", str(path)]
 
@@ -215,8 +215,9 @@ class SGLangServer:
     ):
         """Arguments that need a word:
 
-        port: None picks a free one. weight_version: of the checkpoint's weights. api_key: required of callers; None:
-        nothing is. shares_gpus: whether training roles use the same GPUs.
+        port: None picks a free one. weight_version: of the checkpoint's weights. api_key: required of callers, also on
+        loopback, where other users of the machine can call; None: a new one. shares_gpus: whether training roles use
+        the same GPUs.
 
         Raises ConfigError for bad options or a checkpoint without config.json.
         """
@@ -226,7 +227,7 @@ class SGLangServer:
         self.host = host
         self.port = pick_free_port(host) if port is None else port
         self.log_file = log_file
-        self.api_key = api_key
+        self.api_key = api_key or secrets.token_hex(32)
         self.shares_gpus = shares_gpus
         self._command = build_command(
             config, Path(checkpoint), host=host, port=self.port, seed=seed, weight_version=weight_version
@@ -251,11 +252,13 @@ class SGLangServer:
         self._scratch = make_scratch()
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log_file, "ab") as log:
+            # SGLang writes its arguments there, and the key is one of them.
+            self.log_file.chmod(0o600)
             log.write((" ".join(self._command) + "\n").encode())
             log.flush()
-            secret = write_key(self._scratch, self.api_key) if self.api_key is not None else []
+            words = [str(self._scratch), *self._command, *write_key(self._scratch, self.api_key)]
             self._process = subprocess.Popen(
-                [sys.executable, "-S", "-E", str(GUARD), str(self._scratch), *self._command, *secret],
+                [sys.executable, "-S", "-E", str(GUARD), *words],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -27,9 +27,9 @@ OWN_OPTIONS = {
     "weight_version": "no key: the trainer sets it",
     "tp_size": "rollout.tp",
     "enable_return_routed_experts": "rollout.router_replay",
-    "api_key": "no key: one is made for servers that listen on the network",
+    "api_key": "no key: each run makes one",
     "enable_memory_saver": "rollout.offload",
-    "admin_api_key": "no key: one is made for servers that listen on the network",
+    "admin_api_key": "no key: each run makes one",
 }
 """Arguments that megarl sets itself, with the key that determines them"""
 

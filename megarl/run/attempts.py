@@ -21,6 +21,7 @@ from megarl.cluster.waiting import WorkerError
 from megarl.config.checks.config import describe_sizes
 from megarl.config.errors import ConfigError
 from megarl.config.placement import find_server_offload
+from megarl.config.schema.checkpoint import CheckpointConfig
 from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.config.schema.root import Config
 from megarl.config.values import list_values
@@ -55,10 +56,11 @@ def run_job(
     Raises ConfigError, before any process is started, for problems of the inputs; CheckpointError where there is no
     disk space for a checkpoint, where another process uses `run_dir`, and for problems of its checkpoints.
     """
+    folder = open_folder(run_dir, config.checkpoint)
+    folder.check_kept()
     inputs = load_inputs(config)
     # It is not needed where there is a checkpoint.
-    has_begun = bool(Folder(run_dir / checkpoints.NAME, keep_last=config.checkpoint.keep_last).list_complete())
-    pretrained = None if has_begun else load_pretrained(config)
+    pretrained = None if folder.list_complete() else load_pretrained(config)
     problems = check_plan(config, inputs)
     if problems:
         raise ConfigError(problems)
@@ -81,6 +83,12 @@ def run_job(
         with report.phase("start"):
             resources = stack.enter_context(open_resources(config, inputs, run_dir / "logs"))
         return _Attempts(config, inputs, resources, run_dir, report, pretrained).run()
+
+
+def open_folder(run_dir: Path, keep: CheckpointConfig) -> Folder:
+    """The folder of a run's checkpoints."""
+    record = run_dir / checkpoints.RECORD
+    return Folder(run_dir / checkpoints.NAME, keep_last=keep.keep_last, keep_best=keep.keep_best, record=record)
 
 
 def _open_report(config: Config, run_dir: Path, inputs: Inputs) -> Report:
@@ -119,10 +127,9 @@ class _Attempts:
     ):
         self.config, self.inputs, self.resources, self.run_dir, self.report = config, inputs, resources, run_dir, report
         self.pretrained = pretrained
-        keep = config.checkpoint
-        self.folder = Folder(run_dir / checkpoints.NAME, keep_last=keep.keep_last, keep_best=keep.keep_best)
+        self.folder = open_folder(run_dir, config.checkpoint)
         self.journal = Journal(run_dir / rollout_journal.NAME)
-        self.is_saving = keep.save_every is not None
+        self.is_saving = config.checkpoint.save_every is not None
 
     def run(self) -> Summary:
         """Repeat attempts until one succeeds; a lost process starts the next, at most max_restarts in a row."""

@@ -20,6 +20,7 @@ from megarl.config.search_path import is_search_path, take_config_dirs
 from megarl.config.words import check_words
 from megarl.report.sink_checks import check_sinks
 from megarl.run.arguments import end_with_reader, is_completion, is_printing, is_sweep, split_arguments
+from megarl.run.directory import check_directory
 from megarl.run.machine import check_machine
 from megarl.run.signals import Stopped, stopping_on_signals
 from megarl.run.terminal import DRIVER_LOG, capturing_output
@@ -47,8 +48,10 @@ def check_command_line(command: str = "train") -> None:
         check_words(overrides)
         rewritten = rewrite_overrides(overrides)
         check_overrides(overrides, command)
-        if not (is_printing(options) or is_sweep(options)):
-            check_start(load_config(overrides, command), command)
+        if not is_printing(options):
+            check_directory(arguments)
+            if not is_sweep(options):
+                check_start(load_config(overrides, command), command)
     except ConfigError as error:
         end_with_config_error(error)
     for line in rewritten.lines:

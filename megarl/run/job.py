@@ -116,7 +116,7 @@ class RunResources:
     """Raises RuntimeError where a server is down"""
     cluster: Cluster
     api_key: str | None = None
-    """Required of the servers' callers; None: nothing is"""
+    """Required of the servers' callers; None: there are no servers"""
     servers: RolloutServers | None = None
     """Restarts lost servers; None: they are not restarted"""
 

@@ -4,6 +4,7 @@ It needs neither torch nor Ray, so that a wrong number is reported within a seco
 """
 
 import os
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ SHM = Path("/dev/shm")
 SHM_NEEDED_FROM = 10**10
 """Bytes above which Ray takes its object store from /dev/shm only; a smaller one may be in a file"""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+LEAST_OPEN_FILES = 4096
+"""Ray's processes and a server have some hundred connections and files each"""
 BYTES_PER_PROCESS = 100 * 2**20
 """Least memory that a process with torch has for itself"""
 BYTES_PER_TOKEN = 88
@@ -34,6 +37,7 @@ BYTES_PER_CACHED_TOKEN = 64
 def check_machine(config: Config, command: str = "train") -> Iterator[str]:
     """One message for each key that this machine cannot fulfil; command: as in python -m megarl.COMMAND."""
     cluster = config.cluster
+    yield from check_surroundings()
     yield from _check_listen_host(cluster.listen_host)
     yield from _check_memory(config, command)
     if cluster.ray_address is not None:
@@ -42,6 +46,27 @@ def check_machine(config: Config, command: str = "train") -> Iterator[str]:
     yield from check_object_store(cluster)
     if cluster.gpus_per_node == 0:
         yield from _check_cores(config, command)
+
+
+def check_surroundings() -> Iterator[str]:
+    """A message for each limit of this process, and for a TMPDIR, with which no run works.
+
+    The soft limit of open files is raised to LEAST_OPEN_FILES first, where the hard one allows it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= LEAST_OPEN_FILES:
+        if soft != resource.RLIM_INFINITY and soft < LEAST_OPEN_FILES:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_OPEN_FILES, hard))
+    else:
+        yield f"ulimit -n: found {hard} open files; Ray and the servers need {LEAST_OPEN_FILES}"
+    for option, limit, what in (("-f", resource.RLIMIT_FSIZE, "file"), ("-v", resource.RLIMIT_AS, "process")):
+        size = resource.getrlimit(limit)[0]
+        if size != resource.RLIM_INFINITY:
+            found = f"found {size // 1024} KiB for a {what}"
+            yield f"ulimit {option}: {found}; it must be unlimited, for checkpoints, Ray's object store and the servers"
+    temporary = os.environ.get("TMPDIR")
+    if temporary and not (os.path.isdir(temporary) and os.access(temporary, os.W_OK | os.X_OK)):
+        yield f"TMPDIR: found {temporary}, which is no directory that user {os.geteuid()} can write to"
 
 
 def check_object_store(cluster: ClusterConfig) -> Iterator[str]:

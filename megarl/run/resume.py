@@ -9,6 +9,7 @@ from megarl.checkpoint.folder import RUN_FILE
 from megarl.checkpoint.manifest import write_atomically
 from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config
+from megarl.config.search_path import is_search_path
 from megarl.config.values import list_values
 from megarl.json_text import parse_json
 
@@ -95,11 +96,22 @@ def load_run(run_dir: Path) -> dict[str, Any]:
     path = run_dir / RUN_FILE
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
-        return {"overrides": list(content["overrides"]), "config": dict(content["config"])}
+        overrides = [_check_override(text) for text in content["overrides"]]
+        return {"overrides": overrides, "config": dict(content["config"])}
     except FileNotFoundError:
         raise ConfigError([f"resume: {run_dir} is not a run directory: it has no {RUN_FILE}"]) from None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError([f"resume: {path} is not what a run writes: {error!r}"]) from None
+
+
+def _check_override(text: object) -> str:
+    """Raises ValueError for what `save_run` does not write: Hydra's options and keys, which could start a sweep."""
+    if not isinstance(text, str) or text.startswith("-") or not (text.startswith("~") or "=" in text):
+        raise ValueError(f"{text!r} among its overrides is none")
+    key = _name_key(text)
+    if key == "resume" or (key.startswith("hydra") and not is_search_path(text)):
+        raise ValueError(f"{text!r} among its overrides is for one start alone")
+    return text
 
 
 def may_change(key: str) -> bool:

@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.hf.random_model import build_character_tokenizer
 from megarl.rollout.server import SGLangServer
+from megarl.serve import KEY
 
+API_KEY = "key-of-these-tests"
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 =+-*/()<>[],.:?"
 
 
@@ -54,8 +57,8 @@ def write_tiny_checkpoint(directory: Path, seed: int) -> Path:
 
 @contextlib.contextmanager
 def running_server(config: RolloutConfig, checkpoint: Path, log_file: Path, seed: int) -> Iterator[SGLangServer]:
-    """A healthy server."""
-    running = SGLangServer(config, checkpoint, log_file=log_file, seed=seed)
+    """A healthy server, whose callers need API_KEY."""
+    running = SGLangServer(config, checkpoint, log_file=log_file, seed=seed, api_key=API_KEY)
     running.start()
     try:
         running.wait_healthy(config.startup_deadline_s)
@@ -89,10 +92,15 @@ def write_chat_checkpoint(directory: Path, kind: str) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def serving(checkpoint: Path, log_file: Path) -> Iterator[str]:
-    """The url of a healthy server that `python -m megarl.serve` has started; it has ended on leaving."""
+    """The url of a healthy server that `python -m megarl.serve` has started; it has ended on leaving.
+
+    Its key is in this process's environment meanwhile.
+    """
     deadline_s = os.environ.get("MEGARL_TEST_STARTUP_DEADLINE_S", "180")
     options = ["--dtype=float32", "--port=0", "--kv-cache-tokens=16384", "--max-running-requests=8"]
     command = [sys.executable, "-m", "megarl.serve", str(checkpoint), *options, f"--log={log_file}"]
+    patch = pytest.MonkeyPatch()
+    patch.setenv(KEY, API_KEY)
     process = subprocess.Popen(
         [*command, f"--startup-deadline={deadline_s}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -100,7 +108,10 @@ def serving(checkpoint: Path, log_file: Path) -> Iterator[str]:
         assert process.stdout is not None
         said = [process.stdout.readline(), process.stdout.readline()]
         assert said[1].startswith("ready: reward.url="), said
-        yield said[1].strip().removeprefix("ready: reward.url=")
+        url, key = said[1].split()[1:]
+        assert key == f"reward.api_key_env={KEY}"
+        yield url.removeprefix("reward.url=")
     finally:
+        patch.undo()
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0

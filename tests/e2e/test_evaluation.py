@@ -6,6 +6,7 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
+from servers import API_KEY
 
 from megarl.config.schema.evaluate import EvaluateConfig
 from megarl.interfaces import DeadlineError
@@ -39,8 +40,10 @@ def build_sets(response_length: int) -> tuple[EvaluationSet, ...]:
 def evaluate(server, tiny_checkpoint, rollout_config, tmp_path):
     def run(config: EvaluateConfig, **keys: float):
         rollout = replace(rollout_config, **keys)
-        engine = SGLangEngine([server.url], tiny_checkpoint, rollout, top_p=config.top_p, top_k=config.top_k)
-        patient = SGLangEngine([server.url], tiny_checkpoint, rollout_config)
+        engine = SGLangEngine(
+            [server.url], tiny_checkpoint, rollout, top_p=config.top_p, top_k=config.top_k, api_key=API_KEY
+        )
+        patient = SGLangEngine([server.url], tiny_checkpoint, rollout_config, api_key=API_KEY)
         version, stream = patient.clients[0].load_weight_version(), StringIO()
         patient.close()
         progress, sets = Progress(stream), build_sets(rollout.response_length)

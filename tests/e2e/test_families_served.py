@@ -6,7 +6,7 @@ import pytest
 import torch
 from loop_parts import build_policy
 from safetensors.torch import load_file, save_file
-from servers import ALPHABET, running_server
+from servers import ALPHABET, API_KEY, running_server
 
 from megarl.cluster.opened import open_ray
 from megarl.cluster.workers import WorkerGroup
@@ -49,7 +49,7 @@ def test_a_server_holds_after_a_publish_what_sglang_loads_of_the_policys_checkpo
         running_server(config, policy, tmp_path / "server.log", seed=1) as server,
         open_ray(ClusterConfig(), num_actors=2) as cluster,
     ):
-        client = SGLangClient(server.url, vocab_size=55, deadline_s=60.0)
+        client = SGLangClient(server.url, vocab_size=55, deadline_s=60.0, api_key=API_KEY)
         expected = client.load_checksums()
         client.pause()
         client.begin_update()

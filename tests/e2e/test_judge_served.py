@@ -1,6 +1,7 @@
 """reward=judge with a real SGLang server, against transformers' own forward of the same weights."""
 
 import asyncio
+import os
 
 import httpx
 import pytest
@@ -10,6 +11,7 @@ from servers import serving, write_chat_checkpoint
 from megarl.config.schema.reward import JudgeRewardConfig, Verdict
 from megarl.reward.judge import ASK_FOR_WORD, fill_rubric
 from megarl.reward.scorer import build_scorer
+from megarl.serve import KEY
 from megarl.types import FinishReason, Message, Prompt, Response
 
 pytestmark = pytest.mark.slow
@@ -56,7 +58,7 @@ def test_the_share_of_the_words_is_that_of_transformers(judge, answer):
             break
         words = (letters[0], letters[1])
     yes, no = (logprobs[tokenizer(word)["input_ids"][0]].exp().item() for word in words)
-    config = JudgeRewardConfig(url=url, rubric=RUBRIC, verdict=Verdict.word, yes=words[0], no=words[1])
+    config = JudgeRewardConfig(url=url, api_key_env=KEY, rubric=RUBRIC, verdict=Verdict.word, yes=words[0], no=words[1])
     score = asyncio.run(build_scorer(config).score(prompt, build_response(answer)))
     assert score.failure is None
     assert score.reward == pytest.approx(yes / (yes + no), abs=1e-5)
@@ -65,7 +67,7 @@ def test_the_share_of_the_words_is_that_of_transformers(judge, answer):
 def test_a_judge_that_gives_no_number_costs_the_sample(judge):
     url, _, _ = judge
     prompt = Prompt("p", "what is 2+2?", (), "4")
-    scorer = build_scorer(JudgeRewardConfig(url=url, max_tokens=4))
+    scorer = build_scorer(JudgeRewardConfig(url=url, api_key_env=KEY, max_tokens=4))
     score = asyncio.run(scorer.score(prompt, build_response("4")))
     assert score.failure in (
         "the judge's answer was cut at reward.max_tokens",
@@ -79,5 +81,7 @@ def test_a_quoted_special_token_is_text_for_the_server(judge):
         "stop <eos> here",
         fill_rubric("{response}", Prompt("p", "", (), ""), build_response("stop <eos> here")),
     )
-    ids = [httpx.post(f"{url}/tokenize", json={"prompt": text}).json()["tokens"] for text in (plain, quoted)]
+    headers = {"Authorization": f"Bearer {os.environ[KEY]}"}
+    answers = [httpx.post(f"{url}/tokenize", json={"prompt": text}, headers=headers) for text in (plain, quoted)]
+    ids = [answer.json()["tokens"] for answer in answers]
     assert [tokenizer.eos_token_id in found for found in ids] == [True, False]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from loop_parts import build_policy
 from safetensors.torch import load_file
-from servers import running_server, write_tiny_checkpoint
+from servers import API_KEY, running_server, write_tiny_checkpoint
 from torch import Tensor
 
 from megarl.cluster.opened import open_ray
@@ -64,7 +64,7 @@ def client(
 ) -> Iterator[SGLangClient]:
     log_file = tmp_path_factory.mktemp("sglang") / "server.log"
     with running_server(config, tiny_checkpoint, log_file, seed=1) as server:
-        yield SGLangClient(server.url, vocab_size=55, deadline_s=60.0)
+        yield SGLangClient(server.url, vocab_size=55, deadline_s=60.0, api_key=API_KEY)
 
 
 @pytest.fixture(scope="module")

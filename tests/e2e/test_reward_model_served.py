@@ -9,6 +9,7 @@ from servers import serving, write_chat_checkpoint
 
 from megarl.config.schema.reward import ScalarModelRewardConfig
 from megarl.reward.scorer import build_scorer
+from megarl.serve import KEY
 from megarl.types import FinishReason, Message, Prompt, Response
 
 pytestmark = pytest.mark.slow
@@ -32,7 +33,9 @@ def test_scores_are_those_of_transformers(tmp_path):
             return model(torch.tensor([tokenizer(text)["input_ids"]])).logits.item()
 
     with serving(tmp_path / "model", tmp_path / "server.log") as url:
-        config = ScalarModelRewardConfig(url=url, scale=2.0, offset=-1.0, correct_at=-1.0, max_concurrency=4)
+        config = ScalarModelRewardConfig(
+            url=url, api_key_env=KEY, scale=2.0, offset=-1.0, correct_at=-1.0, max_concurrency=4
+        )
         scorer = build_scorer(config)
 
         async def score_all():

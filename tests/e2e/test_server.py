@@ -11,6 +11,7 @@ import pytest
 import torch
 from generation import build_collector, generate_groups
 from safetensors.torch import load_file, save_file
+from servers import API_KEY
 from transformers import AutoModelForCausalLM
 
 from megarl.config.schema.roles import Dtype
@@ -26,8 +27,6 @@ from megarl.rollout.tensors import build_tensors
 from megarl.sync.disk import DiskSync
 from megarl.sync.probe import build_probe_tokens
 from megarl.types import FinishReason, Prompt, Score, Sequences
-
-KEY = "0123456789abcdef"
 
 EOS = 2
 pytestmark = [pytest.mark.server, pytest.mark.slow]
@@ -123,6 +122,7 @@ def engine(server, tiny_checkpoint, rollout_config, tmp_path_factory):
         tiny_checkpoint,
         rollout_config,
         check_processes=server.check_alive,
+        api_key=API_KEY,
     )
     checkpoint = TransformersPolicy(tiny_checkpoint)
     tokens = build_probe_tokens((), checkpoint.model.config.vocab_size)
@@ -283,7 +283,7 @@ def test_a_missed_deadline_says_what_it_waited_for(first_responses, server, engi
 
 def test_a_lost_server_is_replaced_by_the_next(first_responses, server, tiny_checkpoint, rollout_config):
     dead = f"http://127.0.0.1:{pick_free_port('127.0.0.1')}"
-    pair = SGLangEngine([dead, server.url], tiny_checkpoint, rollout_config)
+    pair = SGLangEngine([dead, server.url], tiny_checkpoint, rollout_config, api_key=API_KEY)
     groups = generate_groups(pair, build_prompts(5), num_responses=2, temperature=1.0)
     assert [len(group) for group in groups] == [2] * 5
     with pytest.raises(RuntimeError, match=f"{dead} does not answer"):
@@ -310,13 +310,14 @@ def test_a_server_started_anew_repeats_a_key_keeps_others_out_and_stop_leaves_no
     first_responses, tiny_checkpoint, rollout_config, server_seed, tmp_path
 ):
     log_file = tmp_path / "again.log"
-    again = SGLangServer(rollout_config, tiny_checkpoint, log_file=log_file, seed=server_seed, api_key=KEY)
+    again = SGLangServer(rollout_config, tiny_checkpoint, log_file=log_file, seed=server_seed)
     again.start()
     again.wait_healthy(rollout_config.startup_deadline_s)
-    engine = SGLangEngine([again.url], tiny_checkpoint, rollout_config, api_key=KEY)
+    engine = SGLangEngine([again.url], tiny_checkpoint, rollout_config, api_key=again.api_key)
     assert not any(
-        KEY in word for process in psutil.process_iter(["cmdline"]) for word in process.info["cmdline"] or ()
+        again.api_key in word for process in psutil.process_iter(["cmdline"]) for word in process.info["cmdline"] or ()
     )
+    assert log_file.stat().st_mode & 0o077 == 0
     with contextlib.closing(SGLangClient(again.url, vocab_size=55, deadline_s=10.0)) as stranger:
         for call in (
             lambda: stranger.generate([[5]], {"max_new_tokens": 1}),

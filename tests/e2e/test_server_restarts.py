@@ -11,6 +11,7 @@ import psutil
 import pytest
 from generation import build_collector
 from loop_parts import SIZES, find_server, open_trainer
+from servers import API_KEY
 
 from megarl.config.load import load_config
 from megarl.interfaces import UNPUBLISHED
@@ -132,7 +133,7 @@ def test_servers_killed_in_a_sync_and_in_a_rollout_come_back_with_the_current_we
 
 
 def test_what_a_failed_sync_leaves_in_a_server_is_cleared_and_no_loss(server):
-    client = SGLangClient(server.url, vocab_size=55, deadline_s=60.0)
+    client = SGLangClient(server.url, vocab_size=55, deadline_s=60.0, api_key=API_KEY)
     endless = {"max_new_tokens": 400, "ignore_eos": True}
     hanging = threading.Thread(target=lambda: client.generate([[5]] * 4, endless), daemon=True)
     hanging.start()

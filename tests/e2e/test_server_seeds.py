@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from generation import generate_groups
-from servers import running_server
+from servers import API_KEY, running_server
 from test_server import build_prompts
 
 from megarl.rollout.client import ConnectionLostError
@@ -55,7 +55,7 @@ def build_engine(tiny_checkpoint, config):
     made = []
 
     def build(*urls: str, seed: int = 7) -> SGLangEngine:
-        made.append(SGLangEngine(urls, tiny_checkpoint, config, seed=seed))
+        made.append(SGLangEngine(urls, tiny_checkpoint, config, seed=seed, api_key=API_KEY))
         return made[-1]
 
     yield build
@@ -129,7 +129,7 @@ def test_a_key_repeats_bit_by_bit_whatever_came_in_between(first_responses, engi
 def test_a_key_repeats_bit_by_bit_where_the_prompt_is_in_the_cache(server, tiny_checkpoint, rollout_config):
     """The log-probs' last bits tell a prompt's forward in one piece from its last token's alone."""
     prompt = Prompt("backwards", "", build_prompts()[5].token_ids[::-1], "")
-    with contextlib.closing(SGLangEngine([server.url], tiny_checkpoint, rollout_config)) as engine:
+    with contextlib.closing(SGLangEngine([server.url], tiny_checkpoint, rollout_config, api_key=API_KEY)) as engine:
 
         def ask(key: str | None) -> list[list[Response]]:
             return generate_groups(engine, [prompt], num_responses=1, temperature=1.0, key=key)

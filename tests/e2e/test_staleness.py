@@ -14,7 +14,7 @@ import pytest
 import torch
 from generation import generate_groups
 from loop_parts import hosts_of, open_trainer
-from servers import running_server
+from servers import API_KEY, running_server
 from test_server import TransformersPolicy, build_sync
 
 from megarl.data.sampler import PromptSampler
@@ -55,7 +55,7 @@ def list_spans(versions) -> list[tuple[int, int, int]]:
 def test_responses_in_flight_go_on_with_the_new_weights_and_say_so_for_each_token(
     stale_server, stale_config, tiny_checkpoint, tmp_path
 ):
-    engine = SGLangEngine([stale_server.url], tiny_checkpoint, stale_config)
+    engine = SGLangEngine([stale_server.url], tiny_checkpoint, stale_config, api_key=API_KEY)
     # Four prompts of 40 tokens, shared as prefixes: their cache must not survive the weights.
     prompts = [Prompt(str(i), "", tuple(3 + (7 * i + j) % 45 for j in range(40)), "") for i in range(4)]
     trained = TransformersPolicy(tiny_checkpoint)
@@ -116,7 +116,8 @@ def iterations_allowed(monkeypatch) -> list[int]:
 def wait_for_running_requests(url: str) -> None:
     """Until as many responses are under way as the server has places, each some tokens long."""
     deadline = time.monotonic() + 60
-    while httpx.get(f"{url}/v1/loads").json()["loads"][0]["num_running_reqs"] < 8:
+    headers = {"Authorization": f"Bearer {API_KEY}"}
+    while httpx.get(f"{url}/v1/loads", headers=headers).json()["loads"][0]["num_running_reqs"] < 8:
         assert time.monotonic() < deadline, "the server did not begin with a rollout within 60 s"
         time.sleep(0.05)
     time.sleep(0.2)

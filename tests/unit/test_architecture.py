@@ -20,7 +20,7 @@ LAYERS = (
     {"interfaces", "minibatches", "sandbox", "verifiers_package", "run.terminal"},
     {"toolbox"},
     {"data", "environment", "reward", "hf", "report", "checkpoint", "run.signals", "run.arguments", "run.machine"},
-    {"mcore", "rollout"},
+    {"mcore", "rollout", "run.directory"},
     {"sync"},
     {"cluster", "run.inputs", "run.command", "run.recovery", "run.resume", "run.trainer_state"},
     {"run.saving"},

@@ -315,7 +315,7 @@ def main() -> None:
         try:
             with open_policy(scratch / "model", scratch) as policy:
                 server.wait_healthy(DEADLINE_S)
-                client = SGLangClient(server.url, vocab_size=VOCAB, deadline_s=DEADLINE_S)
+                client = SGLangClient(server.url, vocab_size=VOCAB, deadline_s=DEADLINE_S, api_key=server.api_key)
                 ratio = measure(policy, client, config, scratch / "model", args, scratch)
         finally:
             server.stop()

@@ -69,7 +69,9 @@ def ask_server(
     server.start()
     try:
         server.wait_healthy(config.startup_deadline_s)
-        client = SGLangClient(server.url, vocab_size=SMALL_VOCAB, deadline_s=config.request_deadline_s)
+        client = SGLangClient(
+            server.url, vocab_size=SMALL_VOCAB, deadline_s=config.request_deadline_s, api_key=server.api_key
+        )
         length = {"max_new_tokens": RESPONSE_LENGTH, "ignore_eos": True}
         return {
             name: client.generate(prompts, {**params, **length}, return_logprob=True) for name, params in asked.items()

@@ -35,6 +35,20 @@ def test_the_newest_complete_checkpoint_is_found_and_latest_names_it(tmp_path: P
     assert (folder.path / LATEST).read_text() == "iteration-000040\n"
 
 
+@pytest.mark.parametrize("is_emptied", [False, True])
+def test_checkpoints_that_were_removed_are_missed_and_named(tmp_path: Path, is_emptied: bool):
+    folder = Folder(tmp_path / "checkpoints", keep_last=2, record=tmp_path / ".newest")
+    folder.check_kept()
+    publish(folder, 20)
+    publish(folder, 40)
+    folder.check_kept()
+    shutil.rmtree(folder.path)
+    if is_emptied:
+        folder.path.mkdir()
+    with pytest.raises(CheckpointError, match="found no checkpoint, but the run had saved iteration-000040: put it"):
+        folder.check_kept()
+
+
 def test_what_is_being_built_is_no_checkpoint_and_is_cleaned_away(tmp_path: Path):
     folder = Folder(tmp_path, keep_last=2)
     publish(folder, 20)

@@ -1,17 +1,31 @@
 """How the doctor finds its facts, on this machine and on folders made for it."""
 
 import importlib.metadata
+import os
+import shutil
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from packaging.requirements import Requirement
+from safetensors.torch import load_file, save_file
 
 from megarl.config.load import load_config
+from megarl.config.schema.model import RandomModelConfig
 from megarl.doctor import gather
 from megarl.doctor.facts import ApexKind
-from megarl.doctor.gather import LOCKS, Probe, find_apex, find_checkpoints, find_requirements, find_versions, read_pins
+from megarl.doctor.gather import (
+    LOCKS,
+    Probe,
+    find_apex,
+    find_checkpoints,
+    find_damage,
+    find_requirements,
+    find_versions,
+    read_pins,
+)
+from megarl.hf.random_model import build_random_checkpoint
 
 
 def write_module(folder: Path, name: str, text: str = "") -> None:
@@ -121,3 +135,28 @@ def test_a_model_is_found_where_a_run_would_find_it(tmp_path: Path) -> None:
     assert there.problem is None
     (named,) = find_checkpoints(load_config(["model.source=path", "model.path=nobody/nothing"]))
     assert "hf download nobody/nothing" in (named.remedy or "")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [("lacks", "missing: model.norm.weight"), ("is cut", "file not fully covered"), ("is deep", "nested too deeply")],
+)
+def test_a_damaged_model_is_found_by_its_headers(tmp_path: Path, damage: str, message: str) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(build_random_checkpoint(RandomModelConfig(), tmp_path), model)
+    weights = model / "model.safetensors"
+    config = load_config(["model.source=path", f"model.path={model}", "algo=grpo"])
+    (whole,) = find_damage(config, tuple(find_checkpoints(config)))
+    assert whole.problem is None
+    if damage == "lacks":
+        tensors = load_file(weights)
+        del tensors["model.norm.weight"]
+        save_file(tensors, weights)
+    elif damage == "is cut":
+        os.truncate(weights, 100_000)
+    else:
+        (model / "config.json").write_text("[" * 100_000)
+    (found,) = find_damage(config, tuple(find_checkpoints(config)))
+    assert found.problem is not None
+    assert found.problem.startswith("model.path: ")
+    assert message in found.problem

@@ -1,5 +1,6 @@
 """resume=RUN_DIR: which command line a run goes on with, and which keys may differ."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -27,6 +28,16 @@ OVERRIDES = ["algo=vapo", "algo.clip_high=0.3", "+model.megatron.x=1"]
 def run_dir(tmp_path):
     save_run(tmp_path / "a run", load_config(["algo.clip_high=0.3"]), OVERRIDES)
     return tmp_path / "a run"
+
+
+@pytest.mark.parametrize(
+    "text", ["-m", "--multirun", "--config-dir=/x", "hydra.mode=MULTIRUN", "+hydra.mode=MULTIRUN", "resume=/x", "", 5]
+)
+def test_a_changed_record_of_a_run_starts_nothing_else(run_dir, text):
+    record = json.loads((run_dir / "run.json").read_text())
+    (run_dir / "run.json").write_text(json.dumps(record | {"overrides": ["algo=vapo", text]}))
+    with pytest.raises(ConfigError, match=r"run\.json is not what a run writes"):
+        take_resume([f"resume={run_dir}"])
 
 
 def test_without_resume_the_command_line_stays_as_it_is():
