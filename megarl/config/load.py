@@ -162,6 +162,8 @@ def _describe(error: Exception, overrides: Sequence[str] = ()) -> str:
     first_line = cause.strip().splitlines()[0]
     if "is not a valid bool" in first_line:
         first_line += "; it must be true or false"
+    if "is not a subclass of EvalSetConfig" in first_line:
+        return "train.eval_sets: a set is given whole, train.eval_sets='{NAME: {path: FILE, num_samples: 4}}'"
     if key and _takes_null(error.__cause__ or error):
         first_line += ", or null"
     if key and key.group(1) == "rollout.dtype" and re.search(r"'(fp8|float8|fp4|int8|int4)", first_line):

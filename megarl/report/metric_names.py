@@ -31,6 +31,7 @@ PLACEHOLDERS = {
     "quartile": r"[1-4]",
     "state": r"first|middle",
     "baseline": r"group|batch",
+    "set": r"[^{}\s/]+",
     "name": NAME,
 }
 PLACEHOLDER_TEXTS = {
@@ -39,6 +40,7 @@ PLACEHOLDER_TEXTS = {
     "state": "`first`, `middle`: the first or the middle state of a response",
     "baseline": "`group`: the mean of the prompt's other responses; `batch`: with one response per prompt, that of the"
     " batch's others",
+    "set": "the name of a set of train.eval_sets",
     "name": "a name that your reward or environment gives",
 }
 
@@ -98,6 +100,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("heldout/environment/max_turns_frac", SHARE, "Held-out episodes cut at environment.max_turns"),
     Metric("heldout/environment/tokens_mean", TOKENS, "Tokens of actions and observations of a held-out episode"),
     Metric("heldout/environment/{name}", ONE, "Sum of an environment's number over an episode, mean of the held-out"),
+    Metric("eval/{set}/reward_mean", REWARD, "Mean reward on a set of train.eval_sets; without a reward counts as 0"),
+    Metric("eval/{set}/correct", SHARE, "Responses to the set that are correct"),
+    Metric("eval/{set}/failed_frac", SHARE, "Responses to the set without a reward"),
+    Metric("eval/{set}/length_mean", TOKENS, "Mean length of the responses to the set"),
+    Metric("eval/{set}/truncated_frac", SHARE, "Responses to the set that are cut at the limit"),
     Metric("environment/turns_mean", COUNT, "Turns of an episode"),
     Metric("environment/max_turns_frac", SHARE, "Episodes cut at environment.max_turns"),
     Metric("environment/tokens_mean", TOKENS, "Tokens of actions and observations together of an episode"),

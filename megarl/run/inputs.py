@@ -24,6 +24,7 @@ from megarl.mcore.weights.hf_critic import check_critic_checkpoint, check_critic
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.reward.scorer import build_scorer
 from megarl.rollout.episodes import Conversation, build_conversation, check_conversation
+from megarl.rollout.eval_sets import EvalSet, build_eval_sets
 from megarl.rollout.rollout_file import Limits, SavedRollouts, check_rollouts
 from megarl.rollout.saved_groups import SavedGroup, SavedGroups, find_groups
 from megarl.rollout.served_model import find_stop_tokens, load_generation_spec
@@ -57,6 +58,7 @@ class Inputs:
     """The responses that value pretraining learns from, if not from fresh ones"""
     critic_prompt: CriticPrompt | None = None
     """With data.critic_prompt and a critic"""
+    eval_sets: tuple[EvalSet, ...] = ()
     saved_groups: SavedGroups | None = None
     """What rollout.file has; None: responses are generated. Else there are no prompts in `data` and no probe."""
 
@@ -92,6 +94,7 @@ def load_inputs(config: Config) -> Inputs:
     find_stop_tokens(config.rollout, load_generation_spec(models.checkpoint), tokenizer)
     tools = build_tool_prompt(config.environment, config.data, tokenizer)
     data = build_data(config.data, tokenizer, config.seed, tools)
+    sets = build_eval_sets(config, tokenizer, tools)
     with contextlib.closing(build_scorer(config.reward)) as scorer:
         scorer.check((data.train[0], data.heldout[0]), config.reward.wrong)
     conversation = build_conversation(config, tokenizer)
@@ -102,7 +105,9 @@ def load_inputs(config: Config) -> Inputs:
     if critic_prompt is not None:
         critic_prompt.check(data.train)
     saved = load_saved_rollouts(config, models, critic_prompt)
-    return Inputs(models.checkpoint, architecture, tokenizer, data, conversation, specs, probe, saved, critic_prompt)
+    return Inputs(
+        models.checkpoint, architecture, tokenizer, data, conversation, specs, probe, saved, critic_prompt, sets
+    )
 
 
 def build_critic_prompt(config: Config, tokenizer: "PreTrainedTokenizerBase") -> CriticPrompt | None:
@@ -121,7 +126,7 @@ def _load_saved_inputs(config: Config, models: Models) -> Inputs:
     pretraining = load_saved_rollouts(config, models, critic_prompt)
     nothing = DataSplits((), (), 0)
     start, architecture = models.checkpoint, models.architecture
-    return Inputs(start, architecture, tokenizer, nothing, None, specs, (), pretraining, critic_prompt, saved)
+    return Inputs(start, architecture, tokenizer, nothing, None, specs, (), pretraining, critic_prompt, (), saved)
 
 
 def load_models(config: Config) -> Models:

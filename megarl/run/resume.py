@@ -19,7 +19,13 @@ _LAYOUT = ("parallel.", "recompute", "recompute_method", "recompute_num_layers",
 
 MAY_CHANGE = (
     *("train.num_iterations", "train.max_minutes", "train.max_samples", "train.stop_at_heldout_reward"),
-    *("train.eval_every", "train.num_eval_prompts", "train.tokens_per_microbatch", "train.deterministic"),
+    *(
+        "train.eval_every",
+        "train.num_eval_prompts",
+        "train.eval_sets",
+        "train.tokens_per_microbatch",
+        "train.deterministic",
+    ),
     "train.profile",
     *("algo.value_pretrain.taken_from", "data.critic_prompt_length"),
     *("checkpoint.", "cluster.", "evaluate.", "logger."),

@@ -98,7 +98,7 @@ def test_every_algorithm_composes_with_the_laptop_models_at_256_samples_per_iter
 def test_the_open_fields_of_the_schema_are_found():
     assert list_open_keys() == (
         *("data.args", "data.options", "environment.args", "environment.options", "evaluate.paths", "model.megatron"),
-        *("reward.parts", "reward.request", "rollout.sglang"),
+        *("reward.parts", "reward.request", "rollout.sglang", "train.eval_sets"),
     )
 
 
