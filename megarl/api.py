@@ -3,6 +3,7 @@
 The functions of megarl/algo/ are used as they are: they take tensors and an `AlgoConfig`, and keep nothing.
 """
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,24 +27,43 @@ def compose(*overrides: str, config_dir: str | Path | Sequence[str | Path] = ())
     dataclasses, whose fields may be set. Needs no torch. Raises ConfigError, naming each key, what was found and what
     would be right.
     """
-    directories = [config_dir] if isinstance(config_dir, str | Path) else list(config_dir)
-    return load_config([*([write_search_path(directories)] if directories else []), *overrides])
+    return load_config(_add_search_path(overrides, config_dir))
 
 
-def train(config: Config, run_dir: str | Path) -> "Summary":
-    """Train as configured: processes are started, and ended before this returns. Everything is written to `run_dir`,
-    the trained policy to `run_dir`/policy; a run that is there already is resumed from its newest checkpoint.
+def train(
+    config: Config | Sequence[str] = (),
+    run_dir: str | Path | None = None,
+    *,
+    config_dir: str | Path | Sequence[str | Path] = (),
+) -> "Summary":
+    """Train: processes are started, and ended before this returns. Everything is written to `run_dir`, the trained
+    policy to `run_dir`/policy; a run that is there already is resumed from its newest checkpoint.
+
+    config: overrides, as `python -m megarl.train` takes them (["algo=grpo", "seed=2"]; config_dir as for `compose`), or
+    what `compose` gives. run_dir: None takes runs/TIME_ALGORITHM_MODEL, as the command does.
 
     Returns the number of iterations and the last held-out reward (0 to 1; NaN with rollout.file). Raises ConfigError
     for a configuration that contradicts itself, the machine or the run in `run_dir`, and Stopped, after a checkpoint,
     for an interrupt (Ctrl-C, a notebook's stop), where it is called from the main thread.
     """
+    overrides: list[str] = []
+    if not isinstance(config, Config):
+        if isinstance(config, str):
+            raise ConfigError([f"train: found the text {config!r}; a list of overrides is needed: [{config!r}]"])
+        overrides = _add_search_path(config, config_dir)
+        config = load_config(overrides)
     problems = check_config(config) or list(check_cluster(config, "train")) or list(check_machine(config, "train"))
     if problems:
         raise ConfigError(problems)
+    directory = Path(run_dir or f"runs/{time.strftime('%Y-%m-%d_%H-%M-%S')}_{config.algo.name}_{config.model.name}")
     # Only now: importing torch and Ray takes seconds that `compose` need not wait.
     from megarl.run.recorded import run_recorded
     from megarl.run.signals import stopping_on_signals
 
     with stopping_on_signals():
-        return run_recorded(config, Path(run_dir).expanduser().resolve())
+        return run_recorded(config, directory.expanduser().resolve(), overrides)
+
+
+def _add_search_path(overrides: Sequence[str], config_dir: str | Path | Sequence[str | Path]) -> list[str]:
+    directories = [config_dir] if isinstance(config_dir, str | Path) else list(config_dir)
+    return [*([write_search_path(directories)] if directories else []), *overrides]

@@ -6,7 +6,10 @@
 import errno
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -22,6 +25,9 @@ from megarl.run.command import Results, check_command_line, end_with_config_erro
 from megarl.run.resume import take_resume
 from megarl.sweep.command import run_sweep
 from megarl.sweep.run import run_one
+
+if TYPE_CHECKING:
+    from megarl.trainer import Summary
 
 HELDOUT = "reward/heldout"
 FULL = os.strerror(errno.ENOSPC)
@@ -71,6 +77,21 @@ def _explain(error: BaseException, run_dir: Path) -> None:
     if isinstance(error, OSError | RuntimeError) and FULL in str(error):
         first = next(line for line in str(error).splitlines() if FULL in line)
         raise ConfigError([f"{first.strip()}; once there is space, resume={run_dir} resumes the run"]) from error
+
+
+class _CallableModule(ModuleType):
+    """Lets `megarl.train(...)` be a function although `python -m megarl.train` needs a module of this name."""
+
+    def __call__(
+        self, config: Config | Sequence[str] = (), run_dir: str | Path | None = None, **options: Any
+    ) -> "Summary":
+        """`megarl.api.train`."""
+        from megarl.api import train
+
+        return train(config, run_dir, **options)
+
+
+sys.modules[__name__].__class__ = _CallableModule
 
 
 if __name__ == "__main__":

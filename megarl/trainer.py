@@ -324,10 +324,10 @@ class Trainer:
         return metrics
 
     def evaluate(self, collector: Collector) -> Metrics:
-        """Mean greedy reward on the held-out prompts."""
+        """Mean greedy reward on the held-out prompts, and what train.eval_sets adds."""
         with self.report.phase("evaluate"):
-            rollout = self.with_servers(
-                lambda: collector.collect_greedy(
+            rollout, further = self.with_servers(
+                lambda: collector.evaluate(
                     self.components.heldout, weight_version=self.version, key=f"evaluation-{self.iteration}"
                 )
             )
@@ -337,7 +337,7 @@ class Trainer:
             self.report.message(f"warning: evaluation-{self.iteration}: {text}; they count as wrong")
         metrics = compute_heldout_metrics(rollout.samples, with_environment=self.has_turns)
         self.heldout_reward = metrics["reward/heldout"]
-        return metrics
+        return metrics | further
 
     def reached_goal(self) -> bool:
         goal = self.config.train.stop_at_heldout_reward

@@ -49,6 +49,9 @@ class Prompt:
     metadata: Mapping[str, str] = field(default_factory=dict)
     messages: tuple[Message, ...] = field(default=(), compare=False)
     """What `text` renders, for environments that continue the conversation; empty in recorded rollouts"""
+    columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The record of the data that it was made from, as it was read, for reward functions; empty for generated problems
+    and in recorded rollouts"""
 
 
 @dataclass(frozen=True)

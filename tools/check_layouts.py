@@ -34,6 +34,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.config.schema.root import Config
+from megarl.config.search_path import take_config_dirs
 from megarl.hf.checkpoint import load_tokenizer
 from megarl.mcore.compare_layouts import (
     Bounds,
@@ -299,7 +300,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=4, help="most processes of a layout")
     parser.add_argument("--rows", type=int, help="samples of the minibatch; default: train.samples_per_minibatch")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for megarl.train")
-    args = parser.parse_args()
+    args = parser.parse_args(take_config_dirs(sys.argv[1:]))
     if args.processes < 1 or (args.rows is not None and args.rows < 1):
         parser.error("--processes and --rows must be 1 or more")
     return args
@@ -312,9 +313,9 @@ def hide_warnings() -> None:
 
 
 def main() -> None:
-    args = parse_arguments()
     hide_warnings()
     try:
+        args = parse_arguments()
         config = load_config(args.overrides)
         models = load_models(config)
         specs = load_specs(config, models)

@@ -20,7 +20,7 @@ from megarl.rollout.rollout_file import FILE_NAME as ROLLOUTS
 
 PRETRAINING = "value pretraining"
 """A phase beside those of training: the update of one of its steps, which a plan's iteration then is"""
-MEASURED = ("time/", "sync/seconds", "sync/verify_share")
+MEASURED = ("time/", "perf/", "sync/seconds", "sync/verify_share")
 """Beginnings of the metrics that clocks decide"""
 
 

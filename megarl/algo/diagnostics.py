@@ -111,6 +111,7 @@ def compute_batch_metrics(experience: Experience) -> Metrics:
         "reward/min": float(rewards.min()),
         "reward/max": float(rewards.max()),
         "reward/equal_groups_frac": float(equal_groups.double().mean()),
+        "length/sum": float(lengths.sum()),
         "length/mean": float(lengths.mean()),
         "length/min": float(lengths.min()),
         "length/max": float(lengths.max()),

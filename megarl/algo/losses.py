@@ -37,7 +37,7 @@ def policy_loss(
 ) -> LossOutput:
     """rl_loss_coef * surrogate + the terms that are used, each aggregated over the global minibatch.
 
-    logprobs, entropy: float [R] of the policy being trained (entropy only where `needs_entropy`). The loss has their
+    logprobs, entropy: float [R] of the policy being trained (entropy None where no term needs it). The loss has their
     dtype. response_length: rollout.response_length. full_kl: float [R], KL(policy, reference) over the vocabulary,
     differentiable (only where kl.loss_estimator=full is in the loss). Raises NonFiniteError for NaN or infinity at
     generated tokens, in the inputs or in the importance ratio, and ValueError for inputs that the configuration needs
@@ -90,6 +90,8 @@ def _sum_token_losses(tokens: PolicyTokens, config: AlgoConfig, counts: LossCoun
             if term.metric is not None:
                 sums[term.metric] = _token_mean(values, mask, counts.num_tokens)
         sums |= term.measure(tokens, config, counts)
+    if tokens.entropy is not None:
+        sums["policy/entropy"] = _token_mean(tokens.entropy.detach(), mask, counts.num_tokens)
     return total, sums
 
 

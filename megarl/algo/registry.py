@@ -1,7 +1,7 @@
 """Advantage estimators, policy losses and terms of the loss by the names that the configuration gives them.
 
 A plain name is a module of megarl/algo/advantages or megarl/algo/policy_losses, which declares ADVANTAGE or
-POLICY_LOSS; package.module:NAME is a declaration anywhere on Python's path.
+POLICY_LOSS; FILE.py:NAME or package.module:NAME is a declaration of the user's own.
 """
 
 import importlib
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from megarl.algo.declarations import AdvantageEstimator, LossTerm, PolicyLoss
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.schema.algo import AlgoConfig, needs_reference, uses_topr
+from megarl.config.user_code import load_named
 
 _ADVANTAGES = "megarl.algo.advantages"
 _POLICY_LOSSES = "megarl.algo.policy_losses"
@@ -88,34 +89,22 @@ def _name(declared: Mapping[str, Any], facts: Mapping[str, bool]) -> str:
 
 
 def _find(key: str, name: str, package: str, attribute: str, kind: type[Declaration]) -> Declaration:
-    module_name, _, own = name.partition(":")
-    if own:
-        try:
-            module = importlib.import_module(module_name)
-        except Exception as error:  # A user's module can fail in any way while it is imported.
-            raise ConfigError(
-                [
-                    f"{key}: found {name!r}; importing {module_name} failed with {type(error).__name__}: {error}"
-                    " (the module must be installed or its folder be on PYTHONPATH)"
-                ]
-            ) from error
-        attribute = own
+    if ":" in name:
+        declared, place = load_named(key, name), name
     elif name in (names := _list_modules(package)):
-        module = importlib.import_module(f"{package}.{name}")
+        place = f"{package}.{name}.{attribute}"
+        declared = getattr(importlib.import_module(f"{package}.{name}"), attribute, None)
     else:
         nearest = find_nearest_key(name, names)
         raise ConfigError(
             [
                 f"{key}: found {name!r}" + (f", did you mean {nearest}?" if nearest else "") + "; it must be one of"
-                f" {', '.join(names)}, or package.module:NAME for a declaration of your own"
+                f" {', '.join(names)}, or FILE.py:NAME or package.module:NAME for a declaration of your own"
             ]
         )
-    declared = getattr(module, attribute, None)
     if not isinstance(declared, kind):
         found = "nothing" if declared is None else f"a {type(declared).__name__}"
-        raise ConfigError(
-            [f"{key}: found {name!r}; {module.__name__}.{attribute} is {found}; it must be {kind.__name__}(...)"]
-        )
+        raise ConfigError([f"{key}: found {name!r}; {place} is {found}; it must be {kind.__name__}(...)"])
     return declared
 
 

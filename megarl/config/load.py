@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megarl.config.checks.config import check_config
 from megarl.config.checks.unused import find_unused
 from megarl.config.errors import ConfigError, find_nearest_key
-from megarl.config.open_keys import open_overrides
+from megarl.config.open_keys import find_choices_with, open_overrides
 from megarl.config.peer_names import find_peer_name
 from megarl.config.roll.rewrite import list_set_keys, rewrite_overrides
 from megarl.config.schema.rollout import NO_QUANTIZED_WEIGHTS
@@ -33,16 +33,19 @@ def load_config(overrides: Sequence[str], command: str = "train") -> Config:
     """The checked configuration of `python -m megarl.COMMAND` for these `key=value` overrides, ROLL's names included.
 
     Raises ConfigError, naming each key, what was found and what would be right; so does a key that the overrides or
-    the chosen conf/experiment/NAME.yaml set and that has no effect.
+    the chosen conf/experiment/NAME.yaml set and that has no effect, in the latter whichever command it is.
     """
     check_words(overrides)
     rewritten = rewrite_overrides(overrides)
     config = to_config(_compose(rewritten.overrides))
-    sources = _list_experiment_keys(rewritten.overrides)
-    for text in rewritten.overrides:
-        for key in list_set_keys(text):
-            sources[key] = f"{key} (from {rewritten.origins[key]})" if key in rewritten.origins else key
-    unused = [f"{sources[key]}: {reason}" for key, reason in find_unused(config, sources, command)]
+    typed = {key: key for text in rewritten.overrides for key in list_set_keys(text)}
+    typed |= {key: f"{key} (from {origin})" for key, origin in rewritten.origins.items() if key in typed}
+    found = _list_experiment_keys(rewritten.overrides)
+    # An experiment may be for several commands, so that each leaves out some of its keys.
+    unused = [
+        *(f"{found[key]}: {reason}" for key, reason in find_unused(config, [*found.keys() - typed.keys()], None)),
+        *(f"{typed[key]}: {reason}" for key, reason in find_unused(config, typed, command)),
+    ]
     if unused:
         raise ConfigError(unused)
     return config
@@ -159,6 +162,8 @@ def _describe(error: Exception, overrides: Sequence[str] = ()) -> str:
     first_line = cause.strip().splitlines()[0]
     if "is not a valid bool" in first_line:
         first_line += "; it must be true or false"
+    if "is not a subclass of EvalSetConfig" in first_line:
+        return "train.eval_sets: a set is given whole, train.eval_sets='{NAME: {path: FILE, num_samples: 4}}'"
     if key and _takes_null(error.__cause__ or error):
         first_line += ", or null"
     if key and key.group(1) == "rollout.dtype" and re.search(r"'(fp8|float8|fp4|int8|int4)", first_line):
@@ -205,6 +210,8 @@ def _list_experiment_keys(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _suggest(key: str, known: Sequence[str]) -> str:
+    if choices := find_choices_with(key):
+        return f"; it is a key of {', '.join(choices)}"
     if (theirs := find_peer_name(key)) is not None:
         return theirs
     nearest = find_nearest_key(key, known)

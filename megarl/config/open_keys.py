@@ -1,10 +1,10 @@
 """Fields that hold another package's options by name, such as `rollout.sglang`: any key may be set in them."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from megarl.config.schema import data, environment, reward
 from megarl.config.schema.root import Config
@@ -29,6 +29,18 @@ def open_overrides(overrides: Sequence[str]) -> list[str]:
     """
     pattern = re.compile(rf"(?:{'|'.join(map(re.escape, list_open_keys()))})(?:\.[^=]+)?=")
     return [f"++{text}" if pattern.match(text) else text for text in overrides]
+
+
+def find_choices_with(key: str) -> list[str]:
+    """The choices of a group, such as reward=function, that have this key (reward.path)."""
+    group, _, name = key.partition(".")
+    groups: dict[str, Mapping[str, Any]] = {
+        "data": data.SCHEMAS,
+        "environment": environment.SCHEMAS,
+        "reward": reward.SCHEMAS,
+    }
+    kinds = groups.get(group, {}).items()
+    return [f"{group}={kind}" for kind, schema in kinds if name in {each.name for each in fields(schema)}]
 
 
 def _find_dicts(schema: type, prefix: str) -> Iterator[str]:

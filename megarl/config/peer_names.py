@@ -7,7 +7,11 @@ ppo_megatron_trainer.yaml, and in OpenRLHF's train_ppo_ray.py (0.9 and, with dot
 
 NONE = "none; "
 _SAMPLING = "none; training needs log-probs of the full distribution (python -m megarl.evaluate has evaluate.{})"
-_STOP = "none; a response ends at the end-of-sequence token or after rollout.response_length tokens"
+_STOP = "rollout.stop, for texts of one token"
+_MIN_NEW = (
+    "none; it forbids the end-of-sequence token for a while, so that training would need the log-probs of another"
+    " distribution (reward=length rewards long responses instead)"
+)
 _NO_LORA = "none; all weights are trained"
 _MICRO = "train.tokens_per_microbatch, counted in tokens"
 _NO_SHARDING = "policy.parallel (how Megatron-Core splits the weights) and policy.offload"
@@ -17,6 +21,7 @@ _TRL = {
     "num_generations": "train.responses_per_prompt",
     "max_completion_length": "rollout.response_length",
     "max_new_tokens": "rollout.response_length",
+    "min_new_tokens": _MIN_NEW,
     "max_prompt_length": "data.prompt_length",
     "learning_rate": "policy.optimizer.lr",
     "beta": "algo.kl.loss_coef with algo.kl.in_loss=true, or algo.kl.coef with algo.kl.in_reward=true",
@@ -50,7 +55,7 @@ _TRL = {
     "total_episodes": "train.max_samples",
     "num_train_epochs": "train.num_iterations",
     "max_steps": "train.num_iterations",
-    "warmup_ratio": "policy.optimizer.warmup_steps",
+    "warmup_ratio": "policy.optimizer.warmup_ratio",
     "lr_scheduler_type": "policy.optimizer.decay",
     "adam_beta1": "policy.optimizer.beta1",
     "adam_beta2": "policy.optimizer.beta2",
@@ -76,8 +81,8 @@ _TRL = {
     "repetition_penalty": "none; training needs log-probs of the full distribution",
     "stop": _STOP,
     "stop_token": _STOP,
-    "stop_token_id": _STOP,
-    "stop_token_ids": _STOP,
+    "stop_token_id": "rollout.stop_token_ids",
+    "stop_token_ids": "rollout.stop_token_ids",
     "stop_strings": _STOP,
     "use_peft": _NO_LORA,
 }
@@ -121,7 +126,7 @@ _VERL = {
     f"{_ACTOR}.optim.betas": "policy.optimizer.beta1 and policy.optimizer.beta2",
     f"{_ACTOR}.optim.clip_grad": "policy.optimizer.clip_grad",
     f"{_ACTOR}.optim.lr_warmup_steps": "policy.optimizer.warmup_steps",
-    f"{_ACTOR}.optim.lr_warmup_steps_ratio": "policy.optimizer.warmup_steps",
+    f"{_ACTOR}.optim.lr_warmup_steps_ratio": "policy.optimizer.warmup_ratio",
     f"{_ACTOR}.optim.lr_scheduler_type": "policy.optimizer.decay",
     f"{_ACTOR}.optim.lr_decay_style": "policy.optimizer.decay",
     f"{_ACTOR}.optim.lr_decay_steps": "policy.optimizer.decay_steps",
@@ -221,7 +226,7 @@ _OPENRLHF = {
     "data.max_len": "data.prompt_length and rollout.response_length",
     "actor_learning_rate": "policy.optimizer.lr",
     "critic_learning_rate": "critic.optimizer.lr",
-    "lr_warmup_ratio": "policy.optimizer.warmup_steps",
+    "lr_warmup_ratio": "policy.optimizer.warmup_ratio",
     "lr_scheduler": "policy.optimizer.decay",
     "max_norm": "policy.optimizer.clip_grad",
     "adam_betas": "policy.optimizer.beta1 and policy.optimizer.beta2",

@@ -22,8 +22,8 @@ _SCHEME = "file://"
 def take_config_dirs(arguments: Sequence[str]) -> list[str]:
     """The command line with `--config-dir DIR` (or `-cd DIR`, `--config-dir=DIR`) as one override of hydra.searchpath.
 
-    The option may be given several times. Raises ConfigError for what is no directory, and where hydra.searchpath is
-    given besides.
+    The option may be given several times. Directories are absolute afterwards: a resumed run may be started elsewhere.
+    Raises ConfigError for what is no directory, and where hydra.searchpath is given besides.
     """
     kept: list[str] = []
     directories: list[Path] = []
@@ -35,7 +35,7 @@ def take_config_dirs(arguments: Sequence[str]) -> list[str]:
         else:
             kept.append(word)
     if not directories:
-        return kept
+        return [_make_absolute(word) if is_search_path(word) else word for word in kept]
     if any(is_search_path(word) for word in kept):
         raise ConfigError([f"{KEY}: found beside {OPTIONS[0]}, which sets it; give all directories in one of them"])
     return [write_search_path(directories), *kept]
@@ -71,13 +71,27 @@ def find_hidden_files(overrides: Sequence[str]) -> Iterator[str]:
 
 
 def _read_search_path(override: str) -> list[Path]:
+    return [Path(text.removeprefix(_SCHEME)) for text in _read_entries(override) if _is_directory(text)]
+
+
+def _is_directory(entry: str) -> bool:
+    """Not pkg://MODULE, which is Hydra's own affair."""
+    return "://" not in entry.removeprefix(_SCHEME)
+
+
+def _read_entries(override: str) -> list[str]:
     try:
         value = OverridesParser.create().parse_override(override).value()
     except HydraException as error:
         raise ConfigError([f"{KEY}: {str(error).strip().splitlines()[0]}"]) from error
-    texts = [str(getattr(each, "text", each)) for each in (value if isinstance(value, list) else [value])]
-    # pkg://MODULE is Hydra's own affair.
-    return [Path(text.removeprefix(_SCHEME)) for text in texts if "://" not in text.removeprefix(_SCHEME)]
+    return [str(getattr(each, "text", each)) for each in (value if isinstance(value, list) else [value])]
+
+
+def _make_absolute(override: str) -> str:
+    """hydra.searchpath with the same entries, directories by their whole path. Raises ConfigError."""
+    entries = _read_entries(override)
+    directories = {text: _check_directory(KEY, text.removeprefix(_SCHEME)) for text in entries if _is_directory(text)}
+    return f"{KEY}=[{','.join(_quote(f'{_SCHEME}{directories[e]}' if e in directories else e) for e in entries)}]"
 
 
 def _check_directory(option: str, text: str) -> Path:

@@ -119,7 +119,7 @@ def tokenize_problems(problems: Sequence[Problem], renderer: Renderer, side: str
         if len(ids) <= limit:
             name = digest if repeats[digest] == 1 else f"{digest}-{repeats[digest]}"
             messages = renderer.build_messages(problem)
-            kept.append((problem, Prompt(name, text, ids, problem.answer, problem.metadata, messages)))
+            kept.append((problem, Prompt(name, text, ids, problem.answer, problem.metadata, messages, problem.columns)))
     return kept
 
 

@@ -34,14 +34,15 @@ def build_evaluation_set(
     path: str | None = None,
     num_problems: int | None = None,
     tools: ToolPrompt | None = None,
+    key: str | None = None,
 ) -> tuple[Prompt, ...]:
     """The problems of data=`name`, in their order: every one, or `num_problems` drawn at random under `seed`.
 
-    path: a file or directory in place of the one the configuration names. tools: those that the prompts describe.
-    Raises ConfigError that names the key, also for a prompt longer than data.prompt_length: a set without its long
-    problems is another set.
+    path: a file or directory in place of the one the configuration names. tools: those that the prompts describe. key:
+    of the path; None: evaluate.paths.NAME. Raises ConfigError that names the key, also for a prompt longer than
+    data.prompt_length: a set without its long problems is another set.
     """
-    key = f"evaluate.paths.{name}"
+    key = key or f"evaluate.paths.{name}"
     try:
         chosen = _whole(config if path is None else use_local_path(config, path, key))
         found = build_source(chosen).load(seed)
@@ -67,7 +68,10 @@ def build_evaluation_set(
 def use_local_path(config: DataConfig, path: str, key: str) -> DataConfig:
     """The same set out of a .jsonl or .parquet file or a dataset's directory. Raises ConfigError naming `key`."""
     if not isinstance(config, FileDataConfig):
-        raise ConfigError([f"{key}: found {path}; this set is generated, and reads no file"])
+        if key.startswith("evaluate."):
+            raise ConfigError([f"{key}: found {path}; this set is generated, and reads no file"])
+        shared = {field.name: getattr(config, field.name) for field in fields(DataConfig)}
+        config = FileDataConfig(**shared)
     place = Path(path).expanduser()
     if place.is_dir():
         known = {field.name: getattr(config, field.name) for field in fields(config)}

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from megarl.types import Message
 
@@ -14,6 +14,8 @@ class Problem:
     messages: tuple[Message, ...]
     answer: str
     metadata: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The record that it was read from, as it was; empty for generated problems"""
 
     @property
     def question_key(self) -> str:

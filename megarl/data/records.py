@@ -97,7 +97,7 @@ def to_problem(where: str, record: Mapping[str, Any], prompt_field: str, answer_
         raise ConfigError([_bad_field(where, record, name, "a text or number that is not blank")])
     metadata = {k: v if isinstance(v, str) else _dump(v) for k, v in record.items() if k not in used}
     metadata.pop(answer_field or "", None)
-    return Problem(messages, text, {**metadata, "location": where})
+    return Problem(messages, text, {**metadata, "location": where}, record)
 
 
 def read_messages(where: str, field: str, value: list[Any]) -> tuple[Message, ...]:

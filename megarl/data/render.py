@@ -1,6 +1,8 @@
 """From a problem to what the model reads: instruction, chat template, tokens."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.errors import ConfigError
@@ -22,6 +24,7 @@ class Renderer:
 
     def __init__(self, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", tools: ToolPrompt | None = None):
         """tools: those that the prompts describe; None without environment=tools."""
+        config = _read_instruction(config)
         if config.instruction is not None and PLACEHOLDER not in config.instruction:
             raise ConfigError([f"data.instruction: found {config.instruction!r}; it must contain {PLACEHOLDER}"])
         self.config = config
@@ -128,6 +131,32 @@ class Renderer:
         # Not str.format: questions and instructions may contain braces.
         question = Message("user", instruction.replace(PLACEHOLDER, messages[last].content))
         return (*messages[:last], question, *messages[last + 1 :])
+
+
+def use_chat_template(config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Give the tokenizer the chat template of data.chat_template_path, where that is set. Raises ConfigError."""
+    if config.chat_template_path is None:
+        return
+    if not config.chat_template:
+        raise ConfigError(["data.chat_template_path: has no effect with data.chat_template=false"])
+    tokenizer.chat_template = _read_text("data.chat_template_path", config.chat_template_path)
+
+
+def _read_instruction(config: DataConfig) -> DataConfig:
+    """The configuration with the text of data.instruction_path as data.instruction."""
+    if config.instruction_path is None:
+        return config
+    if config.instruction is not None:
+        raise ConfigError(["data.instruction_path: found beside data.instruction; give one, the other is null"])
+    text = _read_text("data.instruction_path", config.instruction_path).rstrip("\n")
+    return replace(config, instruction=text, instruction_path=None)
+
+
+def _read_text(key: str, name: str) -> str:
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{key}: {name} cannot be read (from {Path.cwd()}): {error}"]) from error
 
 
 def _find_last_question(messages: Sequence[Message]) -> int:

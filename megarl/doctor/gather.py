@@ -165,7 +165,7 @@ def find_checkpoints(config: Config) -> Iterator[Checkpoint]:
 def locate(key: str, path: str | None) -> Checkpoint:
     from megarl.hf.checkpoint import find_checkpoint
 
-    problem = get_problem(lambda: find_checkpoint(path, key))
+    problem = get_problem(lambda: find_checkpoint(path, key, may_download=False))
     is_name = path is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None
     remedy = f"hf download {path}, with HF_HOME where every node sees it; or {key}=DIRECTORY"
     return Checkpoint(key, str(path), problem, remedy if is_name else f"{key}=DIRECTORY, or a name in that cache")

@@ -156,7 +156,7 @@ def find_unseen(config: Config, command: str = "train") -> Iterator[str]:
         wanted["critic.init"] = config.critic.init
     for key, path in wanted.items():
         try:
-            find_checkpoint(path, key)
+            find_checkpoint(path, key, may_download=False)
         except ConfigError as error:
             yield from error.problems
 

@@ -12,7 +12,7 @@ from megarl.config.schema.environment import (
     SingleTurnEnvironmentConfig,
     VerifiersEnvironmentConfig,
 )
-from megarl.config.user_code import load_named
+from megarl.config.user_code import describe_error, load_named
 from megarl.environment.guess import Guess
 from megarl.environment.interface import Environment
 from megarl.environment.verifiers import VerifiersEnvironment
@@ -34,7 +34,7 @@ def build_environment(config: EnvironmentConfig) -> tuple[MultiTurnEnvironmentCo
     except ConfigError:
         raise
     except Exception as error:  # The user's own code.
-        raise ConfigError([f"environment: making one raised {type(error).__name__}: {error}"]) from error
+        raise ConfigError([f"environment: making one raised {describe_error(error)}"]) from error
     if not isinstance(made, Environment):
         raise ConfigError(
             [f"environment: found a {type(made).__name__}; expected one derived from megarl.environment.Environment"]

@@ -100,19 +100,22 @@ class _Logprobs(torch.autograd.Function):
         entropy = log_sum - sums[2] / sums[0] if with_entropy else log_sum.new_zeros(0)
         log_total = overall + log_sum
         ctx.save_for_backward(logits, columns, here, log_total, entropy)
-        ctx.temperature, ctx.shard, ctx.with_entropy = temperature, shard, with_entropy
+        ctx.temperature, ctx.shard = temperature, shard
+        ctx.set_materialize_grads(False)  # None: nothing was learned from it, the entropy being a metric alone
         return sums[1] - log_sum, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor, None, None, None, None]:
         logits, columns, here, log_total, entropy = ctx.saved_tensors
         num_valid = ctx.shard.num_valid
         grad_logits = torch.empty_like(logits)
         grad_logits[:, num_valid:] = 0
-        slope = grad_logprobs / ctx.temperature
+        slope = torch.zeros_like(log_total) if grad_logprobs is None else grad_logprobs / ctx.temperature
         for chunk, log_p in scaled_chunks(logits, num_valid, ctx.temperature):
             log_p.sub_(log_total[chunk, None])
-            if ctx.with_entropy:
+            if grad_entropy is not None:
                 # dH/dx_j = -p_j (log p_j + H)
                 factor = (log_p + entropy[chunk, None]).mul_(-grad_entropy[chunk, None] / ctx.temperature)
                 grad = factor.sub_(slope[chunk, None]).mul_(log_p.exp_())

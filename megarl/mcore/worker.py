@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megarl.algo.losses import LossCounts, LossOutput, count_minibatch, critic_loss, policy_loss
-from megarl.config.schema.algo import needs_entropy, needs_full_kl
+from megarl.config.schema.algo import needs_full_kl
 from megarl.config.schema.algo_choices import KLEstimator
 from megarl.data.packing import pack
 from megarl.mcore import process_groups
@@ -297,7 +297,7 @@ class MegatronWorker:
         targets, algo = build_targets(samples, batch), self.spec.algo
         if self.spec.role is Role.critic:
             return critic_loss(batch.gather(out), targets, algo, counts)
-        logprobs, entropy = self._logprobs(out, batch, self.spec.temperature, needs_entropy(algo))
+        logprobs, entropy = self._logprobs(out, batch, self.spec.temperature, True)
         full = algo.kl.in_loss and algo.kl.loss_estimator is KLEstimator.full
         full_kl = self._full_kl(out, batch, self.spec.temperature) if full else None
         return policy_loss(logprobs, entropy, targets, algo, counts, self.spec.response_length, full_kl)

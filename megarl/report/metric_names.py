@@ -11,6 +11,7 @@ ONE = "1"
 """The unit of numbers without one: ratios, correlations, coefficients"""
 SHARE, TOKENS, REWARD, NATS, SECONDS, BYTES, COUNT = "share", "tokens", "reward", "nats", "s", "bytes", "count"
 TFLOP = "TFLOP"
+GIBIBYTES = "GiB"
 UNITS = {
     ONE: "none: a ratio, a coefficient or a number of an optimizer",
     SHARE: "0 to 1",
@@ -19,6 +20,7 @@ UNITS = {
     NATS: "natural logarithm of a probability",
     SECONDS: "seconds",
     BYTES: "bytes",
+    GIBIBYTES: "2**30 bytes",
     TFLOP: "1e12 floating-point operations",
     COUNT: "a number of things",
 }
@@ -29,6 +31,7 @@ PLACEHOLDERS = {
     "quartile": r"[1-4]",
     "state": r"first|middle",
     "baseline": r"group|batch",
+    "set": r"[^{}\s/]+",
     "name": NAME,
 }
 PLACEHOLDER_TEXTS = {
@@ -37,6 +40,7 @@ PLACEHOLDER_TEXTS = {
     "state": "`first`, `middle`: the first or the middle state of a response",
     "baseline": "`group`: the mean of the prompt's other responses; `batch`: with one response per prompt, that of the"
     " batch's others",
+    "set": "the name of a set of train.eval_sets",
     "name": "a name that your reward or environment gives",
 }
 
@@ -96,10 +100,16 @@ METRICS: tuple[Metric, ...] = (
     Metric("heldout/environment/max_turns_frac", SHARE, "Held-out episodes cut at environment.max_turns"),
     Metric("heldout/environment/tokens_mean", TOKENS, "Tokens of actions and observations of a held-out episode"),
     Metric("heldout/environment/{name}", ONE, "Sum of an environment's number over an episode, mean of the held-out"),
+    Metric("eval/{set}/reward_mean", REWARD, "Mean reward on a set of train.eval_sets; without a reward counts as 0"),
+    Metric("eval/{set}/correct", SHARE, "Responses to the set that are correct"),
+    Metric("eval/{set}/failed_frac", SHARE, "Responses to the set without a reward"),
+    Metric("eval/{set}/length_mean", TOKENS, "Mean length of the responses to the set"),
+    Metric("eval/{set}/truncated_frac", SHARE, "Responses to the set that are cut at the limit"),
     Metric("environment/turns_mean", COUNT, "Turns of an episode"),
     Metric("environment/max_turns_frac", SHARE, "Episodes cut at environment.max_turns"),
     Metric("environment/tokens_mean", TOKENS, "Tokens of actions and observations together of an episode"),
     Metric("environment/{name}", ONE, "Sum of an environment's number over an episode, mean of the episodes"),
+    Metric("length/sum", TOKENS, "Sum of the lengths of the iteration's fresh responses"),
     Metric("length/mean", TOKENS, "Mean length of the fresh responses"),
     Metric("length/min", TOKENS, "The shortest"),
     Metric("length/max", TOKENS, "The longest"),
@@ -117,7 +127,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/ratio_mean", ONE, "Mean importance ratio of a token to the policy before the update"),
     Metric("policy/ratio_max", ONE, "The largest importance ratio of a token in any of the optimizer steps"),
     Metric("policy/approx_kl", NATS, "KL from the policy before the update to the trained one, per token (k3)"),
-    Metric("policy/entropy", NATS, "Entropy of the policy at a token, where algo.entropy_coef needs it"),
+    Metric(
+        "policy/entropy",
+        NATS,
+        "Entropy of the policy at a token, mean over the tokens learned from and the optimizer steps",
+    ),
     Metric("policy/kl_loss", NATS, "KL to the reference in the loss, without its coefficient"),
     Metric("policy/positive_lm", NATS, "Negative log-likelihood of the positive responses, without its coefficient"),
     Metric(
@@ -233,6 +247,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/checkpoint", SECONDS, "The part of saving a checkpoint that training waits for"),
     Metric("time/sync", SECONDS, "Weight sync with its verification"),
     Metric("time/evaluate", SECONDS, "Greedy responses to the held-out prompts"),
+    Metric("perf/time_per_step", SECONDS, "Of the iteration: the sum of its phases, without start and load"),
+    Metric("perf/tokens_per_second", ONE, "Generated tokens of the iteration's fresh responses over its seconds"),
+    Metric("perf/samples_per_second", ONE, "Fresh responses over the iteration's seconds"),
+    Metric("perf/cpu_memory_used_gb", GIBIBYTES, "Memory in use on the driver's machine, by all programs"),
     Metric("pretrain/loss", ONE, "The critic's loss in a step of value pretraining"),
     Metric("pretrain/explained_variance", ONE, "Explained variance of that step's returns, before its update"),
 )

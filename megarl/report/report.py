@@ -13,7 +13,9 @@ from megarl.report.critic_watch import CriticWatch
 from megarl.report.metrics import FILE_NAME, PRETRAINING_FILE_NAME, MetricsWriter, check_metrics
 from megarl.report.progress import LOG_NAME, Progress
 from megarl.report.prometheus import PrometheusSink
+from megarl.report.run_watch import RunWatch
 from megarl.report.sinks import Sink, open_sinks
+from megarl.report.speed import measure_speed
 from megarl.report.status import FILE_NAME as STATUS_NAME
 from megarl.report.status import StatusFile
 from megarl.report.text import TIME, format_iteration, format_number, format_samples
@@ -57,6 +59,7 @@ class Report:
         self._times: Metrics = {}
         self._closed = False
         self._critic_watch = CriticWatch()
+        self._run_watch = RunWatch()
         self.after_log: Callable[[int], None] = lambda _iteration: None
         """Called at the end of each `log`: the next iteration begins here"""
 
@@ -80,7 +83,8 @@ class Report:
             self._times[TIME + name] = self._times.get(TIME + name, 0.0) + phase.seconds
 
     def log(self, iteration: int, metrics: Metrics) -> None:
-        """Write one iteration's metrics and the times of the phases since the last `log`; warn as `CriticWatch` does.
+        """Write one iteration's metrics and the times of the phases since the last `log`; warn as `CriticWatch` and
+        `RunWatch` do.
 
         Raises:
             ValueError: a metric is NaN or infinite, or has the name of a phase's time; nothing is written.
@@ -89,7 +93,7 @@ class Report:
         both = sorted(metrics.keys() & self._times.keys())
         if both:
             raise ValueError(f"metric {both[0]!r} has the name of a phase that is timed already")
-        complete = {**metrics, **self._times}
+        complete = {**metrics, **self._times, **measure_speed(metrics, self._times)}
         check_metrics(complete)
         self._times = {}
         self._iteration = iteration + 1
@@ -100,6 +104,8 @@ class Report:
         self._progress.show_iteration(iteration, self._num_iterations, complete)
         if warning := self._critic_watch.check(metrics):
             self.message(warning)
+        for text in self._run_watch.check(metrics):
+            self.message(text)
         self.after_log(iteration)
 
     def log_pretraining(self, step: int, num_steps: int, metrics: Metrics) -> None:
@@ -119,6 +125,7 @@ class Report:
         self._times = {}
         self._iteration = iteration
         self._critic_watch = CriticWatch()
+        self._run_watch = RunWatch()
         self._progress.forget_iterations()
         for sink in self._sinks:
             sink.rewind(iteration)

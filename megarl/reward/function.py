@@ -1,12 +1,15 @@
 """The user's own reward function, called in processes of its own."""
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from megarl.config.schema.reward import FunctionRewardConfig
+from megarl.config.user_code import DescribedError, describe_error
 from megarl.reward.records import decode_prompt, decode_response, encode_prompt, encode_response, encode_score
-from megarl.sandbox.function_server import call, load_callable
+from megarl.reward.signatures import adapt
+from megarl.sandbox.function_server import load_callable
 from megarl.types import Prompt, Response, Score
 
 RESERVED_NAMES = frozenset(
@@ -19,16 +22,26 @@ RESERVED_NAMES = frozenset(
 
 
 def serve_function(path: str) -> Callable[..., dict[str, Any]]:
-    """What the process calls: the user's function, from and to JSON. Raises ValueError where it cannot be loaded."""
-    function = load_callable(path)
+    """What the process calls: the user's function, from and to JSON. Raises ValueError where it cannot be loaded, or
+    takes other parameters than megarl, TRL or verl give."""
+    function = adapt(path, load_callable(path))
 
     def score(prompt: dict[str, Any], response: dict[str, Any]) -> dict[str, Any]:
-        result = call(function, decode_prompt(prompt), decode_response(response))
-        if not isinstance(result, Score):
-            raise TypeError(f"reward.path={path} returned a {type(result).__name__}; a megarl.types.Score was expected")
-        return encode_score(result)
+        try:
+            return encode_score(function(decode_prompt(prompt), decode_response(response)))
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise DescribedError(_explain(path, error)) from error
 
     return score
+
+
+def _explain(path: str, error: Exception) -> str:
+    text = describe_error(error, path)
+    if isinstance(error, TypeError | AttributeError) and re.search(r"'(Prompt|Response)'", str(error)):
+        text += "; the texts are prompt.text and response.text, the reference answer is prompt.answer"
+    return text
 
 
 class FunctionVerifier:

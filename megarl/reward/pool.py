@@ -16,7 +16,7 @@ from megarl.sandbox.function_process import (
     FunctionProcess,
     StartError,
 )
-from megarl.types import Prompt, Response, Score
+from megarl.types import FinishReason, Prompt, Response, Score
 
 MOST_CHOSEN = 16
 """Processes that are chosen for a machine of any size"""
@@ -88,6 +88,7 @@ class PooledReward(AsyncReward):
         """num_workers: None chooses by the cores of this machine."""
         self._rewards = [ProcessReward(verifier) for _ in range(num_workers or choose_num_workers())]
         self._threads = ThreadPoolExecutor(len(self._rewards), thread_name_prefix="reward")
+        self._is_users = verifier.is_users
         # The last one used is the next: no more processes run than are needed.
         self._idle: queue.LifoQueue[ProcessReward] = queue.LifoQueue()
         for reward in reversed(self._rewards):
@@ -98,7 +99,15 @@ class PooledReward(AsyncReward):
 
     async def check(self, prompt: Prompt, empty: Response) -> Score:
         await asyncio.get_running_loop().run_in_executor(self._threads, self._rewards[0].start)
-        return await self.score(prompt, empty)
+        score = await self.score(prompt, empty)
+        if self._is_users:
+            # What a function does with a text is otherwise seen only after the first rollout.
+            stated = Response((0,), prompt.answer, (0.0,), (True,), (0,), FinishReason.stop)
+            try:
+                await self.score(prompt, stated)
+            except RewardFailedError as error:
+                raise RewardFailedError(f"{error}, with the response {prompt.answer[:60]!r}") from error
+        return score
 
     def _score(self, prompt: Prompt, response: Response) -> Score:
         reward = self._idle.get()

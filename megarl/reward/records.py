@@ -1,6 +1,7 @@
 """Prompts, responses and scores as JSON, for functions in other processes."""
 
 import base64
+import json
 from dataclasses import fields
 from typing import Any
 
@@ -19,6 +20,8 @@ def encode_prompt(prompt: Prompt) -> dict[str, Any]:
         **vars(prompt),
         "token_ids": _encode(prompt.token_ids, np.int32),
         "metadata": dict(prompt.metadata),
+        # May hold what JSON has no type for, such as dates.
+        "columns": json.dumps(dict(prompt.columns), default=str),
         "messages": [vars(message) for message in prompt.messages],
     }
 
@@ -27,7 +30,8 @@ def decode_prompt(record: dict[str, Any]) -> Prompt:
     """The prompt that `encode_prompt` was given."""
     token_ids = tuple(_decode(record["token_ids"], np.int32).tolist())
     messages = tuple(Message(**message) for message in record["messages"])
-    return Prompt(**{**record, "token_ids": token_ids, "messages": messages})
+    columns = json.loads(record["columns"])
+    return Prompt(**{**record, "token_ids": token_ids, "messages": messages, "columns": columns})
 
 
 def encode_response(response: Response) -> dict[str, Any]:

@@ -39,7 +39,8 @@ class Scorer:
         return score if bad is None else fail(f"the {bad} is {numbers[bad]}; it must be a finite number")
 
     def check(self, prompts: Iterable[Prompt], wrong: float = 0.0) -> None:
-        """Score an empty response to each prompt, which shows whether the reward can read the data's answers.
+        """Score an empty response to each prompt, which shows whether the reward can read the data's answers; where the
+        user's own function scores, also the answer.
 
         Meant for the first prompt of each split, before anything is started; not from a coroutine. wrong: reward.wrong,
         with which the scores must be in [0, 1]. Raises ConfigError naming reward=... and data=....
@@ -54,9 +55,8 @@ class Scorer:
                 except ConfigError:
                     raise
                 except (ValueError, RewardFailedError) as error:
-                    raise ConfigError(
-                        [f"reward=... with data=...: an empty response to a first prompt cannot be scored: {error}"]
-                    ) from error
+                    what = "an empty or right response to a first prompt"
+                    raise ConfigError([f"reward=... with data=...: {what} cannot be scored: {error}"]) from error
 
         # A thread of its own: the caller's may have an event loop that runs, as in a notebook.
         with ThreadPoolExecutor(1) as thread:

@@ -14,6 +14,7 @@ from megarl.reward.scorer import Scorer
 from megarl.rollout.client import ConnectionLostError
 from megarl.rollout.engine import ATTEMPT_PAUSE_S, MAX_ATTEMPTS, compute_sampling_seed
 from megarl.rollout.episodes import Conversation, Episode, EpisodeRequest, EpisodeRunner, draw_seed
+from megarl.rollout.eval_sets import EvalSet, compute_set_metrics
 from megarl.rollout.event_loop import gather_all
 from megarl.rollout.journal import Journal
 from megarl.rollout.sending import Independent, Lockstep, Sender
@@ -34,6 +35,7 @@ class Collector:
         temperature: float,
         in_lockstep: bool = True,
         journal: Journal | None = None,
+        eval_sets: Sequence[EvalSet] = (),
     ):
         """Arguments that need a word:
 
@@ -48,6 +50,7 @@ class Collector:
         self._temperature = temperature
         self._in_lockstep = in_lockstep and engine.depends_on_batch
         self.journal = journal
+        self._eval_sets = tuple(eval_sets)
         self._independent: Independent | None = None
         self._num_begun = 0
         """Episodes that were begun independently of others"""
@@ -105,6 +108,17 @@ class Collector:
         samples = self._collect(prompts, 1, key, 0.0, urgent=True)
         check_versions(samples, weight_version)
         return Rollout(samples, weight_version)
+
+    def evaluate(self, prompts: Sequence[Prompt], *, weight_version: int, key: str) -> tuple[Rollout, Metrics]:
+        """As `collect_greedy`, for the held-out prompts, with eval/* of train.eval_sets."""
+        rollout = self.collect_greedy(prompts, weight_version=weight_version, key=key)
+        metrics: Metrics = {}
+        for each in self._eval_sets:
+            name = f"{key}-{each.name}"
+            samples = self._collect(each.prompts, each.num_samples, name, each.temperature, urgent=True)
+            check_versions(samples, weight_version)
+            metrics |= compute_set_metrics(each.name, samples)
+        return rollout, metrics
 
     def _collect(
         self, prompts: Sequence[Prompt], num_responses: int, key: str | None, temperature: float, urgent: bool = False
@@ -218,6 +232,7 @@ def build_collector(
     scorer: Scorer,
     conversation: Conversation | None,
     journal: Journal | None = None,
+    eval_sets: Sequence[EvalSet] = (),
 ) -> Collector:
     """The collector of a training run. conversation: what answers the policy; None with environment=single_turn."""
     return Collector(
@@ -228,6 +243,7 @@ def build_collector(
         temperature=config.rollout.temperature,
         in_lockstep=config.rollout.max_staleness == 0,
         journal=journal,
+        eval_sets=eval_sets,
     )
 
 

@@ -31,7 +31,7 @@ class ObservationEncoder:
         else:
             text = self._renderer.render_messages(messages)
             (ids,) = self._renderer.tokenize([text])
-        return Prompt(prompt.id, text, ids, prompt.answer, prompt.metadata, messages or ())
+        return Prompt(prompt.id, text, ids, prompt.answer, prompt.metadata, messages or (), prompt.columns)
 
     def encode(self, observation: Observation, last_token: int) -> list[int]:
         """Token ids from the end of an action to the beginning of the next one.

@@ -19,7 +19,7 @@ from megarl.rollout.client import URGENT, ConnectionLostError, RequestError, SGL
 from megarl.rollout.event_loop import OnEventLoop, call_in_thread, gather_all
 from megarl.rollout.generation_client import GenerationClient
 from megarl.rollout.routed_experts import load_expert_architecture
-from megarl.rollout.served_model import load_generation_spec
+from megarl.rollout.served_model import find_stop_tokens, load_generation_spec
 from megarl.types import Response
 
 MAX_ATTEMPTS = 3
@@ -84,7 +84,8 @@ class SGLangEngine(OnEventLoop):
         self._shares_prefixes = not config.sglang.get("disable_radix_cache", config.router_replay)
         self._seed = seed
         self._check_processes = check_processes
-        self._params = {"top_p": top_p, "top_k": top_k, "stop_token_ids": list(spec.stop_token_ids)}
+        stop = find_stop_tokens(config, spec, self._tokenizer if config.stop else None)
+        self._params = {"top_p": top_p, "top_k": top_k, "stop_token_ids": list(stop)}
 
     @property
     def num_servers(self) -> int:

@@ -21,6 +21,7 @@ from megarl.config.schema.environment import (
     VerifiersEnvironmentConfig,
 )
 from megarl.config.schema.root import Config
+from megarl.config.user_code import describe_error
 from megarl.data.render import Renderer
 from megarl.environment.build import EnvironmentFactory, build_environment
 from megarl.environment.interface import Action, Environment, EpisodeSetting, Step
@@ -186,7 +187,7 @@ class EpisodeRunner:
             if isinstance(error, TimeoutError) and clock.expired():
                 reason = f"{what} took longer than environment.step_deadline_s={deadline_s:g} s"
                 raise EnvironmentFailure(reason) from error
-            raise EnvironmentFailure(f"{what} raised {type(error).__name__}: {error}") from error
+            raise EnvironmentFailure(f"{what} raised {describe_error(error)}") from error
 
 
 class _Begun(Exception):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
+from megarl.config.schema.rollout import RolloutConfig
 from megarl.families.registry import FAMILIES
 from megarl.json_text import parse_json
 
@@ -36,6 +37,29 @@ def load_generation_spec(checkpoint: Path) -> GenerationSpec:
     if outside:
         raise ConfigError([f"{checkpoint}: eos_token_id {outside} is outside the vocabulary of {vocab_size}"])
     return GenerationSpec(vocab_size, tuple(stop))
+
+
+def find_stop_tokens(config: RolloutConfig, spec: GenerationSpec, tokenizer: Any) -> tuple[int, ...]:
+    """All tokens that end a response, those of rollout.stop and rollout.stop_token_ids included.
+
+    Raises ConfigError for a text that is not one token of the tokenizer, and a number outside of the vocabulary.
+    """
+    found = dict.fromkeys(spec.stop_token_ids)
+    for text in config.stop:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1 or tokenizer.decode(ids) != text:
+            pieces = [tokenizer.decode([each]) for each in ids]
+            raise ConfigError(
+                [
+                    f"rollout.stop: found {text!r}, which the model's tokenizer writes as {pieces}; servers are"
+                    " sent and send tokens, so that a response can end at one token only"
+                ]
+            )
+        found[ids[0]] = None
+    outside = [token for token in config.stop_token_ids if not 0 <= token < spec.vocab_size]
+    if outside:
+        raise ConfigError([f"rollout.stop_token_ids: found {outside}, outside the vocabulary of {spec.vocab_size}"])
+    return tuple(found | dict.fromkeys(config.stop_token_ids))
 
 
 def load_family_options(checkpoint: Path) -> dict[str, Any]:

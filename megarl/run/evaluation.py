@@ -17,6 +17,7 @@ from megarl.config.placement import SERVERS, list_groups, place
 from megarl.config.schema.evaluate import EvaluateConfig, get_temperature, list_ks
 from megarl.config.schema.root import Config
 from megarl.data.evaluation_set import build_evaluation_set
+from megarl.data.render import use_chat_template
 from megarl.hf.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
 from megarl.interfaces import DeadlineError, RolloutEngine
 from megarl.report.evaluation import (
@@ -131,6 +132,7 @@ def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:
     # Raises for unknown options; the real command is built where the server starts.
     build_command(config.rollout, checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
     tokenizer = load_tokenizer(checkpoint)
+    use_chat_template(config.data, tokenizer)
     sets: list[EvaluationSet] = []
     problems: list[str] = []
     for name, each in configs.items():

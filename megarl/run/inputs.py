@@ -14,6 +14,7 @@ from megarl.config.schema.roles import OptimizerConfig, ReferenceConfig, Trained
 from megarl.config.schema.root import Config
 from megarl.data.build import DataSplits, build_data
 from megarl.data.critic_prompt import CriticPrompt
+from megarl.data.render import use_chat_template
 from megarl.data.sampler import PromptSampler
 from megarl.hf.checkpoint import default_cache_dir, find_checkpoint, load_tokenizer, resolve_checkpoint
 from megarl.mcore.model.architecture import Architecture, check_layout, read_architecture
@@ -23,8 +24,10 @@ from megarl.mcore.weights.hf_critic import check_critic_checkpoint, check_critic
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.reward.scorer import build_scorer
 from megarl.rollout.episodes import Conversation, build_conversation, check_conversation
+from megarl.rollout.eval_sets import EvalSet, build_eval_sets
 from megarl.rollout.rollout_file import Limits, SavedRollouts, check_rollouts
 from megarl.rollout.saved_groups import SavedGroup, SavedGroups, find_groups
+from megarl.rollout.served_model import find_stop_tokens, load_generation_spec
 from megarl.rollout.server import build_command
 from megarl.sync.probe import build_probe_tokens
 from megarl.sync.serving_pieces import check_serving_layout
@@ -55,6 +58,7 @@ class Inputs:
     """The responses that value pretraining learns from, if not from fresh ones"""
     critic_prompt: CriticPrompt | None = None
     """With data.critic_prompt and a critic"""
+    eval_sets: tuple[EvalSet, ...] = ()
     saved_groups: SavedGroups | None = None
     """What rollout.file has; None: responses are generated. Else there are no prompts in `data` and no probe."""
 
@@ -86,8 +90,11 @@ def load_inputs(config: Config) -> Inputs:
     build_command(config.rollout, models.checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
     specs = load_specs(config, models)
     tokenizer = load_tokenizer(models.checkpoint)
+    use_chat_template(config.data, tokenizer)
+    find_stop_tokens(config.rollout, load_generation_spec(models.checkpoint), tokenizer)
     tools = build_tool_prompt(config.environment, config.data, tokenizer)
     data = build_data(config.data, tokenizer, config.seed, tools)
+    sets = build_eval_sets(config, tokenizer, tools)
     with contextlib.closing(build_scorer(config.reward)) as scorer:
         scorer.check((data.train[0], data.heldout[0]), config.reward.wrong)
     conversation = build_conversation(config, tokenizer)
@@ -98,7 +105,9 @@ def load_inputs(config: Config) -> Inputs:
     if critic_prompt is not None:
         critic_prompt.check(data.train)
     saved = load_saved_rollouts(config, models, critic_prompt)
-    return Inputs(models.checkpoint, architecture, tokenizer, data, conversation, specs, probe, saved, critic_prompt)
+    return Inputs(
+        models.checkpoint, architecture, tokenizer, data, conversation, specs, probe, saved, critic_prompt, sets
+    )
 
 
 def build_critic_prompt(config: Config, tokenizer: "PreTrainedTokenizerBase") -> CriticPrompt | None:
@@ -117,7 +126,7 @@ def _load_saved_inputs(config: Config, models: Models) -> Inputs:
     pretraining = load_saved_rollouts(config, models, critic_prompt)
     nothing = DataSplits((), (), 0)
     start, architecture = models.checkpoint, models.architecture
-    return Inputs(start, architecture, tokenizer, nothing, None, specs, (), pretraining, critic_prompt, saved)
+    return Inputs(start, architecture, tokenizer, nothing, None, specs, (), pretraining, critic_prompt, (), saved)
 
 
 def load_models(config: Config) -> Models:
@@ -229,7 +238,7 @@ def _shorten(tokens: Sequence[int]) -> str:
 def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None = None) -> dict[Role, WorkerSpec]:
     """The worker spec of each role. critic_checkpoint: what the critic starts from, if not `checkpoint`."""
 
-    policy_steps = config.train.num_optimizer_steps
+    policy_steps, num_iterations = config.train.num_optimizer_steps, config.train.num_iterations
     low_high = config.critic.value_range
     critic_only: dict[str, Any] = {
         "critic_prompt": config.data.critic_prompt,
@@ -245,7 +254,7 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
             role=role,
             checkpoint=str(start),
             parallel=node.parallel,
-            optimizer=resolve_decay(trained.optimizer, steps[role]) if trained else None,
+            optimizer=resolve_schedule(trained.optimizer, steps[role], num_iterations) if trained else None,
             dtype=node.dtype,
             offload=node.offload,
             **compute,
@@ -271,9 +280,11 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
     return specs
 
 
-def resolve_decay(optimizer: OptimizerConfig, steps_per_iteration: int) -> OptimizerConfig:
-    """The same with the decay in optimizer steps."""
-    return replace(optimizer, decay_steps=optimizer.count_decay_steps(steps_per_iteration), decay_iterations=None)
+def resolve_schedule(optimizer: OptimizerConfig, steps_per_iteration: int, num_iterations: int) -> OptimizerConfig:
+    """The same with warm-up and decay in optimizer steps."""
+    run = (steps_per_iteration, num_iterations)
+    warmup, decay = optimizer.count_warmup_steps(*run), optimizer.count_decay_steps(*run)
+    return replace(optimizer, warmup_steps=warmup, warmup_ratio=None, decay_steps=decay, decay_iterations=None)
 
 
 def describe_start(config: Config, critic: WorkerSpec, saved: SavedRollouts | None) -> str:

@@ -187,7 +187,7 @@ def open_components(
         offloader = _build_offloader(config, engine.clients, turns)
         sync = build_sync(config, inputs, groups[Role.policy], engine.clients, resources, run_dir, offloader)
         stack.callback(sync.close)
-        collector = build_collector(config, engine, scorer, inputs.conversation, journal)
+        collector = build_collector(config, engine, scorer, inputs.conversation, journal, inputs.eval_sets)
         urls = [client.url for client in engine.clients] if serves_metrics(config) else []
         report.show_processes(partial(describe_processes, groups, engine.num_servers, collector), urls)
         yield TrainerComponents(

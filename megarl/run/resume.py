@@ -19,7 +19,13 @@ _LAYOUT = ("parallel.", "recompute", "recompute_method", "recompute_num_layers",
 
 MAY_CHANGE = (
     *("train.num_iterations", "train.max_minutes", "train.max_samples", "train.stop_at_heldout_reward"),
-    *("train.eval_every", "train.num_eval_prompts", "train.tokens_per_microbatch", "train.deterministic"),
+    *(
+        "train.eval_every",
+        "train.num_eval_prompts",
+        "train.eval_sets",
+        "train.tokens_per_microbatch",
+        "train.deterministic",
+    ),
     "train.profile",
     *("algo.value_pretrain.taken_from", "data.critic_prompt_length"),
     *("checkpoint.", "cluster.", "evaluate.", "logger."),
@@ -43,7 +49,15 @@ DECIDES = (
     *(f"{role}.{name}" for role in ("policy", "critic") for name in ("optimizer.", "dtype", "fp8", "fp8_recipe")),
     *("critic.updates_per_policy_update", "critic.init", "critic.value_range", "critic.trainable", "reference.dtype"),
     "policy.frozen_iterations",
-    *("rollout.response_length", "rollout.temperature", "rollout.dtype", "rollout.max_staleness", "rollout.sglang"),
+    *(
+        "rollout.response_length",
+        "rollout.stop",
+        "rollout.stop_token_ids",
+        "rollout.temperature",
+        "rollout.dtype",
+        "rollout.max_staleness",
+        "rollout.sglang",
+    ),
     *("rollout.router_replay", "rollout.file"),
 )
 """The keys that determine what is learned, named as in MAY_CHANGE; of two names of a key the longer one counts."""

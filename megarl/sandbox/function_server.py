@@ -18,14 +18,14 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.user_code import load_named
+from megarl.config.user_code import DescribedError, load_named
 from megarl.sandbox import confinement, seccomp
 from megarl.sandbox.function_process import OUT_OF_MEMORY
 from megarl.sandbox.program import ROOT, list_readable
 
 
 def load_callable(path: str) -> Callable[..., Any]:
-    """The callable named "package.module:callable", imported as Python finds it (PYTHONPATH, installed packages).
+    """The callable named "file.py:name" or "package.module:name".
 
     Raises ValueError saying what was found and why it cannot be called.
     """
@@ -40,6 +40,8 @@ def load_callable(path: str) -> Callable[..., Any]:
 
 def describe(error: BaseException) -> str:
     """An exception as one line: its type and its text."""
+    if isinstance(error, DescribedError):
+        return str(error)
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

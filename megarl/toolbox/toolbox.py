@@ -114,7 +114,7 @@ def find_tools(names: Sequence[str]) -> list[str]:
         raise ConfigError(
             [
                 f"environment.tools: found {name!r}; it must be one of {', '.join(BUILT_IN)} or a function of your own,"
-                " as package.module:function"
+                " as FILE.py:NAME or package.module:NAME"
                 for name in wrong
             ]
         )

@@ -37,7 +37,7 @@ def train(resources: RunResources, run_dir: Path, overrides: list[str]) -> list[
     with open_trainer(resources, run_dir, overrides) as trainer:
         pretrain_critic(trainer)
         trainer.run()
-    timed = ("time/", "sync/seconds", "sync/verify_share")
+    timed = ("time/", "perf/", "sync/seconds", "sync/verify_share")
     return [
         {k: v for k, v in line.items() if not k.startswith(timed)} for line in load_metrics(run_dir / "metrics.jsonl")
     ]

@@ -30,7 +30,7 @@ def train(*arguments: str) -> str:
 
 def read_numbers(run_dir: Path) -> list[dict[str, float]]:
     """metrics.jsonl without what is, or follows from, the time taken."""
-    timed = ("time/", "sync/seconds", "sync/verify_share")
+    timed = ("time/", "perf/", "sync/seconds", "sync/verify_share")
     return [
         {k: v for k, v in line.items() if not k.startswith(timed)} for line in load_metrics(run_dir / "metrics.jsonl")
     ]

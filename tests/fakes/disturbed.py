@@ -50,8 +50,9 @@ class Disturbance:
 
 def summarize(run_dir: Path) -> dict[str, Any]:
     """What two equal runs have in common."""
+    timed = ("time/", "perf/")
     curves = {
-        name: [{k: v for k, v in line.items() if not k.startswith("time/")} for line in load_metrics(run_dir / name)]
+        name: [{k: v for k, v in line.items() if not k.startswith(timed)} for line in load_metrics(run_dir / name)]
         for name in ("metrics.jsonl", "value_pretrain.jsonl")
     }
     weights = {role: (run_dir / role / "model.safetensors").read_bytes() for role in ("policy", "critic")}

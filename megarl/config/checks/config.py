@@ -1,5 +1,6 @@
 """Contradictions between values: found before anything starts."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from math import isfinite
@@ -47,6 +48,7 @@ def check_config(config: Config) -> list[str]:
         return sizes  # what follows divides by them
     return [
         *_check_division(config.train),
+        *_check_eval_sets(config.train),
         *_check_profile(config.train),
         *check_ranges(config),
         *check_texts(config),
@@ -62,6 +64,20 @@ def check_config(config: Config) -> list[str]:
         *check_hardware(config.cluster.hardware),
         *check_algo(config.algo, config.train.responses_per_prompt, config.train.num_optimizer_steps),
     ]
+
+
+def _check_eval_sets(train: TrainConfig) -> Iterator[str]:
+    for name, each in train.eval_sets.items():
+        key = f"train.eval_sets.{name}"
+        if not re.fullmatch(r"[\w-]+", str(name)):
+            yield f"{key}: found {name!r}; the name of a set has letters, digits, _ and -"
+        for size in ("num_prompts", "num_samples"):
+            if (value := getattr(each, size)) is not None and value < 1:
+                yield f"{key}.{size}: found {value}; it must be 1 or more"
+        if not (isfinite(each.temperature) and each.temperature >= 0):
+            yield f"{key}.temperature: found {each.temperature}; it must be 0 (greedy) or above"
+        elif each.temperature == 0 and each.num_samples > 1:
+            yield f"{key}.num_samples: found {each.num_samples}; greedy responses are all the same, set temperature too"
 
 
 def describe_sizes(config: Config) -> str:

@@ -158,6 +158,7 @@ OPTION_RANGES: dict[type, dict[str, Range]] = {
 OPTIMIZER_RANGES: dict[str, Range] = {
     "lr": _NOT_NEGATIVE,
     "warmup_steps": _NOT_NEGATIVE,
+    "warmup_ratio": Range(0, high=1),
     "weight_decay": _NOT_NEGATIVE,
     "eps": _POSITIVE,
     "clip_grad": _NOT_NEGATIVE,
@@ -177,10 +178,13 @@ def check_ranges(config: Config) -> Iterator[str]:
         ("reward.", config.reward),
     ):
         yield from check_options(node, prefix)
-    yield from check_optimizer("policy.optimizer", config.policy.optimizer, config.train.num_optimizer_steps)
+    num_iterations = config.train.num_iterations
+    yield from check_optimizer(
+        "policy.optimizer", config.policy.optimizer, config.train.num_optimizer_steps, num_iterations
+    )
     if needs_critic(config.algo):
         steps = config.train.num_optimizer_steps * config.critic.updates_per_policy_update
-        yield from check_optimizer("critic.optimizer", config.critic.optimizer, steps)
+        yield from check_optimizer("critic.optimizer", config.critic.optimizer, steps, num_iterations)
 
 
 def check_options(node: object, prefix: str) -> Iterator[str]:
@@ -189,7 +193,9 @@ def check_options(node: object, prefix: str) -> Iterator[str]:
         yield from _find_outside(node, OPTION_RANGES.get(schema, {}), prefix)
 
 
-def check_optimizer(key: str, optimizer: OptimizerConfig, steps_per_iteration: int) -> Iterator[str]:
+def check_optimizer(
+    key: str, optimizer: OptimizerConfig, steps_per_iteration: int, num_iterations: int
+) -> Iterator[str]:
     """One message per problem of the optimizer under `key`, which takes so many steps in each iteration."""
     yield from _find_outside(optimizer, OPTIMIZER_RANGES, f"{key}.")
     if not 0 <= optimizer.min_lr <= max(optimizer.lr, 0):
@@ -197,21 +203,21 @@ def check_optimizer(key: str, optimizer: OptimizerConfig, steps_per_iteration: i
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(optimizer, name) < 1:
             yield f"{key}.{name}: found {getattr(optimizer, name)}; it must be in [0, 1)"
-    yield from _check_decay(key, optimizer, optimizer.count_decay_steps(steps_per_iteration))
+    yield from _check_decay(key, optimizer, steps_per_iteration, num_iterations)
 
 
-def _check_decay(key: str, optimizer: OptimizerConfig, steps: int | None) -> Iterator[str]:
-    decay, warmup = optimizer.decay.value, optimizer.warmup_steps
-    if decay == "constant":
+def _check_decay(key: str, optimizer: OptimizerConfig, steps_per_iteration: int, num_iterations: int) -> Iterator[str]:
+    warmup = optimizer.count_warmup_steps(steps_per_iteration, num_iterations)
+    steps = optimizer.count_decay_steps(steps_per_iteration, num_iterations)
+    if steps is None:
         if optimizer.decay_steps is not None:
             yield f"{key}.decay_steps: has no effect under decay=constant; set decay=linear or cosine, or leave it out"
-    elif steps is None:
-        yield f"{key}.decay_steps: found null; decay={decay} needs a number of steps, or {key}.decay_iterations"
     elif steps <= max(warmup, 0):
         found = f"decay_steps: found {optimizer.decay_steps}"
         if optimizer.decay_steps is None:
             found = f"decay_iterations: found {optimizer.decay_iterations}, which is {steps} optimizer steps"
-        yield f"{key}.{found}; it must be above {key}.warmup_steps ({warmup}), which it includes"
+        given = "warmup_steps" if optimizer.warmup_ratio is None else f"warmup_ratio={optimizer.warmup_ratio:g}"
+        yield f"{key}.{found}; it must be above {key}.{given} ({warmup}), which it includes"
 
 
 def _find_outside(node: object, ranges: dict[str, Range], prefix: str) -> Iterator[str]:

@@ -11,6 +11,18 @@ def decays(optimizer: OptimizerConfig) -> bool:
 
 SIZE_RULES: tuple[Rule, ...] = (
     Rule(
+        ("policy.optimizer.warmup_steps",),
+        lambda c: c.policy.optimizer.warmup_ratio is None,
+        "with policy.optimizer.warmup_ratio={c.policy.optimizer.warmup_ratio}; it counts with warmup_ratio=null",
+        switch=True,
+    ),
+    Rule(
+        ("critic.optimizer.warmup_steps",),
+        lambda c: not needs_critic(c.algo) or c.critic.optimizer.warmup_ratio is None,
+        "with critic.optimizer.warmup_ratio={c.critic.optimizer.warmup_ratio}; it counts with warmup_ratio=null",
+        switch=True,
+    ),
+    Rule(
         ("train.samples_per_iteration",),
         lambda c: c.train.prompts_per_iteration is None,
         "with train.prompts_per_iteration={c.train.prompts_per_iteration}, which makes {c.train.num_samples} samples of"

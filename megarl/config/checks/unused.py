@@ -208,12 +208,13 @@ COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
 }
 
 
-def find_unused(config: Config, keys: Iterable[str], command: str = "train") -> Iterator[tuple[str, str]]:
+def find_unused(config: Config, keys: Iterable[str], command: str | None = "train") -> Iterator[tuple[str, str]]:
     """(key, why it has no effect and what would make it count) for those of `keys` that have none.
 
-    `keys` are the dotted ones that somebody set; what a preset leaves unused is nobody's mistake.
+    `keys` are the dotted ones that somebody set; what a preset leaves unused is nobody's mistake. command: None leaves
+    out what only one of the commands has no use for.
     """
-    rules = (*COMMAND_RULES[command], *(() if command == "evaluate" else RULES))
+    rules = (*(() if command is None else COMMAND_RULES[command]), *(() if command == "evaluate" else RULES))
     failing_rules = [rule for rule in rules if not rule.counts(config)]
     dead = [Dead(it.keys, it.reason.format(c=config), it.switch, but=it.but) for it in failing_rules]
     if command != "evaluate":

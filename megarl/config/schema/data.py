@@ -18,10 +18,14 @@ class DataConfig:
     data.heldout_split where one is given."""
     chat_template: bool = True
     """Use the tokenizer's chat template, where it has one."""
+    chat_template_path: str | None = None
+    """File with a chat template (Jinja) in place of the tokenizer's own. null: the tokenizer's."""
     system: str | None = None
     """System message. null: none is given, and a chat template may add its own; "" is an empty one."""
     instruction: str | None = None
     """Text around the question, for example "{question} Answer with a number."; null: the question alone."""
+    instruction_path: str | None = None
+    """File with that text instead, as long as it may be."""
     response_prefix: str | None = None
     """Text that the assistant's turn begins with, {question} replaced; it is part of the prompt, not generated."""
     critic_prompt: str | None = None
@@ -68,6 +72,8 @@ class AdditionDataConfig(DataConfig):
     """Text that the assistant's turn begins with; part of the prompt, not generated. null: none."""
     num_train: int = 4096
     """Number of sums to train on."""
+    answer_length: int = 12
+    """Tokens that an answer takes at most: rollout.response_length of model=smollm2_135m with these data."""
 
 
 @dataclass

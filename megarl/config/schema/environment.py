@@ -36,7 +36,7 @@ class ClassEnvironmentConfig(MultiTurnEnvironmentConfig):
     """Your own class, derived from megarl.environment.Environment."""
 
     path: str = MISSING
-    """The class, as package.module:Class."""
+    """The class, as FILE.py:NAME or package.module:NAME."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments with which an object is made for each episode."""
 
@@ -62,7 +62,7 @@ class VerifiersEnvironmentConfig(MultiTurnEnvironmentConfig):
     max_turns: int = 1_000
     """Maximum number of turns beside the environment's own limit."""
     id: str = MISSING
-    """The environment: the name of an installed one, or package.module:callable."""
+    """The environment: the name of an installed one, or FILE.py:NAME or package.module:NAME."""
     args: dict[str, Any] = field(default_factory=dict)
     """Its arguments."""
     parser: str | None = None
@@ -75,8 +75,8 @@ class ToolsEnvironmentConfig(MultiTurnEnvironmentConfig):
     the episode; it is the answer that the reward reads."""
 
     tools: list[str] = field(default_factory=lambda: ["calculator"])
-    """The tools: calculator, python (runs code in the sandbox), or functions of your own, as package.module:function.
-    A function is described to the policy by its signature and docstring."""
+    """The tools: calculator, python (runs code in the sandbox), or functions of your own, as FILE.py:NAME or
+    package.module:NAME. A function is described to the policy by its signature and docstring."""
     parser: str | None = None
     """SGLang's parser that reads the calls in what the policy writes, for example hermes, pythonic or llama3; null: the
     one for the model's chat template."""

@@ -7,7 +7,7 @@ from typing import Any
 
 class ModelSource(Enum):
     path = "path"
-    """A Hugging Face checkpoint directory, or a name in the local Hugging Face cache."""
+    """A Hugging Face checkpoint directory, or a name on the hub."""
     random = "random"
     """Random weights of the architecture under `model.random`, with a character-level tokenizer."""
     smollm2 = "smollm2"
@@ -54,7 +54,8 @@ class ModelConfig:
     source: ModelSource = ModelSource.path
     """Where the checkpoint comes from."""
     path: str | None = None
-    """Checkpoint directory, or a name in the local Hugging Face cache; only with source=path."""
+    """Checkpoint directory, or a name on the Hugging Face hub, OWNER/NAME, which is downloaded where it is not in the
+    cache; only with source=path."""
     random: RandomModelConfig = field(default_factory=RandomModelConfig)
     """The random model; only with source=random."""
     megatron: dict[str, Any] = field(default_factory=dict)

@@ -94,10 +94,10 @@ class EnvironmentRewardConfig(RewardConfig):
 
 @dataclass
 class FunctionRewardConfig(ProcessRewardConfig):
-    """Your own function from (Prompt, Response) to Score."""
+    """Your own function of (prompt, response), or with TRL's or verl's parameters."""
 
     path: str = MISSING
-    """The function, as package.module:callable."""
+    """The function, as FILE.py:NAME or package.module:NAME."""
 
 
 @dataclass

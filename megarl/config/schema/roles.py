@@ -124,11 +124,15 @@ class OptimizerConfig:
     """Learning rate at the end of the decay, and after it."""
     warmup_steps: int = 0
     """Optimizer steps over which the rate rises linearly from 0 to lr."""
+    warmup_ratio: float | None = None
+    """The same as a share of all optimizer steps of the run, which follow from train.num_iterations, also where a
+    resumed run changes it; overrides warmup_steps. null: warmup_steps decides."""
     decay: LrDecay = LrDecay.constant
     """How the rate falls from lr to min_lr."""
     decay_iterations: int | None = None
     """Iterations after which the rate is min_lr, the warm-up included, with as many optimizer steps in each as training
-    has (of a critic, its steps of value pretraining count too). Only where decay_steps is null."""
+    has (of a critic, its steps of value pretraining count too). Only where decay_steps is null. null in
+    both: all iterations of the run."""
     decay_steps: int | None = None
     """Optimizer steps after which the rate is min_lr; overrides decay_iterations. null: decay_iterations
     decides."""
@@ -149,11 +153,19 @@ class OptimizerConfig:
     """Gather updated weights from data-parallel ranks while the next forward pass runs; needs overlap_grad_reduce.
     null: with it, on a GPU where dp * cp is above 1."""
 
-    def count_decay_steps(self, steps_per_iteration: int) -> int | None:
-        """Optimizer steps after which the rate is min_lr; None where neither key says."""
-        if self.decay_steps is None and self.decay_iterations is not None:
-            return self.decay_iterations * steps_per_iteration
-        return self.decay_steps
+    def count_warmup_steps(self, steps_per_iteration: int, num_iterations: int) -> int:
+        """Optimizer steps over which the rate rises."""
+        if self.warmup_ratio is None:
+            return self.warmup_steps
+        return round(self.warmup_ratio * steps_per_iteration * num_iterations)
+
+    def count_decay_steps(self, steps_per_iteration: int, num_iterations: int) -> int | None:
+        """Optimizer steps after which the rate is min_lr; None without a decay."""
+        if self.decay is LrDecay.constant:
+            return None
+        if self.decay_steps is not None:
+            return self.decay_steps
+        return (num_iterations if self.decay_iterations is None else self.decay_iterations) * steps_per_iteration
 
 
 @dataclass

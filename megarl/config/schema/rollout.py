@@ -40,6 +40,11 @@ class RolloutConfig:
     temperature: float = 1.0
     """Sampling temperature: logits are divided by it, in sampling and in every log-prob of training. The evaluations
     during training are greedy."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a response besides the end-of-sequence token, each one token of the model, such as "</answer>"
+    where the model has one: servers see tokens alone, and a response ends with the token."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """The same by their numbers in the vocabulary."""
     dtype: Dtype = Dtype.bfloat16
     """Type of the servers' weights, activations and KV cache. Weights are not quantized (docs/weight-sync.md)."""
     num_servers: int = 1

@@ -1,9 +1,25 @@
 """The `train` group: sizes of an iteration, how long to train, evaluation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
 
 DEFAULT_PROMPTS = 512
 """Prompts of an iteration where neither prompts_per_iteration nor samples_per_iteration is given."""
+
+
+@dataclass
+class EvalSetConfig:
+    """A further set of problems that is evaluated during training, with the reward and the prompts of the run."""
+
+    path: str = MISSING
+    """File (.jsonl, .parquet) or directory of a dataset with the same fields as data.path."""
+    num_prompts: int | None = None
+    """Prompts, drawn at random under `seed`; null: all."""
+    num_samples: int = 1
+    """Responses to each."""
+    temperature: float = 0.0
+    """Sampling temperature; 0 is greedy."""
 
 
 @dataclass
@@ -30,6 +46,9 @@ class TrainConfig:
     """Iterations between evaluations on held-out prompts; they also run before the first and after the last."""
     num_eval_prompts: int = 256
     """Maximum number of held-out prompts of an evaluation."""
+    eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
+    """Further sets to evaluate on, by name, each with `path`, `num_prompts` (null: all), `num_samples` (1) and
+    `temperature` (0), as in train.eval_sets.gsm8k.path=test.jsonl; logged as eval/NAME/*."""
     stop_at_heldout_reward: float | None = None
     """End early once the held-out reward reaches this; null: never."""
     max_samples: int | None = None

@@ -52,6 +52,7 @@ def test_batch_metrics_by_hand():
         "reward/min": 0.0,
         "reward/max": 1.0,
         "reward/equal_groups_frac": 0.5,
+        "length/sum": 8.0,
         "length/mean": 2.0,
         "length/min": 1.0,
         "length/max": 4.0,

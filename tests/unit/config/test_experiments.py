@@ -9,11 +9,11 @@ from megarl.config.schema.environment import GuessEnvironmentConfig
 from megarl.config.schema.reward import EnvironmentRewardConfig
 
 ADVICE = {
-    "lite_base_small": {"advantage_std": "batch", "loss_agg_mode": "token-mean", "clip_high": 0.2},
-    "lite_aligned": {"clip_low": 0.2, "clip_high": 0.28, "loss_agg_mode": "seq-mean-token-mean"},
-    "lite_sparse": {"advantage": "group", "advantage_std": "none"},
-    "lite_dense": {"advantage": "group", "advantage_std": "batch", "std_of": "raw"},
-    "lite_short_answers": {"overlong": True, "advantage_std": "batch"},
+    "lite_ppo_advice_small_base_model": {"advantage_std": "batch", "loss_agg_mode": "token-mean", "clip_high": 0.2},
+    "lite_ppo_advice_aligned_model": {"clip_low": 0.2, "clip_high": 0.28, "loss_agg_mode": "seq-mean-token-mean"},
+    "lite_ppo_advice_sparse_rewards": {"advantage": "group", "advantage_std": "none"},
+    "lite_ppo_advice_dense_rewards": {"advantage": "group", "advantage_std": "batch", "std_of": "raw"},
+    "lite_ppo_advice_short_answers": {"overlong": True, "advantage_std": "batch"},
 }
 
 
@@ -35,7 +35,7 @@ def test_each_case_is_lite_ppo_with_its_own_values_and_the_sizes_of_the_model(na
 
 
 def test_an_algorithm_of_the_command_line_wins_over_the_case_and_keeps_its_values():
-    config = load_config(["experiment=lite_sparse", "algo=grpo"])
+    config = load_config(["experiment=lite_ppo_advice_sparse_rewards", "algo=grpo"])
     assert (config.algo.name, config.algo.advantage_std.name) == ("grpo", "none")
     assert config.algo.kl.in_loss
 
@@ -51,5 +51,7 @@ def test_guess_is_the_tiny_model_with_its_environment_data_and_reward():
 
 def test_a_value_of_a_case_without_effect_is_an_error_that_names_the_file():
     with pytest.raises(ConfigError) as caught:
-        load_config(["experiment=lite_aligned", "algo=topr"])
-    assert "algo.clip_high (from conf/experiment/lite_aligned.yaml): has no effect" in str(caught.value)
+        load_config(["experiment=lite_ppo_advice_aligned_model", "algo=topr"])
+    assert "algo.clip_high (from conf/experiment/lite_ppo_advice_aligned_model.yaml): has no effect" in str(
+        caught.value
+    )

@@ -7,7 +7,7 @@ from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.load import check_overrides, list_options, load_config
 from megarl.config.open_keys import list_open_keys, open_overrides
 from megarl.config.schema.roles import LrDecay
-from megarl.run.inputs import resolve_decay
+from megarl.run.inputs import resolve_schedule
 
 
 def problems_of(*overrides: str) -> str:
@@ -91,13 +91,14 @@ def test_every_algorithm_composes_with_the_laptop_models_at_256_samples_per_iter
     assert config.train.num_optimizer_steps == (1 if algo == "rloo" else 4)
     assert config.algo.value_pretrain.num_steps <= 4
     if config.policy.optimizer.decay is LrDecay.linear:
-        assert resolve_decay(config.policy.optimizer, 4).decay_steps == 4 * config.train.num_iterations
+        n = config.train.num_iterations
+        assert resolve_schedule(config.policy.optimizer, 4, n).decay_steps == 4 * n
 
 
 def test_the_open_fields_of_the_schema_are_found():
     assert list_open_keys() == (
         *("data.args", "data.options", "environment.args", "environment.options", "evaluate.paths", "model.megatron"),
-        *("reward.parts", "reward.request", "rollout.sglang"),
+        *("reward.parts", "reward.request", "rollout.sglang", "train.eval_sets"),
     )
 
 
@@ -227,7 +228,6 @@ def test_a_value_that_is_no_choice_is_an_error_with_all_choices(override, choice
         (["rollout.temperature=0"], "rollout.temperature: found 0"),
         (["+rollout.sglang.top_p=0.9"], "rollout.sglang.top_p"),
         (["rollout.kv_cache_tokens=10"], "rollout.kv_cache_tokens: found 10"),
-        (["policy.optimizer.decay_iterations=null"], "policy.optimizer.decay_steps: found null; decay=linear needs"),
         (["algo.lambda_policy=fast"], "algo.lambda_policy"),
     ],
 )

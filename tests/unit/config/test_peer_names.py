@@ -26,7 +26,7 @@ GROUPS = "algo|model|policy|critic|reference|data|reward|rollout|train|evaluate|
         ("beta=0.04", "is algo.kl.loss_coef with algo.kl.in_loss=true, or"),
         ("num_iterations=2", "TRL's num_iterations is train.epochs_per_iteration here"),
         ("per_device_train_batch_size=4", "is train.tokens_per_microbatch, counted in tokens here"),
-        ("stop=x", "TRL's stop has no counterpart: a response ends at the end-of-sequence token"),
+        ("stop=x", "TRL's stop is rollout.stop, for texts of one token here"),
         ("top_p=0.9", "TRL's top_p has no counterpart: training needs log-probs of the full distribution"),
         ("+rollout.top_p=0.9", "TRL's top_p has no counterpart"),
         ("actor_rollout_ref.rollout.n=8", "verl's actor_rollout_ref.rollout.n is train.responses_per_prompt here"),

@@ -69,6 +69,38 @@ def test_a_directory_that_cannot_be_is_an_error(arguments, expected):
     assert expected in str(caught.value)
 
 
+def test_hydras_own_key_takes_relative_directories_and_keeps_them_for_a_start_elsewhere(mine, monkeypatch):
+    monkeypatch.chdir(mine.parent)
+    for text in ('hydra.searchpath=["it\'s mine"]', 'hydra.searchpath=["file://it\'s mine",pkg://other.conf]'):
+        (path,) = take_config_dirs([text])
+        assert list_config_dirs([path]) == [CONF_DIR, mine]
+        assert ("pkg://other.conf" in path) == ("pkg" in text)
+    with pytest.raises(ConfigError, match=r"hydra\.searchpath: found .*gone; it must be a directory"):
+        take_config_dirs(["hydra.searchpath=[gone]"])
+
+
+def test_every_group_has_the_users_files_and_an_experiment_may_choose_them(mine):
+    (mine / "reward").mkdir()
+    (mine / "environment").mkdir()
+    (mine / "reward" / "mine.yaml").write_text("defaults: [function]\npath: r.py:score\n")
+    (mine / "environment" / "mine.yaml").write_text("defaults: [guess]\nmax_turns: 2\n")
+    chosen = "".join(f"  - override /{group}: mine\n" for group in ("algo", "data", "environment", "model", "reward"))
+    (mine / "experiment" / "all.yaml").write_text(f"# @package _global_\ndefaults:\n{chosen}seed: 3\n")
+    config = load_config(take_config_dirs([f"--config-dir={mine}", "experiment=all", "reward=mine"]))
+    assert (config.algo.name, config.model.name, config.data.letters, config.seed) == ("mine", "mine", "xyz", 3)
+    assert (config.reward.path, config.environment.max_turns) == ("r.py:score", 2)
+
+
+@pytest.mark.parametrize("command", ["pretrain_value", "train"])
+def test_an_experiment_may_have_keys_that_only_another_command_reads(mine, command):
+    (mine / "experiment" / "both.yaml").write_text("# @package _global_\ntrain: {num_iterations: 7}\n")
+    path = take_config_dirs([f"--config-dir={mine}"])
+    assert load_config([*path, "experiment=both"], command).train.num_iterations == 7
+    if command == "pretrain_value":
+        with pytest.raises(ConfigError, match="has no effect in value pretraining"):
+            load_config([*path, "experiment=both", "train.num_iterations=7"], command)
+
+
 def test_a_file_that_megarls_own_would_hide_is_an_error(mine):
     (mine / "algo" / "vapo.yaml").write_text("# @package _global_\nalgo: {clip_high: 0.9}\n")
     with pytest.raises(ConfigError, match=r"algo/vapo\.yaml: megarl has a algo/vapo\.yaml too.*rename yours"):

@@ -4,7 +4,7 @@ from data_cases import build_byte_tokenizer, build_char_tokenizer
 from megarl.config.errors import ConfigError
 from megarl.config.schema.data import DataConfig
 from megarl.data.problem import Message, Problem, ask
-from megarl.data.render import Renderer
+from megarl.data.render import Renderer, use_chat_template
 
 CHAT = Problem(
     (
@@ -76,3 +76,30 @@ def test_a_template_that_refuses_the_messages_is_named() -> None:
     tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     with pytest.raises(ConfigError, match=r"data.chat_template: .* system, user: no system"):
         Renderer(DataConfig(system="x"), tokenizer).render(ask("Why?", ""))
+
+
+def test_an_instruction_and_a_chat_template_may_be_files(tmp_path) -> None:
+    (tmp_path / "ask.txt").write_text("Think.\n{question}\nAnswer:\n")
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    config = DataConfig(
+        system="", instruction_path=str(tmp_path / "ask.txt"), chat_template_path=str(tmp_path / "chat.jinja")
+    )
+    tokenizer = build_byte_tokenizer(chat=True)
+    use_chat_template(config, tokenizer)
+    assert Renderer(config, tokenizer).render(ask("Why?", "")) == "<><Think.\nWhy?\nAnswer:>"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DataConfig(instruction_path="gone.txt"), r"data\.instruction_path: gone\.txt cannot be read \(from /"),
+        (DataConfig(instruction_path="a", instruction="{question}"), "found beside data.instruction"),
+        (DataConfig(chat_template_path="gone.jinja"), r"data\.chat_template_path: gone\.jinja cannot be read"),
+        (DataConfig(chat_template_path="a", chat_template=False), "has no effect with data.chat_template=false"),
+    ],
+)
+def test_files_that_cannot_be_used_are_named_with_their_key(config: DataConfig, message: str) -> None:
+    tokenizer = build_byte_tokenizer(chat=True)
+    use = use_chat_template if config.chat_template_path else Renderer
+    with pytest.raises(ConfigError, match=message):
+        use(config, tokenizer)

@@ -28,7 +28,7 @@ def site(tmp_path_factory):
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     # The build leaves files beside pyproject.toml: it gets a copy of what git would.
     source = tmp_path_factory.mktemp("source")
-    names = ["megarl", "conf", "tools", "slurm", "pyproject.toml", "README.md"]
+    names = ["megarl", "conf", "examples", "tools", "slurm", "pyproject.toml", "README.md"]
     subprocess.run(["cp", "-a", *(str(ROOT / name) for name in names), str(source)], check=True)
     subprocess.run([*command, "--target", str(folder), str(source)], check=True, cwd=source, capture_output=True)
     return folder
@@ -69,6 +69,14 @@ def test_the_commands_of_an_installed_megarl_find_the_configuration(site, tmp_pa
     assert "--write NAME" in run(site, tmp_path, "-m", "megarl.tools.import_roll", "--help")
     plan = run(site, tmp_path, "-m", "megarl.tools.plan", "cluster=slurm", code=2)
     assert "SLURM_JOB_NUM_NODES" in plan
+
+
+def test_the_console_script_of_an_installed_megarl_makes_a_task(site, tmp_path):
+    script = site / "bin" / "megarl"
+    assert run(site, tmp_path, str(script), "--version").startswith("megarl 0.")
+    run(site, tmp_path, str(script), "new", "mine")
+    assert (tmp_path / "mine/prompts.jsonl").read_bytes() == (ROOT / "examples/own_task/prompts.jsonl").read_bytes()
+    assert "RUN_DIR" in run(site, tmp_path, str(script), "report", "--help")
 
 
 def test_a_job_script_of_an_installed_megarl_runs_the_package_that_it_lies_in(site, tmp_path):

@@ -21,7 +21,7 @@ JOB = (
 
 
 def read_numbers(run_dir: Path) -> list[dict[str, Any]]:
-    timed = ("time/", "sync/")
+    timed = ("time/", "perf/", "sync/")
     return [
         {name: value for name, value in line.items() if not name.startswith(timed)}
         for line in load_metrics(run_dir / "metrics.jsonl")

@@ -141,7 +141,7 @@ def test_the_job_that_is_killed_or_stopped_goes_on_to_the_same_end(
 
 def summarize(run_dir: Path) -> tuple[list[dict[str, float]], bytes]:
     lines = load_metrics(run_dir / "value_pretrain.jsonl")
-    curve = [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+    curve = [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]
     return curve, (run_dir / "critic" / "model.safetensors").read_bytes()
 
 
@@ -157,7 +157,10 @@ def test_runs_that_take_a_value_pretraining_equal_one_that_makes_its_own(
     assert sum(each == ("critic", "update") for each in world.log) == 2
     for name in ("metrics.jsonl", "value_pretrain.jsonl"):
         own, found = (
-            [{k: v for k, v in line.items() if not k.startswith("time/")} for line in load_metrics(tmp_path / x / name)]
+            [
+                {k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))}
+                for line in load_metrics(tmp_path / x / name)
+            ]
             for x in ("own", "taken")
         )
         assert found == own

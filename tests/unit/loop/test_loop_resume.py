@@ -218,7 +218,7 @@ def test_what_an_algorithm_keeps_over_the_iterations_goes_on_too(
 
     def load(name: str) -> list[dict[str, float]]:
         lines = load_metrics(tmp_path / name / "metrics.jsonl")
-        return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+        return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]
 
     World().run_job(monkeypatch, tmp_path / "whole", run)
     disturbance = Disturbance(Killed, "policy", "update", 4)

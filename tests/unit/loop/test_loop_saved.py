@@ -135,7 +135,10 @@ class Killed(BaseException):
 
 
 def read_end(run_dir: Path) -> Any:
-    lines = [{k: v for k, v in x.items() if not k.startswith("time/")} for x in load_metrics(run_dir / "metrics.jsonl")]
+    lines = [
+        {k: v for k, v in x.items() if not k.startswith(("time/", "perf/"))}
+        for x in load_metrics(run_dir / "metrics.jsonl")
+    ]
     return lines, {name: x.tolist() for name, x in load_file(run_dir / "policy" / "model.safetensors").items()}
 
 

@@ -24,7 +24,7 @@ METRICS = ("reward/mean", "policy/loss", "critic/loss", "mismatch/kl", "sync/byt
 
 def read_numbers(run_dir: Path) -> list[dict[str, float]]:
     lines = load_metrics(run_dir / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]
 
 
 def get_servers(trainer: Trainer) -> FakeServers:

@@ -26,7 +26,7 @@ def score(prompt, response):
     if text == "abort": os.abort()
     if text == "fill": bytearray(2 ** 34)
     if text == "nan": return Score(float("nan"), False, {"a": 0.0})
-    if text == "number": return 0.5
+    if text == "nothing": return None
     if text == "text": return Score("good", True, {"a": 0.0})
     if text == "other details": return Score(0.5, False, {"b": 0.0})
     if text == "details": return Score(0.5, False, {"a": float("inf")})
@@ -67,12 +67,13 @@ def score_all(scorer, texts, answer="yes"):
     ("text", "reason"),
     [
         ("hang", "the reward took longer than reward.timeout_s=1 s"),
-        ("raise", "the reward raised KeyError: 'missing'"),
+        ("raise", "the reward raised KeyError: 'missing' ("),
+        ("raise", 'scorer_functions.py, line 8: if text == "raise": raise KeyError("missing"))'),
         ("abort", "the reward failed: its process died (signal SIGABRT)"),
         ("fill", "the reward needed more memory than reward.memory_gb=8"),
         ("nan", "the reward is nan; it must be a finite number"),
         ("details", "the details 'a' is inf; it must be a finite number"),
-        ("number", "TypeError: reward.path=scorer_functions:score returned a float"),
+        ("nothing", "TypeError: reward.path=scorer_functions:score returned None (NoneType); it must return a number"),
         ("text", "the reward raised ValueError: could not convert string to float: 'good'"),
         ("other details", "found details b; the first response had a"),
     ],

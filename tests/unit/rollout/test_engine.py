@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from data_cases import build_char_tokenizer
 from generation import generate_groups
 
 from megarl.config.errors import ConfigError
@@ -13,7 +14,7 @@ from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import TurnRequest
 from megarl.rollout.client import ConnectionLostError
 from megarl.rollout.engine import MAX_ATTEMPTS, SGLangEngine, compute_sampling_seed
-from megarl.rollout.served_model import load_generation_spec
+from megarl.rollout.served_model import find_stop_tokens, load_generation_spec
 from megarl.types import Prompt
 
 
@@ -87,3 +88,17 @@ def test_an_unreachable_server_is_tried_a_bounded_number_of_times(tmp_path, monk
         thread.join()
     assert len(accepted) == MAX_ATTEMPTS
     assert len(checks) > 1  # asked again: a process ends a moment after its connections
+
+
+def test_texts_of_one_token_and_numbers_end_responses_too(tmp_path):
+    tokenizer = build_char_tokenizer()
+    spec = load_generation_spec(write(tmp_path, {"vocab_size": len(tokenizer), "eos_token_id": 2}))
+    (letter,) = tokenizer("b", add_special_tokens=False)["input_ids"]
+    assert find_stop_tokens(RolloutConfig(), spec, None) == (2,)
+    assert find_stop_tokens(RolloutConfig(stop=["b"], stop_token_ids=[2, 3]), spec, tokenizer) == (2, letter, 3)
+    with pytest.raises(
+        ConfigError, match=r"rollout\.stop: found 'bb', which the model's tokenizer writes as \['b', 'b'\]"
+    ):
+        find_stop_tokens(RolloutConfig(stop=["bb"]), spec, tokenizer)
+    with pytest.raises(ConfigError, match=rf"rollout\.stop_token_ids: found \[{len(tokenizer)}\], outside"):
+        find_stop_tokens(RolloutConfig(stop_token_ids=[len(tokenizer)]), spec, tokenizer)

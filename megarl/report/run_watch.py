@@ -1,0 +1,74 @@
+"""Warns, once each, of what makes a run learn nothing: cut responses, equal rewards, a form that is never met."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megarl.types import Metrics
+
+PATIENCE = 3
+"""Iterations in a row that show it; the first ones of a run count"""
+
+
+@dataclass(frozen=True)
+class Sign:
+    name: str
+    shows: Callable[[Metrics], bool]
+    text: str
+    """With fields of the metrics, / as _"""
+
+
+def _is_zero(name: str) -> Callable[[Metrics], bool]:
+    return lambda metrics: metrics.get(name) == 0
+
+
+SIGNS = (
+    Sign(
+        "no end",
+        lambda m: m.get("length/truncated_frac", 0) == 1,
+        "no response ends by itself, all {length_max:.0f} tokens are used: the policy never says its end-of-sequence"
+        " token. data.chat_template=true where the model has a template, an instruct model, or a longer"
+        " rollout.response_length",
+    ),
+    Sign(
+        "cut",
+        lambda m: 0.2 < m.get("length/truncated_frac", 0) < 1,
+        "{length_truncated_frac:.0%} of the responses are cut at the limit: raise rollout.response_length"
+        " (environment.turn_length with turns), or teach brevity with algo.overlong.penalty=true",
+    ),
+    Sign(
+        "equal",
+        lambda m: "reward/mean" in m and m.get("reward/min") == m.get("reward/max"),
+        "all rewards are equal ({reward_mean:.4g}), so nothing can be learned: is a right answer ever given, and paid"
+        " (reward=...)? Easier or harder prompts (data=...), or a larger train.responses_per_prompt",
+    ),
+    Sign(
+        "format",
+        _is_zero("reward/format"),
+        "no response has the form that the reward asks for (reward/format is 0): say the form in data.instruction or"
+        " data.system, or begin it with data.response_prefix",
+    ),
+    Sign(
+        "block",
+        _is_zero("reward/block"),
+        "no response has a block of code (reward/block is 0): ask for one in data.instruction, or raise"
+        " rollout.response_length",
+    ),
+)
+
+
+class RunWatch:
+    """Looks at the metrics of every iteration, in order."""
+
+    def __init__(self) -> None:
+        self._in_a_row = dict.fromkeys((sign.name for sign in SIGNS), 0)
+
+    def check(self, metrics: Metrics) -> Iterator[str]:
+        """The warnings that this iteration is the first to justify."""
+        values = {name.replace("/", "_"): value for name, value in metrics.items()}
+        for sign in SIGNS:
+            count = self._in_a_row[sign.name]
+            if count >= PATIENCE:
+                continue
+            self._in_a_row[sign.name] = count + 1 if sign.shows(metrics) else 0
+            if count + 1 == PATIENCE and sign.shows(metrics):
+                yield f"warning: {sign.text.format(**values)}"

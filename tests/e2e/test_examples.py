@@ -1,0 +1,64 @@
+"""The folders of examples/, run as their READMEs say from where they are, with sizes for a test."""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.hf.smollm2 import NEEDED
+from megarl.report.metrics import load_metrics
+from megarl.report.outcome import State, load_outcome
+
+pytestmark = pytest.mark.slow
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+MEGARL = (sys.executable, "-m", "megarl.cli")
+SMALL = (
+    *("train.num_iterations=1", "train.samples_per_iteration=16", "train.samples_per_minibatch=16"),
+    *("train.responses_per_prompt=4", "train.num_eval_prompts=2", "checkpoint.save_every=null"),
+)
+
+
+def run(folder, *arguments):
+    done = subprocess.run([*MEGARL, *arguments], cwd=folder, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("own_task", ()),
+        ("gsm8k_smollm2", ("rollout.response_length=48",)),
+        ("tool_environment", ()),
+    ],
+)
+def test_the_example_trains_from_its_folder(short_path, name, more):
+    if any(importlib.util.find_spec(module) is None for module in NEEDED):
+        pytest.skip("needs make install EXTRAS=smollm2")
+    folder = short_path / name
+    if name == "own_task":
+        run(short_path, "new", name)
+    else:
+        shutil.copytree(EXAMPLES / name, folder)
+    readme = (folder / "README.md").read_text()
+    command = ("train", "--config-dir", ".", f"experiment={name}")
+    assert f"megarl {' '.join(command)}\n" in readme
+    run(folder, *command, *SMALL, *more, "hydra.run.dir=run")
+    assert load_outcome(folder / "run").state is State.done
+    (line,) = load_metrics(folder / "run" / "metrics.jsonl")[-1:]
+    assert line["length/mean"] > 0
+    if name == "tool_environment":
+        assert line["environment/tool_calls"] >= 0
+
+
+def test_the_samples_are_whole_and_small():
+    for name, fields in (("own_task", {"question", "answer"}), ("gsm8k_smollm2", {"question", "answer"})):
+        (path,) = (EXAMPLES / name).glob("*.jsonl")
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len({record["question"] for record in records}) == len(records) >= 100
+        assert all(set(record) == fields for record in records)

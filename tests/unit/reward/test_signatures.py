@@ -1,0 +1,191 @@
+"""Reward functions of one's own: in a file, with megarl's, TRL's or verl's parameters, and what they may return."""
+
+import asyncio
+
+import pytest
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema.data import JsonlDataConfig
+from megarl.config.schema.reward import FunctionRewardConfig
+from megarl.data.files import JsonlSource
+from megarl.reward.records import decode_prompt, encode_prompt
+from megarl.reward.scorer import build_scorer
+from megarl.reward.signatures import adapt, read_result
+from megarl.types import FinishReason, Message, Prompt, Response, Score
+
+RECORD = {"question": "6 * 7?", "solution": "so #### 42", "level": 3, "tags": ["a", "b"]}
+
+
+def build_prompt(record=RECORD, question="6 * 7?"):
+    return Prompt("p", "<user>6 * 7?", (1,), "42", {}, (Message("user", question),), record)
+
+
+def build_response(text):
+    return Response((1, 2), text, (0.0, 0.0), (True, True), (0, 0), FinishReason.stop)
+
+
+def score(function, text="42", prompt=None):
+    return adapt("mine.py:score", function)(prompt or build_prompt(), build_response(text))
+
+
+def test_trl_gets_lists_of_one_and_the_columns_as_the_data_have_them():
+    seen = {}
+
+    def reward(prompts, completions, solution, **columns):
+        seen.update(columns, prompts=prompts, completions=completions, solution=solution)
+        return [0.5 for _ in completions]
+
+    assert score(reward) == Score(0.5, False)
+    assert (seen["prompts"], seen["completions"], seen["solution"]) == (["6 * 7?"], ["42"], ["so #### 42"])
+    assert (seen["level"], seen["tags"], seen["answer"], seen["completion_ids"]) == (
+        [3],
+        [["a", "b"]],
+        ["42"],
+        [[1, 2]],
+    )
+
+
+def test_trl_gets_chats_where_the_data_are_chats():
+    def reward(prompts, completions):
+        assert prompts == [[{"role": "user", "content": "6 * 7?"}]]
+        return [completions[0][0]["content"] == "42"]
+
+    prompt = build_prompt({"prompt": [{"role": "user", "content": "6 * 7?"}], "answer": "42"})
+    assert score(reward, prompt=prompt) == Score(1.0, True)
+
+
+def test_verl_gets_its_four_arguments_from_its_own_columns():
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        assert (data_source, ground_truth, extra_info) == ("openai/gsm8k", "forty-two", {"index": 7})
+        return {"score": float(solution_str == "42"), "acc": solution_str == "42", "pred": solution_str}
+
+    columns = {
+        "data_source": "openai/gsm8k",
+        "reward_model": {"style": "rule", "ground_truth": "forty-two"},
+        "extra_info": {"index": 7},
+    }
+    assert score(compute_score, prompt=build_prompt(columns)) == Score(1.0, True, {"acc": 1.0})
+
+
+def test_verl_gets_the_answer_and_all_columns_of_other_data():
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        assert (data_source, ground_truth, extra_info["level"]) == ("", "42", 3)
+        return 1
+
+    assert score(compute_score).correct
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (0.25, Score(0.25, False)),
+        (1, Score(1.0, True)),
+        (True, Score(1.0, True)),
+        (False, Score(0.0, False)),
+        ({"score": 0.5, "correct": True, "brief": 1}, Score(0.5, True, {"brief": 1.0})),
+        ({"reward": 1.0, "note": "text"}, Score(1.0, True)),
+        (Score(0.1, True, {"a": 2.0}), Score(0.1, True, {"a": 2.0})),
+    ],
+)
+def test_a_number_a_truth_value_a_dict_or_a_score_is_a_score(result, expected):
+    assert read_result("mine.py:score", result) == expected
+    assert score(lambda prompt, response: result) == expected
+
+
+@pytest.mark.parametrize("result", ["1.0", None, [1.0], {"value": 1.0}, {"score": "good"}])
+def test_another_result_is_refused_with_what_may_be_returned(result):
+    with pytest.raises(TypeError, match=r'mine\.py:score returned .*; it must return a number, .*"score"'):
+        score(lambda prompt, response: result)
+
+
+def test_an_awaited_result_of_trls_is_read():
+    async def reward(completions, **columns):
+        await asyncio.sleep(0)
+        return [1.0]
+
+    assert score(reward) == Score(1.0, True)
+
+
+def test_a_trl_function_that_returns_a_number_is_told_to_return_a_list():
+    with pytest.raises(TypeError, match=r"returned 1\.0 \(float\) for one completion; TRL's functions return a list"):
+        score(lambda completions, **columns: 1.0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda response: 1.0,
+        lambda prompt, response, truth: 1.0,
+        lambda solution_str, truth: 1.0,
+        lambda: 1.0,
+    ],
+)
+def test_other_parameters_are_refused_with_those_found_and_the_three_signatures(function):
+    with pytest.raises(ValueError, match=r"mine\.py:score takes \(.*accepted are \(prompt, response\), TRL's .*verl's"):
+        adapt("mine.py:score", function)
+
+
+def test_a_column_that_the_data_do_not_have_is_named_with_those_they_have():
+    with pytest.raises(ValueError, match="asks for gold; the columns of the data are answer, level, question, "):
+        score(lambda completions, gold: [1.0])
+
+
+def test_columns_reach_the_functions_process_with_their_types(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"question": "6 * 7?", "answer": "so #### 42", "level": 3, "tags": ["a"]}\n')
+    (problem,) = JsonlSource(JsonlDataConfig(path=str(path))).load(0).train
+    prompt = Prompt("p", "", (1,), problem.answer, problem.metadata, problem.messages, problem.columns)
+    assert decode_prompt(encode_prompt(prompt)).columns == {
+        "question": "6 * 7?", "answer": "so #### 42", "level": 3, "tags": ["a"]
+    }  # fmt: skip
+
+
+def check(path, *prompts):
+    scorer = build_scorer(FunctionRewardConfig(path, num_workers=1))
+    try:
+        scorer.check(prompts or [build_prompt()])
+    finally:
+        scorer.close()
+
+
+def test_a_file_is_found_from_where_the_command_was_typed_and_imports_its_neighbours(tmp_path, monkeypatch):
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "near.py").write_text("def same(a, b):\n    return a == b\n")
+    (tmp_path / "tasks" / "my_reward.py").write_text(
+        "from near import same\ndef score(prompt, response):\n    return same(prompt.answer, response.text)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    check("tasks/my_reward.py:score")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def score(prompt, response):\n    return 1 / 0\n", r"ZeroDivisionError.*my_reward\.py, line 2: return 1 / 0"),
+        (
+            "def score(prompt, response):\n    return '42' in response\n",
+            r"line 2: return '42' in response\); the texts are prompt\.text and response\.text",
+        ),
+        ("def score(prompt, response:\n", r"SyntaxError: .*my_reward\.py, line 1: def score\(prompt, response:"),
+        ("import torchh\n", r"No module named 'torchh' \(my_reward\.py, line 1: import torchh\)"),
+        ("def reward(prompt, response):\n    return 1\n", r"my_reward\.py has no score, it has reward"),
+        ("score = 3\n", r"a int; a callable was expected"),
+        (
+            "def score(prompt, response):\n    return int(response.text or 0) / (len(response.text) - 2)\n",
+            r"line 2: .*with the response '42'",
+        ),
+    ],
+)
+def test_what_fails_is_shown_with_its_own_line_before_the_run(tmp_path, monkeypatch, source, message):
+    (tmp_path / "my_reward.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message) as raised:
+        check("my_reward.py:score")
+    assert "Traceback" not in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_missing_file_is_named_with_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=rf"gone\.py does not exist \(from {tmp_path}\)"):
+        check("gone.py:score")
