@@ -4,15 +4,20 @@ A call runs in a thread, while the caller waits and can be interrupted by a sign
 """
 
 import atexit
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar, cast
 
 import psutil
 import ray
+
+from megarl.run.signals import find_exit_code
 
 T = TypeVar("T")
 Answer = tuple[Any, BaseException | None]
@@ -47,6 +52,8 @@ class _Ray:
 
 
 _ray = _Ray()
+_was_lost = False
+"""Whether Ray was lost, this one or an earlier one"""
 
 
 def begin(deadline_s: float) -> None:
@@ -119,16 +126,23 @@ def _take(answers: "queue.SimpleQueue[Answer]", timeout_s: float) -> Answer | No
 
 
 def settle(timeout_s: float) -> None:
-    """Leave a Ray that is lost, once its processes have ended: calls that it has not answered end with them. A process
-    that exits in the middle of one, or connected, crashes.
-    """
-    if _ray.lost is None:
-        return
+    """Wait for the calls that Ray has not answered; once its processes have ended, so do they."""
     end = time.monotonic() + timeout_s
-    leaving = threading.Thread(target=ray.shutdown, daemon=True)
-    leaving.start()
-    for thread in (*_ray.threads, leaving):
+    for thread in _ray.threads:
         thread.join(max(0.0, end - time.monotonic()))
+
+
+def _exit_at_once() -> None:
+    """At this process's end: skip that of Ray's native code, which crashes where Ray is lost or does not answer."""
+    if _was_lost:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(find_exit_code(1))
+
+
+# Registered early, it runs late: after what others do at the end.
+atexit.register(_exit_at_once)
 
 
 def check(what: str) -> None:
@@ -156,6 +170,8 @@ def check(what: str) -> None:
 def lose(reason: str) -> NoReturn:
     """Raise RayLostError with this reason and the state of Ray's processes; so does each later call of `ask`."""
     states = [f"{name} {process.pid} {find_state(process) or 'is gone'}" for name, process in _ray.processes.items()]
+    global _was_lost
+    _was_lost = True
     _ray.lost = reason + (f"; its processes here: {', '.join(states)}" if states else "")
     # It would wait for Ray at this process's end.
     atexit.unregister(ray.shutdown)
