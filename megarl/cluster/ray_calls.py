@@ -125,11 +125,23 @@ def _take(answers: "queue.SimpleQueue[Answer]", timeout_s: float) -> Answer | No
         return None
 
 
-def settle(timeout_s: float) -> None:
-    """Wait for the calls that Ray has not answered; once its processes have ended, so do they."""
+def settle(timeout_s: float) -> bool:
+    """Wait for the calls that have no answer, such as one that a signal has cut short; returns whether all have ended.
+
+    Ray ends the process at once where one of them goes on after `ray.shutdown`.
+    """
     end = time.monotonic() + timeout_s
     for thread in _ray.threads:
         thread.join(max(0.0, end - time.monotonic()))
+    return not any(thread.is_alive() for thread in _ray.threads)
+
+
+def give_up() -> None:
+    """Never leave Ray: at this process's end its native code is skipped."""
+    global _was_lost
+    _was_lost = True
+    # It would wait for Ray, or end this process, with another exit code.
+    atexit.unregister(ray.shutdown)
 
 
 def _exit_at_once() -> None:
@@ -170,11 +182,8 @@ def check(what: str) -> None:
 def lose(reason: str) -> NoReturn:
     """Raise RayLostError with this reason and the state of Ray's processes; so does each later call of `ask`."""
     states = [f"{name} {process.pid} {find_state(process) or 'is gone'}" for name, process in _ray.processes.items()]
-    global _was_lost
-    _was_lost = True
     _ray.lost = reason + (f"; its processes here: {', '.join(states)}" if states else "")
-    # It would wait for Ray at this process's end.
-    atexit.unregister(ray.shutdown)
+    give_up()
     raise RayLostError(_ray.lost)
 
 
