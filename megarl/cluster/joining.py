@@ -1,6 +1,5 @@
 """This process as the driver of a running Ray."""
 
-import atexit
 import logging
 import signal
 import threading
@@ -35,15 +34,18 @@ def joined_ray(address: str, leave_s: float) -> Iterator[None]:
             ray_calls.ask("connecting to it", init)
         except BaseException:
             if not done.wait(0.0 if ray_calls.is_lost() else INIT_S):
-                atexit.unregister(ray.shutdown)
+                ray_calls.give_up()
             raise
         finally:
             _restore_handlers()
         yield
     finally:
-        if done.is_set():
-            with suppress(ray_calls.RayLostError):
-                ray_calls.ask("leaving it", ray.shutdown, deadline_s=leave_s)
+        if done.is_set() and not ray_calls.is_lost():
+            if ray_calls.settle(leave_s):
+                with suppress(ray_calls.RayLostError):
+                    ray_calls.ask("leaving it", ray.shutdown, deadline_s=leave_s)
+            else:
+                ray_calls.give_up()
 
 
 def _restore_handlers() -> None:

@@ -4,15 +4,20 @@ A call runs in a thread, while the caller waits and can be interrupted by a sign
 """
 
 import atexit
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar, cast
 
 import psutil
 import ray
+
+from megarl.run.signals import find_exit_code
 
 T = TypeVar("T")
 Answer = tuple[Any, BaseException | None]
@@ -47,6 +52,8 @@ class _Ray:
 
 
 _ray = _Ray()
+_was_lost = False
+"""Whether Ray was lost, this one or an earlier one"""
 
 
 def begin(deadline_s: float) -> None:
@@ -118,17 +125,36 @@ def _take(answers: "queue.SimpleQueue[Answer]", timeout_s: float) -> Answer | No
         return None
 
 
-def settle(timeout_s: float) -> None:
-    """Leave a Ray that is lost, once its processes have ended: calls that it has not answered end with them. A process
-    that exits in the middle of one, or connected, crashes.
+def settle(timeout_s: float) -> bool:
+    """Wait for the calls that have no answer, such as one that a signal has cut short; returns whether all have ended.
+
+    Ray ends the process at once where one of them goes on after `ray.shutdown`.
     """
-    if _ray.lost is None:
-        return
     end = time.monotonic() + timeout_s
-    leaving = threading.Thread(target=ray.shutdown, daemon=True)
-    leaving.start()
-    for thread in (*_ray.threads, leaving):
+    for thread in _ray.threads:
         thread.join(max(0.0, end - time.monotonic()))
+    return not any(thread.is_alive() for thread in _ray.threads)
+
+
+def give_up() -> None:
+    """Never leave Ray: at this process's end its native code is skipped."""
+    global _was_lost
+    _was_lost = True
+    # It would wait for Ray, or end this process, with another exit code.
+    atexit.unregister(ray.shutdown)
+
+
+def _exit_at_once() -> None:
+    """At this process's end: skip that of Ray's native code, which crashes where Ray is lost or does not answer."""
+    if _was_lost:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(find_exit_code(1))
+
+
+# Registered early, it runs late: after what others do at the end.
+atexit.register(_exit_at_once)
 
 
 def check(what: str) -> None:
@@ -157,8 +183,7 @@ def lose(reason: str) -> NoReturn:
     """Raise RayLostError with this reason and the state of Ray's processes; so does each later call of `ask`."""
     states = [f"{name} {process.pid} {find_state(process) or 'is gone'}" for name, process in _ray.processes.items()]
     _ray.lost = reason + (f"; its processes here: {', '.join(states)}" if states else "")
-    # It would wait for Ray at this process's end.
-    atexit.unregister(ray.shutdown)
+    give_up()
     raise RayLostError(_ray.lost)
 
 

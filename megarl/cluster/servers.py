@@ -27,6 +27,8 @@ from megarl.rollout.server import SGLangServer
 
 POLL_DEADLINE_S = 10.0
 LOSS_DEADLINE_S = NUM_CALLS * CALL_DEADLINE_S + POLL_DEADLINE_S
+OWNER_DEADLINE_S = 60.0
+"""How long an owner may take to say who it is: a thread of its own does nothing else"""
 PORT_DEADLINE_S = 15.0
 """How long the processes of a server may still hold its port after its owner was killed."""
 
@@ -48,9 +50,9 @@ class ServerSpec:
     """Whether training roles use the same GPUs"""
 
 
-@ray.remote(num_cpus=0, max_restarts=0)
+@ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"watch": 1})  # type: ignore[call-overload]
 class ServerActor:
-    """Owns one server process, which ends when this actor does."""
+    """Owns one server process, which ends when this actor does. A separate thread answers whether the actor runs."""
 
     def __init__(self, spec: ServerSpec, listen_host: str, port: int | None):
         redirect_output(spec.log_dir / f"server-{spec.index}-owner.log")
@@ -77,6 +79,7 @@ class ServerActor:
         self._server.wait_healthy(deadline_s)
         return self._server.url
 
+    @ray.method(concurrency_group="watch")
     def identify(self) -> tuple[str, float, int]:
         """The machine, this process's start in seconds of its clock, and the process id."""
         host, pid = identify()
@@ -148,23 +151,34 @@ class Servers:
     def find_lost(self) -> Mapping[str, str]:
         if self._urls is None:
             return {}
-        return ask("which SGLang servers are lost", self._find_lost, LOSS_DEADLINE_S)
+        return ask("which SGLang servers are lost", self._find_lost, OWNER_DEADLINE_S + LOSS_DEADLINE_S)
 
     def _find_lost(self) -> Mapping[str, str]:
-        refs = [actor.find_loss.remote() for actor in self._actors]
-        ray.wait(refs, num_returns=len(refs), timeout=LOSS_DEADLINE_S)
-        lost: dict[str, str] = {}
-        for name, ref in zip(self.names, refs, strict=True):
+        silent = f"the process that owns it gave no answer within {OWNER_DEADLINE_S:g} s"
+        lost = self._ask_owners("identify", range(len(self._actors)), OWNER_DEADLINE_S, silent)
+        others = [number for number in range(len(self._actors)) if number not in lost]
+        silent = f"the process that owns it gave no answer within {LOSS_DEADLINE_S:g} s"
+        lost |= self._ask_owners("find_loss", others, LOSS_DEADLINE_S, silent)
+        return {name: lost[number] for number, name in enumerate(self.names) if number in lost}
+
+    def _ask_owners(self, method: str, numbers: Collection[int], deadline_s: float, silent: str) -> dict[int, str]:
+        """The servers that are lost by the answers of their owners: why, by the server's number."""
+        refs = {number: getattr(self._actors[number], method).remote() for number in numbers}
+        if refs:
+            ray.wait(list(refs.values()), num_returns=len(refs), timeout=deadline_s)
+        lost = {}
+        for number, ref in refs.items():
             try:
-                loss = ray.get(ref, timeout=0)
+                answer = ray.get(ref, timeout=0)
+                loss = answer if method == "find_loss" else None
             except ray.exceptions.GetTimeoutError:
-                loss = f"the process that owns it gave no answer within {LOSS_DEADLINE_S:g} s"
+                loss = silent
             except ray.exceptions.RayActorError:
                 loss = "the process that owns it has died"
             except ray.exceptions.RayError as error:
                 loss = f"the process that owns it failed: {' '.join(str(error).split())}"
             if loss is not None:
-                lost[name] = loss
+                lost[number] = loss
         return lost
 
     def end(self, names: Collection[str]) -> None:

@@ -13,7 +13,7 @@ from megarl.interfaces import DeadlineError
 
 T = TypeVar("T")
 
-SLICE_S = 5.0
+SLICE_S = 1.0
 """The longest wait in Ray at once: where a signal interrupts the caller, that wait goes on by itself until its end."""
 CAUSE_S = 3.0
 """How long to wait for the others once one has failed: the first failure is not always the cause."""

@@ -43,8 +43,8 @@ def run_recorded(
     try:
         summary = run_job(config, run_dir, is_new=not is_resumed, note_start=note_start)
     except BaseException as error:
-        # Before its start the folder may be another run's.
-        if is_begun:
+        # Before its start the folder may be another run's, and a refused configuration is no run.
+        if is_begun or not (isinstance(error, ConfigError) or (run_dir / RUN_FILE).exists()):
             plain = isinstance(error, Stopped | ConfigError | CheckpointError)
             why = str(error) if plain else f"{type(error).__name__}: {error}"
             append_log(run_dir / LOG_NAME, "".join(traceback.format_exception(error)).rstrip())

@@ -25,6 +25,10 @@ _deferred: "list[Stopped] | None" = None
 """Signals that arrived while they are deferred; None: they are not deferred"""
 
 
+_number: int | None = None
+"""The signal that has stopped this process; None: none has"""
+
+
 class Stopped(BaseException):
     """The process was asked to end. Not an Exception, so that no error handler swallows it."""
 
@@ -46,6 +50,8 @@ def stopping_on_signals() -> Iterator[None]:
         return
 
     def stop(number: int, _frame: FrameType | None) -> None:
+        global _number
+        _number = number
         # While Ray starts, a handler of its own runs before this one; it has the process aborted 3 s later.
         signal.alarm(0)
         for each in STOPPING_SIGNALS:
@@ -68,6 +74,11 @@ def stopping_on_signals() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def find_exit_code(otherwise: int) -> int:
+    """128 + the number of the signal that has stopped this process, or `otherwise`."""
+    return otherwise if _number is None else 128 + _number
 
 
 @contextmanager
