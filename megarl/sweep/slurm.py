@@ -78,12 +78,12 @@ def submitting(sweep_dir: Path) -> Iterator[None]:
 
     sweep_dir.mkdir(parents=True, exist_ok=True)
     SlurmExecutor._submit_command = submit_or_tell  # type: ignore[method-assign, assignment]
-    SlurmExecutor._make_submission_file_text = write_with_exec  # type: ignore[method-assign]
+    SlurmExecutor._make_submission_file_text = write_with_exec  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        SlurmExecutor._submit_command = submit  # type: ignore[method-assign]
-        SlurmExecutor._make_submission_file_text = write  # type: ignore[method-assign]
+        SlurmExecutor._submit_command = submit  # type: ignore[method-assign, assignment]
+        SlurmExecutor._make_submission_file_text = write  # type: ignore[method-assign, assignment]
 
 
 def list_live_jobs(sweep_dir: Path) -> list[str]:
@@ -104,7 +104,7 @@ def list_live_jobs(sweep_dir: Path) -> list[str]:
             time.sleep(POLL_S)
             continue
         pairs = [line.split() for line in done.stdout.splitlines()]
-        return [name for first, name in pairs if first in known]
+        return sorted(name for first, name in pairs if first in known)
     raise RefusedError(f"squeue does not say, after {NUM_TRIES} tries, which jobs of {path} are live", [])
 
 
