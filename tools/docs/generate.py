@@ -28,6 +28,7 @@ from megarl.config.schema import data, environment, reward
 from megarl.config.schema.root import Config
 from megarl.config.search_path import list_options
 from megarl.report.metric_names import METRICS, PLACEHOLDER_TEXTS, UNITS
+from megarl.report.metric_peers import PEERS
 from megarl.report.text import fill_block
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,6 +81,10 @@ def render_metrics() -> str:
         parts.append(f"\n## {group}\n\n| metric | unit | meaning |\n| --- | --- | --- |")
         rows = [metric for metric in METRICS if metric.name.split("/")[0] == group]
         parts += [f"| `{row.name}` | {row.unit} | {row.meaning} |" for row in rows]
+    parts.append(
+        "\n## In verl and TRL\n\nNumbers that mean the same.\n\n| here | verl | TRL (GRPO) |\n| --- | --- | --- |"
+    )
+    parts += [f"| `{name}` | {' | '.join(each and f'`{each}`' for each in theirs)} |" for name, theirs in PEERS.items()]
     return "\n".join(parts) + "\n"
 
 

@@ -86,6 +86,10 @@ def _compute(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
     return Advantages(advantages, returns, metrics | summary.compute_metrics())
 
 
+HIGH_LAMBDA = 0.9
+"""From here on the lower bound of the adaptive lambda is as good as a lambda that is chosen"""
+
+
 def _choose_lambda(lengths_B: Tensor, algo: AlgoConfig) -> tuple[float | Tensor, dict[str, float]]:
     if not isinstance(algo.lambda_policy, str):
         return float(algo.lambda_policy), {}
@@ -93,11 +97,11 @@ def _choose_lambda(lengths_B: Tensor, algo: AlgoConfig) -> tuple[float | Tensor,
         raise ValueError(f"algo.lambda_policy: {algo.lambda_policy!r} found; must be a number or {ADAPTIVE}")
     lambdas = compute_adaptive_lambda(lengths_B, algo.length_alpha, algo.lambda_min)
     clipped = float((lambdas <= algo.lambda_min).double().mean()) if lambdas.numel() else 0.0
-    if clipped > 0.5:
+    if clipped > 0.5 and algo.lambda_min < HIGH_LAMBDA:
         warnings.warn(
             "length-adaptive GAE: more than half of the responses are so short that lambda is at"
             f" algo.lambda_min={algo.lambda_min:g}; raise algo.length_alpha ({algo.length_alpha:g}), whose formula"
-            " 1 - 1/(length_alpha * length) was made for long responses",
+            f" 1 - 1/(length_alpha * length) was made for long responses, or algo.lambda_min to {HIGH_LAMBDA:g}",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -8,18 +8,22 @@ from pathlib import Path
 import pytest
 
 from megarl.report.metric_names import METRICS, PLACEHOLDER_TEXTS, PLACEHOLDERS, UNITS, build_pattern, find_metric
+from megarl.report.metric_peers import PEERS
 
 PACKAGE = Path(__file__).resolve().parents[3] / "megarl"
 READERS = (
     *("report/wandb_sink.py", "report/prometheus.py", "report/live.py", "report/metric_names.py"),
     *("report/run_charts.py", "report/run_facts.py", "report/run_head.py", "report/run_page.py", "report/history.py"),
     *("report/advice.py", "report/mismatch_cause.py", "report/responses.py", "report/sweep_page.py"),
-    "report/critic_pictures.py",
+    *("report/critic_pictures.py", "report/metric_peers.py"),
     "report/text.py",
 )
 """Files that name metrics, or axes, without logging them"""
 GROUPS = {metric.name.split("/")[0] for metric in METRICS}
-EXAMPLES = {"quarter": "0_25", "quartile": "1", "state": "first", "baseline": "group", "name": "anything"}
+EXAMPLES = {"quarter": "0_25", "quartile": "1", "state": "first", "baseline": "group"} | {
+    "set": "hard",
+    "name": "anything",
+}
 
 
 def find_names(source: str) -> Iterator[str]:
@@ -99,6 +103,10 @@ def test_a_logged_name_is_found_in_the_most_specific_row(name: str, row: str) ->
 @pytest.mark.parametrize("name", ["debug/other", "critic/ev_at_0_10", "critic/value_first_q5", "policy/los"])
 def test_a_name_that_nothing_explains_is_not_found(name: str) -> None:
     assert find_metric(name) is None
+
+
+def test_names_of_others_are_given_for_metrics_of_the_table() -> None:
+    assert set(PEERS) <= {metric.name for metric in METRICS}
 
 
 def test_the_table_is_consistent() -> None:
