@@ -18,7 +18,6 @@ from megarl.config.roll.rewrite import rewrite_overrides
 from megarl.config.schema.root import Config
 from megarl.config.search_path import is_search_path, take_config_dirs
 from megarl.config.words import check_words
-from megarl.report.sinks import check_sinks
 from megarl.run.arguments import end_with_reader, is_completion, is_printing, is_sweep, split_arguments
 from megarl.run.machine import check_machine
 from megarl.run.signals import Stopped, stopping_on_signals
@@ -62,6 +61,9 @@ def check_start(config: Config, command: str) -> None:
 
     A run of a sweep is a command of its own, where it starts.
     """
+    # Imported here: it imports torch, without which a Slurm job's preflight is refused in a second.
+    from megarl.report.sinks import check_sinks
+
     problems = list(check_cluster(config, command)) or list(check_machine(config, command))
     problems += check_sinks(config.logger) if command != "evaluate" else ()
     if problems:
