@@ -82,8 +82,8 @@ def submitting(sweep_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        SlurmExecutor._submit_command = submit  # type: ignore[method-assign, assignment]
-        SlurmExecutor._make_submission_file_text = write  # type: ignore[method-assign, assignment]
+        SlurmExecutor._submit_command = submit  # type: ignore[method-assign]
+        SlurmExecutor._make_submission_file_text = write  # type: ignore[method-assign]
 
 
 def list_live_jobs(sweep_dir: Path) -> list[str]:

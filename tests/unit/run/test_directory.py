@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,16 +31,15 @@ def run_as_nobody(arguments: list[str], cwd: Path) -> str:
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    """A run's directory that everybody may write to."""
-    for name in ("checkpoints", "logs"):
-        (tmp_path / "run" / name).mkdir(parents=True)
-    (tmp_path / "run" / "metrics.jsonl").touch()
-    for path in [tmp_path, *tmp_path.rglob("*")]:
-        path.chmod(0o777)
-    for parent in tmp_path.parents[:2]:
-        parent.chmod(parent.stat().st_mode | 0o011)
-    return tmp_path / "run"
+def run_dir() -> Iterator[Path]:
+    """A run's directory that everybody may write to, and reach, unlike those below pytest's own."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as parent:
+        for name in ("checkpoints", "logs"):
+            Path(parent, "run", name).mkdir(parents=True)
+        Path(parent, "run", "metrics.jsonl").touch()
+        for path in [Path(parent), *Path(parent).rglob("*")]:
+            path.chmod(0o777)
+        yield Path(parent, "run")
 
 
 def test_a_directory_that_can_be_written_to_or_made_passes(run_dir: Path) -> None:
