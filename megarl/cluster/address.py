@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import psutil
 import ray
 
+from megarl.cluster.numa import bind_to_gpus
 from megarl.config.schema.cluster import AUTO
 
 GPUS_VARIABLE = "MEGARL_GPUS"
@@ -46,6 +47,7 @@ def agree_on_nccl() -> None:
 
 def use_gpus(gpus: Sequence[int]) -> None:
     """Make only these of the node's GPUs visible to CUDA, all where `gpus` is empty; call it before CUDA's first use.
+    This thread and what it starts stay on the cores near them.
 
     Raises RuntimeError where the job has fewer GPUs here.
     """
@@ -57,4 +59,6 @@ def use_gpus(gpus: Sequence[int]) -> None:
         raise RuntimeError(
             f"{socket.gethostname()}: GPU number {max(gpus)} of the job is needed; it has {len(known)} here ({ids})"
         )
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(known[number] for number in gpus)
+    own = [known[number] for number in gpus]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+    bind_to_gpus(own)

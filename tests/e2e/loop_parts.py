@@ -47,7 +47,7 @@ class Known:
 def hosts_of(server: SGLangServer, num_workers: int) -> Iterator[RunResources]:
     """The running server, and a Ray cluster for the workers."""
     with open_ray(ClusterConfig(), num_workers) as cluster:
-        yield RunResources(lambda: Known([server.url]), server.check_alive, cluster)
+        yield RunResources(lambda: Known([server.url]), server.check_alive, cluster, server.api_key)
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ def test_memory_given_back_and_taken_again_changes_no_number_of_a_run(server, ti
     overrides = [*SHARED, f"model.path={tiny_checkpoint}"]
     cluster_config = load_config([*SIZES, *overrides]).cluster
     with open_ray(cluster_config, 2) as cluster:
-        resources = RunResources(lambda: Known([server.url]), server.check_alive, cluster)
+        resources = RunResources(lambda: Known([server.url]), server.check_alive, cluster, server.api_key)
         expected = train(resources, tmp_path / "kept", overrides)
         start = len(server.log_file.read_text())
         assert train(resources, tmp_path / "offloaded", [*overrides, *TURNS]) == expected

@@ -51,7 +51,8 @@ def test_a_job_over_two_nodes_stops_for_the_time_limit_goes_on_and_ends(slurm: M
     assert find_node(job, "policy-0.log") == ("n1", "ray")
     assert find_node(job, "critic-0.log") == ("n1", "ray")
     assert find_node(job, "server-0.log") == ("n2", "ray")
-    assert {path.name for path in (job.run_dir / "logs" / "slurm").iterdir()} == {"node-n1.log", "node-n2.log"}
+    logs = {path.name for path in (job.run_dir / "logs" / "slurm").iterdir()}
+    assert logs == {"node-n1.log", "node-n2.log", f"starts-{job.number}"}
 
     slurm.call("scancel", "--signal=USR1", "--batch", job.number)
     job.wait_state("PENDING")
@@ -116,5 +117,7 @@ def test_a_start_that_wrote_no_checkpoint_in_its_time_is_not_repeated(slurm: Min
     job.wait_for("allocation: 2 nodes x 2 GPUs")
     slurm.call("scancel", "--signal=USR1", "--batch", job.number)
     job.wait_state("FAILED")
-    assert "not requeued: this start's time is over" in job.output
-    assert "(newest: none). Give it more (sbatch --time=, --signal=B:USR1@SECONDS), or" in job.output
+    assert (
+        "SIGUSR1: this start's time is over: not requeued: 1 start brought no checkpoint (newest: none)" in job.output
+    )
+    assert "give it more (sbatch --time=, --signal=B:USR1@SECONDS), or make iterations shorter" in job.output
