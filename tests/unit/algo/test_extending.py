@@ -39,10 +39,11 @@ MODULE, TEST = read_blocks("python")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """A folder on Python's path, whose modules are forgotten afterwards, and so is what the registry found in them."""
+    """The current directory, also on Python's path; its modules are forgotten afterwards, as what the registry found."""
     before = set(sys.modules)
     forget_declarations()
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     yield tmp_path
     for name in set(sys.modules) - before:
         if Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(tmp_path):
@@ -81,15 +82,17 @@ def test_the_guides_command_is_a_configuration(folder):
     (folder / "my_estimators.py").write_text(MODULE)
     words = shlex.split(COMMAND)
     config = load_config(words[words.index("megarl.train") + 1 :])
-    assert config.algo.advantage == "my_estimators:MEDIAN"
+    assert config.algo.advantage == "my_estimators.py:MEDIAN"
 
 
 def test_what_the_guide_says_is_refused_is_refused(folder):
     (folder / "my_estimators.py").write_text(MODULE)
     algo, _ = load_preset_text(PRESET)
     assert "train.responses_per_prompt: 1 found" in check_algo(algo, 1, 1)[0]
-    with pytest.raises(ConfigError, match=r"algo\.gamma: .*under algo\.advantage=my_estimators:MEDIAN; it counts with"):
-        load_config([*shlex.split(COMMAND)[4:], "algo.gamma=0.9"])
+    with pytest.raises(
+        ConfigError, match=r"algo\.gamma: .*under algo\.advantage=my_estimators\.py:MEDIAN; it counts with"
+    ):
+        load_config([*shlex.split(COMMAND)[3:], "algo.gamma=0.9"])
 
 
 def test_an_estimator_of_the_package_is_one_module_and_nothing_else(folder, monkeypatch):
@@ -136,11 +139,11 @@ def test_a_policy_loss_of_ones_own_is_weighted_aggregated_and_logged(folder):
         ),
         (
             "algo.surrogate=reinforce",
-            r"algo\.surrogate: found 'reinforce'; it must be one of cispo, clip, dis, dppo, gspo, logprob, or package",
+            r"algo\.surrogate: found 'reinforce'; it must be one of cispo, clip, dis, dppo, gspo, logprob, or FILE",
         ),
-        ("algo.advantage=no_such:X", r"importing no_such failed with ModuleNotFoundError.*PYTHONPATH"),
-        ("algo.advantage=my_losses:NONE", r"my_losses\.NONE is nothing; it must be AdvantageEstimator\("),
-        ("algo.advantage=my_losses:SQUARE", r"my_losses\.SQUARE is a PolicyLoss; it must be Adv"),
+        ("algo.advantage=no_such:X", r"importing no_such failed: ModuleNotFoundError.*PYTHONPATH"),
+        ("algo.advantage=my_losses:NONE", r"my_losses has no NONE"),
+        ("algo.advantage=my_losses:SQUARE", r"my_losses:SQUARE is a PolicyLoss; it must be Adv"),
     ],
 )
 def test_a_name_that_is_no_choice_is_refused_with_what_would_be_right(folder, override, message):
