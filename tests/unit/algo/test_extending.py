@@ -39,7 +39,7 @@ MODULE, TEST = read_blocks("python")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """The current directory, also on Python's path; its modules are forgotten afterwards, as what the registry found."""
+    """The current directory, also on Python's path; its modules and declarations are forgotten afterwards."""
     before = set(sys.modules)
     forget_declarations()
     monkeypatch.syspath_prepend(tmp_path)
