@@ -14,7 +14,7 @@ from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.hf.checkpoint import find_checkpoint
 from megarl.interfaces import DeadlineError
-from megarl.rollout.server import WEIGHT_LOADER, ServerError, SGLangServer, has_cuda
+from megarl.rollout.server import WEIGHT_LOADER, ServerError, SGLangServer, has_cuda, write_private
 
 LEFT_OUT = (["--skip-tokenizer-init"], ["--custom-weight-loader", WEIGHT_LOADER])
 """Words of a rollout server's command line: this one takes messages, and its weights stay what they are"""
@@ -112,9 +112,7 @@ def make_folder() -> Path:
 
 
 def write_key_file(key: str) -> Path:
-    path = make_folder() / "key"
-    path.write_text(key)
-    return path
+    return write_private(make_folder() / "key", key)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from megarl.cluster import ray_calls
 from megarl.cluster.head import ADDRESS_FILE
 from megarl.cluster.joining import joined_ray
 from megarl.config.schema.cluster import ClusterConfig
-from megarl.rollout.server import GUARD
+from megarl.rollout.server import GUARD, read_tail, write_private
 from megarl.run.signals import STOPPING_SIGNALS
 
 TEMP_DIR, LOG, TOKEN = "ray", "head.log", "token"
@@ -73,8 +73,7 @@ def _using_key(path: Path) -> Iterator[None]:
 
     Ray's own default is a file that all users can read (~/.ray/auth_token).
     """
-    path.touch(mode=0o600)
-    path.write_text(secrets.token_hex(32))
+    write_private(path, secrets.token_hex(32))
     own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path), "RAY_USAGE_STATS_ENABLED": "0"}
     # Ray would end this process and its workers where the GCS is silent for a minute; ray_calls does, with a reason.
     own["RAY_gcs_rpc_server_reconnect_timeout_s"] = "100000"
@@ -133,7 +132,7 @@ def _wait_for_address(scratch: Path, head: subprocess.Popen[bytes], deadline_s: 
         is_late = time.monotonic() > end
         if head.poll() is not None or is_late:
             what = f"within {deadline_s:g} s (cluster.nodes_deadline_s)" if is_late else f"(exit status {head.poll()})"
-            tail = _read_tail(scratch / LOG)
+            tail = read_tail(scratch / LOG, LOG_TAIL_LINES)
             ray_calls.lose(f"Ray did not start {what}" + (f":\n{tail}" if tail else ""))
         time.sleep(POLL_S)
     ray_calls.watch(_find_processes(head))
@@ -145,12 +144,6 @@ def _find_processes(head: subprocess.Popen[bytes]) -> dict[str, psutil.Process]:
         return ray_calls.find_processes(psutil.Process(head.pid).children(recursive=True))
     except psutil.NoSuchProcess:
         return {}
-
-
-def _read_tail(path: Path) -> str:
-    with suppress(FileNotFoundError):
-        return "\n".join(path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-    return ""
 
 
 def _end_head(head: subprocess.Popen[bytes], grace_s: float) -> None:

@@ -70,5 +70,5 @@ class RunWatch:
             if count >= PATIENCE:
                 continue
             self._in_a_row[sign.name] = count + 1 if sign.shows(metrics) else 0
-            if count + 1 == PATIENCE and sign.shows(metrics):
+            if self._in_a_row[sign.name] == PATIENCE:
                 yield f"warning: {sign.text.format(**values)}"

@@ -178,14 +178,16 @@ def make_scratch() -> Path:
     return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
 
 
-def write_key(scratch: Path, api_key: str) -> list[str]:
-    """The arguments that tell a server its key: in a file, since every user of the machine sees command lines.
+def write_private(path: Path, text: str) -> Path:
+    """Write a new file that this user alone can read; returns its path."""
+    path.touch(0o600)
+    path.write_text(text)
+    return path
 
-    scratch: a folder readable by this user alone.
-    """
-    path = scratch / "key.yaml"
-    path.write_text(f"api-key: {api_key}\n")
-    return ["--config", str(path)]
+
+def write_key(scratch: Path, api_key: str) -> list[str]:
+    """The arguments that tell a server its key: in a file, since every user of the machine sees command lines."""
+    return ["--config", str(write_private(scratch / "key.yaml", f"api-key: {api_key}\n"))]
 
 
 def bind_ranks(cpus: Sequence[int], tp: int) -> str:
@@ -213,11 +215,9 @@ class SGLangServer:
         api_key: str | None = None,
         shares_gpus: bool = False,
     ):
-        """Arguments that need a word:
-
-        port: None picks a free one. weight_version: of the checkpoint's weights. api_key: required of callers, also on
-        loopback, where other users of the machine can call; None: a new one. shares_gpus: whether training roles use
-        the same GPUs.
+        """port: None picks a free one. weight_version: of the checkpoint's weights. api_key: required of callers, also
+        on loopback, where other users of the machine can call; None: a new one. shares_gpus: whether training roles
+        use the same GPUs.
 
         Raises ConfigError for bad options or a checkpoint without config.json.
         """
