@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 
-from megarl.config.schema.roles import Dtype, Fp8, Fp8Recipe, Recompute, RecomputeMethod, Trainable
+from megarl.config.schema.roles import (
+    Dtype,
+    Fp8,
+    Fp8Recipe,
+    LoraConfig,
+    LoraLayers,
+    Recompute,
+    RecomputeMethod,
+    Trainable,
+)
 from megarl.mcore.model.architecture import Architecture
 from megarl.mcore.worker_spec import WorkerSpec
 
@@ -86,6 +95,8 @@ def check_role_fields(
     role = spec.role.value
     if spec.router_replay:
         yield from check_router_replay(arch, spec.megatron)
+    if spec.lora is not None:
+        yield from _check_lora(arch, spec, spec.lora)
     experts_alone = arch.experts is not None and not arch.experts.shared_ffn_size
     if spec.trainable is Trainable.mlp and experts_alone and spec.parallel.pp > 1:
         # Megatron's optimizer of dense weights would have none on the stages before the head, and then writes no state.
@@ -106,6 +117,21 @@ def check_role_fields(
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
         if in_worker or capability or not has_transformer_engine():
             yield from find_fp8_problems(role, spec.fp8, spec.fp8_recipe, has_transformer_engine(), capability)
+
+
+def _check_lora(arch: Architecture, spec: WorkerSpec, lora: LoraConfig) -> Iterator[str]:
+    """One message for each reason why these adapters cannot be trained."""
+    if not lora.layers:
+        yield "policy.lora.layers: found nothing; it must be attention, mlp or both"
+    if arch.experts is not None and LoraLayers.mlp in lora.layers:
+        yield "policy.lora.layers: found mlp; experts have no adapters: policy.lora.layers=[attention]"
+    if arch.output_norms:
+        yield (
+            f"policy.lora.rank: found {lora.rank}; a model with norms of its layers' outputs ({arch.family}) has no"
+            " adapters; it must be 0"
+        )
+    if spec.fp8:
+        yield f"policy.fp8: found {spec.fp8.value} with policy.lora.rank={lora.rank}; adapters need null"
 
 
 def check_router_replay(arch: Architecture, megatron: Mapping[str, Any]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from megarl.mcore.batch import PackedBatch
 from megarl.mcore.model.architecture import Architecture
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.types import Metrics, Sequences
 
 REAL, COMPUTED = "tokens/real", "tokens/computed"
@@ -36,16 +36,22 @@ def count_tokens(batch: PackedBatch, sequences: Sequences) -> dict[str, Tensor]:
     return {REAL: sequences.lengths[batch.rows].sum(), COMPUTED: batch.params.cu_seqlens_q[-1]}
 
 
-def describe_work(metrics: Metrics, role: Role, arch: Architecture, sequences: Sequences) -> Metrics:
+def describe_work(metrics: Metrics, spec: WorkerSpec, arch: Architecture, sequences: Sequences) -> Metrics:
     """The metrics of an optimizer step with two in place of the counts of tokens.
 
     ROLE/real_tokens_frac: real tokens / computed ones. ROLE/model_tflop_sum: 1e12 floating-point operations of a
-    forward pass and of a backward pass of twice as many, without what is computed again.
+    forward pass and of a backward pass of twice as many, without what is computed again; with adapters, whose own are
+    not counted, without the products for the gradients of the frozen weights.
     """
+    role = spec.role
     rest = {key: value for key, value in metrics.items() if key not in (REAL, COMPUTED)}
     multiply_adds = sum(compute_row_costs(arch, sequences, with_value_head=role is Role.critic))
+    operations = 6 * multiply_adds
+    if spec.lora is not None:
+        heads = arch.num_layers * arch.num_heads * arch.head_size
+        operations -= 2 * (multiply_adds - heads * float(sequences.lengths.double().square().sum()))
     return {
         **rest,
         f"{role.value}/real_tokens_frac": metrics[REAL] / metrics[COMPUTED],
-        f"{role.value}/model_tflop_sum": 6e-12 * multiply_adds,
+        f"{role.value}/model_tflop_sum": 1e-12 * operations,
     }

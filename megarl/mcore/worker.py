@@ -3,7 +3,6 @@
 A plain class without Ray. Every rank of a role is called with the same arguments in the same order.
 """
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from megarl.mcore.batch import PackedBatch, build_batch
 from megarl.mcore.device import choose_kernels
 from megarl.mcore.full_kl import compute_full_kl
 from megarl.mcore.logprobs import VocabShard, build_vocab_shard, compute_logprobs
+from megarl.mcore.lora import attach_adapters, export_peft
 from megarl.mcore.loss_targets import build_targets
 from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.model.build import bound_values, build_chunks, build_config, wrap_chunks
@@ -34,8 +34,9 @@ from megarl.mcore.offload import OffloadManager, uses_everything, uses_weights
 from megarl.mcore.optimizer import build_optimizer, build_scheduler, describe_adam
 from megarl.mcore.role_fields import build_role_fields, check_role_fields, find_token_multiple
 from megarl.mcore.row_costs import compute_row_costs, count_tokens, describe_work
-from megarl.mcore.step import run_schedule, run_stage, sum_gradients
-from megarl.mcore.weights.bridge import export_hf, list_own_entries, load_hf, named_entries, take_gradient
+from megarl.mcore.step import accumulate, run_schedule, run_stage, sum_gradients
+from megarl.mcore.weights import bridge
+from megarl.mcore.weights.adapters import PeftAdapter, build_peft_config, write_config
 from megarl.mcore.weights.dist_format import DESCRIPTION
 from megarl.mcore.weights.entries import Entry
 from megarl.mcore.weights.hf_files import copy_description, write_hf_checkpoint
@@ -71,10 +72,13 @@ class MegatronWorker:
         self.config = build_config(self.arch, spec.parallel, spec.dtype, spec.megatron, build_role_fields(spec))
         # This rank's pieces of the model: one, or vpp.
         self.chunks = build_chunks(self.arch, self.config, with_value_head=spec.role is Role.critic)
-        load_hf(self.chunks, Path(spec.checkpoint), self.arch)
+        bridge.load_hf(self.chunks, Path(spec.checkpoint), self.arch)
         if spec.router_replay:
             replay_routes(self.chunks)
         freeze(self.chunks, spec.trainable)
+        self.peft_config = spec.lora and build_peft_config(spec.lora, self.arch, spec.checkpoint)
+        if spec.lora is not None:
+            attach_adapters(self.chunks, spec.lora, spec.seed)
         bound_values(self.chunks, spec.value_range)
         # DistributedDataParallel where they are trained.
         self.model: list[Any] = wrap_chunks(self.chunks, self.config, spec.optimizer)
@@ -146,7 +150,8 @@ class MegatronWorker:
     @uses_weights
     def export_weights(self, directory: Path) -> None:
         """Write an ordinary Hugging Face checkpoint directory, complete or not at all."""
-        self._export(directory, export_hf(self.chunks, self.arch))
+        adapter = export_peft(self.chunks, self.arch, self.peft_config) if self.peft_config else None
+        self._export(directory, bridge.export_hf(self.chunks, self.arch), adapter)
 
     @uses_everything
     def export_gradient(self, samples: TrainingSamples, directory: Path) -> None:
@@ -155,11 +160,14 @@ class MegatronWorker:
             raise ValueError(f"{self.spec.role.value} is not trained")
         self._check_tokens(samples.sequences)
         self._sum_gradient(samples, everywhere=True)
-        self._export(directory, export_hf(self.chunks, self.arch, take_gradient))
+        self._export(directory, bridge.export_hf(self.chunks, self.arch, bridge.take_gradient, torch.float32))
 
-    def _export(self, directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def _export(
+        self, directory: Path, tensors: Iterator[tuple[str, Tensor]], adapter: PeftAdapter | None = None
+    ) -> None:
         if dist.get_rank() == 0:
-            write_hf_checkpoint(Path(directory), Path(self.spec.checkpoint), tensors, self.spec.critic_fields)
+            spec = self.spec
+            write_hf_checkpoint(Path(directory), Path(spec.checkpoint), tensors, spec.critic_fields, adapter)
         else:
             for _ in tensors:
                 pass
@@ -185,6 +193,8 @@ class MegatronWorker:
             value_head = self.config.params_dtype if self.spec.role is Role.critic else None
             target = writing.directory / DESCRIPTION
             copy_description(Path(self.spec.checkpoint), target, value_head, self.spec.critic_fields)
+            if self.peft_config:
+                write_config(target, self.peft_config)
         dist.barrier()
 
     def save(self, directory: Path) -> None:
@@ -209,17 +219,16 @@ class MegatronWorker:
 
     @uses_weights
     def checksum(self) -> str:
-        """SHA-256 of this rank's parameters, by name."""
-        digest = hashlib.sha256()
-        named = {entry.name: param for entry, param in named_entries(self.chunks)}
-        for name, param in sorted(named.items()):
-            digest.update(name.encode())
-            digest.update(param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        """SHA-256 of this rank's weights, by name."""
+        return bridge.compute_checksum(self.chunks)
 
-    def shards(self) -> list[tuple[Entry, Tensor]]:
+    def entries(self) -> list[Entry]:
         """This rank's parameters, each once; not the last stage's copy of tied embeddings."""
-        return [(entry, param.data) for entry, param in list_own_entries(self.chunks)]
+        return [entry for entry, _ in bridge.list_own_entries(self.chunks)]
+
+    def shards(self) -> bridge.Weights:
+        """The weights of `entries` by their names; where there are adapters, merged copies."""
+        return bridge.Weights(bridge.list_own_entries(self.chunks))
 
     def tensor_ranks(self) -> tuple[int, int]:
         """Which of the shards of a weight this rank holds: of others, of experts'."""
@@ -235,7 +244,7 @@ class MegatronWorker:
         if self.spec.parallel.pp > 1:
             raise ValueError(f"parallel.pp: {self.spec.parallel.pp} found; a KL of estimator full needs 1")
         chunks = build_chunks(self.arch, self.config, with_value_head=False)
-        load_hf(chunks, Path(self.spec.checkpoint), self.arch)
+        bridge.load_hf(chunks, Path(self.spec.checkpoint), self.arch)
         return wrap_chunks(chunks, self.config, None)
 
     def _check(self, verb: str, role: Role | None = None, not_role: Role | None = None) -> None:
@@ -328,22 +337,10 @@ class MegatronWorker:
         outputs = self._sum_gradient(samples)
         self.scheduler.step(1)
         _, grad_norm, _ = self.optimizer.step()
-        name, found = self.spec.role.value, process_groups.combine(*_accumulate(outputs))
-        metrics = describe_work(found, self.spec.role, self.arch, samples.sequences)
+        name, found = self.spec.role.value, process_groups.combine(*accumulate(outputs))
+        metrics = describe_work(found, self.spec, self.arch, samples.sequences)
         metrics |= compute_load_metrics(self.chunks, name)
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"{name}: the gradient norm is {grad_norm}; metrics of the step: {metrics}")
         rate = next(group["lr"] for group in self.optimizer.param_groups if group["default_config"])
         return {f"{name}/grad_norm": float(grad_norm), f"{name}/lr": rate, **metrics}
-
-
-def _accumulate(outputs: list[LossOutput]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The sums and maxima of this rank's micro-batches."""
-    sums: dict[str, Tensor] = {}
-    maxima: dict[str, Tensor] = {}
-    for output in outputs:
-        for key, value in output.sums.items():
-            sums[key] = sums[key] + value if key in sums else value
-        for key, value in output.maxima.items():
-            maxima[key] = torch.maximum(maxima[key], value) if key in maxima else value
-    return sums, maxima

@@ -11,6 +11,7 @@ from megarl.config.schema.roles import (
     Dtype,
     Fp8,
     Fp8Recipe,
+    LoraConfig,
     Offload,
     OptimizerConfig,
     ParallelConfig,
@@ -68,6 +69,8 @@ class WorkerSpec:
     """Of the critic alone: data.critic_prompt, which its checkpoints record"""
     trainable: Trainable = Trainable.all
     """Of the critic: which weights are trained"""
+    lora: LoraConfig | None = None
+    """Of the policy: the adapters that are trained in place of its weights; None: there are none"""
     value_range: tuple[float, float] | None = None
     """Of the critic: the bounds of its values, which its checkpoints record; None: they have none"""
     deterministic: bool = False

@@ -9,7 +9,14 @@ from megarl.algo.registry import needs_critic
 from megarl.config.errors import ConfigError
 from megarl.config.schema.algo import needs_full_kl, needs_reference
 from megarl.config.schema.model import ModelSource, RandomModelConfig
-from megarl.config.schema.roles import CriticConfig, ParallelConfig, ReferenceConfig, Trainable, TrainedRoleConfig
+from megarl.config.schema.roles import (
+    CriticConfig,
+    ParallelConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    Trainable,
+    TrainedRoleConfig,
+)
 from megarl.config.schema.root import Config
 from megarl.families.registry import build_random_fields
 from megarl.hf.checkpoint import default_cache_dir, resolve_checkpoint
@@ -133,6 +140,7 @@ def _build_job(
         num_microbatches=num_microbatches,
         on_gpu=on_gpu,
         fp8=fp8,
+        lora=node.lora if isinstance(node, PolicyConfig) and node.lora.rank else None,
         trainable=node.trainable if isinstance(node, CriticConfig) else Trainable.all,
         caches_fp8=fp8 and not config.model.megatron.get("disable_parameter_transpose_cache"),
     )

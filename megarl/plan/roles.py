@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from math import ceil
 
-from megarl.config.schema.roles import Dtype, Offload, ParallelConfig, Trainable
+from megarl.config.schema.roles import Dtype, LoraConfig, Offload, ParallelConfig, Trainable
 from megarl.mcore.model.architecture import Architecture
+from megarl.mcore.weights.adapters import count_layer
 from megarl.mcore.weights.dist_format import GATHERED_ELEMENTS
 from megarl.mcore.worker_spec import StageParameters
 from megarl.plan.activations import (
@@ -51,6 +52,8 @@ class RoleJob:
     """FP8 copies of the weights stay from one micro-batch to the next"""
     trainable: Trainable = Trainable.all
     """Which weights have gradients and an optimizer's state"""
+    lora: LoraConfig | None = None
+    """Adapters that have them in place of all weights"""
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ def count_in_flight(parallel: ParallelConfig, stage: int, num_microbatches: int)
 
 def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> StageMemory:
     parallel, b = job.parallel, ELEMENT_BYTES[job.dtype]
-    weights = parameters.total * b * (2 if job.holds_reference else 1)
+    weights = (parameters.total * (2 if job.holds_reference else 1) + count_adapters(job, parameters)) * b
     fp8 = (parameters.total - parameters.embedding - parameters.head) * FP8_BYTES if job.caches_fp8 else 0
     trained = count_trained(job, parameters)
     gradients = sum(trained) * GRADIENT_BYTES
@@ -173,9 +176,16 @@ def count_trained(job: RoleJob, parameters: StageParameters) -> tuple[int, int]:
     """The parameters of a rank that are trained: dense ones and those of experts."""
     if not job.is_trained:
         return 0, 0
+    if job.lora is not None:
+        return count_adapters(job, parameters), 0
     if job.trainable is Trainable.mlp:
         return parameters.mlp + parameters.head, parameters.experts
     return parameters.dense, parameters.experts
+
+
+def count_adapters(job: RoleJob, parameters: StageParameters) -> int:
+    """The parameters of a rank's adapters."""
+    return 0 if job.lora is None else parameters.num_layers * count_layer(job.arch, job.lora, job.parallel.tp)
 
 
 def count_replicas(job: RoleJob) -> tuple[int, int]:
@@ -205,7 +215,7 @@ def compute_saved(job: RoleJob, parameters: StageParameters, rank: int) -> int:
     """
     parallel, each = job.parallel, ELEMENT_BYTES[job.dtype]
     dense, experts = count_trained(job, parameters)
-    saved = each * parameters.dense + 12 * dense if rank < parallel.tp else 0
+    saved = each * (parameters.dense + count_adapters(job, parameters)) + 12 * dense if rank < parallel.tp else 0
     return saved + ((each * parameters.experts + 12 * experts) if rank < parallel.etp * parallel.ep else 0)
 
 

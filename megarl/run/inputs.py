@@ -240,6 +240,10 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
 
     policy_steps, num_iterations = config.train.num_optimizer_steps, config.train.num_iterations
     low_high = config.critic.value_range
+    policy_only: dict[str, Any] = {
+        "router_replay": config.rollout.router_replay,
+        "lora": config.policy.lora if config.policy.lora.rank else None,
+    }
     critic_only: dict[str, Any] = {
         "critic_prompt": config.data.critic_prompt,
         "trainable": config.critic.trainable,
@@ -266,9 +270,8 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
             megatron=config.model.megatron,
             num_threads=config.cluster.cpu_threads_per_worker,
             deadline_s=config.cluster.call_deadline_s,
-            router_replay=config.rollout.router_replay and role is Role.policy,
             deterministic=config.train.deterministic,
-            **(critic_only if role is Role.critic else {}),
+            **(policy_only if role is Role.policy else critic_only if role is Role.critic else {}),
         )
 
     policy, critic, reference = config.policy, config.critic, config.reference

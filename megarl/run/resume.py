@@ -48,7 +48,7 @@ DECIDES = (
     *("train.samples_per_minibatch", "train.num_minibatches", "train.epochs_per_iteration"),
     *(f"{role}.{name}" for role in ("policy", "critic") for name in ("optimizer.", "dtype", "fp8", "fp8_recipe")),
     *("critic.updates_per_policy_update", "critic.init", "critic.value_range", "critic.trainable", "reference.dtype"),
-    "policy.frozen_iterations",
+    *("policy.frozen_iterations", "policy.lora."),
     *(
         "rollout.response_length",
         "rollout.stop",

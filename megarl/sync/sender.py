@@ -39,8 +39,7 @@ class WeightSender:
     def describe(self) -> list[Piece]:
         """The pieces that this rank holds, including those that other ranks hold too."""
         worker = self._worker
-        entries = [entry for entry, _ in worker.shards()]
-        return describe_rank(entries, worker.arch, worker.spec.parallel, *worker.tensor_ranks())
+        return describe_rank(worker.entries(), worker.arch, worker.spec.parallel, *worker.tensor_ranks())
 
     def prepare(
         self, rank: int, buckets: Sequence[Bucket], words: Mapping[tuple[int, str], int], dtypes: Mapping[str, str]
@@ -76,7 +75,7 @@ class WeightSender:
         """Send all buckets of this rank. Raises TransportError."""
         assert self._transport is not None, "send was called before open"
         with torch.no_grad(), self._worker.offload.during(training=False):
-            tensors = self._tensors()
+            tensors = self._worker.shards()
             try:
                 self._transport.send(self._buckets, lambda bucket, out: fill_bucket(bucket, out, tensors, self._dtypes))
             except BaseException:
@@ -87,7 +86,7 @@ class WeightSender:
     def checksum(self) -> dict[tuple[int, str], int]:
         """What this rank's parameters add to each checksum, by (server rank, tensor name)."""
         with torch.no_grad(), self._worker.offload.during(training=False):
-            tensors = self._tensors()
+            tensors = self._worker.shards()
 
             def take(copy: Copy) -> Tensor:
                 return copy.source.of(tensors[copy.source_tensor]).to(self._dtypes[copy.target_tensor])
@@ -101,6 +100,3 @@ class WeightSender:
         if self._transport is not None:
             self._transport.close()
             self._transport = None
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return {entry.name: tensor for entry, tensor in self._worker.shards()}

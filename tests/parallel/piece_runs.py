@@ -27,7 +27,7 @@ def describe_layouts(
     for name, spec in specs.items():
         worker = MegatronWorker(spec, rank, world_size, f"file://{scratch}/{name}.init")
         try:
-            tensors = {entry.name: tensor for entry, tensor in worker.shards()}
+            tensors = worker.shards()
             held = []
             for piece in WeightSender(worker).describe():
                 at = TensorSlice(piece.row, piece.col, piece.region.num_rows, piece.region.num_cols)

@@ -65,6 +65,8 @@ RANGES: dict[str, Range] = {
     "train.stop_at_heldout_reward": Range(-inf),
     "critic.updates_per_policy_update": _PASSES,
     "policy.frozen_iterations": _NOT_NEGATIVE,
+    "policy.lora.rank": Range(0, high=4096),
+    "policy.lora.alpha": _POSITIVE,
     "cluster.num_nodes": Range(1, high=100_000),
     "cluster.gpus_per_node": Range(0, high=1024),
     "cluster.cpu_threads_per_worker": _THREADS,

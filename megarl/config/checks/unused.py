@@ -50,6 +50,11 @@ RULES: tuple[Rule, ...] = (
         "under critic.recompute={c.critic.recompute.name}; it counts with full",
     ),
     Rule(
+        ("policy.lora.alpha", "policy.lora.layers"),
+        lambda c: c.policy.lora.rank > 0,
+        "with policy.lora.rank=0; it counts with 1 or more",
+    ),
+    Rule(
         ("policy.fp8_recipe",),
         lambda c: c.policy.fp8 is not None,
         "with policy.fp8=null; it counts with hybrid or e4m3",
@@ -135,7 +140,7 @@ COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
         Rule(
             (
                 *("policy.optimizer", "policy.recompute", "policy.recompute_method", "policy.recompute_num_layers"),
-                *("policy.frozen_iterations", "rollout.max_staleness", "train.num_iterations"),
+                *("policy.frozen_iterations", "policy.lora", "rollout.max_staleness", "train.num_iterations"),
                 "train.stop_at_heldout_reward",
                 *("train.eval_every", "train.num_eval_prompts", "logger.num_logged_samples"),
                 *("logger.num_token_records", "logger.token_record_kb", "logger.token_passes"),

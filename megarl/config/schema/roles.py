@@ -72,6 +72,15 @@ class Trainable(Enum):
     routers stay as they are (SAO 2607.07508: a critic with frozen attention)"""
 
 
+class LoraLayers(Enum):
+    """Which layers have adapters."""
+
+    attention = "attention"
+    """The projections of query, key, value and of attention's output"""
+    mlp = "mlp"
+    """Gate, up and down of each MLP"""
+
+
 class LrDecay(Enum):
     """How a learning rate falls after the warm-up."""
 
@@ -194,9 +203,24 @@ class TrainedRoleConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters that are trained beside frozen weights (LoRA, Hu et al. 2106.09685)."""
+
+    rank: int = 0
+    """Rank r of each adapter: W + alpha / r * B A stands for a weight W, and A and B alone are trained. 0: there are no
+    adapters, and all weights are trained."""
+    alpha: float = 32.0
+    """The adapters' products are multiplied by alpha / rank."""
+    layers: list[LoraLayers] = field(default_factory=lambda: [LoraLayers.attention, LoraLayers.mlp])
+    """Which layers have adapters: attention, mlp or both."""
+
+
+@dataclass
 class PolicyConfig(TrainedRoleConfig):
     """The model that is trained to answer."""
 
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Train low-rank adapters in place of all weights."""
     frozen_iterations: int = 0
     """In so many iterations at the start the critic alone learns (SAO: 10, BPCO: 15): the policy's weights, their
     version and its learning rate's schedule stay as they are. These iterations count among train.num_iterations."""

@@ -1,7 +1,8 @@
 """Weights between a Hugging Face checkpoint and the shards of a Megatron model on its ranks; `entries` says how."""
 
+import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from megarl.families.architecture import Architecture
 from megarl.families.weights import Split
 from megarl.mcore.model.build import PackedGPT
+from megarl.mcore.weights.adapters import PREFIX
 from megarl.mcore.weights.entries import Entry, describe, to_hf, to_megatron
 from megarl.mcore.weights.hf_critic import VALUE_HEAD
 from megarl.mcore.weights.hf_reader import CheckpointReader, is_finite
@@ -41,9 +43,18 @@ def _name_chunk(model: PackedGPT) -> list[tuple[Entry, Tensor]]:
     return result
 
 
+def compute_checksum(chunks: Sequence[PackedGPT]) -> str:
+    """SHA-256 of this rank's weights, by name."""
+    digest = hashlib.sha256()
+    for entry, param in sorted(named_entries(chunks), key=lambda named: named[0].name):
+        digest.update(entry.name.encode())
+        digest.update(take_weights(param).cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def _list_tensors(model: PackedGPT) -> Iterator[tuple[str, Tensor]]:
     """Parameters, and the buffers that are a part of the checkpoint."""
-    yield from model.named_parameters()
+    yield from (named for named in model.named_parameters() if not named[0].startswith(PREFIX))
     saved = model.state_dict(keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
@@ -101,27 +112,31 @@ def _shard_group(entry: Entry) -> dist.ProcessGroup:
 
 
 def export_hf(
-    chunks: Sequence[PackedGPT], arch: Architecture, take: Callable[[Tensor], Tensor] = Tensor.detach
+    chunks: Sequence[PackedGPT],
+    arch: Architecture,
+    take: Callable[[Tensor], Tensor] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every Hugging Face tensor (on the CPU) on global rank 0; every rank must run it to its end.
 
-    take: what is exported of each parameter, in the parameter's shape; by default its weights.
+    take: what is exported of each parameter, in the parameter's shape; by default its weights. dtype: of that; by
+    default the parameter's.
 
     Whole on rank 0 at a time: one parameter, or the same one of each expert-parallel rank's next expert.
     Replicas other than the first of a parameter have nothing to do with it.
     """
     pp_group = parallel_state.get_pipeline_model_parallel_group()
-    mine = [(entry, take(param)) for entry, param in list_own_entries(chunks)]
+    take, mine = take or take_weights, list_own_entries(chunks)
     stages: list[list[tuple[Entry, torch.Size, torch.dtype]]] = [[] for _ in range(pp_group.size())]
-    dist.all_gather_object(stages, [(e, p.shape, p.dtype) for e, p in mine], group=pp_group)
+    dist.all_gather_object(stages, [(e, p.shape, dtype or p.dtype) for e, p in mine], group=pp_group)
     for stage, entries in enumerate(stages):
-        for position, (entry, shape, dtype) in enumerate(entries):
+        for position, (entry, shape, sent) in enumerate(entries):
             if _replica(entry) != 0:
                 continue
             if stage == pp_group.rank():
-                tensor = mine[position][1].contiguous()
+                tensor = take(mine[position][1]).contiguous()
             else:
-                tensor = torch.empty(shape, dtype=dtype, device=mine[0][1].device)
+                tensor = torch.empty(shape, dtype=sent, device=mine[0][1].device)
             if pp_group.size() > 1:
                 dist.broadcast(tensor, group=pp_group, group_src=stage)
             for described, shards in _gather(tensor, entry, chunks[0]):
@@ -129,8 +144,40 @@ def export_hf(
                     yield from ((name, whole.cpu()) for name, whole in to_hf(described, shards, arch))
 
 
+def take_weights(param: Tensor) -> Tensor:
+    """The weights of a parameter, merged with its adapter where it has one."""
+    adapter = getattr(param, "adapter", None)
+    return param.detach() if adapter is None else adapter.merge(param)
+
+
+class Weights(Mapping[str, Tensor]):
+    """This rank's weights by their entries' names. One with an adapter is merged when it is asked for, and the last
+    one is kept, so that merged copies of all of them are never there at once.
+    """
+
+    def __init__(self, named: Iterable[tuple[Entry, Tensor]]) -> None:
+        self._params = {entry.name: param for entry, param in named}
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = (name, take_weights(self._params[name]))
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._params)
+
+    def __len__(self) -> int:
+        return len(self._params)
+
+
 def take_gradient(tensor: Tensor) -> Tensor:
-    """The gradient of a parameter, in float32; zeros for a constant and a frozen one."""
+    """The gradient of a parameter, in float32; zeros for a constant and a frozen one, of one with an adapter how the
+    merged weight moves along the gradient of the adapter.
+    """
+    if (adapter := getattr(tensor, "adapter", None)) is not None:
+        moves: Tensor = adapter.gradient()
+        return moves
     return getattr(tensor, "main_grad") if tensor.requires_grad else torch.zeros_like(tensor, dtype=torch.float32)  # noqa: B009
 
 

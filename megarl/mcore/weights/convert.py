@@ -65,7 +65,9 @@ def megatron_to_hf(
     overwrite: bool = False,
     report: Report = lambda num_bytes: None,
 ) -> None:
-    """An ordinary Hugging Face directory; of a critic a ...ForSequenceClassification. Else as `hf_to_megatron`."""
+    """An ordinary Hugging Face directory; of a critic a ...ForSequenceClassification, of a policy with adapters the
+    merged weights, and the adapters beside them. Else as `hf_to_megatron`.
+    """
     specs = [
         TensorSpec(name, shape, source.find_dtype(entry) if dtype is None or entry.is_constant else dtype)
         for entry in source.entries
@@ -76,6 +78,8 @@ def megatron_to_hf(
         write_safetensors(building, specs, _report(source, dtype, report))
         copy_description(source.description, building, specs[-1].dtype if source.role is Role.critic else None)
         _set_dtype(building, specs[0].dtype)
+        if (adapter := source.read_adapter()) is not None:
+            adapter.write(building)
 
 
 def _report(source: WeightSource, dtype: torch.dtype | None, report: Report) -> Iterator[tuple[str, Tensor]]:

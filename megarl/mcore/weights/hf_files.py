@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.json_text import load_json_object
+from megarl.mcore.weights.adapters import PeftAdapter
 from megarl.mcore.weights.hf_critic import VALUE_HEAD, to_classifier_config
 from megarl.mcore.weights.hf_reader import INDEX, CheckpointReader
 from megarl.mcore.weights.safetensors_writer import MAX_FILE_BYTES, write_unknown_safetensors
@@ -27,17 +28,21 @@ def write_hf_checkpoint(
     source: Path,
     tensors: Iterable[tuple[str, Tensor]],
     critic_fields: Mapping[str, Any] = MappingProxyType({}),
+    adapter: PeftAdapter | None = None,
 ) -> None:
     """Write tensors with the source's config and tokenizer; `directory` appears complete or not at all.
 
     With a value head among the tensors it is a ...ForSequenceClassification. An existing directory is replaced.
-    critic_fields: further keys of a critic's config.json (`WorkerSpec.critic_fields`).
+    critic_fields: further keys of a critic's config.json (`WorkerSpec.critic_fields`). adapter: written beside the
+    weights that it is merged into.
     """
     with replace_directory(directory) as building:
         write_unknown_safetensors(building, tensors, MAX_FILE_BYTES)
         with CheckpointReader(building) as reader:
             dtype = reader.read(VALUE_HEAD).dtype if VALUE_HEAD in reader else None
         copy_description(source, building, dtype, critic_fields)
+        if adapter is not None:
+            adapter.write(building)
 
 
 @contextmanager

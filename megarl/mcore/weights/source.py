@@ -16,6 +16,15 @@ from megarl.checkpoint.manifest import CheckpointError, load_manifest, verify_fi
 from megarl.families.architecture import Architecture
 from megarl.families.weights import Shape
 from megarl.mcore.model.architecture import read_architecture
+from megarl.mcore.weights.adapters import (
+    PREFIX,
+    AdapterFactors,
+    PeftAdapter,
+    load_config,
+    merge,
+    name_adapter,
+    to_peft,
+)
 from megarl.mcore.weights.dist_format import BACKENDS, DESCRIPTION, KIND, METADATA, compute_global_shapes, locate
 from megarl.mcore.weights.dist_reader import DistReader, holds_optimizer
 from megarl.mcore.weights.entries import Entry, list_entries, to_hf
@@ -160,7 +169,14 @@ class MegatronSource(WeightSource):
         super().__init__(directory, directory / DESCRIPTION, role)
         self._reader = DistReader(directory)
         expected = compute_global_shapes(self.entries, self.arch, tp)
-        self._refuse([*compare_shapes(self._reader.shapes, expected), *self._reader.find_problems()])
+        found = {key: shape for key, shape in self._reader.shapes.items() if not key.startswith(PREFIX)}
+        self._adapted = {key.rpartition(".")[0] for key in self._reader.shapes.keys() - found.keys()}
+        self._refuse([*compare_shapes(found, expected), *self._reader.find_problems()])
+        if self._adapted:
+            try:
+                self._peft_config, self._scale = load_config(self.description)
+            except (ValueError, OSError) as error:
+                self._refuse([f"has adapters, and how to merge them cannot be read: {error}"])
 
     @property
     def holds_optimizer(self) -> bool:
@@ -170,7 +186,22 @@ class MegatronSource(WeightSource):
         return self._reader.find_dtype(locate(entry, self.arch)[0])
 
     def read(self, entry: Entry) -> list[tuple[str, Tensor]]:
-        return to_hf(entry, [self._reader.read(*locate(entry, self.arch))], self.arch)
+        weight, factors = self._reader.read(*locate(entry, self.arch)), self._read_factors(entry)
+        return to_hf(entry, [merge(weight, factors, self._scale) if factors else weight], self.arch)
+
+    def read_adapter(self) -> PeftAdapter | None:
+        """The adapters that `read` merges into the weights; None where there are none."""
+        tensors: dict[str, Tensor] = {}
+        for entry in self.entries:
+            if (factors := self._read_factors(entry)) is not None:
+                tensors |= to_peft(entry, [factors.a], [factors.b], self.arch)
+        return PeftAdapter(self._peft_config, tensors) if tensors else None
+
+    def _read_factors(self, entry: Entry) -> AdapterFactors | None:
+        key = PREFIX + name_adapter(entry) if entry.name.startswith("decoder.layers.") else ""
+        if key not in self._adapted:
+            return None
+        return AdapterFactors(self._reader.read(f"{key}.a", ()), self._reader.read(f"{key}.b", ()))
 
 
 def open_source(directory: Path, *, role: Role | None = None, verify: bool = True) -> HfSource | MegatronSource:

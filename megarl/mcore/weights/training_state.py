@@ -21,6 +21,7 @@ from torch import Tensor
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.schema.roles import ParallelConfig
 from megarl.mcore.model.build import PackedGPT
+from megarl.mcore.weights.adapters import has_adapters
 from megarl.mcore.weights.dist_format import CONTENT
 from megarl.mcore.weights.dist_reader import holds_optimizer, load_metadata
 
@@ -116,7 +117,10 @@ def load_weights(directory: Path, chunks: Sequence[PackedGPT]) -> None:
     Raises CheckpointError where `directory` holds no checkpoint, Megatron's CheckpointingException or KeyError for one
     of another model.
     """
-    load_metadata(directory)
+    if has_adapters(load_metadata(directory).state_dict_metadata) and not any(hasattr(c, "adapters") for c in chunks):
+        raise CheckpointError(
+            f"{directory}: has LoRA adapters beside its weights; tools/convert_checkpoint.py merges them"
+        )
     # The extra state of a module is about FP8 scales, which weights do not come with.
     wanted = {
         str(number): {key: x for key, x in chunk.sharded_state_dict().items() if not key.endswith("_extra_state")}

@@ -5,12 +5,14 @@ from hypothesis import strategies as st
 from tiny_checkpoints import build_sequences, write_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.roles import Dtype, LoraConfig, ParallelConfig
 from megarl.data.packing import pack
 from megarl.mcore.batch import build_batch
 from megarl.mcore.model.architecture import Architecture, Experts, read_architecture
 from megarl.mcore.model.context_parallel import ContextGroup
 from megarl.mcore.row_costs import compute_row_costs, count_tokens, describe_work
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.types import Sequences
 
 SIZES = {"num_layers": 2, "hidden_size": 10, "ffn_size": 7, "num_heads": 4, "num_kv_heads": 2, "head_size": 3}
@@ -20,6 +22,11 @@ OTHERS = {"max_length": 64, "norm_eps": 1e-6, "rope_theta": 1e4, "rope_factor": 
 def build_architecture(experts: Experts | None = None) -> Architecture:
     flags = {"family": "qwen3", "vocab_size": 50, "qk_norm": True, "tied": False}
     return Architecture(**SIZES, **OTHERS, **flags, experts=experts)
+
+
+def build_spec(role: Role, lora: LoraConfig | None = None) -> WorkerSpec:
+    sizes = {"optimizer": None, "dtype": Dtype.float32, "temperature": 1.0, "response_length": 8}
+    return WorkerSpec(role, "", ParallelConfig(), **sizes, algo=AlgoConfig(), tokens_per_microbatch=64, lora=lora)
 
 
 def one_row(length: int, response: int) -> Sequences:
@@ -81,7 +88,7 @@ def test_at_least_97_percent_of_the_tokens_computed_on_gsm8k_like_lengths_are_re
     counts = [count_tokens(batch, sequences) for batch in batches]
     computed = sum(batch.tokens.numel() * cp for batch in batches)
     sums = {key: float(sum(count[key] for count in counts)) for key in counts[0]}
-    metrics = describe_work({"policy/loss": 1.0, **sums}, Role.policy, build_architecture(), sequences)
+    metrics = describe_work({"policy/loss": 1.0, **sums}, build_spec(Role.policy), build_architecture(), sequences)
     assert metrics["policy/loss"] == 1.0
     assert metrics["policy/real_tokens_frac"] == int(sequences.lengths.sum()) / computed
     assert metrics["policy/real_tokens_frac"] >= 0.97
@@ -97,6 +104,15 @@ def test_an_optimizer_step_counts_three_forward_passes_of_two_operations_a_multi
     role: Role, with_value_head: bool
 ) -> None:
     sequences, arch = build_sequences(), build_architecture()
-    metrics = describe_work({"tokens/real": 1.0, "tokens/computed": 1.0}, role, arch, sequences)
+    metrics = describe_work({"tokens/real": 1.0, "tokens/computed": 1.0}, build_spec(role), arch, sequences)
     multiply_adds = sum(compute_row_costs(arch, sequences, with_value_head=with_value_head))
     assert metrics[f"{role.value}/model_tflop_sum"] == pytest.approx(6 * multiply_adds / 1e12)
+
+
+def test_a_step_of_adapters_counts_no_products_for_the_gradients_of_frozen_weights() -> None:
+    sequences, counted = one_row(5, 3), {"tokens/real": 1.0, "tokens/computed": 1.0}
+    metrics = describe_work(counted, build_spec(Role.policy, LoraConfig(rank=2)), build_architecture(), sequences)
+    # Two operations for the multiply-adds of `test_the_cost_of_a_row_by_hand`: forward, and by the inputs; attention's
+    # two inputs both have gradients.
+    linear, attention = 2 * 5 * (240 + 120 + 210) + 3 * 10 * 50, 2 * 12 * 25
+    assert metrics["policy/model_tflop_sum"] == pytest.approx((4 * linear + 6 * attention) / 1e12)
