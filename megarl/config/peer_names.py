@@ -12,7 +12,6 @@ _MIN_NEW = (
     "none; it forbids the end-of-sequence token for a while, so that training would need the log-probs of another"
     " distribution (reward=length rewards long responses instead)"
 )
-_NO_LORA = "none; all weights are trained"
 _MICRO = "train.tokens_per_microbatch, counted in tokens"
 _NO_SHARDING = "policy.parallel (how Megatron-Core splits the weights) and policy.offload"
 _PRETRAINED = "algo.value_pretrain.enabled and algo.value_pretrain.steps"
@@ -84,7 +83,10 @@ _TRL = {
     "stop_token_id": "rollout.stop_token_ids",
     "stop_token_ids": "rollout.stop_token_ids",
     "stop_strings": _STOP,
-    "use_peft": _NO_LORA,
+    "use_peft": "policy.lora.rank, above 0",
+    "lora_r": "policy.lora.rank",
+    "lora_alpha": "policy.lora.alpha",
+    "lora_target_modules": "policy.lora.layers, attention and mlp",
 }
 
 _ROLLOUT, _ACTOR, _REF = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.ref"
@@ -149,7 +151,9 @@ _VERL = {
     f"{_REF}.log_prob_micro_batch_size_per_gpu": _MICRO,
     "actor_rollout_ref.model.path": "model.path with model.source=path",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "policy.recompute",
-    "actor_rollout_ref.model.lora_rank": _NO_LORA,
+    "actor_rollout_ref.model.lora_rank": "policy.lora.rank",
+    "actor_rollout_ref.model.lora_alpha": "policy.lora.alpha",
+    "actor_rollout_ref.model.target_modules": "policy.lora.layers, attention and mlp",
     "critic.optim.lr": "critic.optimizer.lr",
     "critic.optim.lr_warmup_steps": "critic.optimizer.warmup_steps",
     "critic.optim.weight_decay": "critic.optimizer.weight_decay",
@@ -283,7 +287,8 @@ _OPENRLHF = {
     "save_path": "hydra.run.dir",
     "load_checkpoint": "resume=RUN_DIR",
     "use_tensorboard": "logger.tensorboard",
-    "lora_rank": _NO_LORA,
+    "lora_rank": "policy.lora.rank",
+    "target_modules": "policy.lora.layers, attention and mlp",
 }
 
 PEER_NAMES: dict[str, tuple[str, str]] = {

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megarl.checkpoint.manifest import NAME as MANIFEST
 from megarl.checkpoint.manifest import CheckpointError, load_manifest, verify_files
+from megarl.config.schema.roles import LoraLayers
 from megarl.families.architecture import Architecture
 from megarl.families.weights import Shape
 from megarl.mcore.model.architecture import read_architecture
@@ -20,6 +21,7 @@ from megarl.mcore.weights.adapters import (
     PREFIX,
     AdapterFactors,
     PeftAdapter,
+    has_adapter,
     load_config,
     merge,
     name_adapter,
@@ -198,7 +200,7 @@ class MegatronSource(WeightSource):
         return PeftAdapter(self._peft_config, tensors) if tensors else None
 
     def _read_factors(self, entry: Entry) -> AdapterFactors | None:
-        key = PREFIX + name_adapter(entry) if entry.name.startswith("decoder.layers.") else ""
+        key = PREFIX + name_adapter(entry) if has_adapter(entry, LoraLayers) else ""
         if key not in self._adapted:
             return None
         return AdapterFactors(self._reader.read(f"{key}.a", ()), self._reader.read(f"{key}.b", ()))

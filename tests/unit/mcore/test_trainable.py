@@ -1,10 +1,10 @@
-"""critic.trainable=mlp: which weights those are, by the names of both kinds of layers and in every family."""
+"""critic.trainable=mlp and policy.lora: which weights those are, in both kinds of layers and every family."""
 
 import pytest
 
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.model import RandomModelConfig
-from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig, Trainable
+from megarl.config.schema.roles import Dtype, Fp8, LoraConfig, LoraLayers, OptimizerConfig, ParallelConfig, Trainable
 from megarl.families.registry import FAMILIES
 from megarl.mcore.model.trainable import is_mlp
 from megarl.mcore.role_fields import check_role_fields
@@ -59,3 +59,23 @@ def test_stages_that_would_train_experts_alone_are_refused(family: str, pp: int,
         Role.critic, "x", parallel, optimizer, Dtype.float32, AlgoConfig(), 1.0, 8, 64, trainable=Trainable.mlp
     )
     assert bool(list(check_role_fields(arch, spec))) is refused
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "fp8", "messages"),
+    [
+        ("qwen3", LoraConfig(rank=4), None, []),
+        ("qwen3", LoraConfig(rank=4, layers=[]), None, ["policy.lora.layers: found nothing"]),
+        ("qwen3_moe", LoraConfig(rank=4), None, ["policy.lora.layers: found mlp; experts have no adapters"]),
+        ("qwen3_moe", LoraConfig(rank=4, layers=[LoraLayers.attention]), None, []),
+        ("glm4", LoraConfig(rank=4), None, ["policy.lora.rank: found 4; a model with norms of its layers' outputs"]),
+        ("qwen3", LoraConfig(rank=4), Fp8.hybrid, ["policy.fp8: found hybrid with policy.lora.rank=4", "policy.fp8"]),
+    ],
+)
+def test_adapters_are_refused_by_name_where_they_cannot_be_trained(
+    family: str, lora: LoraConfig, fp8: Fp8 | None, messages: list[str]
+) -> None:
+    arch = describe_random(RandomModelConfig(family=family, num_layers=4))
+    common = (ParallelConfig(), OptimizerConfig(), Dtype.float32, AlgoConfig(), 1.0, 8, 64)
+    found = list(check_role_fields(arch, WorkerSpec(Role.policy, "x", *common, lora=lora, fp8=fp8)))
+    assert [text.startswith(message) for text, message in zip(found, messages, strict=True)] == [True] * len(messages)

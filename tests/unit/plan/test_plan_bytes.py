@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.schema.roles import Dtype, Offload, ParallelConfig, Recompute, RecomputeMethod, Trainable
+from megarl.config.schema.roles import Dtype, LoraConfig, Offload, ParallelConfig, Recompute, RecomputeMethod, Trainable
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.mcore.model.architecture import Architecture, Experts, parse_architecture
 from megarl.mcore.worker_spec import StageParameters
@@ -149,6 +149,23 @@ def test_frozen_weights_have_neither_gradients_nor_an_optimizers_state_nor_a_cop
     assert memory.update == before.update - 4 * 650 - 12 * 650 // 4
     assert compute_saved(whole, parameters, 0) == 14 * 1400
     assert compute_saved(partly, parameters, 0) == 14 * 1400 - 12 * 650
+
+
+def test_of_a_policy_with_adapters_only_they_have_gradients_and_an_optimizers_state() -> None:
+    arch, parameters = replace(MOE, experts=None), StageParameters(4, dense=10**6, experts=0, embedding=0, head=0)
+    parallel = ParallelConfig(num_processes=2, tp=2)
+    job = build_job(arch, parallel, lora=LoraConfig(rank=3))
+    before, (memory,) = (
+        estimate_stages(build_job(arch, parallel), (parameters,))[0],
+        estimate_stages(job, (parameters,)),
+    )
+    h, heads, kv_heads = arch.hidden_size, arch.num_heads * arch.head_size, arch.num_kv_heads * arch.head_size
+    qkv, out = h + (heads + 2 * kv_heads) // 2, heads // 2 + h
+    fc1, fc2 = h + 2 * arch.ffn_size // 2, arch.ffn_size // 2 + h
+    count = 4 * 3 * (qkv + out + fc1 + fc2)
+    assert memory.weights == before.weights + 2 * count
+    assert (memory.gradients, memory.optimizer) == (4 * count, 12 * count)
+    assert compute_saved(job, parameters, 0) == 2 * (10**6 + count) + 12 * count
 
 
 def test_what_is_offloaded_is_not_resident() -> None:
