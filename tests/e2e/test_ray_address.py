@@ -72,7 +72,10 @@ def test_a_run_joins_a_ray_started_by_hand_and_another_one_after_a_stop(ray_addr
     first = start_run(ray_address, tmp_path / "a", *SMALL, f"cluster.ray_address={ray_address}")
     printed, _ = first.communicate(timeout=DEADLINE_S)
     assert first.returncode == 0, printed
-    assert [line["iteration"] for line in load_metrics(tmp_path / "a" / "metrics.jsonl")] == [0, 1, 2]
+    lines = load_metrics(tmp_path / "a" / "metrics.jsonl")
+    assert [line["iteration"] for line in lines] == [0, 1, 2]
+    for name in ("policy", "servers"):
+        assert all(line[f"perf/{name}_peak_memory_gb"] > 0.1 for line in lines[1:])
     # The address of the environment, and an end by a signal, after which the Ray has none of the run's processes.
     more = ("train.num_iterations=1000", "cluster.ray_address=auto")
     second = start_run(ray_address, tmp_path / "b", *SMALL, *more, RAY_ADDRESS=ray_address)
