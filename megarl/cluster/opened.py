@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+
 from megarl.cluster import ray_calls
 from megarl.cluster.address import resolve_host
 from megarl.cluster.joining import find_own_processes, joined_ray
@@ -40,6 +42,8 @@ def _joined_ray(config: ClusterConfig) -> Iterator[Path]:
     remove_left_over()
     ray_calls.begin(config.ray_deadline_s)
     scratch = tempfile.mkdtemp(prefix=f"megarl-{os.getpid()}-", dir="/tmp")
+    # As `ray start` does: the address alone would not make ray.init use the user's key, where there is one.
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
         with joined_ray(address, config.shutdown_deadline_s / 3):
             ray_calls.watch(find_own_processes())

@@ -1,7 +1,9 @@
 """Runs in a Ray that was started by hand, as docs/ray-clusters.md says."""
 
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,8 +27,14 @@ DEADLINE_S = 300.0
 
 
 @pytest.fixture
-def ray_address(short_path: Path) -> Iterator[str]:
+def ray_address(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """HOST:PORT of a Ray that `ray start` starts, and that must still be there after the test."""
+    # Ray uses a user's key where there is one, and listens on all interfaces.
+    key = short_path / "token"
+    key.write_text(secrets.token_hex(32))
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(key))
+    # It would kill the run where others fill the machine's memory.
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
     port = pick_free_port("127.0.0.1")
     start = ("start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=4")
     more = ("--include-dashboard=false", "--object-store-memory=268435456", f"--temp-dir={short_path}")
@@ -57,8 +65,12 @@ def start_run(address: str, run_dir: Path, *overrides: str, **environment: str) 
 
 
 def is_listening(address: str) -> bool:
-    port = int(address.rpartition(":")[2])
-    return any(each.laddr.port == port and each.status == psutil.CONN_LISTEN for each in psutil.net_connections("tcp4"))
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1.0).close()
+        return True
+    except OSError:
+        return False
 
 
 def wait_for(is_done, what: str) -> None:
