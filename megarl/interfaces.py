@@ -108,6 +108,17 @@ class TrainBackend(Protocol):
 
 
 @dataclass(frozen=True)
+class Truncation:
+    """The tokens that are sampled from; rollout_logprobs stay those of the whole distribution, so it is for
+    evaluation."""
+
+    top_p: float = 1.0
+    """The most likely ones with this total probability; 1: all"""
+    top_k: int = -1
+    """This many most likely ones; -1: all"""
+
+
+@dataclass(frozen=True)
 class TurnRequest:
     """One turn to be generated."""
 
@@ -123,6 +134,8 @@ class TurnRequest:
     they are fresh."""
     urgent: bool = False
     """Ahead of requests that are not"""
+    truncation: Truncation | None = None
+    """None: the engine's own"""
 
 
 class RolloutEngine(Protocol):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from megarl.interfaces import RolloutEngine
 from megarl.reward.scorer import Scorer
-from megarl.rollout.collector import Collector
+from megarl.rollout.collector import Collector, Sampling
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.episodes import EpisodeRunner
 from megarl.types import Prompt, Response, Score
@@ -30,6 +30,6 @@ def generate_groups(
 ) -> list[list[Response]]:
     """`num_responses` responses for each prompt, in order."""
     collector = build_collector(engine, **keys)
-    samples = collector._collect(prompts, num_responses, key, temperature, urgent)
+    samples = collector._collect(prompts, num_responses, key, Sampling(temperature, urgent))
     rows = range(0, len(samples), num_responses)
     return [[sample.response for sample in samples[row : row + num_responses]] for row in rows]

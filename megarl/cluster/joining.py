@@ -26,6 +26,9 @@ def joined_ray(address: str, leave_s: float) -> Iterator[None]:
     def init() -> None:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except ConnectionError as error:
+            hint = "it may have another key (RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH) or another version than"
+            raise ray_calls.RayLostError(f"{error}: {hint} {ray.__version__} here") from error
         finally:
             done.set()
 

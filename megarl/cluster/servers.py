@@ -15,6 +15,7 @@ import psutil
 import ray
 
 from megarl.cluster.address import agree_on_nccl, resolve_host, use_gpus, use_interface
+from megarl.cluster.memory import find_peak_of_tree
 from megarl.cluster.nodes import Cluster
 from megarl.cluster.ray_calls import RayLostError, ask
 from megarl.cluster.stacks import identify
@@ -85,6 +86,11 @@ class ServerActor:
         host, pid = identify()
         return host, psutil.Process().create_time(), pid
 
+    @ray.method(concurrency_group="watch")
+    def find_peak(self) -> int:
+        pid = self._server.pid
+        return 0 if pid is None else find_peak_of_tree(pid)
+
     def check_alive(self) -> None:
         self._server.check_alive()
 
@@ -141,6 +147,10 @@ class Servers:
         text = f"{what} of the SGLang servers"
         refs = ask(text, lambda: tuple(self._actors[i].start.remote(port_deadline_s, start_s) for i in numbers))
         return PendingCall(refs, tuple(self.names[i] for i in numbers), text, deadline_s, list)
+
+    def ask_peaks(self) -> list["ray.ObjectRef[int]"]:
+        """Bytes of memory, for `measure_peaks`."""
+        return [actor.find_peak.remote() for actor in self._actors]
 
     def check_alive(self) -> None:
         """Raise WorkerError with the exit status and the end of the log where a server is down."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megarl.algo.blocks import allocate_zeros
 from megarl.cluster.address import agree_on_nccl, resolve_host, use_gpus, use_interface
+from megarl.cluster.memory import find_own_peak
 from megarl.cluster.nodes import Cluster
 from megarl.cluster.profile import RankProfiler
 from megarl.cluster.ray_calls import RayLostError, ask
@@ -92,6 +93,10 @@ class WorkerActor:
     @ray.method(concurrency_group="watch")
     def identify(self) -> tuple[str, int]:
         return identify()
+
+    @ray.method(concurrency_group="watch")
+    def find_peak(self) -> int:
+        return find_own_peak()
 
 
 def redirect_output(log_path: Path) -> None:
@@ -203,6 +208,10 @@ class WorkerGroup:
     def checksum(self) -> PendingCall[list[str]]:
         """SHA-256 of every rank's parameters, in rank order."""
         return self._call("checksum", list)
+
+    def ask_peaks(self) -> list["ray.ObjectRef[int]"]:
+        """Bytes of memory, for `measure_peaks`."""
+        return [actor.find_peak.remote() for actor in self._actors]
 
     def close(self) -> None:
         """End the processes at once. Where Ray is lost, its own end is theirs."""

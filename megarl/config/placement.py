@@ -1,18 +1,23 @@
 """Which GPU of which node each process has, by the `cluster` group."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.algo.registry import needs_critic
+from megarl.config.errors import ConfigError
 from megarl.config.schema.algo import needs_reference
-from megarl.config.schema.cluster import ClusterConfig, Placement
+from megarl.config.schema.cluster import AUTO, ClusterConfig, Placement
 from megarl.config.schema.rollout import ServerOffload, Transport
 from megarl.config.schema.root import Config
 
 SERVERS = "servers"
 CONTRADICTIONS = ("rollout.transport", "cluster.listen_host", "cluster.gpus_per_node", "cluster.num_nodes")
 """Keys of problems that more GPUs would not solve."""
+HOST_AND_PORT = r"[^/]+:\d+"
+RAY_ADDRESS = "RAY_ADDRESS"
+"""Environment variable: HOST:PORT of the Ray that a job of `ray job submit`, or a container of KubeRay, is in"""
 
 
 @dataclass(frozen=True)
@@ -152,8 +157,11 @@ def check_cluster(config: Config, command: str = "train") -> Iterator[str]:
     yield from bad
     if bad:
         return
-    if cluster.ray_address is not None and not re.fullmatch(r".+:\d+", cluster.ray_address):
-        yield f"cluster.ray_address: found {cluster.ray_address!r}; it must be HOST:PORT, or null for a Ray of this run"
+    if cluster.ray_address is not None and not re.fullmatch(rf"{AUTO}|{HOST_AND_PORT}", cluster.ray_address):
+        yield (
+            f"cluster.ray_address: found {cluster.ray_address!r}; it must be HOST:PORT, {AUTO} for the environment's"
+            f" {RAY_ADDRESS}, or null for a Ray of this run"
+        )
     if cluster.num_nodes > 1:
         yield from _check_several_nodes(config)
     if cluster.gpus_per_node:
@@ -165,6 +173,21 @@ def check_cluster(config: Config, command: str = "train") -> Iterator[str]:
             "rollout.transport: found split with cluster.placement=colocated, where policy and servers share GPUs: NCCL"
             " joins no two processes of one GPU; colocated, or disk"
         )
+
+
+def find_ray_address(address: str) -> str:
+    """The HOST:PORT that `cluster.ray_address` means here. Raises ConfigError where RAY_ADDRESS has none."""
+    if address != AUTO:
+        return address
+    found = os.environ.get(RAY_ADDRESS, "")
+    if re.fullmatch(HOST_AND_PORT, found):
+        return found
+    raise ConfigError(
+        [
+            f"cluster.ray_address: found {AUTO}, which stands for the environment variable {RAY_ADDRESS}, and that is"
+            f" {found or 'not set'}; a job of `ray job submit` has the HOST:PORT there; elsewhere give it to the key"
+        ]
+    )
 
 
 def list_contradictions(config: Config) -> list[str]:

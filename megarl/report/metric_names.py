@@ -32,6 +32,7 @@ PLACEHOLDERS = {
     "state": r"first|middle",
     "baseline": r"group|batch",
     "set": r"[^{}\s/]+",
+    "role": r"policy|critic|reference",
     "name": NAME,
 }
 PLACEHOLDER_TEXTS = {
@@ -41,6 +42,7 @@ PLACEHOLDER_TEXTS = {
     "baseline": "`group`: the mean of the prompt's other responses; `batch`: with one response per prompt, that of the"
     " batch's others",
     "set": "the name of a set of train.eval_sets",
+    "role": "`policy`, `critic` or `reference`",
     "name": "a name that your reward or environment gives",
 }
 
@@ -251,6 +253,18 @@ METRICS: tuple[Metric, ...] = (
     Metric("perf/tokens_per_second", ONE, "Generated tokens of the iteration's fresh responses over its seconds"),
     Metric("perf/samples_per_second", ONE, "Fresh responses over the iteration's seconds"),
     Metric("perf/cpu_memory_used_gb", GIBIBYTES, "Memory in use on the driver's machine, by all programs"),
+    Metric(
+        "perf/{role}_peak_memory_gb",
+        GIBIBYTES,
+        "The most that the role's process with the most has had since it started: of tensors on its GPU, on a CPU of"
+        " resident memory",
+    ),
+    Metric(
+        "perf/servers_peak_memory_gb",
+        GIBIBYTES,
+        "The same of the server with the most, in resident memory, the sum over its processes; what it has of a GPU is"
+        " fixed by rollout.sglang.mem_fraction_static",
+    ),
     Metric("pretrain/loss", ONE, "The critic's loss in a step of value pretraining"),
     Metric("pretrain/explained_variance", ONE, "Explained variance of that step's returns, before its update"),
 )

@@ -60,6 +60,8 @@ class Report:
         self._closed = False
         self._critic_watch = CriticWatch()
         self._run_watch = RunWatch()
+        self.measure: Callable[[], Metrics] = dict
+        """Gives further metrics of the run's processes to each `log` of an iteration with responses"""
         self.after_log: Callable[[int], None] = lambda _iteration: None
         """Called at the end of each `log`: the next iteration begins here"""
 
@@ -93,7 +95,8 @@ class Report:
         both = sorted(metrics.keys() & self._times.keys())
         if both:
             raise ValueError(f"metric {both[0]!r} has the name of a phase that is timed already")
-        complete = {**metrics, **self._times, **measure_speed(metrics, self._times)}
+        speed = measure_speed(metrics, self._times)
+        complete = {**metrics, **self._times, **speed, **(self.measure() if speed else {})}
         check_metrics(complete)
         self._times = {}
         self._iteration = iteration + 1

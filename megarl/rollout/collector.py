@@ -6,10 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megarl.config.schema.root import Config
-from megarl.interfaces import RolloutEngine
+from megarl.interfaces import RolloutEngine, Truncation
 from megarl.reward.scorer import Scorer
 from megarl.rollout.client import ConnectionLostError
 from megarl.rollout.engine import ATTEMPT_PAUSE_S, MAX_ATTEMPTS, compute_sampling_seed
@@ -20,6 +20,15 @@ from megarl.rollout.journal import Journal
 from megarl.rollout.sending import Independent, Lockstep, Sender
 from megarl.timeline import RESPONSES, span
 from megarl.types import Metrics, Prompt, Rollout, Sample, Score
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are sampled; `EpisodeRequest` has the same fields."""
+
+    temperature: float
+    urgent: bool = False
+    truncation: Truncation | None = None
 
 
 class Collector:
@@ -47,7 +56,7 @@ class Collector:
         self._scorer = scorer
         self._runner = runner
         self._seed = seed
-        self._temperature = temperature
+        self._sampling = Sampling(temperature)
         self._in_lockstep = in_lockstep and engine.depends_on_batch
         self.journal = journal
         self._eval_sets = tuple(eval_sets)
@@ -68,7 +77,7 @@ class Collector:
         found = journal.load(key, prompts, num_responses) if journal and key else None
         if found is not None:
             return found
-        samples = self._collect(prompts, num_responses, key, self._temperature)
+        samples = self._collect(prompts, num_responses, key, self._sampling)
         if journal and key:
             journal.save(key, samples)
         return samples
@@ -78,7 +87,7 @@ class Collector:
 
         Cancelling the future breaks off its requests.
         """
-        return self._engine.start(self._run_independent([prompt], num_responses, key, self._temperature))
+        return self._engine.start(self._run_independent([prompt], num_responses, key, self._sampling))
 
     def collect(
         self, prompts: Sequence[Prompt], num_responses: int, *, weight_version: int, key: str | None = None
@@ -105,7 +114,7 @@ class Collector:
 
     def collect_greedy(self, prompts: Sequence[Prompt], *, weight_version: int, key: str | None = None) -> Rollout:
         """The greedy response to each prompt, for evaluation, ahead of other requests; otherwise as `collect`."""
-        samples = self._collect(prompts, 1, key, 0.0, urgent=True)
+        samples = self._collect(prompts, 1, key, Sampling(0.0, urgent=True))
         check_versions(samples, weight_version)
         return Rollout(samples, weight_version)
 
@@ -115,24 +124,25 @@ class Collector:
         metrics: Metrics = {}
         for each in self._eval_sets:
             name = f"{key}-{each.name}"
-            samples = self._collect(each.prompts, each.num_samples, name, each.temperature, urgent=True)
+            sampling = Sampling(each.temperature, urgent=True, truncation=each.truncation)
+            samples = self._collect(each.prompts, each.num_samples, name, sampling)
             check_versions(samples, weight_version)
             metrics |= compute_set_metrics(each.name, samples)
         return rollout, metrics
 
     def _collect(
-        self, prompts: Sequence[Prompt], num_responses: int, key: str | None, temperature: float, urgent: bool = False
+        self, prompts: Sequence[Prompt], num_responses: int, key: str | None, sampling: Sampling
     ) -> tuple[Sample, ...]:
-        if num_responses < 1 or temperature < 0:
-            raise ValueError(f"num_responses {num_responses} (>= 1), temperature {temperature} (>= 0)")
+        if num_responses < 1 or sampling.temperature < 0:
+            raise ValueError(f"num_responses {num_responses} (>= 1), temperature {sampling.temperature} (>= 0)")
         if not prompts:
             return ()
         if key is None or not self._in_lockstep:
-            return self._engine.run(self._run_independent(prompts, num_responses, key, temperature, urgent))
-        return self._engine.run(self._run_in_lockstep(prompts, num_responses, key, temperature, urgent))
+            return self._engine.run(self._run_independent(prompts, num_responses, key, sampling))
+        return self._engine.run(self._run_in_lockstep(prompts, num_responses, key, sampling))
 
     async def _run_in_lockstep(
-        self, prompts: Sequence[Prompt], num_responses: int, key: str, temperature: float, urgent: bool
+        self, prompts: Sequence[Prompt], num_responses: int, key: str, sampling: Sampling
     ) -> tuple[Sample, ...]:
         """A lost connection makes all begin anew: what is computed beside what decides the last bits."""
         servers = [row % self._engine.num_servers for row in range(len(prompts))]
@@ -142,7 +152,7 @@ class Collector:
             try:
                 # Nothing else runs then, and nothing is cached.
                 await self._engine.drop_cached_prefixes()
-                requests = self._build_requests(prompts, num_responses, key, temperature, servers, urgent)
+                requests = self._build_requests(prompts, num_responses, key, sampling, servers)
                 return await self._run_all(requests, sender, num_responses)
             except ConnectionLostError:
                 if attempt == MAX_ATTEMPTS - 1:
@@ -156,8 +166,7 @@ class Collector:
         prompts: Sequence[Prompt],
         num_responses: int,
         key: str | None,
-        temperature: float,
-        urgent: bool = False,
+        sampling: Sampling,
     ) -> tuple[Sample, ...]:
         if self._independent is None:
             self._independent = Independent(self._engine)
@@ -166,7 +175,7 @@ class Collector:
             servers.append(min(range(self._engine.num_servers), key=self._num_under_way.__getitem__))
             self._num_under_way[servers[-1]] += num_responses
         try:
-            requests = self._build_requests(prompts, num_responses, key, temperature, servers, urgent)
+            requests = self._build_requests(prompts, num_responses, key, sampling, servers)
             first, self._num_begun = self._num_begun, self._num_begun + len(requests)
             return await self._run_all(requests, self._independent, num_responses, first)
         finally:
@@ -178,16 +187,19 @@ class Collector:
         prompts: Sequence[Prompt],
         num_responses: int,
         key: str | None,
-        temperature: float,
+        sampling: Sampling,
         servers: Sequence[int],
-        urgent: bool,
     ) -> list[EpisodeRequest]:
         requests = []
         for row, (prompt, server) in enumerate(zip(prompts, servers, strict=True)):
             for k in range(num_responses):
                 name = None if key is None else f"{key}/{row}/{k}"
                 seed = draw_seed() if name is None else compute_sampling_seed(f"{self._seed}/{name}/environment")
-                requests.append(EpisodeRequest(prompt, name, seed, temperature, server, urgent))
+                requests.append(
+                    EpisodeRequest(
+                        prompt, name, seed, sampling.temperature, server, sampling.urgent, sampling.truncation
+                    )
+                )
         return requests
 
     async def _run_all(

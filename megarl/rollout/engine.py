@@ -5,6 +5,7 @@ import functools
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,8 @@ class SGLangEngine(OnEventLoop):
     def _build_params(self, request: TurnRequest) -> dict[str, Any]:
         """SGLang's sampling_params of one request."""
         params = self._params | {"temperature": request.temperature, "max_new_tokens": request.max_new_tokens}
+        if request.truncation is not None:
+            params |= asdict(request.truncation)
         if request.name is None:
             return params
         return params | {"sampling_seed": compute_sampling_seed(f"{self._seed}/{request.name}")}

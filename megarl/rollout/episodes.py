@@ -25,7 +25,7 @@ from megarl.config.user_code import describe_error
 from megarl.data.render import Renderer
 from megarl.environment.build import EnvironmentFactory, build_environment
 from megarl.environment.interface import Action, Environment, EpisodeSetting, Step
-from megarl.interfaces import TurnRequest
+from megarl.interfaces import Truncation, TurnRequest
 from megarl.per_token import WeightVersions
 from megarl.rollout.encoding import ObservationEncoder
 from megarl.rollout.event_loop import call_in_thread
@@ -81,6 +81,7 @@ class EpisodeRequest:
     server: int
     """Number of the server that generates all of its turns, which has its tokens in its cache"""
     urgent: bool = False
+    truncation: Truncation | None = None
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ def check_conversation(conversation: Conversation | None, prompts: Iterable[Prom
 
 def _build_turn(request: EpisodeRequest, token_ids: NDArray[np.int32], limit: int, number: int) -> TurnRequest:
     name = request.name if number == 0 or request.name is None else f"{request.name}/{number}"
-    return TurnRequest(token_ids, limit, request.temperature, request.server, name, request.urgent)
+    return TurnRequest(token_ids, limit, request.temperature, request.server, name, request.urgent, request.truncation)
 
 
 class _Transcript:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config
 from megarl.data.evaluation_set import build_evaluation_set
+from megarl.interfaces import Truncation
 from megarl.toolbox.prompt import ToolPrompt
 from megarl.types import FinishReason, Metrics, Prompt, Sample
 
@@ -23,6 +24,7 @@ class EvalSet:
     """Responses to each prompt"""
     temperature: float
     """0 is greedy"""
+    truncation: Truncation | None = None
 
 
 def build_eval_sets(
@@ -44,7 +46,8 @@ def build_eval_sets(
         except ConfigError as error:
             problems = [text if text.startswith(key) else f"{key}: {text}" for text in error.problems]
             raise ConfigError(problems) from error
-        sets.append(EvalSet(str(name), prompts, each.num_samples, each.temperature))
+        truncation = Truncation(each.top_p, each.top_k)
+        sets.append(EvalSet(str(name), prompts, each.num_samples, each.temperature, truncation))
     return tuple(sets)
 
 

@@ -11,10 +11,11 @@ from typing import Any
 from megarl.checkpoint.folder import RUN_FILE
 from megarl.checkpoint.lock import locking
 from megarl.cluster.address import resolve_host
+from megarl.cluster.memory import Measured, measure_peaks
 from megarl.cluster.nodes import Cluster
 from megarl.cluster.opened import open_ray
 from megarl.cluster.profile import Profiler
-from megarl.cluster.servers import running_servers
+from megarl.cluster.servers import Servers, running_servers
 from megarl.cluster.turns import Turns
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.allocation import is_restarted
@@ -265,6 +266,10 @@ def _start_groups(
     for name, taken in slots.items():
         if where := resources.cluster.describe(taken):
             report.message(f"{name}: on {where}")
+    measured: dict[str, Measured] = {role.value: group for role, group in groups.items()}
+    if isinstance(resources.servers, Servers):
+        measured[SERVERS] = resources.servers
+    report.measure = partial(measure_peaks, measured)
     return groups
 
 

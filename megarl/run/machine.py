@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 
 from megarl.config.checks.config import describe_iteration_size
-from megarl.config.placement import list_groups
+from megarl.config.errors import ConfigError
+from megarl.config.placement import find_ray_address, list_groups
 from megarl.config.schema.cluster import AUTO, ClusterConfig
 from megarl.config.schema.root import Config
 
@@ -111,7 +112,11 @@ def _check_listen_host(host: str) -> Iterator[str]:
 
 
 def _check_ray_address(address: str) -> Iterator[str]:
-    host, _, port = address.rpartition(":")
+    try:
+        host, _, port = find_ray_address(address).rpartition(":")
+    except ConfigError as error:
+        yield from error.problems
+        return
     end = time.monotonic() + CONNECT_S
     while True:
         try:

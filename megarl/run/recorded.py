@@ -47,7 +47,9 @@ def run_recorded(
         if is_begun or not (isinstance(error, ConfigError) or (run_dir / RUN_FILE).exists()):
             plain = isinstance(error, Stopped | ConfigError | CheckpointError)
             why = str(error) if plain else f"{type(error).__name__}: {error}"
-            append_log(run_dir / LOG_NAME, "".join(traceback.format_exception(error)).rstrip())
+            # Of a stop and of bad input the code's place says nothing.
+            lines = traceback.format_exception_only(error) if plain else traceback.format_exception(error)
+            append_log(run_dir / LOG_NAME, "".join(lines).rstrip())
             write_outcome(run_dir, Outcome(State.stopped if isinstance(error, Stopped) else State.failed, why))
         raise
     results = {"iterations": summary.num_iterations, HELDOUT: summary.heldout_reward}

@@ -8,6 +8,7 @@ from typing import Any
 from megarl.checkpoint.folder import RUN_FILE
 from megarl.checkpoint.manifest import write_atomically
 from megarl.config.errors import ConfigError
+from megarl.config.schema.cluster import AUTO
 from megarl.config.schema.root import Config
 from megarl.config.search_path import is_search_path
 from megarl.config.values import list_values
@@ -91,8 +92,8 @@ def take_resume(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
 def save_run(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
     """Write what `resume=RUN_DIR` needs: {"overrides": [...], "config": {dotted key: value}}."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    # These apply to one start alone.
-    kept = [text for text in overrides if _name_key(text) != "cluster.ray_address"]
+    # An address is that of one start; what auto stands for is that of each.
+    kept = [text for text in overrides if _name_key(text) != "cluster.ray_address" or text.endswith(f"={AUTO}")]
     content = {"overrides": kept, "config": dict(list_values(config))}
     write_atomically(run_dir / RUN_FILE, json.dumps(content, indent=1))
 

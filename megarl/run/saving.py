@@ -51,7 +51,8 @@ class CheckpointWriter:
         """Arguments that need a word:
 
         specs: of these roles at least. forget: called when a checkpoint is complete with the oldest iteration kept,
-        removes what is no longer needed. kind: recorded in the manifest. unit: the iterations' name in messages.
+        removes what is no longer needed. say: prints a line, called from a thread of its own. kind: recorded in the
+        manifest. unit: the iterations' name in messages.
         """
         self.run_dir = run_dir
         self.folder = folder
@@ -123,10 +124,9 @@ class CheckpointWriter:
     def _complete(self) -> None:
         assert self._publishing is not None
         with deferring_stops():
-            publishing, iteration = self._publishing, self._under_way
+            publishing = self._publishing
             self._publishing = self._under_way = None
-        final = publishing.result()
-        self._say(f"checkpoint of {self.unit} {iteration}: {final}")
+        publishing.result()
 
     @span("hash and publish the checkpoint")
     def _publish(self, iteration: int) -> Path:
@@ -135,6 +135,8 @@ class CheckpointWriter:
             write_manifest(building / name, describe_role(spec.role, spec.dtype, spec.parallel, iteration))
         write_manifest(building, {"kind": self._kind, "iteration": iteration, "roles": sorted(self._roles)})
         final = self.folder.publish(iteration)
+        # Here, and not when the loop comes by: what it prints in between is later.
+        self._say(f"checkpoint of {self.unit} {iteration}: {final}")
         self._forget(self.folder.list_newest()[0])
         return final
 

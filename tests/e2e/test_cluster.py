@@ -5,12 +5,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 import ray
 
+from megarl.cluster import memory
 from megarl.cluster.local import local_ray
 from megarl.cluster.nodes import wait_for_nodes
 from megarl.cluster.opened import open_ray
@@ -129,6 +131,24 @@ def test_a_death_is_noticed_while_the_other_role_still_works(workers):
     with pytest.raises(WorkerError, match="policy rank 0/1 died"):
         wait_all([critic, policy])
     assert time.monotonic() - started < 40
+
+
+@dataclass(frozen=True)
+class Group:
+    refs: list
+
+    def ask_peaks(self) -> list:
+        return self.refs
+
+
+def test_memory_is_that_of_the_process_with_the_most_and_left_out_where_one_does_not_answer(workers, monkeypatch):
+    monkeypatch.setattr(memory, "DEADLINE_S", 5.0)
+    both = Group([worker.nap.remote(seconds) for worker, seconds in zip(workers, (0.25, 0.5), strict=True)])
+    assert memory.measure_peaks({"policy": both}) == {"perf/policy_peak_memory_gb": 0.5 / 2**30}
+    late = Group([workers[0].nap.remote(8.0)])
+    assert memory.measure_peaks({"critic": late}) == {}
+    failed = Group([workers[1].fail.remote()])
+    assert memory.measure_peaks({"critic": failed}) == {}
 
 
 def test_output_of_a_worker_stays_out_of_the_terminal(tmp_path: Path, capfd):

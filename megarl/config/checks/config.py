@@ -17,6 +17,7 @@ from megarl.config.placement import find_server_offload
 from megarl.config.reward_parts import check_parts
 from megarl.config.schema.algo import LARGEST_KL_ERROR, KLConfig, OverlongConfig, needs_full_kl, needs_reference
 from megarl.config.schema.environment import SingleTurnEnvironmentConfig, ToolsEnvironmentConfig
+from megarl.config.schema.evaluate import check_truncation
 from megarl.config.schema.hardware import check_hardware
 from megarl.config.schema.model import ModelSource
 from megarl.config.schema.reward import EnvironmentRewardConfig
@@ -78,6 +79,7 @@ def _check_eval_sets(train: TrainConfig) -> Iterator[str]:
             yield f"{key}.temperature: found {each.temperature}; it must be 0 (greedy) or above"
         elif each.temperature == 0 and each.num_samples > 1:
             yield f"{key}.num_samples: found {each.num_samples}; greedy responses are all the same, set temperature too"
+        yield from check_truncation(key, each.temperature, each.top_p, each.top_k)
 
 
 def describe_sizes(config: Config) -> str:

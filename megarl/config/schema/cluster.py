@@ -6,7 +6,7 @@ from enum import Enum
 from megarl.config.schema.hardware import HardwareConfig
 
 AUTO = "auto"
-"""Value of listen_host: the address by which a process's node is known to the others."""
+"""Value of listen_host: the address by which a process's node is known to the others; of ray_address: RAY_ADDRESS."""
 
 
 class Placement(Enum):
@@ -44,7 +44,8 @@ class ClusterConfig:
     placement: Placement = Placement.apart
     """Which of policy, critic, reference and servers share GPUs; only where gpus_per_node is above 0."""
     ray_address: str | None = None
-    """HOST:PORT of a running Ray cluster of num_nodes nodes; null: the run starts Ray on this machine."""
+    """HOST:PORT of a running Ray cluster of num_nodes nodes; auto: that of the environment variable RAY_ADDRESS, as a
+    job of `ray job submit` has it; null: the run starts Ray on this machine."""
     nodes_deadline_s: float = 300.0
     """Deadline in seconds for Ray to start on this machine, or for the nodes of ray_address to join."""
     hardware: HardwareConfig = field(default_factory=HardwareConfig)

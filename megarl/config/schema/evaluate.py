@@ -49,12 +49,12 @@ def check_evaluate(config: EvaluateConfig) -> Iterator[str]:
     temperature = get_temperature(config)
     if not (isfinite(temperature) and temperature >= 0):
         yield f"evaluate.temperature: found {temperature}; it must be 0 (greedy) or above"
-    elif temperature == 0:
-        yield from _check_greedy(config)
-    if not 0 < config.top_p <= 1:
-        yield f"evaluate.top_p: found {config.top_p}; it must be above 0 and at most 1"
-    if config.top_k != -1 and config.top_k < 1:
-        yield f"evaluate.top_k: found {config.top_k}; it must be 1 or more, or -1 for all tokens"
+    elif temperature == 0 and config.num_samples > 1:
+        yield (
+            f"evaluate.num_samples: found {config.num_samples}; at evaluate.temperature=0 all samples of a problem are"
+            " the same response; set 1, or a temperature above 0"
+        )
+    yield from check_truncation("evaluate", temperature, config.top_p, config.top_k)
     if not 0 < config.confidence < 1:
         yield f"evaluate.confidence: found {config.confidence}; it must be above 0 and below 1"
     bad = [k for k in config.k or () if not 1 <= k <= config.num_samples]
@@ -62,12 +62,12 @@ def check_evaluate(config: EvaluateConfig) -> Iterator[str]:
         yield f"evaluate.k: found {bad[0]}; each must be between 1 and evaluate.num_samples ({config.num_samples})"
 
 
-def _check_greedy(config: EvaluateConfig) -> Iterator[str]:
-    if config.num_samples > 1:
-        yield (
-            f"evaluate.num_samples: found {config.num_samples}; at evaluate.temperature=0 all samples of a problem are"
-            " the same response; set 1, or a temperature above 0"
-        )
-    for key, unset in (("top_p", 1.0), ("top_k", -1)):
-        if getattr(config, key) != unset:
-            yield f"evaluate.{key}: has no effect on greedy responses; leave it out, or set evaluate.temperature"
+def check_truncation(node: str, temperature: float, top_p: float, top_k: int) -> Iterator[str]:
+    """One message per problem of top_p and top_k under the key `node`."""
+    if not 0 < top_p <= 1:
+        yield f"{node}.top_p: found {top_p}; it must be above 0 and at most 1"
+    if top_k != -1 and top_k < 1:
+        yield f"{node}.top_k: found {top_k}; it must be 1 or more, or -1 for all tokens"
+    for key, is_set in (("top_p", top_p != 1.0), ("top_k", top_k != -1)):
+        if is_set and temperature == 0:
+            yield f"{node}.{key}: has no effect on greedy responses; leave it out, or set {node}.temperature"

@@ -20,6 +20,10 @@ class EvalSetConfig:
     """Responses to each."""
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus sampling, as evaluate.top_p; only with a temperature above 0."""
+    top_k: int = -1
+    """As evaluate.top_k; only with a temperature above 0."""
 
 
 @dataclass
@@ -47,8 +51,9 @@ class TrainConfig:
     num_eval_prompts: int = 256
     """Maximum number of held-out prompts of an evaluation."""
     eval_sets: dict[str, EvalSetConfig] = field(default_factory=dict)
-    """Further sets to evaluate on, by name, each with `path`, `num_prompts` (null: all), `num_samples` (1) and
-    `temperature` (0), as in train.eval_sets.gsm8k.path=test.jsonl; logged as eval/NAME/*."""
+    """Further sets to evaluate on, by name, each with `path`, `num_prompts` (null: all), `num_samples` (1),
+    `temperature` (0), `top_p` (1) and `top_k` (-1), as in train.eval_sets='{gsm8k: {path: test.jsonl}}'; logged as
+    eval/NAME/*."""
     stop_at_heldout_reward: float | None = None
     """End early once the held-out reward reaches this; null: never."""
     max_samples: int | None = None

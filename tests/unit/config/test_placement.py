@@ -14,6 +14,7 @@ from megarl.config.placement import (
     Group,
     check_cluster,
     count_nodes,
+    find_ray_address,
     is_sharing,
     list_groups,
     place,
@@ -153,8 +154,22 @@ def test_policy_and_servers_share_the_gpus_of_several_nodes_without_a_disk() -> 
 
 
 def test_an_address_without_a_port_is_refused() -> None:
-    [problem] = check("algo=vapo", "model=tiny", "cluster.ray_address=auto")
-    assert problem.startswith("cluster.ray_address: found 'auto'; it must be HOST:PORT")
+    for wrong in ("head", "http://head:8265", "ray://head:10001"):
+        [problem] = check("algo=vapo", "model=tiny", f"cluster.ray_address='{wrong}'")
+        assert problem.startswith(f"cluster.ray_address: found '{wrong}'; it must be HOST:PORT, auto for")
+    assert check("algo=vapo", "model=tiny", "cluster.ray_address=auto") == []
+
+
+def test_auto_is_the_address_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert find_ray_address("auto") == "10.0.0.1:6379"
+    assert find_ray_address("head:1") == "head:1"
+    monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS, and that is http://head:8265; a job of"):
+        find_ray_address("auto")
+    monkeypatch.delenv("RAY_ADDRESS")
+    with pytest.raises(ConfigError, match=r"RAY_ADDRESS, and that is not set"):
+        find_ray_address("auto")
 
 
 @pytest.mark.parametrize(("key", "value"), [("num_nodes", 0), ("gpus_per_node", -1)])

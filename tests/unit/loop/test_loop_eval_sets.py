@@ -10,6 +10,7 @@ from fakes.run import World
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
+from megarl.interfaces import Truncation
 from megarl.report.metric_names import find_metric
 from megarl.report.metrics import load_metrics
 from megarl.rollout.eval_sets import EvalSet, build_eval_sets
@@ -39,11 +40,12 @@ def test_each_set_is_sampled_in_its_own_way_where_an_evaluation_is_due(tmp_path:
 def test_sets_are_files_with_the_runs_prompts_and_are_refused_by_their_key(tmp_path: Path) -> None:
     path = tmp_path / "hard.jsonl"
     path.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) + "\n" for n in range(9)))
-    given = f"train.eval_sets={{hard: {{path: {path}, num_prompts: 4, num_samples: 3, temperature: 0.5}}}}"
+    given = f"train.eval_sets={{hard: {{path: {path}, num_prompts: 4, num_samples: 3, temperature: 0.5, top_p: 0.9}}}}"
     config = load_config([given, "data=jsonl", "data.path=train.jsonl", "reward=exact", "data.prompt_length=99"])
     config = replace(config, data=replace(config.data, instruction="Compute {question}"))
     (found,) = build_eval_sets(config, build_byte_tokenizer(), None)
     assert (found.name, found.num_samples, found.temperature, len(found.prompts)) == ("hard", 3, 0.5, 4)
+    assert found.truncation == Truncation(0.9, -1)
     assert found.prompts[0].text.startswith("Compute ")
     path.unlink()
     with pytest.raises(ConfigError, match=r"^train\.eval_sets\.hard\.path: .*hard\.jsonl does not exist"):
@@ -57,6 +59,9 @@ def test_sets_are_files_with_the_runs_prompts_and_are_refused_by_their_key(tmp_p
         ("{a: {num_prompts: 2}}", r"train\.eval_sets\.a\.path: .*missing"),
         ("{a: {path: x, num_samples: 2}}", "found 2; greedy responses are all the same"),
         ("{a: {path: x, num_samples: 0}}", "found 0; it must be 1 or more"),
+        ("{a: {path: x, top_p: 0.9}}", "train.eval_sets.a.top_p: has no effect on greedy responses"),
+        ("{a: {path: x, temperature: 1, top_p: 1.5}}", "found 1.5; it must be above 0 and at most 1"),
+        ("{a: {path: x, temperature: 1, top_k: 0}}", "found 0; it must be 1 or more, or -1"),
         ("{a/b: {path: x}}", "the name of a set has letters"),
     ],
 )

@@ -22,6 +22,7 @@ READERS = (
 GROUPS = {metric.name.split("/")[0] for metric in METRICS}
 EXAMPLES = {"quarter": "0_25", "quartile": "1", "state": "first", "baseline": "group"} | {
     "set": "hard",
+    "role": "policy",
     "name": "anything",
 }
 
@@ -91,6 +92,7 @@ def test_every_name_that_the_code_logs_is_in_the_table() -> None:
         ("heldout/letters", "heldout/{name}"),
         ("critic/ev_at_75_100", "critic/ev_at_{quarter}"),
         ("advantage/signal_frac_batch_at_0_25", "advantage/signal_frac_{baseline}_at_{quarter}"),
+        ("perf/critic_peak_memory_gb", "perf/{role}_peak_memory_gb"),
         ("critic/value_middle_q4", "critic/value_{state}_q{quartile}"),
     ],
 )

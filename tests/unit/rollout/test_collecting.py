@@ -7,9 +7,11 @@ from concurrent.futures import CancelledError
 import pytest
 from generation import build_collector
 
+from megarl.interfaces import Truncation
 from megarl.reward.scorer import Scorer
 from megarl.rollout import collector as collector_module
 from megarl.rollout.client import ConnectionLostError
+from megarl.rollout.eval_sets import EvalSet
 from megarl.rollout.event_loop import OnEventLoop, call_in_thread
 from megarl.types import FinishReason, Prompt, Response, Score
 
@@ -25,12 +27,14 @@ class Engine(OnEventLoop):
         super().__init__()
         self.num_servers, self.num_losses, self.pause_s = num_servers, num_losses, pause_s
         self.waves: list[list[tuple[str | None, int]]] = []
+        self.truncations: list[Truncation | None] = []
         self.num_flushes = 0
         self.num_given = 0
         self.hanging = threading.Event()
 
     async def generate_turns(self, requests, take):
         self.waves.append([(request.name, request.server) for request in requests])
+        self.truncations += [request.truncation for request in requests]
         if any(request.token_ids[0] == 99 for request in requests):
             self.hanging.set()
             await asyncio.sleep(60)
@@ -142,3 +146,10 @@ def test_a_blocking_call_that_outlives_its_wait_does_not_keep_the_loop():
         asyncio.run(run())
     assert not may_end.is_set()
     may_end.set()
+
+
+def test_the_sampling_of_a_further_set_is_that_sets_and_no_others():
+    engine, own = Engine(), Truncation(0.9, 20)
+    sets = [EvalSet("one", tuple(PROMPTS[:2]), 1, 0.7, own), EvalSet("two", tuple(PROMPTS[2:3]), 1, 0.0)]
+    build_collector(engine, eval_sets=sets).evaluate(PROMPTS[3:], weight_version=0, key="e")
+    assert engine.truncations == [None, own, own, None]

@@ -11,7 +11,7 @@ from generation import generate_groups
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.rollout import RolloutConfig
-from megarl.interfaces import TurnRequest
+from megarl.interfaces import Truncation, TurnRequest
 from megarl.rollout.client import ConnectionLostError
 from megarl.rollout.engine import MAX_ATTEMPTS, SGLangEngine, compute_sampling_seed
 from megarl.rollout.served_model import find_stop_tokens, load_generation_spec
@@ -56,6 +56,8 @@ def test_a_turns_seed_follows_from_the_runs_seed_and_its_name(tmp_path):
     params = [engine._build_params(TurnRequest(ids, 3, 1.0, 0, name)) for engine in engines for name in names]
     assert params == [engine._build_params(TurnRequest(ids, 3, 1.0, 0, name)) for engine in engines for name in names]
     assert all(each["top_k"] == 5 for each in params)
+    own = engines[0]._build_params(TurnRequest(ids, 3, 1.0, 0, truncation=Truncation(top_p=0.8)))
+    assert (own["top_p"], own["top_k"]) == (0.8, -1)
     seeds = [each["sampling_seed"] for each in params]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)

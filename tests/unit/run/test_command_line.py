@@ -154,6 +154,12 @@ def test_a_ray_address_where_nothing_listens_is_refused_and_a_listening_one_acce
     assert CONNECT_S <= 10
 
 
+def test_auto_is_refused_where_the_environment_has_no_address(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (problem,) = problems_here("cluster.ray_address=auto")
+    assert problem.startswith("cluster.ray_address: found auto, which stands for the environment variable RAY_ADDRESS")
+
+
 def test_an_object_store_larger_than_the_memory_is_refused_with_what_there_is():
     (problem,) = problems_here("cluster.object_store_mb=10000000")
     assert problem.startswith("cluster.object_store_mb: found 10000000; this machine has ")

@@ -30,6 +30,12 @@ def run_dir(tmp_path):
     return tmp_path / "a run"
 
 
+@pytest.mark.parametrize(("address", "is_kept"), [("10.0.0.1:6379", False), ("auto", True)])
+def test_the_address_of_a_ray_is_that_of_one_start_and_auto_of_each(tmp_path, address, is_kept):
+    save_run(tmp_path, load_config([]), ["algo=vapo", f"cluster.ray_address={address}"])
+    assert (f"cluster.ray_address={address}" in load_run(tmp_path)["overrides"]) is is_kept
+
+
 @pytest.mark.parametrize(
     "text", ["-m", "--multirun", "--config-dir=/x", "hydra.mode=MULTIRUN", "+hydra.mode=MULTIRUN", "resume=/x", "", 5]
 )

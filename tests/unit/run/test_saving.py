@@ -1,10 +1,17 @@
 """The loop's own state on disk, and the files that grow with a run."""
 
+from concurrent.futures import wait
+
 import pytest
+from fakes.backend import FakeBackend
+from fakes.run import load
 
 from megarl.algo.statistics import RunningMoments
+from megarl.checkpoint.folder import Folder
 from megarl.checkpoint.manifest import CheckpointError
+from megarl.mcore.worker_spec import Role
 from megarl.rollout.source import SourceState
+from megarl.run.saving import CheckpointWriter
 from megarl.run.trainer_state import TrainerState, cut_files, load_trainer_state, measure_files, save_trainer_state
 from megarl.types import FinishReason, Prompt, Response, Sample, Score
 
@@ -65,3 +72,24 @@ def test_a_file_that_has_lost_lines_is_an_error(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("o")
     with pytest.raises(CheckpointError, match=r"metrics.jsonl: has 1 bytes; when the checkpoint was written it had 4"):
         cut_files(tmp_path, {"metrics.jsonl": 4})
+
+
+def test_a_checkpoint_is_said_when_it_is_complete_and_not_when_the_loop_comes_by(tmp_path):
+    """Otherwise its line stands behind those of a later iteration."""
+    _, inputs = load(["algo=grpo"])
+    said, roles = [], {"policy": FakeBackend(inputs.specs[Role.policy])}
+    writer = CheckpointWriter(
+        tmp_path,
+        Folder(tmp_path / "checkpoints", keep_last=2),
+        roles,
+        inputs.specs,
+        lambda _oldest: None,
+        say=said.append,
+    )
+    writer.begin(build_state())
+    writer.proceed()
+    wait([writer._publishing], 60)
+    assert said == [f"checkpoint of iteration 7: {writer.folder.path / 'iteration-000007'}"]
+    writer.settle()
+    assert len(said) == 1
+    writer.close()

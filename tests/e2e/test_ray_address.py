@@ -1,0 +1,112 @@
+"""Runs in a Ray that was started by hand, as docs/ray-clusters.md says."""
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.report.metrics import load_metrics
+from megarl.report.outcome import State, load_outcome
+from megarl.rollout.server import pick_free_port
+
+pytestmark = pytest.mark.slow
+
+SMALL = (
+    *("train.num_iterations=2", "train.samples_per_iteration=16", "train.samples_per_minibatch=16"),
+    *("train.num_eval_prompts=2", "algo=reinforce_pp", "train.eval_every=100"),
+)
+DEADLINE_S = 300.0
+
+
+@pytest.fixture
+def ray_address(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """HOST:PORT of a Ray that `ray start` starts, and that must still be there after the test."""
+    # Ray uses a user's key where there is one, and listens on all interfaces.
+    key = short_path / "token"
+    key.write_text(secrets.token_hex(32))
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(key))
+    # It would kill the run where others fill the machine's memory.
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")
+    port = pick_free_port("127.0.0.1")
+    start = ("start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=4")
+    more = ("--include-dashboard=false", "--object-store-memory=268435456", f"--temp-dir={short_path}")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ray.scripts.scripts", *start, *more],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        yield f"127.0.0.1:{port}"
+        assert process.poll() is None
+    finally:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+        process.wait(60)
+        _, alive = psutil.wait_procs(children, timeout=60)
+        for each in alive:
+            each.kill()
+
+
+def start_run(address: str, run_dir: Path, *overrides: str, **environment: str) -> subprocess.Popen[str]:
+    """Start a run, once the Ray is there: the run itself waits for it a few seconds only."""
+    wait_for(lambda: is_listening(address), "Ray to start")
+    command = [sys.executable, "-m", "megarl.train", f"hydra.run.dir={run_dir}", *overrides]
+    return subprocess.Popen(
+        command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def is_listening(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1.0).close()
+        return True
+    except OSError:
+        return False
+
+
+def wait_for(is_done, what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not is_done():
+        assert time.monotonic() < end, f"waited {DEADLINE_S:g} s for {what}"
+        time.sleep(0.5)
+
+
+def test_a_run_joins_a_ray_started_by_hand_and_another_one_after_a_stop(ray_address: str, tmp_path: Path) -> None:
+    first = start_run(ray_address, tmp_path / "a", *SMALL, f"cluster.ray_address={ray_address}")
+    printed, _ = first.communicate(timeout=DEADLINE_S)
+    assert first.returncode == 0, printed
+    lines = load_metrics(tmp_path / "a" / "metrics.jsonl")
+    assert [line["iteration"] for line in lines] == [0, 1, 2]
+    for name in ("policy", "servers"):
+        assert all(line[f"perf/{name}_peak_memory_gb"] > 0.1 for line in lines[1:])
+    # The address of the environment, and an end by a signal, after which the Ray has none of the run's processes.
+    more = ("train.num_iterations=1000", "cluster.ray_address=auto")
+    second = start_run(ray_address, tmp_path / "b", *SMALL, *more, RAY_ADDRESS=ray_address)
+    metrics = tmp_path / "b" / "metrics.jsonl"
+    wait_for(lambda: (metrics.exists() and len(load_metrics(metrics)) > 1) or second.poll() is not None, "an iteration")
+    second.send_signal(signal.SIGTERM)
+    printed, _ = second.communicate(timeout=DEADLINE_S)
+    assert second.returncode == 128 + signal.SIGTERM, printed
+    assert load_outcome(tmp_path / "b").state is State.stopped
+    wait_for(lambda: not list_run_processes(tmp_path / "b"), "the run's processes to end")
+
+
+def list_run_processes(run_dir: Path) -> list[psutil.Process]:
+    """Processes that have a log of the run open, as workers and servers have."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(os.readlink(link).startswith(str(run_dir)) for link in Path(f"/proc/{process.pid}/fd").iterdir()):
+                found.append(process)
+        except OSError:
+            continue
+    return found
