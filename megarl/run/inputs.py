@@ -264,7 +264,7 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
             tokens_per_microbatch=config.train.tokens_per_microbatch,
             seed=config.seed,
             megatron=config.model.megatron,
-            num_threads=config.cluster.cpu_threads_per_worker,
+            num_threads=config.cluster.cpu_threads_per_worker or 1,
             deadline_s=config.cluster.call_deadline_s,
             router_replay=config.rollout.router_replay and role is Role.policy,
             deterministic=config.train.deterministic,
