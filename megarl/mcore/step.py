@@ -13,8 +13,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megarl.algo.losses import LossOutput
 from megarl.mcore.batch import PackedBatch
+from megarl.mcore.worker_spec import RowsResult
 from megarl.timeline import span
+from megarl.types import Sequences
 
 HeadFunction = Callable[[Tensor, PackedBatch], tuple[Tensor, Any]]
 """Output of the last stage and its micro-batch -> the loss (a scalar) and whatever is to be kept of it."""
@@ -92,3 +95,25 @@ def _output_dtype(model: Any) -> dict[str, bool]:
     """Float16Module would hold a float32 copy of the logits."""
     config = getattr(model, "config", None) or model.module.config
     return {"fp32_output": False} if config.bf16 else {}
+
+
+def accumulate(outputs: list[LossOutput]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The sums and maxima of this rank's micro-batches."""
+    sums: dict[str, Tensor] = {}
+    maxima: dict[str, Tensor] = {}
+    for output in outputs:
+        for key, value in output.sums.items():
+            sums[key] = sums[key] + value if key in sums else value
+        for key, value in output.maxima.items():
+            maxima[key] = torch.maximum(maxima[key], value) if key in maxima else value
+    return sums, maxima
+
+
+def collect_rows(sequences: Sequences, batches: Sequence[PackedBatch], outputs: Sequence[Tensor]) -> RowsResult:
+    """The rows of these micro-batches, out of `sequences`, in order. outputs: float [R] of each micro-batch."""
+    longest = int(sequences.response_lengths.max()) if sequences.num_samples else 0
+    padded = torch.zeros(sequences.num_samples, longest, dtype=torch.float32)
+    for batch, output in zip(batches, outputs, strict=True):
+        padded[batch.rows[batch.token_rows], batch.columns] = output.float().cpu()
+    rows = torch.cat([batch.rows for batch in batches]).sort().values
+    return RowsResult(rows, padded[rows])
