@@ -145,7 +145,7 @@ COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
             (
                 *("policy.optimizer", "policy.recompute", "policy.recompute_method", "policy.recompute_num_layers"),
                 *("policy.frozen_iterations", "rollout.max_staleness", "train.num_iterations"),
-                "train.stop_at_heldout_reward",
+                *("train.stop_at_heldout_reward", "train.reuse_logprobs"),
                 *("train.eval_every", "train.num_eval_prompts", "logger.num_logged_samples"),
                 *("logger.num_token_records", "logger.token_record_kb", "logger.token_passes"),
                 *(f"checkpoint.{name}" for name in ("keep_last", "keep_best", "best_metric", "max_restarts")),
