@@ -84,6 +84,13 @@ class TrainBackend(Protocol):
         """One optimizer step per entry of `minibatches` (int64 row numbers); the result has one Metrics per step."""
         ...
 
+    def updated_logprobs(self, sequences: Sequences) -> Pending[Tensor]:
+        """float32 [B, T]: the log-probs that the last update, whose samples had no old_logprobs, gave before its step.
+
+        Only for the policy, once after such an update, which is of one minibatch. sequences: those of the update.
+        """
+        ...
+
     def export_weights(self, directory: Path) -> Pending[None]:
         """Write the weights as a Hugging Face checkpoint directory, which appears atomically."""
         ...

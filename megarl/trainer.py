@@ -9,17 +9,17 @@ from typing import TypeVar
 from megarl.algo.advantages.tether import update_rho
 from megarl.algo.diagnostics import compute_batch_metrics, compute_engine_taper, measure_engine_noise
 from megarl.algo.kl import KlController
-from megarl.algo.registry import reads_old_logprobs
 from megarl.algo.rewards import update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets
 from megarl.algo.value_range import warn_of_returns
+from megarl.config.old_logprobs import reuses_logprobs
 from megarl.config.schema.algo import AlgoConfig, needs_reward_moments, uses_topr
-from megarl.config.schema.algo_choices import KLEstimator
 from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.config.schema.root import Config
 from megarl.data.critic_prompt import CriticPrompt
 from megarl.data.sampler import PromptSampler
+from megarl.experience import add_old_logprobs, compute_experience
 from megarl.interfaces import Pending, RolloutEngine, RolloutServers, TrainBackend, WeightSync, wait_all
 from megarl.minibatches import average_steps, split_minibatches
 from megarl.report.failures import TooManyFailuresError, check_failures, describe_failures
@@ -30,7 +30,6 @@ from megarl.rollout.dynamic_sampling import join_groups
 from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import RolloutWriter
 from megarl.rollout.saved_groups import SavedGroups, build_source
-from megarl.rollout.tensors import build_tensors, find_too_stale
 from megarl.rollout.token_records import TokenRecorder
 from megarl.run.recovery import Recovery
 from megarl.run.saving import LoopSaver, NoSaver
@@ -95,6 +94,8 @@ class Trainer:
         self.kl, self.reward_moments = KlController.start(config.algo.kl), RunningMoments()
         self.tether_rho = config.algo.tether.initial
         self.engine_noise: float | None = None
+        self.reuses_logprobs = False
+        """Whether the update of this iteration computes old_logprobs itself"""
         generation = components.engine, components.collector, components.sampler
         self.source = build_source(config, components.saved, *generation, self.with_servers)
         self.version, self.num_samples, self.heldout_reward = 0, 0, float("nan")
@@ -130,6 +131,7 @@ class Trainer:
         """One iteration up to its update; `publish_and_evaluate` does the rest."""
         rollout, metrics = self.collect(iteration)
         self.saver.proceed()
+        self.reuses_logprobs = reuses_logprobs(self.config, len(rollout.samples), iteration)
         experience, experience_metrics = self.build_experience(rollout)
         self.source.keep_logprobs(experience.old_logprobs)
         samples, target_metrics = self.build_targets(experience, self.config.algo)
@@ -139,7 +141,10 @@ class Trainer:
         with deferring_stops():
             self.saver.begin_update()
             metrics |= self.update(samples, iteration)
-            self.components.token_recorder.finish(record, samples, iteration)
+            if self.reuses_logprobs:
+                experience, found = add_old_logprobs(experience, self.components.policy, self.config.algo)
+                metrics |= found
+            self.components.token_recorder.finish(record, experience, samples, iteration)
             kl, kl_metrics = self.kl.update(experience)
             if not self.config.policy.is_frozen(iteration):
                 self.kl = kl
@@ -260,26 +265,11 @@ class Trainer:
         self.source.begin_again()
 
     def build_experience(self, rollout: Rollout) -> tuple[Experience, Metrics]:
-        """The responses with log-probs and values of policy, reference and critic, computed in parallel, or in turns on
-        shared GPUs. Where nothing reads the policy's own, old_logprobs are the rollout engine's.
-        """
-        tensors = build_tensors(rollout, self.components.critic_prompt)
-        sequences, temperature = tensors.sequences, self.config.rollout.temperature
-        algo, policy = self.config.algo, self.components.policy
-        full_kl = algo.kl.in_reward and algo.kl.reward_estimator is KLEstimator.full
+        """The responses with what the roles say of them, and metrics."""
+        it = self.components
         with self.report.phase("experience"):
-            old = policy.logprobs(sequences, temperature) if reads_old_logprobs(algo) else None
-            ref_kl = policy.reference_kl(sequences, temperature) if full_kl else None
-            ref = self.components.reference.logprobs(sequences, temperature) if self.components.reference else None
-            values = self.components.critic.values(tensors.critic_input) if self.components.critic else None
-            wait_all([call for call in (old, ref_kl, ref, values) if call])
-            experience = tensors.build_experience(
-                old.result() if old else tensors.rollout_logprobs,
-                ref_logprobs=ref.result() if ref else None,
-                ref_kl=ref_kl.result() if ref_kl else None,
-                values=values.result() if values else None,
-            )
-            experience = replace(experience, too_stale=find_too_stale(rollout, self.config.rollout.max_staleness))
+            roles = it.policy, it.critic, it.reference, it.critic_prompt
+            experience = compute_experience(self.config, rollout, *roles, reuses_logprobs=self.reuses_logprobs)
         return experience, compute_batch_metrics(experience)
 
     def build_targets(self, experience: Experience, algo: AlgoConfig) -> tuple[TrainingSamples, Metrics]:
@@ -287,9 +277,15 @@ class Trainer:
         length, wrong = self.config.rollout.response_length, self.config.reward.wrong
         if needs_reward_moments(algo):
             self.reward_moments = update_reward_moments(self.reward_moments, experience, algo, length, wrong)
-        moments, rho = self.reward_moments, self.tether_rho
         samples, metrics = compute_targets(
-            experience, algo, self.kl.coef, response_length=length, reward_moments=moments, wrong=wrong, tether_rho=rho
+            experience,
+            algo,
+            self.kl.coef,
+            response_length=length,
+            reward_moments=self.reward_moments,
+            wrong=wrong,
+            tether_rho=self.tether_rho,
+            has_old_logprobs=not self.reuses_logprobs,
         )
         self.tether_rho = update_rho(self.tether_rho, metrics, algo.tether)
         warn_of_returns(samples, self.config.critic.value_range)

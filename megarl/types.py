@@ -250,7 +250,7 @@ class Experience:
     """float32 [B, T]"""
     old_logprobs: Tensor
     """float32 [B, T]: computed by the training engine before the update; rollout_logprobs where nothing reads them
-    (`megarl.algo.registry.reads_old_logprobs`)"""
+    (`megarl.algo.registry.reads_old_logprobs`), and before an update that computes them itself"""
     sampling_logprobs: Tensor
     """float32 [B, T], log mu: of the policy that sampled the token, by the training engine where `scored`, else by the
     rollout engine"""
@@ -287,8 +287,8 @@ class TrainingSamples:
     """float32 [B, T]"""
     rollout_logprobs: Tensor
     """float32 [B, T]"""
-    old_logprobs: Tensor
-    """float32 [B, T]"""
+    old_logprobs: Tensor | None
+    """float32 [B, T]; None: those that the update, of one optimizer step, computes itself"""
     sampling_logprobs: Tensor | None
     """float32 [B, T], log mu; None without the topr terms"""
     ref_logprobs: Tensor | None

@@ -1,5 +1,6 @@
 """Which tests run where `make test` runs them in several processes (pytest-xdist), and which need a GPU."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,14 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+os.environ["OMP_NUM_THREADS"] = "1"
+"""For this process and those that tests start: runs with small tensors, beside the tests of another worker. A second
+thread would mostly wait, and the last bits of their results would depend on the machine's cores."""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def use_one_thread() -> None:
-    """The tensors of tests are small: a second thread would mostly wait, and take the core of another worker."""
+    """As OMP_NUM_THREADS, where torch was imported before."""
     import torch
 
     torch.set_num_threads(1)

@@ -39,9 +39,10 @@ def policy_loss(
 
     logprobs, entropy: float [R] of the policy being trained (entropy None where no term needs it). The loss has their
     dtype. response_length: rollout.response_length. full_kl: float [R], KL(policy, reference) over the vocabulary,
-    differentiable (only where kl.loss_estimator=full is in the loss). Raises NonFiniteError for NaN or infinity at
-    generated tokens, in the inputs or in the importance ratio, and ValueError for inputs that the configuration needs
-    and that are None.
+    differentiable (only where kl.loss_estimator=full is in the loss). Where the targets have no old_logprobs they are
+    `logprobs`, detached; the first optimizer step of an iteration has the same gradient with both. Raises
+    NonFiniteError for NaN or infinity at generated tokens, in the inputs or in the importance ratio, and ValueError for
+    inputs that the configuration needs and that are None.
     """
     tokens = _prepare(logprobs, entropy, full_kl, targets)
     token_loss, sums = _sum_token_losses(tokens, config, counts)
@@ -69,7 +70,7 @@ def policy_loss(
                 per_token = weight * counts.num_tokens / count if count else 0.0
                 maxima[f"{term.metric}_weight_max"] = logprobs.new_tensor(per_token)
     sums = {"policy/loss": loss.detach(), "policy/loss_size": size, **sums, **_ratio_sums(tokens, counts)}
-    return LossOutput(loss, sums, maxima)
+    return LossOutput(loss, sums, maxima, logprobs.detach() if targets.old_logprobs is None else None)
 
 
 def _sum_token_losses(tokens: PolicyTokens, config: AlgoConfig, counts: LossCounts) -> tuple[Tensor, dict[str, Tensor]]:
@@ -132,7 +133,8 @@ def critic_loss(values: Tensor, targets: TokenTargets, config: AlgoConfig, count
 def _prepare(logprobs: Tensor, entropy: Tensor | None, full_kl: Tensor | None, targets: TokenTargets) -> PolicyTokens:
     check_finite("logprobs", logprobs.detach(), targets.mask, targets.rows)
     current, dtype = torch.where(targets.mask, logprobs, 0.0), logprobs.dtype
-    old = targets.require("old_logprobs", targets.old_logprobs, dtype)
+    given = targets.old_logprobs
+    old = current.detach() if given is None else targets.require("old_logprobs", given, dtype)
     return PolicyTokens(
         logprobs=current,
         log_ratio=current - old,

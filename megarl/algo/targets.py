@@ -30,18 +30,25 @@ def compute_targets(
     reward_moments: RunningMoments | None = None,
     wrong: float = 0.0,
     tether_rho: float | None = None,
+    has_old_logprobs: bool = True,
 ) -> tuple[TrainingSamples, Metrics]:
     """Everything that the losses need, in the dtype of `experience.old_logprobs`, and its metrics.
 
     kl_coef: beta of the KL in the reward. response_length: rollout.response_length, needed by algo.overlong.penalty.
     reward_moments: needed by reward_norm=running, with this iteration's rewards taken in (`update_reward_moments`).
     wrong: reward.wrong, the reward of a wrong answer. tether_rho: of advantage=tether; None: algo.tether.initial.
-    Failed samples have no targets, and everything is computed as if they were not there.
+    has_old_logprobs: False where the update computes them itself: the samples have none, and their metrics are those of
+    `measure_old_logprobs` after it. Failed samples have no targets, and everything is computed as if they were not
+    there.
     Raises NonFiniteError for NaN or infinity at generated tokens, ValueError for missing or misshapen inputs.
     """
     _check_experience(experience, algo)
     scored = drop_failed(experience)
     samples, metrics = _compute_targets(scored, algo, kl_coef, response_length, reward_moments, wrong, tether_rho)
+    if has_old_logprobs:
+        metrics |= measure_old_logprobs(scored, algo)
+    else:
+        samples = replace(samples, old_logprobs=None)
     return (samples if scored is experience else _restore_failed(samples, experience)), metrics
 
 
@@ -90,9 +97,21 @@ def _compute_targets(
         critic_sequences=experience.critic_sequences,
     )
     metrics |= dict(found.metrics) | _compute_metrics(samples, rewards_B, experience.ages == 0)
-    if reads_old_logprobs(algo):
-        metrics |= compute_mismatch_metrics(experience, algo.mismatch)
     return samples, metrics | compute_replay_metrics(experience)
+
+
+def measure_old_logprobs(experience: Experience, algo: AlgoConfig) -> Metrics:
+    """mismatch/*, replay/* of the ratios, and kl/mean where a KL on sampled tokens is in the loss alone. Failed samples
+    do not count; empty where nothing reads old_logprobs. Raises NonFiniteError.
+    """
+    if not reads_old_logprobs(algo):
+        return {}
+    scored, kl = drop_failed(experience), algo.kl
+    metrics = compute_mismatch_metrics(scored, algo.mismatch)
+    if kl.in_loss and not kl.in_reward and kl.loss_estimator is not KLEstimator.full:
+        total = sum(float(compute_token_kl(scored, kl.loss_estimator, b).sum()) for b in split_blocks(scored.mask))
+        metrics["kl/mean"] = total / max(int(count_generated(scored.mask).sum()), 1)
+    return metrics
 
 
 def monte_carlo(algo: AlgoConfig) -> AlgoConfig:
@@ -129,20 +148,14 @@ def _check_experience(experience: Experience, algo: AlgoConfig) -> None:
 
 
 def _compute_penalty(experience: Experience, algo: AlgoConfig, kl_coef: float) -> tuple[Tensor | None, Metrics]:
-    """beta * k per token, [B, T] in the dtype of the log-probs, or None where no KL is in the reward; and kl/mean where
-    there is a KL (one that is in the loss only, of estimator full, shows as policy/kl_loss alone).
-    """
-    estimator = algo.kl.reward_estimator if algo.kl.in_reward else algo.kl.loss_estimator
-    if not algo.kl.in_reward and (not algo.kl.in_loss or estimator is KLEstimator.full):
+    """beta * k per token, [B, T] in the dtype of the log-probs, and kl/mean; None where no KL is in the reward."""
+    if not algo.kl.in_reward:
         return None, {}
-    total = 0.0
-    dtype = experience.old_logprobs.dtype
-    penalty = allocate_zeros(experience.mask.shape, dtype) if algo.kl.in_reward else None
+    total, penalty = 0.0, allocate_zeros(experience.mask.shape, experience.old_logprobs.dtype)
     for block in split_blocks(experience.mask):
-        kl = compute_token_kl(experience, estimator, block)
+        kl = compute_token_kl(experience, algo.kl.reward_estimator, block)
         total += float(kl.sum())
-        if penalty is not None:
-            block.put(kl_coef * kl, penalty)
+        block.put(kl_coef * kl, penalty)
     return penalty, {"kl/mean": total / max(int(count_generated(experience.mask).sum()), 1)}
 
 

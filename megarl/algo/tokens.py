@@ -29,8 +29,8 @@ class TokenTargets:
     """bool [R]: the token's sample is correct"""
     advantages: Tensor
     """float [R]"""
-    old_logprobs: Tensor
-    """float [R]"""
+    old_logprobs: Tensor | None
+    """float [R]; None: the log-probs of the policy being trained, detached"""
     rollout_logprobs: Tensor
     """float [R]"""
     sampling_logprobs: Tensor | None
@@ -108,6 +108,8 @@ class LossOutput:
     """detached scalars, already divided: their sum over micro-batches and ranks is the metric"""
     maxima: dict[str, Tensor] = field(default_factory=dict)
     """detached scalars, combined by max"""
+    old_logprobs: Tensor | None = None
+    """float [R], detached: of the policy's loss whose targets have none"""
 
 
 def count_minibatch(samples: TrainingSamples) -> LossCounts:

@@ -26,6 +26,9 @@ from megarl.run.signals import STOPPING_SIGNALS
 
 TEMP_DIR, LOG, TOKEN = "ray", "head.log", "token"
 """In the scratch folder: Ray's own folder, which it opens to everybody, the output of what starts it, its key"""
+PASSIVE_WAIT = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""For the training processes, which inherit it and start OpenMP before they run code of ours: a thread that waits for
+work, which by default spins for some milliseconds, leaves its core to the other roles"""
 POLL_S = 0.2
 LOG_TAIL_LINES = 15
 
@@ -117,6 +120,7 @@ def _start_head(scratch: Path, num_cpus: int, object_store_bytes: int) -> subpro
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
+            env=PASSIVE_WAIT | os.environ,
             start_new_session=True,
             preexec_fn=ignore_stops,
         )

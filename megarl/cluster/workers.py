@@ -176,6 +176,10 @@ class WorkerGroup:
     def update(self, samples: TrainingSamples, minibatches: Sequence[Tensor]) -> PendingCall[list[Metrics]]:
         return self._call("update", _take_first, samples, list(minibatches))
 
+    def updated_logprobs(self, sequences: Sequences) -> PendingCall[Tensor]:
+        # No weights are touched: it needs no turn.
+        return self._send("updated_logprobs", merge_rows(sequences))
+
     def export_weights(self, directory: Path) -> PendingCall[None]:
         return self._call("export_weights", _take_first, directory)
 

@@ -20,7 +20,7 @@ def build_targets(samples: TrainingSamples, batch: PackedBatch) -> TokenTargets:
         loss_mask=batch.flatten(samples.loss_mask),
         positive=samples.positive[batch.rows][batch.token_rows].to(device),
         advantages=batch.flatten(samples.advantages),
-        old_logprobs=batch.flatten(samples.old_logprobs),
+        old_logprobs=flat(samples.old_logprobs),
         rollout_logprobs=batch.flatten(samples.rollout_logprobs),
         sampling_logprobs=flat(samples.sampling_logprobs),
         ref_logprobs=flat(samples.ref_logprobs),

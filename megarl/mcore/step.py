@@ -15,7 +15,9 @@ from torch import Tensor
 
 from megarl.algo.losses import LossOutput
 from megarl.mcore.batch import PackedBatch
+from megarl.mcore.worker_spec import RowsResult
 from megarl.timeline import span
+from megarl.types import Sequences
 
 HeadFunction = Callable[[Tensor, PackedBatch], tuple[Tensor, Any]]
 """Output of the last stage and its micro-batch -> the loss (a scalar) and whatever is to be kept of it."""
@@ -105,3 +107,13 @@ def accumulate(outputs: list[LossOutput]) -> tuple[dict[str, Tensor], dict[str, 
         for key, value in output.maxima.items():
             maxima[key] = torch.maximum(maxima[key], value) if key in maxima else value
     return sums, maxima
+
+
+def collect_rows(sequences: Sequences, batches: Sequence[PackedBatch], outputs: Sequence[Tensor]) -> RowsResult:
+    """The rows of these micro-batches, out of `sequences`, in order. outputs: float [R] of each micro-batch."""
+    longest = int(sequences.response_lengths.max()) if sequences.num_samples else 0
+    padded = torch.zeros(sequences.num_samples, longest, dtype=torch.float32)
+    for batch, output in zip(batches, outputs, strict=True):
+        padded[batch.rows[batch.token_rows], batch.columns] = output.float().cpu()
+    rows = torch.cat([batch.rows for batch in batches]).sort().values
+    return RowsResult(rows, padded[rows])

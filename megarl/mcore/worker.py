@@ -34,7 +34,7 @@ from megarl.mcore.offload import OffloadManager, uses_everything, uses_weights
 from megarl.mcore.optimizer import build_optimizer, build_scheduler, describe_adam
 from megarl.mcore.role_fields import build_role_fields, check_role_fields, find_token_multiple
 from megarl.mcore.row_costs import compute_row_costs, count_tokens, describe_work
-from megarl.mcore.step import accumulate, run_schedule, run_stage, sum_gradients
+from megarl.mcore.step import accumulate, collect_rows, run_schedule, run_stage, sum_gradients
 from megarl.mcore.weights import bridge
 from megarl.mcore.weights.adapters import PeftAdapter, build_peft_config, write_config
 from megarl.mcore.weights.dist_format import DESCRIPTION
@@ -87,6 +87,7 @@ class MegatronWorker:
         self.optimizer: Any = None
         self.scheduler: Any = None
         self._writing: Writing | None = None
+        self._updated: RowsResult | None = None
         if spec.optimizer is not None:
             self.optimizer = build_optimizer(spec.optimizer, self.config, self.model)
             self.scheduler = build_scheduler(spec.optimizer, self.optimizer)
@@ -140,12 +141,21 @@ class MegatronWorker:
         if self.spec.optimizer is None:
             raise ValueError(f"{self.spec.role.value} is not trained")
         self._check_tokens(samples.sequences)
+        if samples.old_logprobs is None and self.spec.role is Role.policy and len(minibatches) != 1:
+            raise ValueError(f"update without old_logprobs: {len(minibatches)} minibatches found; it must be one")
         metrics = [self._step(samples.select(rows)) for rows in minibatches]
+        if self._updated is not None:
+            self._updated = RowsResult(minibatches[0][self._updated.rows], self._updated.values)
         if self.spec.optimizer.overlap_param_gather:
             # The next reader of the weights may not be a forward pass, which would wait for them.
             for chunk in self.model:
                 chunk.start_param_sync(force_sync=True)
         return metrics
+
+    def updated_logprobs(self) -> RowsResult | None:
+        """The old_logprobs of the last update, which was given none, in its rows; once. Else as `logprobs`."""
+        found, self._updated = self._updated, None
+        return found
 
     @uses_weights
     def export_weights(self, directory: Path) -> None:
@@ -160,6 +170,7 @@ class MegatronWorker:
             raise ValueError(f"{self.spec.role.value} is not trained")
         self._check_tokens(samples.sequences)
         self._sum_gradient(samples, everywhere=True)
+        self._updated = None
         self._export(directory, bridge.export_hf(self.chunks, self.arch, bridge.take_gradient, torch.float32))
 
     def _export(
@@ -293,14 +304,7 @@ class MegatronWorker:
         outputs = run_schedule(
             self.model, batches, lambda out, batch: (out.new_zeros(()), head(out, batch)), forward_only=True
         )
-        if not process_groups.reports():
-            return None
-        longest = int(sequences.response_lengths.max()) if sequences.num_samples else 0
-        padded = torch.zeros(sequences.num_samples, longest, dtype=torch.float32)
-        for batch, output in zip(batches, outputs, strict=True):
-            padded[batch.rows[batch.token_rows], batch.columns] = output.float().cpu()
-        rows = torch.cat([batch.rows for batch in batches]).sort().values
-        return RowsResult(rows, padded[rows])
+        return collect_rows(sequences, batches, outputs) if process_groups.reports() else None
 
     def _loss(self, out: Tensor, batch: PackedBatch, samples: TrainingSamples, counts: LossCounts) -> LossOutput:
         targets, algo = build_targets(samples, batch), self.spec.algo
@@ -331,7 +335,10 @@ class MegatronWorker:
         start_minibatch(self.chunks, samples.sequences.num_samples, int(samples.sequences.lengths.sum()))
         self.optimizer.zero_grad()
         batches = self._batches(samples.sequences)
-        return run_schedule(self.model, batches, head, forward_only=False, force_all_reduce=everywhere)
+        outputs = run_schedule(self.model, batches, head, forward_only=False, force_all_reduce=everywhere)
+        if samples.old_logprobs is None and self.spec.role is Role.policy and process_groups.reports():
+            self._updated = collect_rows(samples.sequences, batches, [output.old_logprobs for output in outputs])
+        return outputs
 
     def _step(self, samples: TrainingSamples) -> Metrics:
         outputs = self._sum_gradient(samples)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megarl.algo.registry import reads_old_logprobs
+from megarl.config.old_logprobs import scores_first
 from megarl.config.schema.cluster import Placement
 from megarl.config.schema.roles import Offload
 from megarl.config.schema.root import Config
@@ -116,7 +116,7 @@ def estimate_seconds(
 
 def scores_rollouts(config: Config, job: RoleJob) -> bool:
     """Whether the role has a forward pass over an iteration's samples before the update: log-probs or values."""
-    return job.name != "policy" or reads_old_logprobs(config.algo)
+    return job.name != "policy" or scores_first(config)
 
 
 def count_updates(config: Config, job: RoleJob) -> int:

@@ -156,7 +156,7 @@ def build_environment(config: RolloutConfig, scratch: Path, *, shares_gpus: bool
         environment = FLOAT32_ON_GPU | environment
     if not has_cuda():
         path.insert(0, str(STANDINS))
-        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(config.num_threads)}
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(config.num_threads or 1)}
         # Threads that spin while they wait slow down other processes on the same cores.
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
         # A split embedding would be compiled, for which torch needs Triton, of which there is only a stand-in.

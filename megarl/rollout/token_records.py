@@ -15,7 +15,6 @@ class TokenRecord:
     """The responses of an iteration that are to be written, before its update."""
 
     rollout: Rollout
-    experience: Experience
     rows: Tensor
     """int64 [K]"""
     entropies: Tensor | None
@@ -39,20 +38,22 @@ class TokenRecorder:
             return None
         rows = torch.tensor(self._file.choose(rollout), dtype=torch.int64)
         if self._policy is None:
-            return TokenRecord(rollout, experience, rows, None, None)
+            return TokenRecord(rollout, rows, None, None)
         sequences = experience.sequences.select(rows)
         entropies = self._policy.entropies(sequences, self._temperature)
         logprobs = self._policy.logprobs(sequences, self._temperature)
         wait_all([entropies, logprobs])
-        return TokenRecord(rollout, experience, rows, entropies.result(), logprobs.result())
+        return TokenRecord(rollout, rows, entropies.result(), logprobs.result())
 
-    def finish(self, record: TokenRecord | None, samples: TrainingSamples, iteration: int) -> None:
-        """Write them, after the update on `samples`."""
+    def finish(
+        self, record: TokenRecord | None, experience: Experience, samples: TrainingSamples, iteration: int
+    ) -> None:
+        """Write them, after the update on `samples`. experience: as in `begin`, but for old_logprobs of the update."""
         if self._file is None or record is None:
             return
-        fields = collect_fields(record.experience, samples, record.rows)
+        fields = collect_fields(experience, samples, record.rows)
         if self._policy is not None and record.entropies is not None and record.logprobs is not None:
-            sequences = record.experience.sequences.select(record.rows)
+            sequences = experience.sequences.select(record.rows)
             logprobs = self._policy.logprobs(sequences, self._temperature).result()
             fields |= {"entropies": record.entropies, "log_changes": logprobs - record.logprobs}
         self._file.write(iteration, record.rollout, record.rows.tolist(), fields)

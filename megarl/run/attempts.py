@@ -24,6 +24,7 @@ from megarl.config.placement import find_server_offload
 from megarl.config.schema.checkpoint import CheckpointConfig
 from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.config.schema.root import Config
+from megarl.config.threads import describe_threads
 from megarl.config.values import list_values
 from megarl.interfaces import DeadlineError, TrainBackend, wait_all
 from megarl.mcore.worker_spec import Role
@@ -101,7 +102,7 @@ def _describe_run(config: Config, inputs: Inputs, run_dir: Path, report: Report)
     """Print what the run is, and record it with versions and hardware."""
     sizes, objective = describe_sizes(config), describe_objective(config, inputs.saved_groups)
     data = describe_data(config, inputs)
-    for text in (sizes, objective, data):
+    for text in filter(None, (sizes, objective, data, describe_threads(config))):
         report.message(text)
     record_start(run_dir, sizes=sizes, objective=objective, data=data, peak_tflops=find_peak_tflops(config))
 

@@ -16,6 +16,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.placement import SERVERS, list_groups, place
 from megarl.config.schema.evaluate import EvaluateConfig, get_temperature, list_ks
 from megarl.config.schema.root import Config
+from megarl.config.threads import settle_threads
 from megarl.data.evaluation_set import build_evaluation_set
 from megarl.data.render import use_chat_template
 from megarl.hf.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
@@ -76,6 +77,7 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
     Writes responses.jsonl, evaluation.json and logs/ under `run_dir`, prints progress and the table. Raises
     ConfigError, before any process is started, for problems that only the inputs reveal.
     """
+    configs = {name: settle_threads(each, "evaluate") for name, each in configs.items()}
     config = next(iter(configs.values()))
     inputs = load_evaluation_inputs(configs)
     with contextlib.ExitStack() as stack:

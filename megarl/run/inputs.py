@@ -268,7 +268,7 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
             tokens_per_microbatch=config.train.tokens_per_microbatch,
             seed=config.seed,
             megatron=config.model.megatron,
-            num_threads=config.cluster.cpu_threads_per_worker,
+            num_threads=config.cluster.cpu_threads_per_worker or 1,
             deadline_s=config.cluster.call_deadline_s,
             deterministic=config.train.deterministic,
             **(policy_only if role is Role.policy else critic_only if role is Role.critic else {}),

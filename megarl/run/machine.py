@@ -155,7 +155,7 @@ def _check_cores(config: Config, command: str) -> Iterator[str]:
         ("cluster.cpu_threads_per_worker", trains, config.cluster.cpu_threads_per_worker),
         ("rollout.num_threads", serves, config.rollout.num_threads),
     ):
-        if is_used and found > cores:
+        if is_used and found is not None and found > cores:
             yield f"{key}: found {found}; this machine has {cores} cores"
     cached = (config.rollout.kv_cache_tokens or 0) if serves else 0
     if cached * BYTES_PER_CACHED_TOKEN > find_memory():

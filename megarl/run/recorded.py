@@ -8,6 +8,7 @@ from megarl.checkpoint.folder import RUN_FILE
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config
+from megarl.config.threads import settle_threads
 from megarl.report.outcome import Outcome, State, clear_outcome, write_outcome
 from megarl.report.progress import LOG_NAME, append_log
 from megarl.run.attempts import run_job
@@ -29,9 +30,12 @@ def run_recorded(
     """
     if is_resumed is None:
         is_resumed = (run_dir / RUN_FILE).is_file()
-    problems = check_changes(load_run(run_dir)["config"], config) if is_resumed else []
+    before = load_run(run_dir)["config"] if is_resumed else {}
+    problems = check_changes(before, config) if is_resumed else []
     if problems:
         raise ConfigError(problems)
+    # run.json has the numbers themselves.
+    config = settle_threads(config, recorded=before)
     is_begun = False
 
     def note_start() -> None:

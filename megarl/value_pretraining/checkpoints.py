@@ -1,7 +1,8 @@
 """RUN_DIR/value_pretraining: checkpoints of an unfinished value pretraining, iteration-000003/ after step 3.
 
     state.json, critic/, manifest.json   as in training's checkpoints, of the critic alone
-    begun.json                           beside them: the inputs that python -m megarl.pretrain_value was started with
+    begun.json                           beside them: the inputs that python -m megarl.pretrain_value was started with,
+                                         and its numbers of CPU threads
 
 A resumed run continues after the newest one and gives, on a CPU, bit for bit the results of an uninterrupted run. The
 folder is removed when training's first checkpoint, or the result of megarl.pretrain_value, is complete.
@@ -17,6 +18,7 @@ from typing import Any
 from megarl.checkpoint.folder import PRETRAINING_NAME, check_space, open_pretraining
 from megarl.checkpoint.manifest import CheckpointError, name_some, write_atomically
 from megarl.config.schema.root import Config
+from megarl.config.threads import list_threads
 from megarl.interfaces import TrainBackend
 from megarl.json_text import parse_json
 from megarl.mcore.worker_spec import Role, WorkerSpec
@@ -125,14 +127,22 @@ def begin_job(config: Config, run_dir: Path, spec: WorkerSpec, report: Report) -
     if is_saving:
         path.parent.mkdir(parents=True, exist_ok=True)
         sizes = noted["sizes"] if noted else measure_files(run_dir)
-        write_atomically(path, json.dumps({"inputs": list_pretraining_inputs(config), "sizes": sizes}, indent=1))
+        content = {"inputs": list_pretraining_inputs(config), "sizes": sizes, "threads": list_threads(config)}
+        write_atomically(path, json.dumps(content, indent=1))
     return None
+
+
+def load_threads(run_dir: Path) -> dict[str, Any]:
+    """The numbers of CPU threads of the value pretraining that has begun there; empty where none has."""
+    noted = _load_note(run_dir / PRETRAINING_NAME / BEGUN)
+    return noted["threads"] if noted else {}
 
 
 def _load_note(path: Path) -> dict[str, Any] | None:
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
-        return {"inputs": dict(content["inputs"]), "sizes": dict(content["sizes"])}
+        noted = {name: dict(content[name]) for name in ("inputs", "sizes")}
+        return noted | {"threads": dict(content.get("threads", {}))}
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -11,9 +11,9 @@ from megarl.config.values import list_values
 
 NOT_INPUTS = (
     *("algo.name", "algo.value_pretrain.taken_from", "checkpoint.", "cluster.", "evaluate.", "logger."),
-    *("rollout.max_probe_logprob_gap", "data.critic_prompt_length"),
+    *("rollout.max_probe_logprob_gap", "rollout.num_threads", "data.critic_prompt_length"),
 )
-"""Prefixes of keys that do not change what the critic learns"""
+"""Prefixes of keys that do not change what the critic learns, beyond the last bits"""
 _DEADLINES = ("_deadline_s", ".max_server_restarts")
 
 
@@ -28,13 +28,13 @@ def list_pretraining_inputs(config: Config) -> dict[str, Any]:
     # A reference model that only the policy's loss needs has no effect either.
     without_loss = replace(config, algo=replace(config.algo, kl=replace(config.algo.kl, in_loss=False)))
     unused = {key for key, _ in find_unused(without_loss, values, "pretrain_value")}
-    return {
-        key: value
-        for key, value in values.items()
-        if key not in unused
-        and (key == "logger.save_rollouts" or not f"{key}.".startswith(NOT_INPUTS))
-        and not key.endswith(_DEADLINES)
-    }
+    return {key: value for key, value in values.items() if key not in unused and _is_input(key)}
+
+
+def _is_input(key: str) -> bool:
+    if key == "logger.save_rollouts":
+        return True
+    return not f"{key}.".startswith(NOT_INPUTS) and not key.endswith(_DEADLINES)
 
 
 def find_differing(before: Mapping[str, Any], config: Config) -> list[str]:
@@ -42,5 +42,6 @@ def find_differing(before: Mapping[str, Any], config: Config) -> list[str]:
     values.
     """
     now = json.loads(json.dumps(list_pretraining_inputs(config)))
+    before = {key: value for key, value in before.items() if _is_input(key)}
     keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     return [f"{key} ({before.get(key)!r} there, now {now.get(key)!r})" for key in keys]

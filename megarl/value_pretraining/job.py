@@ -16,6 +16,7 @@ from megarl.config.checks.config import describe_sizes
 from megarl.config.errors import ConfigError
 from megarl.config.placement import list_groups, place
 from megarl.config.schema.root import Config
+from megarl.config.threads import describe_threads, settle_threads
 from megarl.config.values import list_values
 from megarl.data.critic_prompt import CriticPrompt
 from megarl.hf.checkpoint import load_tokenizer
@@ -38,7 +39,7 @@ from megarl.run.saving import LoopSaver
 from megarl.run.terminal import get_terminal, show_warnings
 from megarl.trainer import Trainer
 from megarl.value_pretraining import result as pretrained
-from megarl.value_pretraining.checkpoints import ResumePoint, begin_job, open_saver
+from megarl.value_pretraining.checkpoints import ResumePoint, begin_job, load_threads, open_saver
 from megarl.value_pretraining.inputs import list_pretraining_inputs
 from megarl.value_pretraining.loop import (
     PretrainingSummary,
@@ -70,6 +71,7 @@ def run_value_pretraining(config: Config, run_dir: Path) -> PretrainingSummary:
         )
     run = _run_online if config.algo.value_pretrain.rollouts is None else _run_offline
     with lock_run_dir(run_dir):
+        config = settle_threads(config, "pretrain_value", load_threads(run_dir))
         summary = run(config, run_dir)
         remove_pretraining(run_dir)
         return summary
@@ -187,4 +189,6 @@ def _start_report(stack: contextlib.ExitStack, config: Config, run_dir: Path) ->
     report = build_report(config.logger, run_dir, num_steps, get_terminal(), settings=settings)
     stack.callback(report.close)
     stack.enter_context(show_warnings(report.message))
+    if threads := describe_threads(config, "pretrain_value"):
+        report.message(threads)
     return report

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,20 @@ def test_an_update_takes_one_step_for_each_minibatch_and_moves_the_role_and_no_o
         assert torch.equal(after[name], before[name]) == (name != role)
     assert backend.update(samples, []).result() == []
     assert torch.equal(evaluate(trainer, role, samples.sequences), after[role])
+
+
+def test_an_update_without_old_logprobs_gives_those_before_it_in_the_order_of_the_samples(trainer, tmp_path):
+    samples, policy = build_samples(trainer), trainer.components.policy
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(2))
+    save(policy, tmp_path / "state")
+    (given,) = policy.update(samples, [order]).result()
+    policy.load(tmp_path / "state").result()
+    (own,) = policy.update(replace(samples, old_logprobs=None), [order]).result()
+    found = policy.updated_logprobs(samples.sequences).result()
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found[samples.mask], samples.old_logprobs[samples.mask], rtol=0, atol=1e-5)
+    assert torch.all(found[~samples.mask] == 0)
+    assert own == pytest.approx(given, rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize("role", TRAINED)

@@ -67,6 +67,7 @@ class FakeBackend:
         self.num_steps = 0
         self.orders: list[list[int]] = []
         """The rows of each update, in the order of its steps"""
+        self._updated: tuple[Tensor, Tensor] | None = None
         self._saving: tuple[Path, dict[str, Any]] | None = None
 
     def _call(self, verb: str, work: Callable[[], T]) -> Done[Any]:
@@ -103,7 +104,26 @@ class FakeBackend:
 
     def update(self, samples: TrainingSamples, minibatches: Sequence[Tensor]) -> Done[list[Metrics]]:
         self.orders.append([row for rows in minibatches for row in rows.tolist()])
-        return self._call("update", lambda: [self._step(samples.select(rows)) for rows in minibatches])
+
+        def work() -> list[Metrics]:
+            metrics = [self._step(samples.select(rows)) for rows in minibatches]
+            if samples.old_logprobs is None and self.spec.role is Role.policy:
+                (rows,) = minibatches
+                self._updated = rows, self._last_logprobs
+            return metrics
+
+        return self._call("update", work)
+
+    def updated_logprobs(self, sequences: Sequences) -> Done[Tensor]:
+        def take() -> Tensor:
+            assert self._updated is not None
+            rows, found = self._updated
+            assert torch.equal(rows.sort().values, torch.arange(sequences.num_samples))
+            self._updated, merged = None, torch.zeros_like(found)
+            merged[rows] = found
+            return merged
+
+        return self._call("updated_logprobs", take)
 
     def export_weights(self, directory: Path) -> Done[None]:
         def write() -> None:
@@ -186,6 +206,9 @@ class FakeBackend:
         assert self.spec.optimizer is not None
         self.optimizer.zero_grad()
         output = self._compute_loss(samples)
+        if output.old_logprobs is not None:
+            tokens = list_response_tokens(samples.sequences)
+            self._last_logprobs = tokens.pad(output.old_logprobs, samples.sequences.num_samples)
         output.loss.backward()
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.optimizer.clip_grad))
         if not math.isfinite(grad_norm):

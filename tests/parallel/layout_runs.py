@@ -102,6 +102,44 @@ def train(rank: int, world_size: int, spec: WorkerSpec, scratch: Path, name: str
         worker.close()
 
 
+def train_reusing(
+    rank: int, world_size: int, spec: WorkerSpec, scratch: Path, name: str, rows: list[int], reuses: bool
+) -> dict[str, Any]:
+    """One step on these rows in this order: with old_logprobs of a pass before it, or the update's own (reuses).
+
+    The log-probs of the pass, those of the update (None without reuse), the gradient and the metrics.
+    """
+    from safetensors.torch import load_file
+
+    from megarl.mcore.worker import MegatronWorker
+
+    worker = MegatronWorker(spec, rank, world_size, f"file://{scratch}/{name}.init")
+    try:
+        samples = build_samples()
+        samples = replace(samples, sequences=within_vocabulary(samples.sequences, worker))
+        before, _ = gather(worker.logprobs(samples.sequences, spec.temperature), samples.sequences)
+        samples = replace(samples, old_logprobs=None if reuses else before)
+        worker.export_gradient(samples, scratch / name)
+        (metrics,) = worker.update(samples, [torch.tensor(rows)])
+        own = gather(worker.updated_logprobs(), samples.sequences)[0] if reuses else None
+        assert worker.updated_logprobs() is None
+        gradient = load_file(scratch / name / "model.safetensors")
+        return {"before": before, "own": own, "gradient": gradient, "metrics": metrics}
+    finally:
+        worker.close()
+
+
+def train_all_reusing(
+    rank: int, world_size: int, runs: dict[str, tuple[WorkerSpec, list[int]]], scratch: str
+) -> dict[str, Any]:
+    """`train_reusing` of each run, without and with reuse."""
+    root = Path(scratch)
+    return {
+        name: [train_reusing(rank, world_size, spec, root, f"{name}-{own}", rows, own) for own in (False, True)]
+        for name, (spec, rows) in runs.items()
+    }
+
+
 def train_all(
     rank: int, world_size: int, runs: dict[str, tuple[WorkerSpec, list[int]]], scratch: str
 ) -> dict[str, Any]:

@@ -24,7 +24,7 @@ LAYERS = (
     {"sync"},
     {"cluster", "run.inputs", "run.command", "run.recovery", "run.resume", "run.trainer_state", "run.ended"},
     {"run.saving"},
-    {"value_pretraining.inputs"},
+    {"value_pretraining.inputs", "experience"},
     {"value_pretraining.checkpoints"},
     {"trainer", "plan", "sweep", "value_pretraining.result"},
     {"value_pretraining.loop"},

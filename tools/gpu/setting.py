@@ -214,7 +214,7 @@ def build_spec(setting: Setting, role: Role, checkpoint: Path, **changes: Any) -
         response_length=config.rollout.response_length,
         seed=config.seed,
         megatron=config.model.megatron,
-        num_threads=config.cluster.cpu_threads_per_worker,
+        num_threads=config.cluster.cpu_threads_per_worker or 1,
         deadline_s=DEADLINE_S,
         **(fields | changes),
     )

@@ -8,6 +8,7 @@ from megarl.config.checks.algo_keys import Dead, find_dead_keys, list_declared_k
 from megarl.config.checks.rule import Rule
 from megarl.config.checks.saved import SAVED_RULES
 from megarl.config.checks.size_rules import SIZE_RULES, decays
+from megarl.config.old_logprobs import reuses_logprobs
 from megarl.config.placement import find_server_offload
 from megarl.config.schema.data import FileDataConfig
 from megarl.config.schema.model import ModelSource
@@ -26,6 +27,14 @@ RULES: tuple[Rule, ...] = (
         ("logger.mlflow_experiment",),
         lambda c: c.logger.mlflow is not None,
         "with logger.mlflow=null; it counts with a tracking URI",
+    ),
+    Rule(
+        ("train.reuse_logprobs",),
+        lambda c: reuses_logprobs(c) or not c.train.reuse_logprobs,
+        "where the policy scores the responses before its update (several optimizer steps in an iteration,"
+        " algo.kl.in_reward, topr, rollout.router_replay, FP8), or nothing reads old_logprobs; it counts with one"
+        " optimizer step and none of these",
+        switch=True,
     ),
     Rule(
         ("policy.optimizer.min_lr",),
@@ -141,7 +150,7 @@ COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
             (
                 *("policy.optimizer", "policy.recompute", "policy.recompute_method", "policy.recompute_num_layers"),
                 *("policy.frozen_iterations", "policy.lora", "rollout.max_staleness", "train.num_iterations"),
-                "train.stop_at_heldout_reward",
+                *("train.stop_at_heldout_reward", "train.reuse_logprobs"),
                 *("train.eval_every", "train.num_eval_prompts", "logger.num_logged_samples"),
                 *("logger.num_token_records", "logger.token_record_kb", "logger.token_passes"),
                 *(f"checkpoint.{name}" for name in ("keep_last", "keep_best", "best_metric", "max_restarts")),

@@ -22,8 +22,10 @@ class Placement(Enum):
 
 @dataclass
 class ClusterConfig:
-    cpu_threads_per_worker: int = 1
-    """CPU threads of each training process; without effect on a GPU."""
+    cpu_threads_per_worker: int | None = None
+    """CPU threads of each training process; without effect on a GPU. null: the cores that the run may use (no more than
+    the environment's OMP_NUM_THREADS), shared by those that work at the same time: policy and critic, and the servers
+    with rollout.max_staleness above 0. A resumed run keeps the number."""
     object_store_mb: int = 256
     """Shared memory of Ray's object store on each node, in MiB; the samples of an iteration pass through it."""
     worker_start_deadline_s: float = 300.0

@@ -58,8 +58,9 @@ class RolloutConfig:
     offload: ServerOffload | None = None
     """What the servers give back of their GPUs' memory while roles that share these GPUs compute, and take again before
     they generate; null: nothing. Needs max_staleness=0."""
-    num_threads: int = 1
-    """CPU threads of a server's forward pass; without effect on a GPU."""
+    num_threads: int | None = None
+    """CPU threads of a server's forward pass; without effect on a GPU. null: decided as cluster.cpu_threads_per_worker;
+    with rollout.max_staleness=0 the servers share all cores, since they generate while the roles rest."""
     startup_deadline_s: float = 300.0
     """Deadline in seconds for a server to answer after it was started."""
     request_deadline_s: float = 600.0

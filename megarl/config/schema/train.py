@@ -46,6 +46,10 @@ class TrainConfig:
     """Maximum number of tokens of one forward pass, prompts included; a longer sequence is a micro-batch alone."""
     epochs_per_iteration: int = 1
     """Passes of the update over the samples of an iteration."""
+    reuse_logprobs: bool = True
+    """Take the update's own log-probs, detached, as old_logprobs, where each iteration is one optimizer step and
+    nothing reads them before it: the gradient is the same, and a forward pass over all responses is saved. false: the
+    policy always scores the responses first."""
     eval_every: int = 10
     """Iterations between evaluations on held-out prompts; they also run before the first and after the last."""
     num_eval_prompts: int = 256

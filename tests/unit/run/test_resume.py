@@ -5,10 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from megarl.config import threads
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import data as data_schemas
 from megarl.config.schema import reward as reward_schemas
+from megarl.config.threads import list_threads
+from megarl.run import recorded
 from megarl.run.resume import (
     DECIDES,
     MAY_CHANGE,
@@ -20,6 +23,7 @@ from megarl.run.resume import (
     save_run,
     take_resume,
 )
+from megarl.trainer import Summary
 
 OVERRIDES = ["algo=vapo", "algo.clip_high=0.3", "+model.megatron.x=1"]
 
@@ -168,3 +172,21 @@ def test_values_of_all_keys_are_kept():
     assert values["policy.parallel.tp"] == 1
     assert values["rollout.dtype"] == "float32"
     assert not any("." in key and key.split(".")[0] == "hydra" for key in values)
+
+
+def test_a_run_records_its_numbers_of_threads_and_a_resumed_one_keeps_them(tmp_path, monkeypatch):
+    seen = []
+
+    def run_job(config, _run_dir, *, is_new, note_start):
+        seen.append((is_new, list_threads(config)))
+        note_start()
+        return Summary(0, 0.0)
+
+    monkeypatch.setattr(recorded, "run_job", run_job)
+    for cores, overrides in ((6, []), (2, []), (2, ["rollout.num_threads=1"]), (4, [])):
+        monkeypatch.setattr(threads, "count_cores", lambda cores=cores: cores)
+        recorded.run_recorded(load_config(overrides), tmp_path, overrides)
+    decided = {"cluster.cpu_threads_per_worker": 3, "rollout.num_threads": 6}
+    given = decided | {"rollout.num_threads": 1}
+    assert seen == [(True, decided), (False, decided), (False, given), (False, given)]
+    assert list_threads(load_config([])) == dict.fromkeys(decided)

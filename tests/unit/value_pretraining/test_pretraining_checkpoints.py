@@ -16,7 +16,14 @@ from megarl.report.report import build_report
 from megarl.rollout.source import SourceState
 from megarl.run.inputs import load_models, load_specs
 from megarl.run.trainer_state import TrainerState, measure_files, save_trainer_state
-from megarl.value_pretraining.checkpoints import EXPLAINED, ResumePoint, begin_job, find_checkpoint, resume_from
+from megarl.value_pretraining.checkpoints import (
+    EXPLAINED,
+    ResumePoint,
+    begin_job,
+    find_checkpoint,
+    load_threads,
+    resume_from,
+)
 from megarl.value_pretraining.job import run_value_pretraining
 from megarl.value_pretraining.loop import find_end
 
@@ -81,6 +88,15 @@ def test_the_job_goes_on_in_its_folder_with_its_files_cut_back(tmp_path):
     assert resume_point.state == state
     assert resume_point.directory == tmp_path / "value_pretraining" / "iteration-000002"
     assert len((tmp_path / "value_pretrain.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_job_resumes_with_the_numbers_of_threads_that_it_began_with(tmp_path):
+    assert load_threads(tmp_path) == {}
+    begin(tmp_path, "cluster.cpu_threads_per_worker=1", "rollout.num_threads=1")
+    write_steps(tmp_path, 1, 1)
+    save_step(tmp_path, 1)
+    assert load_threads(tmp_path) == {"cluster.cpu_threads_per_worker": 1, "rollout.num_threads": 1}
+    assert begin(tmp_path) is not None
 
 
 def test_another_value_pretraining_is_refused_by_what_differs(tmp_path):

@@ -213,10 +213,14 @@ def measure_noise_share(experience: Experience, advantages: Tensor) -> float:
     return float(per_row[solved].sum() / per_row.sum()) if float(per_row.sum()) else 0.0
 
 
+SCORES_FIRST = "train.reuse_logprobs=false"
+"""The backends here have no `updated_logprobs`, and some arms replace old_logprobs before the update"""
+
+
 def build_overrides(arm: Arm, seed: int, out: Path) -> list[str]:
     """The whole configuration of a run; writes the prompts and the checkpoint of its task where they are missing."""
     if arm.task == SMOLLM2:
-        return [*arm.keys, f"seed={seed}", "logger.terminal=false", "logger.tensorboard=false"]
+        return [*arm.keys, SCORES_FIRST, f"seed={seed}", "logger.terminal=false", "logger.tensorboard=false"]
     task = TASKS[arm.task]
     train, heldout = write_prompts(out / "prompts")
     source = resolve_checkpoint(load_config(MODEL).model, default_cache_dir())
@@ -233,6 +237,7 @@ def build_overrides(arm: Arm, seed: int, out: Path) -> list[str]:
         f"data.heldout_path={heldout}",
         f"rollout.response_length={task.response_length}",
         *arm.keys,
+        SCORES_FIRST,
         f"seed={seed}",
     ]
 

@@ -1,0 +1,91 @@
+"""How many CPU threads each process has: the machine's cores, shared by the processes that work at the same time."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from megarl.config.placement import SERVERS, list_groups
+from megarl.config.schema.root import Config
+
+WORKER_KEY, SERVER_KEY = "cluster.cpu_threads_per_worker", "rollout.num_threads"
+CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""`QUOTA PERIOD` in microseconds of CPU time, or `max PERIOD`, of a container"""
+LIMIT = "OMP_NUM_THREADS"
+"""Environment variable: the cores that a run may count on, where somebody has set it"""
+
+
+@dataclass(frozen=True)
+class Threads:
+    per_worker: int
+    """of each training process"""
+    per_server: int
+    """of each process of a server"""
+
+
+def count_cores() -> int:
+    """The cores that this process may use: of its affinity, its container's quota and OMP_NUM_THREADS the least."""
+    counts = [len(os.sched_getaffinity(0))]
+    try:
+        quota, period = CGROUP_QUOTA.read_text().split()
+        counts.append(ceil(int(quota) / int(period)))
+    except (OSError, ValueError):  # no cgroup of version 2, or `max`
+        pass
+    limit = os.environ.get(LIMIT, "").split(",")[0].strip()
+    if limit.isdecimal():
+        counts.append(int(limit))
+    return max(1, min(counts))
+
+
+def share_cores(config: Config, num_cores: int, command: str = "train") -> Threads:
+    """The cores divided by the processes that work at the same time, rounded down; at least 1.
+
+    Policy and critic update at the same time. The reference works beside them only while the log-probs are computed,
+    for a fraction of an update, and is not counted. Servers rest while these work and the other way round, unless
+    rollout.max_staleness has them generate beside the updates: then all share. 1 and 1 where GPUs are counted.
+    """
+    if config.cluster.gpus_per_node > 0:
+        return Threads(1, 1)
+    number = {group.name: group.num_gpus for group in list_groups(config, command)}
+    workers, servers = number.get("policy", 0) + number.get("critic", 0), number[SERVERS]
+    if command == "train" and config.rollout.max_staleness > 0:
+        workers = servers = workers + servers
+    return Threads(max(1, num_cores // max(workers, 1)), max(1, num_cores // max(servers, 1)))
+
+
+def settle_threads(
+    config: Config, command: str = "train", recorded: Mapping[str, Any] | None = None, num_cores: int | None = None
+) -> Config:
+    """The configuration with both numbers: what it says, else what `recorded` has under the dotted keys, else
+    `share_cores` of num_cores (None: `count_cores`).
+
+    recorded: the values of the run that is resumed, which on a CPU repeats bit for bit only with as many threads.
+    """
+    before = recorded or {}
+    threads = share_cores(config, count_cores() if num_cores is None else num_cores, command)
+    per_worker, per_server = config.cluster.cpu_threads_per_worker, config.rollout.num_threads
+    if per_worker is None:
+        per_worker = before.get(WORKER_KEY) or threads.per_worker
+    if per_server is None:
+        per_server = before.get(SERVER_KEY) or threads.per_server
+    return replace(
+        config,
+        cluster=replace(config.cluster, cpu_threads_per_worker=per_worker),
+        rollout=replace(config.rollout, num_threads=per_server),
+    )
+
+
+def list_threads(config: Config) -> dict[str, int | None]:
+    """The two numbers by dotted key, as `settle_threads` takes them."""
+    return {WORKER_KEY: config.cluster.cpu_threads_per_worker, SERVER_KEY: config.rollout.num_threads}
+
+
+def describe_threads(config: Config, command: str = "train") -> str:
+    """The two numbers of `settle_threads` in a line; empty where GPUs are counted, on which they have no effect."""
+    if config.cluster.gpus_per_node > 0:
+        return ""
+    number = {group.name: group.num_processes for group in list_groups(config, command)}
+    served = f", {config.rollout.num_threads} of each server" if number[SERVERS] else ""
+    return f"CPU threads: {config.cluster.cpu_threads_per_worker} of each training process{served}"

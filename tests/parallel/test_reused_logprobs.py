@@ -1,0 +1,55 @@
+"""An update that computes old_logprobs itself has the gradient of one that is given those of a pass before it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layout_runs import build_spec, launch, train_all_reusing
+from tiny_checkpoints import write_checkpoint
+
+from megarl.config.schema.algo import AlgoConfig, MismatchConfig
+from megarl.config.schema.algo_choices import MismatchCorrection
+from megarl.mcore.worker_spec import Role
+
+ORDER = [7, 3, 11, 0, 5, 1, 9, 2, 10, 6, 4, 8]
+ALGORITHMS = {
+    "grpo": AlgoConfig(clip_low=0.2, clip_high=0.28, entropy_coef=0.01),
+    "gspo": AlgoConfig(surrogate="gspo"),
+    "tis": AlgoConfig(mismatch=MismatchConfig(correction=MismatchCorrection.tis)),
+}
+"""Losses of GRPO and PPO (the same: advantages are given), of a ratio per response, and with a correction"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint") / "qwen3"
+    write_checkpoint(path, num_hidden_layers=4)
+    return path
+
+
+def check(runs: dict[str, list[dict[str, Any]]]) -> None:
+    for name, (given, own) in runs.items():
+        torch.testing.assert_close(own["own"], given["before"], atol=1e-5, rtol=1e-5, msg=name)
+        assert given["own"] is None
+        for key, gradient in given["gradient"].items():
+            torch.testing.assert_close(own["gradient"][key], gradient, atol=1e-6, rtol=1e-4, msg=f"{name} {key}")
+        assert own["metrics"] == pytest.approx(given["metrics"], rel=1e-4, abs=1e-5)
+        assert own["metrics"]["policy/ratio_mean"] == 1.0
+
+
+@pytest.mark.parametrize("tokens", [10_000, 60])
+def test_the_gradient_and_the_metrics_of_one_process_are_those_with_a_pass(checkpoint: Path, tokens: int) -> None:
+    specs = {
+        name: build_spec(Role.policy, checkpoint, algo=algo, tokens_per_microbatch=tokens)
+        for name, algo in ALGORITHMS.items()
+    }
+    check(launch(1, train_all_reusing, {name: (spec, ORDER) for name, spec in specs.items()}))
+
+
+def test_every_layout_returns_the_rows_of_the_update_in_their_own_order(checkpoint: Path) -> None:
+    specs = {
+        layout: build_spec(Role.policy, checkpoint, layout, algo=ALGORITHMS["grpo"], tokens_per_microbatch=60)
+        for layout in ("tp2_sp", "pp2", "vpp2", "dp2", "cp2")
+    }
+    check(launch(2, train_all_reusing, {layout: (spec, ORDER) for layout, spec in specs.items()}))

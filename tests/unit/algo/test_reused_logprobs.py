@@ -1,0 +1,72 @@
+"""Without old_logprobs the loss takes the policy's own, detached: what a pass before the first step would give."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from algo_cases import configure, experiences, few, perturbed, response_positions, whole
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algo.losses import count_minibatch, policy_loss
+from megarl.algo.registry import list_policy_losses
+from megarl.algo.targets import compute_targets, measure_old_logprobs
+from megarl.config.schema.algo_choices import KLEstimator, LossAggMode, MismatchCorrection, RatioLevel
+
+READING = sorted(name for name, loss in list_policy_losses().items() if not loss.ratio_to_rollout)
+CORRECTIONS = [
+    {},
+    *(
+        {"mismatch__correction": MismatchCorrection[name], "mismatch__level": level}
+        for name in ("tis", "mis")
+        for level in RatioLevel
+    ),
+]
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("surrogate", READING)
+@few
+@given(experience=experiences(), seed=st.integers(0, 2**31), mode=st.sampled_from(LossAggMode))
+def test_loss_gradient_and_metrics_are_those_with_the_log_probs_of_a_pass(
+    surrogate, correction, experience, seed, mode
+):
+    config = configure(
+        surrogate=surrogate,
+        loss_agg_mode=mode,
+        entropy_coef=0.01,
+        positive_lm_coef=0.1,
+        kl__in_loss=True,
+        kl__loss_estimator=KLEstimator.k3,
+        **correction,
+    )
+    samples, rows, targets = whole(experience, config)
+    logprobs, entropy, _ = (x[response_positions(samples, rows)] for x in perturbed(experience, seed))
+    outputs, gradients = [], []
+    for old in (logprobs.detach(), None):
+        given_targets = replace(targets, old_logprobs=old)
+        output = policy_loss(logprobs, entropy, given_targets, config, count_minibatch(samples), 24)
+        gradients.append(torch.autograd.grad(output.loss, logprobs, retain_graph=True)[0])
+        outputs.append(output)
+    assert torch.equal(outputs[0].loss, outputs[1].loss)
+    assert torch.equal(gradients[0], gradients[1])
+    for kind in ("sums", "maxima"):
+        before, after = (getattr(output, kind) for output in outputs)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    assert outputs[0].old_logprobs is None
+    assert torch.equal(outputs[1].old_logprobs[targets.mask], logprobs.detach()[targets.mask])
+    assert not outputs[1].old_logprobs.requires_grad
+
+
+@few
+@given(experience=experiences())
+def test_targets_without_old_logprobs_and_their_metrics_afterwards_are_those_with_them(experience):
+    config = configure(kl__in_loss=True, kl__loss_estimator=KLEstimator.k3)
+    samples, metrics = compute_targets(experience, config, 0.0)
+    before = replace(experience, old_logprobs=experience.rollout_logprobs)
+    without, found = compute_targets(before, config, 0.0, has_old_logprobs=False)
+    assert without.old_logprobs is None
+    assert torch.equal(without.advantages, samples.advantages)
+    assert not any(name.startswith("mismatch/") or name == "kl/mean" for name in found)
+    assert found | measure_old_logprobs(experience, config) == metrics
