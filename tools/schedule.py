@@ -3,7 +3,7 @@
     python -m megarl.tools.schedule algo=grpo model=qwen3_8b cluster=h100x64 cluster.placement=split ... [key=value]
 
 takes what python -m megarl.tools.plan takes, for a cluster whose GPU is known and a job whose servers have GPUs of
-their own. Seconds of a token, of training and of a sync are the plan's; the schedule is simulated (megarl/plan/schedule.py).
+their own. Seconds of a token, of training and of a sync are the plan's; megarl/plan/schedule.py simulates the schedule.
 
 --servers 1 2 4      numbers of servers, in place of rollout.num_servers
 --staleness 0 1 2 4  values of rollout.max_staleness

@@ -92,10 +92,13 @@ def build_batch(sequences: Sequences, rows: list[int], multiple: int = 1, contex
     Under context parallelism each sequence is padded to a multiple of 2 * cp, and the batch holds this rank's tokens
     and the predictors that are among them; its targets are all R.
     No rows give a batch of padding only, for a rank that must take part without data.
-    Raises ValueError for a sequence without a prompt token: nothing would predict its first response token.
+    Raises ValueError for a sequence without a prompt token: nothing would predict its first response token; and for
+    one that is not held.
     """
     rows_longest_first = sorted(rows, key=lambda row: (-int(sequences.lengths[row]), row))
     picked = torch.tensor(rows_longest_first, dtype=torch.int64)
+    if sequences.held is not None and not bool(sequences.held[picked].all()):
+        raise ValueError(f"row {int(picked[~sequences.held[picked]][0])} was not sent to this rank, which computes it")
     lengths, prompts = sequences.lengths[picked], sequences.prompt_lengths[picked]
     if bool((prompts < 1).any()):
         raise ValueError(f"row {int(picked[prompts < 1][0])} has no prompt token")

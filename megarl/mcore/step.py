@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megarl.algo.losses import LossOutput
 from megarl.mcore.batch import PackedBatch
 from megarl.timeline import span
 
@@ -92,3 +93,15 @@ def _output_dtype(model: Any) -> dict[str, bool]:
     """Float16Module would hold a float32 copy of the logits."""
     config = getattr(model, "config", None) or model.module.config
     return {"fp32_output": False} if config.bf16 else {}
+
+
+def accumulate(outputs: list[LossOutput]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The sums and maxima of this rank's micro-batches."""
+    sums: dict[str, Tensor] = {}
+    maxima: dict[str, Tensor] = {}
+    for output in outputs:
+        for key, value in output.sums.items():
+            sums[key] = sums[key] + value if key in sums else value
+        for key, value in output.maxima.items():
+            maxima[key] = torch.maximum(maxima[key], value) if key in maxima else value
+    return sums, maxima

@@ -6,6 +6,7 @@ A plain class without Ray. Every rank of a role is called with the same argument
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from megarl.mcore.offload import OffloadManager, uses_everything, uses_weights
 from megarl.mcore.optimizer import build_optimizer, build_scheduler, describe_adam
 from megarl.mcore.role_fields import build_role_fields, check_role_fields, find_token_multiple
 from megarl.mcore.row_costs import compute_row_costs, count_tokens, describe_work
-from megarl.mcore.step import run_schedule, run_stage, sum_gradients
+from megarl.mcore.step import accumulate, run_schedule, run_stage, sum_gradients
 from megarl.mcore.weights.bridge import export_hf, list_own_entries, load_hf, named_entries, take_gradient
 from megarl.mcore.weights.dist_format import DESCRIPTION
 from megarl.mcore.weights.entries import Entry
@@ -128,15 +129,17 @@ class MegatronWorker:
         return self._evaluate(sequences, lambda logits, batch: self._full_kl(logits, batch, temperature))
 
     @uses_everything
-    def update(self, samples: TrainingSamples, minibatches: Sequence[Tensor]) -> list[Metrics]:
+    def update(
+        self, samples: TrainingSamples, minibatches: Sequence[Tensor], counts: Sequence[LossCounts | None] = ()
+    ) -> list[Metrics]:
         """One optimizer step for each entry of `minibatches` (int64 row numbers); all ranks get its metrics.
 
-        Raises FloatingPointError where a gradient is not finite.
+        counts: of each, where `samples` lacks other ranks' targets. Raises FloatingPointError for a gradient of NaN.
         """
         if self.spec.optimizer is None:
             raise ValueError(f"{self.spec.role.value} is not trained")
         self._check_tokens(samples.sequences)
-        metrics = [self._step(samples.select(rows)) for rows in minibatches]
+        metrics = [self._step(samples.select(rows), own) for rows, own in zip_longest(minibatches, counts)]
         if self.spec.optimizer.overlap_param_gather:
             # The next reader of the weights may not be a forward pass, which would wait for them.
             for chunk in self.model:
@@ -154,7 +157,7 @@ class MegatronWorker:
         if self.optimizer is None:
             raise ValueError(f"{self.spec.role.value} is not trained")
         self._check_tokens(samples.sequences)
-        self._sum_gradient(samples, everywhere=True)
+        self._sum_gradient(samples, count_minibatch(samples), everywhere=True)
         self._export(directory, export_hf(self.chunks, self.arch, take_gradient))
 
     def _export(self, directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -302,11 +305,10 @@ class MegatronWorker:
         full_kl = self._full_kl(out, batch, self.spec.temperature) if full else None
         return policy_loss(logprobs, entropy, targets, algo, counts, self.spec.response_length, full_kl)
 
-    def _sum_gradient(self, samples: TrainingSamples, everywhere: bool = False) -> list[LossOutput]:
+    def _sum_gradient(self, samples: TrainingSamples, counts: LossCounts, everywhere: bool = False) -> list[LossOutput]:
         """Forward and backward over a minibatch; this rank's losses. Each data-parallel rank holds the sum of the
         gradients where its optimizer updates, or everywhere.
         """
-        counts = count_minibatch(samples)
 
         def head(out: Tensor, batch: PackedBatch) -> tuple[Tensor, LossOutput]:
             output = self._loss(out, batch, samples, counts)
@@ -324,26 +326,14 @@ class MegatronWorker:
         batches = self._batches(samples.sequences)
         return run_schedule(self.model, batches, head, forward_only=False, force_all_reduce=everywhere)
 
-    def _step(self, samples: TrainingSamples) -> Metrics:
-        outputs = self._sum_gradient(samples)
+    def _step(self, samples: TrainingSamples, counts: LossCounts | None) -> Metrics:
+        outputs = self._sum_gradient(samples, counts or count_minibatch(samples))
         self.scheduler.step(1)
         _, grad_norm, _ = self.optimizer.step()
-        name, found = self.spec.role.value, process_groups.combine(*_accumulate(outputs))
-        metrics = describe_work(found, self.spec.role, self.arch, samples.sequences)
-        metrics |= compute_load_metrics(self.chunks, name)
+        name, found = self.spec.role.value, process_groups.combine(*accumulate(outputs))
+        work = describe_work(found, self.spec.role, self.arch, samples.sequences)
+        metrics = work | compute_load_metrics(self.chunks, name)
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"{name}: the gradient norm is {grad_norm}; metrics of the step: {metrics}")
         rate = next(group["lr"] for group in self.optimizer.param_groups if group["default_config"])
         return {f"{name}/grad_norm": float(grad_norm), f"{name}/lr": rate, **metrics}
-
-
-def _accumulate(outputs: list[LossOutput]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The sums and maxima of this rank's micro-batches."""
-    sums: dict[str, Tensor] = {}
-    maxima: dict[str, Tensor] = {}
-    for output in outputs:
-        for key, value in output.sums.items():
-            sums[key] = sums[key] + value if key in sums else value
-        for key, value in output.maxima.items():
-            maxima[key] = torch.maximum(maxima[key], value) if key in maxima else value
-    return sums, maxima

@@ -126,7 +126,8 @@ def fit_pace(logs: Sequence[ServerLog]) -> Pace:
             parameters, misses, damping = parameters + change, tried, damping / 3
         else:
             damping *= 4
-    return Pace(*(float(value) for value in np.exp(parameters[:3])), float(parameters[3]))
+    step, each, slower = np.exp(parameters[:3])
+    return Pace(float(step), float(each), float(slower), float(parameters[3]))
 
 
 def find_durations(clock: overlap.Clock) -> Durations:
@@ -161,7 +162,8 @@ def compare(staleness: int, measured: Idle, simulated: Idle, pace: Pace) -> floa
         f" trainer computes; {pace.extra:.1f} more steps a response",
         flush=True,
     )
-    return max(*(abs(real - found) for real, found in both[:3]), abs(found_s / real_s - 1))
+    differences = [abs(float(real - found)) for real, found in both[:3]]
+    return max(*differences, abs(float(found_s / real_s) - 1))
 
 
 def main() -> None:
