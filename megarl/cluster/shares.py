@@ -188,4 +188,4 @@ def is_padded(name: str) -> bool:
 
 def count_minibatches(samples: TrainingSamples, minibatches: Sequence[Tensor]) -> list[LossCounts]:
     """The counts of every minibatch, by which the ranks, which have a part of it each, divide their losses."""
-    return [count_minibatch(samples.select(rows)) for rows in minibatches]
+    return [count_minibatch(samples, rows) for rows in minibatches]

@@ -32,6 +32,7 @@ import overlap
 GOAL = 0.9
 NUM_STEPS = 40
 """Of the fit, by Gauss and Newton"""
+PRIOR = 0.05
 Floats = NDArray[np.float64]
 
 
@@ -100,34 +101,45 @@ def build_log(clock: overlap.Clock, server: int, num_places: int) -> ServerLog:
     )
 
 
-def find_misses(parameters: Floats, logs: Sequence[ServerLog]) -> Floats:
-    """Of each request: the tokens that it would have by its end, less those it has, over the mean."""
-    step, each, slower = np.exp(parameters[:3])
-    misses = []
+def read_pace(parameters: Floats) -> Pace:
+    """All above 0, and the trainer makes no server faster."""
+    step, each, slower, extra = (float(value) for value in np.exp(parameters))
+    return Pace(step, each, 1 + slower, extra)
+
+
+def find_misses(parameters: Floats, start: Floats, logs: Sequence[ServerLog]) -> Floats:
+    """Of each request: the tokens that it would have by its end, less those it has, over the mean. And, so that what
+    the requests do not tell stays near the start, a little of the distance from it.
+    """
+    pace, misses = read_pace(parameters), [PRIOR * (parameters - start)]
     for log in logs:
-        pace = log.seconds / ((step + each * log.running) * np.where(log.training > 0, slower, 1.0))
-        total = np.concatenate([[0.0], pace.cumsum()])
-        misses.append((total[log.last] - total[log.first] - log.tokens - parameters[3]) / log.tokens.mean())
+        step = (pace.step + pace.each * log.running) * np.where(log.training > 0, pace.slower, 1.0)
+        total = np.concatenate([[0.0], (log.seconds / step).cumsum()])
+        misses.append((total[log.last] - total[log.first] - log.tokens - pace.extra) / log.tokens.mean())
     return np.concatenate(misses)
 
 
 def fit_pace(logs: Sequence[ServerLog]) -> Pace:
     """Least squares over the requests."""
-    busy = sum(float((log.seconds * log.running).sum()) for log in logs)
-    each = busy / sum(float(log.tokens.sum()) for log in logs)
-    parameters = np.array([np.log(each / 2), np.log(each / 32), 0.1, 1.0])
-    damping, misses = 1e-3, find_misses(parameters, logs)
+    places = sum(float((log.seconds * log.running).sum()) for log in logs)
+    step, running = (
+        places / sum(float(log.tokens.sum()) for log in logs),
+        places / sum(log.seconds.sum() for log in logs),
+    )
+    # At first half of a step is of the responses that run.
+    parameters = start = np.log([step / 2, step / 2 / running, 0.3, 3.0])
+    damping, misses = 1e-3, find_misses(parameters, start, logs)
     for _ in range(NUM_STEPS):
-        slopes = np.stack([(find_misses(parameters + 1e-5 * unit, logs) - misses) / 1e-5 for unit in np.eye(4)], axis=1)
-        product = slopes.T @ slopes
-        change = np.linalg.solve(product + damping * np.diag(np.diag(product) + 1e-12), -slopes.T @ misses)
-        tried = find_misses(parameters + change, logs)
+        slopes = [(find_misses(parameters + 1e-5 * unit, start, logs) - misses) / 1e-5 for unit in np.eye(4)]
+        matrix = np.stack(slopes, axis=1)
+        product = matrix.T @ matrix
+        change = np.linalg.solve(product + damping * np.diag(np.diag(product)), -matrix.T @ misses)
+        tried = find_misses(parameters + np.clip(change, -1, 1), start, logs)
         if float(tried @ tried) < float(misses @ misses):
-            parameters, misses, damping = parameters + change, tried, damping / 3
+            parameters, misses, damping = parameters + np.clip(change, -1, 1), tried, damping / 3
         else:
             damping *= 4
-    step, each, slower = np.exp(parameters[:3])
-    return Pace(float(step), float(each), float(slower), float(parameters[3]))
+    return read_pace(parameters)
 
 
 def find_durations(clock: overlap.Clock) -> Durations:

@@ -60,8 +60,9 @@ class Panel:
 
     @property
     def title(self) -> str:
-        sizes = f"512 prompts for each {GPUS_OF_512[self.model]} GPUs" if self.is_weak else "512 prompts"
-        return f"{self.model}, {'weak' if self.is_weak else 'strong'} scaling: {sizes} x 16 responses"
+        kind = "weak" if self.is_weak else "strong"
+        sizes = f" for each {GPUS_OF_512[self.model]} GPUs" if self.is_weak else ""
+        return f"{self.model}, {kind} scaling: 512 prompts x 16 responses{sizes}"
 
     def find_efficiency(self, point: Point) -> float:
         """Samples a second and GPU, over those on the fewest GPUs on which the job fits."""
@@ -104,9 +105,14 @@ def plan_point(model: str, is_weak: bool, nodes: int, layout: list[str] | None) 
     return Point(8 * nodes, split_iteration(config, plan))
 
 
+def load_layouts() -> dict[str, list[str] | None]:
+    """The overrides of each case; None: no plan fits."""
+    return dict(json.loads(LAYOUTS.read_text()))
+
+
 @cache
 def plan_panels() -> tuple[Panel, ...]:
-    layouts = json.loads(LAYOUTS.read_text())
+    layouts = load_layouts()
     points = {case: plan_point(*case, layouts[name_case(*case)]) for case in list_cases()}
     return tuple(
         Panel(model, is_weak, [points[model, is_weak, nodes] for nodes in NODES])
