@@ -200,6 +200,8 @@ class Sequences:
     routed_experts: Tensor | None = None
     """uint8 or int16 [sum of lengths, layers, experts of a token]: 1 + the number of an expert, to be used in place of
     those that the router would choose; 0: it chooses. None: it always does."""
+    held: Tensor | None = None
+    """bool [B]: rows whose tokens are here; those of the others are 0, and other ranks compute them. None: all are"""
 
     @property
     def num_samples(self) -> int:
@@ -219,7 +221,8 @@ class Sequences:
             return torch.cat(chosen) if chosen else packed[:0]
 
         experts = None if self.routed_experts is None else pick(self.routed_experts)
-        return Sequences(pick(self.tokens), self.lengths[rows], self.prompt_lengths[rows], experts)
+        held = None if self.held is None else self.held[rows]
+        return Sequences(pick(self.tokens), self.lengths[rows], self.prompt_lengths[rows], experts, held)
 
     def without_routed_experts(self) -> "Sequences":
         """The same for a model whose routers choose themselves."""

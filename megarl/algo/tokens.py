@@ -112,15 +112,16 @@ class LossOutput:
     """float [R], detached: of the policy's loss whose targets have none"""
 
 
-def count_minibatch(samples: TrainingSamples) -> LossCounts:
-    """The counts of one global minibatch (all data-parallel ranks' rows)."""
-    loss_mask = samples.loss_mask
-    critic_mask = samples.mask if samples.critic_mask is None else samples.critic_mask
+def count_minibatch(samples: TrainingSamples, rows: Tensor | None = None) -> LossCounts:
+    """The counts of one global minibatch (all data-parallel ranks' rows). rows: int64, its samples; None: all."""
+    critic = samples.mask if samples.critic_mask is None else samples.critic_mask
+    whole = (samples.loss_mask, critic, samples.positive, samples.advantages)
+    loss_mask, critic_mask, positive, advantages = whole if rows is None else (each[rows] for each in whole)
     return LossCounts(
         num_tokens=int(loss_mask.sum()),
         num_sequences=int(loss_mask.any(1).sum()),
-        num_positive_tokens=int((loss_mask & samples.positive[:, None]).sum()),
+        num_positive_tokens=int((loss_mask & positive[:, None]).sum()),
         num_critic_tokens=int(critic_mask.sum()),
         num_critic_sequences=int(critic_mask.any(1).sum()),
-        num_negative_tokens=int((loss_mask & (samples.advantages < 0)).sum()),
+        num_negative_tokens=int((loss_mask & (advantages < 0)).sum()),
     )

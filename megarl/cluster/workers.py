@@ -5,7 +5,6 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,6 +18,7 @@ from megarl.cluster.memory import find_own_peak
 from megarl.cluster.nodes import Cluster
 from megarl.cluster.profile import RankProfiler
 from megarl.cluster.ray_calls import RayLostError, ask
+from megarl.cluster.shares import SampleShare, SequenceShare, Sharer, count_minibatches
 from megarl.cluster.stacks import CallState, CallTracker, RankStacks, dump_on_signal, identify
 from megarl.cluster.turns import Turns
 from megarl.cluster.waiting import PendingCall, wait_for
@@ -68,7 +68,8 @@ class WorkerActor:
 
     def call(self, verb: str, *args: Any) -> Any:
         with self._tracker.enter(verb), span(verb):
-            return getattr(self._worker, verb)(*args)
+            whole = [arg.unfold() if isinstance(arg, SequenceShare | SampleShare) else arg for arg in args]
+            return getattr(self._worker, verb)(*whole)
 
     def call_sender(self, verb: str, *args: Any) -> Any:
         with self._tracker.enter(f"{verb} of weights"), span(f"{verb} of weights"):
@@ -128,7 +129,7 @@ class WorkerGroup:
         self._turns = turns or Turns()
         self.role = spec.role.value
         self.num_ranks = spec.parallel.num_processes
-        self._spec = spec
+        self._spec, self._sharer = spec, Sharer(spec)
         self._cluster = cluster
         self._start_deadline_s = start_deadline_s
         self._names = tuple(f"{self.role} rank {r}/{self.num_ranks}" for r in range(self.num_ranks))
@@ -174,7 +175,8 @@ class WorkerGroup:
         return self._call("reference_kl", merge_rows(sequences), sequences, temperature)
 
     def update(self, samples: TrainingSamples, minibatches: Sequence[Tensor]) -> PendingCall[list[Metrics]]:
-        return self._call("update", _take_first, samples, list(minibatches))
+        counts = count_minibatches(samples, minibatches)
+        return self._call("update", _take_first, samples, list(minibatches), counts)
 
     def updated_logprobs(self, sequences: Sequences) -> PendingCall[Tensor]:
         # No weights are touched: it needs no turn.
@@ -226,13 +228,27 @@ class WorkerGroup:
         return self._turns.start(self.role, lambda: self._send(verb, merge, *args))
 
     def _send(self, verb: str, merge: Callable[[list[Any]], T], *args: Any) -> PendingCall[T]:
-        # One copy in the object store serves every rank of a node.
-        def put_shared() -> list[Any]:
-            return [ray.put(self._strip(arg)) if isinstance(arg, Sequences | TrainingSamples) else arg for arg in args]
-
         what = f"{self.role}.{verb}"
-        own = [(verb, *ask(what, put_shared))] * self.num_ranks
+        own = [(verb, *each) for each in ask(what, lambda: self._put_shares(args))]
         return self._send_each("call", own, what, self._spec.deadline_s, merge)
+
+    def _put_shares(self, args: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """The arguments of each rank. One copy in the object store serves all ranks that compute the same rows."""
+        kinds = [self._sharer.find_kind(rank) for rank in range(self.num_ranks)]
+        own: list[list[Any]] = [[] for _ in kinds]
+        for number, arg in enumerate(args):
+            if isinstance(arg, TrainingSamples):
+                shares = self._sharer.share_samples(arg, args[number + 1])
+                put = {kind: ray.put(share) for kind, share in shares.items()}
+                values: list[Any] = [put[kind] for kind in kinds]
+            elif isinstance(arg, Sequences):
+                parts = [ray.put(part) for part in self._sharer.share_sequences(arg)]
+                values = [parts[rank] for rank, _ in kinds]
+            else:
+                values = [arg] * len(kinds)
+            for each, value in zip(own, values, strict=True):
+                each.append(value)
+        return [tuple(each) for each in own]
 
     def _send_each(
         self,
@@ -249,14 +265,6 @@ class WorkerGroup:
             return tuple(getattr(actor, method).remote(*args) for actor, args in calls)
 
         return PendingCall(ask(what, send), self._names, what, deadline_s, merge, explain=self._ranks.explain)
-
-    def _strip(self, data: Sequences | TrainingSamples) -> Sequences | TrainingSamples:
-        """The data without routed experts for a role that does not replay them: they are most of its bytes."""
-        if self._spec.router_replay:
-            return data
-        if isinstance(data, Sequences):
-            return data.without_routed_experts()
-        return replace(data, sequences=data.sequences.without_routed_experts())
 
 
 def _take_first(results: list[T]) -> T:

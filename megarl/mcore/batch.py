@@ -92,13 +92,11 @@ def build_batch(sequences: Sequences, rows: list[int], multiple: int = 1, contex
     Under context parallelism each sequence is padded to a multiple of 2 * cp, and the batch holds this rank's tokens
     and the predictors that are among them; its targets are all R.
     No rows give a batch of padding only, for a rank that must take part without data.
-    Raises ValueError for a sequence without a prompt token: nothing would predict its first response token.
+    Raises ValueError for a sequence that is not held, and for one without a prompt token: nothing would predict its
+    first response token.
     """
-    rows_longest_first = sorted(rows, key=lambda row: (-int(sequences.lengths[row]), row))
-    picked = torch.tensor(rows_longest_first, dtype=torch.int64)
+    picked = _pick(sequences, rows)
     lengths, prompts = sequences.lengths[picked], sequences.prompt_lengths[picked]
-    if bool((prompts < 1).any()):
-        raise ValueError(f"row {int(picked[prompts < 1][0])} has no prompt token")
     sizes = _pad_sizes(lengths, multiple, context.size)
     row_of = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
     positions = torch.arange(len(row_of)) - (sizes.cumsum(0) - sizes)[row_of]
@@ -130,6 +128,17 @@ def build_batch(sequences: Sequences, rows: list[int], multiple: int = 1, contex
     if params.rectangles:
         params.attention_share = share_attention(params.rectangles, sizes, positions, owners, context, device())
     return PackedBatch(tokens[mine][None].to(device()), positions[mine][None].to(device()), params, share=share, **flat)
+
+
+def _pick(sequences: Sequences, rows: list[int]) -> Tensor:
+    """int64: the rows, longest first."""
+    picked = torch.tensor(sorted(rows, key=lambda row: (-int(sequences.lengths[row]), row)), dtype=torch.int64)
+    prompts, held = sequences.prompt_lengths[picked], sequences.held
+    if held is not None and not bool(held[picked].all()):
+        raise ValueError(f"row {int(picked[~held[picked]][0])} was not sent to this rank, which computes it")
+    if bool((prompts < 1).any()):
+        raise ValueError(f"row {int(picked[prompts < 1][0])} has no prompt token")
+    return picked
 
 
 def _place(values: Tensor, sources: Tensor, exists: Tensor) -> Tensor:

@@ -1,11 +1,16 @@
 """What a sequence costs to compute, by which packing balances ranks; the share of padding in what is computed."""
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
-from megarl.mcore.batch import PackedBatch
 from megarl.mcore.model.architecture import Architecture
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.types import Metrics, Sequences
+
+if TYPE_CHECKING:
+    # Of Megatron, which the driver does without.
+    from megarl.mcore.batch import PackedBatch
 
 REAL, COMPUTED = "tokens/real", "tokens/computed"
 
@@ -31,7 +36,7 @@ def compute_row_costs(arch: Architecture, sequences: Sequences, with_value_head:
     ]
 
 
-def count_tokens(batch: PackedBatch, sequences: Sequences) -> dict[str, Tensor]:
+def count_tokens(batch: "PackedBatch", sequences: Sequences) -> dict[str, Tensor]:
     """Tokens of a micro-batch of `sequences`, and those that its ranks compute, padding included; as metrics' sums."""
     return {REAL: sequences.lengths[batch.rows].sum(), COMPUTED: batch.params.cu_seqlens_q[-1]}
 

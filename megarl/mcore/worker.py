@@ -5,6 +5,7 @@ A plain class without Ray. Every rank of a role is called with the same argument
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -133,17 +134,19 @@ class MegatronWorker:
         return self._evaluate(sequences, lambda logits, batch: self._full_kl(logits, batch, temperature))
 
     @uses_everything
-    def update(self, samples: TrainingSamples, minibatches: Sequence[Tensor]) -> list[Metrics]:
+    def update(
+        self, samples: TrainingSamples, minibatches: Sequence[Tensor], counts: Sequence[LossCounts | None] = ()
+    ) -> list[Metrics]:
         """One optimizer step for each entry of `minibatches` (int64 row numbers); all ranks get its metrics.
 
-        Raises FloatingPointError where a gradient is not finite.
+        counts: of each, where `samples` lacks other ranks' targets. Raises FloatingPointError for a gradient of NaN.
         """
         if self.spec.optimizer is None:
             raise ValueError(f"{self.spec.role.value} is not trained")
         self._check_tokens(samples.sequences)
         if samples.old_logprobs is None and self.spec.role is Role.policy and len(minibatches) != 1:
             raise ValueError(f"update without old_logprobs: {len(minibatches)} minibatches found; it must be one")
-        metrics = [self._step(samples.select(rows)) for rows in minibatches]
+        metrics = [self._step(samples.select(rows), own) for rows, own in zip_longest(minibatches, counts)]
         if self._updated is not None:
             self._updated = RowsResult(minibatches[0][self._updated.rows], self._updated.values)
         if self.spec.optimizer.overlap_param_gather:
@@ -169,7 +172,7 @@ class MegatronWorker:
         if self.optimizer is None:
             raise ValueError(f"{self.spec.role.value} is not trained")
         self._check_tokens(samples.sequences)
-        self._sum_gradient(samples, everywhere=True)
+        self._sum_gradient(samples, count_minibatch(samples), everywhere=True)
         self._updated = None
         self._export(directory, bridge.export_hf(self.chunks, self.arch, bridge.take_gradient, torch.float32))
 
@@ -315,11 +318,10 @@ class MegatronWorker:
         full_kl = self._full_kl(out, batch, self.spec.temperature) if full else None
         return policy_loss(logprobs, entropy, targets, algo, counts, self.spec.response_length, full_kl)
 
-    def _sum_gradient(self, samples: TrainingSamples, everywhere: bool = False) -> list[LossOutput]:
+    def _sum_gradient(self, samples: TrainingSamples, counts: LossCounts, everywhere: bool = False) -> list[LossOutput]:
         """Forward and backward over a minibatch; this rank's losses. Each data-parallel rank holds the sum of the
         gradients where its optimizer updates, or everywhere.
         """
-        counts = count_minibatch(samples)
 
         def head(out: Tensor, batch: PackedBatch) -> tuple[Tensor, LossOutput]:
             output = self._loss(out, batch, samples, counts)
@@ -340,13 +342,13 @@ class MegatronWorker:
             self._updated = collect_rows(samples.sequences, batches, [output.old_logprobs for output in outputs])
         return outputs
 
-    def _step(self, samples: TrainingSamples) -> Metrics:
-        outputs = self._sum_gradient(samples)
+    def _step(self, samples: TrainingSamples, counts: LossCounts | None) -> Metrics:
+        outputs = self._sum_gradient(samples, counts or count_minibatch(samples))
         self.scheduler.step(1)
         _, grad_norm, _ = self.optimizer.step()
         name, found = self.spec.role.value, process_groups.combine(*accumulate(outputs))
-        metrics = describe_work(found, self.spec, self.arch, samples.sequences)
-        metrics |= compute_load_metrics(self.chunks, name)
+        work = describe_work(found, self.spec, self.arch, samples.sequences)
+        metrics = work | compute_load_metrics(self.chunks, name)
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"{name}: the gradient norm is {grad_norm}; metrics of the step: {metrics}")
         rate = next(group["lr"] for group in self.optimizer.param_groups if group["default_config"])

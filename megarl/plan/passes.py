@@ -106,7 +106,7 @@ def compute_update(
     """One epoch of optimizer steps over the samples of an iteration."""
     number, tokens = count_microbatches(job, work, ceil(work.minibatch / job.parallel.dp))
     slowest = max(sum(each) for each in _compute_stage(job, stages, work, hardware, per_node, tokens))
-    reducing = max(_reduce_gradients(job, stage, hardware, per_node) for stage in stages)
+    reducing = max(reduce_gradients(job, stage, hardware, per_node) for stage in stages)
     return work.num_samples / work.minibatch * (_fill_pipeline(job.parallel, number) * slowest + reducing)
 
 
@@ -121,7 +121,12 @@ def _fill_pipeline(parallel: ParallelConfig, number: int) -> float:
     """Micro-batches whose time passes on each stage; it waits for pp - 1 others, with interleaving for a vpp-th of
     them (Narayanan et al. 2104.04473, section 2.2).
     """
-    return number + (parallel.pp - 1) / parallel.vpp
+    return number + count_waited(parallel)
+
+
+def count_waited(parallel: ParallelConfig) -> float:
+    """Micro-batches whose time a stage waits while the pipeline fills and empties."""
+    return (parallel.pp - 1) / parallel.vpp
 
 
 def _compute_stage(
@@ -195,7 +200,7 @@ def _compute_head(job: RoleJob, hardware: HardwareConfig, tokens: float) -> floa
     return products + a.LOGIT_PASSES * 4 * logits / (hardware.hbm_gb_s * 1e9 * a.MEMORY_SHARE)
 
 
-def _reduce_gradients(job: RoleJob, stage: StageMemory, hardware: HardwareConfig, per_node: int) -> float:
+def reduce_gradients(job: RoleJob, stage: StageMemory, hardware: HardwareConfig, per_node: int) -> float:
     """Scattering the float32 gradients over the replicas and gathering the weights, as if nothing of it were hidden."""
     parallel, parameters = job.parallel, stage.parameters
     each, group = GRADIENT_BYTES + ELEMENT_BYTES[job.dtype], parallel.num_processes // parallel.pp

@@ -25,6 +25,7 @@ from typing import Any
 
 from megarl.config.load import load_config
 from megarl.interfaces import TurnRequest
+from megarl.plan.schedule import Span, Timeline, measure, measure_filled, subtract
 from megarl.report.report import build_report
 from megarl.rollout.client import SGLangClient
 from megarl.run.inputs import load_inputs
@@ -50,20 +51,18 @@ SPREAD = 20
 """The longest response, of rollout.response_length tokens, has so many times the tokens of the shortest one."""
 GOAL = 0.95
 
-Span = tuple[float, float]
-
 
 @dataclass
-class Clock:
-    """When who worked, in seconds of one clock."""
+class Clock(Timeline):
+    """When who worked, in seconds of one clock; requests: those that are learned from."""
 
-    trainer: list[Span] = field(default_factory=list)
-    requests: list[Span] = field(default_factory=list)
-    """Of each request that is learned from"""
-    paused: list[Span] = field(default_factory=list)
     num_places: int = 0
     """Requests that all servers run at once"""
-    iterations: list[Span] = field(default_factory=list)
+    answers: list[tuple[int, int]] = field(default_factory=list)
+    """Of each request: the server's number, tokens; 0 tokens where it was broken off"""
+    collected: list[float] = field(default_factory=list)
+    """When an iteration's rollout was complete"""
+    published: list[Span] = field(default_factory=list)
     rollouts: list[Rollout] = field(default_factory=list)
     """Of each iteration"""
     metrics: list[Metrics] = field(default_factory=list)
@@ -98,7 +97,8 @@ class NotingTrainer(Trainer):
             super().train(iteration)
 
     def publish(self, version: int) -> Metrics:
-        metrics = super().publish(version)
+        with noting(self.clock.published):
+            metrics = super().publish(version)
         if version:
             # It is a part of the iteration.
             self.clock.iterations[-1] = (self.clock.iterations[-1][0], time.perf_counter())
@@ -106,32 +106,34 @@ class NotingTrainer(Trainer):
 
     def collect(self, iteration: int) -> tuple[Rollout, Metrics]:
         rollout, metrics = super().collect(iteration)
+        self.clock.collected.append(time.perf_counter())
         self.clock.rollouts.append(rollout)
         self.clock.metrics.append(metrics)
         return rollout, metrics
 
 
-def note_requests(engine: Any, spans: list[Span]) -> None:
+def note_requests(engine: Any, clock: Clock) -> None:
     """Each request, evaluations aside, from when it is sent to when its response is there."""
     generate = engine.generate_turns
 
     async def noted(requests: Sequence[TurnRequest], take: Callable[[int, Response], None]) -> None:
         start, left = time.perf_counter(), set(range(len(requests)))
 
-        def note(index: int) -> None:
+        def note(index: int, num_tokens: int) -> None:
             left.discard(index)
             if not requests[index].urgent:
-                spans.append((start, time.perf_counter()))
+                clock.requests.append((start, time.perf_counter()))
+                clock.answers.append((requests[index].server, num_tokens))
 
         def take_noting(index: int, response: Response) -> None:
-            note(index)
+            note(index, len(response))
             take(index, response)
 
         try:
             await generate(requests, take_noting)
         finally:
             for index in list(left):
-                note(index)
+                note(index, 0)
 
     engine.generate_turns = noted
 
@@ -170,44 +172,6 @@ def noting_pauses(spans: list[Span]) -> Iterator[None]:
         yield
 
 
-def unite(spans: list[Span]) -> list[Span]:
-    """The same time, in spans that do not overlap, in order."""
-    united: list[Span] = []
-    for start, end in sorted(spans):
-        if united and start <= united[-1][1]:
-            united[-1] = (united[-1][0], max(end, united[-1][1]))
-        else:
-            united.append((start, end))
-    return united
-
-
-def subtract(spans: list[Span], holes: list[Span]) -> list[Span]:
-    """The time of `spans` that is in none of `holes`."""
-    left = unite(spans)
-    for low, high in holes:
-        pieces = [piece for a, b in left for piece in ((a, min(b, low)), (max(a, high), b))]
-        left = [(a, b) for a, b in pieces if a < b]
-    return left
-
-
-def measure(spans: list[Span], window: Span) -> float:
-    """Share of the window that is in one of the spans."""
-    inside = [(max(a, window[0]), min(b, window[1])) for a, b in spans]
-    return sum(b - a for a, b in unite([(a, b) for a, b in inside if a < b])) / (window[1] - window[0])
-
-
-def measure_filled(spans: list[Span], paused: list[Span], window: Span, num_places: int) -> float:
-    """Mean share of the places that have a request in flight, over the window without the pauses."""
-    times = subtract([window], paused)
-    ends = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
-    filled, total, num, before = 0.0, sum(b - a for a, b in times), 0, window[0]
-    for at, step in ends:
-        inside = sum(max(0.0, min(b, at) - max(a, before)) for a, b in times)
-        filled += min(num, num_places) * inside
-        num, before = num + step, max(before, at)
-    return filled / num_places / total
-
-
 def run_job(staleness: int, num_iterations: int, overrides: list[str], directory: Path) -> Clock:
     keys = [f"rollout.max_staleness={staleness}", f"train.num_iterations={num_iterations}"]
     config = load_config([*SIZES, *keys, *overrides])
@@ -223,7 +187,7 @@ def run_job(staleness: int, num_iterations: int, overrides: list[str], directory
         clock.num_places = components.engine.num_slots
         note_calls(trainer, "build_experience", clock.trainer)
         note_calls(trainer, "update", clock.trainer)
-        note_requests(components.engine, clock.requests)
+        note_requests(components.engine, clock)
         vary_lengths(components.engine, config.rollout.response_length)
         with noting_pauses(clock.paused):
             trainer.run()
@@ -232,7 +196,7 @@ def run_job(staleness: int, num_iterations: int, overrides: list[str], directory
 
 def describe(staleness: int, clock: Clock) -> float:
     """Prints one run; the share of the time in which its servers are busy."""
-    window = (clock.iterations[1][0], clock.iterations[-3][1])
+    window = clock.window
     seconds, kept = window[1] - window[0], slice(1, -2)
     busy = measure(subtract(clock.requests, clock.paused), window)
     tokens = [len(sample.response) for rollout in clock.rollouts[kept] for sample in rollout.samples]

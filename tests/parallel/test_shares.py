@@ -1,0 +1,95 @@
+"""What each rank is sent of a batch: the rows that it computes, with the same result to the last bit."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from layout_runs import build_spec, launch
+from share_runs import build_specs, train_both
+from tiny_checkpoints import build_samples, write_checkpoint
+
+from megarl.cluster.shares import SampleShare, SequenceShare, Sharer
+from megarl.config.schema.roles import ParallelConfig
+from megarl.data.packing import pack
+from megarl.mcore.batch import build_batch
+from megarl.mcore.worker_spec import Role
+from megarl.types import TrainingSamples
+
+TRAINED = (Role.policy, Role.critic)
+MINIBATCHES = [torch.tensor([5, 0, 11, 3, 8, 2]), torch.tensor([1, 10, 4, 9, 7, 6]), torch.arange(12)]
+DP4_PP2 = ParallelConfig(num_processes=8, pp=2)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("shares") / "qwen3"
+    write_checkpoint(path, vocab_size=64, num_hidden_layers=2)
+    return path
+
+
+def count_bytes(share: SampleShare | SequenceShare) -> int:
+    """As Ray writes it: what is pickled, and the arrays beside it."""
+    buffers: list[pickle.PickleBuffer] = []
+    text = pickle.dumps(share, protocol=5, buffer_callback=buffers.append)
+    return len(text) + sum(len(buffer.raw()) for buffer in buffers)
+
+
+@pytest.mark.parametrize("role", TRAINED)
+def test_a_rank_with_its_share_computes_what_it_does_with_all_rows_bit_for_bit(role: Role, checkpoint: Path) -> None:
+    specs = build_specs(build_spec, checkpoint, role, ["dp2", "pp2", "cp2"])
+    found: dict[str, Any] = launch(2, train_both, specs, build_samples(), MINIBATCHES)
+    for layout in specs:
+        whole, share = found[f"{layout}-all"], found[f"{layout}-share"]
+        assert share["metrics"] == whole["metrics"]
+        assert f"{role.value}/grad_norm" in share["metrics"][0]
+        assert share["checksums"] == whole["checksums"]
+        assert torch.equal(share["evaluation"], whole["evaluation"])
+
+
+def share_all(checkpoint: Path, samples: TrainingSamples, minibatches: list[torch.Tensor]) -> tuple[Sharer, Any]:
+    sharer = Sharer(build_spec(Role.policy, checkpoint, parallel=DP4_PP2, tokens_per_microbatch=200))
+    return sharer, sharer.share_samples(samples, minibatches)
+
+
+def test_of_one_pass_each_row_is_sent_to_one_data_parallel_rank_in_full(checkpoint: Path) -> None:
+    samples = build_samples(48)
+    sharer, shares = share_all(checkpoint, samples, list(torch.randperm(48).split(16)))
+    assert sharer.count_ranks() == 4
+    assert [sharer.find_kind(rank) for rank in range(8)] == [(rank % 4, rank >= 4) for rank in range(8)]
+    rows = np.concatenate([shares[rank, True].sequences.rows for rank in range(4)])
+    assert sorted(rows.tolist()) == list(range(48))
+    for rank in range(4):
+        own = shares[rank, True].unfold()
+        rows = torch.tensor(shares[rank, True].sequences.rows)
+        for name in ("mask", "loss_mask", "advantages", "old_logprobs", "ref_logprobs"):
+            assert torch.equal(getattr(own, name)[rows], getattr(samples, name)[rows]), name
+        assert torch.equal(own.sequences.select(rows).tokens, samples.sequences.select(rows).tokens)
+        assert torch.equal(own.sequences.lengths, samples.sequences.lengths)
+        assert own.returns is None
+
+
+def test_the_bytes_for_a_rank_are_those_of_its_rows_and_before_the_last_stage_of_their_tokens(
+    checkpoint: Path,
+) -> None:
+    samples = build_samples(480)
+    _, shares = share_all(checkpoint, samples, list(torch.randperm(480).split(160)))
+    for (_, is_last), share in shares.items():
+        of_rows = 8 * len(share.sequences.tokens) + 17 * 480 + 8 * len(share.sequences.rows)
+        responses = samples.sequences.response_lengths[torch.tensor(share.sequences.rows)]
+        of_rows += (2 + 5 * 4) * int(responses.sum()) if is_last else 0
+        assert of_rows <= count_bytes(share) < of_rows + 2000
+        assert len(share.sequences.tokens) < 1.1 / 4 * len(samples.sequences.tokens)
+
+
+def test_a_row_that_was_not_sent_is_refused(checkpoint: Path) -> None:
+    samples = build_samples(48)
+    _, shares = share_all(checkpoint, samples, [torch.arange(48)])
+    sequences = shares[1, True].unfold().sequences
+    foreign = int(shares[0, True].sequences.rows[0])
+    with pytest.raises(ValueError, match=f"row {foreign} was not sent to this rank"):
+        build_batch(sequences, [foreign])
+    own = pack(samples.sequences.lengths.tolist(), 200, 1)[0][0]
+    assert build_batch(samples.sequences, own).num_rows == len(own)
