@@ -39,7 +39,7 @@ def policy_loss(
 
     logprobs, entropy: float [R] of the policy being trained (entropy None where no term needs it). The loss has their
     dtype. response_length: rollout.response_length. full_kl: float [R], KL(policy, reference) over the vocabulary,
-    differentiable (only where kl.loss_estimator=full is in the loss). Targets without old_logprobs: they are `logprobs`,
+    differentiable (only where kl.loss_estimator=full is in the loss). Without targets.old_logprobs they are `logprobs`,
     detached. Raises NonFiniteError for NaN or infinity at generated tokens, in the inputs or in the importance ratio,
     and ValueError for inputs that the configuration needs and that are None.
     """
