@@ -39,10 +39,9 @@ def policy_loss(
 
     logprobs, entropy: float [R] of the policy being trained (entropy None where no term needs it). The loss has their
     dtype. response_length: rollout.response_length. full_kl: float [R], KL(policy, reference) over the vocabulary,
-    differentiable (only where kl.loss_estimator=full is in the loss). Where the targets have no old_logprobs they are
-    `logprobs`, detached; the first optimizer step of an iteration has the same gradient with both. Raises
-    NonFiniteError for NaN or infinity at generated tokens, in the inputs or in the importance ratio, and ValueError for
-    inputs that the configuration needs and that are None.
+    differentiable (only where kl.loss_estimator=full is in the loss). Without targets.old_logprobs they are `logprobs`,
+    detached. Raises NonFiniteError for NaN or infinity at generated tokens, in the inputs or in the importance ratio,
+    and ValueError for inputs that the configuration needs and that are None.
     """
     tokens = _prepare(logprobs, entropy, full_kl, targets)
     token_loss, sums = _sum_token_losses(tokens, config, counts)
