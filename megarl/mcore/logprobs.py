@@ -113,7 +113,9 @@ class _Logprobs(torch.autograd.Function):
         grad_logits = torch.empty_like(logits)
         grad_logits[:, num_valid:] = 0
         slope = torch.zeros_like(log_total) if grad_logprobs is None else grad_logprobs / ctx.temperature
-        for chunk, log_p in scaled_chunks(logits, num_valid, ctx.temperature):
+        # Without an entropy term the gradient of float32 logits is computed where it stays.
+        target = grad_logits if grad_entropy is None and grad_logits.dtype is torch.float32 else None
+        for chunk, log_p in scaled_chunks(logits, num_valid, ctx.temperature, target):
             log_p.sub_(log_total[chunk, None])
             if grad_entropy is not None:
                 # dH/dx_j = -p_j (log p_j + H)
@@ -122,12 +124,16 @@ class _Logprobs(torch.autograd.Function):
             else:
                 grad = log_p.exp_().mul_(-slope[chunk, None])
             grad.scatter_add_(1, columns[chunk, None], (slope * here)[chunk, None])
-            grad_logits[chunk, :num_valid] = grad
+            if target is None:
+                grad_logits[chunk, :num_valid] = grad
         return grad_logits, None, None, None, None
 
 
-def scaled_chunks(logits: Tensor, num_valid: int, temperature: float) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of tokens with their logits / temperature, float32 [C, num_valid] in one buffer for all chunks.
+def scaled_chunks(
+    logits: Tensor, num_valid: int, temperature: float, target: Tensor | None = None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of tokens with their logits / temperature, float32 [C, num_valid] in one buffer for all chunks, or in
+    `target`, float32 and of the shape of `logits`.
 
     None where there are no tokens, or only padding columns on this rank.
     """
@@ -136,8 +142,9 @@ def scaled_chunks(logits: Tensor, num_valid: int, temperature: float) -> Iterato
         return
     elements = CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK
     size = min(num_tokens, max(1, elements // num_valid))
-    buffer = torch.empty((size, num_valid), dtype=torch.float32, device=logits.device)
+    buffer = torch.empty((size, num_valid), dtype=torch.float32, device=logits.device) if target is None else target
     for first in range(0, num_tokens, size):
         chunk = slice(first, min(first + size, num_tokens))
-        scaled = buffer[: chunk.stop - first].copy_(logits[chunk, :num_valid])
+        place = buffer[: chunk.stop - first] if target is None else buffer[chunk, :num_valid]
+        scaled = place.copy_(logits[chunk, :num_valid])
         yield chunk, scaled if temperature == 1.0 else scaled.div_(temperature)

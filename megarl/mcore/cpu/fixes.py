@@ -1,4 +1,4 @@
-"""Corrections of two Megatron-Core 0.16.1 modules for machines without CUDA, applied by the import hook."""
+"""Corrections of three Megatron-Core 0.16.1 modules for machines without CUDA, applied by the import hook."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -64,7 +64,25 @@ def _fix_mappings(module: ModuleType) -> None:
     vars(module).update(_gather_along_first_dim=gather, _reduce_scatter_along_first_dim=scatter)
 
 
+def _fix_grad_buffer(module: ModuleType) -> None:
+    """distributed.param_and_grad_buffer sums and gathers in place where a group has one rank: Gloo would copy all
+    gradients twice.
+    """
+
+    def skip_alone(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def collective(output: torch.Tensor, input_: torch.Tensor, *, group: Any, **options: Any) -> Any:
+            if group.size() == 1 and output.data_ptr() == input_.data_ptr():
+                return None
+            return stock(output, input_, group=group, **options)
+
+        return collective
+
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        setattr(module, name, skip_alone(getattr(module, name)))
+
+
 FIXES: dict[str, Callable[[ModuleType], None]] = {
+    "megatron.core.distributed.param_and_grad_buffer": _fix_grad_buffer,
     "megatron.core.tensor_parallel.mappings": _fix_mappings,
     "megatron.core.tensor_parallel.random": _fix_random,
 }

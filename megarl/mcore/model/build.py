@@ -95,6 +95,8 @@ def _layout_fields(parallel: ParallelConfig) -> dict[str, Any]:
 # DeepEP's package and network, alltoall what every collective needs.
 _DEFAULTS: dict[str, Any] = {"moe_router_dtype": "fp32", "moe_token_dispatcher_type": "alltoall"}
 """Defaults that model.megatron may change."""
+_OTHER_ACTIVATION = ("bias_activation_fusion", "activation_func_clamp_value", "glu_linear_offset")
+"""Fields of model.megatron with which MLPs do not compute the local layers' `swiglu`."""
 
 
 def build_config(
@@ -116,6 +118,9 @@ def build_config(
     if problems:
         raise ValueError("; ".join(problems))
     fast = build_fast_fields(arch, megatron, kernels)
+    # By it Megatron takes the activation of the layer spec.
+    takes_ours = not uses_transformer_engine() and not any(megatron.get(field) for field in _OTHER_ACTIVATION)
+    fast["use_te_activation_func"] = takes_ours
     return TransformerConfig(**{**_DEFAULTS, **fast, **own, **megatron, **(role_fields or {})})
 
 

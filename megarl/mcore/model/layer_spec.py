@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from megarl.families.architecture import Architecture
 from megarl.families.registry import list_weights
-from megarl.mcore.model.layers import PackedAttention, RMSNorm, add_output_norm
+from megarl.mcore.model.layers import PackedAttention, RMSNorm, add_output_norm, swiglu
 from megarl.mcore.model.router import ExpertLayer, Router
 from megarl.mcore.role_fields import has_transformer_engine
 
@@ -75,12 +75,12 @@ def _build_local_layer_spec(arch: Architecture, layer: int) -> ModuleSpec:
         ),
     )
     if arch.has_experts(layer):
-        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        linears = MLPSubmodules(ColumnParallelLinear, swiglu, RowParallelLinear)
         experts = ModuleSpec(module=SequentialMLP, submodules=linears)
         shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
         mlp = ModuleSpec(MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared, router=Router))
     else:
-        mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=out))
+        mlp = ModuleSpec(MLP, submodules=MLPSubmodules(ColumnParallelLinear, swiglu, out))
     return ModuleSpec(
         module=ExpertLayer if arch.has_experts(layer) else TransformerLayer,
         submodules=TransformerLayerSubmodules(

@@ -1,4 +1,4 @@
-"""The local layers: RMSNorm, core attention over packed sequences, and the critic's value head.
+"""The local layers: RMSNorm, SwiGLU, core attention over packed sequences, and the critic's value head.
 
 Shapes: S packed tokens, H heads, D size of a head, h hidden size.
 """
@@ -113,6 +113,33 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]
         if share is None:
             return packed_causal_attention(q, k, v, rectangles, self.scale).unsqueeze(1)
         return context_attention(q, k, v, rectangles, share, self.scale).unsqueeze(1)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Takes half the time of Megatron's chain of chunk, silu, addition and product, whose gradient is concatenated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        activated = F.silu(gate)
+        ctx.save_for_backward(x, activated)
+        return activated * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x, activated = ctx.saved_tensors
+        gate, up = x.chunk(2, -1)
+        grad_x = torch.empty_like(x)
+        grad_gate, grad_up = grad_x.chunk(2, -1)
+        torch.mul(grad, activated, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return grad_x
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """[..., 2 f], gates before the rest -> silu(gate) * rest [..., f] (2002.05202)."""
+    out: Tensor = _SwiGLU.apply(x)  # type: ignore[no-untyped-call]
+    return out
 
 
 def squash(z: Tensor, low: float, high: float) -> Tensor:

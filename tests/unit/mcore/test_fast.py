@@ -90,6 +90,15 @@ def test_model_megatron_decides_where_it_is_given(archs: dict[str, Architecture]
     assert not build_config(archs["qwen3"], ParallelConfig(), Dtype.float32, {}).bias_activation_fusion
 
 
+@on_cpu
+@pytest.mark.parametrize("field", ["activation_func_clamp_value", "glu_linear_offset"])
+def test_mlps_have_the_local_activation_unless_another_one_is_asked_for(
+    archs: dict[str, Architecture], field: str
+) -> None:
+    assert build_config(archs["qwen3"], ParallelConfig(), Dtype.float32, {}).use_te_activation_func
+    assert not build_config(archs["qwen3"], ParallelConfig(), Dtype.float32, {field: 1.0}).use_te_activation_func
+
+
 @pytest.mark.parametrize("field", ["apply_rope_fusion", "gradient_accumulation_fusion", "moe_permute_fusion"])
 def test_a_way_without_its_kernel_is_refused_where_it_is_computed_and_not_before(
     archs: dict[str, Architecture], field: str

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.mcore.model.layers import RMSNorm, ValueHead, squash
+from megarl.mcore.model.layers import RMSNorm, ValueHead, squash, swiglu
 
 
 def build_norm(dtype: torch.dtype) -> RMSNorm:
@@ -28,6 +28,21 @@ def test_rms_norm_and_its_gradients_equal_torchs_in_float64(dtype: torch.dtype, 
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(x.grad.double(), exact_x.grad, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(norm.weight.grad.double(), exact_w.grad, rtol=tolerance, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_and_its_gradient_are_megatrons_chain_bit_for_bit(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(7, 1, 48, dtype=dtype).requires_grad_()
+    chain_x = x.detach().clone().requires_grad_()
+    weights = torch.randn(7, 1, 24, dtype=dtype)
+    gate, up = torch.chunk(chain_x, 2, dim=-1)
+    chain = torch.nn.functional.silu(gate) * (up + 0.0)
+    chain.backward(weights)
+    out = swiglu(x)
+    out.backward(weights)
+    assert torch.equal(out, chain)
+    assert torch.equal(x.grad, chain_x.grad)
 
 
 def test_norm_weights_are_marked_for_sequence_parallelism() -> None:
