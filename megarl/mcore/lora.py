@@ -25,9 +25,18 @@ from megarl.config.schema.roles import LoraConfig
 from megarl.families.architecture import Architecture
 from megarl.families.weights import Split
 from megarl.mcore.model.build import PackedGPT
-from megarl.mcore.weights.adapters import AdapterFactors, PeftAdapter, has_adapter, merge, name_adapter, to_peft
+from megarl.mcore.weights.adapters import (
+    AdapterFactors,
+    PeftAdapter,
+    build_peft_config,
+    has_adapter,
+    merge,
+    name_adapter,
+    to_peft,
+)
 from megarl.mcore.weights.bridge import named_entries
 from megarl.mcore.weights.entries import Entry
+from megarl.mcore.worker_spec import WorkerSpec
 
 
 class Adapter(torch.nn.Module):
@@ -106,20 +115,26 @@ class Adapters(torch.nn.ModuleDict):
         }
 
 
-def attach_adapters(chunks: Sequence[PackedGPT], lora: LoraConfig, seed: int) -> None:
-    """Freeze all weights and put adapters beside those that `lora` names, before `wrap_chunks`."""
+def attach_adapters(chunks: Sequence[PackedGPT], spec: WorkerSpec) -> dict[str, Any] | None:
+    """Freeze all weights and put adapters beside those that `spec.lora` names, before `wrap_chunks`.
+
+    Returns PEFT's adapter_config.json; None, and nothing is changed, where there shall be no adapters.
+    """
+    if (lora := spec.lora) is None:
+        return None
     for chunk in chunks:
         chunk.requires_grad_(False)
         owners = {id(module.weight): module for module in chunk.modules() if hasattr(module, "weight")}
         adapters = Adapters()
         for entry, param in named_entries([chunk]):
             if has_adapter(entry, lora.layers):
-                adapter = Adapter(owners[id(param)], entry, chunk.config, lora, seed)
+                adapter = Adapter(owners[id(param)], entry, chunk.config, lora, spec.seed)
                 # `bridge.take_weights` merges by it; not a module of the layer, whose checkpoint would count it as its.
                 param.adapter = adapter  # type: ignore[attr-defined]
                 owners[id(param)].register_forward_hook(_build_hook(adapter))
                 adapters[name_adapter(entry)] = adapter
         chunk.adapters = adapters
+    return build_peft_config(lora, chunks[0].arch, spec.checkpoint)
 
 
 def _build_hook(adapter: Adapter) -> Any:
@@ -139,8 +154,12 @@ def _normalize(linear: Any, x: Tensor) -> Tensor:
     return F.rms_norm(x.float(), x.shape[-1:], gain, linear.eps).to(x.dtype)
 
 
-def export_peft(chunks: Sequence[PackedGPT], arch: Architecture, config: Mapping[str, Any]) -> PeftAdapter:
-    """The whole adapters, on the CPU. config: adapter_config.json. Every rank must call it."""
+def export_peft(
+    chunks: Sequence[PackedGPT], arch: Architecture, config: Mapping[str, Any] | None
+) -> PeftAdapter | None:
+    """The whole adapters, on the CPU. config: adapter_config.json; None: there are none. Every rank must call it."""
+    if config is None:
+        return None
     group = parallel_state.get_tensor_model_parallel_group()
     own: dict[str, Tensor] = {}
     for adapter in _list_adapters(chunks):

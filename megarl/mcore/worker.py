@@ -37,7 +37,7 @@ from megarl.mcore.role_fields import build_role_fields, check_role_fields, find_
 from megarl.mcore.row_costs import compute_row_costs, count_tokens, describe_work
 from megarl.mcore.step import accumulate, collect_rows, run_schedule, run_stage, sum_gradients
 from megarl.mcore.weights import bridge
-from megarl.mcore.weights.adapters import PeftAdapter, build_peft_config, write_config
+from megarl.mcore.weights.adapters import write_config
 from megarl.mcore.weights.dist_format import DESCRIPTION
 from megarl.mcore.weights.entries import Entry
 from megarl.mcore.weights.hf_files import copy_description, write_hf_checkpoint
@@ -68,20 +68,17 @@ class MegatronWorker:
         problems = list(check_role_fields(self.arch, spec, in_worker=True, on_gpu=torch.cuda.is_available()))
         if problems:
             raise ValueError("; ".join(problems))
-        deadline_s = spec.deadline_s + COLLECTIVE_GRACE_S
-        process_groups.initialize(spec.parallel, rank, world_size, init_method, spec.seed, deadline_s)
+        deadline = spec.deadline_s + COLLECTIVE_GRACE_S
+        process_groups.initialize(spec.parallel, rank, world_size, init_method, spec.seed, deadline)
         self.config = build_config(self.arch, spec.parallel, spec.dtype, spec.megatron, build_role_fields(spec))
         # This rank's pieces of the model: one, or vpp.
-        self.chunks = build_chunks(self.arch, self.config, with_value_head=spec.role is Role.critic)
+        self.chunks = build_chunks(self.arch, self.config, spec.role is Role.critic)
         bridge.load_hf(self.chunks, Path(spec.checkpoint), self.arch)
         if spec.router_replay:
             replay_routes(self.chunks)
         freeze(self.chunks, spec.trainable)
-        self.peft_config = spec.lora and build_peft_config(spec.lora, self.arch, spec.checkpoint)
-        if spec.lora is not None:
-            attach_adapters(self.chunks, spec.lora, spec.seed)
+        self.peft_config = attach_adapters(self.chunks, spec)
         bound_values(self.chunks, spec.value_range)
-        # DistributedDataParallel where they are trained.
         self.model: list[Any] = wrap_chunks(self.chunks, self.config, spec.optimizer)
         sum_gradients(self.config, self.model)
         self.reference = self._build_reference()
@@ -163,8 +160,7 @@ class MegatronWorker:
     @uses_weights
     def export_weights(self, directory: Path) -> None:
         """Write an ordinary Hugging Face checkpoint directory, complete or not at all."""
-        adapter = export_peft(self.chunks, self.arch, self.peft_config) if self.peft_config else None
-        self._export(directory, bridge.export_hf(self.chunks, self.arch), adapter)
+        self._export(directory, bridge.export_hf(self.chunks, self.arch))
 
     @uses_everything
     def export_gradient(self, samples: TrainingSamples, directory: Path) -> None:
@@ -176,12 +172,10 @@ class MegatronWorker:
         self._updated = None
         self._export(directory, bridge.export_hf(self.chunks, self.arch, bridge.take_gradient, torch.float32))
 
-    def _export(
-        self, directory: Path, tensors: Iterator[tuple[str, Tensor]], adapter: PeftAdapter | None = None
-    ) -> None:
+    def _export(self, directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        adapter = export_peft(self.chunks, self.arch, self.peft_config)
         if dist.get_rank() == 0:
-            spec = self.spec
-            write_hf_checkpoint(Path(directory), Path(spec.checkpoint), tensors, spec.critic_fields, adapter)
+            write_hf_checkpoint(directory, Path(self.spec.checkpoint), tensors, self.spec.critic_fields, adapter)
         else:
             for _ in tensors:
                 pass
@@ -347,8 +341,8 @@ class MegatronWorker:
         self.scheduler.step(1)
         _, grad_norm, _ = self.optimizer.step()
         name, found = self.spec.role.value, process_groups.combine(*accumulate(outputs))
-        work = describe_work(found, self.spec, self.arch, samples.sequences)
-        metrics = work | compute_load_metrics(self.chunks, name)
+        metrics = describe_work(found, self.spec, self.arch, samples.sequences)
+        metrics |= compute_load_metrics(self.chunks, name)
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"{name}: the gradient norm is {grad_norm}; metrics of the step: {metrics}")
         rate = next(group["lr"] for group in self.optimizer.param_groups if group["default_config"])
