@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,14 @@ def format_row(result: Mapping[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def wrap_item(text: str) -> str:
+    """An item of a list in lines of at most 120 characters."""
+    return textwrap.fill(text, 120, subsequent_indent="  ", break_on_hyphens=False)
+
+
 def format_conditions(result: Mapping[str, Any]) -> str:
     hardware = result["hardware"]
-    return (
+    return wrap_item(
         f"- {result['num_prompts']} x {result['num_responses']} x {result['response_length']}, {result['dtype']}:"
         f" {result['date']}, {hardware['cpu']}, {result['threads']} of {hardware['cores']} cores,"
         f" {len(result['iterations'])} iterations of each side, prompts of {result['prompt_tokens']:.0f} tokens, load"
@@ -81,7 +87,7 @@ def format_table(results: Sequence[Mapping[str, Any]]) -> str:
     ]
     for side, found in (("TRL", [r["trl"]["versions"] for r in results]), ("megarl", [r["megarl"] for r in results])):
         versions = sorted({f"{name} {version}" for each in found for name, version in each.items()})
-        lines.append(f"- {side}: {', '.join(versions)}")
+        lines.append(wrap_item(f"- {side}: {', '.join(versions)}"))
     if results and not any(result["trl"]["has_ppo"] for result in results):
         lines.append("- PPO: this release of TRL has no PPO trainer, and none with a value model, to compare with.")
     return "\n".join(lines) + "\n"
