@@ -192,6 +192,8 @@ def _run_rank(
             worker.close()
         # Each of gloo's groups has threads, which end with the last reference to it; Megatron's models are cyclic.
         del worker
+        # Twice: the gradients' hooks are cycles through autograd's own nodes, which the first pass only cuts.
+        gc.collect()
         gc.collect()
         # What stays, modules mostly, need not be looked through after the next layout: that would take half a second.
         gc.freeze()
