@@ -105,7 +105,8 @@ def test_planned_steps_are_as_far_from_published_ones_as_the_docs_say(row: Row) 
 
 NEMO = (
     *("algo=grpo", "data.prompt_length=128", "train.samples_per_minibatch=512", "train.responses_per_prompt=32"),
-    "train.tokens_per_microbatch=4096",
+    # NeMo-RL computes the policy's log-probs before each update.
+    *("train.tokens_per_microbatch=4096", "train.reuse_logprobs=false"),
 )
 LAYOUT_32B = "{num_processes: 32, tp: 4, sp: true, pp: 4, cp: 1}"
 QWEN3_32B = (
