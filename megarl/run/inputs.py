@@ -240,10 +240,8 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
 
     policy_steps, num_iterations = config.train.num_optimizer_steps, config.train.num_iterations
     low_high = config.critic.value_range
-    policy_only: dict[str, Any] = {
-        "router_replay": config.rollout.router_replay,
-        "lora": config.policy.lora if config.policy.lora.rank else None,
-    }
+    lora = config.policy.lora if config.policy.lora.rank else None
+    policy_only: dict[str, Any] = {"router_replay": config.rollout.router_replay, "lora": lora}
     critic_only: dict[str, Any] = {
         "critic_prompt": config.data.critic_prompt,
         "trainable": config.critic.trainable,
