@@ -28,10 +28,10 @@ class OnEventLoop:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=self._loop.run_forever, name="megarl-rollout", daemon=True).start()
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        self._running.add(future)
-        future.add_done_callback(self._running.discard)
-        return future
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._running.add(future)
+            future.add_done_callback(self._running.discard)
+            return future
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`. Thread-safe, but not for the loop's own thread.
@@ -55,7 +55,9 @@ class OnEventLoop:
 
     def cancel(self) -> None:
         """Cancel all work that other threads wait for: each wait raises CancelledError."""
-        for future in list(self._running):
+        with self._starting:  # Work that has begun is in `_running` by then.
+            running = list(self._running)
+        for future in running:
             future.cancel()
 
     def close(self) -> None:

@@ -122,6 +122,25 @@ def test_cancelling_the_engine_ends_a_wait_in_another_thread():
     engine.close()
 
 
+def test_work_that_is_just_being_begun_is_cancelled_too(monkeypatch):
+    engine = Engine()
+    cancelling = threading.Thread(target=engine.cancel)
+    begin = asyncio.run_coroutine_threadsafe
+
+    def begin_while_another_thread_cancels(work, loop):
+        future = begin(work, loop)
+        cancelling.start()
+        cancelling.join(0.2)
+        return future
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", begin_while_another_thread_cancels)
+    future = engine.start(asyncio.sleep(60))
+    monkeypatch.undo()
+    with pytest.raises(CancelledError):
+        future.result(10)
+    engine.close()
+
+
 def test_a_reward_that_raises_costs_its_sample_only():
     def reward(prompt, _response):
         if prompt.id == "b":
