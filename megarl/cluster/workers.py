@@ -23,7 +23,7 @@ from megarl.cluster.stacks import CallState, CallTracker, RankStacks, dump_on_si
 from megarl.cluster.turns import Turns
 from megarl.cluster.waiting import PendingCall, wait_for
 from megarl.config.placement import DeviceSlot
-from megarl.rollout.server import is_loopback, pick_free_port
+from megarl.ports import is_loopback, pick_free_port
 from megarl.timeline import Recording, span
 from megarl.types import Metrics, Sequences, TrainingSamples
 

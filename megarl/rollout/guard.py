@@ -3,8 +3,9 @@
     python guard.py SCRATCH_DIR COMMAND...
 
 The owner holds the other end of this process's standard input. When that closes (the owner stopped the server or died),
-on SIGTERM, or when the server exits, the guard ends every descendant process of the server, removes what they left in
-/dev/shm and in SCRATCH_DIR, and exits with the server's status.
+on SIGTERM, or when the server exits, the guard kills every descendant process of the server, removes what they left in
+/dev/shm and in SCRATCH_DIR, and exits with the server's status. Kills, because SGLang has nothing to save, takes up to
+11 s to end by itself, and takes a SIGTERM that reaches all of its processes for a crash.
 
 Standard library only, so that it starts at once. Linux only.
 """
@@ -22,7 +23,7 @@ from collections.abc import Iterable
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 GRACE_S = 1.0
-"""How long processes may take after SIGTERM. SGLang takes up to 11 s to end by itself and has nothing to save."""
+"""How long Python's resource trackers may take to remove what their processes left."""
 SCAN_EVERY_S = 2.0
 
 
@@ -66,10 +67,10 @@ def remove_shared_memory(inodes: set[int]) -> None:
                 os.unlink(entry.path)
 
 
-def signal_all(pids: Iterable[int], number: int) -> None:
+def kill_all(pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+            os.kill(pid, signal.SIGKILL)
 
 
 def is_resource_tracker(pid: int) -> bool:
@@ -91,17 +92,13 @@ def reap() -> bool:
 
 
 def end_all(grace_s: float) -> None:
-    """Send SIGTERM to every descendant, then SIGKILL until none is left; Python's resource trackers come last."""
-    signal_all(list_descendants(os.getpid()), signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    while reap() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    """Kill every descendant until none is left, parents first; Python's resource trackers come last."""
     deadline = time.monotonic() + grace_s
     while reap():
         alive = list_descendants(os.getpid())
         if time.monotonic() < deadline:
             alive = [pid for pid in alive if not is_resource_tracker(pid)]
-        signal_all(alive, signal.SIGKILL)
+        kill_all(alive)
         time.sleep(0.02)
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import random
 import secrets
 import shutil
 import signal
@@ -13,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from ipaddress import ip_address
 from pathlib import Path
 
 import httpx
@@ -23,22 +21,21 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import DeadlineError
+from megarl.ports import pick_free_port
 from megarl.rollout.served_model import load_family_options
 from megarl.rollout.server_options import check_attention, check_options, render_options
 
 STANDINS = Path(__file__).parent / "standins"
 MODELS = Path(__file__).parent / "models"
 GUARD = Path(__file__).parent / "guard.py"
+TRACKER_WARNINGS = "ignore::UserWarning:multiprocessing.resource_tracker"
 LOG_TAIL_LINES = 25
 WEIGHT_LOADER = "megarl.sync.receiver.receive"
 """The function that servers call for the requests of a weight sync"""
-LOCAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LONGEST_SOCKET_PATH = 107
 """Bytes of a unix socket's path, without the final zero of sockaddr_un"""
 LONGEST_IN_SCRATCH = "abcdefgh/torch-shm-dir-abcdef/manager.sock"
 """The random end of a scratch folder's name, and the longest socket in it: torch's; SGLang's are /tmpabcdefgh"""
-FIRST_PORT = 20000
-"""Ray's own ports are below this one."""
 FLOAT32_ON_GPU = {
     # The RMSNorm of sgl_kernel is compiled for 16-bit numbers alone; this is SGLang's switch for PyTorch's operations.
     "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",
@@ -55,25 +52,6 @@ class ServerError(RuntimeError):
 @functools.cache
 def has_cuda() -> bool:
     return torch.cuda.is_available()
-
-
-def pick_free_port(host: str) -> int:
-    """A TCP port that nothing listens on now, outside the kernel's ephemeral range where there is one.
-
-    A server binds it tens of seconds later, and again when it is restarted; meanwhile every connection and every
-    listener of torch and Ray takes an ephemeral port.
-    """
-    first, last = (int(word) for word in LOCAL_PORTS.read_text().split()) if LOCAL_PORTS.is_file() else (0, 0)
-    kept = [port for port in range(FIRST_PORT, 65536) if not first <= port <= last]
-    for port in [*random.SystemRandom().sample(kept, min(len(kept), 100)), 0]:
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind((host, port))
-            return int(listener.getsockname()[1])
-    raise ServerError(f"no free port on {host}")
-
-
-def is_loopback(host: str) -> bool:
-    return ip_address(socket.gethostbyname(host)).is_loopback
 
 
 def build_command(
@@ -147,6 +125,8 @@ def build_environment(config: RolloutConfig, scratch: Path, *, shares_gpus: bool
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
+        # Semaphores of processes that were stopped are removed without a line that looks like an error.
+        "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), TRACKER_WARNINGS])),
     }
     if shares_gpus:
         # Roles use more of some GPUs than of others. SGLang, which counts with the least that is free on any, takes

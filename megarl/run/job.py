@@ -27,6 +27,7 @@ from megarl.data.critic_prompt import CriticPrompt
 from megarl.data.sampler import PromptSampler
 from megarl.interfaces import UNPUBLISHED, Done, Pending, RolloutServers, TrainBackend, wait_all
 from megarl.mcore.worker_spec import Role
+from megarl.ports import is_loopback
 from megarl.report import token_file
 from megarl.report.report import Report
 from megarl.reward.scorer import build_scorer
@@ -37,7 +38,6 @@ from megarl.rollout.journal import Journal
 from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter
 from megarl.rollout.saved_groups import NoSync, SavedGroups
-from megarl.rollout.server import is_loopback
 from megarl.rollout.token_records import TokenRecorder
 from megarl.run.inputs import Inputs
 from megarl.run.resume import load_run

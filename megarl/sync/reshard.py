@@ -14,9 +14,9 @@ from typing import Any
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig, Transport
 from megarl.interfaces import TrainBackend
+from megarl.ports import is_loopback
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.offload import ServerOffloader
-from megarl.rollout.server import is_loopback
 from megarl.sync.memory import SHARED_MEMORY
 from megarl.sync.probe import Probe, compute_policy_logprobs
 from megarl.sync.ranks import Ranks, Session

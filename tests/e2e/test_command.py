@@ -63,12 +63,19 @@ def test_a_run_trains_logs_and_ends_with_the_done_line_leaving_nothing(short_pat
     # The servers follow: what they say of their responses is what the updated policy says.
     assert all(line["mismatch/kl"] < 1e-6 < line["policy/clip_frac"] for line in lines[1:])
     assert list((short_path / "run" / "tensorboard").iterdir())
+    check_shutdown((short_path / "run" / "logs" / "server-0.log").read_text())
     assert {f.name for f in (short_path / "run" / "logs").iterdir()} >= {"policy-0.log", "critic-0.log", "server-0.log"}
     for role, head in (("policy", "lm_head.weight"), ("critic", "score.weight")):
         assert head in load_file(short_path / "run" / role / "model.safetensors")
     check_profile(short_path / "run" / "profile")
     assert find_marked(short_path) == []
     assert find_scratch(run, short_path) == []
+
+
+def check_shutdown(server_log: str) -> None:
+    """What a server writes after its last request holds no error."""
+    after = server_log[server_log.rindex("HTTP/1.1") :].lower()
+    assert not [word for word in ("error", "crashed", "sigquit", "exception", "traceback", "leaked") if word in after]
 
 
 def check_profile(directory: Path) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.ports import pick_free_port
 from megarl.report.metrics import load_metrics
 from megarl.report.outcome import State, load_outcome
-from megarl.rollout.server import pick_free_port
 
 pytestmark = pytest.mark.slow
 

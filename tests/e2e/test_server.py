@@ -18,11 +18,12 @@ from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError
 from megarl.per_token import WeightVersions
+from megarl.ports import pick_free_port
 from megarl.reward.scorer import Scorer
 from megarl.rollout.client import RequestError, SGLangClient
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.guard import find_shared_memory
-from megarl.rollout.server import ServerError, SGLangServer, pick_free_port
+from megarl.rollout.server import ServerError, SGLangServer
 from megarl.rollout.tensors import build_tensors
 from megarl.sync.disk import DiskSync
 from megarl.sync.probe import build_probe_tokens

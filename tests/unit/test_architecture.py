@@ -13,7 +13,7 @@ PACKAGE = ROOT / "megarl"
 LAYERS = (
     {"config.errors", "config.run_name"},
     {"config.schema", "config.user_code"},
-    {"json_text", "per_token", "timeline"},
+    {"json_text", "per_token", "ports", "timeline"},
     {"types"},
     {"algo", "families"},
     {"config"},

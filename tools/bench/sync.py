@@ -35,8 +35,9 @@ from megarl.config.schema.rollout import RolloutConfig, Transport
 from megarl.interfaces import DeadlineError, TrainBackend
 from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.ports import pick_free_port
 from megarl.rollout.client import SGLangClient
-from megarl.rollout.server import SGLangServer, pick_free_port
+from megarl.rollout.server import SGLangServer
 from megarl.sync.disk import DiskSync
 from megarl.sync.ranks import Ranks
 from megarl.sync.reshard import ShardSync

@@ -10,15 +10,14 @@ import pytest
 
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import DeadlineError
+from megarl.ports import LOCAL_PORTS, pick_free_port
 from megarl.rollout.calls import run_in_parallel, wait_left_over
 from megarl.rollout.server import (
-    LOCAL_PORTS,
     LONGEST_IN_SCRATCH,
     ServerError,
     SGLangServer,
     bind_ranks,
     make_scratch,
-    pick_free_port,
 )
 
 
