@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megarl"
 
 LAYERS = (
-    {"config.errors", "config.run_name"},
+    {"config.errors", "config.cpu_dtype", "config.run_name"},
     {"config.schema", "config.user_code"},
     {"json_text", "per_token", "ports", "timeline"},
     {"types"},
@@ -37,7 +37,7 @@ LAYERS = (
 """Rooms from the bottom up; of a room that stands both below and above others, its modules. A room imports itself and
 rooms of lower layers, never one of its own layer."""
 LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
-SCHEMA = {"config.schema", "config.errors", "config.run_name", "config.user_code"}
+SCHEMA = {"config.schema", "config.errors", "config.cpu_dtype", "config.run_name", "config.user_code"}
 ONLY_ROOMS = {
     "report": {"report", "config", "types", "json_text", "timeline", *SCHEMA},
     "algo": {"algo", "types", "per_token", *SCHEMA},

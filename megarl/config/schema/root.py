@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from megarl.config import run_name
+from megarl.config import cpu_dtype, run_name
 from megarl.config.schema import data as data_config
 from megarl.config.schema import environment as environment_config
 from megarl.config.schema import reward as reward_config
@@ -66,6 +66,7 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     run_name.register()
+    cpu_dtype.register()
     data_config.register(store)
     environment_config.register(store)
     reward_config.register(store)
