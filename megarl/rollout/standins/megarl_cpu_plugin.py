@@ -13,6 +13,7 @@ Memory that SGLang would lock for a GPU's copies, such as that of returned route
 """
 
 import logging
+import multiprocessing
 
 import torch
 from megarl_categorical import sample, sample_limited
@@ -110,18 +111,28 @@ def sample_from_top_probs(
     return sample_limited(probs, top_ks, top_ps, min_ps, sampling_seed, positions)
 
 
+def fork_processes(stock, server_args):
+    """SGLang's _set_envs_and_config, the last that it does before it starts the scheduler and the detokenizer.
+
+    It has them spawned, which a process that uses CUDA needs; forked they have this one's imports, of 10 s of CPU each.
+    """
+    stock(server_args)
+    multiprocessing.set_start_method("fork", force=True)
+
+
 def lock_nothing(stock, buffer, granularity=None):
     """SGLang's _cuda_host_register, which asks CUDA to lock the pages."""
 
 
 def register():
-    """Take the name `torch_native` in SGLang's registry of backends, and wrap its sampling and page-locking."""
+    """Take the name `torch_native` in SGLang's registry of backends, and wrap sampling, page-locking and process start."""
     register_attention_backend("torch_native")(BatchedAttnBackend)
     sampler, batch_info = "sglang.srt.layers.sampler", "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
     for target, hook in {
         f"{batch_info}.from_schedule_batch": build_sampling_info,
         f"{sampler}.sampling_from_probs_torch": sample_from_probs,
         f"{sampler}.top_k_top_p_min_p_sampling_from_probs_torch": sample_from_top_probs,
+        "sglang.srt.entrypoints.engine._set_envs_and_config": fork_processes,
         "sglang.srt.mem_cache.pool_host.common._cuda_host_register": lock_nothing,
     }.items():
         HookRegistry.register(target, hook, HookType.AROUND)
