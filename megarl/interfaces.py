@@ -4,18 +4,22 @@ Every call that runs in other processes returns a `Pending`: the work has been s
 raises `DeadlineError`, naming what it waited for, when the deadline that the implementation was given passes.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-from torch import Tensor
+# At run time this module, which every process imports, does without torch, whose import takes seconds.
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
 
-from megarl.types import Metrics, Response, Sequences, TrainingSamples
+    from megarl.types import Metrics, Response, Sequences, TrainingSamples
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -175,7 +179,7 @@ class RolloutEngine(Protocol):
         """Have the servers forget what they have cached, once no request is left."""
         ...
 
-    def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin `work` on the event loop. Cancelling the future cancels the work. Thread-safe."""
         ...
 

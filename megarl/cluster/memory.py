@@ -1,19 +1,23 @@
 """The most memory that the processes of a run have had, for perf/*_peak_memory_gb."""
 
+from __future__ import annotations
+
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import psutil
 import ray
-import torch
 
 from megarl.cluster.ray_calls import ask
 from megarl.cluster.waiting import WorkerError, wait_for
 from megarl.interfaces import DeadlineError
-from megarl.types import Metrics
+
+if TYPE_CHECKING:
+    from megarl.types import Metrics
 
 DEADLINE_S = 10.0
 """Of an answer, which a thread of its own gives; without one the number is left out"""
@@ -22,7 +26,8 @@ PEAK = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 
 def find_own_peak() -> int:
     """Bytes: of this process's tensors on its GPU, where it uses one, else of its resident memory."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
     return _read_peak(psutil.Process().pid)
 
@@ -45,7 +50,7 @@ def _read_peak(pid: int) -> int:
 class Measured(Protocol):
     """Processes of one kind: a role's, or the servers."""
 
-    def ask_peaks(self) -> Sequence["ray.ObjectRef[int]"]:
+    def ask_peaks(self) -> Sequence[ray.ObjectRef[int]]:
         """Ask each for its bytes."""
         ...
 

@@ -17,10 +17,10 @@ import ray
 from megarl.cluster.address import agree_on_nccl, resolve_host, use_gpus, use_interface
 from megarl.cluster.memory import find_peak_of_tree
 from megarl.cluster.nodes import Cluster
+from megarl.cluster.process_log import redirect_output
 from megarl.cluster.ray_calls import RayLostError, ask
 from megarl.cluster.stacks import identify
 from megarl.cluster.waiting import PendingCall, wait_for
-from megarl.cluster.workers import redirect_output
 from megarl.config.placement import DeviceSlot
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.rollout.liveness import CALL_DEADLINE_S, NUM_CALLS, find_loss

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from megarl.algo.blocks import allocate_zeros
 from megarl.cluster.address import agree_on_nccl, resolve_host, use_gpus, use_interface
 from megarl.cluster.memory import find_own_peak
 from megarl.cluster.nodes import Cluster
+from megarl.cluster.process_log import redirect_output
 from megarl.cluster.profile import RankProfiler
 from megarl.cluster.ray_calls import RayLostError, ask
 from megarl.cluster.shares import SampleShare, SequenceShare, Sharer, count_minibatches
@@ -98,16 +98,6 @@ class WorkerActor:
     @ray.method(concurrency_group="watch")
     def find_peak(self) -> int:
         return find_own_peak()
-
-
-def redirect_output(log_path: Path) -> None:
-    """Redirect this process's stdout and stderr, native code included, to a file."""
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    with log_path.open("ab", buffering=0) as log:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
 
 
 class WorkerGroup:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
-import torch
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import Dtype
@@ -29,6 +28,8 @@ STANDINS = Path(__file__).parent / "standins"
 MODELS = Path(__file__).parent / "models"
 GUARD = Path(__file__).parent / "guard.py"
 TRACKER_WARNINGS = "ignore::UserWarning:multiprocessing.resource_tracker"
+GPU_DEVICES = Path("/dev/nvidiactl"), Path("/dev/dxg")
+"""Of NVIDIA's driver on Linux, and in WSL"""
 LOG_TAIL_LINES = 25
 WEIGHT_LOADER = "megarl.sync.receiver.receive"
 """The function that servers call for the requests of a weight sync"""
@@ -51,6 +52,10 @@ class ServerError(RuntimeError):
 
 @functools.cache
 def has_cuda() -> bool:
+    if not any(path.exists() for path in GPU_DEVICES):
+        return False  # without the seconds that the import of torch takes
+    import torch
+
     return torch.cuda.is_available()
 
 

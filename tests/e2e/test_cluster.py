@@ -155,7 +155,7 @@ def test_memory_is_that_of_the_process_with_the_most_and_left_out_where_one_does
 
 
 def test_output_of_a_worker_stays_out_of_the_terminal(tmp_path: Path, capfd):
-    from megarl.cluster.workers import redirect_output
+    from megarl.cluster.process_log import redirect_output
 
     child = os.fork()
     if child == 0:

@@ -9,6 +9,8 @@ the vocabulary; with 49152 entries that is a third of a decode step of a model o
 takes one number, of its request's `sampling_seed` and its place in the sequence; SGLang itself reads that seed only
 with --enable-deterministic-inference, which no CPU has the kernels for.
 
+SGLang's processes are forked, with one import for all of them.
+
 Memory that SGLang would lock for a GPU's copies, such as that of returned routed experts, stays as it is.
 """
 
@@ -125,7 +127,7 @@ def lock_nothing(stock, buffer, granularity=None):
 
 
 def register():
-    """Take the name `torch_native` in SGLang's registry of backends, and wrap sampling, page-locking and process start."""
+    """Take the name `torch_native` in SGLang's registry of backends, and wrap what is named above."""
     register_attention_backend("torch_native")(BatchedAttnBackend)
     sampler, batch_info = "sglang.srt.layers.sampler", "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
     for target, hook in {
