@@ -18,10 +18,9 @@ from megarl.rollout.client import SGLangClient
 from megarl.sync.steps import sync_step
 from megarl.types import Prompt, Sequences
 
-UNIT_ROUNDOFF = {Dtype.float32: 2.0**-24, Dtype.bfloat16: 2.0**-8}
-"""Largest relative error of rounding one number."""
-ROUNDOFFS = 256
-"""The lowest bound in unit roundoffs, which SmolLM2-135M in bfloat16 does not reach: its largest gap was 150."""
+LEAST_BOUND = {Dtype.float32: 2.0**-13, Dtype.bfloat16: 1.0}
+"""The lowest bounds, several times the largest gaps that SmolLM2-135M had (2.6e-5 and 0.58): 2048 and 256 times the
+largest relative error of rounding one number"""
 DEVIATIONS = 6
 """Standard deviations above the mean of the run's earlier gaps that a gap may have."""
 
@@ -58,13 +57,13 @@ def compute_gap(expected: Sequence[float], found: Sequence[float]) -> tuple[floa
     return float(gaps.max()), int(gaps.argmax())
 
 
-def compute_bound(roundoff: float, gaps: Sequence[float]) -> float:
-    """The largest gap that rounding explains: max(256 roundoff, mean + 6 standard deviations of the earlier gaps).
+def compute_bound(least: float, gaps: Sequence[float]) -> float:
+    """The largest gap that rounding explains: max(least, mean + 6 standard deviations of the earlier gaps).
 
-    roundoff: of the dtype that is computed in. gaps: of the earlier syncs.
+    least: that of the dtype that is computed in. gaps: of the earlier syncs.
     """
     spread = statistics.fmean(gaps) + DEVIATIONS * statistics.pstdev(gaps) if gaps else 0.0
-    return max(ROUNDOFFS * roundoff, spread)
+    return max(least, spread)
 
 
 class Probe:
@@ -76,14 +75,14 @@ class Probe:
         """has_checksums: the checksums of all tensors have been compared before `measure` is called."""
         self.token_ids = tuple(token_ids)
         self._given = config.max_probe_logprob_gap
-        self._roundoff = max(UNIT_ROUNDOFF[config.dtype], UNIT_ROUNDOFF[policy_dtype])
+        self._least = max(LEAST_BOUND[config.dtype], LEAST_BOUND[policy_dtype])
         self._has_checksums = has_checksums
         self._gaps: list[float] = []
 
     @property
     def bound(self) -> float:
         """`rollout.max_probe_logprob_gap` where it is given, else that of `compute_bound`."""
-        return compute_bound(self._roundoff, self._gaps) if self._given is None else self._given
+        return compute_bound(self._least, self._gaps) if self._given is None else self._given
 
     def measure(self, clients: Sequence[SGLangClient], expected: Sequence[float]) -> float:
         """The largest gap of any server; expected: the policy's log-probs of the text.

@@ -17,18 +17,22 @@ FLAGS = {
 }
 
 
+def list_dtypes(overrides: list[str]) -> set[Dtype]:
+    config = load_config(["model=smollm2_135m", *overrides])
+    return {part.dtype for part in (config.policy, config.critic, config.reference, config.rollout)}
+
+
 @pytest.mark.parametrize("line", FLAGS)
 def test_the_small_model_is_in_bfloat16_where_the_cpu_has_instructions_for_it(line, monkeypatch, tmp_path: Path):
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbugs\t\t:\n")
     monkeypatch.setattr(cpu_dtype, "CPU_INFO", tmp_path / "cpuinfo")
-    config = load_config(["model=smollm2_135m", "algo=ppo"])
-    assert {config.policy.dtype, config.critic.dtype, config.rollout.dtype} == {FLAGS[line]}
+    assert list_dtypes(["algo=ppo"]) == {FLAGS[line]}
+    assert list_dtypes(["algo=grpo"]) == {FLAGS[line]}
 
 
 def test_gpus_compute_it_in_bfloat16_whatever_the_cpu(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(cpu_dtype, "CPU_INFO", tmp_path / "none")
-    config = load_config(["model=smollm2_135m", "algo=ppo", "cluster.gpus_per_node=2"])
-    assert {config.policy.dtype, config.critic.dtype, config.rollout.dtype} == {Dtype.bfloat16}
+    assert list_dtypes(["algo=ppo", "cluster.gpus_per_node=2"]) == {Dtype.bfloat16}
 
 
 def test_a_given_dtype_is_taken(monkeypatch, tmp_path: Path):

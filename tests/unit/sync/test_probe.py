@@ -55,19 +55,18 @@ def test_a_logprob_that_is_no_number_is_an_infinite_gap(bad):
     assert compute_gap([-1.0, -2.0], [-1.0, bad]) == (math.inf, 1)
 
 
-def test_the_bound_is_256_roundoffs_or_six_deviations_above_the_mean_of_the_earlier_gaps():
-    assert compute_bound(2.0**-8, ()) == 1.0
-    assert compute_bound(2.0**-24, ()) == 2.0**-16
+def test_the_bound_is_the_dtypes_least_or_six_deviations_above_the_mean_of_the_earlier_gaps():
+    assert compute_bound(1.0, ()) == 1.0
     # Mean 2, standard deviation 1.
-    assert compute_bound(2.0**-8, (1.0, 3.0)) == 8.0
-    assert compute_bound(2.0**-8, (0.1, 0.3)) == 1.0
+    assert compute_bound(1.0, (1.0, 3.0)) == 8.0
+    assert compute_bound(1.0, (0.1, 0.3)) == 1.0
 
 
 def test_the_bound_is_of_the_coarser_dtype_unless_it_is_given():
     half, full = RolloutConfig(dtype=Dtype.bfloat16), RolloutConfig(dtype=Dtype.float32)
     for config, policy in ((half, Dtype.float32), (full, Dtype.bfloat16)):
         assert Probe((5, 6), config, policy, has_checksums=True).bound == 1.0
-    assert build_probe(dtype=Dtype.float32).bound == 2.0**-16
+    assert build_probe(dtype=Dtype.float32).bound == 2.0**-13
     assert build_probe(bound=0.3).bound == 0.3
 
 
