@@ -10,16 +10,16 @@ BFLOAT16 = re.compile(r"^(?:flags|Features)\s*:.*\b(?:avx512_bf16|amx_bf16|bf16)
 
 
 def choose_dtype(gpus_per_node: int) -> str:
-    """`bfloat16` on GPUs and on CPUs that compute with it, else `float32`: without the instructions a product of
-    matrices in bfloat16 takes about three times as long.
-    """
-    if gpus_per_node > 0:
-        return "bfloat16"
+    """`bfloat16` on GPUs and on CPUs that compute with it, else `float32`."""
+    return "bfloat16" if gpus_per_node > 0 or computes_bfloat16() else "float32"
+
+
+def computes_bfloat16() -> bool:
+    """Whether this CPU has instructions for it: without them a product of matrices takes several times as long."""
     try:
-        has_instructions = BFLOAT16.search(CPU_INFO.read_text()) is not None
+        return BFLOAT16.search(CPU_INFO.read_text()) is not None
     except OSError:  # not Linux
-        has_instructions = False
-    return "bfloat16" if has_instructions else "float32"
+        return False
 
 
 def register() -> None:

@@ -37,6 +37,7 @@ from megarl.rollout.journal import Journal
 from megarl.rollout.saved_groups import SavedGroups
 from megarl.run.inputs import Inputs, describe_start, load_inputs
 from megarl.run.job import RunResources, describe_data, lock_run_dir, open_components, open_resources
+from megarl.run.machine import describe_slow_dtypes
 from megarl.run.saving import CheckpointSaver, CheckpointWriter, LoopSaver, NoSaver, estimate_bytes
 from megarl.run.terminal import get_terminal, show_warnings
 from megarl.run.trainer_state import TRACKED, TrainerState, count_taken_groups, cut_files, load_trainer_state
@@ -102,7 +103,7 @@ def _describe_run(config: Config, inputs: Inputs, run_dir: Path, report: Report)
     """Print what the run is, and record it with versions and hardware."""
     sizes, objective = describe_sizes(config), describe_objective(config, inputs.saved_groups)
     data = describe_data(config, inputs)
-    for text in filter(None, (sizes, objective, data, describe_threads(config))):
+    for text in filter(None, (sizes, objective, data, describe_threads(config), describe_slow_dtypes(config))):
         report.message(text)
     record_start(run_dir, sizes=sizes, objective=objective, data=data, peak_tflops=find_peak_tflops(config))
 

@@ -13,9 +13,11 @@ from pathlib import Path
 import psutil
 
 from megarl.config.checks.config import describe_iteration_size
+from megarl.config.cpu_dtype import computes_bfloat16
 from megarl.config.errors import ConfigError
-from megarl.config.placement import find_ray_address, list_groups
+from megarl.config.placement import SERVERS, find_ray_address, list_groups
 from megarl.config.schema.cluster import AUTO, ClusterConfig
+from megarl.config.schema.roles import Dtype
 from megarl.config.schema.root import Config
 
 CONNECT_S = 5.0
@@ -47,6 +49,17 @@ def check_machine(config: Config, command: str = "train") -> Iterator[str]:
     yield from check_object_store(cluster)
     if cluster.gpus_per_node == 0:
         yield from _check_cores(config, command)
+
+
+def describe_slow_dtypes(config: Config) -> str:
+    """The keys of roles and servers that a CPU computes in bfloat16 without instructions for it; empty for none."""
+    if config.cluster.gpus_per_node > 0 or computes_bfloat16():
+        return ""
+    parts = {"policy": config.policy, "critic": config.critic, "reference": config.reference, SERVERS: config.rollout}
+    names = [group.name for group in list_groups(config) if group.num_processes > 0]
+    keys = [name.replace(SERVERS, "rollout") for name in names if parts[name].dtype is Dtype.bfloat16]
+    wanted = " ".join(f"{key}.dtype=float32" for key in keys)
+    return f"this CPU has no instructions for bfloat16: {wanted} would be several times as fast" if keys else ""
 
 
 def check_surroundings() -> Iterator[str]:
