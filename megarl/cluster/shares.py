@@ -17,9 +17,8 @@ from torch import Tensor
 
 from megarl.algo.blocks import allocate_zeros
 from megarl.algo.tokens import LossCounts, count_minibatch
-from megarl.data.packing import pack
+from megarl.mcore.microbatches import plan_microbatches
 from megarl.mcore.model.architecture import read_architecture
-from megarl.mcore.row_costs import compute_row_costs
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.types import Sequences, TrainingSamples
 
@@ -46,6 +45,8 @@ class SequenceShare:
     """[sum of the K lengths]"""
     routed_experts: NDArray[Any] | None
     """[sum of the K lengths, layers, experts of a token]"""
+    prompts: NDArray[np.int64] | None
+    """[B]"""
 
     def unfold(self) -> Sequences:
         """All B sequences; the tokens of the others are 0 and take no memory."""
@@ -53,7 +54,8 @@ class SequenceShare:
         held[torch.tensor(self.rows)] = True
         experts = None if self.routed_experts is None else self._place(self.routed_experts)
         lengths, prompts = torch.tensor(self.lengths), torch.tensor(self.prompt_lengths)
-        return Sequences(self._place(self.tokens), lengths, prompts, experts, held)
+        numbers = None if self.prompts is None else torch.tensor(self.prompts)
+        return Sequences(self._place(self.tokens), lengths, prompts, experts, held, numbers)
 
     def _place(self, values: NDArray[Any]) -> Tensor:
         """[sum of the K lengths, ...] -> [sum of all lengths, ...]"""
@@ -140,14 +142,11 @@ class Sharer:
 
     def _choose_rows(self, sequences: Sequences, minibatches: Sequence[Tensor]) -> list[Tensor]:
         """Of each data-parallel rank: int64 [K], ascending, the rows of its micro-batches."""
-        parallel, num_ranks = self._spec.parallel, self.count_ranks()
-        costs = compute_row_costs(self._arch, sequences, with_value_head=self._spec.role is Role.critic)
-        lengths, budget = sequences.lengths.tolist(), self._spec.tokens_per_microbatch * parallel.cp
-        chosen: list[set[int]] = [set() for _ in range(num_ranks)]
-        for rows in (rows.tolist() for rows in minibatches):
-            shares = pack([lengths[row] for row in rows], budget, num_ranks, [costs[row] for row in rows])
+        chosen: list[set[int]] = [set() for _ in range(self.count_ranks())]
+        for rows in minibatches:
+            shares = plan_microbatches(self._spec, self._arch, sequences.measure(rows), len(chosen))
             for own, share in zip(chosen, shares, strict=True):
-                own.update(rows[place] for microbatch in share for place in microbatch)
+                own.update(int(rows[place]) for microbatch in share for place in microbatch)
         return [torch.tensor(sorted(own), dtype=torch.int64) for own in chosen]
 
     def count_ranks(self) -> int:
@@ -164,6 +163,7 @@ class Sharer:
             rows.numpy(),
             own.tokens.numpy(),
             None if experts is None else experts.numpy(),
+            None if sequences.prompts is None else sequences.prompts.numpy(),
         )
 
     def _fold(self, samples: TrainingSamples, sequences: SequenceShare, has_targets: bool) -> SampleShare:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from megarl.mcore.batch import PackedBatch
 
 REAL, COMPUTED = "tokens/real", "tokens/computed"
+LEFT_OUT, LEFT_OUT_SQUARES = "tokens/left_out", "tokens/left_out_squares"
+"""Tokens of prompts that a micro-batch computes for other rows anyway, and the sum of the squares of their numbers"""
 
 
 def compute_row_costs(arch: Architecture, sequences: Sequences, with_value_head: bool = False) -> list[float]:
@@ -23,38 +25,54 @@ def compute_row_costs(arch: Architecture, sequences: Sequences, with_value_head:
     the layers of L * (2 h d (H + K) + 3 h f) + L^2 * H d, and R * h V; the value head's R * h in place of the last.
     Causal attention counts L^2 / 2 for the scores and as many for their product with the values.
     """
+    per_token, per_square = count_layer_work(arch)
+    per_response_token = arch.hidden_size * (1 if with_value_head else arch.vocab_size)
+    return [
+        float(length * per_token + length**2 * per_square + response * per_response_token)
+        for length, response in zip(sequences.lengths.tolist(), sequences.response_lengths.tolist(), strict=True)
+    ]
+
+
+def count_layer_work(arch: Architecture) -> tuple[int, int]:
+    """Multiply-adds of all layers for each token, and for each token times the tokens of its sequence."""
     h, heads = arch.hidden_size, arch.num_heads * arch.head_size
     rows = 3 * arch.ffn_size * (arch.num_layers - arch.num_expert_layers)
     if arch.experts is not None:
         ffn_size = arch.experts.top_k * arch.experts.ffn_size + arch.experts.shared_ffn_size
         rows += arch.num_expert_layers * (3 * ffn_size + arch.experts.num_experts)
     per_token = arch.num_layers * 2 * h * (heads + arch.num_kv_heads * arch.head_size) + h * rows
-    per_response_token = h * (1 if with_value_head else arch.vocab_size)
-    return [
-        float(length * per_token + arch.num_layers * length**2 * heads + response * per_response_token)
-        for length, response in zip(sequences.lengths.tolist(), sequences.response_lengths.tolist(), strict=True)
-    ]
+    return per_token, arch.num_layers * heads
 
 
 def count_tokens(batch: "PackedBatch", sequences: Sequences) -> dict[str, Tensor]:
-    """Tokens of a micro-batch of `sequences`, and those that its ranks compute, padding included; as metrics' sums."""
-    return {REAL: sequences.lengths[batch.rows].sum(), COMPUTED: batch.params.cu_seqlens_q[-1]}
+    """Tokens of a micro-batch of `sequences`, those that its ranks compute, padding included, and prompts that they
+    compute once for several rows; as metrics' sums.
+    """
+    left_out = batch.left_out
+    return {
+        REAL: sequences.lengths[batch.rows].sum() - left_out.sum(),
+        COMPUTED: batch.params.cu_seqlens_q[-1],
+        LEFT_OUT: left_out.sum(),
+        LEFT_OUT_SQUARES: left_out.square().sum(),
+    }
 
 
 def describe_work(metrics: Metrics, spec: WorkerSpec, arch: Architecture, sequences: Sequences) -> Metrics:
     """The metrics of an optimizer step with two in place of the counts of tokens.
 
     ROLE/real_tokens_frac: real tokens / computed ones. ROLE/model_tflop_sum: 1e12 floating-point operations of a
-    forward pass and of a backward pass of twice as many, without what is computed again; with adapters, whose own are
-    not counted, without the products for the gradients of the frozen weights.
+    forward pass and of a backward pass of twice as many, without what is computed again, and a prompt that several rows
+    share once; with adapters, whose own are not counted, without the products for the gradients of the frozen weights.
     """
     role = spec.role
-    rest = {key: value for key, value in metrics.items() if key not in (REAL, COMPUTED)}
+    rest = {key: value for key, value in metrics.items() if not key.startswith("tokens/")}
+    per_token, per_square = count_layer_work(arch)
+    attention = per_square * (float(sequences.lengths.double().square().sum()) - metrics[LEFT_OUT_SQUARES])
     multiply_adds = sum(compute_row_costs(arch, sequences, with_value_head=role is Role.critic))
+    multiply_adds -= per_token * metrics[LEFT_OUT] + per_square * metrics[LEFT_OUT_SQUARES]
     operations = 6 * multiply_adds
     if spec.lora is not None:
-        heads = arch.num_layers * arch.num_heads * arch.head_size
-        operations -= 2 * (multiply_adds - heads * float(sequences.lengths.double().square().sum()))
+        operations -= 2 * (multiply_adds - attention)
     return {
         **rest,
         f"{role.value}/real_tokens_frac": metrics[REAL] / metrics[COMPUTED],

@@ -17,7 +17,6 @@ from torch import Tensor
 from megarl.algo.losses import LossCounts, LossOutput, count_minibatch, critic_loss, policy_loss
 from megarl.config.schema.algo import needs_full_kl
 from megarl.config.schema.algo_choices import KLEstimator
-from megarl.data.packing import pack
 from megarl.mcore import process_groups
 from megarl.mcore.batch import PackedBatch, build_batch
 from megarl.mcore.device import choose_kernels
@@ -25,6 +24,7 @@ from megarl.mcore.full_kl import compute_full_kl
 from megarl.mcore.logprobs import VocabShard, build_vocab_shard, compute_logprobs
 from megarl.mcore.lora import attach_adapters, export_peft
 from megarl.mcore.loss_targets import build_targets
+from megarl.mcore.microbatches import plan_microbatches, shares_prompts
 from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.model.build import bound_values, build_chunks, build_config, wrap_chunks
 from megarl.mcore.model.fast import choose_overlap, describe_fast_ways
@@ -34,7 +34,7 @@ from megarl.mcore.model.trainable import freeze
 from megarl.mcore.offload import OffloadManager, uses_everything, uses_weights
 from megarl.mcore.optimizer import build_optimizer, build_scheduler, describe_adam
 from megarl.mcore.role_fields import build_role_fields, check_role_fields, find_token_multiple
-from megarl.mcore.row_costs import compute_row_costs, count_tokens, describe_work
+from megarl.mcore.row_costs import count_tokens, describe_work
 from megarl.mcore.step import accumulate, collect_rows, run_schedule, run_stage, sum_gradients
 from megarl.mcore.weights import bridge
 from megarl.mcore.weights.adapters import write_config
@@ -266,14 +266,14 @@ class MegatronWorker:
     def _batches(self, sequences: Sequences) -> list[PackedBatch]:
         """This data-parallel rank's micro-batches, of up to tokens_per_microbatch on each context-parallel rank."""
         parallel, num_ranks = self.spec.parallel, parallel_state.get_data_parallel_world_size()
-        costs = compute_row_costs(self.arch, sequences, with_value_head=self.spec.role is Role.critic)
-        shares = pack(sequences.lengths.tolist(), self.spec.tokens_per_microbatch * parallel.cp, num_ranks, costs)
+        shares = plan_microbatches(self.spec, self.arch, sequences, num_ranks)
         share = shares[parallel_state.get_data_parallel_rank()]
         # The interleaved schedule takes micro-batches in groups of pp.
         missing = -len(share) % parallel.pp if parallel.vpp > 1 else 0
         multiple = find_token_multiple(self.spec) * (parallel.tp if parallel.sp else 1)
         context = process_groups.build_context_group()
-        return [build_batch(sequences, rows, multiple, context) for rows in [*share, *([[]] * missing)]]
+        sharing = shares_prompts(self.spec, self.arch)
+        return [build_batch(sequences, rows, multiple, context, sharing) for rows in [*share, *([[]] * missing)]]
 
     def _logprobs(
         self, logits: Tensor, batch: PackedBatch, temperature: float, with_entropy: bool

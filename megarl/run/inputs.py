@@ -28,7 +28,7 @@ from megarl.rollout.eval_sets import EvalSet, build_eval_sets
 from megarl.rollout.rollout_file import Limits, SavedRollouts, check_rollouts
 from megarl.rollout.saved_groups import SavedGroup, SavedGroups, find_groups
 from megarl.rollout.served_model import find_stop_tokens, load_generation_spec
-from megarl.rollout.server import build_command
+from megarl.rollout.server import build_command, has_cuda
 from megarl.sync.probe import build_probe_tokens
 from megarl.sync.serving_pieces import check_serving_layout
 from megarl.toolbox.prompt import build_tool_prompt
@@ -269,6 +269,7 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
             num_threads=config.cluster.cpu_threads_per_worker or 1,
             deadline_s=config.cluster.call_deadline_s,
             deterministic=config.train.deterministic,
+            share_prompts=config.train.share_prompts and config.cluster.gpus_per_node == 0 and not has_cuda(),
             **(policy_only if role is Role.policy else critic_only if role is Role.critic else {}),
         )
 

@@ -55,9 +55,9 @@ def describe_slow_dtypes(config: Config) -> str:
     """The keys of roles and servers that a CPU computes in bfloat16 without instructions for it; empty for none."""
     if config.cluster.gpus_per_node > 0 or computes_bfloat16():
         return ""
-    parts = {"policy": config.policy, "critic": config.critic, "reference": config.reference, SERVERS: config.rollout}
-    names = [group.name for group in list_groups(config) if group.num_processes > 0]
-    keys = [name.replace(SERVERS, "rollout") for name in names if parts[name].dtype is Dtype.bfloat16]
+    dtypes = {name: getattr(config, name).dtype for name in ("policy", "critic", "reference", "rollout")}
+    names = [group.name.replace(SERVERS, "rollout") for group in list_groups(config) if group.num_processes > 0]
+    keys = [name for name in names if dtypes[name] is Dtype.bfloat16]
     wanted = " ".join(f"{key}.dtype=float32" for key in keys)
     return f"this CPU has no instructions for bfloat16: {wanted} would be several times as fast" if keys else ""
 

@@ -17,6 +17,7 @@ from megarl.types import Sequences
 
 SIZES = {"num_layers": 2, "hidden_size": 10, "ffn_size": 7, "num_heads": 4, "num_kv_heads": 2, "head_size": 3}
 OTHERS = {"max_length": 64, "norm_eps": 1e-6, "rope_theta": 1e4, "rope_factor": None, "qkv_bias": False}
+COUNTS = {"tokens/real": 1.0, "tokens/computed": 1.0, "tokens/left_out": 0.0, "tokens/left_out_squares": 0.0}
 
 
 def build_architecture(experts: Experts | None = None) -> Architecture:
@@ -96,7 +97,7 @@ def test_at_least_97_percent_of_the_tokens_computed_on_gsm8k_like_lengths_are_re
 
 def test_a_batch_without_rows_is_padding_alone() -> None:
     counts = count_tokens(build_batch(build_sequences(), [], multiple=4), build_sequences())
-    assert list(counts.values()) == [0, 4]
+    assert list(counts.values()) == [0, 4, 0, 0]
 
 
 @pytest.mark.parametrize(("role", "with_value_head"), [(Role.policy, False), (Role.critic, True)])
@@ -104,13 +105,13 @@ def test_an_optimizer_step_counts_three_forward_passes_of_two_operations_a_multi
     role: Role, with_value_head: bool
 ) -> None:
     sequences, arch = build_sequences(), build_architecture()
-    metrics = describe_work({"tokens/real": 1.0, "tokens/computed": 1.0}, build_spec(role), arch, sequences)
+    metrics = describe_work(COUNTS, build_spec(role), arch, sequences)
     multiply_adds = sum(compute_row_costs(arch, sequences, with_value_head=with_value_head))
     assert metrics[f"{role.value}/model_tflop_sum"] == pytest.approx(6 * multiply_adds / 1e12)
 
 
 def test_a_step_of_adapters_counts_no_products_for_the_gradients_of_frozen_weights() -> None:
-    sequences, counted = one_row(5, 3), {"tokens/real": 1.0, "tokens/computed": 1.0}
+    sequences, counted = one_row(5, 3), COUNTS
     metrics = describe_work(counted, build_spec(Role.policy, LoraConfig(rank=2)), build_architecture(), sequences)
     # Two operations for the multiply-adds of `test_the_cost_of_a_row_by_hand`: forward, and by the inputs; attention's
     # two inputs both have gradients.
