@@ -27,7 +27,7 @@ MAX_ATTEMPTS = 3
 """How often a request is sent before a lost connection becomes an error."""
 ATTEMPT_PAUSE_S = 1.0
 """Pause before a server is tried again."""
-MIN_SHARED_PREFIX = 32
+MIN_SHARED_PREFIX = 8
 """Prompts of at least this many tokens are prefilled once before their responses are sampled."""
 REQUEST_ROWS_PER_SLOT = 4
 """Responses per call, as a multiple of the number that a server runs at once"""
