@@ -64,7 +64,8 @@ def _role(role: str) -> tuple[Metric, ...]:
         Metric(
             f"{role}/model_tflop_sum",
             TFLOP,
-            "Forward and backward passes of all optimizer steps, without what is computed again",
+            "Forward and backward passes of all optimizer steps, without what is computed again; a prompt that several"
+            " responses of a micro-batch share counts once",
         ),
         Metric(
             f"{role}/moe_max_load",
