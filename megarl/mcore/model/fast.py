@@ -145,11 +145,14 @@ def fuse_weight_gradients(model: torch.nn.Module) -> int:
 
 
 def describe_fast_ways(arch: Architecture, spec: WorkerSpec, fields: Mapping[str, Any]) -> Iterator[str]:
-    """The ways that are on, in one line, and those that are off, in one line for each reason.
+    """The ways that are on, in one line, and those that are off, in one line for each reason; none without a GPU,
+    where nobody misses them.
 
     spec: after `choose_overlap`. fields: of the TransformerConfig.
     """
     kernels = find_kernels()
+    if not kernels.gpu:
+        return
     reasons = find_reasons(arch, spec.megatron, kernels)
     on = {field: bool(fields[field]) for field in reasons}
     # Whether it is on is the user's choice: no other reason is needed.
