@@ -237,7 +237,6 @@ def _shorten(tokens: Sequence[int]) -> str:
 
 def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None = None) -> dict[Role, WorkerSpec]:
     """The worker spec of each role. critic_checkpoint: what the critic starts from, if not `checkpoint`."""
-
     policy_steps, num_iterations = config.train.num_optimizer_steps, config.train.num_iterations
     low_high = config.critic.value_range
     lora = config.policy.lora if config.policy.lora.rank else None
