@@ -20,7 +20,7 @@ from megarl.config.search_path import is_search_path, take_config_dirs
 from megarl.config.words import check_words
 from megarl.report.sink_checks import check_sinks
 from megarl.run.arguments import end_with_reader, is_completion, is_printing, is_sweep, split_arguments
-from megarl.run.directory import check_directory
+from megarl.run.directory import Before, check_directory, look_before
 from megarl.run.machine import check_machine
 from megarl.run.signals import Stopped, stopping_on_signals
 from megarl.run.terminal import DRIVER_LOG, capturing_output
@@ -28,6 +28,8 @@ from megarl.run.terminal import DRIVER_LOG, capturing_output
 EXIT_BAD_CONFIG = 2
 Results = Mapping[str, float]
 """A run's results by name, in the order of the line `done: ...`"""
+_before: Before | None = None
+"""Set by `check_command_line`, since Hydra makes the run's directory before it calls what runs"""
 
 
 def check_command_line(command: str = "train") -> None:
@@ -36,6 +38,7 @@ def check_command_line(command: str = "train") -> None:
     command: the module's name, which determines the keys that have an effect. Where there are problems it prints
     them and ends the process.
     """
+    global _before
     try:
         arguments = take_config_dirs(sys.argv[1:])
     except ConfigError as error:
@@ -50,6 +53,7 @@ def check_command_line(command: str = "train") -> None:
         check_overrides(overrides, command)
         if not is_printing(options):
             check_directory(arguments)
+            _before = look_before(arguments)
             if not is_sweep(options):
                 check_start(load_config(overrides, command), command)
     except ConfigError as error:
@@ -86,6 +90,8 @@ def run_composed(composed: DictConfig, run: Callable[[Config, Path], Results], c
             with _capturing(config, run_dir):
                 results = run(config, run_dir)
     except ConfigError as error:
+        if _before is not None:
+            _before.remove_unused(run_dir)
         end_with_config_error(error)
     except Stopped as stopped:
         print(f"{stopped}; every process was ended. run_dir={run_dir}", file=sys.stderr)
