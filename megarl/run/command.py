@@ -1,7 +1,7 @@
 """What the commands share: the check of the command line before anything starts, the last line, the exit code."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import isnan
 from pathlib import Path
@@ -29,7 +29,7 @@ EXIT_BAD_CONFIG = 2
 Results = Mapping[str, float]
 """A run's results by name, in the order of the line `done: ...`"""
 _before: Before | None = None
-"""Set by `check_command_line`, since Hydra makes the run's directory before it calls what runs"""
+"""Set by `note_before`, since Hydra makes the run's directory before it calls what runs"""
 
 
 def check_command_line(command: str = "train") -> None:
@@ -38,7 +38,6 @@ def check_command_line(command: str = "train") -> None:
     command: the module's name, which determines the keys that have an effect. Where there are problems it prints
     them and ends the process.
     """
-    global _before
     try:
         arguments = take_config_dirs(sys.argv[1:])
     except ConfigError as error:
@@ -53,7 +52,7 @@ def check_command_line(command: str = "train") -> None:
         check_overrides(overrides, command)
         if not is_printing(options):
             check_directory(arguments)
-            _before = look_before(arguments)
+            note_before(arguments)
             if not is_sweep(options):
                 check_start(load_config(overrides, command), command)
     except ConfigError as error:
@@ -62,6 +61,12 @@ def check_command_line(command: str = "train") -> None:
         print(line, flush=True)
     # Hydra reads sys.argv itself, so it must also contain what makes the keys of open fields acceptable to Hydra.
     sys.argv[1:] = [*options, *open_overrides(rewritten.overrides)]
+
+
+def note_before(arguments: Sequence[str]) -> None:
+    """Have `run_composed` remove the directory of a run that is refused, where it is not there now."""
+    global _before
+    _before = look_before(arguments)
 
 
 def check_start(config: Config, command: str) -> None:
