@@ -17,7 +17,7 @@ from megarl.config.schema.root import Config, register
 from megarl.config.search_path import CONF_DIR, take_config_dirs
 from megarl.config.words import check_words
 from megarl.run.arguments import end_with_reader, is_completion, is_printing, split_arguments
-from megarl.run.command import Results, check_start, end_with_config_error, run_composed
+from megarl.run.command import Results, check_start, end_with_config_error, note_before, run_composed
 from megarl.run.directory import check_directory
 
 
@@ -54,6 +54,7 @@ def prepare(overrides: Sequence[str], options: Sequence[str]) -> dict[str, Confi
     configs = load_configs(runs)
     if not is_printing(options):
         check_directory(overrides)
+        note_before(overrides)
         check_start(next(iter(configs.values())), "evaluate")
     for line in rewritten.lines:
         print(line, flush=True)

@@ -1,6 +1,7 @@
 """`megarl new DIR`: a folder with a task of your own, which trains as it is: examples/own_task."""
 
 import argparse
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ def create_task(directory: Path) -> None:
 
 def main() -> None:
     """Ends the process with code 2 where the folder cannot be made."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="megarl new", description=__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR")
     directory: Path = parser.parse_args().directory
     try:
@@ -32,7 +33,8 @@ def main() -> None:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    print(f"{directory}: README.md says how to train it and what to change")
+    print(f"{directory}: README.md says what to change")
+    print(f"next: cd {shlex.quote(str(directory))} && megarl train --config-dir . experiment=own_task")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def read_arguments(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m megarl.serve", description=__doc__)
+    parser = argparse.ArgumentParser(prog="megarl serve", description=__doc__)
     parser.add_argument("model", help="checkpoint directory, or the name of a model in the Hugging Face cache")
     parser.add_argument(
         "--host",

@@ -31,6 +31,7 @@ from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import RolloutWriter
 from megarl.rollout.saved_groups import SavedGroups, build_source
 from megarl.rollout.token_records import TokenRecorder
+from megarl.run.limits import Limit, find_goal, find_limit
 from megarl.run.recovery import Recovery
 from megarl.run.saving import LoopSaver, NoSaver
 from megarl.run.signals import deferring_stops
@@ -75,6 +76,8 @@ class Summary:
 
     num_iterations: int
     heldout_reward: float
+    limit: Limit | None = None
+    """What ended it before train.num_iterations; None: nothing did"""
 
 
 class Trainer:
@@ -116,7 +119,7 @@ class Trainer:
         try:
             with self.saver.saving_newest():
                 self.publish_and_evaluate()
-                while not self.is_last() and not self.reached_goal():
+                while not self.is_last() and not find_goal(self.config.train, self.heldout_reward):
                     self.train(self.iteration + 1)
                     self.saver.save_if_due()
                     self.publish_and_evaluate()
@@ -125,7 +128,7 @@ class Trainer:
             num_dropped = self.source.close()
         if num_dropped:
             self.report.message(f"{num_dropped} responses that ran ahead of iteration {self.iteration} are dropped")
-        return Summary(self.iteration, self.heldout_reward)
+        return Summary(self.iteration, self.heldout_reward, self.find_end())
 
     def train(self, iteration: int) -> None:
         """One iteration up to its update; `publish_and_evaluate` does the rest."""
@@ -208,7 +211,7 @@ class Trainer:
 
     def is_last(self) -> bool:
         """Whether the number of iterations, or the limit of time or samples, allows no further iteration."""
-        return self.iteration >= self.config.train.num_iterations or self.reached_limit()
+        return self.iteration >= self.config.train.num_iterations or self.find_limit() is not None
 
     def generate(self, prompts: Sequence[Prompt], key: str) -> Rollout:
         """Scored responses of the policy before its first update; key: as in `RolloutEngine.generate`."""
@@ -335,11 +338,11 @@ class Trainer:
         self.heldout_reward = metrics["reward/heldout"]
         return metrics | further
 
-    def reached_goal(self) -> bool:
-        goal = self.config.train.stop_at_heldout_reward
-        return goal is not None and self.heldout_reward >= goal
+    def find_limit(self) -> Limit | None:
+        return find_limit(self.config.train, (time.monotonic() - self.started) / 60, self.num_samples)
 
-    def reached_limit(self) -> bool:
-        minutes, samples = self.config.train.max_minutes, self.config.train.max_samples
-        out_of_time = minutes is not None and time.monotonic() - self.started > 60 * minutes
-        return out_of_time or (samples is not None and self.num_samples >= samples)
+    def find_end(self) -> Limit | None:
+        """What ends the run before train.num_iterations, once it has ended."""
+        if self.iteration >= self.config.train.num_iterations:
+            return None
+        return find_goal(self.config.train, self.heldout_reward) or self.find_limit()

@@ -296,7 +296,8 @@ def conclude(outcomes: list[Outcome]) -> tuple[str, int]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="megarl check-layouts", description=__doc__, formatter_class=form)
     parser.add_argument("--processes", type=int, default=4, help="most processes of a layout")
     parser.add_argument("--rows", type=int, help="samples of the minibatch; default: train.samples_per_minibatch")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for megarl.train")

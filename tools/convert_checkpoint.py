@@ -120,7 +120,8 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="megarl convert", description=__doc__, formatter_class=form)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, run: Callable[[argparse.Namespace], int], *paths: tuple[str, str]) -> argparse.ArgumentParser:

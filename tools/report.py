@@ -26,7 +26,8 @@ VIEWER_BYTES = 4_000_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="megarl report", description=__doc__, formatter_class=form)
     parser.add_argument("directory", type=Path, metavar="RUN_DIR or SWEEP_DIR")
     parser.add_argument("--compare", type=Path, metavar="OTHER_RUN_DIR", help="a second run")
     parser.add_argument("--out", type=Path, help="where the page goes")

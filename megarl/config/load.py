@@ -24,6 +24,7 @@ from megarl.config.roll.rewrite import list_set_keys, rewrite_overrides
 from megarl.config.schema.rollout import NO_QUANTIZED_WEIGHTS
 from megarl.config.schema.root import Config, register
 from megarl.config.search_path import CONF_DIR, find_hidden_files, is_search_path, list_config_dirs, list_options
+from megarl.config.values import list_values
 from megarl.config.words import check_words
 
 MAX_CHECKED_SWEEP_RUNS = 256
@@ -57,6 +58,26 @@ def compose_config(overrides: Sequence[str]) -> Config:
     Raises ConfigError for unknown keys and values of the wrong type.
     """
     return _to_dataclasses(_compose(overrides))
+
+
+def list_preset_values(overrides: Sequence[str]) -> dict[str, Any]:
+    """The value of each dotted key of what these overrides compose to; None for a key that a run must give, such as
+    reward.path. Raises ConfigError as `compose_config` does.
+    """
+    composed = _compose(overrides)
+    required = OmegaConf.missing_keys(composed)
+    for key in required:
+        OmegaConf.update(composed, key, "")
+    return dict(list_values(_to_dataclasses(composed))) | dict.fromkeys(required)
+
+
+def find_choices(overrides: Sequence[str]) -> dict[str, str]:
+    """The option of each group of conf/ under these overrides, those that an experiment's file chooses included.
+
+    Raises ConfigError.
+    """
+    choices = _compose(overrides, with_hydra=True).hydra.runtime.choices.items()
+    return {group: option for group, option in choices if option is not None and "/" not in group}
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -107,7 +128,7 @@ def _walk(tree: Any, prefix: str) -> Iterator[str]:
             yield from _walk(child, f"{prefix}{name}.")
 
 
-def _compose(overrides: Sequence[str]) -> DictConfig:
+def _compose(overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
     register()
     check_words(overrides)
     hidden = list(find_hidden_files(overrides))
@@ -117,7 +138,7 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3", job_name="megarl"):
-            composed = compose("config", overrides=open_overrides(overrides))
+            composed = compose("config", overrides=open_overrides(overrides), return_hydra_config=with_hydra)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError([_describe(error, overrides)]) from error
     finally:

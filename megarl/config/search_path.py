@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from megarl.config.errors import ConfigError
 
@@ -47,6 +48,18 @@ def write_search_path(directories: Sequence[Path | str]) -> str:
     return f"{KEY}=[{','.join(_quote(f'{_SCHEME}{path}') for path in paths)}]"
 
 
+def show_overrides(overrides: Sequence[str]) -> list[str]:
+    """The words that a person types for these overrides: `--config-dir DIR` in place of hydra.searchpath."""
+    words: list[str] = []
+    for text in overrides:
+        entries = _read_entries(text) if is_search_path(text) else [""]
+        if all(entry.startswith(_SCHEME) for entry in entries):
+            words += [word for entry in entries for word in (OPTIONS[0], entry.removeprefix(_SCHEME))]
+        else:
+            words.append(text)
+    return words
+
+
 def is_search_path(override: str) -> bool:
     return override.lstrip("+").startswith(f"{KEY}=")
 
@@ -59,6 +72,20 @@ def list_config_dirs(overrides: Sequence[str]) -> list[Path]:
 def list_options(group: str, overrides: Sequence[str] = ()) -> list[str]:
     """The options of a `conf/` group, those in a directory that the overrides add to the search path included."""
     return sorted({file.stem for folder in list_config_dirs(overrides) for file in (folder / group).glob("*.yaml")})
+
+
+def show_options(entries: Sequence[str]) -> str:
+    """`algo: dapo, grpo, ...`, a line for each group, for `--help`: the files, not the schemas that they build on.
+
+    entries: hydra.searchpath.
+    """
+    overrides = [f"{KEY}=[{','.join(map(_quote, entries))}]"]
+    groups = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.is_dir() and folder.name != "hydra")
+    return "\n".join(f"{group}: {', '.join(list_options(group, overrides))}" for group in groups)
+
+
+# conf/config.yaml: hydra.help.template
+OmegaConf.register_new_resolver("megarl_options", show_options, replace=True)
 
 
 def find_hidden_files(overrides: Sequence[str]) -> Iterator[str]:

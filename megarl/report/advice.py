@@ -237,8 +237,8 @@ def _check_critic(history: History, _config: Mapping[str, Any]) -> Iterator[Warn
         )
 
 
-def _check_mismatch(history: History, _config: Mapping[str, Any]) -> Iterator[Warned]:
-    for cause in explain_mismatch(history):
+def _check_mismatch(history: History, config: Mapping[str, Any]) -> Iterator[Warned]:
+    for cause in explain_mismatch(history, config):
         if cause.is_serious:
             yield Warned("Trainer and rollout engine disagree", f"{cause.found}: {cause.likely}", cause.do)
 

@@ -1,14 +1,18 @@
 """Why the log-probs of trainer and rollout engine differ, as far as the metrics tell."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median_high
+from typing import Any
 
 from megarl.report.critic_pictures import QUARTERS
 from megarl.report.history import History
 
 RECENT = 10
 ROUNDING = 1e-5
-"""Mean gap of float32 on both sides, up to here"""
+"""Mean gap that float32 on both sides explains whatever the run, up to here"""
+FLOAT32 = 1e-3
+"""The same where both sides are known to be float32"""
 LOW_PRECISION = 0.06
 """Mean gap that bfloat16 on both sides explains, up to here"""
 TILT = 2.0
@@ -17,6 +21,7 @@ DRIFT = 5.0
 FEW = 50.0
 """Ratio of the largest gap to the mean from which single tokens are said to stand out"""
 AGREEMENT = 0.95
+DTYPES = ("policy.dtype", "rollout.dtype")
 
 
 @dataclass(frozen=True)
@@ -29,22 +34,40 @@ class Cause:
     is_serious: bool
 
 
-def explain_mismatch(history: History) -> list[Cause]:
-    """The causes that fit the last RECENT points, the likeliest first; empty without mismatch metrics."""
+def explain_mismatch(history: History, config: Mapping[str, Any]) -> list[Cause]:
+    """The causes that fit the last RECENT points, the likeliest first; empty without mismatch metrics.
+
+    config: the run's value of each dotted key, as far as it is known.
+    """
     mean = _find_recent(history, "mismatch/logprob_gap_mean")
     if mean is None:
         return []
     stale = _find_recent(history, "rollout/staleness_mean") or 0.0
-    causes = [_explain_size(mean, stale)]
+    rounding = FLOAT32 if _is_float32(config) else ROUNDING
+    causes = [_explain_size(mean, stale, rounding, config)]
     quarters = [_find_recent(history, f"mismatch/logprob_gap_at_{quarter}") for quarter in QUARTERS]
     known = [gap for gap in quarters if gap is not None]
-    if mean > ROUNDING and len(known) == len(QUARTERS):
+    if mean > rounding and len(known) == len(QUARTERS):
         causes += _explain_position(known)
-    causes += _explain_rest(history, mean)
+    causes += _explain_rest(history, mean, rounding)
     return causes
 
 
-def _explain_size(mean: float, stale: float) -> Cause:
+def _is_float32(config: Mapping[str, Any]) -> bool:
+    """Whether trainer and servers are known to compute in float32, without options of the servers' own."""
+    has_others = config.get("policy.fp8") is not None or config.get("rollout.sglang")
+    return not has_others and all(config.get(key) == "float32" for key in DTYPES)
+
+
+def _name_dtypes(config: Mapping[str, Any]) -> str:
+    """`policy.dtype=bfloat16 and rollout.dtype=float32`, where they are known and not both float32."""
+    known = {key: config[key] for key in DTYPES if key in config}
+    named = [f"{key}={value}" for key, value in known.items()]
+    is_low = len(named) == len(DTYPES) and set(known.values()) != {"float32"}
+    return " and ".join(named) if is_low else "bfloat16 or FP8"
+
+
+def _explain_size(mean: float, stale: float, rounding: float, config: Mapping[str, Any]) -> Cause:
     found = f"the mean gap is {mean:.2g} nats per token"
     if stale > 0:
         return Cause(
@@ -55,12 +78,12 @@ def _explain_size(mean: float, stale: float) -> Cause:
             " policy/clip_frac is large, too",
             mean > 10 * LOW_PRECISION,
         )
-    if mean <= ROUNDING:
+    if mean <= rounding:
         return Cause(found, "rounding of float32", "nothing", False)
-    if mean <= LOW_PRECISION:
+    if mean <= LOW_PRECISION and not _is_float32(config):
         return Cause(
             found,
-            "both engines compute in low precision (bfloat16 or FP8), in a different order of sums",
+            f"the engines compute in low precision ({_name_dtypes(config)}), in a different order of sums",
             "nothing as long as it does not grow; algo.mismatch.correction=tis takes it out of the gradient",
             False,
         )
@@ -71,7 +94,8 @@ def _explain_size(mean: float, stale: float) -> Cause:
         " quantization), other experts chosen in a mixture of experts (rollout.router_replay=true mends that), a model"
         " family whose layers differ",
         "compare with sync/probe_logprob_gap: where it is small the weights and the layers agree and the sampling"
-        " options are to blame; where it is large the model is. rollout.dtype=float32 rules out precision",
+        " options are to blame; where it is large the model is"
+        + ("" if _is_float32(config) else ". rollout.dtype=float32 rules out precision"),
         True,
     )
 
@@ -102,11 +126,11 @@ def _explain_position(gaps: list[float]) -> list[Cause]:
     return []
 
 
-def _explain_rest(history: History, mean: float) -> list[Cause]:
+def _explain_rest(history: History, mean: float, rounding: float) -> list[Cause]:
     causes = []
     early = [p.metrics[name].mean for p in history.points if (name := "mismatch/logprob_gap_mean") in p.metrics]
     first = median_high(early[:RECENT])
-    if len(early) >= 2 * RECENT and mean > DRIFT * first and mean > ROUNDING:
+    if len(early) >= 2 * RECENT and mean > DRIFT * first and mean > rounding:
         causes.append(
             Cause(
                 f"it has grown from {first:.2g} to {mean:.2g} during the run",

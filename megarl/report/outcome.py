@@ -3,7 +3,8 @@
 {"state": "done", "why": "", "results": {"iterations": 80, "reward/heldout": 0.98}}
 
 `state` is done, failed or stopped (by a signal, after its checkpoint was written); `why` is the reason where it is not
-done. A run that is in progress, or whose process was killed, has no such file.
+done, and what ended it where it is done before its last iteration. A run that is in progress, or whose process was
+killed, has no such file.
 """
 
 import contextlib

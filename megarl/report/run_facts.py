@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import compose_config
+from megarl.config.load import find_choices, list_preset_values
 from megarl.config.search_path import CONF_DIR, is_search_path
-from megarl.config.values import list_values
 from megarl.json_text import load_json_object
 from megarl.report.history import History, add_mfu, load_history
 from megarl.report.metrics import FILE_NAME, PRETRAINING_FILE_NAME
@@ -34,7 +33,7 @@ class RunFacts:
     config: Mapping[str, Any]
     overrides: Sequence[str]
     choices: Sequence[str]
-    """Those of the overrides that choose an option of a group"""
+    """The options of groups that the run is compared with, as overrides"""
     changes: Mapping[str, tuple[Any, Any]] | None
     """(preset's, this run's) value of each key that differs from what `choices` alone give; None: not known"""
     starts: Sequence[Start]
@@ -74,7 +73,7 @@ def load_run_facts(directory: Path) -> RunFacts:
     # A run that goes on elsewhere is measured by its newest machine.
     if starts and (peak := starts[-1].hardware.get("peak_tflops")):
         add_mfu(history, float(peak))
-    choices = [text for text in overrides if _is_choice(text)]
+    choices = list_choices(overrides)
     return RunFacts(
         directory,
         state,
@@ -106,6 +105,23 @@ def _is_choice(override: str) -> bool:
     return (CONF_DIR / name).is_dir()
 
 
+def list_choices(overrides: Sequence[str]) -> list[str]:
+    """Those of the overrides that choose an option of a group.
+
+    An experiment that is a file of the user's own has what is to be seen: in its place are the options that it chooses.
+    """
+    chosen = [text for text in overrides if _is_choice(text)]
+    names = [text.split("=", 1)[1] for text in chosen if text.lstrip("+").startswith("experiment=")]
+    if not names or (CONF_DIR / "experiment" / f"{names[-1]}.yaml").is_file():
+        return chosen
+    try:
+        found = find_choices([*chosen, *filter(is_search_path, overrides)])
+        defaults = find_choices([])
+    except ConfigError:
+        return chosen  # find_changes says so
+    return [f"{group}={name}" for group, name in found.items() if group != "experiment" and name != defaults.get(group)]
+
+
 def find_changes(
     config: Mapping[str, Any], choices: Sequence[str], problems: list[str]
 ) -> dict[str, tuple[Any, Any]] | None:
@@ -115,7 +131,7 @@ def find_changes(
     if not config:
         return None
     try:
-        preset = dict(list_values(compose_config(choices)))
+        preset = list_preset_values(choices)
     except ConfigError as error:
         shown = " ".join(choices) or "the defaults"
         problems.append(f"the preset ({shown}) cannot be composed here: {'; '.join(error.problems)}")

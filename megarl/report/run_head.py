@@ -1,17 +1,21 @@
 """The head of a run's page: its state, its newest numbers, and warnings with what to do."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from html import escape
-from statistics import median_high
 
+from megarl.config.errors import ConfigError
+from megarl.config.search_path import show_overrides
 from megarl.report.advice import NUM_RULES, list_warnings
-from megarl.report.history import SECONDS
+from megarl.report.history import SECONDS, History, Point, Range
 from megarl.report.run_facts import RunFacts
 from megarl.report.sweep import UNFINISHED
 from megarl.report.text import format_number, format_seconds
 
 NAMES = ("A", "B")
 """Of two runs on a page"""
+MOST_RECENT = 10
+"""Points that a mean of the last iterations is over, at most"""
 
 
 def format_head(runs: Sequence[RunFacts]) -> Iterator[str]:
@@ -20,7 +24,7 @@ def format_head(runs: Sequence[RunFacts]) -> Iterator[str]:
         yield f"<h1>{mark}{escape(run.name)}</h1>"
         yield f'<p><span class="{escape(run.state)}">{escape(run.state)}</span>{_format_state(run)}</p>'
         if run.overrides:
-            yield f"<p><code>python -m megarl.train {escape(' '.join(run.overrides))}</code></p>"
+            yield f"<p><code>{escape(format_command(run))}</code></p>"
         if len(runs) == 1:
             yield '<div class="tiles">'
             yield from (
@@ -33,6 +37,15 @@ def format_head(runs: Sequence[RunFacts]) -> Iterator[str]:
     text = "Point at a chart to read all of them at that iteration; a band is the range of the iterations of a point."
     solid = f"Solid lines are {NAMES[0]}, dashed lines {NAMES[1]}. " if len(runs) > 1 else ""
     yield f'<p class="how">{solid}{text} <b id="at"></b></p>'
+
+
+def format_command(run: RunFacts) -> str:
+    """The command that starts the run, as a shell reads it."""
+    try:
+        words = show_overrides(run.overrides)
+    except ConfigError:  # The file may be damaged.
+        words = list(run.overrides)
+    return shlex.join(["megarl", "train", *words])
 
 
 def _format_state(run: RunFacts) -> str:
@@ -62,20 +75,33 @@ def list_tiles(run: RunFacts) -> dict[str, str]:
         best, at = history.best["reward/heldout"]
         tiles["held-out reward, newest"] = f"{history.last['reward/heldout']:.3f}"
         tiles["held-out reward, best"] = f"{best:.3f} at {at}"
-    if recent := history.list_recent("reward/mean", 10):
-        tiles["training reward, recent"] = f"{median_high(recent):.3f}"
+    if recent := _list_newest_quarter(history, "reward/mean"):
+        tiles["training reward, mean of the last iterations"] = _format_mean(recent)
     of = "" if run.num_iterations is None else f" of {run.num_iterations}"
     tiles["iterations"] = f"{history.num_iterations}{of}"
     tiles["time, all phases"] = format_seconds(history.seconds + run.pretraining.seconds)
     if "sampling/total_samples" in history.last:
         tiles["responses sampled"] = f"{history.last['sampling/total_samples']:,.0f}"
-    if recent := history.list_recent("derived/generated_tokens_per_second", 20):
-        tiles["generated tokens per second"] = format_number(sum(recent) / len(recent))
-    if recent := history.list_recent("critic/explained_variance", 10):
-        tiles["explained variance, recent"] = format_number(median_high(recent))
-    if recent := history.list_recent("mismatch/logprob_gap_mean", 10):
-        tiles["gap to the rollout engine"] = format_number(median_high(recent))
+    if rates := history.list_recent("derived/generated_tokens_per_second", 20):
+        tiles["generated tokens per second"] = format_number(sum(rates) / len(rates))
+    if recent := _list_newest_quarter(history, "critic/explained_variance"):
+        tiles["explained variance, mean of the last iterations"] = _format_mean(recent)
+    if recent := _list_newest_quarter(history, "mismatch/logprob_gap_mean"):
+        tiles["gap to the rollout engine, mean of the last iterations"] = _format_mean(recent)
     return tiles
+
+
+def _list_newest_quarter(history: History, metric: str) -> list[tuple[Point, Range]]:
+    """The newest of the points that have the metric: a quarter of them, at least one and at most MOST_RECENT."""
+    found = [(point, point.metrics[metric]) for point in history.points if metric in point.metrics]
+    return found[-min(MOST_RECENT, max(1, len(found) // 4)) :] if found else []
+
+
+def _format_mean(recent: Sequence[tuple[Point, Range]]) -> str:
+    """`0.887 at 31 to 40`: the mean over these iterations."""
+    total, count = sum(found.total for _, found in recent), sum(found.count for _, found in recent)
+    first, last = recent[0][0].first, recent[-1][0].last
+    return f"{format_number(total / count)} at {first}" + (f" to {last}" if last > first else "")
 
 
 def _format_pair(runs: Sequence[RunFacts]) -> Iterator[str]:

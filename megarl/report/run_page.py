@@ -203,7 +203,7 @@ def _format_picture(picture: Picture, suffix: str) -> str:
 
 def _format_causes(runs: Sequence[RunFacts]) -> Iterator[str]:
     for run in runs:
-        causes = explain_mismatch(run.history)
+        causes = explain_mismatch(run.history, run.config)
         if causes:
             yield f"<h3>Why the log-probs differ{name_run(run, runs)}</h3><dl>"
             for cause in causes:

@@ -32,7 +32,7 @@ class RunRecord:
     state: str
     """done, failed, stopped or unfinished"""
     why: str
-    """The reason why it is not done; empty where it is"""
+    """The reason why it is not done, or done before its last iteration; else empty"""
     config: Mapping[str, Any]
     """The plain value of each dotted key"""
     overrides: Sequence[str]

@@ -8,7 +8,7 @@ from typing import Any
 from megarl.config.schema.reward import FunctionRewardConfig
 from megarl.config.user_code import DescribedError, describe_error
 from megarl.reward.records import decode_prompt, decode_response, encode_prompt, encode_response, encode_score
-from megarl.reward.signatures import adapt
+from megarl.reward.signatures import adapt, list_columns
 from megarl.sandbox.function_server import load_callable
 from megarl.types import Prompt, Response, Score
 
@@ -27,20 +27,24 @@ def serve_function(path: str) -> Callable[..., dict[str, Any]]:
     function = adapt(path, load_callable(path))
 
     def score(prompt: dict[str, Any], response: dict[str, Any]) -> dict[str, Any]:
+        asked = decode_prompt(prompt)
         try:
-            return encode_score(function(decode_prompt(prompt), decode_response(response)))
+            return encode_score(function(asked, decode_response(response)))
         except MemoryError:
             raise
         except Exception as error:
-            raise DescribedError(_explain(path, error)) from error
+            raise DescribedError(_explain(path, error, asked)) from error
 
     return score
 
 
-def _explain(path: str, error: Exception) -> str:
+def _explain(path: str, error: Exception, prompt: Prompt) -> str:
     text = describe_error(error, path)
     if isinstance(error, TypeError | AttributeError) and re.search(r"'(Prompt|Response)'", str(error)):
         text += "; the texts are prompt.text and response.text, the reference answer is prompt.answer"
+    columns = list_columns(prompt)
+    if isinstance(error, KeyError) and columns and error.args[:1] not in [(name,) for name in columns]:
+        text += f"; the columns of the data are {', '.join(sorted(columns))}"
     return text
 
 

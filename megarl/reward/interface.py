@@ -9,6 +9,10 @@ class RewardFailedError(Exception):
     """There is no reward for a response; the message says why, in one line, without what differs between responses."""
 
 
+class AnswerFailedError(RewardFailedError):
+    """There is none for the reference answer, given as a response."""
+
+
 class AsyncReward:
     """A reward that is awaited. Many responses are scored at the same time, on one event loop."""
 

@@ -6,7 +6,7 @@ import queue
 from concurrent.futures import ThreadPoolExecutor
 
 from megarl.config.errors import ConfigError
-from megarl.reward.interface import AsyncReward, ProcessVerifier, RewardFailedError
+from megarl.reward.interface import AnswerFailedError, AsyncReward, ProcessVerifier, RewardFailedError
 from megarl.sandbox.function_process import (
     CallDiedError,
     CallError,
@@ -106,7 +106,7 @@ class PooledReward(AsyncReward):
             try:
                 await self.score(prompt, stated)
             except RewardFailedError as error:
-                raise RewardFailedError(f"{error}, with the response {prompt.answer[:60]!r}") from error
+                raise AnswerFailedError(f"{error}, with the response {prompt.answer[:60]!r}") from error
         return score
 
     def _score(self, prompt: Prompt, response: Response) -> Score:

@@ -9,9 +9,12 @@ from megarl.algo.rewards import check_score
 from megarl.config.errors import ConfigError
 from megarl.config.schema.reward import RewardConfig
 from megarl.reward.build import EMPTY, build_async_reward
-from megarl.reward.interface import AsyncReward, DirectReward, RewardFailedError
+from megarl.reward.interface import AnswerFailedError, AsyncReward, DirectReward, RewardFailedError
 from megarl.sandbox.function_server import describe
 from megarl.types import Prompt, Response, RewardFunction, Score
+
+LONGEST_SHOWN = 60
+"""Characters of a prompt in a message"""
 
 
 class Scorer:
@@ -38,12 +41,12 @@ class Scorer:
         bad = next((name for name, value in numbers.items() if not math.isfinite(value)), None)
         return score if bad is None else fail(f"the {bad} is {numbers[bad]}; it must be a finite number")
 
-    def check(self, prompts: Iterable[Prompt], wrong: float = 0.0) -> None:
+    def check(self, prompts: Iterable[Prompt], wrong: float = 0.0, chosen: str = "reward=... with data=...") -> None:
         """Score an empty response to each prompt, which shows whether the reward can read the data's answers; where the
         user's own function scores, also the answer.
 
         Meant for the first prompt of each split, before anything is started; not from a coroutine. wrong: reward.wrong,
-        with which the scores must be in [0, 1]. Raises ConfigError naming reward=... and data=....
+        with which the scores must be in [0, 1]. chosen: the reward and the data, for the message. Raises ConfigError.
         """
 
         async def check_all() -> None:
@@ -55,8 +58,9 @@ class Scorer:
                 except ConfigError:
                     raise
                 except (ValueError, RewardFailedError) as error:
-                    what = "an empty or right response to a first prompt"
-                    raise ConfigError([f"reward=... with data=...: {what} cannot be scored: {error}"]) from error
+                    is_answer = isinstance(error, AnswerFailedError)
+                    what = "the reference answer as a response" if is_answer else "an empty response"
+                    raise ConfigError([f"{chosen}: {what} to {_shorten(prompt)} cannot be scored: {error}"]) from error
 
         # A thread of its own: the caller's may have an event loop that runs, as in a notebook.
         with ThreadPoolExecutor(1) as thread:
@@ -65,6 +69,12 @@ class Scorer:
     def close(self) -> None:
         """End what the reward has started; what is being scored fails."""
         self._reward.close()
+
+
+def _shorten(prompt: Prompt) -> str:
+    """The question, or its beginning."""
+    text = prompt.messages[-1].content if prompt.messages else prompt.text
+    return repr(text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}...")
 
 
 def fail(reason: str) -> Score:

@@ -67,7 +67,7 @@ def _build_trl(path: str, parameters: Parameters, prompt: Prompt, response: Resp
     are. Raises ValueError for a column that the data do not have."""
     is_chat = any(map(_is_chat, prompt.columns.values()))
     chat = [vars(message) for message in prompt.messages]
-    columns = {"answer": prompt.answer, **_list_columns(prompt)}
+    columns = {"answer": prompt.answer, **list_columns(prompt)}
     given = {
         **{name: [value] for name, value in columns.items() if name not in ("prompt", "completion")},
         "prompts": [chat if is_chat else prompt.messages[-1].content if prompt.messages else prompt.text],
@@ -89,7 +89,7 @@ def _is_chat(value: Any) -> bool:
 
 def _build_verl(prompt: Prompt, response: Response) -> dict[str, Any]:
     """verl's keywords: columns of the data with verl's names where there are such, else what stands for them."""
-    columns = _list_columns(prompt)
+    columns = list_columns(prompt)
     stated = columns.get("reward_model")
     truth = columns.get("ground_truth", prompt.answer)
     extra = columns.get("extra_info")
@@ -101,7 +101,7 @@ def _build_verl(prompt: Prompt, response: Response) -> dict[str, Any]:
     }
 
 
-def _list_columns(prompt: Prompt) -> dict[str, Any]:
+def list_columns(prompt: Prompt) -> dict[str, Any]:
     """The record as the data have it; of generated problems, what they have besides question and answer."""
     return dict(prompt.columns or prompt.metadata)
 

@@ -65,7 +65,7 @@ async def _gather(calls: Sequence[Awaitable[Score | None]], names: Iterable[str]
     scores: list[Score | None] = []
     for name, result in zip(names, results, strict=True):
         if isinstance(result, RewardFailedError):
-            raise RewardFailedError(f"{name}: {result}") from result
+            raise type(result)(f"{name}: {result}") from result
         if isinstance(result, Exception):
             raise RewardFailedError(f"{name}: raised {type(result).__name__}: {result}") from result
         if isinstance(result, BaseException):

@@ -37,6 +37,7 @@ from megarl.rollout.journal import Journal
 from megarl.rollout.saved_groups import SavedGroups
 from megarl.run.inputs import Inputs, describe_start, load_inputs
 from megarl.run.job import RunResources, describe_data, lock_run_dir, open_components, open_resources
+from megarl.run.limits import format_limit, format_places, format_resume
 from megarl.run.machine import describe_slow_dtypes
 from megarl.run.saving import CheckpointSaver, CheckpointWriter, LoopSaver, NoSaver, estimate_bytes
 from megarl.run.terminal import get_terminal, show_warnings
@@ -184,7 +185,16 @@ class _Attempts:
                     trainer.restore(state)
                 summary = trainer.run()
             wait_all([role.export_weights(self.run_dir / name) for name, role in roles.items()])
-            return summary
+        self.say_end(summary)
+        return summary
+
+    def say_end(self, summary: Summary) -> None:
+        """Say what ended the run early, and where its model is."""
+        if (limit := summary.limit) is not None:
+            go_on = f"; {format_resume(limit, self.run_dir)}" if self.is_saving else ""
+            ended = format_limit(limit, summary.num_iterations, self.config.train.num_iterations)
+            self.report.message(ended + go_on)
+        self.report.message(format_places(self.run_dir))
 
     def find_progress(self) -> tuple[list[int], list[int]]:
         """Iteration and step of the newest checkpoints of training and of value pretraining, where there are any."""

@@ -1,7 +1,7 @@
 """What the commands share: the check of the command line before anything starts, the last line, the exit code."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import isnan
 from pathlib import Path
@@ -20,7 +20,7 @@ from megarl.config.search_path import is_search_path, take_config_dirs
 from megarl.config.words import check_words
 from megarl.report.sink_checks import check_sinks
 from megarl.run.arguments import end_with_reader, is_completion, is_printing, is_sweep, split_arguments
-from megarl.run.directory import check_directory
+from megarl.run.directory import Before, check_directory, look_before
 from megarl.run.machine import check_machine
 from megarl.run.signals import Stopped, stopping_on_signals
 from megarl.run.terminal import DRIVER_LOG, capturing_output
@@ -28,6 +28,8 @@ from megarl.run.terminal import DRIVER_LOG, capturing_output
 EXIT_BAD_CONFIG = 2
 Results = Mapping[str, float]
 """A run's results by name, in the order of the line `done: ...`"""
+_before: Before | None = None
+"""Set by `note_before`, since Hydra makes the run's directory before it calls what runs"""
 
 
 def check_command_line(command: str = "train") -> None:
@@ -50,6 +52,7 @@ def check_command_line(command: str = "train") -> None:
         check_overrides(overrides, command)
         if not is_printing(options):
             check_directory(arguments)
+            note_before(arguments)
             if not is_sweep(options):
                 check_start(load_config(overrides, command), command)
     except ConfigError as error:
@@ -58,6 +61,12 @@ def check_command_line(command: str = "train") -> None:
         print(line, flush=True)
     # Hydra reads sys.argv itself, so it must also contain what makes the keys of open fields acceptable to Hydra.
     sys.argv[1:] = [*options, *open_overrides(rewritten.overrides)]
+
+
+def note_before(arguments: Sequence[str]) -> None:
+    """Have `run_composed` remove the directory of a run that is refused, where it is not there now."""
+    global _before
+    _before = look_before(arguments)
 
 
 def check_start(config: Config, command: str) -> None:
@@ -86,6 +95,8 @@ def run_composed(composed: DictConfig, run: Callable[[Config, Path], Results], c
             with _capturing(config, run_dir):
                 results = run(config, run_dir)
     except ConfigError as error:
+        if _before is not None:
+            _before.remove_unused(run_dir)
         end_with_config_error(error)
     except Stopped as stopped:
         print(f"{stopped}; every process was ended. run_dir={run_dir}", file=sys.stderr)

@@ -1,7 +1,11 @@
-"""Whether a command can write to the directory that its command line names, found before anything starts."""
+"""The directory that a command line names: whether it can be written to, found before anything starts, and what a
+refused start leaves there.
+"""
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -9,10 +13,50 @@ from hydra.errors import HydraException
 
 from megarl.config.errors import ConfigError
 from megarl.run.arguments import is_sweep
+from megarl.run.terminal import DRIVER_LOG
 
 RUN_KEY, SWEEP_KEY = "hydra.run.dir", "hydra.sweep.dir"
 DEFAULT = Path("runs")
 """The parent of what both keys are in conf/config.yaml"""
+OF_A_START = {
+    ".hydra": {"config.yaml", "hydra.yaml", "overrides.yaml"},
+    "logs": {DRIVER_LOG},
+}
+"""What is in the directory of a run before it begins"""
+
+
+@dataclass(frozen=True)
+class Before:
+    """What was there before Hydra made the run's directory."""
+
+    directory: Path
+    """As `find_directory` gives it, absolute"""
+    existing: frozenset[Path]
+    """Of it and what is in it"""
+
+    def remove_unused(self, run_dir: Path) -> None:
+        """Remove the directory of a run that has not begun, if it was not there before and holds nothing else."""
+        if run_dir in self.existing or self.directory not in (run_dir, run_dir.parent):
+            return
+        folders = [run_dir / name for name in OF_A_START]
+        files = [run_dir / folder / name for folder, names in OF_A_START.items() for name in names]
+        for path in run_dir.rglob("*"):
+            if path.is_symlink() or path not in (folders if path.is_dir() else files):
+                return
+        for path in files:
+            path.unlink(missing_ok=True)
+        # Also the parent, where it is new. A directory that is not empty stays.
+        for folder in (*folders, run_dir, run_dir.parent):
+            if folder not in self.existing and folder.is_relative_to(self.directory):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+
+
+def look_before(arguments: Sequence[str]) -> Before:
+    """Call it before Hydra starts."""
+    directory = find_directory(arguments, RUN_KEY).absolute()
+    within = directory.iterdir() if directory.is_dir() else ()
+    return Before(directory, frozenset([*([directory] if os.path.lexists(directory) else []), *within]))
 
 
 def check_directory(arguments: Sequence[str]) -> None:

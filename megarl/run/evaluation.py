@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from megarl.cluster.opened import open_ray
 from megarl.cluster.servers import running_servers
 from megarl.config.errors import ConfigError
+from megarl.config.kinds import name_data, name_reward
 from megarl.config.placement import SERVERS, list_groups, place
 from megarl.config.schema.evaluate import EvaluateConfig, get_temperature, list_ks
 from megarl.config.schema.root import Config
@@ -161,7 +162,9 @@ def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase") -
         tools=build_tool_prompt(config.environment, config.data, tokenizer),
     )
     with contextlib.closing(build_scorer(config.reward)) as scorer:
-        scorer.check(prompts[:1])
+        path = evaluate.paths.get(name)
+        data = name_data(config.data) if path is None else f"evaluate.paths.{name}={path}"
+        scorer.check(prompts[:1], chosen=f"{name_reward(config.reward)} with {data}")
     conversation = build_conversation(config, tokenizer)
     check_conversation(conversation, prompts[:1])
     return EvaluationSet(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.algo.registry import needs_critic
 from megarl.config.checks.config import describe_iteration_size
 from megarl.config.errors import ConfigError
+from megarl.config.kinds import name_data, name_reward
 from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.roles import OptimizerConfig, ReferenceConfig, TrainedRoleConfig
 from megarl.config.schema.root import Config
@@ -96,7 +97,8 @@ def load_inputs(config: Config) -> Inputs:
     data = build_data(config.data, tokenizer, config.seed, tools)
     sets = build_eval_sets(config, tokenizer, tools)
     with contextlib.closing(build_scorer(config.reward)) as scorer:
-        scorer.check((data.train[0], data.heldout[0]), config.reward.wrong)
+        chosen = f"{name_reward(config.reward)} with {name_data(config.data)}"
+        scorer.check((data.train[0], data.heldout[0]), config.reward.wrong, chosen)
     conversation = build_conversation(config, tokenizer)
     check_conversation(conversation, (data.train[0], data.heldout[0]))
     length = min(PROBE_LENGTH, architecture.max_length)

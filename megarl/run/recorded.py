@@ -13,6 +13,7 @@ from megarl.report.outcome import Outcome, State, clear_outcome, write_outcome
 from megarl.report.progress import LOG_NAME, append_log
 from megarl.run.attempts import run_job
 from megarl.run.command import format_results
+from megarl.run.limits import format_limit
 from megarl.run.resume import check_changes, load_run, save_run
 from megarl.run.signals import Stopped
 from megarl.trainer import Summary
@@ -57,6 +58,8 @@ def run_recorded(
             write_outcome(run_dir, Outcome(State.stopped if isinstance(error, Stopped) else State.failed, why))
         raise
     results = {"iterations": summary.num_iterations, HELDOUT: summary.heldout_reward}
-    write_outcome(run_dir, Outcome(State.done, results=results))
+    limit, total = summary.limit, config.train.num_iterations
+    why = "" if limit is None else format_limit(limit, summary.num_iterations, total)
+    write_outcome(run_dir, Outcome(State.done, why, results))
     append_log(run_dir / LOG_NAME, f"done: {format_results(results)}")
     return summary

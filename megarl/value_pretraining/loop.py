@@ -235,7 +235,7 @@ def pretrain_critic(
         rollouts = sample_rollouts(trainer, num_done)
     else:
         rollouts = repeat_rollouts(Path(settings.rollouts).expanduser(), trainer.report.message, num_done)
-    summary = pretraining.run(take_until(trainer.reached_limit, rollouts))
+    summary = pretraining.run(take_until(lambda: trainer.find_limit() is not None, rollouts))
     trainer.reward_moments = summary.reward_moments
     save_start(trainer)
     return summary

@@ -17,7 +17,7 @@ LAYERS = (
     {"types"},
     {"algo", "families"},
     {"config"},
-    {"interfaces", "minibatches", "sandbox", "verifiers_package", "run.terminal"},
+    {"interfaces", "minibatches", "sandbox", "verifiers_package", "run.terminal", "run.limits"},
     {"toolbox"},
     {"data", "environment", "reward", "hf", "report", "checkpoint", "run.signals", "run.arguments", "run.machine"},
     {"mcore", "rollout", "run.directory"},

@@ -21,7 +21,8 @@ class DataConfig:
     chat_template_path: str | None = None
     """File with a chat template (Jinja) in place of the tokenizer's own. null: the tokenizer's."""
     system: str | None = None
-    """System message. null: none is given, and a chat template may add its own; "" is an empty one."""
+    """System message. null: none is given, and a chat template may add its own, as SmolLM2's does (16 tokens); "" is an
+    empty message, in place of the template's."""
     instruction: str | None = None
     """Text around the question, for example "{question} Answer with a number."; null: the question alone."""
     instruction_path: str | None = None

@@ -1,6 +1,8 @@
 """What is said of a run that goes wrong, and of the gap between its two engines."""
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import pytest
 from page_run import build_metrics
@@ -59,8 +61,8 @@ def test_each_rule_warns_of_the_run_that_it_is_for(title, changes):
     assert title in list_titles(build_history(**changes))
 
 
-def find_likely(**changes: object) -> str:
-    return " | ".join(cause.likely for cause in explain_mismatch(build_history(**changes)))
+def find_likely(config: Mapping[str, str] = MappingProxyType({}), **changes: object) -> str:
+    return " | ".join(cause.likely for cause in explain_mismatch(build_history(**changes), config))
 
 
 def test_the_cause_of_a_mismatch_follows_its_size_its_position_and_its_course():
@@ -72,7 +74,20 @@ def test_the_cause_of_a_mismatch_follows_its_size_its_position_and_its_course():
     assert "errors add up" in find_likely(**dict(zip(names, (0.001, 0.002, 0.003, 0.004), strict=True)))
     assert "the prompt is not the same" in find_likely(**dict(zip(names, (0.02, 0.001, 0.001, 0.001), strict=True)))
     assert "sharper" in find_likely(mismatch__logprob_gap_mean=lambda i: 0.0005 * i)
-    assert explain_mismatch(History()) == []
+    assert explain_mismatch(History(), {}) == []
+
+
+def test_a_gap_of_rounding_is_explained_by_the_dtypes_of_the_run():
+    def build(policy: str, rollout: str) -> dict[str, str]:
+        return {"policy.dtype": policy, "rollout.dtype": rollout}
+
+    float32, mixed = build("float32", "float32"), build("float32", "bfloat16")
+    assert find_likely(float32, mismatch__logprob_gap_mean=1.7e-5) == "rounding of float32"
+    found = find_likely(mixed, mismatch__logprob_gap_mean=1.7e-5)
+    assert "low precision (policy.dtype=float32 and rollout.dtype=bfloat16)" in found
+    assert "do not compute the same model" in find_likely(float32, mismatch__logprob_gap_mean=0.01)
+    quantized = {**float32, "rollout.sglang": {"kv_cache_dtype": "fp8_e5m2"}}
+    assert "low precision (bfloat16 or FP8)" in find_likely(quantized, mismatch__logprob_gap_mean=0.01)
 
 
 @pytest.mark.parametrize("module", [advice, mismatch_cause, run_charts], ids=lambda module: module.__name__)
@@ -82,6 +97,6 @@ def test_every_key_that_advice_names_is_one_of_the_configuration(module):
     with open(module.__file__) as file:
         # Texts go on in the next line, with its quotation marks between.
         text = re.sub(r'"\s*\n\s*f?"', "", file.read())
-    named = set(re.findall(rf"(?<![\w./])(?:{groups})\.[a-z_.]*[a-z]", text))
+    named = set(re.findall(rf"(?<![\w./])(?:{groups})\.[a-z_.]*[a-z]8?", text))
     assert named
     assert sorted(name for name in named if name not in known) == []

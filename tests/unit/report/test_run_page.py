@@ -1,8 +1,10 @@
 """The page of a run: what it reads, what it says, and that it is whole and safe."""
 
+import html
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -12,11 +14,13 @@ from pathlib import Path
 import pytest
 from page_run import write_page_run, write_rollouts
 
+from megarl.config.search_path import write_search_path
 from megarl.report.outcome import FILE_NAME as OUTCOME_NAME
 from megarl.report.responses import ENTROPY_ESTIMATE, SampledResponse, bin_lengths, read_warnings, sample_responses
 from megarl.report.rollout_viewer import format_viewer
 from megarl.report.run_charts import Chart, name_metrics
 from megarl.report.run_facts import SILENT_S, is_run, load_run_facts
+from megarl.report.run_head import format_command, list_tiles
 from megarl.report.run_page import format_run_page
 from megarl.report.starts import load_starts, record_start
 
@@ -85,6 +89,33 @@ def test_the_configuration_is_shown_as_a_difference_to_its_preset(run_dir):
     assert facts.choices == ["algo=vapo"]
     assert facts.changes == {"algo.clip_high": (0.28, 0.4)}
     assert "algo.clip_high 0.28 0.4" in Page(format_run_page([facts])).text
+
+
+def test_the_command_is_shown_as_a_person_types_it(tmp_path):
+    folder = write_page_run(tmp_path / "run", overrides=("algo=vapo", "data.instruction='{question} Reply.'"))
+    changed = [f"hydra.searchpath=['file://{tmp_path}']", *json.loads((folder / "run.json").read_text())["overrides"]]
+    (folder / "run.json").write_text(json.dumps({"overrides": changed, "config": {}}))
+    command = format_command(load_run_facts(folder))
+    assert shlex.split(command) == ["megarl", "train", "--config-dir", str(tmp_path), *changed[1:]]
+    assert html.escape(command) in format_run_page([load_run_facts(folder)])
+
+
+def test_the_settings_in_an_experiment_of_the_users_own_are_shown_beside_the_groups_that_it_chooses(tmp_path):
+    example = ROOT / "examples" / "own_task"
+    given = (write_search_path([example]), "experiment=own_task", "algo=grpo", "seed=3")
+    facts = load_run_facts(write_page_run(tmp_path / "run", overrides=given))
+    assert set(facts.choices) == {"model=smollm2_135m", "data=jsonl", "reward=function", "algo=grpo"}
+    assert facts.changes["data.path"] == (None, "prompts.jsonl")
+    assert facts.changes["reward.path"] == (None, "my_reward.py:score")
+    assert facts.changes["rollout.response_length"] == (256, 24)
+    assert facts.changes["seed"] == (1, 3)
+    assert facts.problems == []
+
+
+def test_recent_numbers_are_means_that_say_over_which_iterations(tmp_path):
+    name = "training reward, mean of the last iterations"
+    assert list_tiles(load_run_facts(write_page_run(tmp_path / "long")))[name] == "0.887 at 31 to 40"
+    assert list_tiles(load_run_facts(write_page_run(tmp_path / "short", 3)))[name] == "1 at 3"
 
 
 def test_a_chart_without_values_is_left_out_and_said_how_to_turn_on(tmp_path):

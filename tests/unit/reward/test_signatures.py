@@ -143,7 +143,7 @@ def test_columns_reach_the_functions_process_with_their_types(tmp_path):
 def check(path, *prompts):
     scorer = build_scorer(FunctionRewardConfig(path, num_workers=1))
     try:
-        scorer.check(prompts or [build_prompt()])
+        scorer.check(prompts or [build_prompt()], chosen="mine")
     finally:
         scorer.close()
 
@@ -172,7 +172,11 @@ def test_a_file_is_found_from_where_the_command_was_typed_and_imports_its_neighb
         ("score = 3\n", r"a int; a callable was expected"),
         (
             "def score(prompt, response):\n    return int(response.text or 0) / (len(response.text) - 2)\n",
-            r"line 2: .*with the response '42'",
+            r"mine: the reference answer as a response to '6 \* 7\?' cannot be scored: .*line 2: .* response '42'",
+        ),
+        (
+            "def score(prompt, response):\n    return prompt.columns['gold']\n",
+            r"mine: an empty response to .*KeyError: 'gold' \(.*\); the columns of the data are level, qu",
         ),
     ],
 )

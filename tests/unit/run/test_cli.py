@@ -1,5 +1,6 @@
 """The console script, its commands, `megarl new`, and megarl.train as module and function."""
 
+import re
 import runpy
 import subprocess
 import sys
@@ -44,8 +45,24 @@ def test_each_command_is_a_module_that_runs(name):
 def test_a_command_reads_its_own_arguments(monkeypatch, capsys, tmp_path):
     code, text = call(monkeypatch, capsys, "new", str(tmp_path / "mine"))
     assert (code, "README.md says" in text) == (0, True)
+    assert text.endswith(f"next: cd {tmp_path / 'mine'} && megarl train --config-dir . experiment=own_task\n")
     code, text = call(monkeypatch, capsys, "new", str(tmp_path / "mine"))
     assert (code, "is there already" in text) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["new", "report", "convert", "check-layouts", "serve"])
+def test_the_usage_of_a_command_has_its_name(monkeypatch, capsys, name):
+    code, text = call(monkeypatch, capsys, name, "--help")
+    assert (code, text.startswith(f"usage: megarl {name} [-h]")) == (0, True)
+
+
+def test_the_help_lists_the_options_that_are_files_those_of_a_directory_of_ones_own_included():
+    command = [sys.executable, "-m", "megarl.train", "--config-dir", str(ROOT / "examples" / "own_task"), "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert re.search(r"^experiment: .*guess, .*own_task", text, re.MULTILINE)
+    assert re.search(r"^data: addition, aime24, ", text, re.MULTILINE)
+    assert "_schema" not in text
+    assert re.search(r"^seed: 1$", text, re.MULTILINE)
 
 
 def test_words_that_are_no_command_are_explained(monkeypatch, capsys):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.errors import ConfigError
-from megarl.run.directory import DEFAULT, RUN_KEY, SWEEP_KEY, check_directory, find_directory
+from megarl.run.directory import DEFAULT, OF_A_START, RUN_KEY, SWEEP_KEY, check_directory, find_directory, look_before
 
 NOBODY = 65534
 
@@ -96,3 +96,54 @@ def test_a_read_only_file_system_is_said_to_be_one(tmp_path: Path) -> None:
             check_directory([f"{RUN_KEY}={tmp_path / 'run'}"])
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def begin(run_dir: Path) -> None:
+    """What Hydra and the log of the driver leave in the directory of a run."""
+    for folder, names in OF_A_START.items():
+        (run_dir / folder).mkdir(parents=True)
+        for name in names:
+            (run_dir / folder / name).write_text("")
+
+
+@pytest.mark.parametrize("arguments", [[], ["hydra.run.dir=runs/${now:%H}_x"], ["hydra.run.dir=runs/one"]])
+def test_the_directory_of_a_start_that_is_refused_is_removed_with_a_new_parent(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept").mkdir()
+    before, run_dir = look_before(arguments), tmp_path / "runs" / "one"
+    begin(run_dir)
+    before.remove_unused(run_dir)
+    assert not run_dir.exists()
+    is_named = arguments[-1:] == ["hydra.run.dir=runs/one"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == (["kept", "runs"] if is_named else ["kept"])
+
+
+def test_a_directory_that_was_there_or_holds_anything_else_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    begin(tmp_path / "runs" / "earlier")
+    earlier = look_before([])
+    begin(tmp_path / "runs" / "begun")
+    (tmp_path / "runs" / "begun" / "run.json").write_text("{}")
+    begin(tmp_path / "runs" / "logged")
+    (tmp_path / "runs" / "logged" / "logs" / "server-0.log").write_text("")
+    begin(tmp_path / "runs" / "linked")
+    (tmp_path / "runs" / "linked" / "more").symlink_to(tmp_path)
+    begin(tmp_path / "elsewhere")
+    files = sorted(tmp_path.rglob("*"))
+    for name in ("runs/earlier", "runs/begun", "runs/logged", "runs/linked", "elsewhere"):
+        earlier.remove_unused(tmp_path / name)
+    look_before(["hydra.run.dir=elsewhere"]).remove_unused(tmp_path / "elsewhere")
+    assert sorted(tmp_path.rglob("*")) == files
+
+
+def test_a_refused_command_leaves_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("def score(prompt, response):\n    return prompt.columns['gold']\n")
+    command = [sys.executable, "-m", "megarl.train", "reward=function", "reward.path=bad.py:score"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 2, ended.stderr
+    assert "KeyError: 'gold'" in ended.stderr
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["bad.py"]
