@@ -2,8 +2,8 @@
 
 
 def score(prompt, response):
-    """1 for the answer and nothing else, 0.3 for a text that contains it."""
-    text = response.text.strip().rstrip(".")
-    contains = prompt.answer.lower() in text.lower()
-    exact = text.lower() == prompt.answer.lower()
-    return {"score": 1.0 if exact else 0.3 * contains, "correct": exact, "contains": contains}
+    """The share of the text that is the answer: 1 for the answer alone, 0 for a text without it."""
+    text = response.text.strip().rstrip(".").lower()
+    answer = prompt.answer.lower()
+    share = len(answer) / len(text) if answer in text else 0.0
+    return {"score": share, "correct": text == answer, "contains": answer in text}
