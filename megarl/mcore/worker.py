@@ -198,9 +198,9 @@ class MegatronWorker:
         writing, self._writing = self._writing, None
         writing.finish()
         if dist.get_rank() == 0:
-            value_head = self.config.params_dtype if self.spec.role is Role.critic else None
-            target = writing.directory / DESCRIPTION
-            copy_description(Path(self.spec.checkpoint), target, value_head, self.spec.critic_fields)
+            target, dtype = writing.directory / DESCRIPTION, self.config.params_dtype
+            value_head = dtype if self.spec.role is Role.critic else None
+            copy_description(Path(self.spec.checkpoint), target, value_head, self.spec.critic_fields, dtype)
             if self.peft_config:
                 write_config(target, self.peft_config)
         dist.barrier()

@@ -33,7 +33,7 @@ SIGNS = (
         "cut",
         lambda m: 0.2 < m.get("length/truncated_frac", 0) < 1,
         "{length_truncated_frac:.0%} of the responses are cut at the limit: raise rollout.response_length"
-        " (environment.turn_length with turns), or teach brevity with algo.overlong.penalty=true",
+        " (environment.turn_length with turns), or teach brevity with algo.overlong.penalty=1",
     ),
     Sign(
         "equal",

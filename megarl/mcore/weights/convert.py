@@ -1,6 +1,5 @@
 """Checkpoints from Hugging Face's form into Megatron's and back, tensor by tensor, in one process without Megatron."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +9,6 @@ from torch import Tensor
 from megarl.checkpoint.folder import find_free
 from megarl.checkpoint.manifest import CheckpointError, write_manifest
 from megarl.config.schema.roles import Dtype
-from megarl.json_text import load_json_object
 from megarl.mcore.model.architecture import check_layout
 from megarl.mcore.weights.dist_format import DESCRIPTION, describe_role
 from megarl.mcore.weights.dist_writer import DistWriter, build_layout
@@ -52,8 +50,8 @@ def hf_to_megatron(
                 report(sum(tensor.nbytes for tensor in whole))
                 del tensors, whole
         description = building / DESCRIPTION
-        copy_description(source.description, description, stored if source.role is Role.critic else None)
-        _set_dtype(description, stored)
+        value_head = stored if source.role is Role.critic else None
+        copy_description(source.description, description, value_head, dtype=stored)
         write_manifest(building, describe_role(source.role, Dtype(_name({stored})), parallel, None))
 
 
@@ -76,8 +74,8 @@ def megatron_to_hf(
     _check_target(source.directory, target, overwrite, sum(spec.num_bytes for spec in specs))
     with replace_directory(target) as building:
         write_safetensors(building, specs, _report(source, dtype, report))
-        copy_description(source.description, building, specs[-1].dtype if source.role is Role.critic else None)
-        _set_dtype(building, specs[0].dtype)
+        value_head = specs[-1].dtype if source.role is Role.critic else None
+        copy_description(source.description, building, value_head, dtype=specs[0].dtype)
         if (adapter := source.read_adapter()) is not None:
             adapter.write(building)
 
@@ -107,15 +105,6 @@ def _check_target(source: Path, target: Path, overwrite: bool, num_bytes: int) -
     parent, free = find_free(target.absolute().parent)
     if free < num_bytes:
         raise OSError(f"{parent}: {free / 1e9:.2f} GB free, {num_bytes / 1e9:.2f} GB needed for {target.name}")
-
-
-def _set_dtype(directory: Path, dtype: torch.dtype) -> None:
-    """config.json names the dtype that the weights have; by it transformers loads them."""
-    path = directory / "config.json"
-    config = load_json_object(path)
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    if config.get(key) != _name({dtype}):
-        path.write_text(json.dumps({**config, key: _name({dtype})}, indent=2) + "\n")
 
 
 def _name(dtypes: set[torch.dtype]) -> str:

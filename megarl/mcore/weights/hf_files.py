@@ -17,7 +17,7 @@ from megarl.json_text import load_json_object
 from megarl.mcore.weights.adapters import PeftAdapter
 from megarl.mcore.weights.hf_critic import VALUE_HEAD, to_classifier_config
 from megarl.mcore.weights.hf_reader import INDEX, CheckpointReader
-from megarl.mcore.weights.safetensors_writer import MAX_FILE_BYTES, write_unknown_safetensors
+from megarl.mcore.weights.safetensors_writer import DTYPE_NAMES, MAX_FILE_BYTES, write_unknown_safetensors
 
 # Everything of the source that is not weights goes along: config, tokenizer, chat template, generation settings.
 _COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
@@ -39,8 +39,10 @@ def write_hf_checkpoint(
     with replace_directory(directory) as building:
         write_unknown_safetensors(building, tensors, MAX_FILE_BYTES)
         with CheckpointReader(building) as reader:
-            dtype = reader.read(VALUE_HEAD).dtype if VALUE_HEAD in reader else None
-        copy_description(source, building, dtype, critic_fields)
+            value_head = reader.read(VALUE_HEAD).dtype if VALUE_HEAD in reader else None
+            stored = reader.read_dtype(min(reader.names))
+        dtype = next(dtype for dtype, name in DTYPE_NAMES.items() if name == stored)
+        copy_description(source, building, value_head, critic_fields, dtype)
         if adapter is not None:
             adapter.write(building)
 
@@ -64,11 +66,13 @@ def copy_description(
     target: Path,
     value_head: torch.dtype | None,
     critic_fields: Mapping[str, Any] = MappingProxyType({}),
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Copy everything of a Hugging Face checkpoint directory that is not weights.
 
     value_head: dtype of the value head of a critic, of which config.json then says ...ForSequenceClassification.
-    critic_fields: further keys of a critic's config.json (`WorkerSpec.critic_fields`).
+    critic_fields: further keys of a critic's config.json (`WorkerSpec.critic_fields`). dtype: of the weights, by which
+    transformers loads them where config.json names it; None: it stays as in the source.
     """
     target.mkdir(parents=True, exist_ok=True)
     for pattern in _COPIED:
@@ -79,6 +83,16 @@ def copy_description(
         path = target / "config.json"
         fields = to_classifier_config(load_json_object(path), value_head, critic_fields)
         path.write_text(json.dumps(fields, indent=2) + "\n")
+    if dtype is not None:
+        _set_dtype(target, dtype)
+
+
+def _set_dtype(directory: Path, dtype: torch.dtype) -> None:
+    path, name = directory / "config.json", str(dtype).removeprefix("torch.")
+    config = load_json_object(path)
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if config.get(key) != name:
+        path.write_text(json.dumps({**config, key: name}, indent=2) + "\n")
 
 
 def _publish(building: Path, directory: Path) -> None:

@@ -205,8 +205,20 @@ def test_a_checkpoint_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in target.parent.iterdir()] == ["weights"]
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_config_json_names_the_dtype_of_the_weights_by_which_transformers_loads_them(
+    dtype: torch.dtype, key: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({key: "float16", "model_type": "llama"}))
+    write_hf_checkpoint(tmp_path / "written", tmp_path, [("model.norm.weight", torch.ones(2, dtype=dtype))])
+    written = json.loads((tmp_path / "written" / "config.json").read_text())
+    assert written == {key: str(dtype).removeprefix("torch."), "model_type": "llama"}
+
+
 def test_large_checkpoints_are_cut_into_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.mcore.weights.hf_files.MAX_FILE_BYTES", 100)
+    (tmp_path / "config.json").write_text("{}")
     tensors = {f"t{number}": torch.full((20,), float(number)) for number in range(3)}
     write_hf_checkpoint(tmp_path / "cut", tmp_path, tensors.items())
     assert len(list((tmp_path / "cut").glob("*.safetensors"))) == 3

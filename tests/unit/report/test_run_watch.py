@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from megarl.report.run_watch import PATIENCE, RunWatch
+from megarl.config.load import load_config
+from megarl.report.run_watch import PATIENCE, SIGNS, RunWatch
 
 FINE = {"length/truncated_frac": 0.1, "length/max": 40.0, "reward/mean": 0.5, "reward/min": 0.0, "reward/max": 1.0}
 
@@ -34,3 +35,10 @@ def test_a_sign_that_is_interrupted_begins_anew_and_a_healthy_run_is_silent():
     bad = {"reward/format": 0.0}
     assert [len(lines) for lines in watch(bad, bad, {}, bad, bad, bad)] == [0, 0, 0, 0, 0, 1]
     assert not any(watch(*[{"reward/format": 0.1}] * 6))
+
+
+def test_every_value_that_is_advised_is_one_that_the_key_takes():
+    advised = [each for sign in SIGNS for each in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+=[\w.]+\w", sign.text)]
+    assert "algo.overlong.penalty=1" in advised
+    for override in advised:
+        load_config([override])
