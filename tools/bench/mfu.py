@@ -105,15 +105,16 @@ def measure_peak(dtype: torch.dtype, num_tokens: int) -> tuple[float, float]:
         end = time.perf_counter() + PEAK_S / len(shapes)
         tflop = 2e-12 * rows * inner * columns
         left @ right  # warm-up
-        while True:
+        number, own = 0, time.process_time()
+        while time.perf_counter() < end or number == 0:
             synchronize()
-            start, own = time.perf_counter(), time.process_time()
+            start = time.perf_counter()
             left @ right
             synchronize()
-            best_clock = max(best_clock, tflop / (time.perf_counter() - start))
-            best_own = max(best_own, tflop / max(time.process_time() - own, 1e-9) * torch.get_num_threads())
-            if time.perf_counter() > end:
-                break
+            best_clock, number = max(best_clock, tflop / (time.perf_counter() - start)), number + 1
+        # Of all together: what one short product has used is not known at its end.
+        own = max(time.process_time() - own, 1e-9) / torch.get_num_threads()
+        best_own = max(best_own, number * tflop / own)
     return best_clock, best_own
 
 
