@@ -66,10 +66,11 @@ def wrap_item(text: str) -> str:
 
 def format_conditions(result: Mapping[str, Any]) -> str:
     hardware, number = result["hardware"], len(result["iterations"])
+    counted = f"{number} iteration{'s' if number > 1 else ''} of each side"
     return wrap_item(
         f"- {result['num_prompts']} x {result['num_responses']} x {result['response_length']}, {result['dtype']}:"
         f" {result['date']}, {hardware['cpu']}, {result['threads']} of {hardware['cores']} cores,"
-        f" {number} iteration{'s' if number > 1 else ''} of each side, prompts of {result['prompt_tokens']:.0f} tokens, load"
+        f" {counted}, prompts of {result['prompt_tokens']:.0f} tokens, load"
         f" average of the last 15 minutes {result['load_average']:.1f}"
     )
 
