@@ -99,7 +99,7 @@ class Segments:
     """Place of the first token in `Sequences.tokens`"""
     lengths: Tensor
     rows: Tensor
-    """The row whose tokens they are; of a prompt that several share, the first of them"""
+    """Place in `PackedBatch.rows` of the row whose tokens they are; of a shared prompt the first of its rows"""
     offsets: Tensor
     """Position of the first token in the row: above 0 for a response to a shared prompt"""
     prompt_lengths: Tensor
