@@ -85,4 +85,4 @@ def test_the_page_has_the_finished_cells_in_order(bench, table, tmp_path, monkey
     text = page.read_text()
     assert 0 < text.index("| 4 x 8 x 32, float32 |") < text.index("| 4 x 8 x 32, bfloat16 |")
     assert "- TRL: trl 1.16.0\n" in text
-    assert "a processor, 2 of 2 cores, 1 iterations" in text
+    assert "a processor, 2 of 2 cores, 1 iteration of" in text
