@@ -314,9 +314,9 @@ def hide_warnings() -> None:
 
 
 def main() -> None:
-    hide_warnings()
     try:
         args = parse_arguments()
+        hide_warnings()
         config = load_config(args.overrides)
         models = load_models(config)
         specs = load_specs(config, models)

@@ -145,14 +145,11 @@ def fuse_weight_gradients(model: torch.nn.Module) -> int:
 
 
 def describe_fast_ways(arch: Architecture, spec: WorkerSpec, fields: Mapping[str, Any]) -> Iterator[str]:
-    """The ways that are on, in one line, and those that are off, in one line for each reason; none without a GPU,
-    where nobody misses them.
+    """The ways that are on, in one line, and on a GPU those that are off, in one line for each reason.
 
     spec: after `choose_overlap`. fields: of the TransformerConfig.
     """
     kernels = find_kernels()
-    if not kernels.gpu:
-        return
     reasons = find_reasons(arch, spec.megatron, kernels)
     on = {field: bool(fields[field]) for field in reasons}
     # Whether it is on is the user's choice: no other reason is needed.
@@ -165,6 +162,8 @@ def describe_fast_ways(arch: Architecture, spec: WorkerSpec, fields: Mapping[str
         reasons |= dict.fromkeys(overlap, find_overlap_reason(spec.parallel, kernels.gpu))
     if any(on.values()):
         yield f"on: {', '.join(name for name, is_on in on.items() if is_on)}"
+    if not kernels.gpu:
+        return  # nobody misses them there
     off: dict[str, list[str]] = {}
     for name in (name for name, is_on in on.items() if not is_on):
         off.setdefault(reasons[name] or "the configuration says so", []).append(name)

@@ -1,5 +1,6 @@
 """What reaches the terminal while a run's own process is full of other people's output."""
 
+import os
 import subprocess
 import sys
 import warnings
@@ -36,7 +37,8 @@ logging.getLogger("somebody").warning("warning after")
 
 def run_noisy(folder: Path, body: str = "pass") -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-c", NOISE.replace("{body}", body), str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_only_our_own_lines_reach_the_terminal_and_the_rest_is_in_the_log(tmp_path: Path) -> None:
