@@ -1,6 +1,7 @@
 """One training run from a checked configuration: attempts, each from the newest checkpoint, until one succeeds."""
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -36,10 +37,18 @@ from megarl.rollout import journal as rollout_journal
 from megarl.rollout.journal import Journal
 from megarl.rollout.saved_groups import SavedGroups
 from megarl.run.inputs import Inputs, describe_start, load_inputs
-from megarl.run.job import RunResources, describe_data, lock_run_dir, open_components, open_resources
+from megarl.run.job import (
+    RunResources,
+    describe_data,
+    describe_processes_to_start,
+    lock_run_dir,
+    open_components,
+    open_resources,
+)
 from megarl.run.limits import format_limit, format_places, format_resume
 from megarl.run.machine import describe_slow_dtypes
 from megarl.run.saving import CheckpointSaver, CheckpointWriter, LoopSaver, NoSaver, estimate_bytes
+from megarl.run.signals import Stopped
 from megarl.run.terminal import get_terminal, show_warnings
 from megarl.run.trainer_state import TRACKED, TrainerState, count_taken_groups, cut_files, load_trainer_state
 from megarl.trainer import Summary, Trainer, TrainerComponents
@@ -80,12 +89,19 @@ def run_job(
                 ]
             )
         note_start()
+        started = time.monotonic()
         report = stack.enter_context(contextlib.closing(_open_report(config, run_dir, inputs)))
         stack.enter_context(show_warnings(report.message))
         _describe_run(config, inputs, run_dir, report)
-        with report.phase("start"):
-            resources = stack.enter_context(open_resources(config, inputs, run_dir / "logs"))
-        return _Attempts(config, inputs, resources, run_dir, report, pretrained).run()
+        report.message(describe_processes_to_start(config, run_dir / "logs"))
+        try:
+            with report.phase("start"):
+                resources = stack.enter_context(open_resources(config, inputs, run_dir / "logs"))
+            return _Attempts(config, inputs, resources, run_dir, report, pretrained, started).run()
+        except Stopped:
+            if not (folder.list_complete() or open_pretraining(run_dir).list_complete()):
+                report.message("there is no checkpoint yet, so there is nothing to resume")
+            raise
 
 
 def open_folder(run_dir: Path, keep: CheckpointConfig) -> Folder:
@@ -127,9 +143,11 @@ class _Attempts:
         run_dir: Path,
         report: Report,
         pretrained: tuple[PretrainedState, Path] | None,
+        started: float,
     ):
+        """started: of the run, on time.monotonic's clock; each attempt's train.max_minutes counts from it."""
         self.config, self.inputs, self.resources, self.run_dir, self.report = config, inputs, resources, run_dir, report
-        self.pretrained = pretrained
+        self.pretrained, self.started = pretrained, started
         self.folder = open_folder(run_dir, config.checkpoint)
         self.journal = Journal(run_dir / rollout_journal.NAME)
         self.is_saving = config.checkpoint.save_every is not None
@@ -175,7 +193,7 @@ class _Attempts:
         ) as components:
             roles = list_roles(components)
             with contextlib.closing(self.build_saver(roles)) as saver:
-                trainer = Trainer(self.config, replace(components, saver=saver))
+                trainer = Trainer(self.config, replace(components, saver=saver), self.started)
                 if found is None:
                     self.start(trainer, resume_point)
                 else:

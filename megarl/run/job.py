@@ -59,6 +59,12 @@ def lock_run_dir(run_dir: Path) -> contextlib.AbstractContextManager[None]:
     return locking(run_dir, patience_s, lambda text: print(text, file=get_terminal(), flush=True))
 
 
+def describe_processes_to_start(config: Config, log_dir: Path) -> str:
+    """`starting Ray and its processes: policy 2, critic 1, servers 1; their output: RUN_DIR/logs`."""
+    counts = ", ".join(f"{group.name} {group.num_processes}" for group in list_groups(config) if group.num_processes)
+    return f"starting Ray and its processes: {counts}; their output: {log_dir}"
+
+
 def describe_data(config: Config, inputs: Inputs) -> str:
     """What the run learns from, in a line or more."""
     if inputs.saved_groups is not None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.schema.train import TrainConfig
+from megarl.report.text import format_seconds
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Limit:
 
 
 def find_limit(train: TrainConfig, minutes: float, num_samples: int) -> Limit | None:
-    """The limit of time or samples that is reached. minutes: since the processes started."""
+    """The limit of time or samples that is reached. minutes: since the run started."""
     if train.max_minutes is not None and minutes > train.max_minutes:
         key = "train.max_minutes"
         return Limit(key, f"after {train.max_minutes:g} minute{'s' * (train.max_minutes != 1)}", f"{key}=...")
@@ -34,6 +35,20 @@ def find_goal(train: TrainConfig, heldout_reward: float) -> Limit | None:
     if goal is None or not heldout_reward >= goal:
         return None
     return Limit(key, f"at the held-out reward {heldout_reward:.4f}, of at least {goal:g}", f"{key}=null")
+
+
+def format_pace(train: TrainConfig, seconds: float, minutes: float, num_left: int) -> str:
+    """`pace: 34 s an iteration; the other 11 take about 6 min 14 s`, and how many of them the limit of time allows.
+
+    seconds: of one iteration. minutes: since the run started.
+    """
+    text = f"pace: {format_seconds(seconds)} an iteration; the other {num_left} take about"
+    text += f" {format_seconds(num_left * seconds)}"
+    if train.max_minutes is not None:
+        num_allowed = 1 + int(60 * max(0.0, train.max_minutes - minutes) / seconds)
+        if num_allowed < num_left:
+            text += f", of which train.max_minutes={train.max_minutes:g} leaves time for about {num_allowed}"
+    return text
 
 
 def format_limit(limit: Limit, iteration: int, num_iterations: int) -> str:

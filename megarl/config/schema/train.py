@@ -68,8 +68,9 @@ class TrainConfig:
     """End after the iteration in which this many responses have been generated in all, those of value pretraining and
     of groups that dynamic sampling dropped included; null: no limit."""
     max_minutes: float | None = None
-    """End cleanly after the iteration in which this many minutes have passed since the processes started; a
-    resumed run counts from 0 again. null: no limit."""
+    """End cleanly after the iteration in which this many minutes have passed since the run started, the start of its
+    processes included; what is left of that iteration, the last evaluation and the checkpoint come on top. A resumed
+    run counts from 0 again. null: no limit."""
 
     profile: int | None = None
     """The iteration to profile, from 1: a timeline of all processes and torch's traces of the roles are written to
