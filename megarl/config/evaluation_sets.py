@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import load_config
+from megarl.config.load import find_choices, load_config
 from megarl.config.schema.evaluate import check_evaluate
 from megarl.config.schema.root import Config
 from megarl.config.search_path import list_options
@@ -17,8 +17,13 @@ OF_ONE_SET = ("data.path", "data.heldout_path", "data.subset", "data.split", "da
 def expand_sets(overrides: Sequence[str]) -> dict[str, list[str]]:
     """The overrides of each set named by data=a,b,c, by set.
 
-    The reward is the given one, else the verifier with the set's name, else `math`. Raises ConfigError.
+    The reward is the given one, else the verifier with the set's name, else `math`. With experiment=NAME its reward is
+    the default, and so are its data. Raises ConfigError.
     """
+    keys = [text.lstrip("+").split("=", 1)[0] for text in overrides]
+    has_experiment = "experiment" in keys
+    if has_experiment and "data" not in keys:
+        return {find_choices(overrides)["data"]: list(overrides)}
     given = [text.split("=", 1)[1] for text in overrides if text.split("=", 1)[0] == "data"]
     choices = list_options("data", overrides)
     if len(given) != 1 or not given[0]:
@@ -28,7 +33,6 @@ def expand_sets(overrides: Sequence[str]) -> dict[str, list[str]]:
     names = [name.strip() for name in given[0].split(",")]
     problems = [f"data: found {name!r}; {_join(choices)}" for name in names if name not in choices]
     problems += [f"data: {name} is named twice" for name in sorted(set(names)) if names.count(name) > 1]
-    keys = [text.lstrip("+").split("=", 1)[0] for text in overrides]
     if len(names) > 1:
         problems += [
             f"{key}: can be right for one set only, found with {len(names)};"
@@ -43,7 +47,7 @@ def expand_sets(overrides: Sequence[str]) -> dict[str, list[str]]:
     return {
         name: [
             f"data={name}",
-            *([] if "reward" in keys else [f"reward={name if name in rewards else DEFAULT_REWARD}"]),
+            *([] if "reward" in keys or has_experiment else [f"reward={name if name in rewards else DEFAULT_REWARD}"]),
             *shared,
         ]
         for name in names

@@ -17,6 +17,7 @@ from megarl.report.text import format_number
 HELDOUT, REWARD = "reward/heldout", "reward/mean"
 FEWEST = 20
 """Iterations from which a run is judged by what it has learned"""
+FEWEST_OF_ENTROPY = 10
 
 
 @dataclass(frozen=True)
@@ -191,9 +192,9 @@ def _is_near_best(history: History, metric: str) -> bool:
 def _check_entropy(history: History, _config: Mapping[str, Any]) -> Iterator[Warned]:
     name = "policy/entropy"
     values = [point.metrics[name].mean for point in history.points if name in point.metrics]
-    if len(values) < FEWEST:
+    if len(values) < FEWEST_OF_ENTROPY or any(each > 0.9 for each in history.list_recent("reward/correct", 1)):
         return
-    first, last = median_high(values[:3]), median_high(values[-RECENT:])
+    first, last = median_high(values[:3]), median_high(values[-(RECENT // 2) :])
     if last < 0.1 * first:
         yield Warned(
             "The entropy has collapsed",

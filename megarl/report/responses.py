@@ -6,6 +6,7 @@ are read, spread evenly over the file; a small file is read whole.
 
 import contextlib
 import math
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,17 +114,33 @@ def bin_lengths(responses: Sequence[SampledResponse], num_bins: int = 24) -> lis
     return [LengthBin(i * width, (i + 1) * width, right, wrong) for i, (wrong, right) in enumerate(counts)]
 
 
-def read_warnings(path: Path, most: int = 20, most_bytes: int = 4 * 2**20) -> Iterator[tuple[str, int]]:
-    """(text, how often) of the lines of a log that begin with "warning: ", the newest `most` of them.
+@dataclass(frozen=True)
+class LoggedWarning:
+    text: str
+    count: int
+    """How often it is in the log"""
+    iteration: int | None
+    """The iteration that was logged before the last of them; None: none was"""
+
+
+LOGGED_ITERATION = re.compile(r"^(?:\S+ \S+ )?iteration (\d+)/\d+  ")
+
+
+def read_warnings(path: Path, most: int = 20, most_bytes: int = 4 * 2**20) -> Iterator[LoggedWarning]:
+    """The lines of a log that begin with "warning: ", each once, the newest `most` of them.
 
     Of a log longer than most_bytes only its end is read.
     """
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - most_bytes))
-        counts: dict[str, int] = {}
+        found: dict[str, LoggedWarning] = {}
+        iteration: int | None = None
         for line in file.read().decode("utf-8", "replace").splitlines():
             before, mark, text = line.partition("warning: ")
             # A logger's time and level may stand before it.
             if mark and len(before) < 60 and (not before or before[0] in "[0123456789"):
-                counts[text] = counts.pop(text, 0) + 1
-        yield from list(counts.items())[-most:]
+                count = found.pop(text).count if text in found else 0
+                found[text] = LoggedWarning(text, count + 1, iteration)
+            elif logged := LOGGED_ITERATION.search(line):
+                iteration = int(logged[1])
+        yield from list(found.values())[-most:]

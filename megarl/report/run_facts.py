@@ -12,7 +12,13 @@ from megarl.config.search_path import CONF_DIR, is_search_path
 from megarl.json_text import load_json_object
 from megarl.report.history import History, add_mfu, load_history
 from megarl.report.metrics import FILE_NAME, PRETRAINING_FILE_NAME
-from megarl.report.responses import SampledResponse, add_entropy_estimate, read_warnings, sample_responses
+from megarl.report.responses import (
+    LoggedWarning,
+    SampledResponse,
+    add_entropy_estimate,
+    read_warnings,
+    sample_responses,
+)
 from megarl.report.starts import Start, load_starts
 from megarl.report.status import FILE_NAME as STATUS_NAME
 from megarl.report.sweep import RUN_FILE, UNFINISHED, load_overrides, load_run_config, load_state
@@ -40,8 +46,7 @@ class RunFacts:
     history: History
     pretraining: History
     responses: Sequence[SampledResponse]
-    logged: Sequence[tuple[str, int]]
-    """Warnings of the log and how often"""
+    logged: Sequence[LoggedWarning]
     problems: Sequence[str]
 
     @property

@@ -122,9 +122,10 @@ def format_warnings(runs: Sequence[RunFacts]) -> Iterator[str]:
         for warned in found:
             yield f'<div class="warned"><b>{escape(mark + warned.title)}</b> {mark_keys(warned.found)}.'
             yield f"<span>What to do: {mark_keys(warned.do)}.</span></div>"
-        for text, count in run.logged:
-            times = f" ({count} times)" if count > 1 else ""
-            yield f'<div class="warned logged"><b>{escape(mark)}Logged{times}</b> {escape(text)}</div>'
+        for each in run.logged:
+            when = "" if each.iteration is None else f" after iteration {each.iteration}"
+            times = f", {each.count} times in all" if each.count > 1 else ""
+            yield f'<div class="warned logged"><b>{escape(mark)}Logged{when}{times}</b> {escape(each.text)}</div>'
         if not found and not run.logged:
             yield f"<p>{mark}None: {NUM_RULES} rules look at the recent iterations, and none of them applies.</p>"
 

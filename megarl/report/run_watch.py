@@ -21,6 +21,16 @@ def _is_zero(name: str) -> Callable[[Metrics], bool]:
     return lambda metrics: metrics.get(name) == 0
 
 
+def _have_few_groups_a_signal(metrics: Metrics) -> bool:
+    """Never with a critic, whose advantages need no differences within a group, nor with shaped rewards, which differ
+    where those of the task do not, nor once the task is solved.
+    """
+    is_shaped = abs(metrics.get("reward/shaped_mean", 0) - metrics.get("reward/mean", 0)) > 1e-6
+    is_solved = metrics.get("reward/correct", 0) >= 0.9
+    is_exempt = "critic/loss" in metrics or is_shaped or is_solved
+    return not is_exempt and 0.7 < metrics.get("reward/equal_groups_frac", 0) < 1
+
+
 SIGNS = (
     Sign(
         "no end",
@@ -32,14 +42,22 @@ SIGNS = (
     Sign(
         "cut",
         lambda m: 0.2 < m.get("length/truncated_frac", 0) < 1,
-        "{length_truncated_frac:.0%} of the responses are cut at the limit: raise rollout.response_length"
-        " (environment.turn_length with turns), or teach brevity with algo.overlong.penalty=1",
+        "{length_truncated_frac:.0%} of the responses are cut at the limit: where right ones are that long, raise"
+        " rollout.response_length (environment.turn_length with turns); else ask for brevity in data.instruction, begin"
+        " the answer with data.response_prefix, or teach it with algo.overlong.penalty=1",
     ),
     Sign(
         "equal",
         lambda m: "reward/mean" in m and m.get("reward/min") == m.get("reward/max"),
         "all rewards are equal ({reward_mean:.4g}), so nothing can be learned: is a right answer ever given, and paid"
         " (reward=...)? Easier or harder prompts (data=...), or a larger train.responses_per_prompt",
+    ),
+    Sign(
+        "few groups",
+        _have_few_groups_a_signal,
+        "{reward_equal_groups_frac:.0%} of the groups have equal rewards, so that only the others are learned from:"
+        " a reward with parts, prompts that are answered rightly now and then, a larger train.responses_per_prompt, or"
+        " algo.dynamic_sampling.enabled=true, which replaces such groups",
     ),
     Sign(
         "format",

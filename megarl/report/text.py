@@ -10,8 +10,10 @@ from megarl.types import Metrics, Sample
 TIME = "time/"
 KEY_METRICS = (
     ("reward/mean", "reward"),
+    ("reward/correct", "correct"),
     ("reward/heldout", "held-out"),
     ("length/mean", "length"),
+    ("policy/entropy", "entropy"),
     ("policy/clip_frac", "clip"),
     ("critic/explained_variance", "ev"),
     ("mismatch/kl", "mismatch kl"),

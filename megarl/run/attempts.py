@@ -31,6 +31,8 @@ from megarl.interfaces import DeadlineError, TrainBackend, wait_all
 from megarl.mcore.worker_spec import Role
 from megarl.plan.check import check_plan
 from megarl.plan.peak import find_peak_tflops
+from megarl.report.metrics import FILE_NAME as METRICS_NAME
+from megarl.report.metrics import load_metrics
 from megarl.report.report import Report, build_report
 from megarl.report.starts import record_start
 from megarl.rollout import journal as rollout_journal
@@ -45,7 +47,7 @@ from megarl.run.job import (
     open_components,
     open_resources,
 )
-from megarl.run.limits import format_limit, format_places, format_resume
+from megarl.run.limits import format_heldout, format_limit, format_places, format_resume
 from megarl.run.machine import describe_slow_dtypes
 from megarl.run.saving import CheckpointSaver, CheckpointWriter, LoopSaver, NoSaver, estimate_bytes
 from megarl.run.signals import Stopped
@@ -207,11 +209,14 @@ class _Attempts:
         return summary
 
     def say_end(self, summary: Summary) -> None:
-        """Say what ended the run early, and where its model is."""
+        """Say what ended the run early, how it did, and where its model is."""
         if (limit := summary.limit) is not None:
             go_on = f"; {format_resume(limit, self.run_dir)}" if self.is_saving else ""
             ended = format_limit(limit, summary.num_iterations, self.config.train.num_iterations)
             self.report.message(ended + go_on)
+        lines = load_metrics(self.run_dir / METRICS_NAME)
+        if rewards := [(int(line["iteration"]), line["reward/heldout"]) for line in lines if "reward/heldout" in line]:
+            self.report.message(format_heldout(rewards))
         self.report.message(format_places(self.run_dir))
 
     def find_progress(self) -> tuple[list[int], list[int]]:

@@ -29,17 +29,14 @@ def run(folder, *arguments):
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [
-        ("own_task", ()),
-        ("gsm8k_smollm2", ("rollout.response_length=48",)),
-        ("tool_environment", ()),
-    ],
+needs_model = pytest.mark.skipif(
+    any(importlib.util.find_spec(module) is None for module in NEEDED), reason="needs make install EXTRAS=smollm2"
 )
-def test_the_example_trains_from_its_folder(short_path, name, more):
-    if any(importlib.util.find_spec(module) is None for module in NEEDED):
-        pytest.skip("needs make install EXTRAS=smollm2")
+
+
+@needs_model
+@pytest.mark.parametrize("name", ["own_task", "gsm8k_smollm2", "tool_environment"])
+def test_the_example_trains_from_its_folder(short_path, name):
     folder = short_path / name
     if name == "own_task":
         run(short_path, "new", name)
@@ -48,12 +45,20 @@ def test_the_example_trains_from_its_folder(short_path, name, more):
     readme = (folder / "README.md").read_text()
     command = ("train", "--config-dir", ".", f"experiment={name}")
     assert f"megarl {' '.join(command)}\n" in readme
-    run(folder, *command, *SMALL, *more, "hydra.run.dir=run")
+    run(folder, *command, *SMALL, "hydra.run.dir=run")
     assert load_outcome(folder / "run").state is State.done
     (line,) = load_metrics(folder / "run" / "metrics.jsonl")[-1:]
     assert line["length/mean"] > 0
     if name == "tool_environment":
         assert line["environment/tool_calls"] >= 0
+
+
+@needs_model
+def test_the_example_is_evaluated_before_training(short_path):
+    run(short_path, "new", "mine")
+    command = ("evaluate", "--config-dir", ".", "experiment=own_task", "evaluate.num_samples=8")
+    assert f"megarl {' '.join(command)} " in (short_path / "mine" / "README.md").read_text()
+    assert "done: jsonl/avg@8=" in run(short_path / "mine", *command, "evaluate.num_problems=4")
 
 
 def test_the_samples_are_whole_and_small():

@@ -16,7 +16,14 @@ from page_run import write_page_run, write_rollouts
 
 from megarl.config.search_path import write_search_path
 from megarl.report.outcome import FILE_NAME as OUTCOME_NAME
-from megarl.report.responses import ENTROPY_ESTIMATE, SampledResponse, bin_lengths, read_warnings, sample_responses
+from megarl.report.responses import (
+    ENTROPY_ESTIMATE,
+    LoggedWarning,
+    SampledResponse,
+    bin_lengths,
+    read_warnings,
+    sample_responses,
+)
 from megarl.report.rollout_viewer import format_viewer
 from megarl.report.run_charts import Chart, name_metrics
 from megarl.report.run_facts import SILENT_S, is_run, load_run_facts
@@ -212,13 +219,20 @@ def test_hostile_text_is_escaped(tmp_path):
     (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text() + json.dumps(line) + "\n")
     page = Page(format_run_page([load_run_facts(folder)]))
     assert page.loads == []
-    assert f"Logged (2 times) {hostile}" in page.text
+    assert f"Logged, 2 times in all {hostile}" in page.text
 
 
 def test_warnings_of_a_log_are_counted_and_other_lines_are_not_taken_for_them(tmp_path):
     log = tmp_path / "train.log"
-    log.write_text("a prompt about a warning: no\n[2026-01-01] warning: first\nwarning: second\nwarning: first\n")
-    assert list(read_warnings(log)) == [("second", 1), ("first", 2)]
+    log.write_text(
+        "a prompt about a warning: no\n[2026-01-01] warning: first\n"
+        "2026-01-01 10:00:00 iteration 3/9  reward 0.5\nwarning: second\nwarning: first\nwarning: third\n"
+        "iteration 4/9  reward 0.5\nwarning: third\n"
+    )
+    found = [("second", 1, 3), ("first", 2, 3), ("third", 2, 4)]
+    assert list(read_warnings(log)) == [LoggedWarning(*each) for each in found]
+    log.write_text("warning: at the start\n")
+    assert list(read_warnings(log)) == [LoggedWarning("at the start", 1, None)]
     assert list(read_warnings(tmp_path / "none")) == []
 
 

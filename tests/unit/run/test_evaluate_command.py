@@ -1,11 +1,15 @@
 """The command line of python -m megarl.evaluate: which sets, with which reward, what is refused."""
 
+from pathlib import Path
+
 import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.evaluation_sets import expand_sets, load_configs
 from megarl.config.schema.evaluate import EvaluateConfig, check_evaluate, get_temperature, list_ks
 from megarl.evaluate import choose_run_dir
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_each_set_gets_a_configuration_of_its_own_and_the_reward_of_its_name_or_math():
@@ -21,6 +25,15 @@ def test_each_set_gets_a_configuration_of_its_own_and_the_reward_of_its_name_or_
 def test_a_reward_that_is_given_holds_for_every_set():
     configs = load_configs(expand_sets(["data=gsm8k,addition", "reward=exact"]))
     assert {type(config.reward).__name__ for config in configs.values()} == {"ExactRewardConfig"}
+
+
+def test_an_experiment_is_evaluated_on_its_own_data_with_its_own_reward(monkeypatch):
+    monkeypatch.chdir(ROOT / "examples" / "own_task")
+    overrides = [f"hydra.searchpath=[file://{ROOT}/examples/own_task]", "experiment=own_task"]
+    (own,) = load_configs(expand_sets([*overrides, "evaluate.num_samples=8"])).items()
+    assert (own[0], own[1].data.path, own[1].reward.path) == ("jsonl", "prompts.jsonl", "my_reward.py:score")
+    other = load_configs(expand_sets(["experiment=guess", "data=guess", "reward=exact"]))["guess"]
+    assert type(other.reward).__name__ == "ExactRewardConfig"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from megarl.config.load import load_config
 from megarl.report.run_facts import load_run_facts
 from megarl.report.run_head import format_head
 from megarl.run import recorded
-from megarl.run.limits import Limit, find_goal, find_limit, format_limit, format_pace
+from megarl.run.limits import Limit, find_goal, find_limit, format_heldout, format_limit, format_pace
 from megarl.trainer import Summary
 
 
@@ -45,6 +45,15 @@ def test_the_pace_says_when_the_iterations_end_and_how_many_of_them_the_limit_of
     assert format_pace(limited, 30.0, 2.0, 11) == f"{text}, of which train.max_minutes=4 leaves time for about 5"
 
 
+def test_the_end_says_how_the_held_out_reward_went() -> None:
+    start, middle, end = (0, 0.0143), (12, 0.28), (17, 0.2733)
+    text = "held-out reward: 0.0143 before training, 0.273 after iteration 17; best 0.28 after iteration 12"
+    assert format_heldout([start, middle, end]) == text
+    text = "held-out reward: 0.0143 before training, 0.28 after iteration 12"
+    assert format_heldout([start, middle]) == text
+    assert format_heldout([start]) == "held-out reward: 0.0143 before training"
+
+
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_run_that_a_limit_ends_says_how_it_goes_on_and_where_its_model_is(
     saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -54,10 +63,11 @@ def test_a_run_that_a_limit_ends_says_how_it_goes_on_and_where_its_model_is(
     summary = World().run_job(monkeypatch, tmp_path, keys)
     assert summary.limit is not None
     assert summary.limit.key == "train.max_samples"
-    lines = (tmp_path / "train.log").read_text().splitlines()[-2:]
+    lines = (tmp_path / "train.log").read_text().splitlines()[-3:]
     go_on = f"; go on with megarl train resume={tmp_path} train.max_samples=..." if saved else ""
     assert lines[0].endswith(f"ended after 48 responses, of at least 30 (train.max_samples): 2 of 50 iterations{go_on}")
-    assert lines[1].endswith(f"trained model: {tmp_path / 'policy'}; page: megarl report {tmp_path}")
+    assert "held-out reward: " in lines[1]
+    assert lines[2].endswith(f"trained model: {tmp_path / 'policy'}; page: megarl report {tmp_path}")
 
 
 def test_a_run_that_makes_all_its_iterations_names_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
