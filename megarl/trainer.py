@@ -31,7 +31,7 @@ from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import RolloutWriter
 from megarl.rollout.saved_groups import SavedGroups, build_source
 from megarl.rollout.token_records import TokenRecorder
-from megarl.run.limits import Limit, find_goal, find_limit, format_pace
+from megarl.run.limits import Limit, find_goal, find_limit
 from megarl.run.recovery import Recovery
 from megarl.run.saving import LoopSaver, NoSaver
 from megarl.run.signals import deferring_stops
@@ -86,7 +86,6 @@ class Trainer:
     def __init__(self, config: Config, components: TrainerComponents, started: float | None = None):
         """started: on time.monotonic's clock, what train.max_minutes counts from; None: now."""
         self.config, self.components = config, components
-        self.started = time.monotonic() if started is None else started
         self.report, self.saver = components.report, components.saver
         self.recovery = Recovery(
             components.servers,
@@ -105,6 +104,7 @@ class Trainer:
         self.source = build_source(config, components.saved, *generation, self.with_servers)
         self.version, self.num_samples, self.heldout_reward = 0, 0, float("nan")
         self.published: int | None = None
+        self.started = time.monotonic() if started is None else started
         self.commit(self.get_state(0, {}))
 
     @property
@@ -120,14 +120,10 @@ class Trainer:
         try:
             with self.saver.saving_newest():
                 self.publish_and_evaluate()
-                began: float | None = time.monotonic()
                 while not self.is_last() and not find_goal(self.config.train, self.heldout_reward):
                     self.train(self.iteration + 1)
                     self.saver.save_if_due()
                     self.publish_and_evaluate()
-                    if began is not None:
-                        self.say_pace(time.monotonic() - began)
-                        began = None
                 self.saver.save()
         finally:
             num_dropped = self.source.close()
@@ -343,19 +339,8 @@ class Trainer:
         self.heldout_reward = metrics["reward/heldout"]
         return metrics | further
 
-    def say_pace(self, seconds: float) -> None:
-        """seconds: of the iteration that has ended."""
-        if not self.is_last():
-            left = self.config.train.num_iterations - self.iteration
-            self.report.message(format_pace(self.config.train, seconds, self.minutes, left))
-
-    @property
-    def minutes(self) -> float:
-        """Since the run started."""
-        return (time.monotonic() - self.started) / 60
-
     def find_limit(self) -> Limit | None:
-        return find_limit(self.config.train, self.minutes, self.num_samples)
+        return find_limit(self.config.train, (time.monotonic() - self.started) / 60, self.num_samples)
 
     def find_end(self) -> Limit | None:
         """What ends the run before train.num_iterations, once it has ended."""

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 from megarl.config.schema.logger import LoggerConfig
 from megarl.report.critic_watch import CriticWatch
 from megarl.report.metrics import FILE_NAME, PRETRAINING_FILE_NAME, MetricsWriter, check_metrics
+from megarl.report.pace import Pace
 from megarl.report.progress import LOG_NAME, Progress
 from megarl.report.prometheus import PrometheusSink
 from megarl.report.run_watch import RunWatch
@@ -46,8 +47,10 @@ class Report:
         num_logged_samples: int,
         status: StatusFile,
         decode: Decode | None = None,
+        pace: Pace | None = None,
     ):
         self._metrics = metrics
+        self._pace = pace or Pace(num_iterations)
         self._status = status
         self._iteration = 0
         self._pretraining: MetricsWriter | None = None
@@ -107,7 +110,7 @@ class Report:
         self._progress.show_iteration(iteration, self._num_iterations, complete)
         if warning := self._critic_watch.check(metrics):
             self.message(warning)
-        for text in self._run_watch.check(metrics):
+        for text in (*self._run_watch.check(metrics), *self._pace.check(iteration, speed)):
             self.message(text)
         self.after_log(iteration)
 
@@ -193,7 +196,8 @@ def build_report(
     metrics = MetricsWriter(run_dir / FILE_NAME)
     progress = Progress((stream or sys.stdout) if logger.terminal else None, log=run_dir / LOG_NAME)
     status = StatusFile(run_dir / STATUS_NAME)
-    report = Report(metrics, sinks, progress, num_iterations, logger.num_logged_samples, status, decode)
+    pace = Pace(num_iterations, (settings or {}).get("train.max_minutes"))
+    report = Report(metrics, sinks, progress, num_iterations, logger.num_logged_samples, status, decode, pace)
     if metrics.num_dropped_bytes:
         dropped = f"an unfinished last line of {metrics.num_dropped_bytes} bytes, left by a killed run"
         report.message(f"{metrics.path}: {dropped}, was cut off")

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from megarl.plan.check import check_plan
 from megarl.plan.peak import find_peak_tflops
 from megarl.report.metrics import FILE_NAME as METRICS_NAME
 from megarl.report.metrics import load_metrics
+from megarl.report.pace import format_heldout
 from megarl.report.report import Report, build_report
 from megarl.report.starts import record_start
 from megarl.rollout import journal as rollout_journal
@@ -47,7 +48,7 @@ from megarl.run.job import (
     open_components,
     open_resources,
 )
-from megarl.run.limits import format_heldout, format_limit, format_places, format_resume
+from megarl.run.limits import format_limit, format_places, format_resume
 from megarl.run.machine import describe_slow_dtypes
 from megarl.run.saving import CheckpointSaver, CheckpointWriter, LoopSaver, NoSaver, estimate_bytes
 from megarl.run.signals import Stopped
@@ -95,15 +96,21 @@ def run_job(
         report = stack.enter_context(contextlib.closing(_open_report(config, run_dir, inputs)))
         stack.enter_context(show_warnings(report.message))
         _describe_run(config, inputs, run_dir, report)
-        report.message(describe_processes_to_start(config, run_dir / "logs"))
-        try:
-            with report.phase("start"):
-                resources = stack.enter_context(open_resources(config, inputs, run_dir / "logs"))
-            return _Attempts(config, inputs, resources, run_dir, report, pretrained, started).run()
-        except Stopped:
-            if not (folder.list_complete() or open_pretraining(run_dir).list_complete()):
-                report.message("there is no checkpoint yet, so there is nothing to resume")
-            raise
+        stack.enter_context(_saying_nothing_is_saved(folder, run_dir, report))
+        with report.phase("start"):
+            resources = stack.enter_context(open_resources(config, inputs, run_dir / "logs"))
+        return _Attempts(config, inputs, resources, run_dir, report, pretrained, started).run()
+
+
+@contextlib.contextmanager
+def _saying_nothing_is_saved(folder: Folder, run_dir: Path, report: Report) -> Iterator[None]:
+    """Where the block is stopped by a signal before the first checkpoint."""
+    try:
+        yield
+    except Stopped:
+        if not (folder.list_complete() or open_pretraining(run_dir).list_complete()):
+            report.message("there is no checkpoint yet, so there is nothing to resume")
+        raise
 
 
 def open_folder(run_dir: Path, keep: CheckpointConfig) -> Folder:
@@ -122,7 +129,8 @@ def _describe_run(config: Config, inputs: Inputs, run_dir: Path, report: Report)
     """Print what the run is, and record it with versions and hardware."""
     sizes, objective = describe_sizes(config), describe_objective(config, inputs.saved_groups)
     data = describe_data(config, inputs)
-    for text in filter(None, (sizes, objective, data, describe_threads(config), describe_slow_dtypes(config))):
+    start = describe_processes_to_start(config, run_dir / "logs")
+    for text in filter(None, (sizes, objective, data, describe_threads(config), describe_slow_dtypes(config), start)):
         report.message(text)
     record_start(run_dir, sizes=sizes, objective=objective, data=data, peak_tflops=find_peak_tflops(config))
 

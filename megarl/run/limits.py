@@ -1,11 +1,9 @@
 """What ends a run before its last iteration, and how its last lines say so."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.schema.train import TrainConfig
-from megarl.report.text import format_number, format_seconds
 
 
 @dataclass(frozen=True)
@@ -38,20 +36,6 @@ def find_goal(train: TrainConfig, heldout_reward: float) -> Limit | None:
     return Limit(key, f"at the held-out reward {heldout_reward:.4f}, of at least {goal:g}", f"{key}=null")
 
 
-def format_pace(train: TrainConfig, seconds: float, minutes: float, num_left: int) -> str:
-    """`pace: 34 s an iteration; the other 11 take about 6 min 14 s`, and how many of them the limit of time allows.
-
-    seconds: of one iteration. minutes: since the run started.
-    """
-    text = f"pace: {format_seconds(seconds)} an iteration; the other {num_left} take about"
-    text += f" {format_seconds(num_left * seconds)}"
-    if train.max_minutes is not None:
-        num_allowed = 1 + int(60 * max(0.0, train.max_minutes - minutes) / seconds)
-        if num_allowed < num_left:
-            text += f", of which train.max_minutes={train.max_minutes:g} leaves time for about {num_allowed}"
-    return text
-
-
 def format_limit(limit: Limit, iteration: int, num_iterations: int) -> str:
     """`ended after 4 minutes (train.max_minutes): 3 of 8 iterations`."""
     return f"ended {limit.reached} ({limit.key}): {iteration} of {num_iterations} iterations"
@@ -60,20 +44,6 @@ def format_limit(limit: Limit, iteration: int, num_iterations: int) -> str:
 def format_resume(limit: Limit, run_dir: Path) -> str:
     """How a run that has a checkpoint goes on."""
     return f"go on with megarl train resume={run_dir} {limit.go_on}"
-
-
-def format_heldout(rewards: Sequence[tuple[int, float]]) -> str:
-    """`held-out reward: 0.0143 before training, 0.273 after iteration 17; best 0.28 after iteration 12`.
-
-    rewards: of the evaluations (iteration, reward), in order; one at least.
-    """
-
-    def show(point: tuple[int, float]) -> str:
-        return f"{format_number(point[1])} {'before training' if point[0] == 0 else f'after iteration {point[0]}'}"
-
-    first, last, best = rewards[0], rewards[-1], max(rewards, key=lambda point: point[1])
-    shown = [show(first), show(last)] if len(rewards) > 1 else [show(first)]
-    return f"held-out reward: {', '.join(shown)}" + (f"; best {show(best)}" if best not in (first, last) else "")
 
 
 def format_places(run_dir: Path) -> str:

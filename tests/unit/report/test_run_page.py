@@ -114,7 +114,7 @@ def test_the_settings_in_an_experiment_of_the_users_own_are_shown_beside_the_gro
     assert set(facts.choices) == {"model=smollm2_135m", "data=jsonl", "reward=function", "algo=grpo"}
     assert facts.changes["data.path"] == (None, "prompts.jsonl")
     assert facts.changes["reward.path"] == (None, "my_reward.py:score")
-    assert facts.changes["rollout.response_length"] == (256, 24)
+    assert facts.changes["rollout.response_length"] == (256, 12)
     assert facts.changes["seed"] == (1, 3)
     assert facts.problems == []
 

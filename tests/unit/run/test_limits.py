@@ -10,7 +10,7 @@ from megarl.config.load import load_config
 from megarl.report.run_facts import load_run_facts
 from megarl.report.run_head import format_head
 from megarl.run import recorded
-from megarl.run.limits import Limit, find_goal, find_limit, format_heldout, format_limit, format_pace
+from megarl.run.limits import Limit, find_goal, find_limit, format_limit
 from megarl.trainer import Summary
 
 
@@ -34,24 +34,6 @@ def test_below_its_limits_nothing_ends_a_run_nor_does_a_reward_that_is_not_known
     assert find_limit(train, 3.9, 29) is None
     assert find_goal(train, float("nan")) is None
     assert find_limit(load_config([]).train, 1e9, 10**9) is None
-
-
-def test_the_pace_says_when_the_iterations_end_and_how_many_of_them_the_limit_of_time_allows() -> None:
-    text = "pace: 30 s an iteration; the other 11 take about 5 min 30 s"
-    assert format_pace(load_config([]).train, 30.0, 1.0, 11) == text
-    assert format_pace(load_config(["train.max_minutes=10"]).train, 30.0, 1.0, 11) == text
-    limited = load_config(["train.max_minutes=4"]).train
-    # Two minutes are left: four whole iterations, and the one in which the limit is passed.
-    assert format_pace(limited, 30.0, 2.0, 11) == f"{text}, of which train.max_minutes=4 leaves time for about 5"
-
-
-def test_the_end_says_how_the_held_out_reward_went() -> None:
-    start, middle, end = (0, 0.0143), (12, 0.28), (17, 0.2733)
-    text = "held-out reward: 0.0143 before training, 0.273 after iteration 17; best 0.28 after iteration 12"
-    assert format_heldout([start, middle, end]) == text
-    text = "held-out reward: 0.0143 before training, 0.28 after iteration 12"
-    assert format_heldout([start, middle]) == text
-    assert format_heldout([start]) == "held-out reward: 0.0143 before training"
 
 
 @pytest.mark.parametrize("saved", [True, False])
