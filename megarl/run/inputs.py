@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from megarl.config.checks.config import describe_iteration_size
 from megarl.config.errors import ConfigError
 from megarl.config.kinds import name_data, name_reward
 from megarl.config.schema.algo import needs_reference
-from megarl.config.schema.roles import OptimizerConfig, ReferenceConfig, TrainedRoleConfig
+from megarl.config.schema.roles import ReferenceConfig, TrainedRoleConfig
 from megarl.config.schema.root import Config
 from megarl.data.build import DataSplits, build_data
 from megarl.data.critic_prompt import CriticPrompt
@@ -257,7 +257,7 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
             role=role,
             checkpoint=str(start),
             parallel=node.parallel,
-            optimizer=resolve_schedule(trained.optimizer, steps[role], num_iterations) if trained else None,
+            optimizer=trained.optimizer.resolve_schedule(steps[role], num_iterations) if trained else None,
             dtype=node.dtype,
             offload=node.offload,
             **compute,
@@ -281,13 +281,6 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
     if needs_reference(config.algo):
         specs[Role.reference] = build(Role.reference, reference, checkpoint)
     return specs
-
-
-def resolve_schedule(optimizer: OptimizerConfig, steps_per_iteration: int, num_iterations: int) -> OptimizerConfig:
-    """The same with warm-up and decay in optimizer steps."""
-    run = (steps_per_iteration, num_iterations)
-    warmup, decay = optimizer.count_warmup_steps(*run), optimizer.count_decay_steps(*run)
-    return replace(optimizer, warmup_steps=warmup, warmup_ratio=None, decay_steps=decay, decay_iterations=None)
 
 
 def describe_start(config: Config, critic: WorkerSpec, saved: SavedRollouts | None) -> str:

@@ -23,7 +23,6 @@ from megarl.mcore.role_fields import ROLE_KEYS
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.plan.jobs import find_architecture, find_in_cache
 from megarl.plan.published import PUBLISHED
-from megarl.run.inputs import resolve_schedule
 from megarl.types import Sequences, TrainingSamples
 
 CPU, CUDA = "cpu", "cuda"
@@ -201,7 +200,7 @@ def build_spec(setting: Setting, role: Role, checkpoint: Path, **changes: Any) -
     node: TrainedRoleConfig = config.critic if role is Role.critic else config.policy
     fields: dict[str, Any] = {name: getattr(node, name) for name in ROLE_KEYS.values()} | {
         "fp8": None,
-        "optimizer": resolve_schedule(node.optimizer, 1, config.train.num_iterations),
+        "optimizer": node.optimizer.resolve_schedule(1, config.train.num_iterations),
         "dtype": node.dtype,
         "tokens_per_microbatch": config.train.tokens_per_microbatch,
     }

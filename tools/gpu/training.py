@@ -198,7 +198,7 @@ def check_checkpoint(setting: Setting) -> Iterator[Line]:
 
 def take_state(worker: Any) -> dict[str, Tensor]:
     """Copies of the weights, by name, and of the optimizer's tensors, by their places."""
-    state = worker.shards()
+    state = dict(worker.shards())
     for number, part in enumerate(getattr(worker.optimizer, "chained_optimizers", [worker.optimizer])):
         inner = part.optimizer
         params = [param for group in inner.param_groups for param in group["params"]]

@@ -1,6 +1,6 @@
 """The `policy`, `critic` and `reference` nodes: one Megatron model each, with a layout and an optimizer of its own."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 
@@ -175,6 +175,12 @@ class OptimizerConfig:
         if self.decay_steps is not None:
             return self.decay_steps
         return (num_iterations if self.decay_iterations is None else self.decay_iterations) * steps_per_iteration
+
+    def resolve_schedule(self, steps_per_iteration: int, num_iterations: int) -> "OptimizerConfig":
+        """The same with warm-up and decay in optimizer steps."""
+        run = (steps_per_iteration, num_iterations)
+        warmup, decay = self.count_warmup_steps(*run), self.count_decay_steps(*run)
+        return replace(self, warmup_steps=warmup, warmup_ratio=None, decay_steps=decay, decay_iterations=None)
 
 
 @dataclass

@@ -7,7 +7,6 @@ from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.load import check_overrides, list_options, load_config
 from megarl.config.open_keys import list_open_keys, open_overrides
 from megarl.config.schema.roles import LrDecay
-from megarl.run.inputs import resolve_schedule
 
 
 def problems_of(*overrides: str) -> str:
@@ -92,7 +91,7 @@ def test_every_algorithm_composes_with_the_laptop_models_at_256_samples_per_iter
     assert config.algo.value_pretrain.num_steps <= 4
     if config.policy.optimizer.decay is LrDecay.linear:
         n = config.train.num_iterations
-        assert resolve_schedule(config.policy.optimizer, 4, n).decay_steps == 4 * n
+        assert config.policy.optimizer.resolve_schedule(4, n).decay_steps == 4 * n
 
 
 def test_the_open_fields_of_the_schema_are_found():

@@ -4,13 +4,12 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.run.inputs import resolve_schedule
 
 
 def test_warm_up_and_decay_may_be_shares_of_the_run():
     shares = ("policy.optimizer.warmup_ratio=0.1", "policy.optimizer.decay_iterations=null")
     config = load_config(["train.num_iterations=50", "policy.optimizer.decay=cosine", *shares])
-    schedule = resolve_schedule(config.policy.optimizer, config.train.num_optimizer_steps, 50)
+    schedule = config.policy.optimizer.resolve_schedule(config.train.num_optimizer_steps, 50)
     assert (schedule.warmup_steps, schedule.decay_steps) == (20, 200)
     with pytest.raises(ConfigError, match=r"warmup_steps: has no effect with policy\.optimizer\.warmup_ratio=0\.1"):
         load_config(["policy.optimizer.warmup_ratio=0.1", "policy.optimizer.warmup_steps=5"])
