@@ -142,7 +142,7 @@ def _check_limit(limit: Limit, history: History) -> Warned | None:
     values = history.list_recent(limit.metric, RECENT)
     if history.counts.get(limit.metric, 0) < limit.fewest:
         return None
-    if limit.unless and any(each > limit.unless[1] for each in history.list_recent(limit.unless[0], 1)):
+    if limit.unless and _is_last_above(history, *limit.unless):
         return None
     middle = median_high(values)
     if limit.low <= middle <= limit.high:
@@ -151,6 +151,10 @@ def _check_limit(limit: Limit, history: History) -> Warned | None:
     return Warned(
         limit.title, f"{limit.found.format(shown)} (median of the last {len(values)}; {limit.metric})", limit.do
     )
+
+
+def _is_last_above(history: History, metric: str, bound: float) -> bool:
+    return any(each > bound for each in history.list_recent(metric, 1))
 
 
 def _check_learning(history: History, _config: Mapping[str, Any]) -> Iterator[Warned]:
@@ -192,7 +196,8 @@ def _is_near_best(history: History, metric: str) -> bool:
 def _check_entropy(history: History, _config: Mapping[str, Any]) -> Iterator[Warned]:
     name = "policy/entropy"
     values = [point.metrics[name].mean for point in history.points if name in point.metrics]
-    if len(values) < FEWEST_OF_ENTROPY or any(each > 0.9 for each in history.list_recent("reward/correct", 1)):
+    # What is solved needs no variety.
+    if len(values) < FEWEST_OF_ENTROPY or _is_last_above(history, "reward/correct", 0.9):
         return
     first, last = median_high(values[:3]), median_high(values[-(RECENT // 2) :])
     if last < 0.1 * first:

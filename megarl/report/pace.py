@@ -34,7 +34,9 @@ def format_pace(seconds: float, num_left: int, left_s: float | None = None) -> s
     text = f"pace: {format_seconds(seconds)} an iteration; the other {num_left} take about"
     text += f" {format_seconds(num_left * seconds)}"
     num_allowed = num_left if left_s is None else 1 + int(max(0.0, left_s) / seconds)
-    return text + (f"; train.max_minutes leaves time for about {num_allowed} of them" * (num_allowed < num_left))
+    if num_allowed < num_left:
+        text += f"; train.max_minutes leaves time for about {num_allowed} of them"
+    return text
 
 
 def format_heldout(rewards: Sequence[tuple[int, float]]) -> str:

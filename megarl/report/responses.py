@@ -21,6 +21,17 @@ FILE_NAME = "rollouts.jsonl"
 NUM_SAMPLED = 1500
 ENTROPY_ESTIMATE = "derived/entropy_estimate"
 """Mean of -log pi(a) over the tokens that were sampled: without bias where all of the distribution is sampled"""
+LOGGED_ITERATION = re.compile(r"^(?:\S+ \S+ )?iteration (\d+)/\d+  ")
+"""The line of an iteration in train.log, with or without its time"""
+
+
+@dataclass(frozen=True)
+class LoggedWarning:
+    text: str
+    count: int
+    """How often it is in the log"""
+    iteration: int | None
+    """The iteration that was logged before the last of them; None: none was"""
 
 
 @dataclass(frozen=True)
@@ -112,18 +123,6 @@ def bin_lengths(responses: Sequence[SampledResponse], num_bins: int = 24) -> lis
     for response in responses:
         counts[int(response.num_tokens / width)][response.is_correct] += 1
     return [LengthBin(i * width, (i + 1) * width, right, wrong) for i, (wrong, right) in enumerate(counts)]
-
-
-@dataclass(frozen=True)
-class LoggedWarning:
-    text: str
-    count: int
-    """How often it is in the log"""
-    iteration: int | None
-    """The iteration that was logged before the last of them; None: none was"""
-
-
-LOGGED_ITERATION = re.compile(r"^(?:\S+ \S+ )?iteration (\d+)/\d+  ")
 
 
 def read_warnings(path: Path, most: int = 20, most_bytes: int = 4 * 2**20) -> Iterator[LoggedWarning]:

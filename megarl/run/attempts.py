@@ -108,7 +108,7 @@ def _saying_nothing_is_saved(folder: Folder, run_dir: Path, report: Report) -> I
     try:
         yield
     except Stopped:
-        if not (folder.list_complete() or open_pretraining(run_dir).list_complete()):
+        if not any(find_progress(folder, run_dir)):
             report.message("there is no checkpoint yet, so there is nothing to resume")
         raise
 
@@ -117,6 +117,11 @@ def open_folder(run_dir: Path, keep: CheckpointConfig) -> Folder:
     """The folder of a run's checkpoints."""
     record = run_dir / checkpoints.RECORD
     return Folder(run_dir / checkpoints.NAME, keep_last=keep.keep_last, keep_best=keep.keep_best, record=record)
+
+
+def find_progress(folder: Folder, run_dir: Path) -> tuple[list[int], list[int]]:
+    """Iteration and step of the newest checkpoints of training and of value pretraining, where there are any."""
+    return folder.list_complete()[-1:], open_pretraining(run_dir).list_complete()[-1:]
 
 
 def _open_report(config: Config, run_dir: Path, inputs: Inputs) -> Report:
@@ -164,12 +169,12 @@ class _Attempts:
 
     def run(self) -> Summary:
         """Repeat attempts until one succeeds; a lost process starts the next, at most max_restarts in a row."""
-        num_restarts, newest = 0, self.find_progress()
+        num_restarts, newest = 0, find_progress(self.folder, self.run_dir)
         while True:
             try:
                 return self.attempt()
             except RuntimeError as error:
-                before, newest = newest, self.find_progress()
+                before, newest = newest, find_progress(self.folder, self.run_dir)
                 num_restarts = 1 if newest > before else num_restarts + 1
                 if not self.is_saving:
                     raise
@@ -226,10 +231,6 @@ class _Attempts:
         if rewards := [(int(line["iteration"]), line["reward/heldout"]) for line in lines if "reward/heldout" in line]:
             self.report.message(format_heldout(rewards))
         self.report.message(format_places(self.run_dir))
-
-    def find_progress(self) -> tuple[list[int], list[int]]:
-        """Iteration and step of the newest checkpoints of training and of value pretraining, where there are any."""
-        return self.folder.list_complete()[-1:], open_pretraining(self.run_dir).list_complete()[-1:]
 
     def start(self, trainer: Trainer, resume_point: ResumePoint | None) -> None:
         """Prepare training: value pretraining, resumed where there is a resume_point."""
