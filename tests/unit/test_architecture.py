@@ -57,8 +57,6 @@ HOMES = {
     "megatron": {"mcore"},
 }
 """The only rooms that may import a package."""
-LONGEST_FILE = 350
-LONGEST_FUNCTION = 45
 
 
 def list_sources(*directories: str) -> list[Path]:
@@ -261,38 +259,10 @@ def test_tests_live_only_under_tests() -> None:
     )
 
 
-def find_long_functions(source: str) -> Iterator[tuple[int, str, int]]:
-    """(line, name, number of lines) of each function that is too long; decorators are not counted."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length >= LONGEST_FUNCTION:
-                yield node.lineno, node.name, length
-
-
-def test_files_and_functions_are_short_enough_to_read() -> None:
-    problems = []
-    for path in list_sources("megarl", "tools", "tests"):
-        source = path.read_text()
-        name, length = path.relative_to(ROOT), len(source.splitlines())
-        if length >= LONGEST_FILE:
-            problems.append(f"{name}: {length} lines, {LONGEST_FILE - 1} at most")
-        for line, function, size in find_long_functions(source):
-            problems.append(f"{name}:{line}: {function} has {size} lines, {LONGEST_FUNCTION - 1} at most")
-    report_problems(problems)
-
-
 def test_every_test_file_has_a_name_of_its_own() -> None:
     """pytest imports them by it."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     report_problems(name for name in sorted(set(names)) if names.count(name) > 1)
-
-
-def test_the_length_check_counts_a_function_from_def_to_its_last_line() -> None:
-    body = "    x = 1\n"
-    too_long = "@decorated\ndef f():\n" + body * (LONGEST_FUNCTION - 1)
-    assert list(find_long_functions(too_long)) == [(2, "f", LONGEST_FUNCTION)]
-    assert not list(find_long_functions("def f():\n" + body * (LONGEST_FUNCTION - 2)))
 
 
 def find_unsafe_calls(source: str) -> Iterator[tuple[int, str]]:
