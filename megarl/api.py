@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config.checks.config import check_config
 from megarl.config.errors import ConfigError
-from megarl.config.load import load_config
+from megarl.config.load import complete_overrides, load_config
 from megarl.config.placement import check_cluster
 from megarl.config.schema.root import Config
 from megarl.config.search_path import write_search_path
@@ -24,8 +24,8 @@ def compose(*overrides: str, config_dir: str | Path | Sequence[str | Path] = ())
     """The checked configuration of `python -m megarl.train OVERRIDES`: `compose("algo=grpo", "seed=2")`.
 
     config_dir: directories with configuration files of your own, as `--config-dir` adds them. The result is plain
-    dataclasses, whose fields may be set. Needs no torch. Raises ConfigError, naming each key, what was found and what
-    would be right.
+    dataclasses, whose fields may be set. A model that a run wrote brings that run's settings. Needs no torch. Raises
+    ConfigError, naming each key, what was found and what would be right.
     """
     return load_config(_add_search_path(overrides, config_dir))
 
@@ -52,6 +52,8 @@ def train(
             raise ConfigError([f"train: found the text {config!r}; a list of overrides is needed: [{config!r}]"])
         overrides = _add_search_path(config, config_dir)
         config = load_config(overrides)
+        for line in complete_overrides(overrides)[1]:
+            print(line, flush=True)
     problems = check_config(config) or list(check_cluster(config, "train")) or list(check_machine(config, "train"))
     if problems:
         raise ConfigError(problems)

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from megarl.config.errors import ConfigError
 from megarl.config.evaluation_sets import expand_sets, load_configs
+from megarl.config.load import complete_overrides
 from megarl.config.open_keys import open_overrides
 from megarl.config.roll.rewrite import rewrite_overrides
 from megarl.config.schema.model import ModelSource
@@ -56,11 +57,11 @@ def prepare(overrides: Sequence[str], options: Sequence[str]) -> dict[str, Confi
         check_directory(overrides)
         note_before(overrides)
         check_start(next(iter(configs.values())), "evaluate")
-    for line in rewritten.lines:
+    completed = [complete_overrides(run, "evaluate") for run in runs.values()]
+    for line in dict.fromkeys([*rewritten.lines, *(line for _, lines in completed for line in lines)]):
         print(line, flush=True)
     # Hydra creates the run's folder and records the configuration in it.
-    first = open_overrides(next(iter(runs.values())))
-    sys.argv[1:] = [*options, *choose_run_dir(overrides, configs), *first]
+    sys.argv[1:] = [*options, *choose_run_dir(overrides, configs), *open_overrides(completed[0][0])]
     return configs
 
 
@@ -78,8 +79,11 @@ def evaluate(configs: dict[str, Config], run_dir: Path) -> Results:
     from megarl.run.evaluation import run_evaluation
 
     results = run_evaluation(configs, run_dir)
-    found = [(result.name, *next(iter(result.estimates.items()))) for result in results]
-    return {f"{name}/{key}": float(estimate.value) for name, key, estimate in found}
+    found: dict[str, float] = {}
+    for result in results:
+        key, estimate = next(iter(result.estimates.items()))
+        found |= {f"{result.name}/{key}": float(estimate.value), f"{result.name}/reward": result.mean_reward}
+    return found
 
 
 if __name__ == "__main__":

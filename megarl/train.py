@@ -53,7 +53,7 @@ def main() -> None:
 def _run_composed(composed: DictConfig) -> float | None:
     """Run; returns the held-out reward, which a sweeper maximises, None for a failed run of a sweep."""
     if HydraConfig.get().mode is RunMode.MULTIRUN:
-        results = run_one(composed)
+        results = run_one()
         return results.get(HELDOUT) if results is not None else None
     return run_composed(composed, _train).get(HELDOUT)
 

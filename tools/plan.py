@@ -16,9 +16,8 @@ import warnings
 from collections.abc import Sequence
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import load_config
+from megarl.config.load import complete_overrides, load_config
 from megarl.config.placement import list_contradictions
-from megarl.config.roll.rewrite import rewrite_overrides
 from megarl.config.schema.cluster import Placement
 from megarl.config.schema.root import Config
 from megarl.config.search_path import take_config_dirs
@@ -50,9 +49,9 @@ def main(arguments: Sequence[str]) -> int:
     warnings.simplefilter("ignore")
     try:
         check_words(arguments)
-        for line in rewrite_overrides(arguments).lines:
-            print(line)
         config = load_config(arguments)
+        for line in complete_overrides(arguments)[1]:
+            print(line)
         check_hardware_is_known(config)
         return show_search(arguments, config, mean) if searches else show(config, mean)
     except ConfigError as error:

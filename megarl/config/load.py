@@ -1,9 +1,11 @@
 """From the command line to a checked `Config`: compose with Hydra, name every problem, suggest the right key."""
 
+import copy
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
@@ -15,12 +17,14 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megarl.config import brought
 from megarl.config.checks.config import check_config
 from megarl.config.checks.unused import find_unused
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.open_keys import find_choices_with, open_overrides
 from megarl.config.peer_names import find_peer_name
 from megarl.config.roll.rewrite import list_set_keys, rewrite_overrides
+from megarl.config.schema.model import ModelSource
 from megarl.config.schema.rollout import NO_QUANTIZED_WEIGHTS
 from megarl.config.schema.root import Config, register
 from megarl.config.search_path import CONF_DIR, find_hidden_files, is_search_path, list_config_dirs, list_options
@@ -33,12 +37,13 @@ MAX_CHECKED_SWEEP_RUNS = 256
 def load_config(overrides: Sequence[str], command: str = "train") -> Config:
     """The checked configuration of `python -m megarl.COMMAND` for these `key=value` overrides, ROLL's names included.
 
+    A model that a run wrote brings settings of that run (megarl/config/brought.py), which what is given replaces.
     Raises ConfigError, naming each key, what was found and what would be right; so does a key that the overrides or
     the chosen conf/experiment/NAME.yaml set and that has no effect, in the latter whichever command it is.
     """
     check_words(overrides)
     rewritten = rewrite_overrides(overrides)
-    config = to_config(_compose(rewritten.overrides))
+    config = to_config(_settle(rewritten.overrides, command)[0])
     typed = {key: key for text in rewritten.overrides for key in list_set_keys(text)}
     typed |= {key: f"{key} (from {origin})" for key, origin in rewritten.origins.items() if key in typed}
     found = _list_experiment_keys(rewritten.overrides)
@@ -50,6 +55,59 @@ def load_config(overrides: Sequence[str], command: str = "train") -> Config:
     if unused:
         raise ConfigError(unused)
     return config
+
+
+def complete_overrides(overrides: Sequence[str], command: str = "train") -> tuple[list[str], list[str]]:
+    """The overrides that Hydra composes to what `load_config` gives, and a line for each thing that is not as typed.
+
+    Raises ConfigError.
+    """
+    rewritten = rewrite_overrides(overrides)
+    _, added, line = _settle(rewritten.overrides, command)
+    return [*added, *rewritten.overrides], [*rewritten.lines, *([line] if line else [])]
+
+
+def _settle(overrides: Sequence[str], command: str) -> tuple[DictConfig, list[str], str | None]:
+    """What the overrides compose to with the settings that the model brings; these, and the line that says so."""
+    try:
+        composed = _compose(overrides)
+        settings = _find_run_settings(composed)
+    except ConfigError:
+        # A key may be one of the kind of data or reward that the model brings.
+        composed = _compose([text for text in overrides if text.split(".")[0] not in brought.SCHEMAS])
+        settings = _find_run_settings(composed)
+        if settings is None:
+            raise
+    if settings is None:
+        return composed, [], None
+    experiment = _list_experiment_keys(overrides)
+    typed = dict.fromkeys([*experiment, *(key for text in overrides for key in list_set_keys(text))], "")
+    choices = [text.lstrip("+").partition("=") for text in overrides if _is_choice(text, overrides)]
+    typed |= _list_experiment_groups(overrides) | {group: option for group, _, option in choices}
+    kinds = brought.choose_kinds(settings, composed, typed)
+    if kinds:
+        composed = _compose([*brought.write_overrides(kinds, {}), *overrides])
+    values = brought.choose_values(settings, composed, typed, kinds, command)
+    unused = {key for key, _ in find_unused(_fill(composed, values), values, command)}
+    values = {key: value for key, value in values.items() if key not in unused}
+    added = list(brought.write_overrides(kinds, values))
+    line = brought.describe_brought(composed.model.path, settings, added) if added else None
+    return _compose([*added, *overrides]) if values else composed, added, line
+
+
+def _find_run_settings(composed: DictConfig) -> brought.RunSettings | None:
+    model = composed.model
+    return brought.find_run_settings(model.path) if model.source is ModelSource.path else None
+
+
+def _fill(composed: DictConfig, values: Mapping[str, Any]) -> Config:
+    """With these values, and with "" for a key that a run must give and that is not there yet."""
+    filled = copy.deepcopy(composed)
+    for key, value in values.items():
+        OmegaConf.update(filled, key, value, force_add=True)
+    for key in OmegaConf.missing_keys(filled):
+        OmegaConf.update(filled, key, "")
+    return _to_dataclasses(filled)
 
 
 def compose_config(overrides: Sequence[str]) -> Config:
@@ -217,17 +275,29 @@ def _is_at_or_below(key: str, nodes: Sequence[str]) -> bool:
 
 def _list_experiment_keys(overrides: Sequence[str]) -> dict[str, str]:
     """Each key that the chosen conf/experiment/NAME.yaml sets, with the name of the key and the file."""
-    chosen = [text.lstrip("+").partition("=")[2] for text in overrides if text.lstrip("+").startswith("experiment=")]
     found: dict[str, str] = {}
+    for path, tree in _load_experiments(overrides):
+        keys = [key for key in _walk(tree, "") if key.split(".")[0] != "defaults"]
+        leaves = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
+        source = f"conf/experiment/{path.name}" if path.parents[1] == CONF_DIR else str(path)
+        found |= {key: f"{key} (from {source})" for key in leaves}
+    return found
+
+
+def _list_experiment_groups(overrides: Sequence[str]) -> dict[str, str]:
+    """The groups of which the chosen experiment's file names an option, and the option."""
+    entries = [entry for _, tree in _load_experiments(overrides) for entry in tree.get("defaults", ())]
+    named = [pair for entry in entries if isinstance(entry, dict) for pair in entry.items()]
+    return {str(name).removeprefix("override").strip().lstrip("/"): str(option) for name, option in named}
+
+
+def _load_experiments(overrides: Sequence[str]) -> Iterator[tuple[Path, dict[Any, Any]]]:
+    chosen = [text.lstrip("+").partition("=")[2] for text in overrides if text.lstrip("+").startswith("experiment=")]
     for folder, name in itertools.product(list_config_dirs(overrides), chosen):
         path = folder / "experiment" / f"{name}.yaml"
-        if path.is_file():
-            tree = OmegaConf.to_container(OmegaConf.load(path))
-            keys = [key for key in _walk(tree, "") if key != "defaults"]
-            leaves = [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
-            source = f"conf/experiment/{path.name}" if folder == CONF_DIR else str(path)
-            found |= {key: f"{key} (from {source})" for key in leaves}
-    return found
+        tree = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
+        if isinstance(tree, dict):
+            yield path, tree
 
 
 def _suggest(key: str, known: Sequence[str]) -> str:

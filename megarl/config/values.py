@@ -1,5 +1,6 @@
 """The values of a configuration by dotted key, as run.json records them."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -15,14 +16,30 @@ def list_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{field.name}", type(value).__name__
             yield from list_values(value, f"{prefix}{field.name}.")
         else:
-            yield f"{prefix}{field.name}", _to_plain(value)
+            yield f"{prefix}{field.name}", to_plain(value)
 
 
-def _to_plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """The value without classes of its own: an enum's value, a group's values by dotted key."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Mapping):
-        return {str(key): _to_plain(each) for key, each in value.items()}
+        return {str(key): to_plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_to_plain(each) for each in value]
+        return [to_plain(each) for each in value]
     return dict(list_values(value)) if is_dataclass(value) else value
+
+
+def write_value(value: Any) -> str:
+    """A plain value as an override writes it, which Hydra reads back as the same."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{write_value(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(write_value, value))}]"
+    if not isinstance(value, str):
+        return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    if re.fullmatch(r"(?!(null|true|false|yes|no|on|off|nan|inf)$)[a-z/][\w./-]*", value, re.IGNORECASE | re.ASCII):
+        return value
+    # A backslash escapes only before a quote and at the end; one before an interpolation keeps it a text.
+    text = re.sub(r"(\\+)(?='|$)", r"\1\1", value.replace("${", "\\${")).replace("'", "\\'")
+    return f"'{text}'"

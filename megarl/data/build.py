@@ -59,6 +59,17 @@ class DataSplits:
     """Problems left out: longer than data.prompt_length, or for training and held out as well."""
 
 
+@dataclass(frozen=True)
+class SplitProblems:
+    """As `DataSplits`, each prompt with its problem."""
+
+    train: list[Tokenized]
+    heldout: list[Tokenized]
+    num_dropped: int
+    shares_questions: bool
+    """As `ProblemSplits.shares_questions`"""
+
+
 def build_data(
     config: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: int, tools: ToolPrompt | None = None
 ) -> DataSplits:
@@ -68,6 +79,18 @@ def build_data(
 
     Raises ConfigError for bad keys, unreadable or malformed files, and where no prompt is short enough.
     """
+    split = split_problems(config, tokenizer, seed, tools)
+    return DataSplits(
+        train=tuple(prompt for _, prompt in split.train),
+        heldout=tuple(prompt for _, prompt in split.heldout),
+        num_dropped=split.num_dropped,
+    )
+
+
+def split_problems(
+    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: int, tools: ToolPrompt | None = None
+) -> SplitProblems:
+    """As `build_data`, with the problems that the prompts are made of."""
     problems = build_source(config).load(seed)
     renderer = Renderer(config, tokenizer, tools)
     train = tokenize_problems(problems.train, renderer, "training")
@@ -82,11 +105,7 @@ def build_data(
         num_read -= unused - len(heldout)
         if not problems.shares_questions:
             train = remove_questions(train, heldout)
-    return DataSplits(
-        train=tuple(prompt for _, prompt in train),
-        heldout=tuple(prompt for _, prompt in heldout),
-        num_dropped=num_read - len(train) - len(heldout),
-    )
+    return SplitProblems(train, heldout, num_read - len(train) - len(heldout), problems.shares_questions)
 
 
 def build_source(config: DataConfig) -> Source:

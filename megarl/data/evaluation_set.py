@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.data import (
@@ -15,14 +15,14 @@ from megarl.config.schema.data import (
     JsonlDataConfig,
     ParquetDataConfig,
 )
-from megarl.data.build import build_source, tokenize_problems
-from megarl.data.problem import Problem
+from megarl.data.build import Tokenized, build_source, split_problems, tokenize_problems
 from megarl.data.render import Renderer
 from megarl.toolbox.prompt import ToolPrompt
-from megarl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Each = TypeVar("Each")
 
 
 def build_evaluation_set(
@@ -35,7 +35,7 @@ def build_evaluation_set(
     num_problems: int | None = None,
     tools: ToolPrompt | None = None,
     key: str | None = None,
-) -> tuple[Prompt, ...]:
+) -> tuple[Tokenized, ...]:
     """The problems of data=`name`, in their order: every one, or `num_problems` drawn at random under `seed`.
 
     path: a file or directory in place of the one the configuration names. tools: those that the prompts describe. key:
@@ -53,8 +53,8 @@ def build_evaluation_set(
         raise ConfigError([f"data={name}: {problem}{hint}" for problem in error.problems]) from error
     problems = _draw(found.train if found.heldout is None else found.heldout, num_problems, seed)
     unlimited = replace(chosen, prompt_length=sys.maxsize)
-    prompts = tuple(prompt for _, prompt in tokenize_problems(problems, Renderer(unlimited, tokenizer, tools), name))
-    longest = max(len(prompt.token_ids) for prompt in prompts)
+    tokenized = tuple(tokenize_problems(problems, Renderer(unlimited, tokenizer, tools), name))
+    longest = max(len(prompt.token_ids) for _, prompt in tokenized)
     if longest > config.prompt_length:
         raise ConfigError(
             [
@@ -62,7 +62,34 @@ def build_evaluation_set(
                 " tokens, and an evaluation leaves no problem out"
             ]
         )
-    return prompts
+    return tokenized
+
+
+def build_heldout(
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    *,
+    most: int,
+    num_problems: int | None = None,
+    tools: ToolPrompt | None = None,
+) -> tuple[Tokenized, ...]:
+    """The prompts of these data on which a run evaluates itself, in the run's order; of them `num_problems` at random.
+
+    most: train.num_eval_prompts. Raises ConfigError.
+    """
+    return tuple(_draw(split_problems(config, tokenizer, seed, tools).heldout[:most], num_problems, seed))
+
+
+def find_training_questions(
+    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: int, tools: ToolPrompt | None = None
+) -> frozenset[str]:
+    """Of the prompts that a run with these data trains on: `Problem.question_key`.
+
+    None of data whose held-out part asks the same by intention. Raises ConfigError where they cannot be read.
+    """
+    split = split_problems(config, tokenizer, seed, tools)
+    return frozenset() if split.shares_questions else frozenset(problem.question_key for problem, _ in split.train)
 
 
 def use_local_path(config: DataConfig, path: str, key: str) -> DataConfig:
@@ -95,7 +122,7 @@ def _whole(config: DataConfig) -> DataConfig:
     return config
 
 
-def _draw(problems: Sequence[Problem], number: int | None, seed: int) -> list[Problem]:
+def _draw(problems: Sequence[Each], number: int | None, seed: int) -> list[Each]:
     if number is None or number >= len(problems):
         return list(problems)
     rows = random.Random(f"evaluate/{seed}").sample(range(len(problems)), number)

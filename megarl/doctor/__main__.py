@@ -7,7 +7,7 @@ import os
 import sys
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import load_config
+from megarl.config.load import complete_overrides, load_config
 from megarl.config.search_path import take_config_dirs
 from megarl.doctor.allocation import assume_allocation
 from megarl.doctor.gather import Probe, gather
@@ -31,6 +31,8 @@ def main() -> None:
             raise ConfigError([f"{options[0]}: no such option; the doctor takes key=value, as megarl.train does"])
         assumed = assume_allocation(arguments, os.environ)
         config = load_config([*arguments, *assumed])
+        for line in complete_overrides([*arguments, *assumed])[1]:
+            print(line)
     except ConfigError as error:
         end_with_config_error(error)
     need = find_need(config, arguments, assumed)

@@ -1,6 +1,7 @@
 """One training run from a checked configuration: attempts, each from the newest checkpoint, until one succeeds."""
 
 import contextlib
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -19,6 +20,7 @@ from megarl.checkpoint.folder import (
 )
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.cluster.waiting import WorkerError
+from megarl.config.brought import MODEL_FILE
 from megarl.config.checks.config import describe_sizes
 from megarl.config.errors import ConfigError
 from megarl.config.placement import find_server_offload
@@ -218,6 +220,8 @@ class _Attempts:
                     trainer.restore(state)
                 summary = trainer.run()
             wait_all([role.export_weights(self.run_dir / name) for name, role in roles.items()])
+        if (self.run_dir / RUN_FILE).is_file():
+            shutil.copyfile(self.run_dir / RUN_FILE, self.run_dir / Role.policy.value / MODEL_FILE)
         self.say_end(summary)
         return summary
 

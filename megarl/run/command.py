@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import check_overrides, load_config, to_config
+from megarl.config.load import check_overrides, complete_overrides, load_config, to_config
 from megarl.config.open_keys import open_overrides
 from megarl.config.placement import check_cluster
 from megarl.config.roll.rewrite import rewrite_overrides
@@ -33,7 +33,7 @@ _before: Before | None = None
 
 
 def check_command_line(command: str = "train") -> None:
-    """Replace ROLL's names in sys.argv by our keys, printing each, and check every run of the command line.
+    """Replace ROLL's names in sys.argv by our keys, add what a run's model brings, print both, and check every run.
 
     command: the module's name, which determines the keys that have an effect. Where there are problems it prints
     them and ends the process.
@@ -48,8 +48,13 @@ def check_command_line(command: str = "train") -> None:
         return
     try:
         check_words(overrides)
-        rewritten = rewrite_overrides(overrides)
         check_overrides(overrides, command)
+        if is_sweep(options):
+            # A run of it is a command of its own, to which its own model brings settings.
+            rewritten = rewrite_overrides(overrides)
+            completed, lines = rewritten.overrides, rewritten.lines
+        else:
+            completed, lines = complete_overrides(overrides, command)
         if not is_printing(options):
             check_directory(arguments)
             note_before(arguments)
@@ -57,10 +62,10 @@ def check_command_line(command: str = "train") -> None:
                 check_start(load_config(overrides, command), command)
     except ConfigError as error:
         end_with_config_error(error)
-    for line in rewritten.lines:
+    for line in lines:
         print(line, flush=True)
     # Hydra reads sys.argv itself, so it must also contain what makes the keys of open fields acceptable to Hydra.
-    sys.argv[1:] = [*options, *open_overrides(rewritten.overrides)]
+    sys.argv[1:] = [*options, *open_overrides(completed)]
 
 
 def note_before(arguments: Sequence[str]) -> None:

@@ -12,13 +12,15 @@ from omegaconf import OmegaConf
 
 from megarl.cluster.opened import open_ray
 from megarl.cluster.servers import running_servers
+from megarl.config.brought import find_run_settings
 from megarl.config.errors import ConfigError
 from megarl.config.kinds import name_data, name_reward
 from megarl.config.placement import SERVERS, list_groups, place
 from megarl.config.schema.evaluate import EvaluateConfig, get_temperature, list_ks
+from megarl.config.schema.model import ModelSource
 from megarl.config.schema.root import Config
 from megarl.config.threads import settle_threads
-from megarl.data.evaluation_set import build_evaluation_set
+from megarl.data.evaluation_set import build_evaluation_set, build_heldout, find_training_questions
 from megarl.data.render import use_chat_template
 from megarl.hf.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
 from megarl.interfaces import DeadlineError, RolloutEngine
@@ -49,6 +51,9 @@ from megarl.types import Prompt, Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MAX_EARLIER_RUNS = 32
+"""Runs that are followed back from a model; each began with the model of the one before"""
+
 
 @dataclass(frozen=True)
 class EvaluationSet:
@@ -63,6 +68,8 @@ class EvaluationSet:
     """What answers the policy; None with environment=single_turn"""
     max_failed_frac: float = 1.0
     """reward.max_failed_frac"""
+    questions: frozenset[str] = frozenset()
+    """`Problem.question_key` of the prompts"""
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,11 @@ class EvaluationInputs:
     checkpoint: Path
     tokenizer: "PreTrainedTokenizerBase"
     sets: tuple[EvaluationSet, ...]
+    trained: Mapping[str, int] | None = None
+    """How many problems of each set are among those that the model was trained on, as far as its run's data are known;
+    None: a model that no run wrote, or data that cannot be read"""
+    lines: tuple[str, ...] = ()
+    """What is to be said of that"""
 
 
 def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResult]:
@@ -83,7 +95,8 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
     inputs = load_evaluation_inputs(configs)
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(contextlib.closing(Progress(get_terminal())))
-        progress.line(describe_evaluation(inputs, config.evaluate, config.rollout.response_length))
+        for line in (describe_evaluation(inputs, config.evaluate, config.rollout.response_length), *inputs.lines):
+            progress.line(line)
         started = time.monotonic()
         progress.enter("start")
         engine, recovery = _open_engine(stack, config, inputs.checkpoint, run_dir / "logs", progress)
@@ -100,7 +113,7 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
             recovery=recovery,
             decode=inputs.tokenizer.decode,
         )
-        write_evaluation(run_dir / FILE_NAME, results, list_settings(configs, inputs.checkpoint))
+        write_evaluation(run_dir / FILE_NAME, results, list_settings(configs, inputs))
         progress.line(format_table(results))
     return results
 
@@ -147,20 +160,49 @@ def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:
         raise ConfigError(problems)
     longest = max(len(prompt.token_ids) for each in sets for prompt in each.prompts)
     _check_length(checkpoint, longest, config.rollout.response_length)
-    return EvaluationInputs(checkpoint, tokenizer, tuple(sets))
+    trained, lines = _compare_with_training(config, sets, tokenizer)
+    return EvaluationInputs(checkpoint, tokenizer, tuple(sets), trained, lines)
+
+
+def _compare_with_training(
+    config: Config, sets: Sequence[EvaluationSet], tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[Mapping[str, int] | None, tuple[str, ...]]:
+    """How many problems of each set the model was trained on, and a line about each set."""
+    settings = find_run_settings(config.model.path) if config.model.source is ModelSource.path else None
+    if settings is None:
+        return None, ()
+    learned: frozenset[str] = frozenset()
+    file, read = settings.file, 0
+    try:
+        # A run may have begun with the model of another one.
+        while settings is not None and read < MAX_EARLIER_RUNS:
+            if (built := settings.build_data()) is None:
+                return None, (f"what the model was trained on is not known: {settings.file} names no data",)
+            data, environment = built
+            tools = build_tool_prompt(environment, data, tokenizer)
+            learned |= find_training_questions(data, tokenizer, settings.values.get("seed", config.seed), tools)
+            settings, read = settings.find_earlier(), read + 1
+    except ConfigError as error:
+        return None, (f"what the model was trained on is not known: {file}: {'; '.join(error.problems)}",)
+    trained = {each.name: len(each.questions & learned) for each in sets}
+    return trained, tuple(
+        f"{'warning: ' if trained[each.name] else ''}{each.name}: {trained[each.name] or 'none'} of the"
+        f" {len(each.questions)} questions {'are' if trained[each.name] > 1 else 'is'} among those that the model was"
+        f" trained on ({file})"
+        for each in sets
+    )
 
 
 def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase") -> EvaluationSet:
     evaluate = config.evaluate
-    prompts = build_evaluation_set(
-        config.data,
-        tokenizer,
-        config.seed,
-        name=name,
-        path=evaluate.paths.get(name),
-        num_problems=evaluate.num_problems,
-        tools=build_tool_prompt(config.environment, config.data, tokenizer),
-    )
+    tools = build_tool_prompt(config.environment, config.data, tokenizer)
+    given, number = (config.data, tokenizer, config.seed), evaluate.num_problems
+    if evaluate.heldout:
+        tokenized = build_heldout(*given, most=config.train.num_eval_prompts, num_problems=number, tools=tools)
+    else:
+        path = evaluate.paths.get(name)
+        tokenized = build_evaluation_set(*given, name=name, path=path, num_problems=number, tools=tools)
+    prompts = tuple(prompt for _, prompt in tokenized)
     with contextlib.closing(build_scorer(config.reward)) as scorer:
         path = evaluate.paths.get(name)
         data = name_data(config.data) if path is None else f"evaluate.paths.{name}={path}"
@@ -175,6 +217,7 @@ def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase") -
         config.rollout.response_length,
         conversation,
         config.reward.max_failed_frac,
+        frozenset(problem.question_key for problem, _ in tokenized),
     )
 
 
@@ -293,11 +336,12 @@ def describe_evaluation(inputs: EvaluationInputs, config: EvaluateConfig, respon
     return f"evaluating {inputs.checkpoint} on {sets}: {each} per problem, {how}, of up to {response_length} tokens"
 
 
-def list_settings(configs: Mapping[str, Config], checkpoint: Path) -> dict[str, Any]:
+def list_settings(configs: Mapping[str, Config], inputs: EvaluationInputs) -> dict[str, Any]:
     """The settings of the evaluation, as JSON values."""
     config = next(iter(configs.values()))
     return {
-        "checkpoint": str(checkpoint),
+        "checkpoint": str(inputs.checkpoint),
+        "num_trained_on": inputs.trained,
         "seed": config.seed,
         "temperature": get_temperature(config.evaluate),
         "config": {

@@ -91,11 +91,14 @@ def take_resume(arguments: Sequence[str]) -> tuple[list[str], Path | None]:
 
 
 def save_run(run_dir: Path, config: Config, overrides: Sequence[str]) -> None:
-    """Write what `resume=RUN_DIR` needs: {"overrides": [...], "config": {dotted key: value}}."""
+    """Write what `resume=RUN_DIR` and whoever uses the run's model need.
+
+    {"overrides": [...], "config": {dotted key: value}, "directory": where relative paths count from}
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
     # An address is that of one start; what auto stands for is that of each.
     kept = [text for text in overrides if _name_key(text) != "cluster.ray_address" or text.endswith(f"={AUTO}")]
-    content = {"overrides": kept, "config": dict(list_values(config))}
+    content = {"overrides": kept, "config": dict(list_values(config)), "directory": str(Path.cwd())}
     write_atomically(run_dir / RUN_FILE, json.dumps(content, indent=1))
 
 

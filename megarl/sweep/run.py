@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
 
 from megarl.checkpoint.folder import RUN_FILE
 from megarl.config.errors import ConfigError
-from megarl.config.load import to_config
+from megarl.config.load import load_config
 from megarl.config.schema.root import Config
 from megarl.report.outcome import Outcome, State, load_outcome
 from megarl.run.command import Results, format_results, list_overrides
@@ -30,7 +29,7 @@ HOME_VARIABLE = "MEGARL_HOME"
 """Environment variable: the repository's folder, for slurm/train.sh"""
 
 
-def run_one(composed: DictConfig) -> Results | None:
+def run_one() -> Results | None:
     """The composed run's results; None where it failed. Raises Stopped for a signal, once the run has ended."""
     hydra = HydraConfig.get()
     run_dir, sweep_dir = Path(hydra.runtime.output_dir), Path(hydra.sweep.dir).resolve()
@@ -38,14 +37,14 @@ def run_one(composed: DictConfig) -> Results | None:
     if known is not None and known.state is State.done:
         _say(f"{run_dir.name}: already done: {format_results(known.results)}")
         return known.results
+    overrides = list_overrides()
     try:
-        config = to_config(composed)
+        config = load_config(overrides)
     except ConfigError as error:
         write_if_ours(run_dir, Outcome(State.failed, "; ".join(error.problems)))
         _say(f"{run_dir.name}: failed: {error}")
         return None
     runner = Runner(config, on_slurm=hydra.runtime.choices.get("hydra/launcher", "") == "slurm")
-    overrides = list_overrides()
     arguments = resume_arguments(run_dir, config, overrides)
     if arguments is None:
         taken = share_pretraining(config, overrides, sweep_dir, runner.pretrain, _say, wait_s=runner.wait_s)

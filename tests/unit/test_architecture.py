@@ -42,7 +42,7 @@ ONLY_ROOMS = {
     "report": {"report", "config", "types", "json_text", "timeline", *SCHEMA},
     "algo": {"algo", "types", "per_token", *SCHEMA},
     # A check of the configuration reads what the algorithms' modules declare, without torch.
-    "config": {"config", "algo", *SCHEMA},
+    "config": {"config", "algo", "json_text", *SCHEMA},
     "families": {"families", *SCHEMA},
     "types": {"types", "per_token"},
 }

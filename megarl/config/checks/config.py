@@ -31,6 +31,8 @@ _SIZES = (
     *("eval_every", "num_eval_prompts", "max_samples", "profile"),
 )
 """Keys of `train` that are 1 or more, or null."""
+TOYS = ("tiny", "tiny_moe")
+"""The presets in conf/model/ whose settings are for random weights (model.source=random)"""
 _QUANTIZES = ("quantization", "quantize_and_serve", "modelopt_quant", "rl_quant_profile")
 """SGLang's options that make a server hold other weights than the policy's."""
 MAX_SAMPLES = 2**20
@@ -182,10 +184,15 @@ def _check_model(config: Config) -> Iterator[str]:
             f"model.path: found {'null' if path is None else repr(path)}; model.source=path needs a Hugging Face"
             " checkpoint directory, or a name in the local cache"
         )
-    if source is not ModelSource.path and path is not None:
+    if path is not None and config.model.name in TOYS:
         yield (
-            f"model.path: found {path!r}; it has no effect under model.source={source.name}:"
-            " set model.source=path, or leave it out"
+            f"model.path: found {path!r} with model={config.model.name}, whose learning rate, lengths, float32 and data"
+            f" are those of a toy with random weights; type model=checkpoint model.path={path}"
+        )
+    elif source is not ModelSource.path and path is not None:
+        yield (
+            f"model.path: found {path!r}; it has no effect under model.source={source.name}: type model=checkpoint"
+            f" model.path={path}, or model.source=path to keep what model={config.model.name} sets"
         )
 
 

@@ -190,6 +190,13 @@ COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
             ("algo", "policy", "critic", "reference", "train", "checkpoint", "reward.wrong"),
             lambda c: False,
             "in an evaluation, which trains nothing; it counts in python -m megarl.train",
+            but=("train.num_eval_prompts",),
+        ),
+        Rule(
+            ("train.num_eval_prompts",),
+            lambda c: c.evaluate.heldout,
+            "in an evaluation of whole sets, of which evaluate.num_problems=N takes a part; it counts with"
+            " evaluate.heldout=true",
         ),
         Rule(
             ("data.critic_prompt", "data.critic_prompt_length"),
@@ -216,8 +223,9 @@ COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
         ),
         Rule(
             ("data.num_heldout",),
-            lambda c: not isinstance(c.data, FileDataConfig),
-            "in an evaluation on a set from files, which takes all of it; evaluate.num_problems=N takes a part",
+            lambda c: c.evaluate.heldout or not isinstance(c.data, FileDataConfig),
+            "in an evaluation on a set from files, which takes all of it; evaluate.num_problems=N takes a part, and"
+            " evaluate.heldout=true the part that training holds out",
         ),
         Rule(
             ("model.random",),

@@ -19,6 +19,11 @@ class EvaluateConfig:
     """The k of pass@k and maj@k. null: 2, 4, 8, ... up to num_samples (for k = 1 both are avg)."""
     num_problems: int | None = None
     """Problems of each set, drawn at random under `seed`; null: every problem."""
+    heldout: bool = False
+    """Ask the prompts on which training evaluates itself: those of data= that the run's seed holds out, at most
+    train.num_eval_prompts of them. false: every problem of the set. A model that a run wrote brings true where the data
+    are that run's.
+    """
     confidence: float = 0.95
     """Coverage of the confidence intervals, between 0 and 1."""
     paths: dict[str, str] = field(default_factory=dict)

@@ -1,5 +1,6 @@
 """Checkpoints from Hugging Face's form into Megatron's and back, tensor by tensor, in one process without Megatron."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from megarl.checkpoint.folder import find_free
 from megarl.checkpoint.manifest import CheckpointError, write_manifest
+from megarl.config.brought import MODEL_FILE, RUN_FILE
 from megarl.config.schema.roles import Dtype
 from megarl.mcore.model.architecture import check_layout
 from megarl.mcore.weights.dist_format import DESCRIPTION, describe_role
@@ -52,6 +54,7 @@ def hf_to_megatron(
         description = building / DESCRIPTION
         value_head = stored if source.role is Role.critic else None
         copy_description(source.description, description, value_head, dtype=stored)
+        _copy_run(source.directory, building)
         write_manifest(building, describe_role(source.role, Dtype(_name({stored})), parallel, None))
 
 
@@ -76,8 +79,16 @@ def megatron_to_hf(
         write_safetensors(building, specs, _report(source, dtype, report))
         value_head = specs[-1].dtype if source.role is Role.critic else None
         copy_description(source.description, building, value_head, dtype=specs[0].dtype)
+        _copy_run(source.directory, building)
         if (adapter := source.read_adapter()) is not None:
             adapter.write(building)
+
+
+def _copy_run(source: Path, building: Path) -> None:
+    """Keep the configuration of the run that wrote the model with it."""
+    files = [file for file in (source.resolve().parent / RUN_FILE, source / MODEL_FILE) if file.is_file()]
+    if files:
+        shutil.copyfile(files[0], building / MODEL_FILE)
 
 
 def _report(source: WeightSource, dtype: torch.dtype | None, report: Report) -> Iterator[tuple[str, Tensor]]:

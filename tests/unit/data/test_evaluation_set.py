@@ -9,7 +9,7 @@ from data_cases import build_byte_tokenizer
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.data import AdditionDataConfig, HuggingFaceDataConfig, JsonlDataConfig
-from megarl.data.evaluation_set import build_evaluation_set
+from megarl.data import evaluation_set
 
 RECORDS = {
     "gsm8k": {"question": "How many eggs?", "answer": "16 - 7 = <<16-7=9>>9 eggs.\n#### 1,009"},
@@ -17,6 +17,11 @@ RECORDS = {
     "amc23": {"id": 0, "problem": "What is $x+y$?", "answer": 36.0, "url": "u", "question": "What is $x+y$?"},
 }
 ANSWERS = {"gsm8k": "1009", "aime24": "033", "amc23": "36"}
+
+
+def build_evaluation_set(*given, **keys):
+    """The prompts of the set."""
+    return tuple(prompt for _, prompt in evaluation_set.build_evaluation_set(*given, **keys))
 
 
 @pytest.fixture(scope="module")
