@@ -215,7 +215,7 @@ def _is_set(key: str, typed: Collection[str]) -> bool:
 
 
 def _names_same_data(settings: RunSettings, composed: DictConfig, typed: Mapping[str, str]) -> bool:
-    """Whether the data that were typed are the run's; a set with a preset of its own, such as gsm8k, is always whole."""
+    """Whether the typed data are the run's; a set with a preset of its own, such as gsm8k, is always whole."""
     if not settings.knows_data or typed.get("data") != settings.find_kind("data"):
         return False
     return all(
@@ -245,7 +245,9 @@ def read_plain(composed: DictConfig, key: str) -> Any:
 
 def describe_brought(path: str, settings: RunSettings, overrides: Collection[str]) -> str:
     """The line that says what was taken from where."""
-    return f"model.path: {path} was written by a run; taken from {settings.file}: {' '.join(overrides)}"
+    # A prompt's text may have several lines.
+    shown = " ".join(overrides).replace("\n", "\\n")
+    return f"model.path: {path} was written by a run; taken from {settings.file}: {shown}"
 
 
 def write_overrides(kinds: Mapping[str, str], values: Mapping[str, Any]) -> Iterator[str]:

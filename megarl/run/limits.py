@@ -48,4 +48,7 @@ def format_resume(limit: Limit, run_dir: Path) -> str:
 
 def format_places(run_dir: Path) -> str:
     """Where the trained model is and what shows the run."""
-    return f"trained model: {run_dir / 'policy'}; page: megarl report {run_dir}"
+    model = run_dir / "policy"
+    return (
+        f"trained model: {model} (megarl evaluate model=checkpoint model.path={model}); page: megarl report {run_dir}"
+    )

@@ -21,6 +21,7 @@ from megarl.trainer import Trainer
 
 SIZES = (
     "model=tiny",
+    "model.name=mine",
     "model.source=path",
     "rollout.response_length=48",
     "rollout.kv_cache_tokens=16384",

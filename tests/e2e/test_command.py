@@ -70,6 +70,21 @@ def test_a_run_trains_logs_and_ends_with_the_done_line_leaving_nothing(short_pat
     check_profile(short_path / "run" / "profile")
     assert find_marked(short_path) == []
     assert find_scratch(run, short_path) == []
+    check_evaluation(short_path, last)
+
+
+def check_evaluation(folder: Path, last: str) -> None:
+    """The trained policy has the score of training's last line where nothing but its path is typed."""
+    model = f"model.path={folder}/run/policy"
+    command = [sys.executable, "-m", "megarl.evaluate", "model=checkpoint", model, f"hydra.run.dir={folder}/evaluation"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    heldout = re.search(r"reward/heldout=(\S+)", last)
+    found = re.search(r"letter_count/reward=(\S+)", done.stdout.splitlines()[-1])
+    assert heldout is not None
+    assert found is not None
+    assert found[1] == heldout[1]
+    assert "letter_count: none of the 24 questions is among those that the model was trained on" in done.stdout
 
 
 def check_shutdown(server_log: str) -> None:

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.slow
 
 TRAIN = str(Path(__file__).resolve().parents[2] / "slurm" / "train.sh")
 TWO_NODES = ("--nodes=2", "--gpus-per-node=2")
+OWN_MODEL = ("model.name=mine", "model.source=path")
 
 
 def test_a_partition_that_does_not_exist_is_named_by_sbatch(slurm: MiniSlurm) -> None:
@@ -35,10 +36,10 @@ def test_each_kind_of_bad_input_ends_its_job_before_ray_starts_and_is_named(
         ),
         "cluster.num_nodes: found 4; job {job} has 2": submit(split, "cluster.num_nodes=4", options=TWO_NODES),
         f"{HIDDEN_ON}: model.path: '{model}' found": submit(
-            split, "model.source=path", f"model.path={model}", options=TWO_NODES
+            split, *OWN_MODEL, f"model.path={model}", options=TWO_NODES
         ),
         "n1, n2: model.path: 'Qwen/Qwen2.5-32B' found": submit(
-            split, "model.source=path", "model.path=Qwen/Qwen2.5-32B", options=TWO_NODES
+            split, *OWN_MODEL, "model.path=Qwen/Qwen2.5-32B", options=TWO_NODES
         ),
         "--nodes=2: options of sbatch stand before slurm/train.sh": submit(split, "--nodes=2", options=TWO_NODES),
         "rollout.tp: found 8; a server is on one node, which has 2 GPUs": submit("model=qwen32b", options=TWO_NODES),

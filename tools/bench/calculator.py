@@ -3,7 +3,8 @@
     TASK="model=smollm2_135m data=calculator environment=calculator reward=addition rollout.response_length=80"
     python -m megarl.evaluate $TASK hydra.run.dir=runs/before
     python -m megarl.train experiment=calculator hydra.run.dir=runs/calculator
-    python -m megarl.evaluate $TASK model.source=path model.path=runs/calculator/policy hydra.run.dir=runs/after
+    python -m megarl.evaluate model=checkpoint model.path=runs/calculator/policy evaluate.heldout=false \
+      hydra.run.dir=runs/after
     python tools/bench/calculator.py runs/before runs/calculator runs/after [--out tools/bench/calculator]
 
 Writes calculator.svg to --out, and into docs/results/environments.md the table (reward, calls and right answers of the

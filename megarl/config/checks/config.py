@@ -192,7 +192,8 @@ def _check_model(config: Config) -> Iterator[str]:
     elif source is not ModelSource.path and path is not None:
         yield (
             f"model.path: found {path!r}; it has no effect under model.source={source.name}: type model=checkpoint"
-            f" model.path={path}, or model.source=path to keep what model={config.model.name} sets"
+            f" model.path={path}, or to keep the preset's settings model={config.model.name} model.source=path"
+            f" model.path={path}"
         )
 
 

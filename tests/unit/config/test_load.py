@@ -2,11 +2,12 @@
 
 import pytest
 
-from megarl.config.checks.config import describe_sizes
+from megarl.config.checks.config import TOYS, describe_sizes
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.load import check_overrides, list_options, load_config
 from megarl.config.open_keys import list_open_keys, open_overrides
 from megarl.config.schema.roles import LrDecay
+from megarl.config.search_path import CONF_DIR
 
 
 def problems_of(*overrides: str) -> str:
@@ -127,7 +128,9 @@ def test_an_unknown_key_is_never_suggested_itself():
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["model.path=x"], "model.path: found 'x'; it has no effect under model.source=random"),
+        (["model.path=x"], "whose learning rate, lengths, float32 and data are those of a toy"),
+        (["model.source=path", "model.path=x"], "a toy with random weights; type model=checkpoint model.path=x"),
+        (["model=tiny_moe", "model.source=path", "model.path=x"], "found 'x' with model=tiny_moe, whose"),
         (["model=smollm2_135m", "model.path=x"], "model.path: found 'x'; it has no effect"),
         (["model.source=path"], "model.path: found null"),
         (["model=smollm2_135m", "model.random.seed=2"], "model.random.seed: has no effect under model.source=smollm2"),
@@ -138,7 +141,15 @@ def test_a_model_key_that_its_source_does_not_read_is_refused(overrides, expecte
 
 
 def test_the_numbers_that_a_preset_leaves_in_model_random_do_not_bar_another_source():
-    assert load_config(["model=tiny", "model.source=path", "model.path=/x"]).model.path == "/x"
+    own = ["model=tiny", "model.name=mine", "model.source=path", "model.path=/x"]
+    assert load_config(own).model.path == "/x"
+
+
+def test_the_toys_are_the_presets_with_random_weights():
+    texts = {path.stem: path.read_text() for path in (CONF_DIR / "model").glob("*.yaml")}
+    random = {name for name, text in texts.items() if "source: random" in text}
+    built_on = {name for name, text in texts.items() if any(f"\n  - {toy}\n" in text for toy in random)}
+    assert random | built_on == set(TOYS)
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_pins_are_read_from_the_locks_and_none_where_there_are_none(tmp_path: Pa
 
 def test_a_model_is_found_where_a_run_would_find_it(tmp_path: Path) -> None:
     directory = tmp_path / "model"
-    path = ["model.source=path", f"model.path={directory}"]
+    path = ["model=checkpoint", f"model.path={directory}"]
     (absent,) = find_checkpoints(load_config(path))
     assert "model.path" in (absent.problem or "")
     assert "model.path=DIRECTORY" in (absent.remedy or "")
@@ -133,7 +133,7 @@ def test_a_model_is_found_where_a_run_would_find_it(tmp_path: Path) -> None:
         (directory / name).write_text("{}")
     (there,) = find_checkpoints(load_config(path))
     assert there.problem is None
-    (named,) = find_checkpoints(load_config(["model.source=path", "model.path=nobody/nothing"]))
+    (named,) = find_checkpoints(load_config(["model=checkpoint", "model.path=nobody/nothing"]))
     assert "hf download nobody/nothing" in (named.remedy or "")
 
 
@@ -145,7 +145,7 @@ def test_a_damaged_model_is_found_by_its_headers(tmp_path: Path, damage: str, me
     model = tmp_path / "model"
     shutil.copytree(build_random_checkpoint(RandomModelConfig(), tmp_path), model)
     weights = model / "model.safetensors"
-    config = load_config(["model.source=path", f"model.path={model}", "algo=grpo"])
+    config = load_config(["model=checkpoint", f"model.path={model}", "algo=grpo"])
     (whole,) = find_damage(config, tuple(find_checkpoints(config)))
     assert whole.problem is None
     if damage == "lacks":

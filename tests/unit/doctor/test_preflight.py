@@ -123,7 +123,7 @@ def test_the_gpus_are_those_of_the_job(programs: Path, monkeypatch: pytest.Monke
 
 
 def test_a_model_that_the_node_does_not_see_is_named_by_its_key(tmp_path: Path) -> None:
-    config = load_config(["model.source=path", f"model.path={tmp_path}/none", f"critic.init={tmp_path}/critic"])
+    config = load_config(["model=checkpoint", f"model.path={tmp_path}/none", f"critic.init={tmp_path}/critic"])
     model, critic = find_unseen(config)
     assert model.startswith("model.path: ")
     assert f"{tmp_path}/none" in model

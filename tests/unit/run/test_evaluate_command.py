@@ -89,6 +89,6 @@ def test_one_response_is_greedy_and_several_are_sampled_and_k_are_powers_of_two(
 def test_the_run_folder_is_named_after_the_model_or_the_checkpoint():
     tiny = load_configs(expand_sets(["data=letter_count"]))
     assert choose_run_dir([], tiny) == ["hydra.run.dir=runs/${now:%Y-%m-%d_%H-%M-%S}_evaluate_tiny"]
-    trained = load_configs(expand_sets(["data=letter_count", "model.source=path", "model.path=/models/my model/"]))
+    trained = load_configs(expand_sets(["data=letter_count", "model=checkpoint", "model.path=/models/my model/"]))
     assert choose_run_dir([], trained)[0].endswith("_evaluate_my_model")
     assert choose_run_dir(["hydra.run.dir=here"], tiny) == []

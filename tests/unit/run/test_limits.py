@@ -49,7 +49,9 @@ def test_a_run_that_a_limit_ends_says_how_it_goes_on_and_where_its_model_is(
     go_on = f"; go on with megarl train resume={tmp_path} train.max_samples=..." if saved else ""
     assert lines[0].endswith(f"ended after 48 responses, of at least 30 (train.max_samples): 2 of 50 iterations{go_on}")
     assert "held-out reward: " in lines[1]
-    assert lines[2].endswith(f"trained model: {tmp_path / 'policy'}; page: megarl report {tmp_path}")
+    model = tmp_path / "policy"
+    evaluation = f"megarl evaluate model=checkpoint model.path={model}"
+    assert lines[2].endswith(f"trained model: {model} ({evaluation}); page: megarl report {tmp_path}")
 
 
 def test_a_run_that_makes_all_its_iterations_names_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

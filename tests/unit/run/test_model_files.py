@@ -21,7 +21,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def load(model: Path) -> None:
-    load_models(load_config(["model=tiny", "model.source=path", f"model.path={model}"]))
+    load_models(load_config(["model=checkpoint", f"model.path={model}"]))
 
 
 def change(model: Path, edit) -> None:

@@ -230,7 +230,7 @@ def build_overrides(arm: Arm, seed: int, out: Path) -> list[str]:
 
     checkpoint = build_once(out / "checkpoints" / arm.task, build)
     return [
-        *("model=tiny", "model.source=path", f"model.path={checkpoint}"),
+        *("model=tiny", "model.name=biased", "model.source=path", f"model.path={checkpoint}"),
         *COMMON,
         f"reward.path=claims_bench.tasks:{task.score.__name__}",
         f"data.path={train}",

@@ -1,0 +1,245 @@
+"""A model that a run wrote brings that run's settings, and a toy's preset takes no path, in every command."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from tool_loading import load_tool
+
+from megarl import api
+from megarl.config.brought import MODEL_FILE, RUN_FILE
+from megarl.config.errors import ConfigError
+from megarl.config.evaluation_sets import expand_sets, load_configs
+from megarl.config.load import complete_overrides, load_config
+from megarl.config.schema.root import Config
+from megarl.config.values import write_value
+from megarl.run.command import check_command_line
+from megarl.run.resume import save_run
+
+RUN = (
+    *("model=smollm2_135m", "algo=grpo", "data=jsonl", "reward=function", "reward.path=mine.py:score", "seed=7"),
+    *("data.path=mine.jsonl", "data.num_heldout=9", "data.prompt_length=99", "data.response_prefix='Answer:'"),
+    *('data.instruction="{question}\n\\boxed{}, please."', "data.system=''", "data.chat_template=false"),
+    *("rollout.response_length=33", "rollout.stop_token_ids=[5,6]", "rollout.dtype=bfloat16", "policy.dtype=float32"),
+    *("train.num_eval_prompts=8", "policy.optimizer.lr=3e-5"),
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """RUN_DIR/policy of a run with the settings RUN."""
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run", RUN)
+    return tmp_path / "run" / "policy"
+
+
+def write_run(directory: Path, overrides: tuple[str, ...]) -> None:
+    save_run(directory, load_config(overrides), overrides)
+    (directory / "policy").mkdir()
+    shutil.copyfile(directory / RUN_FILE, directory / "policy" / MODEL_FILE)
+
+
+def load_evaluation(*overrides: str) -> Config:
+    (config,) = load_configs(expand_sets(overrides)).values()
+    return config
+
+
+def problems_of(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_evaluation(*overrides)
+    return str(caught.value)
+
+
+def test_a_runs_model_brings_lengths_dtype_prompt_format_stop_tokens_reward_and_heldout_part(model: Path) -> None:
+    run, own = load_config(RUN), ("model=checkpoint", f"model.path={model}")
+    for config in (load_config([*own, "algo=grpo"]), load_evaluation(*own)):
+        assert (config.data, config.reward, config.environment, config.seed) == (
+            *(run.data, run.reward, run.environment, run.seed),
+        )
+        for name in ("response_length", "stop_token_ids", "dtype", "kv_cache_tokens", "max_running_requests"):
+            assert getattr(config.rollout, name) == getattr(run.rollout, name), name
+        assert config.cluster.gpus_per_node == 0
+    trained, evaluated = load_config([*own, "algo=grpo"]), load_evaluation(*own)
+    assert trained.policy.dtype == run.policy.dtype
+    assert trained.policy.optimizer.lr == load_config(["model=checkpoint", "model.path=x"]).policy.optimizer.lr
+    assert (evaluated.evaluate.heldout, evaluated.train.num_eval_prompts) == (True, 8)
+    assert not trained.evaluate.heldout
+
+
+def test_one_line_says_what_was_taken_from_where_and_is_what_hydra_composes(model: Path) -> None:
+    overrides, (line,) = complete_overrides(["model=checkpoint", f"model.path={model}"], "evaluate")
+    assert line.startswith(
+        f"model.path: {model} was written by a run; taken from {model.parent / RUN_FILE}: data=jsonl "
+    )
+    for word in ("rollout.response_length=33", "rollout.stop_token_ids=[5,6]", "evaluate.heldout=true", "seed=7"):
+        assert word in line.split()
+    assert complete_overrides(overrides, "evaluate") == (overrides, [])
+
+
+@pytest.mark.parametrize(("module", "data"), [("evaluate", []), ("train", ["algo=grpo"])])
+def test_cfg_job_shows_what_the_model_brings(model: Path, module: str, data: list[str]) -> None:
+    words = [sys.executable, "-m", f"megarl.{module}", "--cfg", "job", "model=checkpoint", f"model.path={model}", *data]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    line, shown = done.stdout.split("\n", 1)
+    assert line.startswith("model.path: ")
+    composed = OmegaConf.create(shown)
+    assert composed.data.instruction == "{question}\n\\boxed{}, please."
+    assert (composed.rollout.response_length, composed.seed, composed.reward.path) == (33, 7, "mine.py:score")
+
+
+def test_what_is_typed_wins_an_experiments_file_included(model: Path, tmp_path: Path) -> None:
+    own = ("model=checkpoint", f"model.path={model}")
+    typed = load_evaluation(*own, "rollout.response_length=5", "data.response_prefix=null", "reward=exact", "seed=2")
+    assert (typed.rollout.response_length, typed.data.response_prefix, typed.seed) == (5, None, 2)
+    assert type(typed.reward).__name__ == "ExactRewardConfig"
+    # Another seed holds out other problems.
+    assert not typed.evaluate.heldout
+    assert load_evaluation(*own, "evaluate.heldout=false").evaluate.heldout is False
+    assert load_evaluation(*own, "cluster=gpu").cluster.gpus_per_node == 1
+    assert load_evaluation(*own, "reward.path=other.py:f").reward.path == "other.py:f"
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    text = "# @package _global_\ndefaults: [override /reward: numeric]\nrollout: {response_length: 44}\n"
+    (tmp_path / "conf" / "experiment" / "other.yaml").write_text(text)
+    other = load_evaluation(
+        f"hydra.searchpath=[{tmp_path}/conf]", "experiment=other", *own, "data=jsonl", "data.path=x"
+    )
+    assert (other.rollout.response_length, type(other.reward).__name__) == (44, "NumericRewardConfig")
+    assert other.data.prompt_length == 99
+
+
+def test_another_set_is_asked_as_the_policy_was_trained_and_is_whole(model: Path) -> None:
+    own = ("model=checkpoint", f"model.path={model}")
+    gsm8k = load_evaluation(*own, "data=gsm8k")
+    assert (gsm8k.data.response_prefix, gsm8k.data.path, gsm8k.data.heldout_split) == (
+        "Answer:",
+        "openai/gsm8k",
+        "test",
+    )
+    assert (gsm8k.reward.path, gsm8k.evaluate.heldout) == ("mine.py:score", False)
+    file = load_evaluation(*own, "data.path=other.jsonl")
+    assert (file.data.path, file.data.prompt_length, file.evaluate.heldout) == ("other.jsonl", 99, False)
+    same = load_evaluation(*own, "data=jsonl", "data.path=mine.jsonl")
+    assert (same.data.num_heldout, same.evaluate.heldout) == (9, True)
+    # A reward of files scores no generated problems.
+    assert type(load_evaluation(*own, "data=addition").reward).__name__ == "AdditionRewardConfig"
+
+
+def test_a_moved_model_brings_its_settings_and_neither_code_nor_a_server(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    moved = shutil.move(model, tmp_path / "models" / "best")
+    own = ("model=checkpoint", f"model.path={moved}")
+    assert "reward.path: the run that wrote the model had 'mine.py:score'" in problems_of(*own)
+    assert "type reward= and its keys" in problems_of(*own)
+    typed = load_evaluation(*own, "reward=exact")
+    assert (typed.rollout.response_length, typed.data.num_heldout, typed.evaluate.heldout) == (33, 9, True)
+
+
+def test_files_are_those_that_the_run_named_from_where_it_was_started(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mine.jsonl", "mine.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = load_evaluation("model=checkpoint", "model.path=../run/policy")
+    assert (config.data.path, config.reward.path) == (f"{tmp_path}/mine.jsonl", f"{tmp_path}/mine.py:score")
+    assert config.evaluate.heldout
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"config": {}}', "[" * 100_000])
+def test_a_record_that_no_run_wrote_is_named(model: Path, text: str) -> None:
+    (model.parent / RUN_FILE).write_text(text)
+    assert f"model.path: {model.parent / RUN_FILE} is not what a run writes" in problems_of(
+        "model=checkpoint", f"model.path={model}"
+    )
+
+
+def test_any_other_model_brings_nothing(tmp_path: Path) -> None:
+    for path in (str(tmp_path), "nobody/nothing"):
+        assert complete_overrides(["model=checkpoint", f"model.path={path}"], "evaluate")[1] == []
+    assert "brings that run's" in problems_of("model=checkpoint", f"model.path={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(
+            "",
+            "a",
+            "it's",
+            "\\boxed{}",
+            "a\\'b",
+            "end\\",
+            "\\\\",
+            "two\nlines",
+            "null",
+            "True",
+            "12",
+            "1e3",
+            ".5",
+            "a,b",
+            "[x]",
+        ),
+        *("{k: v}", '"q"', "x=y", "a:b", "#1", " s ", "é", "${x}", "/a/b-c.jsonl", "-x", "mine.py:score"),
+        *(None, True, 3, 2.5, 1e-9, [], ["a b", 1], {}, {"k": ["it's", None], "n": {"m": 1.5}}),
+    ],
+    ids=repr,
+)
+def test_a_value_is_read_back_by_hydra_as_it_was(value: object) -> None:
+    override = OverridesParser.create().parse_override(f"key={write_value(value)}")
+    tree = OmegaConf.create()
+    OmegaConf.update(tree, "key", override.value(), force_add=True)
+    assert OmegaConf.to_container(tree, resolve=True) == {"key": value}
+
+
+def check_refused(text: str) -> None:
+    assert "whose learning rate, lengths, float32 and data are those of a toy" in text
+    assert "type model=checkpoint model.path=" in text
+
+
+@pytest.mark.parametrize("toy", [[], ["model=tiny"], ["model=tiny_moe"]])
+def test_a_path_with_a_toys_preset_is_refused_by_every_command(
+    toy: list[str], model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [*toy, "model.source=path", f"model.path={model}"]
+    check_refused(problems_of(*given, "data=letter_count"))
+    with pytest.raises(ConfigError) as caught:
+        api.compose(*given)
+    check_refused(str(caught.value))
+    assert load_tool("plan.py").main(given) == 2
+    check_refused(capsys.readouterr().err)
+    for words in (["--cfg", "job", *given], ["-m", *given, "seed=1,2"]):
+        monkeypatch.setattr(sys, "argv", ["megarl.train", *words])
+        with pytest.raises(SystemExit) as ended:
+            check_command_line()
+        assert ended.value.code == 2
+        check_refused(capsys.readouterr().err)
+
+
+def test_each_run_of_a_sweep_over_models_gets_what_its_own_model_brings(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "other", (*RUN, "rollout.response_length=12"))
+    words = ["-m", "algo=grpo", "model=checkpoint", f"model.path={model},{tmp_path}/other/policy"]
+    monkeypatch.setattr(sys, "argv", ["megarl.train", *words])
+    check_command_line()
+    assert sys.argv[1:] == words
+    lengths = [
+        load_config([*words[1:3], f"model.path={path}"]).rollout.response_length
+        for path in (model, tmp_path / "other" / "policy")
+    ]
+    assert lengths == [33, 12]
+
+
+def test_a_resumed_run_repeats_what_its_model_has_brought(model: Path, tmp_path: Path) -> None:
+    completed, _ = complete_overrides(["algo=grpo", "model=checkpoint", f"model.path={model}"])
+    save_run(tmp_path / "next", load_config(completed), completed)
+    (model.parent / RUN_FILE).unlink()
+    (model / MODEL_FILE).unlink()
+    recorded = json.loads((tmp_path / "next" / RUN_FILE).read_text())
+    assert load_config(recorded["overrides"]) == load_config(completed)
