@@ -31,7 +31,7 @@ def check_sinks(logger: LoggerConfig) -> Iterator[str]:
         ("prometheus_port", logger.prometheus_port, "prometheus_client", "null"),
     ):
         if value is not None and not is_installed(package):
-            extra = f"make install EXTRAS={key}, or pip install '.[{key}]' in a clone of megarl"
+            extra = f"make install EXTRAS={key}, or in a clone pip install '.[{key}]'"
             how = f"pip install {package}" if key == "prometheus_port" else extra
             shown = "true" if value is True else value
             yield (

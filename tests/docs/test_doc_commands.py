@@ -1,4 +1,4 @@
-"""README.md, CONTRIBUTING.md, CHANGELOG.md and docs/: every command is run or composed.
+"""README.md, CONTRIBUTING.md, CHANGELOG.md, docs/ and the READMEs of examples/: every command is run or composed.
 
 A fenced block of bash, console or python is one of:
 - run: the doctor, the planner, --help and --cfg, examples of errors, python; a console block's output is compared,
@@ -28,17 +28,21 @@ from tool_loading import load_tool
 
 from megarl import evaluate
 from megarl.algo import registry
+from megarl.cli import COMMANDS
+from megarl.config.checks.config import TOYS
 from megarl.config.load import check_overrides, load_config
 from megarl.config.placement import list_contradictions
 from megarl.config.schema.cluster import ClusterConfig
 from megarl.config.search_path import take_config_dirs
 from megarl.doctor.allocation import assume_allocation
 from megarl.run.command import EXIT_BAD_CONFIG, check_command_line
+from megarl.run.resume import save_run
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
     (ROOT / "docs").rglob("*.md")
 )
+TEXTS += sorted((ROOT / "examples").glob("*/README.md"))
 LANGUAGES = ("bash", "console", "python")
 MARK = re.compile(r"<!-- (not run|file): (.+) -->")
 NUM_MARKED = 16
@@ -164,6 +168,14 @@ def plan(arguments: tuple[str, ...]) -> tuple[int, str]:
     return code, printed.getvalue()
 
 
+def write_runs(text: str) -> None:
+    """The run of each `model.path=RUN_DIR/policy`, whose settings come along as from the user's."""
+    for run_dir in map(Path, re.findall(r"model\.path=(\S+)/policy", text)):
+        if not run_dir.exists():
+            save_run(run_dir, load_config(["algo=grpo"]), [])
+            (run_dir / "policy").mkdir()
+
+
 def write_files(text: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files that the blocks of this text show, where its commands and python blocks find them."""
     for block in BLOCKS:
@@ -181,6 +193,8 @@ def normalize(words: Sequence[str]) -> list[str]:
     """The command without variables of its environment, a tool of the installed package as the one in tools/."""
     start = next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
     match list(words[start:]):
+        case ["megarl", name, *arguments] if name in COMMANDS:
+            return normalize(["python", "-m", COMMANDS[name][0], *arguments])
         case ["python", "-m", module, *arguments] if module.startswith("megarl.tools."):
             return ["python", f"tools/{module.removeprefix('megarl.tools.').replace('.', '/')}.py", *arguments]
         case rest:
@@ -250,8 +264,11 @@ def check_paths(arguments: Sequence[str]) -> None:
     "block", [b for b in BLOCKS if b.language == "bash" and not b.reason], ids=lambda block: block.name
 )
 def test_a_command_runs_or_composes(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if block.file.is_relative_to(ROOT / "examples"):
+        shutil.copytree(block.file.parent, tmp_path, dirs_exist_ok=True)
     write_files(block.file, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
+    write_runs(block.text)
     for words in list_commands(block.text):
         handle = find_handler(normalize(words))
         assert handle is not None, f"{shlex.join(words)}: neither run nor composed; mark the block with the reason"
@@ -298,6 +315,65 @@ def test_a_block_without_a_language_holds_no_command() -> None:
     commands = re.compile(r"^\s*(\$ |python |make |sbatch |pip |git )", re.MULTILINE)
     wrong = [b.name for b in BLOCKS if b.language not in LANGUAGES and commands.search(b.text)]
     assert not wrong, wrong
+
+
+def list_all_texts() -> list[Path]:
+    """What a user reads: the texts, configuration files and job scripts with their comments, and what the code says."""
+    folders = ("conf", "examples", "slurm", "megarl", "tools")
+    found = [path for name in folders for path in sorted((ROOT / name).rglob("*")) if path.is_file()]
+    return [*TEXTS, ROOT / "Makefile", *(path for path in found if path.suffix in {".md", ".yaml", ".sh", ".py"})]
+
+
+def find_toys(text: str) -> list[str]:
+    """The commands, or parts of them, that give a path to a toy's settings: words of a command around model.path."""
+    # Strings of the code that follow one another are one command, as are lines that a backslash joins.
+    joined = re.sub(r'"\s*,?\s*\n\s*f?"|\\\\?\n\s*|`|"', " ", text)
+    wrong = []
+    for match in re.finditer(r"model\.source=path|\bevaluate[^\n]*\bmodel\.path=|\btrain[^\n]*\bmodel\.path=", joined):
+        line = joined[joined.rfind("\n", 0, match.start()) + 1 : joined.find("\n", match.end())]
+        chosen = re.findall(r"\b(model|experiment)=(\S*)", line)
+        if not chosen or any(group == "model" and option in TOYS for group, option in chosen):
+            wrong.append(line.strip())
+    return wrong
+
+
+def test_no_text_gives_a_path_to_a_toys_settings() -> None:
+    """Bash blocks are composed besides, and a path with a toy's preset is refused there."""
+    # Fields and rules of the configuration name the key itself, and a bench trains a toy of its own by intention.
+    names_key = {"megarl/config/schema/model.py", "tools/bench/claims_bench/runs.py", "docs/configuration.md"}
+    wrong = {
+        str(path.relative_to(ROOT)): found
+        for path in list_all_texts()
+        if str(path.relative_to(ROOT)) not in names_key and (found := find_toys(path.read_text()))
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_wrong"),
+    [
+        ("megarl evaluate model.source=path model.path=X data=gsm8k", True),
+        ("change the model: `model.source=path model.path=DIRECTORY`.", True),
+        ("megarl train model=tiny model.path=X", True),
+        ("megarl train \\\n  model.path=X", True),
+        ("megarl evaluate model=checkpoint model.path=X", False),
+        ("megarl evaluate experiment=own \\\n  model.source=path model.path=X", False),
+        ("Any other small model is the same job with `model.path=NAME`.", False),
+    ],
+)
+def test_a_path_without_a_preset_for_it_is_found(text: str, is_wrong: bool) -> None:
+    assert bool(find_toys(text + "\n")) == is_wrong
+
+
+PIP = re.compile(r"pip3? install[^\n;,)`]*?[\s'\"]megarl(?![\w./*-])")
+"""The name alone, which on the package index is somebody else's; megarl-*.whl, ./megarl and . are files"""
+
+
+def test_no_text_installs_a_strangers_package() -> None:
+    wrong = [f"{path.relative_to(ROOT)}: {m[0]}" for path in list_all_texts() for m in PIP.finditer(path.read_text())]
+    assert wrong == []
+    assert all(PIP.search(f"pip install {text}") for text in ("megarl", "'megarl[wandb]'", "-U megarl==1", '"megarl"'))
+    assert not any(PIP.search(f"pip install {text}") for text in (".", "'.[wandb]'", "megarl-*.whl", "./megarl"))
 
 
 def test_output_with_dots_matches_any_text_and_a_line_of_dots_any_lines() -> None:

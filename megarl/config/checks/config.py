@@ -181,8 +181,8 @@ def _check_model(config: Config) -> Iterator[str]:
     source, path = config.model.source, config.model.path
     if source is ModelSource.path and not path:
         yield (
-            f"model.path: found {'null' if path is None else repr(path)}; model.source=path needs a Hugging Face"
-            " checkpoint directory, or a name in the local cache"
+            f"model.path: found {'null' if path is None else repr(path)}; it must be a Hugging Face checkpoint"
+            " directory, or the name of a model on the hub, OWNER/NAME"
         )
     if path is not None and config.model.name in TOYS:
         yield (

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import find_constants, write_checkpoint
 
 from megarl.checkpoint.manifest import CheckpointError, load_manifest, write_manifest
+from megarl.config.brought import MODEL_FILE, RUN_FILE
 from megarl.config.schema.roles import Dtype
 from megarl.hf import smollm2
 from megarl.hf.cache import default_cache_dir
@@ -55,6 +56,16 @@ def hf(tmp_path: Path) -> Path:
 def megatron(hf: Path, tmp_path: Path) -> Path:
     convert(hf, tmp_path / "megatron", tp=2, pp=2)
     return tmp_path / "megatron"
+
+
+def test_a_converted_model_keeps_the_settings_of_its_run(hf: Path, tmp_path: Path) -> None:
+    (tmp_path / "iteration-1").mkdir()
+    convert(hf, tmp_path / "iteration-1" / "policy")
+    (tmp_path / "iteration-1" / RUN_FILE).write_text("of a run")
+    convert_back(tmp_path / "iteration-1" / "policy", tmp_path / "back")
+    convert(tmp_path / "back", tmp_path / "again")
+    convert_back(tmp_path / "again", tmp_path / "last")
+    assert [(tmp_path / name / MODEL_FILE).read_text() for name in ("back", "again", "last")] == ["of a run"] * 3
 
 
 @pytest.mark.parametrize(
