@@ -17,7 +17,6 @@ gradient it is. The ratio is the policy update's share.
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -27,10 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from train_step import make_samples
+from torch import Tensor
 
 from megarl.config.load import load_config
 from megarl.config.schema.algo import AlgoConfig
@@ -43,7 +39,7 @@ from megarl.mcore.worker import MegatronWorker
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.server import SGLangServer
-from megarl.types import TrainingSamples
+from megarl.types import Sequences, TrainingSamples
 
 VOCAB, HIDDEN, FFN = 49152, 576, 1536
 SIZES: dict[str, Any] = {
@@ -58,6 +54,9 @@ SIZES: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
+# Log-normal (mean and deviation of the logarithm) tokens of GSM8K's questions, in a chat template, and its answers.
+PROMPTS, RESPONSES = (4.47, 0.25), (4.59, 0.49)
+MAX_TOKEN = 4096
 PHASES = ("update", "forward", "generation")
 GOAL = 0.7
 NUM_LARGEST, NUM_CALLERS = 5, 3
@@ -80,6 +79,34 @@ class Share:
     """The same with the process's own seconds over its threads, on a CPU"""
     tflops: float
     """1e12 operations a second of the clock"""
+
+
+def make_samples(num_rows: int) -> TrainingSamples:
+    generator = torch.Generator().manual_seed(0)
+    prompts, responses = (
+        torch.empty(num_rows).log_normal_(*shape, generator=generator).clamp(1, 1000).long()
+        for shape in (PROMPTS, RESPONSES)
+    )
+    tokens = torch.randint(0, MAX_TOKEN, (int((prompts + responses).sum()),), generator=generator)
+    mask = torch.arange(int(responses.max())) < responses[:, None]
+
+    def normal(center: float) -> Tensor:
+        return (center + torch.randn(mask.shape, generator=generator)) * mask
+
+    old_logprobs = normal(-8.0)
+    return TrainingSamples(
+        sequences=Sequences(tokens, prompts + responses, prompts),
+        mask=mask,
+        loss_mask=mask,
+        positive=torch.rand(num_rows, generator=generator) > 0.5,
+        advantages=normal(0.0),
+        rollout_logprobs=old_logprobs,
+        old_logprobs=old_logprobs,
+        sampling_logprobs=None,
+        ref_logprobs=None,
+        old_values=None,
+        returns=None,
+    )
 
 
 def write_checkpoint(directory: Path) -> None:
