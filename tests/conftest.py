@@ -1,6 +1,8 @@
 """Which tests run where `make test` runs them in several processes (pytest-xdist), and which need a GPU."""
 
 import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,12 @@ def has_cuda() -> bool:
 
     return torch.cuda.is_available()
 
+
+# A shell that starts tests in the background, or a CI, may ignore signals, and what tests start would inherit it.
+# SIGHUP is left: nohup is to hold.
+for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
+    if signal.getsignal(number) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
 
 os.environ["OMP_NUM_THREADS"] = "1"
 """For this process and those that tests start: runs with small tensors, beside the tests of another worker. A second
