@@ -14,6 +14,8 @@ FIRST = ("slurm", "e2e", "parallel", "gpu")
 """Folders whose tests start processes, and take longest"""
 TOGETHER = ("slurm", "gpu")
 """Folders of which one worker runs all: of Slurm and of the GPU there is one. Elsewhere a worker runs whole files"""
+ONE_BY_ONE = "e2e/test_tools_run.py"
+"""A file whose tests any worker may run"""
 NUM_GPU = "num_gpu_tests_deselected"
 DESELECTED = pytest.StashKey[int]()
 
@@ -31,6 +33,8 @@ class FolderScheduling(LoadScopeScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
+        if file.endswith(ONE_BY_ONE):
+            return nodeid
         folder = file.removeprefix("tests/").split("/")[0]
         return folder if folder in TOGETHER else file
 

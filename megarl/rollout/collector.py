@@ -224,6 +224,11 @@ class Collector:
                     sender.leave(number)
                 details["tokens"] = len(episode.response)
             return Sample(episode.prompt, episode.response, await self._score(episode), group)
+        except Exception as error:
+            # All episodes that shared a call may have the same error.
+            if not hasattr(error, "__notes__"):
+                error.add_note(f"in the episode {request.name or 'without a name'} of prompt {request.prompt.id!r}")
+            raise
         finally:
             self.num_running -= 1
 

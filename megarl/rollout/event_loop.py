@@ -27,7 +27,7 @@ class OnEventLoop:
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="megarl-rollout", daemon=True).start()
+                threading.Thread(target=_run, args=(self._loop,), name="megarl-rollout", daemon=True).start()
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
             self._running.add(future)
             future.add_done_callback(self._running.discard)
@@ -67,6 +67,11 @@ class OnEventLoop:
             asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(END_DEADLINE_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
 
 
 async def _noting_end(work: Coroutine[Any, Any, T], ended: threading.Event) -> T:
