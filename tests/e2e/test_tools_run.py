@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import string
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -104,7 +105,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("tools", "docs"):
         shutil.copytree(ROOT / name, place / name)
     shutil.copytree(ROOT / "tests" / "unit" / "tools" / "roll", place / "roll" / "examples")
-    model = build_random_checkpoint(RandomModelConfig(max_length=256), tmp_path_factory.mktemp("cache"))
+    model = build_random_checkpoint(
+        RandomModelConfig(max_length=256, alphabet=f"{string.ascii_letters}{string.digits} ."),
+        tmp_path_factory.mktemp("cache"),
+    )
     (place / "model").symlink_to(model)
     write_page_run(place / "run")
     for name in ("before", "after"):
@@ -155,7 +159,9 @@ def run(place: Path, words: Sequence[str]) -> str:
     return done.stdout.strip().rpartition("\n")[2]
 
 
-@pytest.mark.parametrize("command", [each for each in COMMANDS if not each.startswith(OF_ONE_RUN)])
+@pytest.mark.parametrize(
+    "command", [each for each in COMMANDS if not each.startswith(OF_ONE_RUN)], ids=lambda command: command[:60]
+)
 def test_a_tool_runs_and_ends_with_its_line(place: Path, command: str) -> None:
     tool, *arguments = shlex.split(command)
     last = run(place, [f"tools/{tool}", *arguments])
