@@ -27,6 +27,7 @@ DEADLINE_S = 500
 RATIO = r"ratio: (-?\d+\.\d+|nan) goal: \d+(\.\d+)?"
 """The last line of what measures"""
 SHORT = "train.num_iterations=1 train.eval_every=1 train.num_eval_prompts=4"
+SMALL = "--rows 2 --layers 2 --tokens-per-microbatch 256 --repeats 1"
 ON_GPUS = "algo=grpo model=qwen3_8b cluster=h100x64 cluster.placement=split rollout.transport=split"
 
 COMMANDS = {
@@ -39,7 +40,7 @@ COMMANDS = {
     "bench/driver.py --rows 4 --length 64 --repeats 1": RATIO,
     "bench/driver_at_scale.py --rows 512 --length 16": RATIO,
     f"bench/guess.py --only grpo --seeds 9 --out out {SHORT} policy.optimizer.decay_iterations=1": RATIO,
-    "bench/mfu.py --rows 2 --repeats 1 --dtype bfloat16 --only update generation": RATIO,
+    f"bench/mfu.py {SMALL} --dtype float32 --only update generation": RATIO,
     "bench/overlap.py --iterations 5 --staleness 1": RATIO,
     "bench/roll_import.py roll --commit 0123456789abcdef": ".* of the full one.",
     "bench/schedule.py --iterations 5 --staleness 1": RATIO,

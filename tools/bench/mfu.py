@@ -1,6 +1,6 @@
 """The share of the measured matmul peak that updates, log-probs, values and generation of a 135M model reach.
 
-Run: python tools/bench/mfu.py [--rows 16] [--repeats 3] [--threads N] [--dtype float32] [--only update ...]
+Run: python tools/bench/mfu.py [--rows 16] [--layers 30] [--repeats 3] [--dtype float32] [--only update ...]
 
 A model of SmolLM2-135M's shape with random weights; responses of GSM8K-like lengths, packed. Operations are those of
 `ROLE/model_tflop_sum`: a multiply-add is two; causal attention counts its lower triangle, the vocabulary head the
@@ -46,7 +46,6 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
     "intermediate_size": FFN,
-    "num_hidden_layers": 30,
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
     "head_dim": 64,
@@ -109,10 +108,10 @@ def make_samples(num_rows: int) -> TrainingSamples:
     )
 
 
-def write_checkpoint(directory: Path) -> None:
+def write_checkpoint(directory: Path, num_layers: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = LlamaForCausalLM(LlamaConfig(**SIZES)).float()  # type: ignore[no-untyped-call]
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=num_layers)).float()  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)
 
 
@@ -319,6 +318,7 @@ def show(name: str, shares: Sequence[Share], datasheet: float | None) -> float:
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=16, help="responses, of 205 tokens on average with their prompts")
+    parser.add_argument("--layers", type=int, default=30, help="of the model")
     parser.add_argument("--tokens-per-microbatch", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
@@ -343,7 +343,7 @@ def main() -> None:
     ratio, profile = float("nan"), ""
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = Path(scratch) / "model"
-        write_checkpoint(checkpoint)
+        write_checkpoint(checkpoint, args.layers)
         for role in (Role.policy, Role.critic):
             worker = build_worker(role, checkpoint, args, f"file://{scratch}/{role.value}")
             for kind, name, call in list_phases(worker, samples):
