@@ -23,6 +23,7 @@ STOPPING_SIGNALS = (
 sends at the limit of CPU time (ulimit -t)."""
 
 AGAIN_S = 0.05
+"""After so long a signal that was lost is raised again"""
 
 _deferred: "list[Stopped] | None" = None
 """Signals that arrived while they are deferred; None: they are not deferred"""
@@ -79,9 +80,10 @@ def stopping_on_signals() -> Iterator[None]:
     def raise_again(lost: "sys.UnraisableHookArgs") -> None:
         # Raised within a __del__ or a callback, from which nothing gets out: again, once that is over.
         if not isinstance(lost.exc_value, Stopped):
-            return report(lost)
+            report(lost)
+            return
         signal.signal(lost.exc_value.number, stop)
-        return threading.Timer(AGAIN_S, os.kill, (os.getpid(), lost.exc_value.number)).start()
+        threading.Timer(AGAIN_S, os.kill, (os.getpid(), lost.exc_value.number)).start()
 
     has_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     taken = [number for number in STOPPING_SIGNALS if number is not signal.SIGHUP or not has_nohup]

@@ -101,7 +101,7 @@ def test_a_server_that_is_lost_again_and_again_ends_the_run(tmp_path: Path) -> N
         with pytest.raises(RuntimeError) as caught:
             trainer.run()
         assert servers.all["SGLang server 0/2"].num_starts == 3
-    assert "rollout.max_server_restarts=2 have been made in a row" in caught.value.__notes__[-1]
+    assert "rollout.max_server_restarts=2 have been made in a row" in caught.value.__notes__[0]
 
 
 def test_a_server_that_was_just_started_is_never_asked_before_a_sync(tmp_path: Path) -> None:
@@ -280,4 +280,4 @@ def test_a_server_that_is_lost_again_and_again_ends_a_run_that_generates_ahead(t
         world.on_token = lambda key, _number: servers.lose(0) if get_number(key) == 8 else None
         with pytest.raises(RuntimeError, match="it exited with status 137") as caught:
             trainer.run()
-    assert "rollout.max_server_restarts=2 have been made in a row" in caught.value.__notes__[-1]
+    assert "rollout.max_server_restarts=2 have been made in a row" in caught.value.__notes__[0]
