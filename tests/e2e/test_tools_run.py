@@ -29,6 +29,7 @@ RATIO = r"ratio: (-?\d+\.\d+|nan) goal: \d+(\.\d+)?"
 SHORT = "train.num_iterations=1 train.eval_every=1 train.num_eval_prompts=4"
 SMALL = "--rows 2 --layers 2 --tokens-per-microbatch 256 --repeats 1"
 ON_GPUS = "algo=grpo model=qwen3_8b cluster=h100x64 cluster.placement=split rollout.transport=split"
+KEPT = "rollout.offload=null policy.offload=null reference.offload=null"
 
 COMMANDS = {
     "bench/against_trl.py --cells 4x2x4-float32 --iterations 1 --warm-up 0 --threads 1 --model model": RATIO,
@@ -51,7 +52,7 @@ COMMANDS = {
     "check_layouts.py --processes 2 --rows 8 algo=grpo model=tiny model.random.num_layers=2": "equal: all .*",
     "docs/tutorial.py check": ".*is what the default configuration gives",
     "faults.py --kills 1 --max-staleness 2 --out faults": "same end: 1 of 1",
-    f"schedule.py {ON_GPUS} --servers 2": ".*",
+    f"schedule.py {ON_GPUS} {KEPT} --servers 8": ".*",
 }
 """Arguments of python, below tools/ and in the folder `place` -> what the last line that it prints is"""
 OF_ONE_RUN = "bench/overlap.py", "bench/schedule.py"

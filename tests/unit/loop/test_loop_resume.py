@@ -329,6 +329,7 @@ def test_with_staleness_a_run_ends_where_its_last_iteration_is_evaluated_and_sav
     end: str, event: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir, updates, came = tmp_path / "run", list[str](), list[str]()
+    before = set(threading.enumerate())
 
     def watch(role: str, verb: str) -> None:
         updates.extend([role] if (role, verb) == ("policy", "update") else [])
@@ -355,7 +356,7 @@ def test_with_staleness_a_run_ends_where_its_last_iteration_is_evaluated_and_sav
     lines = load_metrics(run_dir / "metrics.jsonl")
     assert [line["iteration"] for line in lines] == list(range(7))
     assert [line["iteration"] for line in lines if "reward/heldout" in line] == [0, 6]
-    assert not {"megarl-ahead", "megarl-rollout"} & {thread.name for thread in threading.enumerate()}
+    assert not {"megarl-ahead", "megarl-rollout"} & {thread.name for thread in set(threading.enumerate()) - before}
 
 
 @pytest.mark.timeout(120)
