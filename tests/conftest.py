@@ -1,6 +1,8 @@
 """Which tests run where `make test` runs them in several processes (pytest-xdist), and which need a GPU."""
 
 import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ FIRST = ("slurm", "e2e", "parallel", "gpu")
 """Folders whose tests start processes, and take longest"""
 TOGETHER = ("slurm", "gpu")
 """Folders of which one worker runs all: of Slurm and of the GPU there is one. Elsewhere a worker runs whole files"""
+ONE_BY_ONE = "e2e/test_tools_run.py"
+"""A file whose tests any worker may run"""
 NUM_GPU = "num_gpu_tests_deselected"
 DESELECTED = pytest.StashKey[int]()
 
@@ -29,6 +33,8 @@ class FolderScheduling(LoadScopeScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
+        if file.endswith(ONE_BY_ONE):
+            return nodeid
         folder = file.removeprefix("tests/").split("/")[0]
         return folder if folder in TOGETHER else file
 
@@ -56,6 +62,12 @@ def has_cuda() -> bool:
 
     return torch.cuda.is_available()
 
+
+# A shell that starts tests in the background, or a CI, may ignore signals, and what tests start would inherit it.
+# SIGHUP is left: nohup is to hold.
+for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):
+    if signal.getsignal(number) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(number, signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL)
 
 os.environ["OMP_NUM_THREADS"] = "1"
 """For this process and those that tests start: runs with small tensors, beside the tests of another worker. A second

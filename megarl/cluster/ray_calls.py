@@ -45,8 +45,8 @@ class _Ray:
     """Those of this machine, by name"""
     stopped_since: dict[str, float] = field(default_factory=dict)
     looked: float = 0.0
-    threads: list[threading.Thread] = field(default_factory=list)
-    """Of the calls that have no answer yet"""
+    unanswered: list[threading.Event] = field(default_factory=list)
+    """Of each call that has no answer yet, set once it has one"""
     lost: str | None = None
     """Why it is lost; None: it is not"""
 
@@ -94,17 +94,20 @@ def ask(what: str, call: Callable[[], T], wait_s: float = 0.0, deadline_s: float
         raise RayLostError(_ray.lost)
     check(what)
     answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+    answered = threading.Event()
 
     def run() -> None:
         try:
             answers.put((call(), None))
         except BaseException as error:
             answers.put((None, error))
+        finally:
+            answered.set()
 
+    # Noted before it starts: a signal may end `start` by raising when the thread runs already.
+    _ray.unanswered = [each for each in _ray.unanswered if not each.is_set()] + [answered]
     # Not a pool's thread: one that Ray does not answer is left behind.
-    thread = threading.Thread(target=run, daemon=True, name=f"ray: {what}")
-    thread.start()
-    _ray.threads = [each for each in _ray.threads if each.is_alive()] + [thread]
+    threading.Thread(target=run, daemon=True, name=f"ray: {what}").start()
     limit_s = _ray.deadline_s if deadline_s is None else deadline_s
     end = time.monotonic() + wait_s + limit_s
     while (answer := _take(answers, min(POLL_S, end - time.monotonic()))) is None:
@@ -131,9 +134,7 @@ def settle(timeout_s: float) -> bool:
     Ray ends the process at once where one of them goes on after `ray.shutdown`.
     """
     end = time.monotonic() + timeout_s
-    for thread in _ray.threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    return not any(thread.is_alive() for thread in _ray.threads)
+    return all(each.wait(max(0.0, end - time.monotonic())) for each in _ray.unanswered)
 
 
 def give_up() -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from megarl.config.schema.root import Config
-from megarl.interfaces import RolloutEngine, Truncation
+from megarl.interfaces import DeadlineError, RolloutEngine, Truncation
 from megarl.reward.scorer import Scorer
 from megarl.rollout.client import ConnectionLostError
 from megarl.rollout.engine import ATTEMPT_PAUSE_S, MAX_ATTEMPTS, compute_sampling_seed
@@ -224,6 +224,11 @@ class Collector:
                     sender.leave(number)
                 details["tokens"] = len(episode.response)
             return Sample(episode.prompt, episode.response, await self._score(episode), group)
+        except DeadlineError as error:
+            # All episodes that shared a call may have the same error.
+            if not hasattr(error, "__notes__"):
+                error.add_note(f"in the episode {request.name or 'without a name'} of prompt {request.prompt.id!r}")
+            raise
         finally:
             self.num_running -= 1
 

@@ -19,6 +19,7 @@ class OnEventLoop:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._running: set[Future[Any]] = set()
 
@@ -27,7 +28,8 @@ class OnEventLoop:
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="megarl-rollout", daemon=True).start()
+                self._thread = threading.Thread(target=_run, args=(self._loop,), name="megarl-rollout", daemon=True)
+                self._thread.start()
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
             self._running.add(future)
             future.add_done_callback(self._running.discard)
@@ -63,10 +65,16 @@ class OnEventLoop:
     def close(self) -> None:
         """Cancel all work and end the thread."""
         self.cancel()
-        if self._loop is not None:
+        if self._loop is not None and self._thread is not None:
             asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(END_DEADLINE_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(END_DEADLINE_S)
             self._loop = None
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
 
 
 async def _noting_end(work: Coroutine[Any, Any, T], ended: threading.Event) -> T:

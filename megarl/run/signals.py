@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ STOPPING_SIGNALS = (
 )
 """SIGUSR1 and SIGUSR2 are what batch systems send before the time limit (Slurm's --signal), SIGXCPU what the kernel
 sends at the limit of CPU time (ulimit -t)."""
+
+AGAIN_S = 0.05
+"""After so long a signal that was lost is raised again"""
 
 _deferred: "list[Stopped] | None" = None
 """Signals that arrived while they are deferred; None: they are not deferred"""
@@ -44,7 +48,11 @@ class Stopped(BaseException):
 
 @contextmanager
 def stopping_on_signals() -> Iterator[None]:
-    """Within the block the first such signal raises Stopped; later ones are ignored during the clean-up."""
+    """Within the block the first such signal raises Stopped; later ones are ignored during the clean-up.
+
+    A SIGHUP that is ignored already (nohup) stays ignored. The others are taken also where the shell ignores them, as
+    for jobs in the background of a script.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals to the main thread only
         return
@@ -67,11 +75,25 @@ def stopping_on_signals() -> Iterator[None]:
             return
         raise Stopped(number)
 
-    previous = {number: signal.signal(number, stop) for number in STOPPING_SIGNALS}
+    report = sys.unraisablehook
+
+    def raise_again(lost: "sys.UnraisableHookArgs") -> None:
+        # Raised within a __del__ or a callback, from which nothing gets out: again, once that is over.
+        if not isinstance(lost.exc_value, Stopped):
+            report(lost)
+            return
+        signal.signal(lost.exc_value.number, stop)
+        threading.Timer(AGAIN_S, os.kill, (os.getpid(), lost.exc_value.number)).start()
+
+    has_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    taken = [number for number in STOPPING_SIGNALS if number is not signal.SIGHUP or not has_nohup]
+    previous = {number: signal.signal(number, stop) for number in taken}
+    sys.unraisablehook = raise_again
     try:
         with surfacing_stops():
             yield
     finally:
+        sys.unraisablehook = report
         for number, handler in previous.items():
             signal.signal(number, handler)
 

@@ -1,6 +1,6 @@
 """Every preset, and VAPO with one part left out or changed, on the tiny task: equally many samples, several seeds.
 
-    python tools/bench/algorithms.py [--only vapo,grpo] [--seeds 1,2,3] [--out tools/bench/algorithms] [--table]
+    python tools/bench/algorithms.py [--only vapo,grpo] [--seeds 1,2,3] [--out DIR] [--table] [KEY=VALUE ...]
 
 One Ray cluster and one SGLang server serve all runs, one after the other. Each finished run is a file under --out, and
 a run whose file is there is not done again; --table does none and takes those that are there. Writes table.md and
@@ -100,10 +100,10 @@ def build_overrides(variant: str, seed: int) -> list[str]:
     return [*COMMON, *VARIANTS[variant], f"seed={seed}"]
 
 
-def train_once(variant: str, seed: int, hosts: RunResources, run_dir: Path) -> Curve:
+def train_once(variant: str, seed: int, overrides: Sequence[str], hosts: RunResources, run_dir: Path) -> Curve:
     """One run on the kept server. Its metrics are left in `run_dir`."""
     started = time.monotonic()
-    config = load_config(build_overrides(variant, seed))
+    config = load_config([*build_overrides(variant, seed), *overrides])
     inputs = load_inputs(config)
     (run_dir / "metrics.jsonl").unlink(missing_ok=True)
     with contextlib.ExitStack() as stack:
@@ -185,6 +185,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(""))
     parser.add_argument("--table", action="store_true", help="train nothing: table and plot of the finished runs")
+    parser.add_argument("overrides", nargs="*", help="other keys of every run")
     return parser.parse_args()
 
 
@@ -208,11 +209,11 @@ def main() -> None:
     missing = [key for key, path in paths.items() if not path.exists()]
     if missing and not args.table:
         # The preset with all three roles: Ray gets room for each.
-        first = load_config([*COMMON, "algo=vapo", "algo.kl.in_loss=true"])
+        first = load_config([*COMMON, "algo=vapo", "algo.kl.in_loss=true", *args.overrides])
         with stopping_on_signals(), open_resources(first, load_inputs(first), args.out / "logs") as hosts:
             for variant, seed in missing:
                 name = paths[variant, seed].stem
-                curve = train_once(variant, seed, hosts, args.out / name)
+                curve = train_once(variant, seed, args.overrides, hosts, args.out / name)
                 save_curve(paths[variant, seed], curve)
                 text = " ".join(f"{value:.2f}" for value in curve.heldout)
                 print(f"{variant}, seed {seed}: {text}  ({curve.seconds:.0f} s)", flush=True)

@@ -1,6 +1,6 @@
 """The share of the measured matmul peak that updates, log-probs, values and generation of a 135M model reach.
 
-Run: python tools/bench/mfu.py [--rows 16] [--repeats 3] [--threads N] [--dtype float32] [--only update ...]
+Run: python tools/bench/mfu.py [--rows 16] [--layers 30] [--repeats 3] [--dtype float32] [--only update ...]
 
 A model of SmolLM2-135M's shape with random weights; responses of GSM8K-like lengths, packed. Operations are those of
 `ROLE/model_tflop_sum`: a multiply-add is two; causal attention counts its lower triangle, the vocabulary head the
@@ -17,7 +17,6 @@ gradient it is. The ratio is the policy update's share.
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -27,10 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from train_step import make_samples
+from torch import Tensor
 
 from megarl.config.load import load_config
 from megarl.config.schema.algo import AlgoConfig
@@ -43,14 +39,13 @@ from megarl.mcore.worker import MegatronWorker
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.server import SGLangServer
-from megarl.types import TrainingSamples
+from megarl.types import Sequences, TrainingSamples
 
 VOCAB, HIDDEN, FFN = 49152, 576, 1536
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
     "intermediate_size": FFN,
-    "num_hidden_layers": 30,
     "num_attention_heads": 9,
     "num_key_value_heads": 3,
     "head_dim": 64,
@@ -58,6 +53,9 @@ SIZES: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
+# Log-normal (mean and deviation of the logarithm) tokens of GSM8K's questions, in a chat template, and its answers.
+PROMPTS, RESPONSES = (4.47, 0.25), (4.59, 0.49)
+MAX_TOKEN = 4096
 PHASES = ("update", "forward", "generation")
 GOAL = 0.7
 NUM_LARGEST, NUM_CALLERS = 5, 3
@@ -82,10 +80,38 @@ class Share:
     """1e12 operations a second of the clock"""
 
 
-def write_checkpoint(directory: Path) -> None:
+def make_samples(num_rows: int) -> TrainingSamples:
+    generator = torch.Generator().manual_seed(0)
+    prompts, responses = (
+        torch.empty(num_rows).log_normal_(*shape, generator=generator).clamp(1, 1000).long()
+        for shape in (PROMPTS, RESPONSES)
+    )
+    tokens = torch.randint(0, MAX_TOKEN, (int((prompts + responses).sum()),), generator=generator)
+    mask = torch.arange(int(responses.max())) < responses[:, None]
+
+    def normal(center: float) -> Tensor:
+        return (center + torch.randn(mask.shape, generator=generator)) * mask
+
+    old_logprobs = normal(-8.0)
+    return TrainingSamples(
+        sequences=Sequences(tokens, prompts + responses, prompts),
+        mask=mask,
+        loss_mask=mask,
+        positive=torch.rand(num_rows, generator=generator) > 0.5,
+        advantages=normal(0.0),
+        rollout_logprobs=old_logprobs,
+        old_logprobs=old_logprobs,
+        sampling_logprobs=None,
+        ref_logprobs=None,
+        old_values=None,
+        returns=None,
+    )
+
+
+def write_checkpoint(directory: Path, num_layers: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = LlamaForCausalLM(LlamaConfig(**SIZES)).float()  # type: ignore[no-untyped-call]
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=num_layers)).float()  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)
 
 
@@ -292,6 +318,7 @@ def show(name: str, shares: Sequence[Share], datasheet: float | None) -> float:
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=16, help="responses, of 205 tokens on average with their prompts")
+    parser.add_argument("--layers", type=int, default=30, help="of the model")
     parser.add_argument("--tokens-per-microbatch", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
@@ -316,7 +343,7 @@ def main() -> None:
     ratio, profile = float("nan"), ""
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = Path(scratch) / "model"
-        write_checkpoint(checkpoint)
+        write_checkpoint(checkpoint, args.layers)
         for role in (Role.policy, Role.critic):
             worker = build_worker(role, checkpoint, args, f"file://{scratch}/{role.value}")
             for kind, name, call in list_phases(worker, samples):

@@ -1,11 +1,13 @@
 """Bytes of the weight sync from its plan, and seconds by assumed link speeds, of layouts that do not fit here.
 
-    python tools/bench/sync_at_scale.py
+    python tools/bench/sync_at_scale.py [--layers N]
 
 A computation: every byte crosses nodes, the busiest GPU's port decides; no latency and no contention.
 """
 
+import argparse
 import time
+from dataclasses import replace
 from typing import Any
 
 from megarl.config.schema.roles import ParallelConfig
@@ -47,16 +49,20 @@ def simulate(name: str, arch: Architecture, parallel: ParallelConfig, tp: int, n
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, help="of both models, a multiple of 12; default: their own")
+    layers = parser.parse_args().layers
+    dense, moe = (replace(arch, num_layers=layers or arch.num_layers) for arch in (QWEN32B, QWEN235B))
     print("A computation: links at 50 GB/s a GPU between nodes, 300 GB/s inside; no latency, no contention.")
     print(
         "| | plan GB | over the least | gather and broadcast GB | busiest GPU GB | seconds | peers' way | planning s |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     layout = ParallelConfig(num_processes=32, tp=8, sp=True, pp=4)
-    simulate("qwen32b, TP8 x PP4 to 8 servers of TP4", QWEN32B, layout, 4, 8, {})
+    simulate("qwen32b, TP8 x PP4 to 8 servers of TP4", dense, layout, 4, 8, {})
     layout = ParallelConfig(num_processes=96, tp=4, sp=True, pp=6, ep=16)
     ends = {"num_layers_in_first_pipeline_stage": 15, "num_layers_in_last_pipeline_stage": 15}
-    simulate("qwen3_235b_a22b, 96 GPUs (TP4 PP6 EP16) to 8 servers of TP8", QWEN235B, layout, 8, 8, ends)
+    simulate("qwen3_235b_a22b, 96 GPUs (TP4 PP6 EP16) to 8 servers of TP8", moe, layout, 8, 8, {} if layers else ends)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
-"""Waiting for several pieces of work at once."""
+"""Waiting for several pieces of work at once, and for Ray's calls that a signal has cut short."""
 
+import signal
+import threading
 import time
 from dataclasses import dataclass, field
 
 import pytest
 
+from megarl.cluster import ray_calls
 from megarl.interfaces import wait_all
+from megarl.run.signals import Stopped
 
 
 @dataclass
@@ -37,3 +41,21 @@ def test_all_are_waited_for():
     works = [Work(0.2), Work(0.0), Work(0.1)]
     wait_all(works)
     assert all(time.monotonic() - work.started >= work.seconds for work in works)
+
+
+def test_a_call_that_a_signal_cuts_short_as_it_begins_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray ends the process where a call goes on after ray.shutdown."""
+    stock, answer = threading.Thread.start, threading.Event()
+
+    def start(thread: threading.Thread) -> None:
+        stock(thread)
+        raise Stopped(signal.SIGUSR2)
+
+    ray_calls.begin(60.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(Stopped):
+            ray_calls.ask("start of the worker", answer.wait)
+    assert not ray_calls.settle(0.0)
+    answer.set()
+    assert ray_calls.settle(30.0)

@@ -7,7 +7,9 @@ come, and what is left in the run's folder is what the next start finds. tests/e
 import contextlib
 import json
 import os
+import re
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,11 @@ from fakes.run import World
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.cluster.waiting import WorkerError
 from megarl.config.errors import ConfigError
+from megarl.interfaces import DeadlineError
 from megarl.report.metrics import load_metrics
 from megarl.rollout.journal import Journal
 from megarl.run.signals import Stopped, stopping_on_signals
+from megarl.types import Prompt, Response, Score
 
 
 def test_the_untouched_run_has_learned_and_kept_its_newest_checkpoints(untouched: dict[str, Any]) -> None:
@@ -308,3 +312,82 @@ def test_with_staleness_a_run_that_is_asked_to_stop_goes_on_with_what_was_comple
     check_stale(run_dir)
     # The oldest checkpoint that is kept is that of iteration 4: no group is needed that was taken before.
     assert all(place >= 24 for place, _ in Journal(run_dir / "journal").list_groups(0))
+
+
+LAST = "evaluation-6"
+ENDS: dict[str, tuple[str, ...]] = {
+    "train.num_iterations": (),
+    "train.max_samples": ("train.num_iterations=9", "train.max_samples=144"),
+    "train.stop_at_heldout_reward": ("train.num_iterations=9", "train.stop_at_heldout_reward=0.9"),
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("event", ["nothing", "a signal", "a lost server"])
+@pytest.mark.parametrize("end", ENDS)
+def test_with_staleness_a_run_ends_where_its_last_iteration_is_evaluated_and_saved_whatever_comes_in_between(
+    end: str, event: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, updates, came = tmp_path / "run", list[str](), list[str]()
+    before = set(threading.enumerate())
+
+    def watch(role: str, verb: str) -> None:
+        updates.extend([role] if (role, verb) == ("policy", "update") else [])
+
+    def reward(_prompt: Prompt, response: Response) -> Score:
+        return Score(1.0 if len(updates) >= 6 else len(response.token_ids) / 32, True)
+
+    def on_token(key: str | None, number: int) -> None:
+        if (key, number) != (LAST, 0) or came:
+            return
+        came.append(event)
+        if event == "a lost server":
+            world.components[-1].servers.lose(0)
+        elif event == "a signal":
+            raise stop()
+
+    world = World(watch=watch, reward=reward, on_token=on_token)
+    with contextlib.suppress(Stopped), stopping_on_signals():
+        world.run_job(monkeypatch, run_dir, [*STALE, *ENDS[end]])
+    assert came == [event]
+    assert (run_dir / "checkpoints" / "latest").read_text() == "iteration-000006\n"
+    if event == "a signal":
+        world.run_job(monkeypatch, run_dir, [*STALE, *ENDS[end]])
+    lines = load_metrics(run_dir / "metrics.jsonl")
+    assert [line["iteration"] for line in lines] == list(range(7))
+    assert [line["iteration"] for line in lines if "reward/heldout" in line] == [0, 6]
+    assert not {"megarl-ahead", "megarl-rollout"} & {thread.name for thread in set(threading.enumerate()) - before}
+
+
+@pytest.mark.timeout(120)
+def test_with_staleness_an_episode_without_an_answer_ends_the_run_by_its_deadline_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_token(key: str | None, number: int) -> None:
+        if (key, number) == ("group-35", 0):
+            raise DeadlineError("http://here/generate gave no answer within 600 s")  # As SGLangClient does.
+
+    run_dir = tmp_path / "run"
+    with pytest.raises(DeadlineError) as caught:
+        World(on_token=on_token).run_job(monkeypatch, run_dir, STALE)
+    assert re.fullmatch(r"in the episode group-35/0/\d of prompt '.+'", caught.value.__notes__[0])
+    World().run_job(monkeypatch, run_dir, STALE)
+    check_stale(run_dir)
+
+
+@pytest.mark.timeout(120)
+def test_with_staleness_a_signal_ends_a_run_that_waits_for_an_episode_which_never_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, run_dir = threading.Event(), tmp_path / "run"
+
+    def on_token(key: str | None, number: int) -> None:
+        if (key, number) == ("group-35", 0) and not released.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+            released.wait(600)
+
+    with pytest.raises(Stopped), stopping_on_signals():
+        World(on_token=on_token).run_job(monkeypatch, run_dir, STALE)
+    released.set()
+    World().run_job(monkeypatch, run_dir, STALE)
+    check_stale(run_dir)

@@ -2,6 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -71,3 +75,55 @@ def test_a_signal_that_c_code_has_turned_into_its_own_error_is_still_the_signal(
         wait()
     with pytest.raises(SystemError, match="another"), stopping_on_signals():
         raise SystemError("another")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_that_the_shell_ignores_ends_a_run_all_the_same(number):
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with pytest.raises(Stopped), stopping_on_signals():
+            os.kill(os.getpid(), number)
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_hang_up_ends_a_run_and_under_nohup_it_does_not():
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with pytest.raises(Stopped), stopping_on_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with stopping_on_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_within_a_destructor_ends_the_run_after_it():
+    class Ended:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    hook = sys.unraisablehook
+
+    def end_and_wait():
+        Ended()
+        time.sleep(30)
+
+    with pytest.raises(Stopped, match="SIGTERM"), stopping_on_signals():
+        end_and_wait()
+    assert sys.unraisablehook is hook
+
+
+def test_what_tests_start_does_not_ignore_what_the_shell_ignores():
+    numbers = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+    code = (
+        f"import conftest, signal; print([n for n in {[*map(int, numbers)]} if signal.getsignal(n) is signal.SIG_IGN])"
+    )
+    done = subprocess.run(
+        ["sh", "-c", 'trap "" INT QUIT TERM USR1 USR2 XCPU; exec "$0" -c "$1"', sys.executable, code],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "[]\n"

@@ -1,0 +1,207 @@
+"""Every tool and bench that README and docs name runs, in a small form, with each option that they give it.
+
+Each runs in a copy of tools/ and docs/, so that the pages and pictures that it writes are not the checkout's.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import string
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from page_run import write_page_run
+from tool_loading import load_tool
+
+from megarl.config.schema.model import RandomModelConfig
+from megarl.hf.random_model import build_random_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DEADLINE_S = 500
+RATIO = r"ratio: (-?\d+\.\d+|nan) goal: \d+(\.\d+)?"
+"""The last line of what measures"""
+SHORT = "train.num_iterations=1 train.eval_every=1 train.num_eval_prompts=4"
+SMALL = "--rows 2 --layers 2 --tokens-per-microbatch 256 --repeats 1"
+ON_GPUS = "algo=grpo model=qwen3_8b cluster=h100x64 cluster.placement=split rollout.transport=split"
+KEPT = "rollout.offload=null policy.offload=null reference.offload=null"
+
+COMMANDS = {
+    "bench/against_trl.py --cells 4x2x4-float32 --iterations 1 --warm-up 0 --threads 1 --model model": RATIO,
+    "bench/against_trl.py --table": "",
+    f"bench/algorithms.py --only grpo --seeds 9 --out out {SHORT} policy.optimizer.decay_iterations=1": RATIO,
+    "bench/calculator.py before run after": r"\| right answer \| .*",
+    "bench/claims.py --only decoupled --seeds 9": r"\d+ claims: .*",
+    "bench/claims.py --only decoupled --table": r"\d+ claims: .*",
+    "bench/driver.py --rows 4 --length 64 --repeats 1": RATIO,
+    "bench/driver_at_scale.py --rows 512 --length 16": RATIO,
+    f"bench/guess.py --only grpo --seeds 9 --out out {SHORT} policy.optimizer.decay_iterations=1": RATIO,
+    f"bench/mfu.py {SMALL} --dtype float32 --only update generation": RATIO,
+    "bench/overlap.py --iterations 5 --staleness 1": RATIO,
+    "bench/roll_import.py roll --commit 0123456789abcdef": ".* of the full one.",
+    "bench/schedule.py --iterations 5 --staleness 1": RATIO,
+    "bench/start.py": RATIO,
+    "bench/sync.py --hidden 128 --layers 2 --repeats 1 --transport split": RATIO,
+    "bench/sync_at_scale.py --layers 12": r"\| qwen3_235b_a22b.*",
+    "check_gpu.py --device cpu --only float32,transfer --out found.json": ".*nothing fails.*",
+    "check_layouts.py --processes 2 --rows 8 algo=grpo model=tiny model.random.num_layers=2": "equal: all .*",
+    "docs/tutorial.py check": ".*is what the default configuration gives",
+    "faults.py --kills 1 --max-staleness 2 --out faults": "same end: 1 of 1",
+    f"schedule.py {ON_GPUS} {KEPT} --servers 8": ".*",
+}
+"""Arguments of python, below tools/ and in the folder `place` -> what the last line that it prints is"""
+OF_ONE_RUN = "bench/overlap.py", "bench/schedule.py"
+ELSEWHERE = {
+    "bench/claims.py --solvable": "unit/tools/test_claims_tasks.py",  # samples SmolLM2 for minutes
+    "convert_checkpoint.py": "unit/tools/test_convert_command.py",
+    "critic_pictures.py": "unit/report/test_critic_pictures.py",
+    "docs/generate.py": "docs/test_doc_commands.py",
+    "docs/scaling.py": "docs/test_scaling_picture.py",
+    "docs/tutorial.py write": "docs/test_doc_texts.py",
+    "import_roll.py": "unit/tools/roll_cases.py",
+    "plan.py": "docs/test_doc_commands.py",
+    "report.py": "unit/report/test_run_page.py",
+}
+"""A tool, or one option of it -> the file below tests/ that runs it"""
+
+TRL = """
+import torch
+__version__ = "0"
+class GRPOConfig:
+    def __init__(self, **keys): vars(self).update(keys)
+class GRPOTrainer:
+    def __init__(self, args, callbacks, **others): self.args, self.callbacks = args, callbacks
+    def _generate_and_score_completions(self, inputs):
+        return {"completion_mask": torch.ones(2, self.args.max_completion_length, dtype=torch.long)}
+    def train(self):
+        for step in range(self.args.max_steps):
+            for callback in self.callbacks: callback.on_step_begin()
+            self._generate_and_score_completions(None)
+            for callback in self.callbacks: callback.on_step_end()
+"""
+"""In place of TRL, whose own environment tools/bench/against_trl.py would download: as far as trl_grpo.py calls it"""
+BOTH = """
+import sys
+sys.path.insert(0, "tools/bench")
+import overlap, schedule
+run, found = overlap.run_job, []
+def run_once(*arguments):
+    found[:] = found or [run(*arguments)]
+    return found[0]
+overlap.run_job = run_once
+for tool in (overlap, schedule):
+    sys.argv = ["tool", "--iterations", "5", "--staleness", "1"]
+    tool.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The copy, with what the commands read."""
+    place = tmp_path_factory.mktemp("tools")
+    for name in ("tools", "docs"):
+        shutil.copytree(ROOT / name, place / name)
+    shutil.copytree(ROOT / "tests" / "unit" / "tools" / "roll", place / "roll" / "examples")
+    model = build_random_checkpoint(
+        RandomModelConfig(max_length=256, alphabet=f"{string.ascii_letters}{string.digits} ."),
+        tmp_path_factory.mktemp("cache"),
+    )
+    (place / "model").symlink_to(model)
+    write_page_run(place / "run")
+    for name in ("before", "after"):
+        (place / name).mkdir()
+        record = {"problem": "2*3", "prompt": "2*3", "response": "6", "correct": name == "after", "reward": 0.5}
+        (place / name / "responses.jsonl").write_text(f"{json.dumps(record)}\n" * 2)
+    shorten_claim(place / "tools" / "bench" / "claims")
+    # What a run that nobody touched takes: with staleness no other thing is compared with it.
+    faults = load_tool("faults.py")
+    keys = [*faults.OVERRIDES, "rollout.max_staleness=2", "algo.mismatch.correction=tis"]
+    (place / "faults").mkdir()
+    reference = {"overrides": keys, "seconds": dict.fromkeys(faults.PHASES, 0.0)}
+    (place / "faults" / "reference.json").write_text(json.dumps(reference))
+    # What against_trl.py finds instead of making it.
+    bench = load_tool("bench/against_trl.py")
+    (place / "trl.py").write_text(TRL)
+    version = bench.metadata.version("torch").partition("+")[0]
+    python = f"{bench.TRL}-torch{version}-python{sys.version_info.major}.{sys.version_info.minor}/bin/python"
+    script = place / "cache" / "trl" / python
+    script.parent.mkdir(parents=True)
+    script.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(place))} exec {shlex.quote(sys.executable)} "$@"\n')
+    script.chmod(0o755)
+    return place
+
+
+def shorten_claim(claims: Path) -> None:
+    """The first claim takes one small iteration, and its run with the real loop is still to be made."""
+    file = claims / "predictions.yaml"
+    text, sizes = file.read_text(), {"train.num_iterations=40": "train.num_iterations=1"}
+    sizes |= {
+        "train.samples_per_iteration=128": "train.samples_per_iteration=32",
+        "pretrain.steps=8": "pretrain.steps=1",
+    }
+    for size, smaller in sizes.items():
+        assert size in text
+        text = text.replace(size, smaller, 1)
+    file.write_text(text)
+    (claims / "finished" / "decoupled_decoupled_1_real.json").unlink()
+
+
+def run(place: Path, words: Sequence[str]) -> str:
+    """Runs Python; the last line that it has printed."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MEGARL_CACHE": str(place / "cache")}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=place, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-8000:]}"
+    return done.stdout.strip().rpartition("\n")[2]
+
+
+@pytest.mark.parametrize(
+    "command", [each for each in COMMANDS if not each.startswith(OF_ONE_RUN)], ids=lambda command: command[:60]
+)
+def test_a_tool_runs_and_ends_with_its_line(place: Path, command: str) -> None:
+    tool, *arguments = shlex.split(command)
+    last = run(place, [f"tools/{tool}", *arguments])
+    assert re.fullmatch(COMMANDS[command], last), last
+
+
+def test_overlap_and_schedule_of_one_run_end_with_their_ratio(place: Path) -> None:
+    assert re.fullmatch(RATIO, run(place, ["-c", BOTH]))
+
+
+def list_named(text: str) -> list[tuple[str, str]]:
+    """Each tool that a text runs, with each option or action that it gives it."""
+    found = []
+    for name, rest in re.findall(r"python3? (?:-m megarl\.tools\.|tools/)([\w./]+)((?:[^\n\\`#]|\\\n)*)", text):
+        tool = f"{name.removesuffix('.py').replace('.', '/')}.py"
+        given = re.findall(r"(?<=\s)--[\w-]+", rest) + re.findall(r"^ (check|write|record)\b", rest)
+        found += [(tool, option) for option in given or [""]]
+    return found
+
+
+def test_every_tool_and_option_that_docs_name_is_run_by_a_test() -> None:
+    named = {each for text in TEXTS for each in list_named(text.read_text())}
+    assert len({tool for tool, _ in named}) > 20
+    run_here = [shlex.split(command) for command in COMMANDS]
+    missing = [
+        f"tools/{tool} {option}"
+        for tool, option in sorted(named)
+        if not any(words[0] == tool and (not option or option in words) for words in run_here)
+        and not {tool, f"{tool} {option}"} & ELSEWHERE.keys()
+    ]
+    assert not missing, f"to be added to COMMANDS: {', '.join(missing)}"
+    for command, file in ELSEWHERE.items():
+        text = (ROOT / "tests" / file).read_text()
+        assert Path(command.split()[0]).stem in text
+        assert "pytestmark = pytest.mark.slow" not in text
+
+
+def test_every_bench_is_run_by_a_test() -> None:
+    benches = {f"bench/{file.name}" for file in ROOT.glob("tools/bench/*.py") if "__main__" in file.read_text()}
+    # Another Python runs it, for against_trl.py.
+    assert benches - {"bench/trl_grpo.py"} == {c.split()[0] for c in COMMANDS if c.startswith("bench/")}
