@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 import psutil
 import ray
 
-from megarl.cluster.address import agree_on_nccl, resolve_host, use_gpus, use_interface
+from megarl.cluster.address import agree_on_nccl, resolve_host, use_interface
+from megarl.cluster.gpus import Gpu, use_gpus
 from megarl.cluster.memory import find_peak_of_tree
 from megarl.cluster.nodes import Cluster
 from megarl.cluster.process_log import redirect_output
@@ -55,12 +56,12 @@ class ServerSpec:
 class ServerActor:
     """Owns one server process, which ends when this actor does. A separate thread answers whether the actor runs."""
 
-    def __init__(self, spec: ServerSpec, listen_host: str, port: int | None):
+    def __init__(self, spec: ServerSpec, listen_host: str, port: int | None, gpus: Sequence[Gpu]):
         redirect_output(spec.log_dir / f"server-{spec.index}-owner.log")
         host = resolve_host(listen_host)
         # These set environment variables, which the server's processes inherit.
         use_interface(host)
-        use_gpus(spec.slot.gpus)
+        use_gpus(gpus)
         agree_on_nccl()
         self._server = SGLangServer(
             spec.config,
@@ -138,7 +139,7 @@ class Servers:
     def _own(self, spec: ServerSpec, port: int | None) -> Any:
         options = self._cluster.options(spec.slot)
         actor = ServerActor.options(**options)  # type: ignore[attr-defined]  # Ray's types leave the class as it was
-        return actor.remote(spec, self._cluster.listen_host, port)
+        return actor.remote(spec, self._cluster.listen_host, port, self._cluster.find_gpus(spec.slot))
 
     def _start(self, numbers: Collection[int], port_deadline_s: float, what: str) -> PendingCall[list[str]]:
         start_s = self._specs[0].config.startup_deadline_s
