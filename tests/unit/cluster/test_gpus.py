@@ -247,7 +247,7 @@ def test_processes_are_started_with_the_gpus_of_their_slots_in_their_environment
     slots = place(ClusterConfig(gpus_per_node=4, placement=placement), groups)
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     started = [
-        WorkerGroup(build_spec(role, tmp_path), tmp_path, cluster, slots[role.value], 60.0)
+        WorkerGroup(build_spec(role, tmp_path, len(slots[role.value])), tmp_path, cluster, slots[role.value], 60.0)
         for role in (Role.policy, Role.critic)
     ]
     config = RolloutConfig(kv_cache_tokens=1)
@@ -267,11 +267,11 @@ def test_processes_are_started_with_the_gpus_of_their_slots_in_their_environment
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in owner  # SGLang has a number of its own
 
 
-def build_spec(role: Role, checkpoint: Path) -> WorkerSpec:
+def build_spec(role: Role, checkpoint: Path, num_processes: int) -> WorkerSpec:
     return WorkerSpec(
         role=role,
         checkpoint=str(checkpoint),
-        parallel=ParallelConfig(),
+        parallel=ParallelConfig(num_processes=num_processes),
         optimizer=None,
         dtype=Dtype.float32,
         algo=AlgoConfig(),
