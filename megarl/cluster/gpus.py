@@ -43,6 +43,8 @@ class SmiGpu:
     """Its PCI address as the kernel writes it, such as 0000:18:00.0"""
     is_parted: bool
     """Whether MIG is on"""
+    used: int = 0
+    """Bytes of its memory that are in use"""
 
     def is_meant_by(self, name: str) -> bool:
         """CUDA takes the first characters of a UUID for the whole of it."""
@@ -68,14 +70,25 @@ def find_gpus() -> NodeGpus:
 
 
 def ask_nvidia_smi() -> list[SmiGpu]:
-    command = ["nvidia-smi", "--query-gpu=index,uuid,pci.bus_id,mig.mode.current", "--format=csv,noheader"]
+    query = "--query-gpu=index,uuid,pci.bus_id,mig.mode.current,memory.used"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [line.split(", ") for line in done.stdout.splitlines()]
     # nvidia-smi writes the domain with eight digits, the kernel with four.
-    return [SmiGpu(row[0], row[1], row[2].lower()[4:], row[3] == "Enabled") for row in rows if len(row) == 4]
+    return [
+        SmiGpu(number, uuid, bus.lower()[4:], mig == "Enabled", int(used) * 2**20 if used.isdecimal() else 0)
+        for number, uuid, bus, mig, used in (row for row in rows if len(row) == 5)
+    ]
+
+
+def measure_gpus(gpus: Sequence[Gpu]) -> list[int]:
+    """Bytes that all processes use of each of these GPUs, without a call of CUDA; none where it is not told."""
+    known = {gpu.uuid: gpu.used for gpu in ask_nvidia_smi()}
+    used = [known.get(str(gpu.uuid), 0) for gpu in gpus]
+    return used if all(used) else []
 
 
 def choose_gpus(node: str, found: NodeGpus, number: int) -> tuple[Gpu, ...]:

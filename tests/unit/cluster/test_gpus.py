@@ -22,6 +22,7 @@ from megarl.cluster.gpus import (
     bind_to_gpus,
     build_variables,
     choose_gpus,
+    measure_gpus,
     read_cores,
     use_gpus,
 )
@@ -39,7 +40,7 @@ from megarl.mcore.device import claim_gpu
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.rollout.server import build_environment
 
-LINES = "0, GPU-aaaa, 00000000:18:00.0, Disabled\n1, GPU-bbbb, 00000000:9A:00.0, [N/A]"
+LINES = "0, GPU-aaaa, 00000000:18:00.0, Disabled, 512\n1, GPU-bbbb, 00000000:9A:00.0, [N/A], 1024"
 MODEL = {
     **{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_act": "silu"},
     **{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 64},
@@ -91,6 +92,8 @@ def test_gpus_are_found_by_number_and_by_uuid_under_the_kernels_address() -> Non
     assert second.is_meant_by("1")
     assert first.is_meant_by("GPU-aaaa")
     assert not first.is_meant_by("1")
+    assert measure_gpus([Gpu("1", "GPU-bbbb"), Gpu("0", "GPU-aaaa")]) == [2**30, 2**29]
+    assert measure_gpus([Gpu("MIG-a", None)]) == measure_gpus([]) == []
 
 
 @pytest.mark.usefixtures("nvidia_smi")
