@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -238,3 +239,37 @@ def test_recomputation_sees_the_same_dropout() -> None:
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
     assert torch.equal(torch.get_rng_state(), outside)
+
+
+class FakeCuda:
+    """What a process is told that sees these GPUs; `first` is the one that CUDA really gives it as number 0."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, first: int = 0) -> None:
+        self.taken = -1
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda number: setattr(self, "taken", number))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.taken)
+        properties = SimpleNamespace(uuid=f"{first:02d}")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
+
+
+def test_a_rank_that_cuda_gives_another_gpu_than_its_slots_ends_and_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where CUDA was used before CUDA_VISIBLE_DEVICES was set: torch counts one GPU, CUDA gives the node's first."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    FakeCuda(monkeypatch, count=1, first=5)
+    assert device.take_gpu(5, "GPU-05") == "GPU-05"
+    assert device.take_gpu(5, None) == "GPU-05"
+    FakeCuda(monkeypatch, count=1, first=0)
+    with pytest.raises(
+        RuntimeError, match="started for GPU GPU-05 and CUDA gives it GPU-00, with CUDA_VISIBLE_DEVICES=5"
+    ):
+        device.take_gpu(5, "GPU-05")
+
+
+@pytest.mark.parametrize(("rank", "taken"), [(0, 0), (3, 3), (9, 1)])
+def test_where_gpus_are_not_counted_a_rank_takes_the_one_of_its_number(
+    rank: int, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = FakeCuda(monkeypatch, count=8)
+    device.take_gpu(rank, None)
+    assert cuda.taken == taken
