@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# sbatch slurm/train.sh algo=vapo model=qwen32b [overrides]     train over the nodes of one job
+# sbatch --signal=B:USR1@3000 slurm/train.sh algo=vapo model=qwen32b [overrides]   train over the nodes of one job; how
+#                                                               early the signal must come megarl.tools.plan says
 # sbatch --nodes=2 slurm/train.sh resume=RUN_DIR                resume a run
 # sbatch slurm/train.sh --command=evaluate model=... data=...   another command: train, pretrain_value or evaluate
 # slurm/train.sh --submit [--nodes=N ...] [...]                 check that first, then sbatch

@@ -3,8 +3,9 @@
     python -m megarl.tools.plan algo=vapo model=qwen32b cluster=h100x64 [key=value] ...
     python -m megarl.tools.plan --search algo=vapo model=qwen32b cluster=h100x64 [key=value] ...
 
-takes what python -m megarl.train takes. The exit code is 0 where the job fits, 1 where it does not, 2 for a
-configuration that is wrong.
+takes what python -m megarl.train takes. "fits, but" says what a job that fits loses, and which change mends it: half of
+the GPUs, or hours of training between two checkpoints. The exit code is 0 where the job fits, 1 where it does not, 2
+for a configuration that is wrong.
 
 --search             the ten fastest plans on the cluster's GPUs, with the overrides to paste; keys that the command
                      line sets keep their values
@@ -22,6 +23,7 @@ from megarl.config.schema.cluster import Placement
 from megarl.config.schema.root import Config
 from megarl.config.search_path import take_config_dirs
 from megarl.config.words import check_words
+from megarl.plan.assumptions import LONGEST_SIGNAL_S
 from megarl.run.arguments import end_with_closed_pipe
 from megarl.run.command import EXIT_BAD_CONFIG
 
@@ -115,10 +117,10 @@ def show(config: Config, mean: float | None) -> int:
     # Only now: importing torch and Megatron takes seconds that a wrong key need not wait for.
     from rich.console import Console
 
-    from megarl.plan.changes import find_change
+    from megarl.plan.changes import describe_idle, find_change
     from megarl.plan.estimate import build_plan
     from megarl.plan.jobs import find_models
-    from megarl.plan.tables import list_tables
+    from megarl.plan.tables import describe_saves, find_signal, list_tables
 
     models = find_models(config)
     plan = build_plan(config, models, mean)
@@ -126,7 +128,12 @@ def show(config: Config, mean: float | None) -> int:
     for part in list_tables(config, plan):
         console.print(part)
     if not plan.problems:
-        print(f"\nfits: {describe_gpus(config, plan.num_gpus)}")
+        signal = find_signal(config, plan.seconds)
+        on_slurm = "" if signal is None else f"; on Slurm with sbatch --signal=B:USR1@{min(signal, LONGEST_SIGNAL_S)}"
+        losses = [*describe_idle(config, models, plan), *describe_saves(config, plan.seconds)]
+        print(f"\nfits{', but' * bool(losses)}: {describe_gpus(config, plan.num_gpus)}{on_slurm}")
+        for line in losses:
+            print(f"  {line}")
         return 0
     print("\ndoes not fit:")
     for problem in plan.problems:

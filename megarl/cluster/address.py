@@ -2,16 +2,11 @@
 
 import os
 import socket
-from collections.abc import Sequence
 
 import psutil
 import ray
 
-from megarl.cluster.numa import bind_to_gpus
 from megarl.config.schema.cluster import AUTO
-
-GPUS_VARIABLE = "MEGARL_GPUS"
-"""Environment variable of a node's Ray: the ids of the job's GPUs there, where they are not 0, 1, 2 ..."""
 
 
 def resolve_host(listen_host: str) -> str:
@@ -43,22 +38,3 @@ def agree_on_nccl() -> None:
     """
     for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
         os.environ.setdefault(name, "0")
-
-
-def use_gpus(gpus: Sequence[int]) -> None:
-    """Make only these of the node's GPUs visible to CUDA, all where `gpus` is empty; call it before CUDA's first use.
-    This thread and what it starts stay on the cores near them.
-
-    Raises RuntimeError where the job has fewer GPUs here.
-    """
-    if not gpus:
-        return
-    ids = os.environ.get(GPUS_VARIABLE) or os.environ.get("CUDA_VISIBLE_DEVICES")
-    known = ids.split(",") if ids else [str(number) for number in range(max(gpus) + 1)]
-    if max(gpus) >= len(known):
-        raise RuntimeError(
-            f"{socket.gethostname()}: GPU number {max(gpus)} of the job is needed; it has {len(known)} here ({ids})"
-        )
-    own = [known[number] for number in gpus]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
-    bind_to_gpus(own)

@@ -15,7 +15,7 @@ from megarl.cluster import ray_calls
 from megarl.cluster.address import resolve_host
 from megarl.cluster.joining import find_own_processes, joined_ray
 from megarl.cluster.local import local_ray, remove_left_over
-from megarl.cluster.nodes import POLL_S, Cluster, wait_for_nodes
+from megarl.cluster.nodes import POLL_S, Cluster, count_gpus, wait_for_nodes
 from megarl.config.placement import find_ray_address
 from megarl.config.schema.cluster import ClusterConfig
 from megarl.interfaces import DeadlineError
@@ -26,11 +26,13 @@ def open_ray(config: ClusterConfig, num_actors: int) -> Iterator[Cluster]:
     """Ray for `num_actors` actors; on leaving, what was started for this run is shut down.
 
     Raises DeadlineError where nothing answers at cluster.ray_address, and where nodes are missing; RayLostError where
-    Ray itself does not answer.
+    Ray itself does not answer; ConfigError where a node has fewer GPUs than cluster.gpus_per_node.
     """
     opened = local_ray(config, num_actors) if config.ray_address is None else _joined_ray(config)
     with opened as scratch:
         nodes = wait_for_nodes(config.num_nodes, config.nodes_deadline_s)
+        if config.gpus_per_node > 0:
+            nodes = count_gpus(nodes[: config.num_nodes], config.gpus_per_node, config.nodes_deadline_s)
         yield Cluster(nodes, scratch, resolve_host(config.listen_host), config.listen_host)
 
 

@@ -14,15 +14,17 @@ from urllib.parse import urlsplit
 import psutil
 import ray
 
-from megarl.cluster.address import agree_on_nccl, resolve_host, use_gpus, use_interface
+from megarl.cluster.address import agree_on_nccl, resolve_host, use_interface
+from megarl.cluster.gpus import Gpu, measure_gpus, use_gpus
 from megarl.cluster.memory import find_peak_of_tree
 from megarl.cluster.nodes import Cluster
 from megarl.cluster.process_log import redirect_output
 from megarl.cluster.ray_calls import RayLostError, ask
 from megarl.cluster.stacks import identify
-from megarl.cluster.waiting import PendingCall, wait_for
+from megarl.cluster.waiting import PendingCall, WorkerError, wait_for
 from megarl.config.placement import DeviceSlot
 from megarl.config.schema.rollout import RolloutConfig
+from megarl.interfaces import DeadlineError
 from megarl.rollout.liveness import CALL_DEADLINE_S, NUM_CALLS, find_loss
 from megarl.rollout.server import SGLangServer
 
@@ -55,12 +57,13 @@ class ServerSpec:
 class ServerActor:
     """Owns one server process, which ends when this actor does. A separate thread answers whether the actor runs."""
 
-    def __init__(self, spec: ServerSpec, listen_host: str, port: int | None):
+    def __init__(self, spec: ServerSpec, listen_host: str, port: int | None, gpus: Sequence[Gpu]):
         redirect_output(spec.log_dir / f"server-{spec.index}-owner.log")
         host = resolve_host(listen_host)
         # These set environment variables, which the server's processes inherit.
         use_interface(host)
-        use_gpus(spec.slot.gpus)
+        use_gpus(gpus)
+        self._gpus = gpus
         agree_on_nccl()
         self._server = SGLangServer(
             spec.config,
@@ -90,6 +93,9 @@ class ServerActor:
     def find_peak(self) -> int:
         pid = self._server.pid
         return 0 if pid is None else find_peak_of_tree(pid)
+
+    def measure_gpus(self) -> list[int]:
+        return measure_gpus(self._gpus)
 
     def check_alive(self) -> None:
         self._server.check_alive()
@@ -138,7 +144,7 @@ class Servers:
     def _own(self, spec: ServerSpec, port: int | None) -> Any:
         options = self._cluster.options(spec.slot)
         actor = ServerActor.options(**options)  # type: ignore[attr-defined]  # Ray's types leave the class as it was
-        return actor.remote(spec, self._cluster.listen_host, port)
+        return actor.remote(spec, self._cluster.listen_host, port, self._cluster.find_gpus(spec.slot))
 
     def _start(self, numbers: Collection[int], port_deadline_s: float, what: str) -> PendingCall[list[str]]:
         start_s = self._specs[0].config.startup_deadline_s
@@ -151,6 +157,17 @@ class Servers:
     def ask_peaks(self) -> list["ray.ObjectRef[int]"]:
         """Bytes of memory, for `measure_peaks`."""
         return [actor.find_peak.remote() for actor in self._actors]
+
+    def measure_gpus(self) -> list[list[int]]:
+        """For each server, the bytes in use on its GPUs, none where that is not known; nothing where an owner is lost.
+
+        A server's owner asks, which is on the GPUs' node and has no memory there itself.
+        """
+        what = "the memory of the servers' GPUs"
+        refs = ask(what, lambda: [actor.measure_gpus.remote() for actor in self._actors])
+        with contextlib.suppress(WorkerError, DeadlineError):
+            return wait_for(refs, self.names, what, OWNER_DEADLINE_S)
+        return []
 
     def check_alive(self) -> None:
         """Raise WorkerError with the exit status and the end of the log where a server is down."""

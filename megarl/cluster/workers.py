@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megarl.algo.blocks import allocate_zeros
-from megarl.cluster.address import agree_on_nccl, resolve_host, use_gpus, use_interface
+from megarl.cluster.address import agree_on_nccl, resolve_host, use_interface
+from megarl.cluster.gpus import Gpu, use_gpus
 from megarl.cluster.memory import find_own_peak
 from megarl.cluster.nodes import Cluster
 from megarl.cluster.process_log import redirect_output
@@ -34,11 +35,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+def build_environment() -> dict[str, str]:
+    """What a rank needs in its environment before its first call of CUDA."""
+    # Megatron's order of kernels and communication under tensor parallelism relies on it.
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    return {name: os.environ.get(name, "1")}
+
+
 @ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"watch": 1})  # type: ignore[call-overload]
 class WorkerActor:
     """The process of one rank, with a log file of its own. A separate thread reports the state of the current call."""
 
-    def __init__(self, log_path: str, listen_host: str, gpus: Sequence[int]):
+    def __init__(self, log_path: str, listen_host: str, gpus: Sequence[Gpu]):
         redirect_output(Path(log_path))
         dump_on_signal()
         self._tracker = CallTracker()
@@ -46,10 +54,11 @@ class WorkerActor:
         use_interface(self._host)
         use_gpus(gpus)
         agree_on_nccl()
-        # Megatron's order of kernels and communication under tensor parallelism relies on it.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        for name, value in build_environment().items():
+            os.environ.setdefault(name, value)
         # Megatron compiles a few small functions: no pool of processes for that in every rank.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        self._gpu = gpus[0].uuid if gpus else None
         self._worker: MegatronWorker | None = None
         self._sender: WeightSender | None = None
         self._profiler = RankProfiler()
@@ -63,7 +72,7 @@ class WorkerActor:
         with self._tracker.enter("build"):
             from megarl.mcore.worker import MegatronWorker
 
-            self._worker = MegatronWorker(spec, rank, world_size, init_method)
+            self._worker = MegatronWorker(spec, rank, world_size, init_method, self._gpu)
             return self._worker.describe()
 
     def call(self, verb: str, *args: Any) -> Any:
@@ -130,8 +139,9 @@ class WorkerGroup:
 
     def _start_actors(self, logs: Sequence[Path], slots: Sequence[DeviceSlot]) -> list[ray.ObjectRef[tuple[str, int]]]:
         for log, slot in zip(logs, slots, strict=True):
-            options = WorkerActor.options(**self._cluster.options(slot))  # type: ignore[attr-defined]
-            self._actors.append(options.remote(str(log), self._cluster.listen_host, slot.gpus))
+            variables = build_environment() if slot.gpus else {}
+            options = WorkerActor.options(**self._cluster.options(slot, variables))  # type: ignore[attr-defined]
+            self._actors.append(options.remote(str(log), self._cluster.listen_host, self._cluster.find_gpus(slot)))
         return [actor.identify.remote() for actor in self._actors]
 
     def start(self) -> PendingCall[str]:

@@ -29,6 +29,11 @@ def main(names: Sequence[str]) -> None:
             say(found)
             if found["cuda"]:
                 main(CUDA_MODULES)
+            if found["gpus"]:
+                # Of servers with rollout.offload, into whose processes it is preloaded instead of imported.
+                from megarl.rollout.server import find_preload_problem
+
+                say({"module": "torch_memory_saver", "problem": find_preload_problem()})
 
 
 def try_import(name: str) -> str | None:

@@ -1,41 +1,49 @@
 """Where the training engine computes: CUDA where it is present, otherwise the CPU through an import hook.
 
-Megatron-Core names its device in its source ("cuda", torch.cuda.current_device(), x.cuda() ...). Where CUDA
-is absent, `install` puts a finder on sys.meta_path that rewrites those names while megatron.core loads. The
-files on disk and torch itself stay as they are. Where CUDA is present nothing is installed.
+Megatron-Core names its device in its source ("cuda", torch.cuda.current_device(), x.cuda() ...). `install` puts a
+finder on sys.meta_path that rewrites those names while megatron.core loads, where CUDA is absent. The files on disk and
+torch itself stay as they are. Whether CUDA is present is asked when Megatron is first imported and not before: the
+question initializes CUDA, which then sees the GPUs of the environment of that moment.
 """
 
+import functools
 import logging
 import os
+import socket
 import sys
 import warnings
 
 import torch
+import torch.distributed as dist
 
 from megarl.config.schema.roles import Dtype
 from megarl.mcore.cpu.hook import CpuFinder
 
 
-def install() -> bool:
+def install() -> None:
     """Prepare this process for Megatron; call before the first megatron import. May be called again.
 
-    Returns True where the hook is in place (no CUDA), False where Megatron runs as it is.
-    Raises RuntimeError where megatron.core was imported before without the hook.
+    Raises RuntimeError where megatron.core was imported before without the hook, on a machine without CUDA.
     """
-    if torch.cuda.is_available():
-        return False
     if any(isinstance(finder, CpuFinder) for finder in sys.meta_path):
-        return True
+        return
     loaded = sorted(name for name in sys.modules if name.startswith("megatron.core"))
-    if loaded:
+    if loaded and not torch.cuda.is_available():
         raise RuntimeError(
             f"{loaded[0]} was imported before megarl.mcore on a machine without CUDA: "
             "import megarl.mcore first, so that Megatron can be rewritten for the CPU"
         )
+    sys.meta_path.insert(0, CpuFinder(_is_wanted))
+
+
+@functools.cache
+def _is_wanted() -> bool:
+    """Whether Megatron is rewritten for the CPU in this process."""
+    if torch.cuda.is_available():
+        return False
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed.*", category=UserWarning)
     # What torch says of every nvcc on the PATH, as that of a login node.
     logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in str(record.msg))
-    sys.meta_path.insert(0, CpuFinder())
     return True
 
 
@@ -86,3 +94,29 @@ def device() -> torch.device:
 def process_group_backend() -> str:
     """torch.distributed backend for the training ranks: "nccl" or "gloo"."""
     return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def take_gpu(rank: int, uuid: str | None) -> str:
+    """Have this process compute on its GPU: the only one that it sees, or the one of its rank. Returns the GPU's UUID.
+
+    uuid: of the GPU that it was started for; None: not known. Raises RuntimeError where it is another one.
+    """
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    found = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    if uuid is not None and found != uuid:
+        raise RuntimeError(
+            f"{socket.gethostname()}: this process was started for GPU {uuid} and CUDA gives it {found}, with"
+            f" CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}: CUDA was used before that was set"
+        )
+    return found
+
+
+def claim_gpu(store: dist.Store, rank: int, uuid: str) -> None:
+    """Note in the role's store whose GPU it is. Raises RuntimeError where another rank of the role has it too."""
+    owner = store.compare_set(f"megarl/{uuid}", "", str(rank)).decode()
+    if owner != str(rank):
+        raise RuntimeError(
+            f"ranks {owner} and {rank} of one role are both on GPU {uuid} of {socket.gethostname()}, and NCCL joins no"
+            " two processes of one GPU: parallel.num_processes may be at most the number of GPUs, and"
+            " cluster.gpus_per_node gives each rank its own"
+        )

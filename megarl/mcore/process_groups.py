@@ -9,16 +9,23 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from megarl.config.schema.roles import ParallelConfig
-from megarl.mcore.device import device, process_group_backend
+from megarl.mcore.device import claim_gpu, device, process_group_backend, take_gpu
 from megarl.mcore.model.context_parallel import ContextGroup
 
 
 def initialize(
-    parallel: ParallelConfig, rank: int, world_size: int, init_method: str, seed: int, deadline_s: float
+    parallel: ParallelConfig,
+    rank: int,
+    world_size: int,
+    init_method: str,
+    seed: int,
+    deadline_s: float,
+    gpu: str | None = None,
 ) -> None:
     """Join the role's process group and build Megatron's groups in it.
 
-    Raises ValueError for a layout that world_size does not divide into, and torch's DistStoreError or
+    gpu: UUID of the GPU that this process was started for. Raises ValueError for a layout that world_size does not
+    divide into, RuntimeError where this rank has another GPU or that of another rank, and torch's DistStoreError or
     DistNetworkError where not all ranks come within the deadline.
     """
     if world_size != parallel.num_processes or world_size % (parallel.tp * parallel.pp * parallel.cp):
@@ -26,12 +33,14 @@ def initialize(
             f"{world_size} processes for parallel.num_processes={parallel.num_processes}, tp={parallel.tp}, "
             f"pp={parallel.pp}, cp={parallel.cp}: num_processes must be a multiple of tp * pp * cp"
         )
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+    found = take_gpu(rank, gpu) if torch.cuda.is_available() else None
     timeout = timedelta(seconds=deadline_s)
     dist.init_process_group(
         process_group_backend(), init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
     )
+    if found is not None:
+        # Before NCCL's first call, which would end with a message that names neither the ranks nor the key.
+        claim_gpu(dist.distributed_c10d._get_default_store(), rank, found)
     initialize_groups(parallel, distributed_timeout_minutes=deadline_s / 60)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 

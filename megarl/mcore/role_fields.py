@@ -34,14 +34,13 @@ ROLE_KEYS = {
 """Fields of TransformerConfig that a key of the role decides; its workers are told the keys under the same names."""
 
 COMPUTE_CAPABILITIES = {
-    Fp8Recipe.delayed: (8, 9),
     Fp8Recipe.tensorwise: (8, 9),
     Fp8Recipe.blockwise: (9, 0),
     Fp8Recipe.mxfp8: (10, 0),
 }
-"""The least a GPU must have for a recipe: Ada, Ada, Hopper, Blackwell (Transformer Engine's own conditions)."""
+"""The least a GPU must have for a recipe: Ada, Hopper, Blackwell (Transformer Engine's own conditions)."""
 
-TOKEN_MULTIPLES = {Fp8Recipe.delayed: 16, Fp8Recipe.tensorwise: 16, Fp8Recipe.blockwise: 128, Fp8Recipe.mxfp8: 32}
+TOKEN_MULTIPLES = {Fp8Recipe.tensorwise: 16, Fp8Recipe.blockwise: 128, Fp8Recipe.mxfp8: 32}
 """Number of tokens of which an FP8 product takes multiples: the block of a recipe, 16 for one scale per tensor."""
 
 

@@ -52,9 +52,10 @@ COLLECTIVE_GRACE_S = 30.0
 
 
 class MegatronWorker:
-    def __init__(self, spec: WorkerSpec, rank: int, world_size: int, init_method: str) -> None:
+    def __init__(self, spec: WorkerSpec, rank: int, world_size: int, init_method: str, gpu: str | None = None) -> None:
         """Join the role's process group and build the model from the checkpoint. Waits for all ranks.
 
+        gpu: UUID of the GPU that this process was started for; None: not known, or there is none.
         Raises ValueError or FileNotFoundError for a layout, checkpoint or model.megatron that does not fit.
         """
         if (spec.optimizer is None) != (spec.role is Role.reference):
@@ -69,7 +70,7 @@ class MegatronWorker:
         if problems:
             raise ValueError("; ".join(problems))
         deadline = spec.deadline_s + COLLECTIVE_GRACE_S
-        process_groups.initialize(spec.parallel, rank, world_size, init_method, spec.seed, deadline)
+        process_groups.initialize(spec.parallel, rank, world_size, init_method, spec.seed, deadline, gpu)
         self.config = build_config(self.arch, spec.parallel, spec.dtype, spec.megatron, build_role_fields(spec))
         # This rank's pieces of the model: one, or vpp.
         self.chunks = build_chunks(self.arch, self.config, spec.role is Role.critic)

@@ -62,7 +62,7 @@ class WorkerSpec:
     recompute_num_layers: int = 1
     offload: Offload | None = None
     fp8: Fp8 | None = None
-    fp8_recipe: Fp8Recipe = Fp8Recipe.delayed
+    fp8_recipe: Fp8Recipe = Fp8Recipe.blockwise
     router_replay: bool = False
     """Of the policy alone: its routers take the experts that come with the sequences"""
     critic_prompt: str | None = None

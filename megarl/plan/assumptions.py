@@ -44,5 +44,7 @@ SIGNAL_S = 600
 """How long before a job's time limit Slurm signals it (slurm/train.sh, --signal=B:USR1@600)"""
 REQUEUE_S = 60
 """How long before the limit the job is requeued, with or without a checkpoint (slurm/train.sh, MARGIN_S)"""
+LONGEST_UNSAVED_S = 4500
+"""Seconds of training that a lost node may cost at most, unless one iteration takes longer: about an hour"""
 LONGEST_SIGNAL_S = 65535
 """The largest value that sbatch accepts"""

@@ -245,6 +245,56 @@ def _list_larger(config: Config, name: str) -> Iterator[Values]:
             yield from ({**number, **cut, **_list_nodes(config, cluster.num_nodes + more)} for cut in cuts)
 
 
+def describe_idle(config: Config, models: PlannedModels, plan: JobPlan) -> Iterator[str]:
+    """Of a job that fits and leaves half of the GPUs idle or more: that it does, and what would mend it."""
+    cluster = config.cluster
+    there, used = cluster.num_nodes * cluster.gpus_per_node, plan.num_gpus
+    if 2 * used > there:
+        return
+    parts = []
+    fuller = find_fuller(config, models, plan)
+    if fuller is not None:
+        parts.append(
+            f"with {' '.join(fuller.overrides)} {fuller.plan.num_gpus} GPUs work, and an iteration takes"
+            f" {fuller.plan.seconds.iteration:,.0f} s instead of {plan.seconds.iteration:,.0f} s"
+        )
+    nodes = 1 + plan.last_gpu // cluster.gpus_per_node
+    if nodes < cluster.num_nodes:
+        parts.append(f"cluster.num_nodes={nodes} is enough for it as it is")
+    yield f"{there - used} of {there} GPUs are idle: " + ("; ".join(parts) or "nothing that was tried uses them")
+
+
+def find_fuller(config: Config, models: PlannedModels, plan: JobPlan) -> Change | None:
+    """The fastest of the changes that put more than half of the GPUs to work, where it is faster than the job is."""
+    there = config.cluster.num_nodes * config.cluster.gpus_per_node
+    known, found = set(list_contradictions(config)), list[tuple[Values, JobPlan]]()
+    for values in _list_fuller(config, plan, there // plan.num_gpus):
+        after = _try(apply(config, values), models, known)
+        is_better = after is not None and not after.problems and after.seconds.iteration < plan.seconds.iteration
+        if after is not None and is_better and there < 2 * after.num_gpus:
+            found.append((values, after))
+    if not found:
+        return None
+    values, after = min(found, key=lambda each: each[1].seconds.iteration)
+    return Change(tuple(f"{key}={write_value(value)}" for key, value in values.items()), after)
+
+
+def _list_fuller(config: Config, plan: JobPlan, most: int) -> Iterator[Values]:
+    """The servers beside the roles in place of among them, and more replicas of both; most: by this factor."""
+    beside: dict[str, Any] = {"cluster.placement": Placement.split, "rollout.transport": Transport.split}
+    placements: list[dict[str, Any]] = [{}]
+    if config.cluster.placement is Placement.colocated and plan.server is not None:
+        placements.append(beside)
+    for placement in placements:
+        for factor in range(most, 0, -1):
+            values = {
+                f"{name}.parallel.num_processes": job.parallel.num_processes * factor for name, job in plan.jobs.items()
+            }
+            if plan.server is not None:
+                values["rollout.num_servers"] = config.rollout.num_servers * factor
+            yield {**placement, **(values if factor > 1 else {})}
+
+
 def write_value(value: Any) -> str:
     """As on the command line."""
     if isinstance(value, Enum):

@@ -202,16 +202,22 @@ def _format_seconds(seconds: float) -> str:
     return f"{seconds / 3600:,.1f} hours" if seconds >= 2 * 3600 else f"{seconds:,.0f} s"
 
 
-def describe_stop(config: Config, seconds: Seconds) -> Iterator[str]:
-    """How early Slurm must signal a job before its time limit, where the default is too late.
+def find_signal(config: Config, seconds: Seconds) -> int | None:
+    """How many seconds before a job's time limit Slurm must signal it; None: those of slurm/train.sh are enough.
 
     Generation and scoring are aborted by the signal (and responses kept); an update is finished first
     (megarl/run/signals.py, deferring_stops).
     """
-    a, deadline_s = assumptions, config.checkpoint.stop_deadline_s
-    if seconds.update + a.REQUEUE_S <= a.SIGNAL_S:
+    if seconds.update + assumptions.REQUEUE_S <= assumptions.SIGNAL_S:
+        return None
+    return 100 * ceil((seconds.update + config.checkpoint.stop_deadline_s + assumptions.REQUEUE_S) / 100)
+
+
+def describe_stop(config: Config, seconds: Seconds) -> Iterator[str]:
+    """How early Slurm must signal a job before its time limit, where the default is too late."""
+    a, deadline_s, enough = assumptions, config.checkpoint.stop_deadline_s, find_signal(config, seconds)
+    if enough is None:
         return
-    enough = 100 * ceil((seconds.update + deadline_s + a.REQUEUE_S) / 100)
     advice = f"sbatch --signal=B:USR1@{enough} suffices"
     if enough > a.LONGEST_SIGNAL_S:
         advice = f"{enough} would suffice, but sbatch takes no more than --signal=B:USR1@{a.LONGEST_SIGNAL_S}"
@@ -219,6 +225,18 @@ def describe_stop(config: Config, seconds: Seconds) -> Iterator[str]:
         f"On Slurm SIGUSR1 comes {a.SIGNAL_S} s before the time limit; an update in progress, of"
         f" {seconds.update:,.0f} s, does not end by then, and the job resumes from the last"
         f" checkpoint. {advice}: the update, checkpoint.stop_deadline_s={deadline_s:g}, and {a.REQUEUE_S} s to requeue."
+    )
+
+
+def describe_saves(config: Config, seconds: Seconds) -> Iterator[str]:
+    """What would be lost with a node, and the change that makes it less, where that is far more than an hour."""
+    every = config.checkpoint.save_every
+    if every is None or every == 1 or every * seconds.iteration <= assumptions.LONGEST_UNSAVED_S:
+        return
+    fewer = max(1, int(3600 / seconds.iteration))
+    yield (
+        f"a checkpoint every {every * seconds.iteration / 3600:,.1f} hours (checkpoint.save_every={every}), which a"
+        f" lost node would cost: checkpoint.save_every={fewer} writes one every {fewer * seconds.iteration / 3600:,.1f}"
     )
 
 

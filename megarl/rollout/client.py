@@ -148,6 +148,11 @@ class SGLangClient:
         """Take memory again that was given back."""
         self._post("/resume_memory_occupation", {"tags": list(tags)}, None)
 
+    def load_memory_use(self) -> dict[str, float]:
+        """GiB of `weights` and of `kv_cache` on each of the server's GPUs, as SGLang counted them at its start."""
+        found = self._call("GET", "/server_info", None, None)["internal_states"][0]["memory_usage"]
+        return {"weights": float(found["weight"]), "kv_cache": float(found["kvcache"])}
+
     def begin_update(self) -> None:
         self._post("/begin_weight_update", {}, None)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.util
 import os
 import secrets
 import shutil
@@ -31,6 +32,8 @@ TRACKER_WARNINGS = "ignore::UserWarning:multiprocessing.resource_tracker"
 GPU_DEVICES = Path("/dev/nvidiactl"), Path("/dev/dxg")
 """Of NVIDIA's driver on Linux, and in WSL"""
 LOG_TAIL_LINES = 25
+PRELOAD_S = 10.0
+"""How long a program that does nothing may take"""
 WEIGHT_LOADER = "megarl.sync.receiver.receive"
 """The function that servers call for the requests of a weight sync"""
 LONGEST_SOCKET_PATH = 107
@@ -44,6 +47,16 @@ FLOAT32_ON_GPU = {
     "TRITON_F32_DEFAULT": "ieee",
 }
 """What a server with rollout.dtype=float32 needs on a GPU, beside an attention backend that takes float32"""
+
+
+ON_GPU = {
+    # An idle server would end over what it takes for a leak, which the aborts and flushes of a rollout may look like.
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "false"
+}
+"""The settings of servers on GPUs, where the job's environment has none"""
+GRAPH_SAVER = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables of torch's allocator, by their old and their new name"""
 
 
 class ServerError(RuntimeError):
@@ -70,6 +83,11 @@ def build_command(
     if not has_cuda() and config.kv_cache_tokens is None:
         # By default SGLang takes most of the machine's memory and zero-fills it for minutes.
         problems.append("rollout.kv_cache_tokens: null; on a CPU it must be a number of tokens")
+    if config.offload is not None and os.environ.get(GRAPH_SAVER, "").lower() in ("1", "true", "yes", "y"):
+        problems.append(
+            f"{GRAPH_SAVER}: found {os.environ[GRAPH_SAVER]} in the environment; with rollout.offload servers give back"
+            " weights and KV cache, and CUDA graphs stay where they are: it must not be set"
+        )
     if problems:
         raise ConfigError(problems)
     options = {
@@ -92,6 +110,10 @@ def build_command(
     if config.max_staleness > 0:
         # Verification of a weight sync and evaluations do not wait for prefetched responses.
         options |= {"enable_priority_scheduling": True}
+    if has_cuda():
+        # By default SGLang replays prefill from graphs that keep their inputs by weak references, whose memory later
+        # ones may have taken: wrong numbers (sglang issue 37606). Their memory would also never be given back.
+        options |= {"cuda_graph_backend_prefill": "disabled"}
     if config.offload is not None and has_cuda():
         # Without it, as on a CPU, SGLang takes the same calls and keeps the memory.
         options |= {"enable_memory_saver": True}
@@ -137,6 +159,10 @@ def build_environment(config: RolloutConfig, scratch: Path, *, shares_gpus: bool
         # Roles use more of some GPUs than of others. SGLang, which counts with the least that is free on any, takes
         # that for processes of somebody else and would refuse; where the GPUs are the server's own it is right.
         environment.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "false")
+    if has_cuda():
+        environment = ON_GPU | environment
+    if has_cuda() and config.offload is not None:
+        prepare_memory_saver(environment)
     if has_cuda() and config.dtype is Dtype.float32:
         environment = FLOAT32_ON_GPU | environment
     if not has_cuda():
@@ -151,6 +177,52 @@ def build_environment(config: RolloutConfig, scratch: Path, *, shares_gpus: bool
     if "PYTHONPATH" in os.environ:
         path.append(os.environ["PYTHONPATH"])
     return environment | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+def prepare_memory_saver(environment: dict[str, str]) -> None:
+    """Change the environment of a server whose processes preload torch_memory_saver, as rollout.offload has them do.
+
+    Its library is linked against libcudart, which in wheels lies where only torch's own libraries look; without it none
+    of those processes starts. It takes part in cudaMalloc, which expandable segments do without: for them it refuses to
+    run, or, under the variable's new name, would give nothing back.
+    """
+    folders = [*map(str, find_cuda_runtimes()), *filter(None, [environment.get("LD_LIBRARY_PATH")])]
+    if folders:
+        environment["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
+    for name in ALLOCATOR_SETTINGS:
+        settings = [each for each in environment.pop(name, "").split(",") if each]
+        kept = [each for each in settings if not each.strip().startswith("expandable_segments")]
+        if kept:
+            environment[name] = ",".join(kept)
+
+
+def find_cuda_runtimes() -> list[Path]:
+    """The folders of libcudart among NVIDIA's wheels, such as site-packages/nvidia/cu13/lib."""
+    spec = importlib.util.find_spec("nvidia")
+    places = spec.submodule_search_locations if spec else None
+    return sorted({path.parent for place in places or () for path in Path(place).glob("*/lib/libcudart.so.*")})
+
+
+def find_preload_problem() -> str | None:
+    """What the dynamic loader says of torch_memory_saver in a server's environment; None: it loads, or is not there."""
+    spec = importlib.util.find_spec("torch_memory_saver")
+    if spec is None or spec.origin is None:
+        return None
+    package = Path(spec.origin).parent
+    import torch
+
+    major = str(torch.version.cuda).partition(".")[0]
+    pattern = f"torch_memory_saver_hook_mode_preload_cu{major}.*so"
+    libraries = [*package.glob(pattern), *package.parent.glob(pattern)]
+    if not libraries:
+        return f"it has no library for CUDA {major}"
+    environment = dict(os.environ)
+    prepare_memory_saver(environment)
+    done = subprocess.run(
+        ["true"], env=environment | {"LD_PRELOAD": str(libraries[0])}, capture_output=True, text=True, timeout=PRELOAD_S
+    )
+    # A library that is not found is left out with a word on stderr; one that it needs and lacks ends the program.
+    return done.stderr.strip() or f"exit code {done.returncode}" if done.returncode or done.stderr else None
 
 
 def make_scratch() -> Path:

@@ -191,7 +191,7 @@ def open_components(
             return
         engine = stack.enter_context(contextlib.closing(_build_engine(config, inputs, resources)))
         scorer = stack.enter_context(contextlib.closing(build_scorer(config.reward)))
-        offloader = _build_offloader(config, engine.clients, turns)
+        offloader = _build_offloader(config, engine.clients, turns, resources, report)
         sync = build_sync(config, inputs, groups[Role.policy], engine.clients, resources, run_dir, offloader)
         stack.callback(sync.close)
         collector = build_collector(config, engine, scorer, inputs.conversation, journal, inputs.eval_sets)
@@ -304,9 +304,13 @@ def _build_engine(config: Config, inputs: Inputs, resources: RunResources) -> SG
     )
 
 
-def _build_offloader(config: Config, clients: Sequence[SGLangClient], turns: Turns) -> ServerOffloader:
+def _build_offloader(
+    config: Config, clients: Sequence[SGLangClient], turns: Turns, resources: RunResources, report: Report
+) -> ServerOffloader:
     """From here on the servers give their memory back before each call of a role, with rollout.offload."""
-    offloader = ServerOffloader(clients, find_server_offload(config))
+    servers = resources.servers
+    measure = servers.measure_gpus if isinstance(servers, Servers) else list
+    offloader = ServerOffloader(clients, find_server_offload(config), measure, report.message)
     turns.free_servers = offloader.release
     return offloader
 

@@ -135,7 +135,7 @@ def test_torchs_adam_is_the_fused_one_also_after_a_load(cuda: dict[str, Any], ki
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="the GPU has no FP8 products"
 )
-@pytest.mark.parametrize("recipe", [Fp8Recipe.delayed, Fp8Recipe.tensorwise])
+@pytest.mark.parametrize("recipe", [Fp8Recipe.blockwise, Fp8Recipe.tensorwise])
 def test_fp8_stays_near_bfloat16(checkpoint: Path, cuda: dict[str, Any], recipe: Fp8Recipe) -> None:
     spec = build_spec(Role.policy, checkpoint, dtype=Dtype.bfloat16, fp8=Fp8.hybrid, fp8_recipe=recipe)
     found = launch(1, run_roles, {"fp8": spec})["fp8"]

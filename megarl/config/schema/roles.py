@@ -50,14 +50,17 @@ class Fp8(Enum):
 
 
 class Fp8Recipe(Enum):
-    """How FP8 numbers are scaled."""
+    """How FP8 numbers are scaled, always by the numbers of the product itself.
 
-    delayed = "delayed"
-    """By the largest values of earlier steps"""
+    Transformer Engine's delayed scaling, by the largest values of earlier steps, is no choice: its scales are 1 until
+    the first update has ended, so that old_logprobs and values are rounded otherwise than in the update that they are
+    compared with, and its first gradients are 0.
+    """
+
     tensorwise = "tensorwise"
-    """By the largest value of each tensor"""
+    """By the largest value of each tensor, on Ada and later GPUs"""
     blockwise = "blockwise"
-    """By the largest value of each block of a tensor"""
+    """By the largest value of each block of a tensor, on Hopper and later GPUs"""
     mxfp8 = "mxfp8"
     """By a power of two for each 32 values, as the hardware of Blackwell does"""
 
@@ -204,7 +207,7 @@ class TrainedRoleConfig:
     GPUs with others."""
     fp8: Fp8 | None = None
     """Format of FP8 matrix products by Transformer Engine; null: no FP8."""
-    fp8_recipe: Fp8Recipe = Fp8Recipe.delayed
+    fp8_recipe: Fp8Recipe = Fp8Recipe.blockwise
     """How FP8 numbers are scaled; only where fp8 is set."""
 
 

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import importlib.machinery
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import BYTECODE_SUFFIXES, ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -159,13 +159,18 @@ class CpuFinder(MetaPathFinder):
     so that Megatron is the same with the packages of the CUDA lock as with those of the CPU lock.
     """
 
+    def __init__(self, is_wanted: Callable[[], bool]) -> None:
+        """is_wanted: asked for each of these modules; where it says no, they are found as without this finder."""
+        self._is_wanted = is_wanted
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname in NEED_GPU:
-            raise ModuleNotFoundError(f"{fullname} is not used on a machine without CUDA", name=fullname)
-        if not any(fullname == root or fullname.startswith(root + ".") for root in ROOTS):
+        is_root = any(fullname == root or fullname.startswith(root + ".") for root in ROOTS)
+        if not (is_root or fullname in NEED_GPU) or not self._is_wanted():
             return None
+        if not is_root:
+            raise ModuleNotFoundError(f"{fullname} is not used on a machine without CUDA", name=fullname)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is None or type(spec.loader) is not importlib.machinery.SourceFileLoader:
             return spec

@@ -153,6 +153,11 @@ def _check_fields(megatron: dict[str, Any], own: dict[str, Any]) -> list[str]:
             problems.append(
                 f"model.megatron.{key}: decided by the checkpoint, the role's layout and dtype, or here ({own[key]!r})"
             )
+        elif key in ("fp8_param", "fp4_param") and value:
+            problems.append(
+                f"model.megatron.{key}: found {value!r}; weights are kept in the role's dtype, in which they are"
+                " sent to the servers, offloaded and saved; it must be false"
+            )
         elif key == "fp4" and value and not uses_transformer_engine():
             problems.append(f"model.megatron.{key}: needs Transformer Engine, which is not usable here")
     return problems

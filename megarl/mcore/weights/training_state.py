@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,8 +100,7 @@ def load_state(directory: Path, state: TrainingState) -> None:
     if common.get("layout") == asdict(state.parallel):
         template["random"] = _shard_random_state(None)
     loaded = dist_checkpointing.load(template, str(directory))
-    for number, chunk in enumerate(state.chunks):
-        chunk.load_state_dict(loaded["model"][str(number)])
+    _put_weights(directory, state.chunks, loaded["model"])
     if state.optimizer is not None and state.scheduler is not None:
         state.optimizer.load_state_dict(loaded["optimizer"])
         # Megatron adds the loaded steps to those made.
@@ -121,15 +120,33 @@ def load_weights(directory: Path, chunks: Sequence[PackedGPT]) -> None:
         raise CheckpointError(
             f"{directory}: has LoRA adapters beside its weights; tools/convert_checkpoint.py merges them"
         )
-    # The extra state of a module is about FP8 scales, which weights do not come with.
-    wanted = {
-        str(number): {key: x for key, x in chunk.sharded_state_dict().items() if not key.endswith("_extra_state")}
-        for number, chunk in enumerate(chunks)
-    }
-    state = dist_checkpointing.load({"model": wanted}, str(directory))
+    wanted = {str(number): shard_weights(chunk) for number, chunk in enumerate(chunks)}
+    _put_weights(directory, chunks, dist_checkpointing.load({"model": wanted}, str(directory))["model"])
+
+
+def shard_weights(chunk: Any, **options: Any) -> ShardedStateDict:
+    """The weights of a piece of a model, without what Transformer Engine calls the extra state of its modules.
+
+    That is a pickle, of the scales of FP8 products. The recipes that there are (`Fp8Recipe`) find their scales anew in
+    each product and have none, so nothing of it is written, read or unpickled. options: of `sharded_state_dict`.
+    """
+    for module in chunk.modules():
+        if hasattr(module, "_split_extra_state"):
+            # Of Megatron's layer of several experts, which unpickles its own state, whether or not there is one.
+            module._split_extra_state = lambda state, number=module.num_gemms: [state] * number
+    return {key: x for key, x in chunk.sharded_state_dict(**options).items() if not _is_extra_state(key)}
+
+
+def _is_extra_state(key: str) -> bool:
+    """Whether it is an _extra_state, or one of those of experts: _extra_state1 and so on."""
+    return key.rpartition(".")[2].startswith("_extra_state")
+
+
+def _put_weights(directory: Path, chunks: Sequence[Any], loaded: Mapping[str, Any]) -> None:
+    """loaded: the state of each chunk by its number. Raises CheckpointError where it is not all that the model has."""
     for number, chunk in enumerate(chunks):
-        missing, unexpected = chunk.load_state_dict(state["model"][str(number)], strict=False)
-        problems = [key for key in missing if not key.endswith("_extra_state")] + unexpected
+        missing, unexpected = chunk.load_state_dict(loaded[str(number)], strict=False)
+        problems = [key for key in missing if not _is_extra_state(key)] + unexpected
         if problems:
             raise CheckpointError(f"{directory}: does not hold what the model has: {', '.join(problems[:5])}")
 
@@ -138,7 +155,7 @@ def _shard(state: TrainingState, *, is_loading: bool) -> ShardedStateDict:
     # A copy: Megatron adds process groups to it.
     metadata = dict(CONTENT)
     sharded: dict[str, Any] = {
-        "model": {str(number): chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(state.chunks)}
+        "model": {str(number): shard_weights(chunk, metadata=metadata) for number, chunk in enumerate(state.chunks)}
     }
     if state.optimizer is not None and state.scheduler is not None:
         sharded["optimizer"] = state.optimizer.sharded_state_dict(

@@ -1,4 +1,4 @@
-"""Addresses, network interfaces, GPUs and NCCL's settings of a process on its node."""
+"""Addresses, network interfaces and NCCL's settings of a process on its node."""
 
 import importlib.util
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.address import find_interface, use_gpus, use_interface
+from megarl.cluster.address import find_interface, use_interface
 from megarl.cluster.nodes import Cluster, Node
 from megarl.config.placement import DeviceSlot
 
@@ -17,9 +17,8 @@ from megarl.config.placement import DeviceSlot
 @pytest.fixture
 def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """What is set in a test is taken back after it."""
-    for name in ("MEGARL_GPUS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"):
-        monkeypatch.setenv(name, "before")
-        monkeypatch.delenv(name)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "before")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     return monkeypatch
 
 
@@ -28,30 +27,6 @@ def test_the_interface_of_the_loopback_address_is_lo(variables: pytest.MonkeyPat
     assert find_interface("192.0.2.77") is None
     use_interface("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-
-
-@pytest.mark.parametrize(
-    ("known", "gpus", "seen"),
-    [
-        ({}, (1,), "1"),
-        ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, (0, 3), "4,7"),
-        ({"MEGARL_GPUS": "2,3", "CUDA_VISIBLE_DEVICES": "0,1"}, (1,), "3"),
-        ({"CUDA_VISIBLE_DEVICES": "4,5"}, (), "4,5"),
-    ],
-)
-def test_a_process_sees_its_own_of_the_jobs_gpus(
-    variables: pytest.MonkeyPatch, known: dict[str, str], gpus: tuple[int, ...], seen: str
-) -> None:
-    for name, value in known.items():
-        variables.setenv(name, value)
-    use_gpus(gpus)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
-
-
-def test_a_gpu_that_the_job_does_not_have_here_is_named(variables: pytest.MonkeyPatch) -> None:
-    variables.setenv("MEGARL_GPUS", "4,5")
-    with pytest.raises(RuntimeError, match=r"GPU number 2 of the job is needed; it has 2 here \(4,5\)"):
-        use_gpus((2,))
 
 
 def test_seats_are_described_by_node_and_ranges_of_gpus() -> None:
@@ -78,7 +53,7 @@ else:
     (folder / "config.json").write_text("{}")
     config = RolloutConfig(kv_cache_tokens=1)
     spec = ServerSpec(config, folder, folder, 0, 1, DeviceSlot(), 0, None, False)
-    ServerActor.__ray_metadata__.modified_class(spec, "127.0.0.1", None)
+    ServerActor.__ray_metadata__.modified_class(spec, "127.0.0.1", None, ())
     found = build_environment(config, folder)
 (folder / kind).write_text(json.dumps({name: found.get(name) for name in sys.argv[3:]}))
 """

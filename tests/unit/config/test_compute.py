@@ -39,6 +39,10 @@ def test_each_role_has_its_own_way_to_compute() -> None:
             ["policy.offload=weights"],
             "policy.offload: Invalid value 'weights', expected one of [optimizer, all], or null",
         ),
+        (
+            ["policy.dtype=bfloat16", "policy.fp8=hybrid", "policy.fp8_recipe=delayed"],
+            "policy.fp8_recipe: Invalid value 'delayed', expected one of [tensorwise, blockwise, mxfp8]",
+        ),
         (["critic.fp8=e5m2"], "critic.fp8: Invalid value 'e5m2', expected one of [hybrid, e4m3], or null"),
         (
             ["policy.recompute=full", "policy.recompute_num_layers=0"],
@@ -61,7 +65,7 @@ def test_each_role_has_its_own_way_to_compute() -> None:
             "critic.recompute_method: has no effect under critic.recompute=none; it counts with full",
         ),
         (
-            ["policy.fp8_recipe=delayed"],
+            ["policy.fp8_recipe=tensorwise"],
             "policy.fp8_recipe: has no effect with policy.fp8=null; it counts with hybrid or e4m3",
         ),
         (["algo=grpo", "critic.fp8=hybrid"], "critic.fp8: has no effect under algo.advantage=group"),

@@ -155,3 +155,12 @@ def test_a_layout_that_cannot_hold_the_model_is_seen_by_the_estimate() -> None:
     arch = read("qwen32b")
     layout = ParallelConfig(num_processes=8, tp=8, sp=True)
     assert estimate_bytes(arch, layout, True, 16384, arch.vocab_size) > 0.9 * H100
+
+
+@pytest.mark.parametrize("cluster", ["gpu", "h100x8", "h100x16", "h100x64", "h100x256", "h200x8"])
+def test_any_checkpoint_on_gpus_has_the_deadlines_of_gpus_and_a_preset_or_the_user_overrides_them(cluster: str) -> None:
+    rollout = load_config(["model=checkpoint", "model.path=/x", f"cluster={cluster}"]).rollout
+    assert (rollout.startup_deadline_s, rollout.request_deadline_s, rollout.sync_deadline_s) == (1800, 7200, 1200)
+    given = ["model=checkpoint", "model.path=/x", f"cluster={cluster}", "rollout.request_deadline_s=99"]
+    assert load_config(given).rollout.request_deadline_s == 99
+    assert load_config(["model=qwen3_235b_a22b", f"cluster={cluster}"]).rollout.startup_deadline_s == 3600

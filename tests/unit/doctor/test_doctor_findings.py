@@ -107,6 +107,12 @@ CASES = {
         "sgl_kernel is broken: ImportError: libnuma.so.1: cannot open",
         "PLATFORM=cuda",
     ),
+    "a memory saver without CUDA's runtime": (
+        importing(NODE, problems={"torch_memory_saver": "error while loading shared libraries: libcudart.so.13"}),
+        EIGHT,
+        "torch_memory_saver is broken: error while loading shared libraries: libcudart.so.13",
+        "PLATFORM=cuda",
+    ),
     "half of Transformer Engine": (
         importing(
             NODE, problems={"transformer_engine.pytorch": "FileNotFoundError: Could not find shared object file"}

@@ -1,10 +1,11 @@
-"""The import hook: what it rewrites, and that it is not there where CUDA is."""
+"""The import hook: what it rewrites, and that it does nothing where CUDA is."""
 
 import ast
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,8 +52,8 @@ def test_the_standin_is_imported_after_docstring_and_future_imports() -> None:
 
 @no_cuda
 def test_installing_twice_leaves_one_finder() -> None:
-    assert device.install()
-    assert device.install()
+    device.install()
+    device.install()
     names = [type(finder).__name__ for finder in sys.meta_path]
     assert names.count("CpuFinder") == 1
     assert device.device() == torch.device("cpu")
@@ -60,21 +61,32 @@ def test_installing_twice_leaves_one_finder() -> None:
 
 
 @no_cuda
-def test_nothing_is_installed_or_rewritten_where_cuda_is_present() -> None:
+def test_nothing_is_rewritten_where_cuda_is_present() -> None:
     code = """
-import sys, torch
+import torch
 torch.cuda.is_available = lambda: True
-before = list(sys.meta_path)
 import megarl.mcore
-assert sys.meta_path == before, sys.meta_path
-from megarl.mcore.device import install, process_group_backend
-assert install() is False and process_group_backend() == "nccl"
-torch.cuda.is_available = lambda: False
+from megarl.mcore.device import process_group_backend
+assert process_group_backend() == "nccl"
 import megatron.core.parallel_state as state
 assert not hasattr(state, "_megarl_cuda") and type(state.__loader__).__name__ == "SourceFileLoader"
 print("untouched")
 """
     assert run_python(code) == "untouched"
+
+
+def test_whether_there_is_cuda_is_asked_when_megatron_is_imported_and_not_before() -> None:
+    code = """
+import torch
+asked = []
+torch.cuda.is_available = lambda: asked.append(1) or False
+import megarl.mcore, megarl.mcore.worker_spec, megarl.mcore.microbatches
+assert not asked
+import megatron.core.enums
+assert len(asked) == 1
+print("asked once")
+"""
+    assert run_python(code) == "asked once"
 
 
 @no_cuda
@@ -227,3 +239,37 @@ def test_recomputation_sees_the_same_dropout() -> None:
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
     assert torch.equal(torch.get_rng_state(), outside)
+
+
+class FakeCuda:
+    """What a process is told that sees these GPUs; `first` is the one that CUDA really gives it as number 0."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, first: int = 0) -> None:
+        self.taken = -1
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda number: setattr(self, "taken", number))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.taken)
+        properties = SimpleNamespace(uuid=f"{first:02d}")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
+
+
+def test_a_rank_that_cuda_gives_another_gpu_than_its_slots_ends_and_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where CUDA was used before CUDA_VISIBLE_DEVICES was set: torch counts one GPU, CUDA gives the node's first."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    FakeCuda(monkeypatch, count=1, first=5)
+    assert device.take_gpu(5, "GPU-05") == "GPU-05"
+    assert device.take_gpu(5, None) == "GPU-05"
+    FakeCuda(monkeypatch, count=1, first=0)
+    with pytest.raises(
+        RuntimeError, match="started for GPU GPU-05 and CUDA gives it GPU-00, with CUDA_VISIBLE_DEVICES=5"
+    ):
+        device.take_gpu(5, "GPU-05")
+
+
+@pytest.mark.parametrize(("rank", "taken"), [(0, 0), (3, 3), (9, 1)])
+def test_where_gpus_are_not_counted_a_rank_takes_the_one_of_its_number(
+    rank: int, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = FakeCuda(monkeypatch, count=8)
+    device.take_gpu(rank, None)
+    assert cuda.taken == taken

@@ -85,6 +85,8 @@ def test_a_directory_without_config_is_named(tmp_path: Path) -> None:
             ParallelConfig(),
             "model.megatron.fp8: found 'hybrid'; set policy.fp8 and critic.fp8 instead",
         ),
+        ({"fp8_param": True}, ParallelConfig(), "model.megatron.fp8_param: found True; weights are kept in the role's"),
+        ({"fp4_param": True}, ParallelConfig(), "model.megatron.fp4_param: found True; weights are kept in the role's"),
         ({"fp4": "e2m1"}, ParallelConfig(), "model.megatron.fp4: needs Transformer Engine"),
         (
             {"deterministic_mode": True},

@@ -36,7 +36,7 @@ def inputs() -> Inputs:
 def test_a_job_that_fits_ends_with_0_and_says_everything(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main(QWEN32B) == 0
     out = capsys.readouterr().out
-    assert out.rstrip().endswith("fits: 64 GPUs")
+    assert out.rstrip().endswith("fits: 64 GPUs; on Slurm with sbatch --signal=B:USR1@4900")
     for text in (
         "4,096,062,464",
         "524.3 GB in all",
@@ -56,7 +56,14 @@ def test_a_job_that_fits_ends_with_0_and_says_everything(tool: ModuleType, capsy
 @pytest.mark.parametrize(
     ("arguments", "texts"),
     [
-        (("model=qwen32b", "cluster=h100x256"), ("fits: 64 of 256 GPUs; the others are idle",)),
+        (
+            ("model=qwen32b", "cluster=h100x256"),
+            (
+                "fits, but: 64 of 256 GPUs; the others are idle",
+                "192 of 256 GPUs are idle: with policy.parallel.num_processes=256",
+                "cluster.num_nodes=8 is enough for it as it is",
+            ),
+        ),
         (("model=qwen32b", "cluster=h100x64", "policy.fp8=hybrid"), ("FP8 copies", "weight and its transpose")),
         (("model=qwen3_235b_a22b", "cluster=h100x256"), ("Experts: the routes are balanced", "fits: 256 GPUs")),
         (("model=qwen32b", "cluster=h100x64", "rollout.transport=disk"), ("a file system of 5 GB/s a node",)),

@@ -2,7 +2,9 @@
 
 import importlib.util
 import itertools
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import Dtype
-from megarl.config.schema.rollout import RolloutConfig
+from megarl.config.schema.rollout import RolloutConfig, ServerOffload
 from megarl.rollout import server
 from megarl.rollout.server import ServerError, SGLangServer, build_command
 from megarl.rollout.server_options import (
@@ -185,3 +187,95 @@ def test_a_taken_port_is_an_error_that_names_it(tmp_path):
         with pytest.raises(ServerError, match=f"port {port} is taken"):
             made.start()
         assert not made.is_alive()
+
+
+def test_prefill_graphs_are_off_on_a_gpu_unless_the_user_wants_them(tmp_path, monkeypatch):
+    name = "cuda_graph_backend_prefill"
+    assert load_options()[name].flag == "--cuda-graph-backend-prefill"
+    for cuda, given, expected in ((True, {}, "disabled"), (True, {name: "breakable"}, "breakable"), (False, {}, None)):
+        monkeypatch.setattr(server, "has_cuda", lambda cuda=cuda: cuda)
+        config = RolloutConfig(kv_cache_tokens=1, sglang=given)
+        words = build_command(config, tmp_path, host="127.0.0.1", port=5, seed=1)
+        assert dict(itertools.pairwise(words)).get("--cuda-graph-backend-prefill") == expected
+
+
+def test_a_server_on_a_gpu_does_not_end_over_a_suspected_leak(tmp_path, monkeypatch):
+    (name,) = server.ON_GPU
+    monkeypatch.delenv(name, raising=False)
+    assert name in Path(importlib.util.find_spec("sglang").origin).with_name("srt").joinpath("environ.py").read_text()
+    for cuda in (True, False):
+        monkeypatch.setattr(server, "has_cuda", lambda cuda=cuda: cuda)
+        assert server.build_environment(RolloutConfig(), tmp_path).get(name) == ("false" if cuda else None)
+    monkeypatch.setattr(server, "has_cuda", lambda: True)
+    monkeypatch.setenv(name, "true")
+    assert server.build_environment(RolloutConfig(), tmp_path)[name] == "true"
+
+
+@pytest.fixture
+def wheels(tmp_path, monkeypatch):
+    """site-packages of a pip install of CUDA, where libcudart is in NVIDIA's wheel and nowhere else."""
+    folder = tmp_path / "nvidia" / "cu13" / "lib"
+    folder.mkdir(parents=True)
+    (folder / "libcudart.so.13").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in (*server.ALLOCATOR_SETTINGS, "LD_LIBRARY_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    return folder
+
+
+@pytest.mark.parametrize("offload", [None, *ServerOffload])
+def test_servers_with_offload_find_the_cuda_runtime_of_the_wheels(wheels, tmp_path, monkeypatch, offload):
+    config = RolloutConfig(offload=offload)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/site/lib")
+    for cuda in (True, False):
+        monkeypatch.setattr(server, "has_cuda", lambda cuda=cuda: cuda)
+        found = server.build_environment(config, tmp_path)["LD_LIBRARY_PATH"].split(":")
+        assert found[-1] == "/site/lib"
+        assert (str(wheels) in found[:-1]) == (cuda and offload is not None)
+
+
+@pytest.mark.parametrize("name", server.ALLOCATOR_SETTINGS)
+def test_expandable_segments_are_taken_from_servers_with_offload_and_from_nobody_else(
+    wheels, tmp_path, monkeypatch, name
+):
+    monkeypatch.setattr(server, "has_cuda", lambda: True)
+    offloading, other = RolloutConfig(offload=ServerOffload.all), RolloutConfig()
+    for given, expected in (
+        ("expandable_segments:True", None),
+        ("max_split_size_mb:64,expandable_segments:True", "max_split_size_mb:64"),
+    ):
+        monkeypatch.setenv(name, given)
+        assert server.build_environment(offloading, tmp_path).get(name) == expected
+        assert server.build_environment(other, tmp_path)[name] == given
+        assert os.environ[name] == given
+
+
+def test_graphs_that_nobody_would_ask_back_are_refused_by_the_name_of_the_variable(tmp_path, monkeypatch):
+    monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "true")
+    config = RolloutConfig(kv_cache_tokens=1, offload=ServerOffload.all)
+    with pytest.raises(ConfigError, match="SGLANG_MEMORY_SAVER_CUDA_GRAPH: found true in the environment"):
+        build_command(config, tmp_path, host="127.0.0.1", port=5, seed=1)
+    build_command(RolloutConfig(kv_cache_tokens=1), tmp_path, host="127.0.0.1", port=5, seed=1)
+    monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "0")
+    build_command(config, tmp_path, host="127.0.0.1", port=5, seed=1)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="compiles two small libraries")
+def test_a_memory_saver_whose_libraries_are_not_found_is_told_by_the_loaders_words(tmp_path, monkeypatch):
+    """A library that needs another one ends every program that preloads it, and that is the name that is told."""
+    runtime, package = tmp_path / "nvidia" / "cu13" / "lib", tmp_path / "torch_memory_saver"
+    for folder in (runtime, package):
+        folder.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    source = tmp_path / "empty.c"
+    source.write_text("int nothing;\n")
+    # A number that no CUDA of this machine has.
+    needed, saver = runtime / "libcudart.so.77", tmp_path / "torch_memory_saver_hook_mode_preload_cu13.abi3.so"
+    subprocess.run(["cc", "-shared", "-o", needed, "-Wl,-soname,libcudart.so.77", source], check=True)
+    subprocess.run(["cc", "-shared", "-o", saver, "-Wl,--no-as-needed", source, needed], check=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    assert server.find_preload_problem() is None
+    needed.rename(tmp_path / "elsewhere")
+    assert "libcudart.so.77: cannot open shared object file" in server.find_preload_problem()

@@ -102,8 +102,9 @@ def test_nothing_of_the_tiny_task_the_laptop_or_a_preset_is_in_an_imported_job(t
     found = flatten(config)
     expected = {**flatten(Config()), **flatten(JsonlDataConfig(), "data."), **flatten(MathRewardConfig(), "reward.")}
     gpu = OmegaConf.to_container(OmegaConf.load(CONF_DIR / "cluster" / "gpu.yaml"))
-    expected |= {f"cluster.{key}": value for key, value in gpu.items()} | {"model.name": "checkpoint"}
-    expected["cluster.placement"] = Placement[gpu["placement"]]
+    expected |= {f"{room}.{key}": value for room, keys in gpu.items() for key, value in keys.items()}
+    expected["model.name"] = "checkpoint"
+    expected["cluster.placement"] = Placement[gpu["cluster"]["placement"]]
     strange = {key: value for key, value in found.items() if key not in overrides and value != expected.get(key)}
     without_effect = dict(find_unused(config, strange))
     assert strange.keys() - without_effect.keys() <= {"algo.name"}

@@ -1,0 +1,180 @@
+"""The GPUs of a node: which of them are the job's, how a process gets its own, and the cores that are near them.
+
+A process has its GPUs by the environment that it is started with: CUDA reads it once, at the first call of any kind,
+such as torch.cuda.is_available(), and what is set later has no effect. Copies to and from a GPU of another socket cross
+the link between them.
+"""
+
+import os
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.config.errors import ConfigError
+from megarl.config.placement import format_numbers
+
+GPUS_VARIABLE = "MEGARL_GPUS"
+"""Environment variable of a node's Ray: the ids of the job's GPUs there, where they are not those that CUDA is shown"""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+ASK_S = 30.0
+"""How long nvidia-smi may take"""
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU of the job."""
+
+    name: str
+    """As in CUDA_VISIBLE_DEVICES: nvidia-smi's number, or the UUID of a GPU or of a part of one (MIG)"""
+    uuid: str | None
+    """Of the whole GPU; None: nvidia-smi does not tell, or it is a part of one"""
+
+
+@dataclass(frozen=True)
+class SmiGpu:
+    """A GPU as nvidia-smi shows it, whatever CUDA_VISIBLE_DEVICES is."""
+
+    number: str
+    uuid: str
+    bus: str
+    """Its PCI address as the kernel writes it, such as 0000:18:00.0"""
+    is_parted: bool
+    """Whether MIG is on"""
+    used: int = 0
+    """Bytes of its memory that are in use"""
+
+    def is_meant_by(self, name: str) -> bool:
+        """CUDA takes the first characters of a UUID for the whole of it."""
+        return name == self.number or (name.startswith("GPU-") and self.uuid.startswith(name))
+
+
+@dataclass(frozen=True)
+class NodeGpus:
+    """What a process of Ray on a node finds there."""
+
+    variable: str
+    """The environment variable that names the job's GPUs"""
+    value: str | None
+    """None: it is not set"""
+    shown: tuple[SmiGpu, ...]
+    """Empty: the node has none, or no nvidia-smi"""
+
+
+def find_gpus() -> NodeGpus:
+    """The GPUs of the node of this process, without a call of CUDA."""
+    variable = GPUS_VARIABLE if os.environ.get(GPUS_VARIABLE) else VISIBLE
+    return NodeGpus(variable, os.environ.get(variable), tuple(ask_nvidia_smi()))
+
+
+def ask_nvidia_smi() -> list[SmiGpu]:
+    query = "--query-gpu=index,uuid,pci.bus_id,mig.mode.current,memory.used"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [line.split(", ") for line in done.stdout.splitlines()]
+    # nvidia-smi writes the domain with eight digits, the kernel with four.
+    return [
+        SmiGpu(number, uuid, bus.lower()[4:], mig == "Enabled", int(used) * 2**20 if used.isdecimal() else 0)
+        for number, uuid, bus, mig, used in (row for row in rows if len(row) == 5)
+    ]
+
+
+def measure_gpus(gpus: Sequence[Gpu]) -> list[int]:
+    """Bytes that all processes use of each of these GPUs, without a call of CUDA; none where it is not told."""
+    known = {gpu.uuid: gpu.used for gpu in ask_nvidia_smi()}
+    used = [known.get(str(gpu.uuid), 0) for gpu in gpus]
+    return used if all(used) else []
+
+
+def choose_gpus(node: str, found: NodeGpus, number: int) -> tuple[Gpu, ...]:
+    """The first `number` GPUs of the job on a node, in the job's order.
+
+    Raises ConfigError where the job has fewer there, or its list names one twice or one that does not exist.
+    """
+    value, shown = found.value, found.shown
+    where = f"{found.variable} on {node}"
+    if value is not None and (value.strip() or shown):
+        names = [name.strip() for name in value.split(",") if name.strip()]
+        listed = f"{where} is {value!r}"
+    else:
+        # On nodes without GPUs the numbers count processes.
+        names = [gpu.number for gpu in shown] or [str(index) for index in range(number)]
+        listed = "nvidia-smi shows no more"
+    if len(names) < number:
+        raise ConfigError(
+            [f"cluster.gpus_per_node: found {number}; the job has {len(names)} GPUs on {node} ({listed})"]
+        )
+    chosen = [_find_gpu(name, where, shown) for name in names[:number]]
+    for index, gpu in enumerate(chosen):
+        for other in chosen[:index]:
+            if gpu.name == other.name or (gpu.uuid is not None and gpu.uuid == other.uuid):
+                raise ConfigError([f"{where}: found {value!r}, which names one GPU twice: {other.name} and {gpu.name}"])
+    return tuple(chosen)
+
+
+def _find_gpu(name: str, where: str, shown: Sequence[SmiGpu]) -> Gpu:
+    if not shown or name.startswith("MIG-"):
+        return Gpu(name, None)
+    meant = [gpu for gpu in shown if gpu.is_meant_by(name)]
+    if len(meant) != 1:
+        numbers = format_numbers([int(gpu.number) for gpu in shown])
+        raise ConfigError(
+            [f"{where}: found {name!r}; nvidia-smi shows the GPUs {numbers}, or their UUIDs may be given"]
+        )
+    return Gpu(name, None if meant[0].is_parted else meant[0].uuid)
+
+
+def build_variables(gpus: Sequence[Gpu]) -> dict[str, str]:
+    """The environment that a process of these GPUs is started with."""
+    return {
+        VISIBLE: ",".join(gpu.name for gpu in gpus),
+        # The numbers are nvidia-smi's. CUDA's own begin with the fastest GPU.
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        # With 1 Ray would hide all GPUs from an actor that Ray itself counts no GPUs for.
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+
+
+def use_gpus(gpus: Sequence[Gpu]) -> None:
+    """Keep this thread and what it starts on the cores near these GPUs, which this process must see alone.
+
+    Raises RuntimeError where its environment shows CUDA others. Does nothing where GPUs are not counted.
+    """
+    if not gpus:
+        return
+    for name, expected in build_variables(gpus).items():
+        found = os.environ.get(name)
+        if found != expected:
+            raise RuntimeError(
+                f"{socket.gethostname()}: a process that was to be started with {name}={expected} has {found}:"
+                " something between Ray and this process changes it"
+            )
+    bind_to_gpus([gpu.name for gpu in gpus])
+
+
+def bind_to_gpus(gpus: Sequence[str], devices: Path = PCI_DEVICES) -> set[int]:
+    """Keep this thread, and all threads and processes that it starts, on the cores near these GPUs; returns them.
+
+    gpus: as in CUDA_VISIBLE_DEVICES, by number or UUID. Where nvidia-smi or the kernel does not say which cores are
+    near, or none of those that this process may use is, nothing changes.
+    """
+    allowed = os.sched_getaffinity(0)
+    buses = [gpu.bus for gpu in ask_nvidia_smi() if any(gpu.is_meant_by(name) for name in gpus)]
+    near = allowed & {core for bus in buses for core in read_cores(devices / bus / "local_cpulist")}
+    if near and near != allowed:
+        os.sched_setaffinity(0, near)
+    return near or allowed
+
+
+def read_cores(path: Path) -> set[int]:
+    """The numbers in a list of the kernel's, such as 0-3,8; none where there is no such file."""
+    try:
+        parts = [part.partition("-") for part in path.read_text().strip().split(",") if part]
+        return {core for first, _, last in parts for core in range(int(first), int(last or first) + 1)}
+    except (OSError, ValueError):
+        return set()

@@ -1,0 +1,292 @@
+"""Which GPUs a process gets, and which cores are near them, with an nvidia-smi and a /sys made for the test."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import torch.distributed as dist
+
+from megarl.cluster.gpus import (
+    Gpu,
+    NodeGpus,
+    SmiGpu,
+    ask_nvidia_smi,
+    bind_to_gpus,
+    build_variables,
+    choose_gpus,
+    measure_gpus,
+    read_cores,
+    use_gpus,
+)
+from megarl.cluster.nodes import Cluster
+from megarl.cluster.opened import open_ray
+from megarl.cluster.servers import Servers, ServerSpec
+from megarl.cluster.workers import WorkerGroup
+from megarl.config.errors import ConfigError
+from megarl.config.placement import Group, place
+from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.cluster import ClusterConfig, Placement
+from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.mcore.device import claim_gpu
+from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.rollout.server import build_environment
+
+LINES = "0, GPU-aaaa, 00000000:18:00.0, Disabled, 512\n1, GPU-bbbb, 00000000:9A:00.0, [N/A], 1024"
+MODEL = {
+    **{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 32, "hidden_act": "silu"},
+    **{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 64},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 1e4},
+}
+EIGHT = tuple(SmiGpu(str(number), f"GPU-{number}{number}", f"0000:{number}0:00.0", False) for number in range(8))
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\nprintf '{LINES}\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+
+def bind_in_thread(gpus: list[str], devices: Path) -> set[int]:
+    """The cores that a thread may use after it was bound; the test's own stay."""
+    found: list[set[int]] = []
+
+    def bind() -> None:
+        bind_to_gpus(gpus, devices)
+        found.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=bind)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def write_cores(devices: Path, bus: str, text: str) -> None:
+    (devices / bus).mkdir(parents=True)
+    (devices / bus / "local_cpulist").write_text(f"{text}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("0-2,5", {0, 1, 2, 5}), ("7", {7}), ("", set()), ("none", set()), ("0-1,4-5", {0, 1, 4, 5})]
+)
+def test_a_list_of_the_kernels_is_read(tmp_path: Path, text: str, cores: set[int]) -> None:
+    (tmp_path / "list").write_text(f"{text}\n")
+    assert read_cores(tmp_path / "list") == cores
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+def test_gpus_are_found_by_number_and_by_uuid_under_the_kernels_address() -> None:
+    first, second = ask_nvidia_smi()
+    assert (first.bus, second.bus) == ("0000:18:00.0", "0000:9a:00.0")
+    assert second.is_meant_by("1")
+    assert first.is_meant_by("GPU-aaaa")
+    assert not first.is_meant_by("1")
+    assert measure_gpus([Gpu("1", "GPU-bbbb"), Gpu("0", "GPU-aaaa")]) == [2**30, 2**29]
+    assert measure_gpus([Gpu("MIG-a", None)]) == measure_gpus([]) == []
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+def test_a_thread_is_bound_to_the_cores_near_its_gpus(tmp_path: Path) -> None:
+    allowed = os.sched_getaffinity(0)
+    first = min(allowed)
+    write_cores(tmp_path, "0000:18:00.0", str(first))
+    write_cores(tmp_path, "0000:9a:00.0", "100000-100003")
+    assert bind_in_thread(["0"], tmp_path) == {first}
+    assert bind_in_thread(["0", "1"], tmp_path) == {first}
+    assert bind_in_thread(["1"], tmp_path) == allowed  # those are not this job's
+    assert os.sched_getaffinity(0) == allowed
+
+
+def test_without_nvidia_smi_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert bind_in_thread(["0"], tmp_path) == os.sched_getaffinity(0)
+
+
+@pytest.mark.parametrize(
+    ("value", "number", "expected"),
+    [
+        (None, 2, [("0", "GPU-00"), ("1", "GPU-11")]),
+        ("4,5,6,7", 3, [("4", "GPU-44"), ("5", "GPU-55"), ("6", "GPU-66")]),
+        ("7, 2", 2, [("7", "GPU-77"), ("2", "GPU-22")]),
+        ("GPU-33,GPU-1", 2, [("GPU-33", "GPU-33"), ("GPU-1", "GPU-11")]),
+        ("MIG-a,MIG-b", 2, [("MIG-a", None), ("MIG-b", None)]),
+    ],
+)
+def test_the_jobs_gpus_are_those_of_its_list_in_its_order(
+    value: str | None, number: int, expected: list[tuple[str, str | None]]
+) -> None:
+    found = choose_gpus("n1", NodeGpus("CUDA_VISIBLE_DEVICES", value, EIGHT), number)
+    assert [(gpu.name, gpu.uuid) for gpu in found] == expected
+
+
+def test_a_gpu_in_parts_has_no_uuid_that_cuda_could_be_held_to() -> None:
+    shown = (replace(EIGHT[0], is_parted=True),)
+    assert choose_gpus("n1", NodeGpus("CUDA_VISIBLE_DEVICES", "0", shown), 1) == (Gpu("0", None),)
+
+
+@pytest.mark.parametrize("value", [None, "", "4,5,6"])
+def test_where_nvidia_smi_shows_nothing_the_list_is_taken_as_it_is_and_else_numbers(value: str | None) -> None:
+    found = choose_gpus("n1", NodeGpus("CUDA_VISIBLE_DEVICES", value, ()), 3)
+    assert found == tuple(Gpu(name, None) for name in (value or "0,1,2").split(","))
+
+
+@pytest.mark.parametrize(
+    ("value", "number", "message"),
+    [
+        ("4,5", 3, r"cluster.gpus_per_node: found 3; the job has 2 GPUs on n1 \(MEGARL_GPUS on n1 is '4,5'\)"),
+        (None, 9, r"cluster.gpus_per_node: found 9; the job has 8 GPUs on n1 \(nvidia-smi shows no more\)"),
+        ("", 1, r"the job has 0 GPUs on n1 \(MEGARL_GPUS on n1 is ''\)"),
+        ("-1", 1, r"MEGARL_GPUS on n1: found '-1'; nvidia-smi shows the GPUs 0-7"),
+        ("0,8", 2, r"found '8'"),
+        ("3,3", 2, r"names one GPU twice: 3 and 3"),
+        ("3,GPU-33", 2, r"names one GPU twice: 3 and GPU-33"),
+    ],
+)
+def test_a_list_that_would_give_a_process_no_gpu_or_anothers_is_refused(
+    value: str | None, number: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_gpus("n1", NodeGpus("MEGARL_GPUS", value, EIGHT), number)
+
+
+def test_a_process_whose_environment_shows_cuda_other_gpus_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = [Gpu("5", "GPU-55")]
+    for name, value in build_variables(mine).items():
+        monkeypatch.setenv(name, value)
+    use_gpus(mine)
+    for other in ("4", "0,1,2,3,4,5"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", other)
+        with pytest.raises(RuntimeError, match=f"CUDA_VISIBLE_DEVICES=5 has {other}"):
+            use_gpus(mine)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    use_gpus([])
+
+
+def test_two_ranks_of_a_role_on_one_gpu_are_both_named() -> None:
+    store = dist.HashStore()
+    claim_gpu(store, 0, "GPU-aa")
+    claim_gpu(store, 1, "GPU-bb")
+    claim_gpu(store, 1, "GPU-bb")
+    with pytest.raises(RuntimeError, match="ranks 0 and 3 of one role are both on GPU GPU-aa"):
+        claim_gpu(store, 3, "GPU-aa")
+
+
+# What the role's own code does until its first call, with every question about CUDA that initializes it as an error.
+WITHOUT_CUDA = """
+import os, sys
+import cloudpickle, torch
+
+def fail(*args, **kwargs):
+    raise AssertionError("CUDA was initialized")
+
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = torch.cuda.init = fail
+torch._C._cuda_getDeviceCount = torch._C._cuda_init = fail
+assert "megarl" not in sys.modules
+os.environ |= {"CUDA_VISIBLE_DEVICES": "5", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+with open(sys.argv[1], "rb") as file:
+    WorkerActor, gpus = cloudpickle.load(file)
+WorkerActor(sys.argv[2], "127.0.0.1", gpus)
+assert "megarl.mcore.microbatches" in sys.modules, "the import chain is the real one"
+"""
+
+
+def test_a_rank_asks_nothing_of_cuda_before_it_builds_its_model(tmp_path: Path) -> None:
+    # As Ray sends it: by value, since the module's attribute of this name is Ray's class.
+    save = (
+        "import sys, cloudpickle; from megarl.cluster.workers import WorkerActor; from megarl.cluster.gpus import Gpu;"
+        "actor = WorkerActor.__ray_metadata__.modified_class;"
+        "open(sys.argv[1], 'wb').write(cloudpickle.dumps((actor, [Gpu('5', 'GPU-55')])))"
+    )
+    pickled = str(tmp_path / "actor")
+    subprocess.run([sys.executable, "-c", save, pickled], check=True, timeout=300)
+    log = tmp_path / "rank.log"
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_CUDA, pickled, str(log)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr + log.read_text()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A real Ray, whose node's job has the GPUs 4 to 7, in an order of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGARL_GPUS", "6,7,4,5")
+        patch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+        patch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+        with open_ray(ClusterConfig(gpus_per_node=4), num_actors=8) as opened:
+            yield opened
+
+
+def read_environments(actors: list) -> list[dict[str, str]]:
+    """The environments that the actors' processes were started with: the kernel's copy, which no code changes."""
+    return [psutil.Process(ray.get(actor.identify.remote())[-1]).environ() for actor in actors]
+
+
+@pytest.mark.parametrize(
+    ("placement", "policy", "critic", "servers"),
+    [
+        (Placement.colocated, ["6", "7"], ["6", "7"], ["6,7"]),
+        (Placement.apart, ["6"], ["7"], ["4,5"]),
+        (Placement.split, ["6", "7"], ["6", "7"], ["4,5"]),
+    ],
+)
+def test_processes_are_started_with_the_gpus_of_their_slots_in_their_environment(
+    cluster: Cluster, placement: Placement, policy: list[str], critic: list[str], servers: list[str], tmp_path: Path
+) -> None:
+    groups = [Group("policy", len(policy), 1, 1), Group("critic", len(critic), 1, 1), Group("servers", 1, 2, 2)]
+    slots = place(ClusterConfig(gpus_per_node=4, placement=placement), groups)
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    started = [
+        WorkerGroup(build_spec(role, tmp_path, len(slots[role.value])), tmp_path, cluster, slots[role.value], 60.0)
+        for role in (Role.policy, Role.critic)
+    ]
+    config = RolloutConfig(kv_cache_tokens=1)
+    owners = Servers([ServerSpec(config, tmp_path, tmp_path, 0, 1, slots["servers"][0], 0, "key", False)], cluster, 9.0)
+    try:
+        ranks = read_environments([actor for group in started for actor in group._actors])
+        [owner] = read_environments(owners._actors)
+        # Their constructors, which check the same, have not failed.
+        assert [ray.get(actor.find_peak.remote()) >= 0 for actor in [*started[0]._actors, *owners._actors]]
+    finally:
+        for each in (*started, owners):
+            each.close()
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in ranks] == [*policy, *critic]
+    assert owner["CUDA_VISIBLE_DEVICES"] == servers[0]
+    assert {each["CUDA_DEVICE_ORDER"] for each in [*ranks, owner]} == {"PCI_BUS_ID"}
+    assert {each["CUDA_DEVICE_MAX_CONNECTIONS"] for each in ranks} == {"1"}
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in owner  # SGLang has a number of its own
+
+
+def build_spec(role: Role, checkpoint: Path, num_processes: int) -> WorkerSpec:
+    return WorkerSpec(
+        role=role,
+        checkpoint=str(checkpoint),
+        parallel=ParallelConfig(num_processes=num_processes),
+        optimizer=None,
+        dtype=Dtype.float32,
+        algo=AlgoConfig(),
+        temperature=1.0,
+        response_length=8,
+        tokens_per_microbatch=64,
+    )
+
+
+def test_a_servers_processes_have_the_gpus_of_their_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in build_variables([Gpu("4", None), Gpu("5", None)]).items():
+        monkeypatch.setenv(name, value)
+    environment = build_environment(RolloutConfig(), tmp_path)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
