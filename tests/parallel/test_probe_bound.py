@@ -99,7 +99,7 @@ def test_another_engine_in_bfloat16_passes_with_room_to_spare(
     run = runs[f"{family}-one"][text]
     estimate = float((run[1] - run[0]).abs().median())
     gap = judge(run, texts[text], checkpoints[family][1])
-    assert 0 < gap < 1.5 * estimate
+    assert 0 < gap < 2 * estimate
 
 
 def scale_positions(model: Any) -> None:
@@ -110,7 +110,7 @@ def scale_positions(model: Any) -> None:
 def take_another_activation(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "act_fn"):
-            module.act_fn = torch.nn.functional.relu
+            module.act_fn = torch.nn.ReLU()
 
 
 @pytest.mark.parametrize("text", LENGTHS)
