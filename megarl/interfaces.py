@@ -69,6 +69,13 @@ class TrainBackend(Protocol):
         """float32 [B, T]: log-probs of the response tokens under the temperature-scaled distribution."""
         ...
 
+    def rounded_logprobs(self, sequences: Sequences, temperature: float, unit: float) -> Pending[Tensor]:
+        """As `logprobs`, with a random relative error of at most `unit` in everything that a layer computes.
+
+        Only for the policy, for the probe of the weight sync.
+        """
+        ...
+
     def entropies(self, sequences: Sequences, temperature: float) -> Pending[Tensor]:
         """float32 [B, T]: entropy, in nats, of the distribution of each response token."""
         ...

@@ -165,6 +165,9 @@ class WorkerGroup:
     def logprobs(self, sequences: Sequences, temperature: float) -> PendingCall[Tensor]:
         return self._call("logprobs", merge_rows(sequences), sequences, temperature)
 
+    def rounded_logprobs(self, sequences: Sequences, temperature: float, unit: float) -> PendingCall[Tensor]:
+        return self._call("rounded_logprobs", merge_rows(sequences), sequences, temperature, unit)
+
     def entropies(self, sequences: Sequences, temperature: float) -> PendingCall[Tensor]:
         return self._call("entropies", merge_rows(sequences), sequences, temperature)
 

@@ -4,13 +4,15 @@ Gradients are the sum over micro-batches and data-parallel ranks, undivided: los
 the counts of the whole minibatch, so that the gradient does not depend on how the minibatch was cut.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megarl.algo.losses import LossOutput
@@ -36,6 +38,36 @@ def sum_gradients(config: TransformerConfig, model: Sequence[torch.nn.Module]) -
     no_sync = [chunk.no_sync for chunk in model if isinstance(chunk, DistributedDataParallel)]
     if no_sync:
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+
+@contextmanager
+def add_rounding(models: Sequence[torch.nn.Module], unit: float, seed: int) -> Iterator[None]:
+    """Meanwhile what each layer, and each module without children, computes has random relative errors of up to `unit`,
+    uniform and independent: about what two engines differ by that round to it. The weights stay as they are.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def change(out: Any) -> Any:
+        if isinstance(out, tuple):
+            return tuple(change(each) for each in out)
+        # Not the angles of positions, which are float32 in every dtype.
+        if not torch.is_tensor(out) or out.dtype != dtype:
+            return out
+        if out.device not in generators:
+            generators[out.device] = torch.Generator(out.device).manual_seed(seed)
+        error = torch.rand(out.shape, generator=generators[out.device], device=out.device).mul_(2).sub_(1).mul_(unit)
+        return (out.float() * (1 + error)).to(dtype)
+
+    dtype, hooks = next(models[0].parameters()).dtype, []
+    try:
+        for model in models:
+            for module in model.modules():
+                if isinstance(module, TransformerLayer) or not any(module.children()):
+                    hooks.append(module.register_forward_hook(lambda module, args, out: change(out)))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @span("micro-batches")

@@ -35,7 +35,7 @@ from megarl.mcore.offload import OffloadManager, uses_everything, uses_weights
 from megarl.mcore.optimizer import build_optimizer, build_scheduler, describe_adam
 from megarl.mcore.role_fields import build_role_fields, check_role_fields, find_token_multiple
 from megarl.mcore.row_costs import count_tokens, describe_work
-from megarl.mcore.step import accumulate, collect_rows, run_schedule, run_stage, sum_gradients
+from megarl.mcore.step import accumulate, add_rounding, collect_rows, run_schedule, run_stage, sum_gradients
 from megarl.mcore.weights import bridge
 from megarl.mcore.weights.adapters import write_config
 from megarl.mcore.weights.dist_format import DESCRIPTION
@@ -49,6 +49,8 @@ __all__ = ["MegatronWorker", "Role", "RowsResult", "WorkerSpec"]
 
 COLLECTIVE_GRACE_S = 30.0
 """By so much a collective's deadline is later than its caller's, who then still finds out where every rank waits."""
+FP8_ROUNDING = 2.0**-4
+"""The relative error of a product of numbers of 8 bits (e4m3)"""
 
 
 class MegatronWorker:
@@ -108,6 +110,15 @@ class MegatronWorker:
         """
         self._check(not_role=Role.critic, verb="logprobs")
         return self._evaluate(sequences, lambda logits, batch: self._logprobs(logits, batch, temperature, False)[0])
+
+    @uses_weights
+    def rounded_logprobs(self, sequences: Sequences, temperature: float, unit: float) -> RowsResult | None:
+        """As `logprobs`, with the errors of `add_rounding`; with FP8 products of at least those of e4m3."""
+        # Ranks with other rows or layers have other errors; tensor-parallel copies of a tensor stay copies.
+        stage, row = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+        seed = row * self.spec.parallel.pp + stage
+        with add_rounding(self.chunks, max(unit, FP8_ROUNDING if self.spec.fp8 else 0.0), seed):
+            return self._evaluate(sequences, lambda logits, batch: self._logprobs(logits, batch, temperature, False)[0])
 
     @uses_weights
     def entropies(self, sequences: Sequences, temperature: float) -> RowsResult | None:

@@ -231,7 +231,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("topr/engine_taper", ONE, "Mean taper that the rollout engine's noise alone would leave them"),
     Metric("sync/bytes", BYTES, "Weights that one sync moves to the servers"),
     Metric("sync/bytes_over_bound", ONE, "These bytes over the fewest that could do"),
-    Metric("sync/probe_logprob_gap", NATS, "The largest relative log-prob gap on the probe text after a sync"),
+    Metric("sync/probe_logprob_gap", NATS, "The median log-prob gap of a token of the probe text after a sync"),
     Metric("sync/verify_share", SHARE, "What of a sync's time verification takes"),
     Metric("sync/seconds_probe", SECONDS, "Log-probs of the probe text, by policy and servers"),
     Metric("sync/seconds_pause", SECONDS, "Until the servers have paused"),

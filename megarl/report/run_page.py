@@ -214,8 +214,8 @@ def _format_causes(runs: Sequence[RunFacts]) -> Iterator[str]:
             worst, at = run.history.best["sync/probe_logprob_gap"]
             yield (
                 f"<p>{count} syncs{name_run(run, runs)}: each version was served only after the checksums of every"
-                " server's weights had been found equal to the trainer's. The largest gap of a probe token afterwards"
-                f" was {format_number(worst)}, at iteration {at}.</p>"
+                " server's weights had been found equal to the trainer's. The largest median gap of the probe's tokens"
+                f" afterwards was {format_number(worst)}, at iteration {at}.</p>"
             )
 
 

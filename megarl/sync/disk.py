@@ -13,7 +13,7 @@ from megarl.interfaces import TrainBackend
 from megarl.rollout.calls import StopFlag, run_in_parallel
 from megarl.rollout.client import SGLangClient, abort_all
 from megarl.rollout.offload import ServerOffloader
-from megarl.sync.probe import Probe, compute_policy_logprobs
+from megarl.sync.probe import Probe
 from megarl.sync.ranks import Ranks
 from megarl.sync.steps import explain_lost_servers, sync_step
 from megarl.sync.versions import VersionBump, replacing_weights
@@ -72,7 +72,7 @@ class DiskSync:
             self._policy.export_weights(target).result()
         # Before the servers take their memory again: they give it back for each call of the policy.
         with span("probe"):
-            expected = compute_policy_logprobs(self._policy, self._probe.token_ids)
+            self._probe.ask(self._policy)
         exported = time.monotonic()
         with VersionBump(version) as bump, explain_lost_servers(self._check_processes):
             with replacing_weights(self._clients, bump, self._offloader):
@@ -83,7 +83,7 @@ class DiskSync:
                     with span("checksum"):
                         self._ranks.verify(self._ranks.session or self._ranks.handshake())
             with span("probe"):
-                gap = self._probe.measure(self._clients, expected)
+                gap = self._probe.measure(self._clients)
         self._remove_others(target)
         return {
             "sync/bytes": float(sum(file.stat().st_size for file in target.iterdir() if file.is_file())),

@@ -18,7 +18,7 @@ from megarl.ports import is_loopback
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.offload import ServerOffloader
 from megarl.sync.memory import SHARED_MEMORY
-from megarl.sync.probe import Probe, compute_policy_logprobs
+from megarl.sync.probe import Probe
 from megarl.sync.ranks import Ranks, Session
 from megarl.sync.slots import Way
 from megarl.sync.steps import explain_lost_servers
@@ -68,7 +68,7 @@ class ShardSync:
         verification fails; no server then serves as `version`. A signal that raises in this thread ends the wait.
         """
         times = _Times()
-        expected = compute_policy_logprobs(self._policy, self._probe.token_ids)
+        self._probe.ask(self._policy)
         times.mark("probe")
         with VersionBump(version) as bump, explain_lost_servers(self._check_processes):
             with replacing_weights(self._clients, bump, self._offloader):
@@ -77,7 +77,7 @@ class ShardSync:
                 self._ranks.verify(session)
                 times.mark("checksum")
             times.mark("resume")
-            gap = self._probe.measure(self._clients, expected)
+            gap = self._probe.measure(self._clients)
             times.mark("probe")
         return times.to_metrics() | {
             "sync/bytes": num_bytes,

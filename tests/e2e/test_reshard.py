@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import ray
 import torch
-from loop_parts import build_policy
+from loop_parts import build_policy, find_server
 from safetensors.torch import load_file
 from servers import API_KEY, running_server, write_tiny_checkpoint
 from torch import Tensor
@@ -45,6 +47,17 @@ class PlantingSync(ShardSync):
         if self.plant is not None:
             self.plant(self._clients[0])
         return num_bytes
+
+
+class PlantingDisk(DiskSync):
+    """As `PlantingSync`."""
+
+    plant: Callable[[SGLangClient], None] | None = None
+
+    def _load(self, client: SGLangClient, directory: Path, stop: StopFlag) -> None:
+        super()._load(client, directory, stop)
+        if self.plant is not None:
+            self.plant(client)
 
 
 @pytest.fixture(scope="module")
@@ -231,15 +244,73 @@ def test_a_wrong_weight_fails_the_checksums_and_is_served_under_no_version_and_t
     assert_holds(client, read_shards(checkpoint))
 
 
-def test_verified_weights_are_served_however_far_the_probe_is_from_its_bound(
+def test_a_gap_beyond_a_given_bound_ends_the_first_sync_and_its_version_is_withdrawn(
     policy: tuple[WorkerGroup, Path], client: SGLangClient, config: RolloutConfig, checkpoint: Path
 ) -> None:
     sync = make_sync(policy, client, replace(config, max_probe_logprob_gap=1e-12), checkpoint)
-    with pytest.warns(RuntimeWarning, match=rf"{client.url} holds the policy's weights, as their checksums show"):
-        metrics = sync.publish(8)
-    assert metrics["sync/probe_logprob_gap"] > 1e-12
-    assert client.load_weight_version() == 8
+    with pytest.raises(SyncError, match=rf"{client.url} computes another model than the policy from the same weights"):
+        sync.publish(8)
+    assert client.load_weight_version() == UNPUBLISHED
     sync.close()
+
+
+def find_processes(kind: str, policy: tuple[WorkerGroup, Path], client: SGLangClient) -> list[psutil.Process]:
+    """The second training rank, or the server with its ranks."""
+    if kind == "rank":
+        return [psutil.Process(ray.get(policy[0]._ranks.identities[1])[1])]
+    server = find_server(client.url)
+    assert server is not None
+    return [server, *server.children(recursive=True)]
+
+
+@pytest.mark.parametrize("transport", Transport)
+@pytest.mark.parametrize("kind", ["rank", "server"])
+def test_a_process_that_stops_in_a_sync_ends_it_at_the_deadline_and_the_next_sync_is_fine(
+    kind: str,
+    transport: Transport,
+    policy: tuple[WorkerGroup, Path],
+    client: SGLangClient,
+    config: RolloutConfig,
+    checkpoint: Path,
+    tmp_path: Path,
+) -> None:
+    config = replace(config, transport=transport, sync_deadline_s=5.0)
+    impatient = SGLangClient(client.url, vocab_size=55, deadline_s=5.0, api_key=API_KEY)
+    ranks = Ranks(policy[0], [impatient], config, read_architecture(checkpoint), "127.0.0.1")
+    tokens = list(range(3, 40))
+    sync: PlantingSync | PlantingDisk
+    if transport is Transport.disk:
+        directory = tmp_path / "weights"
+        sync = PlantingDisk(policy[0], [impatient], config, directory, tokens, policy_dtype=Dtype.float32, ranks=ranks)
+    else:
+        where = {"scratch": policy[1], "host": "127.0.0.1", "policy_dtype": Dtype.float32}
+        sync = PlantingSync(policy[0], [impatient], config, ranks, tokens, **where)
+    sync.publish(30)
+    stopped = find_processes(kind, policy, client)
+
+    def stop(_: SGLangClient) -> None:
+        for process in stopped:
+            process.suspend()
+
+    # Between the arrival of the weights and the checksums.
+    sync.plant = stop
+    try:
+        with pytest.raises(RuntimeError) as error:
+            sync.publish(31)
+    finally:
+        for process in stopped:
+            process.resume()
+    name = client.url if kind == "server" else "rank 1/2"
+    assert name in str(error.value)
+    assert "5 s" in str(error.value)
+    sync.plant = None
+    impatient.reset()
+    sync.reconnect()
+    sync.publish(32)
+    assert client.load_weight_version() == 32
+    assert_holds(client, read_shards(checkpoint))
+    sync.close()
+    impatient.close()
 
 
 def test_a_server_of_another_model_is_refused_before_a_byte_moves(
@@ -268,17 +339,6 @@ def test_a_receiver_that_fails_takes_no_server_down(sync: PlantingSync, client: 
     sync.publish(11)
     assert client.is_healthy()
     assert client.load_weight_version() == 11
-
-
-class PlantingDisk(DiskSync):
-    """As `PlantingSync`."""
-
-    plant: Callable[[SGLangClient], None] | None = None
-
-    def _load(self, client: SGLangClient, directory: Path, stop: StopFlag) -> None:
-        super()._load(client, directory, stop)
-        if self.plant is not None:
-            self.plant(client)
 
 
 def test_weights_that_came_over_disk_are_verified_by_their_checksums_too(

@@ -1,15 +1,19 @@
 """Generation and weight sync with a real SGLang server; transformers is the independent reference."""
 
 import contextlib
+import json
 import os
 import random
 import shutil
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from generation import build_collector, generate_groups
+from loop_parts import hosts_of, open_trainer
 from safetensors.torch import load_file, save_file
 from servers import API_KEY
 from transformers import AutoModelForCausalLM
@@ -64,6 +68,10 @@ class TransformersPolicy:
         assert sequences.num_samples == 1
         tokens, start = sequences.tokens.tolist(), int(sequences.prompt_lengths[0])
         return Done(self.response_logprobs(tokens[:start], tokens[start:], temperature)[None])
+
+    def rounded_logprobs(self, sequences: Sequences, temperature: float, unit: float) -> Done:
+        """As if rounding had no effect: the bound is then the least."""
+        return self.logprobs(sequences.select(torch.tensor([0])), temperature)
 
     def export_weights(self, directory: Path) -> Done:
         shutil.copytree(self.checkpoint, directory)
@@ -224,12 +232,77 @@ def test_without_checksums_the_probe_finds_one_changed_tensor_and_the_server_ser
     version = client.load_weight_version()
     corrupting = CorruptingPolicy(tiny_checkpoint)
     tokens = build_probe_tokens((), corrupting.model.config.vocab_size)
-    with pytest.raises(SyncError, match=r"does not hold the policy's weights.*gap .*bound 1.53e-05"):
+    with pytest.raises(
+        SyncError,
+        match=r"does not hold the policy's weights: a token .* nats \(median\), where rounding explains 0.000122;",
+    ):
         build_sync(corrupting, engine, rollout_config, tmp_path / "bad", tokens).publish(version + 1)
     assert client.load_weight_version() == UNPUBLISHED
     sound = TransformersPolicy(tiny_checkpoint)
     build_sync(sound, engine, rollout_config, tmp_path / "good", tokens).publish(version + 1)
     assert client.load_weight_version() == version + 1
+
+
+def test_a_server_that_computes_another_model_ends_the_run_before_anything_is_trained(
+    first_responses, server, engine, tiny_checkpoint, tmp_path
+):
+    client = engine.clients[0]
+    version, before = client.load_weight_version(), client.load_checksums()
+    # The server was started with the base of the positions that the checkpoint says; the policy has another.
+    trained = shutil.copytree(tiny_checkpoint, tmp_path / "trained")
+    fields = json.loads((trained / "config.json").read_text())
+    fields["rope_parameters"]["rope_theta"] = 100.0
+    (trained / "config.json").write_text(json.dumps(fields))
+    overrides = ("algo=grpo", f"model.path={trained}")
+    with hosts_of(server, num_workers=1) as hosts, open_trainer(hosts, tmp_path / "run", overrides) as trainer:
+        weights = trainer.components.policy.checksum().result()
+        with pytest.raises(
+            SyncError, match=r"computes another model than the policy .* keys of the model's config.json"
+        ):
+            trainer.run()
+        assert trainer.components.policy.checksum().result() == weights
+        assert trainer.iteration == 0
+        assert client.load_weight_version() == UNPUBLISHED
+        # The checksums had been found equal.
+        assert client.load_checksums() == before
+    client.set_weight_version(version)
+
+
+def test_no_token_is_of_a_prefix_that_older_weights_cached_in_thirty_syncs(
+    first_responses, engine, tiny_checkpoint, rollout_config, tmp_path
+):
+    trained, client = TransformersPolicy(tiny_checkpoint), engine.clients[0]
+    sync = build_sync(trained, engine, rollout_config, tmp_path / "weights", build_probe_tokens((), 55))
+    system = tuple(3 + (11 * i) % 45 for i in range(200))
+    prompts = [Prompt(f"p{i}", "", (*system, 3 + i), "") for i in range(4)]
+    conversations: list[Prompt] = []
+    first, gaps = client.load_weight_version() + 1, []
+    for version in range(first, first + 30):
+        trained.move_weights(version)
+        refused = version % 10 == 0
+        if refused:
+            # What is under way keeps the cache from being dropped by itself; the sync drops it all the same.
+            endless = {"max_new_tokens": 150, "ignore_eos": True}
+            hanging = threading.Thread(target=client.generate, args=([list(prompts[0].token_ids)] * 4, endless))
+            hanging.start()
+            with pytest.raises(RequestError, match="flush_cache"):
+                while hanging.is_alive():
+                    client.flush_cache(wait_s=0.0)
+        sync.publish(version)
+        # The second turn of conversations whose first one is of the weights before.
+        asked = prompts + conversations
+        groups = generate_groups(engine, asked, num_responses=2, temperature=1.0)
+        assert {r.weight_versions.versions for group in groups for r in group} == {(version,)}
+        gaps.append(compute_worst_gap(trained, asked, groups, 1.0))
+        conversations = [
+            replace(prompt, id=f"turn-{prompt.id}", token_ids=(*prompt.token_ids, *group[0].token_ids, 7, 9))
+            for prompt, group in zip(prompts, groups, strict=False)
+        ]
+        if refused:
+            hanging.join(60)
+            assert not hanging.is_alive()
+    assert max(gaps) < 2e-4, gaps
+    sync.close()
 
 
 def test_a_directory_without_weights_is_a_sync_error(

@@ -83,6 +83,9 @@ class FakeBackend:
 
         return self._call("logprobs", lambda: self._evaluate(sequences, compute))
 
+    def rounded_logprobs(self, sequences: Sequences, temperature: float, unit: float) -> Done[Tensor]:
+        return self.logprobs(sequences, temperature)
+
     def entropies(self, sequences: Sequences, temperature: float) -> Done[Tensor]:
         def compute(tokens: ResponseTokens) -> Tensor:
             log_p = self._log_softmax(self.model, tokens, temperature)

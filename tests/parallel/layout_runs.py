@@ -245,3 +245,28 @@ def launch_in(scratch: str, world_size: int, function: Any, *arguments: Any) -> 
     out = f"{scratch}/{function.__name__}.pt"
     torch.multiprocessing.spawn(run_rank, (world_size, function, (*arguments, scratch), out), nprocs=world_size)
     return torch.load(out, weights_only=True)
+
+
+def round_probe(
+    rank: int, world_size: int, specs: dict[str, WorkerSpec], texts: dict[str, tuple[int, ...]], scratch: str
+) -> dict[str, Any]:
+    """By spec and text: the log-probs [1, T], those of copies with random errors of 2^-8, and the former again."""
+    from megarl.mcore.worker import MegatronWorker
+    from megarl.sync.probe import NUM_ESTIMATES
+
+    found: dict[str, Any] = {}
+    for name, spec in specs.items():
+        worker = MegatronWorker(spec, rank, world_size, f"file://{scratch}/{name}.init")
+        try:
+            found[name] = {}
+            for text, tokens in texts.items():
+                one, copies = (
+                    Sequences(torch.tensor(tokens * num), torch.tensor([len(tokens)] * num), torch.tensor([1] * num))
+                    for num in (1, NUM_ESTIMATES)
+                )
+                before, _ = gather(worker.logprobs(one, 1.0), one)
+                rounded, _ = gather(worker.rounded_logprobs(copies, 1.0, 2.0**-8), copies)
+                found[name][text] = before, rounded, gather(worker.logprobs(one, 1.0), one)[0]
+        finally:
+            worker.close()
+    return found

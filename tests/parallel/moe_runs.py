@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from layout_runs import evaluate
 from tiny_checkpoints import build_samples, build_sequences
+from torch.nn import functional as F
 
 from megarl.mcore.worker_spec import WorkerSpec
 from megarl.types import Sequences
@@ -26,7 +27,7 @@ def evaluate_layouts(rank: int, world_size: int, specs: dict[str, WorkerSpec], s
     return results
 
 
-def give_experts(sequences: Sequences, num_layers: int = 2, num_experts: int = 4, top_k: int = 2) -> Sequences:
+def give_experts(sequences: Sequences, num_layers: int, num_experts: int = 4, top_k: int = 2) -> Sequences:
     """The same with random experts for all tokens but the last of each row and all of row 2, where routers choose."""
     generator = torch.Generator().manual_seed(11)
     scores = torch.rand(len(sequences.tokens), num_layers, num_experts, generator=generator)
@@ -49,9 +50,10 @@ def replay_layouts(rank: int, world_size: int, specs: dict[str, WorkerSpec], scr
     for name, spec in specs.items():
         worker = MegatronWorker(spec, rank, world_size, f"file://{scratch}/{name}.init")
         try:
-            samples = build_samples()
-            samples = replace(samples, sequences=give_experts(samples.sequences))
-            logprobs = evaluate(worker, give_experts(build_sequences(seed=5)))[0]
+            samples, experts = build_samples(), worker.arch.experts
+            sizes = (worker.arch.num_layers, experts.num_experts, experts.top_k)
+            samples = replace(samples, sequences=give_experts(samples.sequences, *sizes))
+            logprobs = evaluate(worker, give_experts(build_sequences(seed=5), *sizes))[0]
             worker.export_gradient(samples, Path(scratch) / name)
             metrics = worker.update(samples, [torch.arange(12)] * 2)
             gradient = load_file(Path(scratch) / name / "model.safetensors") if rank == 0 else {}
@@ -84,6 +86,8 @@ def replay_own_routes(rank: int, world_size: int, spec: WorkerSpec, scratch: str
                 # One micro-batch, longest row first.
                 rows = worker._batches(sequences)[0].rows
                 packed = 1 + torch.stack([m.nonzero()[:, 1].view(len(m), -1) for m in maps], 1).to(torch.uint8)
+                # None are given for the dense layers before them.
+                packed = F.pad(packed, (0, 0, worker.arch.num_layers - len(maps), 0))
                 pieces = dict(zip(rows.tolist(), packed.split(sequences.lengths[rows].tolist()), strict=True))
                 experts = torch.cat([pieces[row] for row in range(12)])
         finally:

@@ -98,7 +98,7 @@ class Broadcaster:
         )
         c10d._world.pg_group_ranks[self._group] = {i: i for i in range(size)}
 
-    def send(self, url: str) -> int:
+    def send(self, url: str, api_key: str) -> int:
         """Bytes that were broadcast."""
         from megarl.mcore.weights.bridge import export_hf
 
@@ -106,16 +106,16 @@ class Broadcaster:
         bucket: list[tuple[str, Tensor]] = []
         for name, tensor in export_hf(self._worker.chunks, self._worker.arch):
             if bucket and size + tensor.nbytes > BUCKET:
-                self._broadcast(url, bucket)
+                self._broadcast(url, api_key, bucket)
                 bucket, size = [], 0
             bucket.append((name, tensor))
             size, total = size + tensor.nbytes, total + tensor.nbytes
         if bucket:
-            self._broadcast(url, bucket)
+            self._broadcast(url, api_key, bucket)
         dist.barrier()
         return total
 
-    def _broadcast(self, url: str, bucket: list[tuple[str, Tensor]]) -> None:
+    def _broadcast(self, url: str, api_key: str, bucket: list[tuple[str, Tensor]]) -> None:
         body = {
             "names": [name for name, _ in bucket],
             "dtypes": [str(x.dtype).removeprefix("torch.") for _, x in bucket],
@@ -124,9 +124,7 @@ class Broadcaster:
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
-        path = f"{url}/update_weights_from_distributed"
-        call = threading.Thread(target=lambda: httpx.post(path, json=body, timeout=DEADLINE_S, trust_env=False))
-        call.start()
+        call = start_post(f"{url}/update_weights_from_distributed", api_key, body)
         dist.broadcast(torch.cat([x.flatten().view(torch.uint8) for _, x in bucket]), src=0, group=self._group)
         call.join()
 
@@ -167,6 +165,10 @@ class Policy:
 
     def logprobs(self, sequences: Sequences, temperature: float) -> Answers:
         return self.call("worker", "logprobs", [(sequences, temperature)] * NUM_RANKS, merge_rows(sequences))
+
+    def rounded_logprobs(self, sequences: Sequences, temperature: float, unit: float) -> Answers:
+        own = [(sequences, temperature, unit)] * NUM_RANKS
+        return self.call("worker", "rounded_logprobs", own, merge_rows(sequences))
 
     def export_weights(self, directory: Path) -> Answers:
         return self.call("worker", "export_weights", [(directory,)] * NUM_RANKS)
@@ -225,41 +227,52 @@ def write_checkpoint(directory: Path, args: argparse.Namespace) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-def broadcast_once(policy: Policy, client: SGLangClient) -> int:
+def broadcast_once(policy: Policy, client: SGLangClient, api_key: str) -> int:
     client.pause()
     client.begin_update()
-    sent = policy.call("broadcast", "send", [(client.url,)] * NUM_RANKS).result()[0]
+    sent = policy.call("broadcast", "send", [(client.url, api_key)] * NUM_RANKS).result()[0]
     client.end_update()
     client.resume()
     return int(sent)
 
 
-def join_broadcast(policy: Policy, client: SGLangClient) -> None:
+def start_post(url: str, api_key: str, body: dict[str, Any]) -> threading.Thread:
+    """A thread that posts `body` to a server, and prints a refusal."""
+
+    def post() -> None:
+        headers = {"Authorization": f"Bearer {api_key}"}
+        httpx.post(url, json=body, headers=headers, timeout=DEADLINE_S, trust_env=False).raise_for_status()
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    return thread
+
+
+def join_broadcast(policy: Policy, client: SGLangClient, api_key: str) -> None:
     port = pick_free_port("127.0.0.1")
     body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 1 + TP}
-    path = f"{client.url}/init_weights_update_group"
     body |= {"group_name": GROUP, "backend": "gloo"}
-    call = threading.Thread(target=lambda: httpx.post(path, json=body, timeout=DEADLINE_S, trust_env=False))
-    call.start()
+    call = start_post(f"{client.url}/init_weights_update_group", api_key, body)
     policy.call("broadcast", "join", [(port,)] * NUM_RANKS).result()
     call.join()
 
 
 def measure(
-    policy: Policy, client: SGLangClient, config: RolloutConfig, checkpoint: Path, args: Any, scratch: Path
+    policy: Policy, server: SGLangServer, config: RolloutConfig, checkpoint: Path, args: Any, scratch: Path
 ) -> float:
     """Prints the table; the share of the seconds of gather and broadcast that ours takes."""
+    client = SGLangClient(server.url, vocab_size=VOCAB, deadline_s=DEADLINE_S, api_key=server.api_key)
     probe = list(range(3, 3 + CHARACTERS))
     host = "127.0.0.1"
     backend = cast(TrainBackend, policy)  # of whose verbs a sync needs these alone
     ranks = Ranks(backend, [client], config, read_architecture(checkpoint), host)
     ours = ShardSync(backend, [client], config, ranks, probe, scratch=scratch, host=host, policy_dtype=Dtype.bfloat16)
     disk = DiskSync(backend, [client], config, scratch / "disk", probe, policy_dtype=Dtype.bfloat16)
-    join_broadcast(policy, client)
+    join_broadcast(policy, client, server.api_key)
     versions = iter(range(1, 1000))
     ways: dict[str, Callable[[], Any]] = {
         f"ours ({args.transport})": lambda: ours.publish(next(versions)),
-        "gather and broadcast": lambda: broadcast_once(policy, client),
+        "gather and broadcast": lambda: broadcast_once(policy, client, server.api_key),
         "disk": lambda: disk.publish(next(versions)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -316,8 +329,7 @@ def main() -> None:
         try:
             with open_policy(scratch / "model", scratch) as policy:
                 server.wait_healthy(DEADLINE_S)
-                client = SGLangClient(server.url, vocab_size=VOCAB, deadline_s=DEADLINE_S, api_key=server.api_key)
-                ratio = measure(policy, client, config, scratch / "model", args, scratch)
+                ratio = measure(policy, server, config, scratch / "model", args, scratch)
         finally:
             server.stop()
     print(f"ratio: {ratio:.2f} goal: {GOAL:g}")

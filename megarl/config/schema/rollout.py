@@ -92,7 +92,8 @@ class RolloutConfig:
     order. The loss must weight them by the policy that sampled them, as with max_staleness. null: responses are
     generated."""
     max_probe_logprob_gap: float | None = None
-    """A larger |log-prob difference| / max(1, |log-prob|) between servers and policy on a token of the probe text after
-    a sync is a warning. null: the bound follows from the dtype and the run's earlier gaps (docs/weight-sync.md)."""
+    """A larger median |log-prob difference|, in nats per token of the probe text, between servers and policy after the
+    first weight sync ends the run: the two compute different models. null: the bound is what rounding explains
+    (docs/weight-sync.md)."""
     sglang: dict[str, Any] = field(default_factory=dict)
     """Passed through as SGLang server arguments (underscored names); each key is checked against the real ones."""

@@ -51,8 +51,10 @@ class Policy:
     def export_weights(self, directory):
         directory.mkdir()
         return self
-    def logprobs(self, sequences, temperature):
+    def logprobs(self, *_):
         return self
+
+    rounded_logprobs = logprobs
     def result(self):
         return torch.zeros(1, 1)
 
@@ -130,8 +132,10 @@ class Policy:
         directory.mkdir()
         return self
 
-    def logprobs(self, sequences, temperature):
+    def logprobs(self, *_):
         return self
+
+    rounded_logprobs = logprobs
 
     def result(self):
         return torch.zeros(1, 1)
@@ -237,7 +241,7 @@ def test_cancelling_ends_a_rollout_of_another_thread_without_asking_again(checkp
 def test_a_server_that_dies_during_a_sync_is_named_with_the_step_and_its_exit_status(
     tmp_path, monkeypatch, dies_at, step
 ):
-    monkeypatch.setattr("megarl.sync.disk.compute_policy_logprobs", lambda *_: [])
+    monkeypatch.setattr("megarl.sync.probe.Probe.ask", lambda *_: None)
     monkeypatch.setattr("megarl.sync.probe.Probe.measure", lambda *_: 0.0)
     order = [*LOAD, *CLEAN_UP]
     with serving(dict.fromkeys(order[order.index(dies_at) :], "hang up")) as server:
@@ -251,7 +255,7 @@ def test_a_server_whose_weights_are_found_wrong_serves_as_no_version(tmp_path, m
     def refute(*_):
         raise SyncError("it does not hold the weights")
 
-    monkeypatch.setattr("megarl.sync.disk.compute_policy_logprobs", lambda *_: [])
+    monkeypatch.setattr("megarl.sync.probe.Probe.ask", lambda *_: None)
     monkeypatch.setattr("megarl.sync.probe.Probe.measure", refute)
     with serving({}) as server:
         with pytest.raises(SyncError, match="does not hold"):

@@ -1,116 +1,171 @@
-"""The probe text of a weight sync: what it measures, when it warns, and when it ends a run."""
+"""The probe text of a weight sync: what it measures, and when it ends a run."""
 
 import math
-import statistics
-import warnings
+import re
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
+import torch
+from fakes.backend import Done
+from torch import Tensor
 
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import SyncError
-from megarl.sync.probe import Probe, build_probe_tokens, compute_bound, compute_gap
-from megarl.types import Prompt
+from megarl.sync.probe import Probe, build_probe_tokens, compute_gaps
+from megarl.types import Prompt, Sequences
 
-SMOLLM2 = (0.24, 0.16, 0.44, 0.10, 0.20, 0.58, 0.12, 0.11, 0.20)
-"""Gaps of the first syncs of a run of SmolLM2-135M in bfloat16, whose checksums were all right."""
-EXPECTED = (-0.5, -0.25, -1.0)
+TOKENS = tuple(range(5, 69))
+EXPECTED = torch.linspace(-0.1, -12.0, len(TOKENS) - 1)
+
+
+class Policy:
+    """Its log-probs change by `rounding` nats where layers compute with random errors."""
+
+    def __init__(self, rounding: float) -> None:
+        self.rounding = rounding
+        self.units: list[float] = []
+
+    def logprobs(self, sequences: Sequences, temperature: float) -> Done[Tensor]:
+        return Done(EXPECTED[None])
+
+    def rounded_logprobs(self, sequences: Sequences, temperature: float, unit: float) -> Done[Tensor]:
+        assert sequences.lengths.tolist() == [len(TOKENS)] * sequences.num_samples
+        self.units.append(unit)
+        return Done(EXPECTED + self.rounding * draw_noise(sequences.num_samples))
 
 
 class Client:
-    """A server whose log-prob of the last token is `gap` away from the policy's."""
-
     url = "http://server"
 
-    def __init__(self) -> None:
-        self.gap = 0.0
+    def __init__(self, logprobs: Tensor) -> None:
+        self.logprobs = logprobs
 
     def score(self, token_ids: tuple[int, ...]) -> list[float]:
-        return [*EXPECTED[:-1], EXPECTED[-1] - self.gap]
+        values: list[float] = self.logprobs.tolist()
+        return values
 
 
-def build_probe(has_checksums: bool = True, dtype: Dtype = Dtype.bfloat16, bound: float | None = None) -> Probe:
-    config = RolloutConfig(dtype=dtype, max_probe_logprob_gap=bound)
-    return Probe((5, 6, 7, 8), config, dtype, has_checksums=has_checksums)
+def draw_noise(num: int, seed: int = 0) -> Tensor:
+    """[num, tokens]: normal, the median of its size 1."""
+    return torch.randn(num, len(EXPECTED), generator=torch.Generator().manual_seed(seed)) / 0.6745
 
 
-def measure(probe: Probe, gap: float) -> tuple[float, list[str]]:
-    """The gap found, and the warnings."""
-    client = Client()
-    client.gap = gap
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = probe.measure([Client(), client], EXPECTED)
-    return found, [str(each.message) for each in caught]
+def build_probe(*, dtype: Dtype = Dtype.bfloat16, has_checksums: bool = True, **fields: Any) -> Probe:
+    return Probe(TOKENS, RolloutConfig(dtype=dtype, **fields), dtype, has_checksums=has_checksums)
 
 
-def test_the_largest_gap_is_found_at_its_position():
-    gap, at = compute_gap([-0.5, -2.0, -3.0], [-0.6, -2.5, -3.1])
-    assert gap == pytest.approx(0.25)  # 0.5 / 2
-    assert at == 1
+def publish(probe: Probe, policy: Policy, *found: Tensor) -> float:
+    """A sync with a server for each of these log-probs; the gap."""
+    probe.ask(policy)  # type: ignore[arg-type]
+    return probe.measure([Client(each) for each in found])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_logprob_that_is_no_number_is_an_infinite_gap(bad):
-    assert compute_gap([-1.0, -2.0], [-1.0, bad]) == (math.inf, 1)
+def test_a_gap_is_the_difference_of_a_token_and_infinite_where_there_is_no_number():
+    assert compute_gaps([-0.5, -2.0], [-0.6, -1.5]) == pytest.approx([0.1, 0.5])
+    for bad in (math.nan, math.inf, -math.inf):
+        assert compute_gaps([-1.0, -2.0], [-1.0, bad]) == [0.0, math.inf]
+        assert compute_gaps([bad], [-1.0]) == [math.inf]
 
 
-def test_the_bound_is_the_dtypes_least_or_six_deviations_above_the_mean_of_the_earlier_gaps():
-    assert compute_bound(1.0, ()) == 1.0
-    # Mean 2, standard deviation 1.
-    assert compute_bound(1.0, (1.0, 3.0)) == 8.0
-    assert compute_bound(1.0, (0.1, 0.3)) == 1.0
+def test_what_rounding_explains_passes_with_a_few_tokens_far_away_and_a_text_of_unlikely_tokens():
+    # Half of the change by random errors to all of it was found; routing flips move single tokens by a nat and more.
+    flips = torch.zeros(len(EXPECTED))
+    flips[::8] = 2.0
+    for seed in range(20):
+        noise = draw_noise(1, seed + 1)[0]
+        for scale in (0.5, 1.0):
+            gap = publish(build_probe(), Policy(0.1), EXPECTED + 0.1 * scale * noise + flips)
+            assert gap == pytest.approx(0.1 * scale, rel=0.7)
 
 
-def test_the_bound_is_of_the_coarser_dtype_unless_it_is_given():
-    half, full = RolloutConfig(dtype=Dtype.bfloat16), RolloutConfig(dtype=Dtype.float32)
-    for config, policy in ((half, Dtype.float32), (full, Dtype.bfloat16)):
-        assert Probe((5, 6), config, policy, has_checksums=True).bound == 1.0
-    assert build_probe(dtype=Dtype.float32).bound == 2.0**-13
-    assert build_probe(bound=0.3).bound == 0.3
-
-
-def test_the_noise_of_a_run_in_bfloat16_neither_warns_nor_ends_it():
-    for has_checksums in (True, False):
-        probe = build_probe(has_checksums)
-        assert [measure(probe, gap) for gap in SMOLLM2] == [(pytest.approx(gap), []) for gap in SMOLLM2]
-
-
-def test_with_checksums_a_gap_beyond_the_bound_is_a_warning_that_names_the_server_and_the_token():
-    probe = build_probe()
-    found, (text,) = measure(probe, 3.0)
-    assert found == 3.0
-    assert text.startswith(
-        "SGLang server http://server holds the policy's weights, as their checksums show, but computes other"
+@pytest.mark.parametrize("rounding", [1e-4, 0.01, 0.06])
+def test_a_mismatch_at_the_first_sync_ends_the_run_and_says_what_to_look_at_and_which_key_accepts_it(rounding: float):
+    # The median of YaRN on one side alone (SmolLM2-135M) and what random errors did to it: 0.31 and 0.066.
+    yarn = EXPECTED + 0.31 * draw_noise(1, 9)[0]
+    sound = EXPECTED + rounding * draw_noise(1, 8)[0]
+    with pytest.raises(SyncError) as error:
+        publish(build_probe(), Policy(rounding), sound, yarn)
+    text = str(error.value)
+    assert text.startswith("SGLang server http://server computes another model than the policy from the same weights")
+    assert re.search(
+        r"differs by 0\.\d+ nats \(median\), where rounding explains 0\.\d+; on the probe text's token", text
     )
-    assert "token 3 (id 8) its log-prob is -4.000000, the policy's -1.000000; gap 3, bound 1 " in text
+    assert "keys of the model's config.json" in text
+    assert "rollout.sglang and model.megatron" in text
+    (accepted,) = re.findall(r"rollout.max_probe_logprob_gap=(\S+) accepts", text)
+    policy = Policy(rounding)
+    publish(build_probe(max_probe_logprob_gap=float(accepted)), policy, sound, yarn)
+    assert policy.units == []
 
 
-def test_larger_noise_warns_only_until_its_spread_is_known():
+def test_the_same_mismatch_ends_every_first_sync_again_and_never_becomes_the_norm():
     probe = build_probe()
-    gaps = [scale * 4 for scale in SMOLLM2 * 3]
-    num_warnings = [len(measure(probe, gap)[1]) for gap in gaps]
-    assert sum(num_warnings[:6]) > 0
-    assert sum(num_warnings[6:]) == 0
-    assert probe.bound == pytest.approx(statistics.fmean(gaps) + 6 * statistics.pstdev(gaps))
+    for _ in range(5):
+        with pytest.raises(SyncError, match="computes another model"):
+            publish(probe, Policy(0.01), EXPECTED + 0.3)
 
 
-def test_without_checksums_a_gap_beyond_the_bound_is_an_error_and_does_not_raise_the_bound():
-    probe = build_probe(has_checksums=False)
-    measure(probe, 0.2)
+def test_with_checksums_a_gap_that_grows_after_the_first_sync_is_measured_and_ends_nothing():
+    probe, policy = build_probe(), Policy(0.01)
+    assert [publish(probe, policy, EXPECTED + gap) for gap in (0.01, 0.1, 3.0)] == pytest.approx(
+        [0.01, 0.1, 3.0], rel=1e-3
+    )
+    # The estimate costs one pass, at the first sync alone.
+    assert len(policy.units) == 1
+
+
+def test_without_checksums_a_gap_beyond_the_bound_is_an_error_at_every_sync():
+    probe, policy = build_probe(has_checksums=False), Policy(0.01)
     for _ in range(2):
-        with pytest.raises(SyncError, match=r"http://server does not hold the policy's weights: .*gap 3, bound 1 "):
-            measure(probe, 3.0)
+        publish(probe, policy, EXPECTED + 0.02)
+        with pytest.raises(
+            SyncError, match=r"http://server does not hold the policy's weights: .* differs by 0.3 nats"
+        ):
+            publish(probe, policy, EXPECTED + 0.3)
 
 
 @pytest.mark.parametrize("has_checksums", [True, False])
-def test_a_server_that_computes_no_number_ends_the_run(has_checksums):
-    with pytest.raises(SyncError, match=r"its log-prob is nan"):
-        measure(build_probe(has_checksums), math.nan)
+def test_a_server_that_computes_no_number_ends_the_run_at_any_sync(has_checksums: bool):
+    probe, policy = build_probe(has_checksums=has_checksums), Policy(0.01)
+    publish(probe, policy, EXPECTED)
+    broken = EXPECTED.clone()
+    broken[7] = math.nan
+    with pytest.raises(SyncError, match=r"token 8 \(id 13\) its log-prob is nan"):
+        publish(probe, policy, broken)
+
+
+def test_a_policy_that_computes_no_number_is_found_and_not_accepted_as_rounding():
+    with pytest.raises(SyncError, match="or the policy computes no log-probs"):
+        publish(build_probe(), Policy(math.nan), EXPECTED * math.nan)
+
+
+def test_random_errors_have_the_size_of_the_coarser_dtype_and_of_an_fp8_cache():
+    def find_unit(config: RolloutConfig, policy_dtype: Dtype) -> float:
+        policy = Policy(0.0)
+        publish(Probe(TOKENS, config, policy_dtype, has_checksums=True), policy, EXPECTED)
+        return policy.units[0]
+
+    half, full = RolloutConfig(dtype=Dtype.bfloat16), RolloutConfig(dtype=Dtype.float32)
+    assert find_unit(full, Dtype.float32) == 2.0**-20
+    assert find_unit(half, Dtype.float32) == find_unit(full, Dtype.bfloat16) == 2.0**-8
+    cache = RolloutConfig(dtype=Dtype.bfloat16, sglang={"kv_cache_dtype": "fp8_e4m3"})
+    assert find_unit(cache, Dtype.bfloat16) == 2.0**-4
+
+
+def test_gaps_too_small_to_tell_anything_pass_where_the_estimate_is_zero():
+    assert publish(build_probe(), Policy(0.0), EXPECTED + 2.0**-8) == pytest.approx(2.0**-8, rel=1e-3)
+    with pytest.raises(SyncError):
+        publish(build_probe(dtype=Dtype.float32), Policy(0.0), EXPECTED + 2.0**-8)
+
+
+def collect_prompts(*token_ids: Sequence[int]) -> list[Prompt]:
+    return [Prompt(str(number), "", tuple(own), "") for number, own in enumerate(token_ids)]
 
 
 def test_the_probe_text_begins_with_the_prompts_and_visits_the_vocabulary():
-    prompts = [Prompt("p", "ab", (5, 6), ""), Prompt("q", "c", (7,), "")]
+    prompts = collect_prompts((5, 6), (7,))
     tokens = build_probe_tokens(prompts, 55)
     assert tokens == build_probe_tokens(prompts, 55)
     assert tokens[:3] == (5, 6, 7)

@@ -1,0 +1,136 @@
+"""The bound of the weight sync's probe with real models: Megatron's own random errors, beside transformers as the other
+engine.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes.backend import Done
+from layout_runs import LAYOUTS, build_spec, launch, round_probe
+from tiny_checkpoints import write_checkpoint
+from torch import Tensor
+
+from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.interfaces import SyncError
+from megarl.mcore.worker_spec import Role
+from megarl.sync.probe import NUM_ESTIMATES, Probe
+from megarl.types import Sequences
+
+FAMILIES = ("qwen3", "qwen3_moe")
+LENGTHS = {"text": 64, "long": 256}
+SPLIT = {name: LAYOUTS[name] for name in ("tp2", "tp2_sp", "pp2", "vpp2", "dp2", "cp2")}
+EXPERTS = {"tp2_sp_ep2": ParallelConfig(num_processes=2, tp=2, sp=True, ep=2)}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    made = {}
+    for family in FAMILIES:
+        model = write_checkpoint(root / family, family, num_hidden_layers=4)
+        made[family] = root / family, model.to(torch.bfloat16)
+    return made
+
+
+@pytest.fixture(scope="module")
+def texts(checkpoints: dict[str, tuple[Path, Any]]) -> dict[str, tuple[int, ...]]:
+    vocab_size = checkpoints["qwen3"][1].config.vocab_size
+    return {name: tuple((7919 * (i + 1)) % vocab_size for i in range(size)) for name, size in LENGTHS.items()}
+
+
+@pytest.fixture(scope="module")
+def runs(checkpoints: dict[str, tuple[Path, Any]], texts: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Of each family and layout, in bfloat16, for each text: log-probs, those with random errors, log-probs again."""
+
+    def build(family: str, parallel: ParallelConfig) -> Any:
+        return build_spec(Role.reference, checkpoints[family][0], dtype=Dtype.bfloat16, parallel=parallel)
+
+    one = {f"{family}-one": build(family, ParallelConfig()) for family in FAMILIES}
+    two = {f"qwen3-{name}": build("qwen3", parallel) for name, parallel in SPLIT.items()}
+    two |= {f"qwen3_moe-{name}": build("qwen3_moe", parallel) for name, parallel in EXPERTS.items()}
+    return launch(1, round_probe, one, texts) | launch(2, round_probe, two, texts)
+
+
+class Policy:
+    """What `round_probe` found."""
+
+    def __init__(self, found: tuple[Tensor, Tensor, Tensor]) -> None:
+        self.found = found
+
+    def logprobs(self, sequences: Sequences, temperature: float) -> Done[Tensor]:
+        return Done(self.found[0])
+
+    def rounded_logprobs(self, sequences: Sequences, temperature: float, unit: float) -> Done[Tensor]:
+        assert (unit, sequences.num_samples) == (2.0**-8, len(self.found[1]))
+        return Done(self.found[1])
+
+
+class Served:
+    """A server that computes with transformers in bfloat16."""
+
+    url = "http://server"
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    @torch.no_grad()
+    def score(self, tokens: tuple[int, ...]) -> list[float]:
+        ids = torch.tensor(tokens)
+        logprobs = self.model(ids[None]).logits[0].float().log_softmax(-1)
+        found: list[float] = logprobs[:-1].gather(1, ids[1:, None])[:, 0].tolist()
+        return found
+
+
+def judge(run: Any, tokens: tuple[int, ...], model: Any) -> float:
+    probe = Probe(tokens, RolloutConfig(dtype=Dtype.bfloat16), Dtype.bfloat16, has_checksums=True)
+    probe.ask(Policy(run))  # type: ignore[arg-type]
+    return probe.measure([Served(model)])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("text", LENGTHS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_engine_in_bfloat16_passes_with_room_to_spare(
+    family: str, text: str, runs: dict[str, Any], checkpoints: dict[str, Any], texts: dict[str, Any]
+) -> None:
+    run = runs[f"{family}-one"][text]
+    estimate = float((run[1] - run[0]).abs().median())
+    gap = judge(run, texts[text], checkpoints[family][1])
+    assert 0 < gap < 2 * estimate
+
+
+def scale_positions(model: Any) -> None:
+    """As linear rope scaling, factor 4, on one side alone."""
+    model.model.rotary_emb.inv_freq /= 4
+
+
+def take_another_activation(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "act_fn"):
+            module.act_fn = torch.nn.ReLU()
+
+
+@pytest.mark.parametrize("text", LENGTHS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("plant", [scale_positions, take_another_activation])
+def test_an_engine_that_computes_another_model_in_bfloat16_is_found(
+    plant: Any, family: str, text: str, runs: dict[str, Any], checkpoints: dict[str, Any], texts: dict[str, Any]
+) -> None:
+    model = copy.deepcopy(checkpoints[family][1])
+    plant(model)
+    with pytest.raises(SyncError, match="computes another model than the policy"):
+        judge(runs[f"{family}-one"][text], texts[text], model)
+
+
+@pytest.mark.parametrize("name", [*(f"qwen3-{x}" for x in SPLIT), *(f"qwen3_moe-{x}" for x in EXPERTS)])
+def test_random_errors_are_as_large_in_every_layout_and_leave_nothing_behind(name: str, runs: dict[str, Any]) -> None:
+    one, found = runs[f"{name.split('-')[0]}-one"], runs[name]
+    for text in LENGTHS:
+        before, rounded, after = found[text]
+        assert torch.equal(before, after)
+        assert rounded.shape == (NUM_ESTIMATES, LENGTHS[text] - 1)
+        size, expected = ((x[1] - x[0]).abs().median() for x in (found[text], one[text]))
+        assert 0.5 * expected < size < 2 * expected
