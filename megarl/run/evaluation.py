@@ -16,10 +16,11 @@ from megarl.config.errors import ConfigError
 from megarl.config.kinds import name_data, name_reward
 from megarl.config.placement import SERVERS, list_groups, place
 from megarl.config.schema.evaluate import EvaluateConfig, get_temperature, list_ks
+from megarl.config.schema.rollout import RolloutConfig
 from megarl.config.schema.root import Config
 from megarl.config.threads import settle_threads
 from megarl.data.evaluation_set import build_evaluation_set
-from megarl.data.render import use_chat_template
+from megarl.data.render import Renderer, use_chat_template
 from megarl.hf.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
 from megarl.interfaces import DeadlineError, RolloutEngine
 from megarl.report.evaluation import (
@@ -40,6 +41,7 @@ from megarl.reward.scorer import Scorer, build_scorer
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.episodes import Conversation, EpisodeRunner, build_conversation, check_conversation
+from megarl.rollout.served_model import add_turn_end, load_generation_spec
 from megarl.rollout.server import build_command
 from megarl.run.recovery import Recovery
 from megarl.run.terminal import get_terminal
@@ -63,6 +65,8 @@ class EvaluationSet:
     """What answers the policy; None with environment=single_turn"""
     max_failed_frac: float = 1.0
     """reward.max_failed_frac"""
+    notes: tuple[str, ...] = ()
+    """How the data were read"""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,10 @@ class EvaluationInputs:
     checkpoint: Path
     tokenizer: "PreTrainedTokenizerBase"
     sets: tuple[EvaluationSet, ...]
+    rollout: RolloutConfig
+    """With the token among rollout.stop_token_ids with which the chat template ends an answer"""
+    ends: str
+    """What ends responses, in words"""
 
 
 def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResult]:
@@ -84,9 +92,13 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(contextlib.closing(Progress(get_terminal())))
         progress.line(describe_evaluation(inputs, config.evaluate, config.rollout.response_length))
+        for each in inputs.sets:
+            progress.line(f"{each.name}: {'; '.join((*each.notes, inputs.ends))}")
         started = time.monotonic()
         progress.enter("start")
-        engine, recovery = _open_engine(stack, config, inputs.checkpoint, run_dir / "logs", progress)
+        engine, recovery = _open_engine(
+            stack, replace(config, rollout=inputs.rollout), inputs.checkpoint, run_dir / "logs", progress
+        )
         progress.leave()
         progress.line(f"servers ready after {format_seconds(time.monotonic() - started)}")
         results = evaluate_sets(
@@ -136,22 +148,24 @@ def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:
     build_command(config.rollout, checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
     tokenizer = load_tokenizer(checkpoint)
     use_chat_template(config.data, tokenizer)
+    spec, tools = load_generation_spec(checkpoint), build_tool_prompt(config.environment, config.data, tokenizer)
+    rollout, ends = add_turn_end(config.rollout, spec, Renderer(config.data, tokenizer, tools))
     sets: list[EvaluationSet] = []
     problems: list[str] = []
     for name, each in configs.items():
         try:
-            sets.append(_load_set(name, each, tokenizer))
+            sets.append(_load_set(name, each, tokenizer, spec.vocab_size))
         except ConfigError as error:
             problems.extend(error.problems)
     if problems:
         raise ConfigError(problems)
     longest = max(len(prompt.token_ids) for each in sets for prompt in each.prompts)
     _check_length(checkpoint, longest, config.rollout.response_length)
-    return EvaluationInputs(checkpoint, tokenizer, tuple(sets))
+    return EvaluationInputs(checkpoint, tokenizer, tuple(sets), rollout, ends)
 
 
-def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase") -> EvaluationSet:
-    evaluate = config.evaluate
+def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> EvaluationSet:
+    evaluate, notes = config.evaluate, list[str]()
     prompts = build_evaluation_set(
         config.data,
         tokenizer,
@@ -160,12 +174,14 @@ def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase") -
         path=evaluate.paths.get(name),
         num_problems=evaluate.num_problems,
         tools=build_tool_prompt(config.environment, config.data, tokenizer),
+        vocab_size=vocab_size,
+        notes=notes,
     )
     with contextlib.closing(build_scorer(config.reward)) as scorer:
         path = evaluate.paths.get(name)
         data = name_data(config.data) if path is None else f"evaluate.paths.{name}={path}"
         scorer.check(prompts[:1], chosen=f"{name_reward(config.reward)} with {data}")
-    conversation = build_conversation(config, tokenizer)
+    conversation = build_conversation(config, tokenizer, vocab_size)
     check_conversation(conversation, prompts[:1])
     return EvaluationSet(
         name,
@@ -175,6 +191,7 @@ def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase") -
         config.rollout.response_length,
         conversation,
         config.reward.max_failed_frac,
+        tuple(notes),
     )
 
 

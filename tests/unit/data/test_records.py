@@ -7,7 +7,7 @@ import pytest
 from megarl.config.errors import ConfigError
 from megarl.config.schema.data import FileDataConfig
 from megarl.data.problem import Message
-from megarl.data.records import clean_answer, read_problems
+from megarl.data.records import read_answer, read_problems
 
 
 def read_all(*records: dict[str, Any], **keys: str) -> list[tuple[str, str]]:
@@ -101,7 +101,7 @@ def test_other_fields_become_metadata_as_text() -> None:
     ],
 )
 def test_an_answer_is_cleaned_to_the_final_one(value: Any, expected: str) -> None:
-    assert clean_answer(value) == expected
+    assert read_answer(value) == expected
 
 
 @pytest.mark.parametrize(
