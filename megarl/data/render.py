@@ -115,7 +115,7 @@ class Renderer:
                 raise ConfigError(
                     [
                         f"data.chat_template: of messages of {roles} the tokenizer's template leaves out number"
-                        f" {i + 1}, {message.content[:60]!r}; data.chat_template_path names a file with another template"
+                        f" {i + 1}, {message.content[:60]!r}; data.chat_template_path names a file with another"
                     ]
                 )
         return text

@@ -30,7 +30,7 @@ def find_turn_end(renderer: Renderer) -> int | None:
         return None
     after = after.strip()
     end = next((token for token in renderer.special_tokens if after.startswith(token)), None)
-    return None if end is None else renderer.tokenizer.convert_tokens_to_ids([end])[0]
+    return None if end is None else renderer.tokenizer.get_vocab()[end]
 
 
 class ObservationEncoder:
