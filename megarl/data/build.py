@@ -4,7 +4,7 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.errors import ConfigError
@@ -28,7 +28,7 @@ from megarl.data.render import Renderer
 from megarl.data.tasks import AdditionSource, CalculatorSource, GuessSource, LetterCountSource
 from megarl.data.verifiers import VerifiersSource
 from megarl.toolbox.prompt import ToolPrompt
-from megarl.types import Prompt
+from megarl.types import Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,6 +57,8 @@ class DataSplits:
     heldout: tuple[Prompt, ...]
     num_dropped: int
     """Problems left out: longer than data.prompt_length, or for training and held out as well."""
+    notes: tuple[str, ...] = ()
+    """How the data were read: columns, chat template, special tokens"""
 
 
 @dataclass(frozen=True)
@@ -68,44 +70,63 @@ class SplitProblems:
     num_dropped: int
     shares_questions: bool
     """As `ProblemSplits.shares_questions`"""
+    notes: tuple[str, ...]
+    """As `DataSplits.notes`"""
 
 
 def build_data(
-    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: int, tools: ToolPrompt | None = None
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    tools: ToolPrompt | None = None,
+    vocab_size: int | None = None,
 ) -> DataSplits:
     """The prompts of a run, the same for the same seed. No question is on both sides, unless the source shares them.
 
-    tools: those that the prompts describe.
+    tools: those that the prompts describe. vocab_size: rows of the model's embedding.
 
     Raises ConfigError for bad keys, unreadable or malformed files, and where no prompt is short enough.
     """
-    split = split_problems(config, tokenizer, seed, tools)
+    split = split_problems(config, tokenizer, seed, tools, vocab_size)
     return DataSplits(
         train=tuple(prompt for _, prompt in split.train),
         heldout=tuple(prompt for _, prompt in split.heldout),
         num_dropped=split.num_dropped,
+        notes=split.notes,
     )
 
 
 def split_problems(
-    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: int, tools: ToolPrompt | None = None
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    tools: ToolPrompt | None = None,
+    vocab_size: int | None = None,
 ) -> SplitProblems:
     """As `build_data`, with the problems that the prompts are made of."""
     problems = build_source(config).load(seed)
-    renderer = Renderer(config, tokenizer, tools)
-    train = tokenize_problems(problems.train, renderer, "training")
+    renderer = Renderer(config, tokenizer, tools, vocab_size)
+    notes = list(problems.notes)
+    train = tokenize_problems(problems.train, renderer, "training", notes)
     if problems.heldout is None:
         num_read = len(problems.train)
         train, heldout = split_heldout(train, config.num_heldout, seed)
     else:
         num_read = len(problems.train) + len(problems.heldout)
-        heldout = tokenize_problems(problems.heldout, renderer, "held-out")
+        heldout = tokenize_problems(problems.heldout, renderer, "held-out", notes)
         unused = len(heldout)
         heldout = choose_heldout(heldout, config.num_heldout, seed)
         num_read -= unused - len(heldout)
         if not problems.shares_questions:
             train = remove_questions(train, heldout)
-    return SplitProblems(train, heldout, num_read - len(train) - len(heldout), problems.shares_questions)
+    notes.append(describe_prompts(renderer, [prompt for _, prompt in train]))
+    num_dropped = num_read - len(train) - len(heldout)
+    return SplitProblems(train, heldout, num_dropped, problems.shares_questions, tuple(notes))
+
+
+def describe_prompts(renderer: Renderer, prompts: Sequence[Prompt]) -> str:
+    """How the prompts are rendered, and the first one's answer."""
+    return f"{renderer.describe(prompts[0].token_ids)}; the first answer is {prompts[0].answer[:60]!r}"
 
 
 def build_source(config: DataConfig) -> Source:
@@ -115,31 +136,90 @@ def build_source(config: DataConfig) -> Source:
     return SOURCES[type(config)](config)
 
 
-def tokenize_problems(problems: Sequence[Problem], renderer: Renderer, side: str) -> list[Tokenized]:
-    """Problems of at most data.prompt_length tokens with their prompts, in order.
+def tokenize_problems(problems: Sequence[Problem], renderer: Renderer, side: str, notes: list[str]) -> list[Tokenized]:
+    """Problems of at most data.prompt_length tokens with their prompts, in order. notes: grows by what was done.
 
-    Raises ConfigError where none is short enough, or where one has no tokens at all.
+    Raises ConfigError where none is short enough, for one that has no tokens at all or does not end with a question,
+    and for tokens that the model does not have.
     """
+    for problem in problems:
+        if (role := problem.messages[-1].role) != "user":
+            raise ConfigError(
+                [
+                    f"{_locate(problem)}: the last message is of {role}, {problem.messages[-1].content[:60]!r};"
+                    " expected one of the user, which the model answers"
+                ]
+            )
+    asked, problems = problems, _settle_special(problems, renderer, side, notes)
     texts = [renderer.render(problem) for problem in problems]
-    tokens = renderer.tokenize(texts)
+    tokens = renderer.tokenize(texts, names=[_locate(problem) for problem in problems])
     limit = renderer.config.prompt_length
+    begin, end = renderer.tokenizer.bos_token_id, renderer.tokenizer.eos_token_id
     for problem, ids in zip(problems, tokens, strict=True):
         if not ids:
-            where = problem.metadata.get("location", "data")
-            raise ConfigError([f"{where}: the tokenizer makes no tokens of {problem.messages[-1].content!r}"])
+            raise ConfigError(
+                [f"{_locate(problem)}: the tokenizer makes no tokens of {problem.messages[-1].content!r}"]
+            )
+        if begin is not None and ids[:2] == (begin, begin):
+            raise ConfigError(
+                [f"{_locate(problem)}: the prompt begins with {renderer.tokenizer.bos_token} twice; it must be once"]
+            )
+        if ids[-1] == end and not renderer.uses_template:
+            raise ConfigError(
+                [
+                    f"{_locate(problem)}: the prompt ends with {renderer.tokenizer.eos_token}, behind which a model"
+                    " writes another text; take it out of the data"
+                ]
+            )
     if not any(len(ids) <= limit for ids in tokens):
         found = f"the shortest has {min(map(len, tokens))} tokens" if tokens else "the source has none"
         raise ConfigError([f"data.prompt_length: found {limit}; no {side} prompt is left, {found}"])
     repeats: Counter[str] = Counter()
     kept: list[Tokenized] = []
-    for problem, text, ids in zip(problems, texts, tokens, strict=True):
-        digest = identify(problem)
+    for own, problem, text, ids in zip(asked, problems, texts, tokens, strict=True):
+        digest = identify(own)
         repeats[digest] += 1
         if len(ids) <= limit:
             name = digest if repeats[digest] == 1 else f"{digest}-{repeats[digest]}"
             messages = renderer.build_messages(problem)
             kept.append((problem, Prompt(name, text, ids, problem.answer, problem.metadata, messages, problem.columns)))
     return kept
+
+
+def _locate(problem: Problem) -> str:
+    return problem.metadata.get("location", "data")
+
+
+def _settle_special(problems: Sequence[Problem], renderer: Renderer, side: str, notes: list[str]) -> Sequence[Problem]:
+    """The problems without special tokens in their texts, which would end a message of a chat template; plain text may
+    have them.
+
+    Raises ConfigError where most problems have some: a chat template has been applied to them before.
+    """
+    found = {i: special for i, p in enumerate(problems) if (special := _find_special(p, renderer))}
+    if not found:
+        return problems
+    names = ", ".join(dict.fromkeys(token for special in found.values() for token in special))
+    if not renderer.uses_template:
+        notes.append(f"{len(found)} {side} prompts have special tokens of their own: {names}")
+        return problems
+    if 2 * len(found) > len(problems):
+        raise ConfigError(
+            [
+                f"{_locate(problems[next(iter(found))])}: found {names} in the messages of {len(found)} of"
+                f" {len(problems)} {side} problems; the chat template writes these tokens itself."
+                " data.chat_template=false takes the texts as they are"
+            ]
+        )
+    notes.append(f"in {len(found)} {side} prompts special tokens are read as text, with a space in each: {names}")
+    return [
+        replace(p, messages=tuple(Message(m.role, renderer.defuse(m.content)) for m in p.messages)) if i in found else p
+        for i, p in enumerate(problems)
+    ]
+
+
+def _find_special(problem: Problem, renderer: Renderer) -> list[str]:
+    return [token for message in problem.messages for token in renderer.find_special(message.content)]
 
 
 def identify(problem: Problem) -> str:
@@ -155,9 +235,13 @@ def split_heldout(
 
     Raises ConfigError where `num_heldout` would leave a side empty.
     """
-    if num_heldout is None:
-        num_heldout = max(1, min(MOST_HELDOUT_BY_DEFAULT, len(problems) // 10))
     keys = list(dict.fromkeys(problem.question_key for problem, _ in problems))
+    if len(keys) < 2:
+        raise ConfigError(
+            ["data: all problems ask the same question; one to train on and another to hold out are needed"]
+        )
+    if num_heldout is None:
+        num_heldout = max(1, min(MOST_HELDOUT_BY_DEFAULT, len(keys) // 10))
     if not 1 <= num_heldout < len(keys):
         raise ConfigError(
             [

@@ -33,12 +33,14 @@ ROLES = ("system", "user")
 class CriticPrompt:
     """What the critic reads of a prompt: the text's tokens, then the prompt's."""
 
-    def __init__(self, config: DataConfig, tokenizer: "PreTrainedTokenizerBase"):
-        """Raises ConfigError where data.critic_prompt is blank or no template."""
+    def __init__(self, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None = None):
+        """vocab_size: rows of the critic's embedding. Raises ConfigError where data.critic_prompt is blank or no
+        template.
+        """
         self._parts = parse(config.critic_prompt or "")
         self._limit = config.critic_prompt_length
         # Without the policy's tools.
-        self._renderer = Renderer(config, tokenizer)
+        self._renderer = Renderer(config, tokenizer, vocab_size=vocab_size)
         self._first_token = tokenizer.bos_token_id
         self._encode = lru_cache(NUM_CACHED)(lambda text: self._tokenize([text])[0])
 
@@ -49,6 +51,8 @@ class CriticPrompt:
             if name is not None and name not in values:
                 where = prompt.metadata.get("location", f"prompt {prompt.id}")
                 raise ConfigError([f"{KEY}: found {{{name}}}; the fields of {where} are {', '.join(sorted(values))}"])
+        if self._renderer.uses_template:
+            values = {name: self._renderer.defuse(value) for name, value in values.items()}
         return "".join(text + ("" if name is None else values[name]) for text, name in self._parts)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:

@@ -15,7 +15,8 @@ from megarl.config.schema.data import (
     JsonlDataConfig,
     ParquetDataConfig,
 )
-from megarl.data.build import Tokenized, build_source, split_problems, tokenize_problems
+from megarl.data.build import Tokenized, build_source, describe_prompts, split_problems, tokenize_problems
+from megarl.data.problem import Problem
 from megarl.data.render import Renderer
 from megarl.toolbox.prompt import ToolPrompt
 
@@ -35,11 +36,14 @@ def build_evaluation_set(
     num_problems: int | None = None,
     tools: ToolPrompt | None = None,
     key: str | None = None,
+    vocab_size: int | None = None,
+    notes: list[str] | None = None,
 ) -> tuple[Tokenized, ...]:
     """The problems of data=`name`, in their order: every one, or `num_problems` drawn at random under `seed`.
 
     path: a file or directory in place of the one the configuration names. tools: those that the prompts describe. key:
-    of the path; None: evaluate.paths.NAME. Raises ConfigError that names the key, also for a prompt longer than
+    of the path; None: evaluate.paths.NAME. vocab_size: rows of the model's embedding. notes: grows by how the set was
+    read. Raises ConfigError that names the key, also for a prompt longer than
     data.prompt_length: a set without its long problems is another set.
     """
     key = key or f"evaluate.paths.{name}"
@@ -53,7 +57,10 @@ def build_evaluation_set(
         raise ConfigError([f"data={name}: {problem}{hint}" for problem in error.problems]) from error
     problems = _draw(found.train if found.heldout is None else found.heldout, num_problems, seed)
     unlimited = replace(chosen, prompt_length=sys.maxsize)
-    tokenized = tuple(tokenize_problems(problems, Renderer(unlimited, tokenizer, tools), name))
+    renderer, notes = Renderer(unlimited, tokenizer, tools, vocab_size), [] if notes is None else notes
+    notes += found.notes
+    tokenized = tuple(tokenize_problems(problems, renderer, name, notes))
+    notes.append(describe_prompts(renderer, [prompt for _, prompt in tokenized]))
     longest = max(len(prompt.token_ids) for _, prompt in tokenized)
     if longest > config.prompt_length:
         raise ConfigError(
@@ -73,12 +80,17 @@ def build_heldout(
     most: int,
     num_problems: int | None = None,
     tools: ToolPrompt | None = None,
+    vocab_size: int | None = None,
+    notes: list[str] | None = None,
 ) -> tuple[Tokenized, ...]:
     """The prompts of these data on which a run evaluates itself, in the run's order; of them `num_problems` at random.
 
-    most: train.num_eval_prompts. Raises ConfigError.
+    most: train.num_eval_prompts. notes: gets a text for each thing to be said of how they are read. Raises ConfigError.
     """
-    return tuple(_draw(split_problems(config, tokenizer, seed, tools).heldout[:most], num_problems, seed))
+    split = split_problems(config, tokenizer, seed, tools, vocab_size)
+    if notes is not None:
+        notes += split.notes
+    return tuple(_draw(split.heldout[:most], num_problems, seed))
 
 
 def find_training_questions(

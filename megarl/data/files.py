@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.data import FileDataConfig, JsonlDataConfig, ParquetDataConfig
-from megarl.data.problem import Problem, ProblemSplits
+from megarl.data.problem import Problem, ProblemSplits, note_parts
 from megarl.data.records import Located, read_problems
 from megarl.json_text import parse_json
 
@@ -67,13 +67,14 @@ def read_parquet(path: Path) -> Iterator[Located]:
 
 
 def _load_both(config: FileDataConfig, heldout_path: str | None, read: Reader) -> ProblemSplits:
-    train = _load_file(config, "data.path", config.path, read)
+    train, note = _load_file(config, "data.path", config.path, read)
     if heldout_path is None:
-        return ProblemSplits(train, None)
-    return ProblemSplits(train, _load_file(config, "data.heldout_path", heldout_path, read))
+        return ProblemSplits(train, None, notes=(note,))
+    heldout, other = _load_file(config, "data.heldout_path", heldout_path, read)
+    return ProblemSplits(train, heldout, notes=note_parts(note, other))
 
 
-def _load_file(config: FileDataConfig, key: str, name: str | None, read: Reader) -> list[Problem]:
+def _load_file(config: FileDataConfig, key: str, name: str | None, read: Reader) -> tuple[list[Problem], str]:
     if not name:
         raise ConfigError([f"{key}: found nothing; it must be a file, {key}=FILE"])
     path = Path(name).expanduser()
@@ -81,9 +82,9 @@ def _load_file(config: FileDataConfig, key: str, name: str | None, read: Reader)
         what = "is a directory" if path.is_dir() else f"does not exist (from {Path.cwd()})"
         raise ConfigError([f"{key}: {name} {what}; it must be a file"])
     try:
-        problems = list(read_problems(read(path), config))
+        problems, note = read_problems(read(path), config)
     except OSError as error:
         raise ConfigError([f"{key}: {name} cannot be read: {error}"]) from error
     if not problems:
         raise ConfigError([f"{key}: {name} holds no problems; expected one or more records"])
-    return problems
+    return problems, note

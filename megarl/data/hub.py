@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.data import HuggingFaceDataConfig
-from megarl.data.problem import Problem, ProblemSplits
+from megarl.data.problem import Problem, ProblemSplits, note_parts
 from megarl.data.records import Located, read_problems
 
 
@@ -16,19 +16,20 @@ class HuggingFaceSource:
 
     def load(self, seed: int) -> ProblemSplits:
         """The problems of data.split and, where it is given, data.heldout_split. Raises ConfigError."""
-        train = self._load_split("data.split", self.config.split)
+        train, note = self._load_split("data.split", self.config.split)
         if self.config.heldout_split is None:
-            return ProblemSplits(train, None)
-        return ProblemSplits(train, self._load_split("data.heldout_split", self.config.heldout_split))
+            return ProblemSplits(train, None, notes=(note,))
+        heldout, other = self._load_split("data.heldout_split", self.config.heldout_split)
+        return ProblemSplits(train, heldout, notes=note_parts(note, other))
 
-    def _load_split(self, key: str, split: str) -> list[Problem]:
+    def _load_split(self, key: str, split: str) -> tuple[list[Problem], str]:
         if not self.config.path:
             raise ConfigError(["data.path: found nothing; it must be a dataset's name or directory"])
         dataset = open_dataset(self.config.path, self.config.subset, split, key)
-        problems = list(read_problems(_locate(dataset, f"{self.config.path}[{split}]"), self.config))
+        problems, note = read_problems(_locate(dataset, f"{self.config.path}[{split}]"), self.config)
         if not problems:
             raise ConfigError([f"{key}: {split!r} of {self.config.path} holds no problems"])
-        return problems
+        return problems, note
 
 
 def open_dataset(path: str, subset: str | None, split: str, key: str) -> Any:

@@ -30,6 +30,13 @@ class ProblemSplits:
     """Held-out problems; None: the source has no held-out part of its own."""
     shares_questions: bool = False
     """Whether both parts ask the same: what differs is hidden in the environment, where no policy can memorize it"""
+    notes: tuple[str, ...] = ()
+    """What was chosen in reading them, for the reader of a log"""
+
+
+def note_parts(train: str, heldout: str) -> tuple[str, ...]:
+    """The notes on both parts, one where they are alike."""
+    return (train,) if train == heldout else (f"for training {train}", f"held out {heldout}")
 
 
 class Source(Protocol):

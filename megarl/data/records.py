@@ -1,13 +1,13 @@
-"""Records with named fields (of JSON, parquet, datasets) as problems: finds the fields, cleans the answer."""
+"""Records with named fields (of JSON, parquet, datasets) as problems: finds the fields, reads the answer."""
 
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.data import FileDataConfig
+from megarl.config.schema.data import AnswerPart, FileDataConfig
 from megarl.data.problem import Problem
 from megarl.json_text import parse_json
 from megarl.types import Message
@@ -23,6 +23,8 @@ PROMPT_FIELDS = (
     "conversations",
 )
 ANSWER_FIELDS = (
+    # verl's column, which is made for it; label and target often mean something else.
+    "reward_model.ground_truth",
     "answer",
     "final_answer",
     "expected_answer",
@@ -30,7 +32,6 @@ ANSWER_FIELDS = (
     "gold",
     "label",
     "target",
-    "reward_model.ground_truth",
     "output",
     "response",
     "completion",
@@ -38,66 +39,142 @@ ANSWER_FIELDS = (
 )
 ROLES = {"human": "user", "gpt": "assistant", "developer": "system"}
 """Names of roles in other data sets, and ours."""
+MEDIA = re.compile(r"(image|img|picture|photo|video|audio)s?(_(\d+|path|url|file|bytes)s?)?", re.IGNORECASE)
+"""Names of columns with what a model of text does not read"""
+UNREAD = ("tool_calls", "function_call", "images", "audio")
+"""Parts of a message that would be lost"""
+HASHES = re.compile(r"^####(.*)$", re.MULTILINE)
+NUMBER_BEHIND_HASHES = re.compile(r"####[ \t]*[-+]?\$?[\d,.]*\d%?")
 
 Located = tuple[str, Mapping[str, Any]]
 """Where a record was found ("train.jsonl:17"), and the record."""
 
 
-def read_problems(records: Iterable[Located], config: FileDataConfig) -> Iterator[Problem]:
-    """One problem per record. The first record decides the fields, where the configuration names none.
+def read_problems(records: Iterable[Located], config: FileDataConfig) -> tuple[list[Problem], str]:
+    """One problem per record, and a sentence on which fields they are from. Fields that the configuration does not name
+    are the first of the usual names that any record has a value for.
 
     Raises ConfigError that says where, what was found and what would be right.
     """
-    names: tuple[str, str | None] | None = None
-    for where, record in records:
-        if names is None:
-            names = find_fields(where, record, config)
-        yield to_problem(where, record, *names)
+    located = list(_refuse_media(records))
+    if not located:
+        return [], ""
+    prompt_field, answer_field, others = find_fields(located, config)
+    chats = [_read_chat(where, record, prompt_field, answer_field) for where, record in located]
+    values = [
+        get_field(record, answer_field) if answer_field else last and last.content
+        for (_, record), (_, last) in zip(located, chats, strict=True)
+    ]
+    part = config.answer_part or _choose_part(located, values)
+    problems: list[Problem] = []
+    for (where, record), (messages, _), value in zip(located, chats, values, strict=True):
+        name = answer_field or prompt_field
+        answer = read_answer(value, part)
+        if not answer:
+            expected = f"a text with {PARTS[part]}" if part is not AnswerPart.whole else "a text or number"
+            raise ConfigError([_bad_field(where, record, name, f"{expected} that is not blank", "data.answer_field")])
+        used = {prompt_field.split(".")[0], answer_field}
+        if prompt_field == "instruction" and answer_field != "input" and isinstance(record.get("input"), str):
+            used.add("input")
+        metadata = {k: v if isinstance(v, str) else _dump(v) for k, v in record.items() if k not in used}
+        problems.append(Problem(messages, answer, {**metadata, "location": where}, record))
+    left_out = 0
+    if answer_field is not None:
+        left_out = _check_left_out([(p, last.content) for p, (_, last) in zip(problems, chats, strict=True) if last])
+    source = f"column {answer_field}" if answer_field else "the chats' last messages"
+    note = f"questions from column {prompt_field}, answers from {source}"
+    note += "" if part is AnswerPart.whole else f", of each {PARTS[part]}"
+    note += f" (not from {', '.join(others)})" if others else ""
+    if left_out:
+        note += f"; the assistant's message at the end of {left_out} chats is left out as an answer"
+    return problems, note
 
 
-def find_fields(where: str, record: Mapping[str, Any], config: FileDataConfig) -> tuple[str, str | None]:
-    """(prompt field, answer field); None: the answer is the last message of the chat."""
-    prompt = config.prompt_field or _first_present(record, PROMPT_FIELDS)
+def find_fields(records: Sequence[Located], config: FileDataConfig) -> tuple[str, str | None, list[str]]:
+    """(prompt field, answer field, other fields that could be the answer's); None: the answer is the last message of
+    the chat.
+    """
+    prompt = config.prompt_field or next(_list_present(records, PROMPT_FIELDS), None)
     if prompt is None:
-        raise ConfigError([_no_field(where, record, "question", PROMPT_FIELDS, "data.prompt_field")])
-    others = tuple(name for name in ANSWER_FIELDS if name != prompt)
-    answer = config.answer_field or _first_present(record, others)
-    if answer is None and not _ends_with_assistant(_decode_chat(get_field(record, prompt))):
-        raise ConfigError([_no_field(where, record, "answer", others, "data.answer_field")])
-    return prompt, answer
+        raise ConfigError([_no_field(records, "question", PROMPT_FIELDS, "data.prompt_field")])
+    names = [name for name in ANSWER_FIELDS if name != prompt]
+    if config.answer_field is not None:
+        return prompt, config.answer_field, []
+    found = list(_list_present(records, names))
+    if not found and not any(_ends_with_assistant(_decode_chat(get_field(record, prompt))) for _, record in records):
+        raise ConfigError([_no_field(records, "answer", names, "data.answer_field")])
+    return prompt, found[0] if found else None, found[1:]
 
 
-def to_problem(where: str, record: Mapping[str, Any], prompt_field: str, answer_field: str | None) -> Problem:
-    """The problem of one record. Fields that are neither question nor answer become metadata."""
+def _list_present(records: Sequence[Located], names: Iterable[str]) -> Iterator[str]:
+    return (name for name in names if any(get_field(record, name) is not None for _, record in records))
+
+
+def _refuse_media(records: Iterable[Located]) -> Iterator[Located]:
+    """The records. Raises ConfigError for pictures and sounds, of which the model would read nothing."""
+    for where, record in records:
+        for name, value in record.items():
+            if (MEDIA.fullmatch(str(name)) and value) or _holds_bytes(value):
+                raise ConfigError(
+                    [
+                        f"{where}: {name}: found {_shorten(value)}; the model reads text alone and would not see it."
+                        " Take the column out of the data where the questions can be answered without it"
+                    ]
+                )
+        yield where, record
+
+
+def _holds_bytes(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_bytes, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_bytes, value))
+    # datasets gives pictures as PIL's objects.
+    return isinstance(value, bytes | bytearray) or type(value).__module__.startswith("PIL.")
+
+
+def _read_chat(
+    where: str, record: Mapping[str, Any], prompt_field: str, answer_field: str | None
+) -> tuple[tuple[Message, ...], Message | None]:
+    """The messages, without the assistant's one at the end, which is returned too: it must not be shown to the model.
+
+    Raises ConfigError where there is no question, or no such message and no answer field.
+    """
     value = _decode_chat(get_field(record, prompt_field))
-    used = {prompt_field.split(".")[0]}
     if isinstance(value, list):
         messages = read_messages(where, prompt_field, value)
     elif isinstance(value, str) and value.strip():
         if prompt_field == "instruction" and isinstance(record.get("input"), str) and answer_field != "input":
-            used.add("input")
             value = f"{value}\n\n{record['input']}".strip()
         messages = (Message("user", value),)
     else:
-        raise ConfigError([_bad_field(where, record, prompt_field, "a text that is not blank, or messages")])
-    # A conversation that holds its answer must not show it to the model.
-    last = messages[-1]
-    if last.role == "assistant":
-        messages = messages[:-1]
+        expected = "a text that is not blank, or messages"
+        raise ConfigError([_bad_field(where, record, prompt_field, expected, "data.prompt_field")])
+    last = messages[-1] if messages[-1].role == "assistant" else None
+    if last is None and answer_field is None:
+        role = messages[-1].role
+        raise ConfigError([f"{where}: {prompt_field}: the last message is of {role}; expected the assistant's answer"])
+    messages = messages if last is None else messages[:-1]
     if not any(m.role == "user" for m in messages):
         raise ConfigError([f"{where}: {prompt_field}: found no user message; expected one before the answer"])
-    if answer_field is None and last.role != "assistant":
+    return messages, last
+
+
+def _check_left_out(left_out: Sequence[tuple[Problem, str]]) -> int:
+    """The number of chats with a last message of the assistant beside an answer. Raises ConfigError where most of these
+    messages do not state the answer: they may be meant as its beginning.
+    """
+    silent = [(p, text) for p, text in left_out if "".join(p.answer.split()) not in "".join(text.split())]
+    if 2 * len(silent) > len(left_out):
+        problem, text = silent[0]
         raise ConfigError(
-            [f"{where}: {prompt_field}: the last message is of {last.role}; expected the assistant's answer"]
+            [
+                f"{problem.metadata['location']}: the last message is the assistant's, {_shorten(text)}, and does not"
+                f" state the answer {_shorten(problem.answer)}; {len(silent)} chats end like this. Take the message out"
+                " of the data; where it is the beginning of an answer, data.response_prefix begins every answer"
+            ]
         )
-    answer = get_field(record, answer_field) if answer_field else last.content
-    text = clean_answer(answer)
-    if not text:
-        name = answer_field or prompt_field
-        raise ConfigError([_bad_field(where, record, name, "a text or number that is not blank")])
-    metadata = {k: v if isinstance(v, str) else _dump(v) for k, v in record.items() if k not in used}
-    metadata.pop(answer_field or "", None)
-    return Problem(messages, text, {**metadata, "location": where}, record)
+    return len(left_out)
 
 
 def read_messages(where: str, field: str, value: list[Any]) -> tuple[Message, ...]:
@@ -107,11 +184,13 @@ def read_messages(where: str, field: str, value: list[Any]) -> tuple[Message, ..
         entry = item if isinstance(item, Mapping) else {}
         role, content = entry.get("role", entry.get("from")), entry.get("content", entry.get("value"))
         role = ROLES.get(role, role) if isinstance(role, str) else role
-        if role not in ("system", "user", "assistant") or not isinstance(content, str):
+        unread = [name for name in UNREAD if entry.get(name)]
+        if role not in ("system", "user", "assistant") or not isinstance(content, str) or unread:
             raise ConfigError(
                 [
                     f"{where}: {field}[{number}]: found {_shorten(item)}; expected"
                     ' {"role": "system", "user" or "assistant", "content": text}'
+                    + (f" without {' and '.join(unread)}" if unread else "")
                 ]
             )
         messages.append(Message(role, content))
@@ -136,10 +215,9 @@ def _is_message(item: Any) -> bool:
     return isinstance(item, dict) and ({"role", "content"} <= item.keys() or {"from", "value"} <= item.keys())
 
 
-def clean_answer(value: Any) -> str:
-    """The final answer as text: what stands after GSM8K's ####, inside the last \\boxed{}, 27.0 as 27.
-
-    "" for a value that is no answer.
+def read_answer(value: Any, part: AnswerPart = AnswerPart.whole) -> str:
+    """The answer as text: the only element of a list, 27.0 as 27, of texts the part. "" for a value that is no answer,
+    and for a text that has no such part.
     """
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
@@ -148,13 +226,43 @@ def clean_answer(value: Any) -> str:
     if not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
         return ""
     text = str(value).strip()
-    final: list[str] = re.findall(r"^####(.*)$", text, re.MULTILINE)
-    if final:
-        text = final[-1].strip()
-        if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", text):
-            text = text.replace(",", "")
+    if not isinstance(value, str) or part is AnswerPart.whole:
         return text
-    return find_boxed(text) or text
+    if part is AnswerPart.boxed:
+        return find_boxed(text) or ""
+    final: list[str] = HASHES.findall(text)
+    text = final[-1].strip() if final else ""
+    return text.replace(",", "") if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", text) else text
+
+
+def _choose_part(records: Sequence[Located], values: Sequence[Any]) -> AnswerPart:
+    """What of the answers is meant where data.answer_part is null. Raises ConfigError where that is in doubt."""
+    texts = [value if isinstance(value, str) else "" for value in values]
+    # One line of hashes, which ends the text: headings of Markdown look otherwise.
+    lines = [text.rstrip().splitlines()[-1:] if len(HASHES.findall(text)) == 1 else [] for text in texts]
+    found = {
+        AnswerPart.after_hashes: [bool(line and NUMBER_BEHIND_HASHES.fullmatch(line[0])) for line in lines],
+        AnswerPart.boxed: [find_boxed(text) is not None for text in texts],
+    }
+    if all(found[AnswerPart.after_hashes]):
+        return AnswerPart.after_hashes
+    for part, has in found.items():
+        if 2 * sum(has) >= len(has):
+            raise ConfigError(
+                [
+                    f"data.answer_part: found null; {sum(has)} of {len(has)} answers, as that of"
+                    f" {records[has.index(True)][0]}, have {PARTS[part]}: {part.value} takes that part, whole takes the"
+                    " answer as it is"
+                ]
+            )
+    return AnswerPart.whole
+
+
+PARTS = {
+    AnswerPart.whole: "everything",
+    AnswerPart.after_hashes: "what stands behind ####",
+    AnswerPart.boxed: "what stands in the last \\boxed{}",
+}
 
 
 def find_boxed(text: str) -> str | None:
@@ -181,25 +289,27 @@ def get_field(record: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _first_present(record: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    return next((name for name in names if get_field(record, name) is not None), None)
-
-
 def _ends_with_assistant(value: Any) -> bool:
     last = value[-1] if isinstance(value, list) and value else None
     role = last.get("role", last.get("from")) if isinstance(last, Mapping) else None
     return isinstance(role, str) and ROLES.get(role, role) == "assistant"
 
 
-def _no_field(where: str, record: Mapping[str, Any], what: str, names: Iterable[str], key: str) -> str:
+def _no_field(records: Sequence[Located], what: str, names: Iterable[str], key: str) -> str:
+    where, record = records[0]
     found = ", ".join(map(str, record)) or "no fields"
     return f"{where}: found {found}; expected a field with the {what} ({', '.join(names)}), or set {key}"
 
 
-def _bad_field(where: str, record: Mapping[str, Any], name: str, expected: str) -> str:
-    value = get_field(record, name)
-    found = f"found {_shorten(value)}" if value is not None else f"found only {', '.join(map(str, record))}"
-    return f"{where}: {name}: {found}; expected {expected}"
+def _bad_field(where: str, record: Mapping[str, Any], name: str, expected: str, key: str) -> str:
+    value, hint = get_field(record, name), ""
+    if value is not None:
+        found = f"found {_shorten(value)}"
+    elif name in record or (isinstance(get_field(record, name.rpartition(".")[0]), Mapping) and "." in name):
+        found, hint = "found null", f"; take such rows out of the data, or name another column with {key}"
+    else:
+        found = f"found only {', '.join(map(str, record))}"
+    return f"{where}: {name}: {found}; expected {expected}{hint}"
 
 
 def _dump(value: Any) -> str:

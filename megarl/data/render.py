@@ -1,7 +1,10 @@
 """From a problem to what the model reads: instruction, chat template, tokens."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,20 +20,42 @@ if TYPE_CHECKING:
 PLACEHOLDER = "{question}"
 SEPARATOR = "\n\n"
 """Between turns where no chat template parts them."""
+DATE = datetime(2024, 7, 26)
+"""What a chat template is told that asks for the date, so that a run reads the same prompts on the day that it is
+resumed, and an evaluation those of its run. It is the date that Llama 3's templates have where they are told none"""
+RANDOM = re.compile(r"\|\s*random\b|\blipsum\b")
+"""What Jinja has of chance"""
 
 
 class Renderer:
-    """Renders problems for one tokenizer. Raises ConfigError for an instruction without {question}."""
+    """Renders problems for one tokenizer. Raises ConfigError for an instruction without {question}, and for a chat
+    template with chance in it.
+    """
 
-    def __init__(self, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", tools: ToolPrompt | None = None):
-        """tools: those that the prompts describe; None without environment=tools."""
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: "PreTrainedTokenizerBase",
+        tools: ToolPrompt | None = None,
+        vocab_size: int | None = None,
+    ):
+        """tools: those that the prompts describe; None without environment=tools. vocab_size: rows of the model's
+        embedding, beyond which no token is accepted; None: not known."""
         config = _read_instruction(config)
         if config.instruction is not None and PLACEHOLDER not in config.instruction:
             raise ConfigError([f"data.instruction: found {config.instruction!r}; it must contain {PLACEHOLDER}"])
         self.config = config
         self.tokenizer = tokenizer
         self.tools = tools
+        self.vocab_size = vocab_size
         self.uses_template = config.chat_template and bool(tokenizer.chat_template)
+        self._asks_date = False
+        self._left_out = ""
+        """What the tokenizer would add at the end of a text"""
+        if self.uses_template and RANDOM.search(str(tokenizer.chat_template)):
+            raise ConfigError(
+                ["data.chat_template: the template has random or lipsum in it; a resumed run would read other prompts"]
+            )
 
     def render(self, problem: Problem) -> str:
         """The text whose tokens are the prompt."""
@@ -62,28 +87,58 @@ class Renderer:
         schemas: list[dict[Any, Any] | Callable[..., Any]] | None = None
         if self.tools is not None and self.tools.text is None:
             schemas = [dict(schema) for schema in self.tools.schemas]
+
+        def apply(chat: list[dict[str, str]]) -> str:
+            keywords: dict[str, Any] = {"strftime_now": self._format_date}
+            return str(
+                self.tokenizer.apply_chat_template(
+                    chat, schemas, tokenize=False, add_generation_prompt=for_answer, **keywords
+                )
+            )
+
+        roles = ", ".join(m.role for m in messages)
         try:
-            text = self.tokenizer.apply_chat_template(chat, schemas, tokenize=False, add_generation_prompt=for_answer)
+            text = apply(chat)
         except Exception as error:  # a template is a program of the checkpoint's author
-            roles = ", ".join(m.role for m in messages)
             raise ConfigError(
                 [f"data.chat_template: the tokenizer's template refuses messages of {roles}: {error}"]
             ) from error
-        return str(text)
+        for i, message in enumerate(messages):
+            if message.content.strip() in text:
+                continue
+            # It may be changed, such as SmolLM3's "/no_think"; it must not be lost.
+            try:
+                has_effect = apply([*chat[:i], {"role": message.role, "content": ""}, *chat[i + 1 :]]) != text
+            except Exception:
+                has_effect = True
+            if not has_effect:
+                raise ConfigError(
+                    [
+                        f"data.chat_template: of messages of {roles} the tokenizer's template leaves out number"
+                        f" {i + 1}, {message.content[:60]!r}; data.chat_template_path names a file with another"
+                    ]
+                )
+        return text
 
-    def tokenize(self, texts: Sequence[str], add_special_tokens: bool | None = None) -> list[tuple[int, ...]]:
+    def _format_date(self, format: str) -> str:
+        self._asks_date = True
+        return DATE.strftime(format)
+
+    def tokenize(
+        self, texts: Sequence[str], add_special_tokens: bool | None = None, names: Sequence[str] = ()
+    ) -> list[tuple[int, ...]]:
         """Token ids of each text.
 
-        add_special_tokens: those that the tokenizer adds at the ends of a text; None: where no chat template is used. A
-        chat template writes its own special tokens; plain text gets those the tokenizer adds by itself.
+        add_special_tokens: those that the tokenizer adds in front of a text; None: where no chat template is used. A
+        chat template writes its own special tokens; plain text gets those the tokenizer adds by itself, except for
+        those behind the text, where the response begins, and those that it begins with already. names: where each text
+        is from, for messages. Raises ConfigError for a text that cannot be read, or not by the model.
         """
         if not texts:
             return []
         try:
             encoded = self.tokenizer(
-                list(texts),
-                add_special_tokens=not self.uses_template if add_special_tokens is None else add_special_tokens,
-                return_offsets_mapping=self.tokenizer.is_fast,
+                list(texts), add_special_tokens=False, return_offsets_mapping=self.tokenizer.is_fast
             )
         except Exception as error:  # tokenizers has no class of its own for an unknown character
             raise ConfigError(
@@ -95,7 +150,87 @@ class Renderer:
         if self.tokenizer.is_fast:
             for text, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
                 self._check_nothing_lost(text, ids, offsets)
-        return [tuple(ids) for ids in encoded["input_ids"]]
+        found = [tuple(ids) for ids in encoded["input_ids"]]
+        if not self.uses_template if add_special_tokens is None else add_special_tokens:
+            begin = self._find_begin(texts, found)
+            found = [ids if begin == ids[: len(begin)] else begin + ids for ids in found]
+        for i, ids in enumerate(found):
+            outside = [token for token in ids if self.vocab_size is not None and token >= self.vocab_size]
+            if outside:
+                where = names[i] if names else "data"
+                raise ConfigError(
+                    [
+                        f"{where}: the text {texts[i][:80]!r} has the token {outside[0]}"
+                        f" ({self.tokenizer.convert_ids_to_tokens(outside[0])!r}); the model's embedding has"
+                        f" {self.vocab_size} rows. Tokens that were added to the tokenizer need rows in the model"
+                    ]
+                )
+        return found
+
+    def _find_begin(self, texts: Sequence[str], found: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The tokens that the tokenizer adds in front of a text by itself."""
+        # A text that begins with a special token would hide where the added ones end.
+        special = set(self.tokenizer.all_special_ids)
+        plain = [(text, ids) for text, ids in zip(texts, found, strict=True) if ids and ids[0] not in special]
+        text, ids = plain[0] if plain else (texts[0], found[0])
+        whole = tuple(self.tokenizer(text)["input_ids"])
+        for start in range(len(whole) - len(ids) + 1):
+            end = start + len(ids)
+            if whole[start:end] == ids:
+                self._left_out = " ".join(self.tokenizer.convert_ids_to_tokens(list(whole[end:])))
+                return whole[:start]
+        raise ConfigError(
+            [f"data: the model's tokenizer reads {text[:80]!r} as other tokens with its special tokens than without"]
+        )
+
+    @cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The texts that the tokenizer reads as special tokens, the longest first; the chat template's tokens around a
+        message are among them, also where the tokenizer does not call them special.
+        """
+        added = self.tokenizer.added_tokens_decoder
+        found = {str(token) for token in added.values() if token.special} | set(self.tokenizer.all_special_tokens)
+        if self.uses_template:
+            try:
+                around = self.render_messages([Message("user", "QUESTION")], for_answer=False)
+            except ConfigError:  # It is refused where the prompts are rendered.
+                around = ""
+            found |= {str(token) for token in added.values() if not token.special and str(token) in around}
+        return tuple(sorted((token for token in found if len(token.strip()) > 1), key=len, reverse=True))
+
+    @cached_property
+    def _beginnings(self) -> frozenset[str]:
+        return frozenset(token[0] for token in self.special_tokens)
+
+    def find_special(self, content: str) -> list[str]:
+        """The special tokens that a text has."""
+        # Some tokenizers have thousands.
+        may_have = any(character in content for character in self._beginnings)
+        return [token for token in self.special_tokens if token in content] if may_have else []
+
+    def defuse(self, content: str) -> str:
+        """The content with a space in what the tokenizer would read as a special token: it may not end its message."""
+        for token in self.special_tokens:
+            content = content.replace(token, f"{token[0]} {token[1:]}")
+        return content
+
+    def describe(self, prompt: Sequence[int]) -> str:
+        """Which template and which special tokens the prompts have. prompt: the tokens of one that was rendered."""
+        if not self.uses_template:
+            why = "data.chat_template is false" if self.tokenizer.chat_template else "the tokenizer has none"
+            text = f"prompts without a chat template ({why})"
+        elif self.config.chat_template_path is not None:
+            text = f"prompts in the chat template of {self.config.chat_template_path}"
+        else:
+            text = "prompts in the tokenizer's chat template"
+        names = dict.fromkeys(self.tokenizer.convert_ids_to_tokens(list(prompt)))
+        special = ", ".join(name for name in names if name in self.special_tokens)
+        text += f"; special tokens of the first: {special or 'none'}"
+        if self._left_out:
+            text += f"; {self._left_out}, which the tokenizer puts at the end of a text, is left out"
+        if self._asks_date:
+            text += f"; the template asks for the date and is always told {DATE:%d %b %Y}"
+        return text
 
     def _check_nothing_lost(self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> None:
         """Raises ConfigError for characters without a token, which tokenizers leave out silently."""

@@ -2,12 +2,35 @@
 
 from collections.abc import Sequence
 
+from megarl.config.errors import ConfigError
 from megarl.data.render import Renderer
 from megarl.environment.interface import Observation
 from megarl.types import Message, Prompt
 
-QUESTION, ANSWER = "QUESTION", "MEGARL-ANSWER"
+QUESTION, ANSWER, OBSERVATION = "QUESTION", "MEGARL-ANSWER", "MEGARL-OBSERVATION"
 """Contents of the conversation in which a chat template shows what stands between an answer and the next one"""
+
+
+def find_turn_end(renderer: Renderer) -> int | None:
+    """The special token with which the chat template ends an answer.
+
+    None without one, and where an answer may have special tokens in it, as those of gpt-oss have: its parts end alike.
+    """
+    if not renderer.uses_template:
+        return None
+    asked, answered = Message("user", QUESTION), Message("assistant", ANSWER)
+    try:
+        begin = renderer.render_messages([asked])
+        text = renderer.render_messages([asked, answered, asked], for_answer=False)
+    except ConfigError:  # A template for one turn.
+        return None
+    before, found, after = text.partition(ANSWER)
+    shared = next((i for i, pair in enumerate(zip(begin, before, strict=False)) if len(set(pair)) > 1), len(begin))
+    if not found or renderer.find_special(before[shared:]):
+        return None
+    after = after.strip()
+    end = next((token for token in renderer.special_tokens if after.startswith(token)), None)
+    return None if end is None else renderer.tokenizer.get_vocab()[end]
 
 
 class ObservationEncoder:
@@ -17,7 +40,48 @@ class ObservationEncoder:
         """renderer: of the prompts."""
         self._renderer = renderer
         self._tokenizer = renderer.tokenizer
-        self._special = sorted(set(renderer.tokenizer.all_special_tokens), key=len, reverse=True)
+
+    def check(self, prompt: Prompt) -> None:
+        """Raises ConfigError where the chat template, once a conversation goes on, does not write as before what has
+        been said, so that `encode` would not give what stands between its turns. prompt: one that it begins with.
+        """
+        if not self._renderer.uses_template:
+            return
+        asked = prompt.messages or (Message("user", QUESTION),)
+        answered, tools = Message("assistant", ANSWER), self._renderer.tools
+        following = (Message("user", OBSERVATION),) if tools is None else tools.answer([OBSERVATION])
+        begin = self._renderer.render_messages(asked, for_answer=False)
+        expected = self._render_following(following)
+        for num_turns in (1, 2):
+            earlier = (*asked, answered, *(*following, answered) * (num_turns - 1))
+            text = self._renderer.render_messages((*earlier, *following))
+            if not text.startswith(begin):
+                why = "it writes the first messages otherwise once others follow"
+            elif (text.count(ANSWER), text.count(OBSERVATION)) != (num_turns, num_turns):
+                why = "it leaves out, changes or repeats earlier messages"
+            elif text.rpartition(ANSWER)[2] != expected:
+                why = (
+                    f"behind answer {num_turns} of {len(earlier)} messages it writes"
+                    f" {text.rpartition(ANSWER)[2][:60]!r}, in a conversation of two messages {expected[:60]!r}"
+                )
+            else:
+                continue
+            raise ConfigError(
+                [
+                    f"data.chat_template: the template cannot continue a conversation turn by turn: {why};"
+                    " data.chat_template_path names a file with another template"
+                ]
+            )
+
+    def _render_following(self, messages: Sequence[Message]) -> str:
+        """What the chat template writes behind an answer that these messages follow."""
+        conversation = (Message("user", QUESTION), Message("assistant", ANSWER), *messages)
+        _, found, text = self._renderer.render_messages(conversation).partition(ANSWER)
+        if not found:
+            raise ConfigError(
+                ["data.chat_template: the template leaves out or changes the answer before an observation"]
+            )
+        return text
 
     def start(self, prompt: Prompt, observation: Observation) -> Prompt:
         """The prompt with the observation in place of its text.
@@ -26,7 +90,7 @@ class ObservationEncoder:
         """
         messages = self._to_messages(observation)
         if messages is None:
-            ids = tuple(int(token) for token in observation)  # type: ignore[arg-type]
+            ids = tuple(self._check_tokens(observation))
             text = self.decode(ids)
         else:
             text = self._renderer.render_messages(messages)
@@ -41,11 +105,9 @@ class ObservationEncoder:
         """
         messages = self._to_messages(observation)
         if messages is None:
-            return [int(token) for token in observation]  # type: ignore[arg-type]
+            return self._check_tokens(observation)
         if self._renderer.uses_template:
-            conversation = (Message("user", QUESTION), Message("assistant", ANSWER), *messages)
-            text = self._renderer.render_messages(conversation).partition(ANSWER)[2]
-            text = text.removeprefix(self.decode([last_token]))
+            text = self._render_following(messages).removeprefix(self.decode([last_token]))
         else:
             text = "".join(message.content for message in messages)
         return list(self._renderer.tokenize([text], add_special_tokens=False)[0])
@@ -54,17 +116,22 @@ class ObservationEncoder:
         """The text of these tokens, special ones included."""
         return str(self._tokenizer.decode(list(token_ids)))
 
-    def _to_messages(self, observation: Observation) -> tuple[Message, ...] | None:
-        """None for token ids."""
-        if isinstance(observation, str):
-            return (Message("user", self._defuse(observation)),)
-        if all(isinstance(part, Message) for part in observation):
-            return tuple(Message(m.role, self._defuse(m.content)) for m in observation)  # type: ignore[union-attr]
-        return None
+    def _check_tokens(self, observation: Observation) -> list[int]:
+        ids, size = [int(token) for token in observation], self._renderer.vocab_size  # type: ignore[arg-type]
+        outside = [token for token in ids if token < 0 or (size is not None and token >= size)]
+        if outside:
+            raise ConfigError(
+                [f"environment: the observation's token {outside[0]} is outside the vocabulary of {size}"]
+            )
+        return ids
 
-    def _defuse(self, content: str) -> str:
-        """The content with a space in what the tokenizer would read as a special token: it may not end its message."""
-        for token in self._special:
-            if len(token) > 1:
-                content = content.replace(token, f"{token[0]} {token[1:]}")
-        return content
+    def _to_messages(self, observation: Observation) -> tuple[Message, ...] | None:
+        """None for token ids. What the tokenizer would read as a special token is defused."""
+        if isinstance(observation, str):
+            return (Message("user", self._renderer.defuse(observation)),)
+        if not all(isinstance(part, Message) for part in observation):
+            return None
+        messages = tuple(Message(m.role, self._renderer.defuse(m.content)) for m in observation)  # type: ignore[union-attr]
+        if messages and messages[-1].role == "assistant":
+            raise ConfigError(["environment: an observation ends with a message of assistant, which the policy writes"])
+        return messages

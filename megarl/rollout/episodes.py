@@ -5,7 +5,7 @@ import contextlib
 import inspect
 import math
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -50,22 +50,24 @@ class Conversation:
     encoder: ObservationEncoder
 
 
-def build_conversation(config: Config, tokenizer: "PreTrainedTokenizerBase") -> Conversation | None:
+def build_conversation(
+    config: Config, tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None = None
+) -> Conversation | None:
     """What answers the policy in this configuration; None for environment=single_turn.
 
-    Raises ConfigError naming environment.KEY or data.KEY.
+    vocab_size: rows of the model's embedding. Raises ConfigError naming environment.KEY or data.KEY.
     """
     environment = config.environment
     if isinstance(environment, ToolsEnvironmentConfig | VerifiersEnvironmentConfig):
         tools = build_tools(environment, config.data, tokenizer)
         if tools is not None:
-            encoder = ObservationEncoder(Renderer(config.data, tokenizer, tools.prompt))
+            encoder = ObservationEncoder(Renderer(config.data, tokenizer, tools.prompt, vocab_size))
             return Conversation(tools.make_environment, environment, encoder)
     found = build_environment(environment)
     if found is None:
         return None
     limits, make = found
-    return Conversation(make, limits, ObservationEncoder(Renderer(config.data, tokenizer)))
+    return Conversation(make, limits, ObservationEncoder(Renderer(config.data, tokenizer, None, vocab_size)))
 
 
 @dataclass(frozen=True)
@@ -196,10 +198,11 @@ class _Begun(Exception):
 
 
 def check_conversation(conversation: Conversation | None, prompts: Iterable[Prompt]) -> None:
-    """Begin an episode with each prompt, which shows whether the environment can read the data.
+    """Begin an episode with each prompt, which shows whether the environment can read the data, and ask the chat
+    template for its next turns.
 
     Meant for the first prompt of each split, before anything is started; not from a coroutine. Raises ConfigError
-    naming environment=... and data=... where an episode cannot begin.
+    naming environment=... and data=... where an episode cannot begin, and data.chat_template where it cannot go on.
     """
     if conversation is None:
         return
@@ -217,6 +220,8 @@ def check_conversation(conversation: Conversation | None, prompts: Iterable[Prom
     # A thread of its own: the caller's may have an event loop that runs, as in a notebook.
     with ThreadPoolExecutor(1) as thread:
         for prompt in prompts:
+            if conversation.config.max_turns > 1:
+                conversation.encoder.check(prompt)
             failure = thread.submit(asyncio.run, begin(prompt)).result()
             if failure is not None:
                 raise ConfigError(
@@ -255,8 +260,8 @@ class _Transcript:
 
     def note(self, step: Step) -> None:
         """The environment's answer to the last action."""
-        last = self._turns[-1]
-        self._turns[-1] = Turn(last.start, last.end, last.text, float(step.reward), dict(step.details))
+        last, details = self._turns[-1], {str(name): float(value) for name, value in step.details.items()}
+        self._turns[-1] = Turn(last.start, last.end, last.text, float(step.reward), details)
 
     def add_observation(self, token_ids: list[int]) -> None:
         self._add(np.array(token_ids, dtype=np.int32), generated=False)
@@ -299,9 +304,23 @@ class _Transcript:
 def _check_step(step: object) -> Step:
     if not isinstance(step, Step):
         raise EnvironmentFailure(f"Environment.step returned a {type(step).__name__}; a Step was expected")
-    if not math.isfinite(step.reward):
-        raise EnvironmentFailure(f"Environment.step gave the reward {step.reward}; it must be a finite number")
+    if not isinstance(step.details, Mapping):
+        raise EnvironmentFailure(f"Environment.step gave details of type {type(step.details).__name__}, not a dict")
+    for name, value in {
+        "reward": step.reward,
+        **{f"details {key!r}": each for key, each in step.details.items()},
+    }.items():
+        if not _is_finite(value):
+            raise EnvironmentFailure(f"Environment.step gave the {name} {value!r}; it must be a finite number")
     return step
+
+
+def _is_finite(value: Any) -> bool:
+    """Also of NumPy's and torch's numbers."""
+    try:
+        return not isinstance(value, str | bytes) and math.isfinite(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def _encode(encode: Callable[[], T]) -> T:

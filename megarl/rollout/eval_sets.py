@@ -25,15 +25,23 @@ class EvalSet:
     temperature: float
     """0 is greedy"""
     truncation: Truncation | None = None
+    notes: tuple[str, ...] = ()
+    """How the data were read"""
 
 
 def build_eval_sets(
-    config: Config, tokenizer: "PreTrainedTokenizerBase", tools: ToolPrompt | None
+    config: Config,
+    tokenizer: "PreTrainedTokenizerBase",
+    tools: ToolPrompt | None,
+    vocab_size: int | None = None,
 ) -> tuple[EvalSet, ...]:
-    """Read all sets. Raises ConfigError naming train.eval_sets.NAME for a file that cannot be read."""
+    """Read all sets. vocab_size: rows of the model's embedding.
+
+    Raises ConfigError naming train.eval_sets.NAME for a file that cannot be read.
+    """
     sets: list[EvalSet] = []
     for name, each in config.train.eval_sets.items():
-        key = f"train.eval_sets.{name}.path"
+        key, notes = f"train.eval_sets.{name}.path", list[str]()
         try:
             tokenized = build_evaluation_set(
                 *(config.data, tokenizer, config.seed),
@@ -42,13 +50,15 @@ def build_eval_sets(
                 num_problems=each.num_prompts,
                 tools=tools,
                 key=key,
+                vocab_size=vocab_size,
+                notes=notes,
             )
         except ConfigError as error:
             problems = [text if text.startswith(key) else f"{key}: {text}" for text in error.problems]
             raise ConfigError(problems) from error
         truncation = Truncation(each.top_p, each.top_k)
         prompts = tuple(prompt for _, prompt in tokenized)
-        sets.append(EvalSet(str(name), prompts, each.num_samples, each.temperature, truncation))
+        sets.append(EvalSet(str(name), prompts, each.num_samples, each.temperature, truncation, tuple(notes)))
     return tuple(sets)
 
 

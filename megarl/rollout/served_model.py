@@ -1,13 +1,15 @@
 """What generation needs to know of a checkpoint directory: vocabulary size and end-of-sequence tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.rollout import RolloutConfig
+from megarl.data.render import Renderer
 from megarl.families.registry import FAMILIES
 from megarl.json_text import parse_json
+from megarl.rollout.encoding import find_turn_end
 
 
 @dataclass(frozen=True)
@@ -19,16 +21,17 @@ class GenerationSpec:
 
 
 def load_generation_spec(checkpoint: Path) -> GenerationSpec:
-    """Read generation_config.json, else config.json. Raises ConfigError naming file and key."""
+    """Read config.json and generation_config.json, of both of which servers take the end-of-sequence tokens. Raises
+    ConfigError naming file and key.
+    """
     config = load_json(checkpoint / "config.json")
     generation = checkpoint / "generation_config.json"
     overrides = load_json(generation) if generation.is_file() else {}
     vocab_size = config.get("vocab_size")
-    if not isinstance(vocab_size, int):
+    if type(vocab_size) is not int:
         raise ConfigError([f"{checkpoint / 'config.json'}: vocab_size is {vocab_size!r}; a number was expected"])
-    eos = overrides.get("eos_token_id")
-    eos = config.get("eos_token_id") if eos is None else eos
-    stop = [eos] if isinstance(eos, int) else eos
+    found = [*_read_token_ids(generation, overrides), *_read_token_ids(checkpoint / "config.json", config)]
+    stop = list(dict.fromkeys(found))
     if not stop:
         raise ConfigError(
             [f"{checkpoint}: no eos_token_id in generation_config.json or config.json; without it no response ends"]
@@ -37,6 +40,31 @@ def load_generation_spec(checkpoint: Path) -> GenerationSpec:
     if outside:
         raise ConfigError([f"{checkpoint}: eos_token_id {outside} is outside the vocabulary of {vocab_size}"])
     return GenerationSpec(vocab_size, tuple(stop))
+
+
+def _read_token_ids(file: Path, content: dict[str, Any]) -> list[int]:
+    """eos_token_id: a number, or a list of them; none where it is null."""
+    value = content.get("eos_token_id")
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    # true is a number to Python.
+    if any(type(token) is not int for token in tokens):
+        raise ConfigError([f"{file}: eos_token_id is {value!r}; a token's number was expected, or a list of them"])
+    return tokens
+
+
+def add_turn_end(config: RolloutConfig, spec: GenerationSpec, renderer: Renderer) -> tuple[RolloutConfig, str]:
+    """The configuration with the token among rollout.stop_token_ids with which the chat template ends an answer, and a
+    sentence on what ends responses. Base models have such templates without that token among their own.
+
+    Raises ConfigError as `find_stop_tokens`.
+    """
+    tokenizer = renderer.tokenizer
+    stop, end = find_stop_tokens(config, spec, tokenizer), find_turn_end(renderer)
+    names = {token: f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in stop}
+    if end is not None and end not in stop and end < spec.vocab_size:
+        names[end] = f"{tokenizer.convert_ids_to_tokens(end)} ({end}), with which the chat template ends an answer"
+        config = replace(config, stop_token_ids=[*config.stop_token_ids, end])
+    return config, f"responses end with {', '.join(names.values())}"
 
 
 def find_stop_tokens(config: RolloutConfig, spec: GenerationSpec, tokenizer: Any) -> tuple[int, ...]:
@@ -54,6 +82,10 @@ def find_stop_tokens(config: RolloutConfig, spec: GenerationSpec, tokenizer: Any
                     f"rollout.stop: found {text!r}, which the model's tokenizer writes as {pieces}; servers are"
                     " sent and send tokens, so that a response can end at one token only"
                 ]
+            )
+        if ids[0] >= spec.vocab_size:
+            raise ConfigError(
+                [f"rollout.stop: found {text!r}, token {ids[0]}, outside the vocabulary of {spec.vocab_size}"]
             )
         found[ids[0]] = None
     outside = [token for token in config.stop_token_ids if not 0 <= token < spec.vocab_size]

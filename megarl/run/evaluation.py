@@ -18,10 +18,11 @@ from megarl.config.kinds import name_data, name_reward
 from megarl.config.placement import SERVERS, list_groups, place
 from megarl.config.schema.evaluate import EvaluateConfig, get_temperature, list_ks
 from megarl.config.schema.model import ModelSource
+from megarl.config.schema.rollout import RolloutConfig
 from megarl.config.schema.root import Config
 from megarl.config.threads import settle_threads
 from megarl.data.evaluation_set import build_evaluation_set, build_heldout, find_training_questions
-from megarl.data.render import use_chat_template
+from megarl.data.render import Renderer, use_chat_template
 from megarl.hf.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
 from megarl.interfaces import DeadlineError, RolloutEngine
 from megarl.report.evaluation import (
@@ -42,6 +43,7 @@ from megarl.reward.scorer import Scorer, build_scorer
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.episodes import Conversation, EpisodeRunner, build_conversation, check_conversation
+from megarl.rollout.served_model import add_turn_end, load_generation_spec
 from megarl.rollout.server import build_command
 from megarl.run.recovery import Recovery
 from megarl.run.terminal import get_terminal
@@ -68,6 +70,8 @@ class EvaluationSet:
     """What answers the policy; None with environment=single_turn"""
     max_failed_frac: float = 1.0
     """reward.max_failed_frac"""
+    notes: tuple[str, ...] = ()
+    """How the data were read"""
     questions: frozenset[str] = frozenset()
     """`Problem.question_key` of the prompts"""
 
@@ -77,6 +81,10 @@ class EvaluationInputs:
     checkpoint: Path
     tokenizer: "PreTrainedTokenizerBase"
     sets: tuple[EvaluationSet, ...]
+    rollout: RolloutConfig
+    """With the token among rollout.stop_token_ids with which the chat template ends an answer"""
+    ends: str
+    """What ends responses, in words"""
     trained: Mapping[str, int] | None = None
     """How many problems of each set are among those that the model was trained on, as far as its run's data are known;
     None: a model that no run wrote, or data that cannot be read"""
@@ -95,11 +103,14 @@ def run_evaluation(configs: Mapping[str, Config], run_dir: Path) -> list[SetResu
     inputs = load_evaluation_inputs(configs)
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(contextlib.closing(Progress(get_terminal())))
-        for line in (describe_evaluation(inputs, config.evaluate, config.rollout.response_length), *inputs.lines):
+        progress.line(describe_evaluation(inputs, config.evaluate, config.rollout.response_length))
+        for line in (*(f"{each.name}: {'; '.join((*each.notes, inputs.ends))}" for each in inputs.sets), *inputs.lines):
             progress.line(line)
         started = time.monotonic()
         progress.enter("start")
-        engine, recovery = _open_engine(stack, config, inputs.checkpoint, run_dir / "logs", progress)
+        engine, recovery = _open_engine(
+            stack, replace(config, rollout=inputs.rollout), inputs.checkpoint, run_dir / "logs", progress
+        )
         progress.leave()
         progress.line(f"servers ready after {format_seconds(time.monotonic() - started)}")
         results = evaluate_sets(
@@ -149,11 +160,13 @@ def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:
     build_command(config.rollout, checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
     tokenizer = load_tokenizer(checkpoint)
     use_chat_template(config.data, tokenizer)
+    spec, tools = load_generation_spec(checkpoint), build_tool_prompt(config.environment, config.data, tokenizer)
+    rollout, ends = add_turn_end(config.rollout, spec, Renderer(config.data, tokenizer, tools))
     sets: list[EvaluationSet] = []
     problems: list[str] = []
     for name, each in configs.items():
         try:
-            sets.append(_load_set(name, each, tokenizer))
+            sets.append(_load_set(name, each, tokenizer, spec.vocab_size))
         except ConfigError as error:
             problems.extend(error.problems)
     if problems:
@@ -161,7 +174,7 @@ def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:
     longest = max(len(prompt.token_ids) for each in sets for prompt in each.prompts)
     _check_length(checkpoint, longest, config.rollout.response_length)
     trained, lines = _compare_with_training(config, sets, tokenizer)
-    return EvaluationInputs(checkpoint, tokenizer, tuple(sets), trained, lines)
+    return EvaluationInputs(checkpoint, tokenizer, tuple(sets), rollout, ends, trained, lines)
 
 
 def _compare_with_training(
@@ -193,21 +206,21 @@ def _compare_with_training(
     )
 
 
-def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase") -> EvaluationSet:
-    evaluate = config.evaluate
+def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> EvaluationSet:
+    evaluate, notes = config.evaluate, list[str]()
     tools = build_tool_prompt(config.environment, config.data, tokenizer)
     given, number = (config.data, tokenizer, config.seed), evaluate.num_problems
+    said: dict[str, Any] = {"num_problems": number, "tools": tools, "vocab_size": vocab_size, "notes": notes}
     if evaluate.heldout:
-        tokenized = build_heldout(*given, most=config.train.num_eval_prompts, num_problems=number, tools=tools)
+        tokenized = build_heldout(*given, most=config.train.num_eval_prompts, **said)
     else:
-        path = evaluate.paths.get(name)
-        tokenized = build_evaluation_set(*given, name=name, path=path, num_problems=number, tools=tools)
+        tokenized = build_evaluation_set(*given, name=name, path=evaluate.paths.get(name), **said)
     prompts = tuple(prompt for _, prompt in tokenized)
     with contextlib.closing(build_scorer(config.reward)) as scorer:
         path = evaluate.paths.get(name)
         data = name_data(config.data) if path is None else f"evaluate.paths.{name}={path}"
         scorer.check(prompts[:1], chosen=f"{name_reward(config.reward)} with {data}")
-    conversation = build_conversation(config, tokenizer)
+    conversation = build_conversation(config, tokenizer, vocab_size)
     check_conversation(conversation, prompts[:1])
     return EvaluationSet(
         name,
@@ -217,6 +230,7 @@ def _load_set(name: str, config: Config, tokenizer: "PreTrainedTokenizerBase") -
         config.rollout.response_length,
         conversation,
         config.reward.max_failed_frac,
+        tuple(notes),
         frozenset(problem.question_key for problem, _ in tokenized),
     )
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from megarl.config.schema.roles import ReferenceConfig, TrainedRoleConfig
 from megarl.config.schema.root import Config
 from megarl.data.build import DataSplits, build_data
 from megarl.data.critic_prompt import CriticPrompt
-from megarl.data.render import use_chat_template
+from megarl.data.render import Renderer, use_chat_template
 from megarl.data.sampler import PromptSampler
 from megarl.hf.checkpoint import default_cache_dir, find_checkpoint, load_tokenizer, resolve_checkpoint
 from megarl.mcore.model.architecture import Architecture, check_layout, read_architecture
@@ -28,7 +28,7 @@ from megarl.rollout.episodes import Conversation, build_conversation, check_conv
 from megarl.rollout.eval_sets import EvalSet, build_eval_sets
 from megarl.rollout.rollout_file import Limits, SavedRollouts, check_rollouts
 from megarl.rollout.saved_groups import SavedGroup, SavedGroups, find_groups
-from megarl.rollout.served_model import find_stop_tokens, load_generation_spec
+from megarl.rollout.served_model import add_turn_end, load_generation_spec
 from megarl.rollout.server import build_command, has_cuda
 from megarl.sync.probe import build_probe_tokens
 from megarl.sync.serving_pieces import check_serving_layout
@@ -62,6 +62,8 @@ class Inputs:
     eval_sets: tuple[EvalSet, ...] = ()
     saved_groups: SavedGroups | None = None
     """What rollout.file has; None: responses are generated. Else there are no prompts in `data` and no probe."""
+    stop_token_ids: tuple[int, ...] = ()
+    """rollout.stop_token_ids, and the token with which the chat template ends an answer"""
 
     def build_sampler(self, seed: int) -> PromptSampler[Prompt] | PromptSampler[SavedGroup]:
         """The order of the prompts, or of the saved groups."""
@@ -92,38 +94,42 @@ def load_inputs(config: Config) -> Inputs:
     specs = load_specs(config, models)
     tokenizer = load_tokenizer(models.checkpoint)
     use_chat_template(config.data, tokenizer)
-    find_stop_tokens(config.rollout, load_generation_spec(models.checkpoint), tokenizer)
     tools = build_tool_prompt(config.environment, config.data, tokenizer)
-    data = build_data(config.data, tokenizer, config.seed, tools)
-    sets = build_eval_sets(config, tokenizer, tools)
+    vocab_size = architecture.vocab_size
+    spec = load_generation_spec(models.checkpoint)
+    rollout, ends = add_turn_end(config.rollout, spec, Renderer(config.data, tokenizer, tools))
+    data = build_data(config.data, tokenizer, config.seed, tools, vocab_size)
+    data = replace(data, notes=(*data.notes, ends))
+    sets = build_eval_sets(config, tokenizer, tools, vocab_size)
     with contextlib.closing(build_scorer(config.reward)) as scorer:
         chosen = f"{name_reward(config.reward)} with {name_data(config.data)}"
         scorer.check((data.train[0], data.heldout[0]), config.reward.wrong, chosen)
-    conversation = build_conversation(config, tokenizer)
+    conversation = build_conversation(config, tokenizer, vocab_size)
     check_conversation(conversation, (data.train[0], data.heldout[0]))
     length = min(PROBE_LENGTH, architecture.max_length)
     probe = build_probe_tokens(data.heldout, architecture.vocab_size, length)
-    critic_prompt = build_critic_prompt(config, tokenizer)
+    critic_prompt = build_critic_prompt(config, models, tokenizer)
     if critic_prompt is not None:
         critic_prompt.check(data.train)
     saved = load_saved_rollouts(config, models, critic_prompt)
     return Inputs(
-        models.checkpoint, architecture, tokenizer, data, conversation, specs, probe, saved, critic_prompt, sets
+        *(models.checkpoint, architecture, tokenizer, data, conversation, specs, probe, saved, critic_prompt, sets),
+        stop_token_ids=tuple(rollout.stop_token_ids),
     )
 
 
-def build_critic_prompt(config: Config, tokenizer: "PreTrainedTokenizerBase") -> CriticPrompt | None:
+def build_critic_prompt(config: Config, models: Models, tokenizer: "PreTrainedTokenizerBase") -> CriticPrompt | None:
     """What the critic alone reads; None without data.critic_prompt or without a critic. Raises ConfigError."""
     if config.data.critic_prompt is None or not needs_critic(config.algo):
         return None
-    return CriticPrompt(config.data, tokenizer)
+    return CriticPrompt(config.data, tokenizer, models.critic_architecture.vocab_size)
 
 
 def _load_saved_inputs(config: Config, models: Models) -> Inputs:
     """With rollout.file: no data, reward, environment and servers."""
     specs = load_specs(config, models)
     tokenizer = load_tokenizer(models.checkpoint)
-    critic_prompt = build_critic_prompt(config, tokenizer)
+    critic_prompt = build_critic_prompt(config, models, tokenizer)
     saved = load_saved_groups(config, models, tokenizer, critic_prompt)
     pretraining = load_saved_rollouts(config, models, critic_prompt)
     nothing = DataSplits((), (), 0)
@@ -196,7 +202,7 @@ def load_saved_groups(
         saved = find_groups(Path(config.rollout.file).expanduser(), limits, config.reward.wrong)
     except (OSError, ValueError) as error:
         raise ConfigError([f"rollout.file: {error}"]) from error
-    problems = [*_check_groups(config, saved), *_check_tokens(saved, tokenizer)]
+    problems = [*_check_groups(config, saved), *_check_tokens(saved, Renderer(config.data, tokenizer))]
     if problems:
         raise ConfigError(problems)
     return saved
@@ -217,15 +223,15 @@ def _check_groups(config: Config, saved: SavedGroups) -> Iterator[str]:
         )
 
 
-def _check_tokens(saved: SavedGroups, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
+def _check_tokens(saved: SavedGroups, renderer: Renderer) -> Iterator[str]:
     """A message where the model's tokenizer reads a prompt's text as other tokens than those that were answered."""
     for prompt in saved.prompts:
         try:
-            ways = [tokenizer(prompt.text, add_special_tokens=add)["input_ids"] for add in (False, True)]
-        except Exception as error:  # tokenizers has no class of its own for an unknown character
+            ways = [renderer.tokenize([prompt.text], add)[0] for add in (False, True)]
+        except ConfigError as error:
             yield f"rollout.file: the model's tokenizer cannot read the text of prompt {prompt.id!r}: {error}"
             return
-        if list(prompt.token_ids) not in ways:
+        if prompt.token_ids not in ways:
             yield (
                 f"rollout.file: prompt {prompt.id!r} has the tokens {_shorten(prompt.token_ids)}; the model's tokenizer"
                 f" reads its text as {_shorten(ways[0])}: the responses must be of a policy with the same tokenizer"

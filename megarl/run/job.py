@@ -78,7 +78,8 @@ def describe_data(config: Config, inputs: Inputs) -> str:
     text = f"data: {len(data.train)} prompts to train on, {len(data.heldout)} held out{dropped}"
     if inputs.critic_prompt is not None:
         text += f"; before the first {_describe_critic_prompt(inputs.critic_prompt, data.train[0])}"
-    return text
+    lines = [text, f"data: {'; '.join(data.notes)}"]
+    return "\n".join([*lines, *(f"train.eval_sets.{each.name}: {'; '.join(each.notes)}" for each in inputs.eval_sets)])
 
 
 def _describe_critic_prompt(critic_prompt: CriticPrompt, prompt: Prompt) -> str:
@@ -297,7 +298,7 @@ def _build_engine(config: Config, inputs: Inputs, resources: RunResources) -> SG
     return SGLangEngine(
         resources.start_servers().result(),
         inputs.checkpoint,
-        config.rollout,
+        replace(config.rollout, stop_token_ids=list(inputs.stop_token_ids)),
         seed=config.seed,
         check_processes=resources.check_servers,
         api_key=resources.api_key,

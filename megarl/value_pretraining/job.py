@@ -129,7 +129,7 @@ def _run_offline(config: Config, run_dir: Path) -> PretrainingSummary:
     models = load_models(config)
     spec = load_specs(config, models)[Role.critic]
     has_text = config.data.critic_prompt is not None
-    critic_prompt = build_critic_prompt(config, load_tokenizer(models.checkpoint)) if has_text else None
+    critic_prompt = build_critic_prompt(config, models, load_tokenizer(models.checkpoint)) if has_text else None
     saved = load_saved_rollouts(config, models, critic_prompt)
     assert saved is not None  # check_pretraining has verified it
     with contextlib.ExitStack() as stack:

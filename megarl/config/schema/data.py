@@ -1,6 +1,7 @@
 """The `data` group: one source of prompts; each source has keys of its own."""
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -14,8 +15,8 @@ class DataConfig:
     prompt_length: int = 512
     """Maximum length of a prompt in tokens; longer prompts are dropped and counted."""
     num_heldout: int | None = None
-    """Number of held-out prompts; null: a tenth of the problems, 256 at most, or all of data.heldout_path or
-    data.heldout_split where one is given."""
+    """Number of held-out prompts; null: a tenth of the different questions, 256 at most, or all of data.heldout_path
+    or data.heldout_split where one is given."""
     chat_template: bool = True
     """Use the tokenizer's chat template, where it has one."""
     chat_template_path: str | None = None
@@ -122,6 +123,17 @@ class ReasoningGymDataConfig(DataConfig):
     """The task's own options, for example {max_terms: 3}; each key is checked against the real ones."""
 
 
+class AnswerPart(Enum):
+    """What of a record's answer is the reference answer."""
+
+    whole = "whole"
+    """all of it"""
+    after_hashes = "after_hashes"
+    """what stands behind the last #### at the beginning of a line, as in GSM8K"""
+    boxed = "boxed"
+    """what stands in the last \\boxed{}"""
+
+
 @dataclass
 class FileDataConfig(DataConfig):
     """The keys of a source that reads records with named fields."""
@@ -129,9 +141,13 @@ class FileDataConfig(DataConfig):
     path: str | None = None
     """The file, or the name or directory of the dataset."""
     prompt_field: str | None = None
-    """Name of the field with the question; null: the first of the usual names that the first record has."""
+    """Name of the field with the question; null: the first of the usual names that any record has."""
     answer_field: str | None = None
     """Name of the field with the answer; null: likewise. In both, a dot selects a field of a nested record."""
+    answer_part: AnswerPart | None = None
+    """What of an answer is the reference answer: whole, after_hashes (what stands behind ####, as in GSM8K) or boxed
+    (what stands in \\boxed{}). null: whole; after_hashes where every answer ends with a line "#### NUMBER"; an error
+    where it is in doubt."""
 
 
 @dataclass

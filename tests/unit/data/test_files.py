@@ -80,7 +80,7 @@ def test_prompts_over_the_length_are_dropped_and_counted(tmp_path: Path) -> None
         (b"", "holds no problems"),
         (
             b'\xef\xbb\xbf{"question": "Q", "answer": "A"}\n',
-            "data.num_heldout: found 1; there are 1 different",
+            "data: all problems ask the same question",
         ),
     ],
 )

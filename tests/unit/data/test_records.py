@@ -5,21 +5,20 @@ from typing import Any
 import pytest
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.data import FileDataConfig
+from megarl.config.schema.data import AnswerPart, FileDataConfig
 from megarl.data.problem import Message
-from megarl.data.records import clean_answer, read_problems
+from megarl.data.records import read_answer, read_problems
 
 
-def read_all(*records: dict[str, Any], **keys: str) -> list[tuple[str, str]]:
+def read_all(*records: dict[str, Any], **keys: Any) -> list[tuple[str, str]]:
     located = [(f"f:{number}", record) for number, record in enumerate(records, start=1)]
-    return [(p.messages[-1].content, p.answer) for p in read_problems(located, FileDataConfig(**keys))]
+    return [(p.messages[-1].content, p.answer) for p in read_problems(located, FileDataConfig(**keys))[0]]
 
 
 @pytest.mark.parametrize(
     "record",
     [
         {"question": "Q", "answer": "A"},
-        {"problem": "Q", "solution": r"so \boxed{A}"},
         {"problem": "Q", "solution": "long text", "answer": "A"},
         {"prompt": "Q", "label": "A"},
         {"input": "Q", "target": "A"},
@@ -45,7 +44,7 @@ def test_the_usual_field_names_are_found(record: dict[str, Any]) -> None:
 def test_a_chat_that_is_written_as_json_within_a_text_is_read_as_a_chat() -> None:
     chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "1+1?"}]
     record = {"messages": json.dumps(chat), "ground_truth": "2"}
-    (problem,) = read_problems([("f:1", record)], FileDataConfig(prompt_field="messages"))
+    ((problem,), _) = read_problems([("f:1", record)], FileDataConfig(prompt_field="messages"))
     assert problem.messages == (Message("system", "S"), Message("user", "1+1?"))
     assert problem.answer == "2"
 
@@ -68,40 +67,118 @@ def test_the_answer_at_the_end_of_a_chat_is_not_shown_to_the_model() -> None:
     chat = [
         {"role": "system", "content": "S"},
         {"role": "user", "content": "Q"},
-        {"role": "assistant", "content": "secret"},
+        {"role": "assistant", "content": "so it is A"},
     ]
-    (problem,) = read_problems([("f:1", {"messages": chat, "answer": "A"})], FileDataConfig())
+    ((problem,), note) = read_problems([("f:1", {"messages": chat, "answer": "A"})], FileDataConfig())
     assert problem.messages == (Message("system", "S"), Message("user", "Q"))
     assert problem.answer == "A"
+    assert note.endswith("the assistant's message at the end of 1 chats is left out as an answer")
 
 
 def test_other_fields_become_metadata_as_text() -> None:
     record = {"question": "Q", "answer": "A", "level": 3, "tags": ["x"], "subject": "algebra"}
-    (problem,) = read_problems([("f:1", record)], FileDataConfig())
+    ((problem,), _) = read_problems([("f:1", record)], FileDataConfig())
     assert problem.metadata == {"level": "3", "tags": '["x"]', "subject": "algebra", "location": "f:1"}
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"),
+    ("value", "part", "expected"),
     [
-        ("6 * 3 = <<6*3=18>>18\n#### 18", "18"),
-        ("#### 1,234,567", "1234567"),
-        ("#### 1,2", "1,2"),
-        ("first #### 3 is no line of its own", "first #### 3 is no line of its own"),
-        (27.0, "27"),
-        (0.5, "0.5"),
-        (-3, "-3"),
-        (" 42 ", "42"),
-        (r"\boxed{1} and \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-        (r"\boxed{1", r"\boxed{1"),
-        ([7], "7"),
-        (float("nan"), ""),
-        (["a", "b"], ""),
-        (None, ""),
+        ("6 * 3 = <<6*3=18>>18\n#### 18", "after_hashes", "18"),
+        ("#### 1,234,567", "after_hashes", "1234567"),
+        ("#### 1,2", "after_hashes", "1,2"),
+        ("first #### 3 is no line of its own", "after_hashes", ""),
+        (r"\boxed{1} and \boxed{\frac{1}{2}}.", "boxed", r"\frac{1}{2}"),
+        (r"\boxed{1", "boxed", ""),
+        ("so it is\n#### 18", "whole", "so it is\n#### 18"),
+        (r"the formula \boxed{x} is wrong", "whole", r"the formula \boxed{x} is wrong"),
+        (27.0, "boxed", "27"),
+        (0.5, "whole", "0.5"),
+        (-3, "whole", "-3"),
+        (" 42 ", "whole", "42"),
+        ([7], "whole", "7"),
+        (float("nan"), "whole", ""),
+        (["a", "b"], "whole", ""),
+        (None, "whole", ""),
     ],
 )
-def test_an_answer_is_cleaned_to_the_final_one(value: Any, expected: str) -> None:
-    assert clean_answer(value) == expected
+def test_of_an_answer_the_part_is_taken_that_the_key_names(value: Any, part: str, expected: str) -> None:
+    assert read_answer(value, AnswerPart(part)) == expected
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (["a\n#### 1", "b\n#### 1,000 "], ["1", "1000"]),
+        (["#### Summary\na\n#### Details\nb"], ["#### Summary\na\n#### Details\nb"]),
+        (["a\n#### Details"], ["a\n#### Details"]),
+        ([r"the \boxed{x} is wrong: 7", "8", "9"], [r"the \boxed{x} is wrong: 7", "8", "9"]),
+    ],
+)
+def test_answers_are_taken_whole_unless_every_one_ends_with_a_line_of_hashes_and_a_number(
+    answers: list[str], expected: list[str]
+) -> None:
+    assert [answer for _, answer in read_all(*({"question": "Q", "answer": answer} for answer in answers))] == expected
+
+
+@pytest.mark.parametrize("answers", [["a\n#### 1", "7"], [r"it is \boxed{1}"]])
+def test_answers_of_which_a_part_may_be_meant_are_refused_with_the_key_that_says_it(answers: list[str]) -> None:
+    records = [{"question": "Q", "answer": answer} for answer in answers]
+    with pytest.raises(
+        ConfigError, match=r"^data\.answer_part: found null; 1 of \d answers, as that of f:1, have what"
+    ):
+        read_all(*records)
+    assert [answer for _, answer in read_all(*records, answer_part=AnswerPart.whole)] == answers
+
+
+def test_an_answer_without_the_part_that_the_key_names_is_located() -> None:
+    with pytest.raises(ConfigError, match=r"^f:1: answer: found '7'; expected a text with what stands in the last"):
+        read_all({"question": "Q", "answer": "7"}, answer_part=AnswerPart.boxed)
+
+
+def test_the_columns_are_chosen_by_all_records_and_said_with_those_that_were_not() -> None:
+    full = {"question": "Q", "answer": "A", "solution": "words about A"}
+    with pytest.raises(
+        ConfigError, match=r"^f:1: answer: found null; .* or name another column with data\.answer_field"
+    ):
+        read_all({**full, "answer": None}, full)
+    located = [("f:1", full), ("f:2", {**full, "solution": None})]
+    _, note = read_problems(located, FileDataConfig())
+    assert note == "questions from column question, answers from column answer (not from solution)"
+
+
+@pytest.mark.parametrize("other", ["label", "target", "answer"])
+def test_verls_column_of_the_truth_goes_before_every_other(other: str) -> None:
+    assert read_all({"prompt": "Q", other: "easy", "reward_model": {"ground_truth": "A"}}) == [("Q", "A")]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        {"images": ["a.png"]},
+        {"image_1": "a.png"},
+        {"video": {"path": "a.mp4"}},
+        {"sight": {"bytes": b"\x89PNG", "path": None}},
+    ],
+)
+def test_a_column_of_pictures_or_sounds_is_refused_by_its_name(column: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"^f:1: {next(iter(column))}: found .* reads text alone"):
+        read_all({"question": "Q", "answer": "A", **column})
+    assert read_all({"question": "Q", "answer": "A", "images": [], "image": None}) == [("Q", "A")]
+
+
+def test_a_last_message_that_states_no_answer_is_refused_beside_an_answer() -> None:
+    chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "Let me see: "}]
+    with pytest.raises(
+        ConfigError, match=r"^f:1: the last message is the assistant's, 'Let me see: '.*response_prefix"
+    ):
+        read_all({"messages": chat, "answer": "A"})
+
+
+def test_a_message_with_calls_of_tools_is_refused_with_their_name() -> None:
+    chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "tool_calls": [{"id": 1}]}]
+    with pytest.raises(ConfigError, match=r"^f:1: messages\[1\]: .* without tool_calls$"):
+        read_all({"messages": chat})
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import socket
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,12 +26,12 @@ def write(directory, config, generation=None):
     return directory
 
 
-def test_the_generation_config_decides_the_stop_tokens(tmp_path):
+def test_the_stop_tokens_are_those_of_both_files_as_servers_have_them(tmp_path):
     write(tmp_path, {"vocab_size": 50, "eos_token_id": 2})
     assert load_generation_spec(tmp_path).stop_token_ids == (2,)
     write(tmp_path, {"vocab_size": 50, "eos_token_id": 2}, {"eos_token_id": [3, 4]})
     spec = load_generation_spec(tmp_path)
-    assert (spec.vocab_size, spec.stop_token_ids) == (50, (3, 4))
+    assert (spec.vocab_size, spec.stop_token_ids) == (50, (3, 4, 2))
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,11 @@ def test_the_generation_config_decides_the_stop_tokens(tmp_path):
         ({"eos_token_id": 2}, r"config.json: vocab_size is None"),
         ({"vocab_size": 50}, "no eos_token_id"),
         ({"vocab_size": 50, "eos_token_id": 50}, "outside the vocabulary of 50"),
+        ({"vocab_size": 50, "eos_token_id": 2.0}, r"config\.json: eos_token_id is 2\.0; a token's number was expected"),
+        ({"vocab_size": 50, "eos_token_id": [[2]]}, r"config\.json: eos_token_id is \[\[2\]\]"),
+        ({"vocab_size": 50, "eos_token_id": True}, r"config\.json: eos_token_id is True"),
+        ({"vocab_size": 50, "eos_token_id": "2"}, r"config\.json: eos_token_id is '2'"),
+        ({"vocab_size": 50, "eos_token_id": [2, -1]}, "outside the vocabulary of 50"),
     ],
 )
 def test_a_checkpoint_that_cannot_end_responses_is_refused(tmp_path, config, message):
@@ -104,3 +110,5 @@ def test_texts_of_one_token_and_numbers_end_responses_too(tmp_path):
         find_stop_tokens(RolloutConfig(stop=["bb"]), spec, tokenizer)
     with pytest.raises(ConfigError, match=rf"rollout\.stop_token_ids: found \[{len(tokenizer)}\], outside"):
         find_stop_tokens(RolloutConfig(stop_token_ids=[len(tokenizer)]), spec, tokenizer)
+    with pytest.raises(ConfigError, match=rf"rollout\.stop: found 'b', token {letter}, outside the vocabulary of 3"):
+        find_stop_tokens(RolloutConfig(stop=["b"]), replace(spec, vocab_size=3), tokenizer)
