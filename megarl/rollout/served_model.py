@@ -24,11 +24,13 @@ def load_generation_spec(checkpoint: Path) -> GenerationSpec:
     generation = checkpoint / "generation_config.json"
     overrides = load_json(generation) if generation.is_file() else {}
     vocab_size = config.get("vocab_size")
-    if not isinstance(vocab_size, int):
+    if type(vocab_size) is not int:
         raise ConfigError([f"{checkpoint / 'config.json'}: vocab_size is {vocab_size!r}; a number was expected"])
     eos = overrides.get("eos_token_id")
     eos = config.get("eos_token_id") if eos is None else eos
-    stop = [eos] if isinstance(eos, int) else eos
+    stop = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if any(type(token) is not int for token in stop):
+        raise ConfigError([f"{checkpoint}: eos_token_id is {eos!r}; a token's number or a list of them was expected"])
     if not stop:
         raise ConfigError(
             [f"{checkpoint}: no eos_token_id in generation_config.json or config.json; without it no response ends"]
@@ -63,11 +65,37 @@ def find_stop_tokens(config: RolloutConfig, spec: GenerationSpec, tokenizer: Any
 
 
 def load_family_options(checkpoint: Path) -> dict[str, Any]:
-    """Arguments of the server that the model's family needs; none for a checkpoint of no family here."""
-    if not (checkpoint / "config.json").is_file():
+    """Arguments of the server that the model's family needs; none for a checkpoint of no family here.
+
+    Raises ConfigError where config.json does not name the class that the server is to load.
+    """
+    path = checkpoint / "config.json"
+    if not path.is_file():
         return {}
-    family = FAMILIES.get(load_json(checkpoint / "config.json").get("model_type", ""))
-    return {} if family is None else dict(family.server_options)
+    config = load_json(path)
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        return {}
+    classes, usual = config.get("architectures"), f"{family.hf_class}ForCausalLM"
+    if not isinstance(classes, list) or not classes:
+        raise ConfigError(
+            [f'{path}: architectures is {classes!r}, by which servers choose the class; ["{usual}"] is usual']
+        )
+    return dict(family.server_options)
+
+
+def check_served_class(checkpoint: Path) -> None:
+    """Raise ConfigError where the server would load a class of the family that does not generate."""
+    config = load_json(checkpoint / "config.json")
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is not None and config.get("architectures") != [usual := f"{family.hf_class}ForCausalLM"]:
+        found = config.get("architectures")
+        raise ConfigError(
+            [
+                f"{checkpoint / 'config.json'}: architectures is {found!r}, by which servers choose the class;"
+                f' a model of model_type {family.name} that generates is ["{usual}"]'
+            ]
+        )
 
 
 def load_json(file: Path) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from megarl.reward.scorer import Scorer, build_scorer
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.episodes import Conversation, EpisodeRunner, build_conversation, check_conversation
+from megarl.rollout.served_model import check_served_class
 from megarl.rollout.server import build_command
 from megarl.run.recovery import Recovery
 from megarl.run.terminal import get_terminal
@@ -132,6 +133,7 @@ def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:
     """Load everything an evaluation reads. Raises ConfigError, for example for a missing file or a prompt too long."""
     config = next(iter(configs.values()))
     checkpoint = resolve_checkpoint(config.model, default_cache_dir())
+    check_served_class(checkpoint)
     # Raises for unknown options; the real command is built where the server starts.
     build_command(config.rollout, checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
     tokenizer = load_tokenizer(checkpoint)

@@ -10,11 +10,15 @@ from megarl.checkpoint.manifest import name_some
 from megarl.families.architecture import Architecture
 from megarl.mcore.weights.entries import list_entries
 from megarl.mcore.weights.hf_critic import VALUE_HEAD
-from megarl.mcore.weights.hf_reader import CheckpointReader
+from megarl.mcore.weights.hf_reader import INDEX, SINGLE, CheckpointReader
 from megarl.mcore.weights.safetensors_writer import DTYPE_NAMES
 from megarl.mcore.worker_spec import Role
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+CONSOLIDATED = "consolidated.safetensors"
+"""The same weights in another form, which SGLang leaves out where there is no third file"""
+QUANTIZATION_FILES = ("hf_quant_config.json", "quant_model_description.json")
+"""What SGLang reads beside config.json, of ModelOpt and ModelSlim"""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -25,9 +29,28 @@ def check_checkpoint(directory: Path, arch: Architecture, role: Role) -> list[st
     """
     try:
         with CheckpointReader(directory) as reader:
-            return [f"{directory}: {problem}" for problem in find_problems(reader, arch, role, may_have_more=True)]
-    except (SafetensorError, FileNotFoundError, ValueError) as error:
+            expected = [name for entry in list_entries(arch, role is Role.critic) for name in entry.hf_names]
+            problems = [*reader.find_misplaced(expected), *_find_further_files(directory)]
+            problems = problems or list(find_problems(reader, arch, role, may_have_more=True))
+            return [f"{directory}: {problem}" for problem in problems]
+    except (SafetensorError, OSError, ValueError) as error:
         return [str(error)]
+
+
+def _find_further_files(directory: Path) -> Iterator[str]:
+    """Files that servers would load and the trainer does not, or by which servers would hold other weights."""
+    if not (directory / INDEX).is_file():
+        further = sorted(
+            file.name for file in directory.glob("*.safetensors") if file.name not in (SINGLE, CONSOLIDATED)
+        )
+        if further:
+            yield (
+                f"has {name_some(further)} beside {SINGLE} and no {INDEX}; servers would load all of them: remove those"
+                " that are not of the model"
+            )
+    for name in QUANTIZATION_FILES:
+        if (directory / name).is_file():
+            yield f"has {name}, by which servers would quantize; the weights of a policy are not quantized: remove it"
 
 
 def find_problems(
