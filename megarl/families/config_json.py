@@ -1,5 +1,6 @@
 """Reading a Hugging Face config.json: values, and clear refusals of what is not built here."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from math import isfinite
@@ -51,10 +52,11 @@ ONLY_VALUES: dict[str, Any] = {
     "shared_expert_intermediate_size": 0,
     "n_shared_experts": 0,
     "moe_layer_freq": 1,
-    "quantization_config": None,
-    "compression_config": None,
 }
 """Keys that one of the engines would honour at another value than this one or these"""
+
+QUANTIZED = ("quantization_config", "compression_config", "quantization")
+"""How the weights are quantized; null where they are not"""
 
 SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
 """The server reads its model from there wherever such a key is, even where it is null"""
@@ -174,7 +176,7 @@ class ConfigJson:
         return theta, factor
 
     def _read_theta(self, where: str, section: Mapping[str, Any]) -> float:
-        """The base of the section or, where it has none, of the key beside it, as transformers reads it: null counts."""
+        """The base in the section or, where it has none, in the key beside it; as for transformers, null is a value."""
         outside = self.content.get("rope_theta", 10000.0)
         self.get("rope_theta")
         inside = section.get("rope_theta", outside)
@@ -203,7 +205,13 @@ class ConfigJson:
         self.require("hidden_act", "silu")
         self.require("mlp_bias", False)
         self.require("use_sliding_window", False)
-        self.require("layer_types", ["full_attention"] * self.read_size("num_hidden_layers"))
+        kinds = self.get("layer_types", ["full_attention"] * self.read_size("num_hidden_layers"))
+        if not isinstance(kinds, list) or set(map(str, kinds)) != {"full_attention"}:
+            raise ValueError(f"{self.path}: layer_types is {_shorten(kinds)}; only full_attention is supported")
+        if len(kinds) != self["num_hidden_layers"]:
+            raise ValueError(
+                f"{self.path}: layer_types names {len(kinds)} layers, num_hidden_layers is {self['num_hidden_layers']}"
+            )
         num_heads, hidden_size = self.read_size("num_attention_heads"), self.read_size("hidden_size")
         num_kv_heads = self.read_size("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
@@ -247,8 +255,8 @@ class ConfigJson:
         refused = [*self._find_effective({**ONLY_VALUES, **only})]
         if refused:
             raise ValueError(
-                f"{self.path}: {'; '.join(refused)}: not built here, so that the trainer and the servers could compute"
-                " different models; where it has no effect, remove it from config.json"
+                f"{self.path}: {'; '.join(refused)}; not built here: the trainer and the servers could compute"
+                " different models. Where the weights do not need it, remove it from config.json"
             )
         return [f"{self.path}: {what}" for what in self._find_rest()]
 
@@ -258,13 +266,14 @@ class ConfigJson:
                 yield f"{key} is there, from which a server reads the model"
             elif value is None or key in self._read or key in WITHOUT_EFFECT:
                 continue
+            elif key in QUANTIZED:
+                yield f"{key} is {_shorten(value)}, but a policy is trained from weights that are not quantized"
             elif key in only:
                 allowed = only[key] if isinstance(only[key], tuple) else (only[key],)
                 if value not in allowed:
-                    yield f"{key} is {value!r}, not {' or '.join(map(repr, allowed))}"
+                    yield f"{key} is {_shorten(value)}, not {' or '.join(map(_shorten, allowed))}"
             elif EFFECTIVE.search(key.lower()) and not _is_neutral(key, value):
-                text = repr(value)
-                yield f"{key} is {text if len(text) < 60 else text[:56] + ' ...'}"
+                yield f"{key} is {_shorten(value)}"
 
     def _find_rest(self) -> Iterator[str]:
         known = self._read | WITHOUT_EFFECT | ONLY_VALUES.keys()
@@ -290,6 +299,11 @@ class ConfigJson:
 
 
 _DROPOUT = re.compile("dropout|_pdrop$|layerdrop")
+
+
+def _shorten(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 100 else f"{text[:96]} ..."
 
 
 def _is_neutral(key: str, value: Any) -> bool:

@@ -68,14 +68,22 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def load_hf_config(directory: Path) -> Any:
-    """config.json as transformers reads it, and with it the server. Raises ConfigError naming the file and why not."""
-    from transformers import AutoConfig
+    """config.json as transformers reads it, and with it the server.
 
+    Raises ConfigError that names it, or generation_config.json, and why it cannot be read.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    name = "config.json"
     try:
+        if (directory / "generation_config.json").is_file():
+            name = "generation_config.json"
+            GenerationConfig.from_pretrained(str(directory), local_files_only=True)  # type: ignore[no-untyped-call]
+            name = "config.json"
         return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # Classes of transformers, huggingface_hub and torch; TypeError and AttributeError too
         raise ConfigError(
-            [f"{directory / 'config.json'}: transformers, with which servers read it, refuses it: {_in_a_line(error)}"]
+            [f"{directory / name}: transformers, with which servers read it, refuses it: {_in_a_line(error)}"]
         ) from error
 
 
@@ -84,13 +92,18 @@ def check_config(directory: Path, architecture: Architecture) -> Iterator[str]:
     value of a missing key; a message each. Raises ConfigError where transformers refuses the file.
     """
     path = directory / "config.json"
-    own, other = asdict(architecture), asdict(parse_architecture(load_hf_config(directory).to_dict(), path))
+    content = load_hf_config(directory).to_dict()
+    try:
+        own, other = asdict(architecture), asdict(parse_architecture(content, path))
+    except ValueError as error:
+        yield f"{error} (the file as transformers reads it, and with it the server; a key may be missing in it)"
+        return
     for name, value in own.items():
         # The longest sequence of a server is the least of several keys, of which transformers drops some.
         if value != other[name] and name != "max_length":
             yield (
-                f"{path}: gives {name} {value} here and {other[name]} in transformers, with which servers read it: write"
-                " the key that decides it as transformers does"
+                f"{path}: gives {name} {value} here and {other[name]} in transformers, with which servers read it;"
+                " write the key that decides it into the file"
             )
 
 

@@ -79,7 +79,10 @@ def load_family_options(checkpoint: Path) -> dict[str, Any]:
     classes, usual = config.get("architectures"), f"{family.hf_class}ForCausalLM"
     if not isinstance(classes, list) or not classes:
         raise ConfigError(
-            [f'{path}: architectures is {classes!r}, by which servers choose the class; ["{usual}"] is usual']
+            [
+                f"{path}: architectures is {classes!r}; servers choose the class by it: write"
+                f' "architectures": ["{usual}"]'
+            ]
         )
     return dict(family.server_options)
 
@@ -92,8 +95,8 @@ def check_served_class(checkpoint: Path) -> None:
         found = config.get("architectures")
         raise ConfigError(
             [
-                f"{checkpoint / 'config.json'}: architectures is {found!r}, by which servers choose the class;"
-                f' a model of model_type {family.name} that generates is ["{usual}"]'
+                f"{checkpoint / 'config.json'}: architectures is {found!r}; servers choose the class by it, and"
+                f' to generate it must be "architectures": ["{usual}"]'
             ]
         )
 

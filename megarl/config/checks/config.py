@@ -37,7 +37,7 @@ _QUANTIZES = ("quantization", "quantize_and_serve", "modelopt_quant", "rl_quant_
 _FULL = "log-probs are of the full distribution at the temperature, and of nothing that a server adds or cuts off"
 _ONE_MODEL = "servers hold the policy's weights as the checkpoint and the trainer have them, and compute its model"
 _OLD_CACHE = "a store outside of the server would keep keys and values of older weights"
-_REFUSED = {
+REFUSED_OPTIONS = {
     **dict.fromkeys(("top_p", "top_k", "min_p", "preferred_sampling_params", "enable_custom_logit_processor"), _FULL),
     **dict.fromkeys(("enable_watermark", "watermark_config", "dllm_algorithm", "dllm_algorithm_config"), _FULL),
     **dict.fromkeys(("enable_strict_thinking", "allow_auto_truncate"), _FULL),
@@ -50,10 +50,10 @@ _REFUSED = {
     **dict.fromkeys(("hicache_storage_backend", "enable_lmcache", "enable_flexkv"), _OLD_CACHE),
     "enable_unified_cache_external_linker": _OLD_CACHE,
 }
-"""Server arguments by which responses are sampled otherwise or from another model than the trainer takes them; and why"""
+"""Server arguments by which responses are sampled otherwise, or from another model, than training assumes; and why"""
 _DRAFTS = "drafts come from a model that no weight sync reaches, and thresholds may accept what the policy would not"
 """Of every argument that begins with speculative_"""
-_ALLOWED: dict[str, tuple[Any, ...]] = {
+ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "load_format": ("auto", "safetensors", "fastsafetensors", "instanttensor", "layered"),
     "model_impl": ("auto", "sglang"),
 }
@@ -244,13 +244,13 @@ def _check_rollout(config: Config) -> Iterator[str]:
 def _check_options(options: Mapping[str, Any], longest: int) -> Iterator[str]:
     """One message for each server argument by which responses would not be samples of the policy."""
     for key, value in options.items():
-        why = _DRAFTS if key.startswith("speculative_") else _REFUSED.get(key)
+        why = _DRAFTS if key.startswith("speculative_") else REFUSED_OPTIONS.get(key)
         if why is not None and value is not None and value is not False:
             yield f"rollout.sglang.{key}: found {value!r}; {why}: leave it out"
         elif value == "flash_rl":
             yield f"rollout.sglang.{key}: found {value!r}; {NO_QUANTIZED_WEIGHTS}"
-        elif key in _ALLOWED and value is not None and value not in _ALLOWED[key]:
-            yield f"rollout.sglang.{key}: found {value!r}; {_ONE_MODEL}: it must be {' or '.join(_ALLOWED[key])}"
+        elif key in ALLOWED_VALUES and value is not None and value not in ALLOWED_VALUES[key]:
+            yield f"rollout.sglang.{key}: found {value!r}; {_ONE_MODEL}: it must be {' or '.join(ALLOWED_VALUES[key])}"
     length = options.get("context_length")
     if isinstance(length, int) and length < longest:
         yield (

@@ -1,5 +1,6 @@
 """Whether a Hugging Face directory holds the tensors that its config.json asks for, read from the files' headers."""
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from megarl.checkpoint.manifest import name_some
 from megarl.families.architecture import Architecture
 from megarl.mcore.weights.entries import list_entries
 from megarl.mcore.weights.hf_critic import VALUE_HEAD
-from megarl.mcore.weights.hf_reader import INDEX, SINGLE, CheckpointReader
+from megarl.mcore.weights.hf_reader import INDEX, SINGLE, CheckpointReader, is_finite
 from megarl.mcore.weights.safetensors_writer import DTYPE_NAMES
 from megarl.mcore.worker_spec import Role
 
@@ -19,6 +20,9 @@ CONSOLIDATED = "consolidated.safetensors"
 """The same weights in another form, which SGLang leaves out where there is no third file"""
 QUANTIZATION_FILES = ("hf_quant_config.json", "quant_model_description.json")
 """What SGLang reads beside config.json, of ModelOpt and ModelSlim"""
+MOST_LOOKED_AT = 2**28
+"""Numbers that are looked at for NaN before a process is started, some tenths of a second; of larger models the roles
+find it as they load their weights"""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -56,7 +60,8 @@ def _find_further_files(directory: Path) -> Iterator[str]:
 def find_problems(
     reader: CheckpointReader, arch: Architecture, role: Role, may_have_more: bool = False
 ) -> Iterator[str]:
-    """Tensors that are missing, of another model, misshaped, of no float dtype or tied in name alone.
+    """Tensors that are missing, of another model, misshaped, of no float dtype or tied in name alone; of a model that
+    may have more, NaN too.
 
     A critic without a value head gets one, so that the head may be missing. Raises as the reader.
     """
@@ -77,6 +82,9 @@ def find_problems(
         yield f"has tensors of {', '.join(sorted(unknown))}; float weights are expected"
     elif ties_head and HEAD in reader and not torch.equal(reader.read(HEAD), reader.read(EMBEDDING)):
         yield f"{HEAD} is not {EMBEDDING}, as tie_word_embeddings in config.json says"
+    elif may_have_more and sum(map(math.prod, expected.values())) <= MOST_LOOKED_AT:
+        damaged = [name for name in expected if not is_finite(reader.read(name))]
+        yield from [f"NaN or infinity in {name_some(damaged)}"] if damaged else ()
 
 
 def compare_shapes(

@@ -76,7 +76,7 @@ class CheckpointReader:
                 for name in handle.keys():  # noqa: SIM118  (it is no mapping)
                     holders.setdefault(name, []).append(file)
         wrong = [
-            f"{name} is in {' and '.join(holders.get(name, ['none of the files']))}, not in {file}"
+            f"{name} is in {' and '.join(holders.get(name, ['none of them']))}, by the index in {file}"
             for name, file in self._files.items()
             if name in expected and holders.get(name) != [file]
         ]
