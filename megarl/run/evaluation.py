@@ -22,6 +22,7 @@ from megarl.data.evaluation_set import build_evaluation_set
 from megarl.data.render import use_chat_template
 from megarl.hf.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
 from megarl.interfaces import DeadlineError, RolloutEngine
+from megarl.mcore.weights.hf_check import check_files
 from megarl.report.evaluation import (
     FILE_NAME,
     RESPONSES_FILE_NAME,
@@ -134,12 +135,13 @@ def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:
     config = next(iter(configs.values()))
     checkpoint = resolve_checkpoint(config.model, default_cache_dir())
     check_served_class(checkpoint)
+    if problems := check_files(checkpoint):
+        raise ConfigError([f"model.path: {problem}" for problem in problems])
     # Raises for unknown options; the real command is built where the server starts.
     build_command(config.rollout, checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
     tokenizer = load_tokenizer(checkpoint)
     use_chat_template(config.data, tokenizer)
     sets: list[EvaluationSet] = []
-    problems: list[str] = []
     for name, each in configs.items():
         try:
             sets.append(_load_set(name, each, tokenizer))

@@ -18,8 +18,13 @@ from megarl.mcore.worker_spec import Role
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 CONSOLIDATED = "consolidated.safetensors"
 """The same weights in another form, which SGLang leaves out where there is no third file"""
-QUANTIZATION_FILES = ("hf_quant_config.json", "quant_model_description.json")
-"""What SGLang reads beside config.json, of ModelOpt and ModelSlim"""
+_QUANTIZED = "by which servers would quantize; a policy is trained from weights that are not quantized"
+FURTHER_FILES = {
+    "hf_quant_config.json": _QUANTIZED,
+    "quant_model_description.json": _QUANTIZED,
+    "adapter_config.json": "of an adapter that neither the trainer nor a server would load; merge it into the weights",
+}
+"""What makes another model of the weights, and what is wrong with it"""
 MOST_LOOKED_AT = 2**28
 """Numbers that are looked at for NaN before a process is started, some tenths of a second; of larger models the roles
 find it as they load their weights"""
@@ -35,14 +40,27 @@ def check_checkpoint(directory: Path, arch: Architecture, role: Role) -> list[st
         with CheckpointReader(directory) as reader:
             expected = [name for entry in list_entries(arch, role is Role.critic) for name in entry.hf_names]
             problems = [*reader.find_misplaced(expected), *_find_further_files(directory)]
+            problems += [f"has {name}, {why}" for name, why in FURTHER_FILES.items() if (directory / name).is_file()]
             problems = problems or list(find_problems(reader, arch, role, may_have_more=True))
             return [f"{directory}: {problem}" for problem in problems]
     except (SafetensorError, OSError, ValueError) as error:
         return [str(error)]
 
 
+def check_files(directory: Path) -> list[str]:
+    """What a server would load otherwise than the index says, each message with the directory or file."""
+    try:
+        with CheckpointReader(directory) as reader:
+            return [
+                f"{directory}: {each}"
+                for each in (*reader.find_misplaced(reader.names), *_find_further_files(directory))
+            ]
+    except (SafetensorError, OSError, ValueError) as error:
+        return [str(error)]
+
+
 def _find_further_files(directory: Path) -> Iterator[str]:
-    """Files that servers would load and the trainer does not, or by which servers would hold other weights."""
+    """Weights that servers would load and the trainer does not."""
     if not (directory / INDEX).is_file():
         further = sorted(
             file.name for file in directory.glob("*.safetensors") if file.name not in (SINGLE, CONSOLIDATED)
@@ -52,9 +70,6 @@ def _find_further_files(directory: Path) -> Iterator[str]:
                 f"has {name_some(further)} beside {SINGLE} and no {INDEX}; servers would load all of them: remove those"
                 " that are not of the model"
             )
-    for name in QUANTIZATION_FILES:
-        if (directory / name).is_file():
-            yield f"has {name}, by which servers would quantize; the weights of a policy are not quantized: remove it"
 
 
 def find_problems(

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
+from megarl.run.evaluation import load_evaluation_inputs
 from megarl.run.inputs import load_models
 
 KEY = "model.layers.0.mlp.down_proj.weight"
@@ -121,10 +122,25 @@ def test_files_without_an_index_are_named_where_a_server_would_load_them_too(mod
         load(model)
 
 
-def test_files_by_which_a_server_would_quantize_are_named(model: Path):
-    (model / "hf_quant_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"has hf_quant_config.json, by which servers would quantize"):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hf_quant_config.json", "by which servers would quantize"),
+        ("adapter_config.json", "of an adapter that neither"),
+    ],
+)
+def test_files_that_make_another_model_of_the_weights_are_named(model: Path, name: str, message: str):
+    (model / name).write_text("{}")
+    with pytest.raises(ConfigError, match=f"has {name}, {message}"):
         load(model)
+
+
+def test_an_evaluation_names_files_that_differ_from_the_index_too(model: Path):
+    index, names = split(model)
+    write_index(model, {**index, names[0]: index[names[1]]})
+    overrides = ["model=tiny", "model.source=path", f"model.path={model}"]
+    with pytest.raises(ConfigError, match=f"model.path: {model}: model.safetensors.index.json differs from the files"):
+        load_evaluation_inputs({"one": load_config(overrides, "evaluate")})
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
