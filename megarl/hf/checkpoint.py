@@ -167,7 +167,7 @@ def _how_to_fetch(name: str) -> str:
 def _check_files(path: str, directory: Path, key: str) -> None:
     os.listdir(directory)  # raises where that is not allowed, which globs hide
     missing = [name for name in ("config.json",) if not (directory / name).is_file()]
-    if not any(directory.glob("*.safetensors")):
+    if not any(file.is_file() for file in directory.glob("*.safetensors")):
         missing.append("*.safetensors")
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         missing.append("tokenizer.json")

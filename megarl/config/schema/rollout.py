@@ -95,4 +95,5 @@ class RolloutConfig:
     """A larger |log-prob difference| / max(1, |log-prob|) between servers and policy on a token of the probe text after
     a sync is a warning. null: the bound follows from the dtype and the run's earlier gaps (docs/weight-sync.md)."""
     sglang: dict[str, Any] = field(default_factory=dict)
-    """Passed through as SGLang server arguments (underscored names); each key is checked against the real ones."""
+    """Passed through as SGLang server arguments (underscored names); each key is checked against the real ones, and
+    those by which responses would not be samples of the policy are refused."""
