@@ -78,7 +78,7 @@ def load_hf_config(directory: Path) -> Any:
     try:
         if (directory / "generation_config.json").is_file():
             name = "generation_config.json"
-            GenerationConfig.from_pretrained(str(directory), local_files_only=True)  # type: ignore[no-untyped-call]
+            GenerationConfig.from_pretrained(str(directory), local_files_only=True)
             name = "config.json"
         return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # Classes of transformers, huggingface_hub and torch; TypeError and AttributeError too
