@@ -9,6 +9,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import ray
 
 from megarl.cluster.ray_calls import ask, check
+from megarl.config.errors import ConfigError
 from megarl.interfaces import DeadlineError
 
 T = TypeVar("T")
@@ -48,8 +49,8 @@ class PendingCall(Generic[T]):
     def wait(self, timeout_s: float) -> bool:
         """Wait up to `timeout_s` for all; returns whether all have succeeded.
 
-        Raises WorkerError as soon as one has failed, DeadlineError naming those that are late and their stacks,
-        RayLostError where Ray itself does not answer.
+        Raises WorkerError, or its ConfigError, as soon as one has failed, DeadlineError naming those that are late and
+        their stacks, RayLostError where Ray itself does not answer.
         """
         left = self.started + self.deadline_s - time.monotonic()
         end = time.monotonic() + min(timeout_s, max(0.0, left))
@@ -85,11 +86,17 @@ class PendingCall(Generic[T]):
         return None
 
     def _raise_failed(self) -> NoReturn:
-        """Raise WorkerError: deaths first, then one failure in full. Where a process died, others' collectives fail."""
+        """Raise WorkerError: deaths first, then one failure in full. Where a process died, others' collectives fail.
+
+        A ConfigError of a process, which the user can mend, is raised as it is.
+        """
         ended, waiting = ray.wait(list(self.refs), num_returns=len(self.refs), timeout=CAUSE_S)
         errors = {self._name(ref): error for ref in ended if (error := self._find_error(ref))}
         deaths = {name: error for name, error in errors.items() if isinstance(error, ray.exceptions.RayActorError)}
         failures = {name: error for name, error in errors.items() if name not in deaths}
+        for name, error in failures.items():
+            if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, ConfigError):
+                raise ConfigError([f"{name}: {problem}" for problem in error.cause.problems]) from error
         lines = [f"{name} died: {error}" for name, error in deaths.items()]
         if failures:
             (name, error), *others = failures.items()

@@ -15,6 +15,10 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
         super().__init__("\n".join(self.problems))
 
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[str, ...]]]:
+        """Keeps the problems apart where another process has raised it."""
+        return type(self), (self.problems,)
+
 
 def find_nearest_key(key: str, known: Iterable[str]) -> str | None:
     """The known dotted key most like `key`; one with the same last part wins over a merely similar one."""

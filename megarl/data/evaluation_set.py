@@ -16,7 +16,6 @@ from megarl.config.schema.data import (
     ParquetDataConfig,
 )
 from megarl.data.build import Tokenized, build_source, describe_prompts, split_problems, tokenize_problems
-from megarl.data.problem import Problem
 from megarl.data.render import Renderer
 from megarl.toolbox.prompt import ToolPrompt
 

@@ -1,10 +1,79 @@
 """Reading a Hugging Face config.json: values, and clear refusals of what is not built here."""
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterator, Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from megarl.families.architecture import Architecture, Experts
+
+WITHOUT_EFFECT = frozenset(
+    (
+        # Names and versions; the dtype is rollout.dtype's, and the class is checked where it is served
+        *("_name_or_path", "name_or_path", "_commit_hash", "model_type", "architectures", "transformers_version"),
+        *("torch_dtype", "dtype", "unsloth_version", "unsloth_fixed", "transformers.js_config", "is_llama_config"),
+        *("license", "tokenizer_class", "prefix", "megarl_critic_prompt", "megarl_value_range"),
+        # Tokens, which served_model.py reads and the tokenizer knows
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "unk_token_id"),
+        *("mask_token_id", "decoder_start_token_id"),
+        # Training elsewhere, outputs and caches of transformers, and how it spreads a model over devices
+        *("initializer_range", "use_cache", "gradient_checkpointing", "neftune_noise_alpha", "router_aux_loss_coef"),
+        *("output_router_logits", "router_jitter_noise", "output_attentions", "output_hidden_states"),
+        *("tie_last_hidden_states", "return_dict", "torchscript", "use_bfloat16", "tf_legacy_loss", "pretraining_tp"),
+        *("chunk_size_feed_forward", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset"),
+        *("_flash_attn_2_enabled", "use_flash_attn", "use_flash_attention_2", "experts_implementation"),
+        *("base_model_tp_plan", "base_model_pp_plan"),
+        # Heads of classifiers
+        *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
+        # Sampling by transformers: a server does what a request says
+        *("max_length", "max_new_tokens", "min_length", "do_sample", "early_stopping", "num_beams"),
+        *("num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty"),
+        *("length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids"),
+        *("num_return_sequences", "output_scores", "return_dict_in_generate", "forced_bos_token_id"),
+        *("forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens"),
+        *("begin_suppress_tokens",),
+        # Where sliding windows would begin, of which there are none (use_sliding_window)
+        *("max_window_layers",),
+    )
+)
+"""Keys of config.json that change nothing that the trainer or a server computes, whatever their values"""
+
+ONLY_VALUES: dict[str, Any] = {
+    "is_causal": True,
+    "is_decoder": (True, False),
+    "qkv_bias": False,
+    "bias": False,
+    "rope_is_neox_style": True,
+    "rope_interleaved": False,
+    "use_mrope": False,
+    "use_qk_norm": False,
+    "shared_expert_intermediate_size": 0,
+    "n_shared_experts": 0,
+    "moe_layer_freq": 1,
+}
+"""Keys that one of the engines would honour at another value than this one or these"""
+
+QUANTIZED = ("quantization_config", "compression_config", "quantization")
+"""How the weights are quantized; null where they are not"""
+
+SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""The server reads its model from there wherever such a key is, even where it is null"""
+
+EFFECTIVE = re.compile(
+    "attn|attention|head|rope|rotary|rotate|yarn|ntk|posit|alibi|window|sliding|chunk|sink|causal|bidirection"
+    "|soft_?cap|clip|logit|norm|scal|multipl|mup|factor|alpha|residual|resid_|hidden|intermediate|ffn|ff_|dff|mlp"
+    "|act_|_act|activ|gelu|glu|gate|gating|layer|block|depth|loop|cycles|embe?d|emb_|vocab|expert|moe|rout|top_?k"
+    "|group|shared|dense|sparse|index|n_?gram|mem_|_mem|memory|mamba|ssm|state_size|conv|linear|recurr|delta|kv|mla"
+    "|qk|lora|lowrank|rank|adapter|peft|prompt|quant|compress|prun|bits|fp8|fp4|awq|gptq|vision|image|video|audio"
+    "|speech|sound|chroma|codebook|modal|encoder|decoder|talker|language|lang_|mtp|nextn|predict|draft|spec(?!ial)"
+    "|eagle|medusa|pool|matryoshka|bias|hc_|mhc|dim|width|size|rel_|cross|skip|mask|length|_len|context|auto_map"
+    "|interleave|alt_?up|laurel|parallel|centroid|eps$|eps_|epsilon|expand|expansion|ple_|d_model|d_inner|n_ctx"
+    "|n_inner|type$|types$|num_|every|tie_|tied|time_step|patch|vq|cca|kernel|sparsity|per_|pronunciation|shape"
+    "|mode$|clamp|prefix_lm|use_|query|hybrid|heterogen|scoring|noise|pos_"
+)
+"""What names of keys have in them that change a model, of transformers' and SGLang's kinds of models alike"""
 
 
 class ConfigJson:
@@ -13,16 +82,45 @@ class ConfigJson:
     def __init__(self, content: Mapping[str, Any], path: Path) -> None:
         """path: what the messages name."""
         self.content, self.path = content, path
+        self._read: set[str] = set()
 
     def __getitem__(self, key: str) -> Any:
-        if self.content.get(key) is None:
+        if self.get(key) is None:
             raise ValueError(f"{self.path}: {key} is missing")
         return self.content[key]
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value; the default where the key is missing or null."""
+        self._read.add(key)
         found = self.content.get(key)
         return default if found is None else found
+
+    def read_size(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number; without a default the key must be there."""
+        found = self[key] if default is None else self.get(key, default)
+        if not isinstance(found, int) or isinstance(found, bool) or found < least:
+            raise ValueError(f"{self.path}: {key} is {found!r}; a whole number from {least} on was expected")
+        return found
+
+    def read_size_of(self, key: str, other: str) -> int:
+        """A whole number that has two names, of which the checkpoint has one or both."""
+        found = {each: self.read_size(each) for each in (key, other) if self.get(each) is not None}
+        if len(set(found.values())) > 1:
+            raise ValueError(f"{self.path}: {key} is {found[key]} and {other} {found[other]}, which are one thing")
+        return next(iter(found.values())) if found else self.read_size(key)
+
+    def ignore(self, key: str) -> None:
+        """Take the key for one without effect: with use_sliding_window false, Qwen's classes drop sliding_window."""
+        self._read.add(key)
+
+    def read_number(self, key: str, default: float) -> float:
+        return self._check_number(key, self.get(key, default))
+
+    def read_flag(self, key: str, default: bool) -> bool:
+        found = self.get(key, default)
+        if not isinstance(found, bool):
+            raise ValueError(f"{self.path}: {key} is {found!r}; true or false was expected")
+        return found
 
     def require(self, key: str, value: Any, why: str = "") -> None:
         """Refuse every other value than this one, which is also what a missing key stands for."""
@@ -30,32 +128,74 @@ class ConfigJson:
             found = self.content[key]
             raise ValueError(f"{self.path}: {key} is {found!r}; only {value!r}{why} is supported")
 
+    def _check_number(self, key: str, found: Any) -> float:
+        if not isinstance(found, int | float) or isinstance(found, bool) or not (isfinite(found) and found > 0):
+            raise ValueError(f"{self.path}: {key} is {found!r}; a number above 0 was expected")
+        return float(found)
+
     def read_rope(self) -> tuple[float, float | None]:
         """Base and Llama 3's factor.
 
-        transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling.
+        transformers 5 writes rope_parameters, earlier versions rope_theta and rope_scaling. Where both are there,
+        transformers and with it the server take rope_scaling: it must say the same as rope_parameters.
         """
-        scaling = self._rope
-        theta = scaling.get("rope_theta", self.get("rope_theta", 10000.0))
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind == "default":
-            return float(theta), None
+        sections = {}
+        for key in ("rope_scaling", "rope_parameters"):
+            section = self.get(key) or {}
+            if not isinstance(section, Mapping):
+                raise ValueError(f"{self.path}: {key} is {section!r}; an object was expected")
+            if section:
+                sections[key] = self._read_rope(key, section)
+        if len(set(sections.values())) > 1:
+            raise ValueError(
+                f"{self.path}: has rope_scaling {dict(self.content['rope_scaling'])!r} and rope_parameters"
+                f" {dict(self.content['rope_parameters'])!r}, which say different things; transformers and servers take"
+                " the former alone: remove one of them"
+            )
+        return next(iter(sections.values())) if sections else (self._read_theta("", {}), None)
+
+    def _read_rope(self, name: str, section: Mapping[str, Any]) -> tuple[float, float | None]:
+        theta = self._read_theta(f"{name}.", section)
+        kinds = {section[key] for key in ("rope_type", "type") if section.get(key) is not None} or {"default"}
         fixed = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
-        if kind == "llama3" and all(scaling.get(key) == value for key, value in fixed.items()):
-            return float(theta), float(scaling["factor"])
-        raise ValueError(
-            f"{self.path}: rope scaling {dict(scaling)!r} is not supported; supported: default, llama3 with {fixed}"
-        )
+        allowed = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+        if kinds == {"llama3"} and all(section.get(key) == value for key, value in fixed.items()):
+            factor = self._check_number(f"{name}.factor", section.get("factor"))
+            allowed |= {*fixed, "factor"}
+        elif kinds == {"default"}:
+            factor = None
+        else:
+            raise ValueError(
+                f"{self.path}: rope scaling {dict(section)!r} is not supported; supported: default, llama3 with {fixed}"
+            )
+        if other := sorted(key for key, value in section.items() if key not in allowed and value is not None):
+            raise ValueError(
+                f"{self.path}: {name} has {', '.join(other)}; of rope_type {next(iter(kinds))!r} the keys"
+                f" {', '.join(sorted(allowed))} are supported"
+            )
+        return theta, factor
+
+    def _read_theta(self, where: str, section: Mapping[str, Any]) -> float:
+        """The base in the section or, where it has none, in the key beside it; as for transformers, null is a value."""
+        outside = self.content.get("rope_theta", 10000.0)
+        self.get("rope_theta")
+        inside = section.get("rope_theta", outside)
+        for key, value in {f"{where}rope_theta": inside, "rope_theta": outside}.items():
+            if value is None:
+                raise ValueError(f"{self.path}: {key} is null, which transformers and servers take as it is; remove it")
+            self._check_number(key, value)
+        if "rope_theta" in self.content and inside != outside:
+            raise ValueError(
+                f"{self.path}: rope_theta is {outside} and {where}rope_theta {inside}, which transformers and servers"
+                " take; remove one of them"
+            )
+        return float(inside)
 
     def read_rotary_share(self, default: float) -> float:
         """Share of each head that positions turn; the key stands in rope_parameters or beside it."""
-        found = self._rope.get("partial_rotary_factor", self.get("partial_rotary_factor", default))
-        return float(found)
-
-    @property
-    def _rope(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.get("rope_parameters") or self.get("rope_scaling") or {}
-        return found
+        outside = self.get("partial_rotary_factor", default)
+        section = self.get("rope_scaling") or self.get("rope_parameters") or {}
+        return self._check_number("partial_rotary_factor", section.get("partial_rotary_factor", outside))
 
     def read_decoder(self, **changes: Any) -> Architecture:
         """What the families have in common; `changes` are the fields that they do not.
@@ -65,26 +205,83 @@ class ConfigJson:
         self.require("hidden_act", "silu")
         self.require("mlp_bias", False)
         self.require("use_sliding_window", False)
-        num_heads, hidden_size = self["num_attention_heads"], self["hidden_size"]
+        kinds = self.get("layer_types", ["full_attention"] * self.read_size("num_hidden_layers"))
+        if not isinstance(kinds, list) or set(map(str, kinds)) != {"full_attention"}:
+            raise ValueError(f"{self.path}: layer_types is {_shorten(kinds)}; only full_attention is supported")
+        if len(kinds) != self["num_hidden_layers"]:
+            raise ValueError(
+                f"{self.path}: layer_types names {len(kinds)} layers, num_hidden_layers is {self['num_hidden_layers']}"
+            )
+        num_heads, hidden_size = self.read_size("num_attention_heads"), self.read_size("hidden_size")
+        num_kv_heads = self.read_size("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"{self.path}: num_key_value_heads is {num_kv_heads}, which does not divide num_attention_heads,"
+                f" {num_heads}"
+            )
         theta, factor = self.read_rope()
         fields: dict[str, Any] = {
             "family": self["model_type"],
-            "num_layers": self["num_hidden_layers"],
+            "num_layers": self.read_size("num_hidden_layers"),
             "hidden_size": hidden_size,
-            "ffn_size": self["intermediate_size"],
+            "ffn_size": self.read_size("intermediate_size"),
             "num_heads": num_heads,
-            "num_kv_heads": self.get("num_key_value_heads") or num_heads,
-            "head_size": self.get("head_dim") or hidden_size // num_heads,
-            "vocab_size": self["vocab_size"],
-            "max_length": self.get("max_position_embeddings", 32768),
-            "norm_eps": self.get("rms_norm_eps", 1e-6),
+            "num_kv_heads": num_kv_heads,
+            "head_size": self.read_size("head_dim", max(1, hidden_size // num_heads)),
+            "vocab_size": self.read_size("vocab_size"),
+            "max_length": self._read_max_length(),
+            "norm_eps": self.read_number("rms_norm_eps", 1e-6),
             "rope_theta": theta,
             "rope_factor": factor,
             "qkv_bias": False,
             "qk_norm": False,
-            "tied": bool(self.get("tie_word_embeddings", False)),
+            "tied": self.read_flag("tie_word_embeddings", False),
         }
+        if "rotary_share" not in changes and (share := self.read_rotary_share(1.0)) != 1:
+            raise ValueError(f"{self.path}: partial_rotary_factor is {share:g}; only 1 is supported in this family")
         return Architecture(**{**fields, **changes})
+
+    def _read_max_length(self) -> int:
+        """The least of the keys that the server takes for the longest sequence, of which it prefers the first ones."""
+        keys = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length")
+        lengths = [self.read_size(key) for key in keys if self.get(key) is not None]
+        return min([*lengths, self.read_size("max_position_embeddings", 32768)])
+
+    def check_rest(self, only: Mapping[str, Any]) -> list[str]:
+        """Refuse the keys that nothing has read and that change a model; returns the others, of no known effect.
+
+        only: what the family adds to ONLY_VALUES and replaces of it.
+        """
+        refused = [*self._find_effective({**ONLY_VALUES, **only})]
+        if refused:
+            raise ValueError(
+                f"{self.path}: {'; '.join(refused)}; not built here: the trainer and the servers could compute"
+                " different models. Where the weights do not need it, remove it from config.json"
+            )
+        return [f"{self.path}: {what}" for what in self._find_rest()]
+
+    def _find_effective(self, only: Mapping[str, Any]) -> Iterator[str]:
+        for key, value in self.content.items():
+            if key in SECTIONS:
+                yield f"{key} is there, from which a server reads the model"
+            elif value is None or key in self._read or key in WITHOUT_EFFECT:
+                continue
+            elif key in QUANTIZED:
+                yield f"{key} is {_shorten(value)}, but a policy is trained from weights that are not quantized"
+            elif key in only:
+                allowed = only[key] if isinstance(only[key], tuple) else (only[key],)
+                if value not in allowed:
+                    yield f"{key} is {_shorten(value)}, not {' or '.join(map(_shorten, allowed))}"
+            elif EFFECTIVE.search(key.lower()) and not _is_neutral(key, value):
+                yield f"{key} is {_shorten(value)}"
+
+    def _find_rest(self) -> Iterator[str]:
+        known = self._read | WITHOUT_EFFECT | ONLY_VALUES.keys()
+        for key, value in self.content.items():
+            if value and _DROPOUT.search(key):
+                yield f"{key} is {value!r}; no dropout is applied here"
+            elif value and key not in known and not EFFECTIVE.search(key.lower()):
+                yield f"{key} is not known here and taken to have no effect"
 
     def check_experts(self, experts: Experts) -> Experts:
         """The experts, where the router chooses some of them and can be trained."""
@@ -99,3 +296,18 @@ class ConfigJson:
                 " and nothing trains the router; norm_topk_prob must be false"
             )
         return experts
+
+
+_DROPOUT = re.compile("dropout|_pdrop$|layerdrop")
+
+
+def _shorten(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 100 else f"{text[:96]} ..."
+
+
+def _is_neutral(key: str, value: Any) -> bool:
+    """Nothing, zero or off; dropout, which neither engine applies; or a factor of 1."""
+    if not value or _DROPOUT.search(key):
+        return True
+    return value == 1 and value is not True and re.search("multiplier|scale$|scaling$", key) is not None

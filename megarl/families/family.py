@@ -42,5 +42,8 @@ class Family:
     random_fields: Callable[[RandomModelConfig], dict[str, Any]] = no_fields
     """Keys of the config.json of a random model besides those that all families have"""
     has_experts: bool = False
+    only_values: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of config.json that `read` does not read, each with the value, or a tuple of those, that it must have where
+    it is there; beside `config_json.ONLY_VALUES`"""
     server_options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the SGLang server without which it would hold other tensors than the table says"""

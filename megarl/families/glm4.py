@@ -12,7 +12,7 @@ from megarl.families.weights import Weight, attention, gated_mlp, norm
 
 def read(config: ConfigJson) -> Architecture:
     return config.read_decoder(
-        qkv_bias=bool(config.get("attention_bias", True)),
+        qkv_bias=config.read_flag("attention_bias", True),
         rotary_share=config.read_rotary_share(0.5),
         output_norms=True,
     )

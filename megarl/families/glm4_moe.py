@@ -21,28 +21,27 @@ def read(config: ConfigJson) -> Architecture:
     config.require("norm_topk_prob", True)
     # Layers that predict further tokens are not trained: exported with the others they would no longer fit them.
     config.require("num_nextn_predict_layers", 0)
-    num_dense, num_layers = config.get("first_k_dense_replace", 1), config["num_hidden_layers"]
+    num_dense, num_layers = config.read_size("first_k_dense_replace", 1, 0), config.read_size("num_hidden_layers")
     if not 0 <= num_dense < num_layers:
         raise ValueError(
             f"{config.path}: first_k_dense_replace is {num_dense}; it must be below num_hidden_layers, {num_layers}, so"
             " that a layer has experts"
         )
-    expert_size = config["moe_intermediate_size"]
-    num_experts = config.get("n_routed_experts")
+    expert_size = config.read_size("moe_intermediate_size")
     experts = Experts(
-        num_experts=config["num_local_experts"] if num_experts is None else num_experts,
-        top_k=config["num_experts_per_tok"],
+        num_experts=config.read_size_of("n_routed_experts", "num_local_experts"),
+        top_k=config.read_size("num_experts_per_tok"),
         ffn_size=expert_size,
         normalized=True,
         num_dense_layers=num_dense,
-        shared_ffn_size=expert_size * config.get("n_shared_experts", 1),
+        shared_ffn_size=expert_size * config.read_size("n_shared_experts", 1, 0),
         score_function="sigmoid",
-        scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
+        scaling_factor=config.read_number("routed_scaling_factor", 1.0),
         has_correction_bias=True,
     )
     return config.read_decoder(
-        qkv_bias=bool(config.get("attention_bias", False)),
-        qk_norm=bool(config.get("use_qk_norm", False)),
+        qkv_bias=config.read_flag("attention_bias", False),
+        qk_norm=config.read_flag("use_qk_norm", False),
         rotary_share=config.read_rotary_share(0.5),
         experts=config.check_experts(experts),
     )

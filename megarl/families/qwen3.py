@@ -7,7 +7,15 @@ from megarl.families.family import Family, with_head_size
 
 def read(config: ConfigJson) -> Architecture:
     config.require("attention_bias", False)
-    return config.read_decoder(qk_norm=True, head_size=config.get("head_dim") or 128)
+    config.ignore("sliding_window")
+    return config.read_decoder(qk_norm=True, head_size=config.read_size("head_dim", 128))
 
 
-FAMILY = Family("qwen3", hf_class="Qwen3", sglang_module="qwen3", read=read, random_fields=with_head_size)
+FAMILY = Family(
+    "qwen3",
+    hf_class="Qwen3",
+    sglang_module="qwen3",
+    read=read,
+    random_fields=with_head_size,
+    only_values={"use_qk_norm": True},
+)

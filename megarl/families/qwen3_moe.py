@@ -10,12 +10,13 @@ from megarl.families.family import Family, with_head_size
 
 def read(config: ConfigJson) -> Architecture:
     config.require("attention_bias", False)
-    # transformers 5 writes num_local_experts, earlier ones num_experts.
+    config.ignore("sliding_window")
     experts = Experts(
-        num_experts=config.get("num_experts") or config["num_local_experts"],
-        top_k=config["num_experts_per_tok"],
-        ffn_size=config["moe_intermediate_size"],
-        normalized=bool(config.get("norm_topk_prob", False)),
+        # transformers 5 writes num_local_experts, earlier ones num_experts.
+        num_experts=config.read_size_of("num_experts", "num_local_experts"),
+        top_k=config.read_size("num_experts_per_tok"),
+        ffn_size=config.read_size("moe_intermediate_size"),
+        normalized=config.read_flag("norm_topk_prob", False),
     )
     for key, value in {"decoder_sparse_step": 1, "mlp_only_layers": []}.items():
         config.require(key, value, ", experts in every layer,")
@@ -39,4 +40,5 @@ FAMILY = Family(
     read=read,
     random_fields=random_fields,
     has_experts=True,
+    only_values={"use_qk_norm": True},
 )

@@ -28,12 +28,24 @@ FAMILIES = _load()
 def parse_architecture(content: dict[str, Any], path: Path) -> Architecture:
     """Read the content of a config.json; `path` is what the messages name.
 
-    Raises ValueError that names the key where the model is of no family here or uses something that is not built.
+    Raises ValueError that names the key where the model is of no family here, uses something that is not built, or has
+    a key that is not read and could change the model.
     """
+    return _parse(content, path)[0]
+
+
+def list_unknown_keys(content: dict[str, Any], path: Path) -> list[str]:
+    """A message for each key of a config.json that `parse_architecture` takes and that nothing here knows."""
+    return _parse(content, path)[1]
+
+
+def _parse(content: dict[str, Any], path: Path) -> tuple[Architecture, list[str]]:
     name = content.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"{path}: model_type is {name!r}; supported: {', '.join(FAMILIES)}")
-    return FAMILIES[name].read(ConfigJson(content, path))
+    config = ConfigJson(content, path)
+    architecture = FAMILIES[name].read(config)
+    return architecture, config.check_rest(FAMILIES[name].only_values)
 
 
 @lru_cache(maxsize=4096)

@@ -1,11 +1,16 @@
 """Resolves the `model` group to an ordinary Hugging Face checkpoint directory on this machine."""
 
+import os
 import re
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.model import ModelConfig, ModelSource
+from megarl.families.architecture import Architecture
+from megarl.families.registry import parse_architecture
 from megarl.hf.cache import default_cache_dir
 from megarl.hf.random_model import build_random_checkpoint
 from megarl.hf.smollm2 import build_smollm2_checkpoint
@@ -13,8 +18,19 @@ from megarl.hf.smollm2 import build_smollm2_checkpoint
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 NEEDED_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 """What of a model of the hub is downloaded: weights, configuration, tokenizer"""
+POINTER, LONGEST_POINTER = b"version https://git-lfs", 1024
+"""What Git leaves in the place of a large file that it has not fetched: a text of three lines"""
+LONGEST_REASON = 300
+"""Characters of another package's error that are shown"""
 
-__all__ = ["default_cache_dir", "find_checkpoint", "load_tokenizer", "resolve_checkpoint"]
+__all__ = [
+    "check_config",
+    "default_cache_dir",
+    "find_checkpoint",
+    "load_hf_config",
+    "load_tokenizer",
+    "resolve_checkpoint",
+]
 
 
 def resolve_checkpoint(model: ModelConfig, cache_dir: Path) -> Path:
@@ -35,14 +51,60 @@ def resolve_checkpoint(model: ModelConfig, cache_dir: Path) -> Path:
 def load_tokenizer(directory: Path) -> Any:
     """The transformers tokenizer of a checkpoint directory; no code of the checkpoint runs.
 
-    Raises ConfigError naming the directory where it holds no tokenizer.
+    Raises ConfigError naming the directory where it holds no tokenizer, and config.json where that cannot be read.
     """
     from transformers import AutoTokenizer
 
+    if (directory / "config.json").is_file():
+        load_hf_config(directory)
     try:
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError([f"{directory}: no tokenizer could be read from it: {_first_line(error)}"]) from error
+    except BaseException as error:
+        # Whatever is wrong with such files has another class: tokenizers raises Exception itself, and where its Rust
+        # code panics a BaseException.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError([f"{directory}: no tokenizer could be read from it: {_in_a_line(error)}"]) from error
+
+
+def load_hf_config(directory: Path) -> Any:
+    """config.json as transformers reads it, and with it the server.
+
+    Raises ConfigError that names it, or generation_config.json, and why it cannot be read.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    name = "config.json"
+    try:
+        if (directory / "generation_config.json").is_file():
+            name = "generation_config.json"
+            GenerationConfig.from_pretrained(str(directory), local_files_only=True)
+            name = "config.json"
+        return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # Classes of transformers, huggingface_hub and torch; TypeError and AttributeError too
+        raise ConfigError(
+            [f"{directory / name}: transformers, with which servers read it, refuses it: {_in_a_line(error)}"]
+        ) from error
+
+
+def check_config(directory: Path, architecture: Architecture) -> Iterator[str]:
+    """What transformers, and with it the server, reads in config.json otherwise than `architecture` has it, such as the
+    value of a missing key; a message each. Raises ConfigError where transformers refuses the file.
+    """
+    path = directory / "config.json"
+    content = load_hf_config(directory).to_dict()
+    try:
+        own, other = asdict(architecture), asdict(parse_architecture(content, path))
+    except ValueError as error:
+        yield f"{error} (the file as transformers reads it, and with it the server; a key may be missing in it)"
+        return
+    for name, value in own.items():
+        # The longest sequence of a server is the least of several keys, of which transformers drops some.
+        if value != other[name] and name != "max_length":
+            yield (
+                f"{path}: gives {name} {value} here and {other[name]} in transformers, with which servers read it;"
+                " write the key that decides it into the file"
+            )
 
 
 def find_checkpoint(path: str | None, key: str, may_download: bool = True) -> Path:
@@ -58,11 +120,14 @@ def find_checkpoint(path: str | None, key: str, may_download: bool = True) -> Pa
                 " or the name of a model on the Hugging Face hub"
             ]
         )
-    directory = Path(path).expanduser()
-    if not directory.is_dir():
-        directory = _find_on_hub(path, directory, key, may_download)
-    _check_files(path, directory, key)
-    return directory.resolve()
+    try:
+        directory = Path(path).expanduser()
+        if not directory.is_dir():
+            directory = _find_on_hub(path, directory, key, may_download)
+        _check_files(path, directory, key)
+        return directory.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~NAME of no user, links in a circle
+        raise ConfigError([f"{key}: {path!r} found, which cannot be read: {_in_a_line(error)}"]) from error
 
 
 def _find_on_hub(name: str, directory: Path, key: str, may_download: bool) -> Path:
@@ -88,7 +153,7 @@ def _find_on_hub(name: str, directory: Path, key: str, may_download: bool) -> Pa
         return Path(snapshot_download(name, allow_patterns=list(NEEDED_FILES)))
     except Exception as error:  # No network, no such model, no right to it, no space: each has a class of its own.
         raise ConfigError(
-            [f"{nowhere}, and it could not be downloaded ({_first_line(error)}); {_how_to_fetch(name)}"]
+            [f"{nowhere}, and it could not be downloaded ({_in_a_line(error)}); {_how_to_fetch(name)}"]
         ) from error
 
 
@@ -100,8 +165,9 @@ def _how_to_fetch(name: str) -> str:
 
 
 def _check_files(path: str, directory: Path, key: str) -> None:
+    os.listdir(directory)  # raises where that is not allowed, which globs hide
     missing = [name for name in ("config.json",) if not (directory / name).is_file()]
-    if not any(directory.glob("*.safetensors")):
+    if not any(file.is_file() for file in directory.glob("*.safetensors")):
         missing.append("*.safetensors")
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         missing.append("tokenizer.json")
@@ -112,7 +178,18 @@ def _check_files(path: str, directory: Path, key: str) -> None:
                 " which a Hugging Face checkpoint directory has"
             ]
         )
+    for pattern in NEEDED_FILES:
+        for file in sorted(directory.glob(pattern)):
+            if file.is_file() and file.stat().st_size < LONGEST_POINTER and file.read_bytes().startswith(POINTER):
+                raise ConfigError(
+                    [
+                        f"{key}: {file} is a Git LFS pointer and not the file itself; `git lfs pull` in its directory"
+                        " brings the files"
+                    ]
+                )
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _in_a_line(error: BaseException) -> str:
+    """The reason, without the lines that point at the documentation."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} ..."

@@ -87,7 +87,7 @@ def find_in_cache(name: str) -> Path | None:
 def _read(directory: Path, key: str) -> Architecture:
     try:
         return read_architecture(directory)
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError([f"{key}: {error}"]) from error
 
 

@@ -95,11 +95,40 @@ def find_stop_tokens(config: RolloutConfig, spec: GenerationSpec, tokenizer: Any
 
 
 def load_family_options(checkpoint: Path) -> dict[str, Any]:
-    """Arguments of the server that the model's family needs; none for a checkpoint of no family here."""
-    if not (checkpoint / "config.json").is_file():
+    """Arguments of the server that the model's family needs; none for a checkpoint of no family here.
+
+    Raises ConfigError where config.json does not name the class that the server is to load.
+    """
+    path = checkpoint / "config.json"
+    if not path.is_file():
         return {}
-    family = FAMILIES.get(load_json(checkpoint / "config.json").get("model_type", ""))
-    return {} if family is None else dict(family.server_options)
+    config = load_json(path)
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        return {}
+    classes, usual = config.get("architectures"), f"{family.hf_class}ForCausalLM"
+    if not isinstance(classes, list) or not classes:
+        raise ConfigError(
+            [
+                f"{path}: architectures is {classes!r}; servers choose the class by it: write"
+                f' "architectures": ["{usual}"]'
+            ]
+        )
+    return dict(family.server_options)
+
+
+def check_served_class(checkpoint: Path) -> None:
+    """Raise ConfigError where the server would load a class of the family that does not generate."""
+    config = load_json(checkpoint / "config.json")
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is not None and config.get("architectures") != [usual := f"{family.hf_class}ForCausalLM"]:
+        found = config.get("architectures")
+        raise ConfigError(
+            [
+                f"{checkpoint / 'config.json'}: architectures is {found!r}; servers choose the class by it, and"
+                f' to generate it must be "architectures": ["{usual}"]'
+            ]
+        )
 
 
 def load_json(file: Path) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import glob
 import importlib.util
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -23,7 +25,7 @@ from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import DeadlineError
 from megarl.ports import pick_free_port
 from megarl.rollout.served_model import load_family_options
-from megarl.rollout.server_options import check_attention, check_options, render_options
+from megarl.rollout.server_options import check_attention, check_options, check_variables, render_options
 
 STANDINS = Path(__file__).parent / "standins"
 MODELS = Path(__file__).parent / "models"
@@ -80,6 +82,7 @@ def build_command(
     Raises ConfigError for keys of `rollout.sglang` that SGLang does not have, or that do not take the dtype.
     """
     problems = [*check_options(config.sglang), *(check_attention(config) if has_cuda() else ())]
+    problems += check_variables(os.environ)
     if not has_cuda() and config.kv_cache_tokens is None:
         # By default SGLang takes most of the machine's memory and zero-fills it for minutes.
         problems.append("rollout.kv_cache_tokens: null; on a CPU it must be a number of tokens")
@@ -247,6 +250,19 @@ def write_key(scratch: Path, api_key: str) -> list[str]:
     return ["--config", str(write_private(scratch / "key.yaml", f"api-key: {api_key}\n"))]
 
 
+def link_model(command: Sequence[str], scratch: Path) -> list[str]:
+    """The command with a link in `scratch` for the model where SGLang would not find the files in its path, in which it
+    takes brackets for a pattern, or would take a name of Mistral's in it for another form of config.json.
+    """
+    place = command.index("--model-path") + 1
+    path = command[place]
+    if glob.escape(path) == path and not re.search("mistral|leanstral", path.lower()):
+        return list(command)
+    link = scratch / "model"
+    link.symlink_to(path)
+    return [*command[:place], str(link), *command[place + 1 :]]
+
+
 def bind_ranks(cpus: Sequence[int], tp: int) -> str:
     """The value of SGLANG_CPU_OMP_THREADS_BIND: one CPU per rank of a server, round robin where CPUs are fewer."""
     return "|".join(str(cpus[rank % len(cpus)]) for rank in range(tp))
@@ -313,7 +329,8 @@ class SGLangServer:
             self.log_file.chmod(0o600)
             log.write((" ".join(self._command) + "\n").encode())
             log.flush()
-            words = [str(self._scratch), *self._command, *write_key(self._scratch, self.api_key)]
+            command = link_model(self._command, self._scratch)
+            words = [str(self._scratch), *command, *write_key(self._scratch, self.api_key)]
             self._process = subprocess.Popen(
                 [sys.executable, "-S", "-E", str(GUARD), *words],
                 stdin=subprocess.PIPE,

@@ -34,6 +34,13 @@ OWN_OPTIONS = {
 """Arguments that megarl sets itself, with the key that determines them"""
 
 
+REFUSED_VARIABLES = (
+    *("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_MAX_NEW_TOKENS_LIMIT", "SGLANG_MAX_THINK_TOKENS", "SGLANG_PLUGINS"),
+    *("SGLANG_SIMULATE_UNIFORM_EXPERTS", "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS", "SGLANG_RUST_SERVER"),
+    *("SGLANG_DISABLED_MODEL_ARCHS", "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES", "SGLANG_USE_MODELSCOPE"),
+)
+"""Variables of the environment by which servers report or generate something else than the trainer takes"""
+
 FLOAT32_ATTENTION = ("triton", "torch_native", "flex_attention")
 """SGLang's attention backends that take float32; those of FlashAttention, FlashInfer and TensorRT-LLM do not"""
 
@@ -141,6 +148,18 @@ def check_options(options: Mapping[str, Any]) -> list[str]:
         elif value is not None and (right := _find_right(known[key], value)) is not None:
             problems.append(f"rollout.sglang.{key}: found {value!r}; SGLang takes {right}")
     return problems
+
+
+def check_variables(environment: Mapping[str, str]) -> Iterator[str]:
+    """One message for each variable by which servers would report something else than the policy's log-probs."""
+    for name in sorted(environment):
+        if name in REFUSED_VARIABLES or name.startswith(("SGLANG_SIMULATE_", "SGLANG_KV_CANARY_PERTURB_")):
+            value = environment[name]
+            if value.strip().lower() not in ("", "0", "false", "no", "off", "-1"):
+                yield (
+                    f"{name}: found {value!r} in the environment, with which servers report or generate something else"
+                    " than samples of the policy; unset it"
+                )
 
 
 def check_attention(config: RolloutConfig) -> Iterator[str]:

@@ -25,6 +25,7 @@ from megarl.data.evaluation_set import build_evaluation_set, build_heldout, find
 from megarl.data.render import Renderer, use_chat_template
 from megarl.hf.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
 from megarl.interfaces import DeadlineError, RolloutEngine
+from megarl.mcore.weights.hf_check import check_files
 from megarl.report.evaluation import (
     FILE_NAME,
     RESPONSES_FILE_NAME,
@@ -43,7 +44,7 @@ from megarl.reward.scorer import Scorer, build_scorer
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.episodes import Conversation, EpisodeRunner, build_conversation, check_conversation
-from megarl.rollout.served_model import add_turn_end, load_generation_spec
+from megarl.rollout.served_model import add_turn_end, check_served_class, load_generation_spec
 from megarl.rollout.server import build_command
 from megarl.run.recovery import Recovery
 from megarl.run.terminal import get_terminal
@@ -156,6 +157,9 @@ def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:
     """Load everything an evaluation reads. Raises ConfigError, for example for a missing file or a prompt too long."""
     config = next(iter(configs.values()))
     checkpoint = resolve_checkpoint(config.model, default_cache_dir())
+    check_served_class(checkpoint)
+    if problems := check_files(checkpoint):
+        raise ConfigError([f"model.path: {problem}" for problem in problems])
     # Raises for unknown options; the real command is built where the server starts.
     build_command(config.rollout, checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
     tokenizer = load_tokenizer(checkpoint)
@@ -163,7 +167,6 @@ def load_evaluation_inputs(configs: Mapping[str, Config]) -> EvaluationInputs:
     spec, tools = load_generation_spec(checkpoint), build_tool_prompt(config.environment, config.data, tokenizer)
     rollout, ends = add_turn_end(config.rollout, spec, Renderer(config.data, tokenizer, tools))
     sets: list[EvaluationSet] = []
-    problems: list[str] = []
     for name, each in configs.items():
         try:
             sets.append(_load_set(name, each, tokenizer, spec.vocab_size))

@@ -17,7 +17,9 @@ from megarl.data.build import DataSplits, build_data
 from megarl.data.critic_prompt import CriticPrompt
 from megarl.data.render import Renderer, use_chat_template
 from megarl.data.sampler import PromptSampler
-from megarl.hf.checkpoint import default_cache_dir, find_checkpoint, load_tokenizer, resolve_checkpoint
+from megarl.families.registry import list_unknown_keys
+from megarl.hf.checkpoint import check_config, default_cache_dir, find_checkpoint, load_tokenizer, resolve_checkpoint
+from megarl.json_text import load_json_object
 from megarl.mcore.model.architecture import Architecture, check_layout, read_architecture
 from megarl.mcore.role_fields import ROLE_KEYS, check_role_fields
 from megarl.mcore.weights.hf_check import check_checkpoint
@@ -28,7 +30,7 @@ from megarl.rollout.episodes import Conversation, build_conversation, check_conv
 from megarl.rollout.eval_sets import EvalSet, build_eval_sets
 from megarl.rollout.rollout_file import Limits, SavedRollouts, check_rollouts
 from megarl.rollout.saved_groups import SavedGroup, SavedGroups, find_groups
-from megarl.rollout.served_model import add_turn_end, load_generation_spec
+from megarl.rollout.served_model import add_turn_end, check_served_class, load_generation_spec
 from megarl.rollout.server import build_command, has_cuda
 from megarl.sync.probe import build_probe_tokens
 from megarl.sync.serving_pieces import check_serving_layout
@@ -89,6 +91,7 @@ def load_inputs(config: Config) -> Inputs:
     architecture = models.architecture
     if config.rollout.file is not None:
         return _load_saved_inputs(config, models)
+    check_served_class(models.checkpoint)
     # Raises for unknown options; the real command is built where the server starts.
     build_command(config.rollout, models.checkpoint, host=config.cluster.listen_host, port=0, seed=config.seed)
     specs = load_specs(config, models)
@@ -305,10 +308,18 @@ def describe_start(config: Config, critic: WorkerSpec, saved: SavedRollouts | No
 
 
 def _read_architecture(checkpoint: Path, key: str) -> Architecture:
+    """The architecture, as the servers will read it too; prints the keys of config.json of which nothing is known."""
     try:
-        return read_architecture(checkpoint)
-    except (FileNotFoundError, ValueError) as error:
+        architecture = read_architecture(checkpoint)
+        problems = list(check_config(checkpoint, architecture))
+    except (OSError, ValueError) as error:
         raise ConfigError([f"{key}: {error}"]) from error
+    if problems:
+        raise ConfigError([f"{key}: {problem}" for problem in problems])
+    path = checkpoint / "config.json"
+    for line in list_unknown_keys(load_json_object(path), path):
+        print(f"{key}: {line}", flush=True)
+    return architecture
 
 
 def _compute_longest(config: Config) -> int:

@@ -17,6 +17,7 @@ from megarl.cluster.local import local_ray
 from megarl.cluster.nodes import wait_for_nodes
 from megarl.cluster.opened import open_ray
 from megarl.cluster.waiting import PendingCall, WorkerError
+from megarl.config.errors import ConfigError
 from megarl.config.schema.cluster import ClusterConfig
 from megarl.interfaces import DeadlineError, wait_all
 from megarl.ports import pick_free_port
@@ -32,6 +33,9 @@ class Worker:
 
     def fail(self) -> None:
         raise ValueError("a reason")
+
+    def refuse(self) -> None:
+        raise ConfigError(["model.path: a file is damaged"])
 
     def die(self) -> None:
         os._exit(3)
@@ -122,6 +126,12 @@ def test_the_deadline_counts_from_the_call_and_not_from_the_wait(workers):
 def test_a_failure_carries_its_reason_and_who_failed(workers):
     with pytest.raises(WorkerError, match=r"(?s)policy.update: critic rank 0/1 failed:.*a reason"):
         call(workers[0].fail.remote(), "critic rank 0/1").result()
+
+
+def test_what_a_user_can_mend_is_raised_in_another_process_as_in_this_one(workers):
+    with pytest.raises(ConfigError) as caught:
+        call(workers[0].refuse.remote(), "critic rank 0/1").result()
+    assert caught.value.problems == ("critic rank 0/1: model.path: a file is damaged",)
 
 
 def test_a_death_is_noticed_while_the_other_role_still_works(workers):

@@ -1,9 +1,10 @@
 """Contradictions between values: found before anything starts."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from math import isfinite
+from typing import Any
 
 from megarl.algo.registry import needs_critic
 from megarl.config.checks.algo import check_algo, check_modules, check_older_samples
@@ -35,6 +36,30 @@ TOYS = ("tiny", "tiny_moe")
 """The presets in conf/model/ whose settings are for random weights (model.source=random)"""
 _QUANTIZES = ("quantization", "quantize_and_serve", "modelopt_quant", "rl_quant_profile")
 """SGLang's options that make a server hold other weights than the policy's."""
+_FULL = "log-probs are of the full distribution at the temperature, and of nothing that a server adds or cuts off"
+_ONE_MODEL = "servers hold the policy's weights as the checkpoint and the trainer have them, and compute its model"
+_OLD_CACHE = "a store outside of the server would keep keys and values of older weights"
+REFUSED_OPTIONS = {
+    **dict.fromkeys(("top_p", "top_k", "min_p", "preferred_sampling_params", "enable_custom_logit_processor"), _FULL),
+    **dict.fromkeys(("enable_watermark", "watermark_config", "dllm_algorithm", "dllm_algorithm_config"), _FULL),
+    **dict.fromkeys(("enable_strict_thinking", "allow_auto_truncate"), _FULL),
+    **dict.fromkeys(("json_model_override_args", "model_config_parser", "trust_remote_code", "revision"), _ONE_MODEL),
+    **dict.fromkeys(("decrypted_config_file", "decrypted_draft_config_file", "forward_hooks"), _ONE_MODEL),
+    **dict.fromkeys(("enable_lora", "lora_paths", "uno_lora_path", "kt_weight_path", "kt_method"), _ONE_MODEL),
+    **dict.fromkeys(("is_embedding", "enable_hisparse", "hisparse_config", "weight_cache_mode"), _ONE_MODEL),
+    **dict.fromkeys(("enable_w4a4_mxfp4_megamoe", "modelopt_checkpoint_restore_path"), _ONE_MODEL),
+    "delete_ckpt_after_loading": "it deletes the model",
+    **dict.fromkeys(("hicache_storage_backend", "enable_lmcache", "enable_flexkv"), _OLD_CACHE),
+    "enable_unified_cache_external_linker": _OLD_CACHE,
+}
+"""Server arguments by which responses are sampled otherwise, or from another model, than training assumes; and why"""
+_DRAFTS = "drafts come from a model that no weight sync reaches, and thresholds may accept what the policy would not"
+"""Of every argument that begins with speculative_"""
+ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
+    "load_format": ("auto", "safetensors", "fastsafetensors", "instanttensor", "layered"),
+    "model_impl": ("auto", "sglang"),
+}
+"""Server arguments of which other values load other weights, or other modules than the weight sync knows"""
 MAX_SAMPLES = 2**20
 """Responses that are held at a time, a hundred times those of the largest published runs (8192 an iteration)"""
 MAX_TOKENS = 2**32
@@ -208,9 +233,7 @@ def _check_rollout(config: Config) -> Iterator[str]:
                 f"rollout.offload: found {offload.name} with rollout.max_staleness={rollout.max_staleness}, where"
                 " servers generate while the roles compute; null, or rollout.max_staleness=0"
             )
-    for key in ("top_p", "top_k", "min_p"):
-        if key in rollout.sglang:
-            yield f"rollout.sglang.{key}: refused; log-probs are of the full distribution, not of a truncated one"
+    yield from _check_options(rollout.sglang, longest)
     chunk = rollout.sglang.get("chunked_prefill_size")
     if rollout.router_replay and isinstance(chunk, int) and chunk <= 0:
         yield (
@@ -218,13 +241,29 @@ def _check_rollout(config: Config) -> Iterator[str]:
             " of one chunk and ends where a prompt is longer: it must be above 0, or left out"
         )
     found = {key: rollout.sglang[key] for key in _QUANTIZES if rollout.sglang.get(key)}
-    if rollout.sglang.get("load_format") == "flash_rl":
-        found["load_format"] = "flash_rl"
     yield from (f"rollout.sglang.{key}: found {value!r}; {NO_QUANTIZED_WEIGHTS}" for key, value in found.items())
     if rollout.kv_cache_tokens is not None and rollout.kv_cache_tokens < longest:
         yield (
             f"rollout.kv_cache_tokens: found {rollout.kv_cache_tokens}; one sequence may have"
             f" data.prompt_length + rollout.response_length = {longest} tokens"
+        )
+
+
+def _check_options(options: Mapping[str, Any], longest: int) -> Iterator[str]:
+    """One message for each server argument by which responses would not be samples of the policy."""
+    for key, value in options.items():
+        why = _DRAFTS if key.startswith("speculative_") else REFUSED_OPTIONS.get(key)
+        if why is not None and value is not None and value is not False:
+            yield f"rollout.sglang.{key}: found {value!r}; {why}: leave it out"
+        elif value == "flash_rl":
+            yield f"rollout.sglang.{key}: found {value!r}; {NO_QUANTIZED_WEIGHTS}"
+        elif key in ALLOWED_VALUES and value is not None and value not in ALLOWED_VALUES[key]:
+            yield f"rollout.sglang.{key}: found {value!r}; {_ONE_MODEL}: it must be {' or '.join(ALLOWED_VALUES[key])}"
+    length = options.get("context_length")
+    if isinstance(length, int) and length < longest:
+        yield (
+            f"rollout.sglang.context_length: found {length}; data.prompt_length + rollout.response_length = {longest}"
+            " tokens must fit"
         )
 
 

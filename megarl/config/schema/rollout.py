@@ -96,4 +96,5 @@ class RolloutConfig:
     first weight sync ends the run: the two compute different models. null: the bound is what rounding explains
     (docs/weight-sync.md)."""
     sglang: dict[str, Any] = field(default_factory=dict)
-    """Passed through as SGLang server arguments (underscored names); each key is checked against the real ones."""
+    """Passed through as SGLang server arguments (underscored names); each key is checked against the real ones, and
+    those by which responses would not be samples of the policy are refused."""

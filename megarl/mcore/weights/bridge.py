@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megarl.config.errors import ConfigError
 from megarl.families.architecture import Architecture
 from megarl.families.weights import Split
 from megarl.mcore.model.build import PackedGPT
@@ -78,7 +79,7 @@ def load_hf(chunks: Sequence[PackedGPT], directory: Path, arch: Architecture) ->
     """Fill the model from a Hugging Face checkpoint; every rank reads its own part.
 
     A critic takes the checkpoint's value head (`score.weight`) where there is one and keeps its new one
-    elsewhere. Raises KeyError that names a missing tensor, ValueError for one of another shape or with
+    elsewhere. Raises KeyError that names a missing tensor, ConfigError for one of another shape or with
     NaN or infinity.
     """
     with CheckpointReader(directory) as reader, torch.no_grad():
@@ -92,12 +93,14 @@ def load_hf(chunks: Sequence[PackedGPT], directory: Path, arch: Architecture) ->
             tensors = [reader.read(name) for name in names]
             for name, tensor in zip(names, tensors, strict=True):
                 if not is_finite(tensor):
-                    raise ValueError(f"{directory}: {name} has NaN or infinity")
+                    raise ConfigError([f"{directory}: {name} has NaN or infinity; the checkpoint is damaged"])
             shard = to_megatron(entry, tensors, arch, group.size(), group.rank())
             if shard.shape != param.shape:
-                raise ValueError(
-                    f"{directory}: {', '.join(names)} gives {entry.name} the shape {tuple(shard.shape)}, "
-                    f"config.json asks for {tuple(param.shape)}"
+                raise ConfigError(
+                    [
+                        f"{directory}: {', '.join(names)} gives {entry.name} the shape {tuple(shard.shape)},"
+                        f" config.json asks for {tuple(param.shape)}"
+                    ]
                 )
             param.copy_(shard)
 

@@ -45,8 +45,9 @@ def check_critic_checkpoint(directory: Path, critic: Architecture, policy: Archi
     """
     try:
         with CheckpointReader(directory) as reader:
-            yield from _check_tensors(reader, directory, critic)
-    except (FileNotFoundError, SafetensorError) as error:
+            misplaced = [f"{directory}: {problem}" for problem in reader.find_misplaced(reader.names)]
+            yield from misplaced or _check_tensors(reader, directory, critic)
+    except (OSError, SafetensorError, ValueError) as error:
         yield f"{directory}: {error}"
     if critic.vocab_size != policy.vocab_size:
         yield (

@@ -1,6 +1,7 @@
 """Reading the safetensors of a Hugging Face checkpoint directory."""
 
 import math
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -9,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megarl.checkpoint.manifest import name_some
 from megarl.json_text import load_json_object
 
 INDEX = "model.safetensors.index.json"
@@ -34,7 +36,10 @@ class CheckpointReader:
             with _open(directory / SINGLE) as handle:
                 self._files = dict.fromkeys(handle.keys(), SINGLE)
         else:
-            raise FileNotFoundError(f"{directory}: found neither {SINGLE} nor {INDEX}")
+            other = name_some(sorted(file.name for file in directory.glob("*.safetensors")))
+            raise FileNotFoundError(
+                f"{directory}: found neither {SINGLE} nor {INDEX}, which says what is in {other or 'other files'}"
+            )
         self._open: dict[str, safe_open] = {}
 
     def __enter__(self) -> "CheckpointReader":
@@ -51,6 +56,35 @@ class CheckpointReader:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._files)
+
+    def find_misplaced(self, expected: Collection[str]) -> Iterator[str]:
+        """How the files differ from the index that names them; nothing without one.
+
+        expected: the tensors that the model needs; of others that are in the files alone nothing is said.
+        """
+        if not (self._directory / INDEX).is_file():
+            return
+        files = sorted(set(self._files.values()))
+        if missing := [file for file in files if not (self._directory / file).is_file()]:
+            yield f"lacks {name_some(missing)}, of {len(files)} files that {INDEX} names"
+            return
+        if SINGLE not in files and (self._directory / SINGLE).is_file():
+            yield f"has {SINGLE} and {INDEX}, which names other files; remove those that are not of the model"
+        holders: dict[str, list[str]] = {}
+        for file in files:
+            with _open(self._directory / file) as handle:
+                for name in handle.keys():  # noqa: SIM118  (it is no mapping)
+                    holders.setdefault(name, []).append(file)
+        wrong = [
+            f"{name} is in {' and '.join(holders.get(name, ['none of them']))}, by the index in {file}"
+            for name, file in self._files.items()
+            if name in expected and holders.get(name) != [file]
+        ]
+        if wrong:
+            yield f"{INDEX} differs from the files: {name_some(wrong)}"
+        unlisted = [f"{name} in {holders[name][0]}" for name in expected if name in holders and name not in self._files]
+        if unlisted:
+            yield f"{INDEX} lacks {name_some(unlisted)}"
 
     def read(self, name: str) -> Tensor:
         tensor: Tensor = self._open_file(name).get_tensor(name)

@@ -1,13 +1,16 @@
 """Composition and its errors: each names the key, what was found, and what would be right."""
 
+import pickle
+
 import pytest
 
-from megarl.config.checks.config import TOYS, describe_sizes
+from megarl.config.checks.config import ALLOWED_VALUES, REFUSED_OPTIONS, TOYS, describe_sizes
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.load import check_overrides, list_options, load_config
 from megarl.config.open_keys import list_open_keys, open_overrides
 from megarl.config.schema.roles import LrDecay
 from megarl.config.search_path import CONF_DIR
+from megarl.rollout.server_options import load_options
 
 
 def problems_of(*overrides: str) -> str:
@@ -261,8 +264,41 @@ def test_quantized_weights_of_servers_are_refused_with_the_reason(override):
     assert "which a weight sync cannot write and its checksums cannot verify" in message
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "rollout.sglang.preferred_sampling_params={repetition_penalty: 1.5}",
+        "rollout.sglang.enable_custom_logit_processor=true",
+        "rollout.sglang.enable_watermark=true",
+        "rollout.sglang.speculative_algorithm=NGRAM",
+        "rollout.sglang.speculative_accept_threshold_single=0.5",
+        "rollout.sglang.json_model_override_args={sliding_window: 16}",
+        "rollout.sglang.lora_paths=[x]",
+        "rollout.sglang.trust_remote_code=true",
+        "rollout.sglang.forward_hooks=[x]",
+        "rollout.sglang.load_format=dummy",
+        "rollout.sglang.model_impl=transformers",
+        "rollout.sglang.hicache_storage_backend=file",
+        "rollout.sglang.delete_ckpt_after_loading=true",
+        "rollout.sglang.context_length=8",
+    ],
+)
+def test_server_arguments_by_which_responses_are_no_samples_of_the_policy_are_refused(override):
+    assert problems_of(override).startswith(f"{override.partition('=')[0]}: found ")
+
+
+def test_every_refused_server_argument_is_one_of_the_installed_sglang():
+    not_its_own = {"top_p", "top_k", "min_p"}
+    assert {*REFUSED_OPTIONS, *ALLOWED_VALUES} - not_its_own <= load_options().keys()
+    assert any(name.startswith("speculative_") for name in load_options())
+
+
 def test_an_fp8_kv_cache_is_none_of_the_weights_and_is_passed_through():
     assert load_config(["rollout.sglang.kv_cache_dtype=fp8_e4m3"]).rollout.sglang == {"kv_cache_dtype": "fp8_e4m3"}
+
+
+def test_the_problems_of_another_process_stay_apart():
+    assert pickle.loads(pickle.dumps(ConfigError(["a: one", "b: two"]))).problems == ("a: one", "b: two")
 
 
 def test_all_problems_are_reported_at_once():

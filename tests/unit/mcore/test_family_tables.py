@@ -1,5 +1,7 @@
 """What the descriptors of the families read of config.json, and what they refuse."""
 
+import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,8 @@ from tiny_checkpoints import build_fields
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.model import RandomModelConfig
-from megarl.families.registry import FAMILIES, list_weights, parse_architecture
+from megarl.families.config_json import EFFECTIVE, ONLY_VALUES, SECTIONS, WITHOUT_EFFECT
+from megarl.families.registry import FAMILIES, list_unknown_keys, list_weights, parse_architecture
 from megarl.hf.random_model import build_random_checkpoint
 from megarl.mcore.model.architecture import Architecture
 from megarl.mcore.weights.entries import describe, list_entries
@@ -33,6 +36,153 @@ def read(family: str, **changes: Any) -> Architecture:
 def test_a_glm4_moe_that_is_not_built_is_refused_by_key(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read("glm4_moe", **changes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attn_logit_softcapping", 50.0),
+        ("dual_chunk_attention_config", {"chunk_size": 8192}),
+        ("attention_chunk_size", 16),
+        ("quantization_config", {}),
+        ("compression_config", {"format": "int-quantized"}),
+        ("auto_map", {"AutoModelForCausalLM": "modeling.Model"}),
+        ("text_config", None),
+        ("vision_config", {"depth": 2}),
+        ("v_head_dim", 8),
+        ("per_layer_config", {"0": {"head_dim": 8}}),
+        ("rope_is_neox_style", False),
+        ("use_sliding_window", True),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("original_max_position_embeddings", 64),
+        ("logits_scaling", 8.0),
+        ("num_attention_heads", "4"),
+        ("tie_word_embeddings", "false"),
+        ("partial_rotary_factor", 0.25),
+    ],
+)
+def test_a_key_by_which_one_engine_computes_something_else_is_refused_by_name(
+    family: str, key: str, value: Any
+) -> None:
+    if family.startswith("glm4") and key == "partial_rotary_factor":
+        assert read(family, partial_rotary_factor=0.25).rotary_share == 0.25
+        return
+    with pytest.raises(ValueError, match=f"config.json: .*{key}"):
+        read(family, **{key: value})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sliding_window_is_ignored_only_where_transformers_drops_it(family: str) -> None:
+    if family.startswith("qwen"):
+        assert read(family, sliding_window=16) == read(family)
+    else:
+        with pytest.raises(ValueError, match="sliding_window is 16"):
+            read(family, sliding_window=16)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_of_no_effect_neutral_values_and_nulls_are_taken(family: str) -> None:
+    neutral = {"attn_logit_softcapping": None, "logits_scaling": 1.0, "quantization_config": None, "temperature": 0.6}
+    assert read(family, **neutral, use_mrope=False, rope_scaling=None, pretraining_tp=2) == read(family)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN}, "rope scaling .*yarn.* is not supported"),
+        ({"rope_parameters": YARN}, "rope scaling .*yarn.* is not supported"),
+        ({"rope_parameters": {"rope_theta": None}, "rope_theta": 5e5}, "rope_parameters.rope_theta is null"),
+        ({"rope_theta": None}, "rope_theta is null"),
+        ({"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "default"}}, ".*say different things"),
+        ({"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 5e5}, "rope_theta is 500000.0 and rope_parameters"),
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1]}}, "rope_parameters has mrope_section"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters has full_attention"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; an object was expected"),
+        ({"rope_parameters": {"rope_theta": "1e6"}}, "rope_parameters.rope_theta is '1e6'; a number above 0"),
+    ],
+)
+def test_positions_that_the_engines_could_read_differently_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"config.json: {message}"):
+        read("qwen3", **changes)
+
+
+def test_positions_said_twice_in_the_same_way_are_taken() -> None:
+    section = {"rope_type": "default", "rope_theta": 1e6}
+    assert read("qwen3", rope_parameters=section, rope_scaling=section, rope_theta=1e6).rope_theta == 1e6
+
+
+def test_the_longest_sequence_is_the_least_that_a_server_may_take_for_it() -> None:
+    assert read("llama", seq_length=64).max_length == 64
+
+
+PUBLISHED_KEYS = {
+    "qwen2": {"use_mrope": False, "max_window_layers": 21, "sliding_window": 32768, "use_sliding_window": False},
+    "qwen3": {"max_window_layers": 28, "sliding_window": None, "use_sliding_window": False, "rope_scaling": None},
+    "qwen3_moe": {
+        **{"decoder_sparse_step": 1, "mlp_only_layers": [], "output_router_logits": False, "qkv_bias": False},
+        **{"router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 0, "use_qk_norm": True},
+        **{"max_window_layers": 48, "sliding_window": None, "use_sliding_window": False},
+    },
+    "llama": {
+        **{"mlp_bias": False, "pretraining_tp": 1, "rope_interleaved": False, "is_llama_config": True},
+        "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
+        "rope_scaling": {
+            **{"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"},
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5, "head_dim": 16},
+    "glm4_moe": {"rope_scaling": None, "partial_rotary_factor": 0.5, "head_dim": 16},
+}
+"""What the families' published config.json have (Qwen2.5, Qwen3, Qwen3-Coder, Llama 3.2, SmolLM2, GLM-4-0414, GLM-4.5)
+beside sizes"""
+COMMON_KEYS = {
+    **{
+        "_name_or_path": "model",
+        "architectures": ["M"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 0,
+        "use_cache": True,
+    },
+    **{"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "torch_dtype": "bfloat16"},
+    **{"transformers_version": "4.51.0", "pad_token_id": 0},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_keys_of_published_models_are_all_known(family: str) -> None:
+    content = {"model_type": family, **build_fields(family), **COMMON_KEYS, **PUBLISHED_KEYS[family]}
+    assert list_unknown_keys(content, Path("config.json")) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_writes_is_read_as_what_it_was_made_of(family: str) -> None:
+    import transformers
+
+    fields = {**build_fields(family), "rms_norm_eps": 1e-6}
+    written = transformers.CONFIG_MAPPING[family](**fields).to_dict()
+    assert parse_architecture(written, Path("config.json")) == read(family, rms_norm_eps=1e-6)
+    assert list_unknown_keys(written, Path("config.json")) == []
+
+
+def test_every_key_that_sglang_reads_of_our_families_is_known_or_refused() -> None:
+    root = Path(str(importlib.util.find_spec("sglang").origin)).parent / "srt"  # type: ignore[union-attr]
+    modules = {family.sglang_module for family in FAMILIES.values()}
+    texts = [(root / "models" / f"{name}.py").read_text() for name in modules]
+    texts.append((root / "configs" / "model_config.py").read_text())
+    pattern = (
+        r'\b(?:getattr|hasattr)\(\s*(?:self\.)?(?:hf_|hf_text_|text_)?config,\s*"(\w+)"|\bhf_(?:text_)?config\.(\w+)'
+    )
+    names = {a or b for text in texts for a, b in re.findall(pattern, text)}
+    assert {"sliding_window", "attention_bias", "dual_chunk_attention_config", "rope_is_neox_style"} <= names
+    of_objects = {"get_text_config", "update", "to_dict", "context_len", "items", "__class__"}
+    sizes = {"vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads"}
+    known = WITHOUT_EFFECT | ONLY_VALUES.keys() | set(SECTIONS) | of_objects | sizes
+    assert {name for name in names if name not in known and not EFFECTIVE.search(name)} == set()
 
 
 def test_the_first_layers_of_glm4_moe_are_dense_and_the_others_have_shared_experts_and_a_bias() -> None:

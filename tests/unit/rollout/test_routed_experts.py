@@ -25,6 +25,7 @@ from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 CONFIG = {
     "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
     "num_hidden_layers": 2,
     "hidden_size": 64,
     "intermediate_size": 160,
@@ -107,7 +108,13 @@ def test_what_no_router_chooses_is_refused(arch, change, message):
 
 def test_layers_without_experts_may_hold_anything(checkpoint):
     dense_first = {**CONFIG, "model_type": "glm4_moe", "first_k_dense_replace": 1, "n_routed_experts": 200}
-    dense_first |= {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 1}
+    dense_first |= {
+        "num_experts": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "n_shared_experts": 1,
+    }
     arch = parse_architecture(dense_first, checkpoint / "config.json")
     routed = pick(6)
     routed[:, 0] = 0
@@ -186,6 +193,7 @@ def test_the_server_is_told_and_a_dense_model_or_unbounded_chunks_are_refused(ch
     assert not {"--enable-return-routed-experts", "--disable-radix-cache"} & set(command)
     with pytest.raises(ConfigError, match=r"rollout\.sglang\.chunked_prefill_size: found -1 with"):
         load_config([*overrides, "rollout.sglang={chunked_prefill_size: -1}"])
-    (checkpoint / "config.json").write_text(json.dumps({**CONFIG, "model_type": "qwen3"}))
+    no_experts = dict.fromkeys(key for key in CONFIG if "exp" in key or key.startswith(("moe", "norm")))
+    (checkpoint / "config.json").write_text(json.dumps({**CONFIG, "model_type": "qwen3"} | no_experts))
     with pytest.raises(ConfigError, match=r"rollout\.router_replay: found true, but the model .* has no experts"):
         load_expert_architecture(checkpoint)

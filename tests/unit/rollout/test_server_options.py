@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig, ServerOffload
 from megarl.rollout import server
+from megarl.rollout.served_model import check_served_class, load_family_options, load_generation_spec
 from megarl.rollout.server import ServerError, SGLangServer, build_command
 from megarl.rollout.server_options import (
     FLOAT32_ATTENTION,
@@ -92,6 +94,51 @@ def test_the_command_holds_model_seed_dtype_and_the_passed_through_options(tmp_p
     assert pairs["--dtype"] == "bfloat16"
     assert pairs["--max-total-tokens"] == "512"
     assert pairs["--chunked-prefill-size"] == "64"
+
+
+@pytest.mark.parametrize("name", ["a[1]", "what?", "Mistral-Large-3-distilled"])
+def test_a_model_in_whose_path_sglang_would_not_find_files_is_served_through_a_link(tmp_path, name):
+    model, scratch = tmp_path / name, tmp_path / "scratch"
+    model.mkdir()
+    scratch.mkdir()
+    words = ["python", "--model-path", str(model), "--port", "5"]
+    linked = server.link_model(words, scratch)
+    assert linked == [*words[:2], str(scratch / "model"), *words[3:]]
+    assert (scratch / "model").resolve() == model.resolve()
+    assert server.link_model([*words[:2], "/models/plain", *words[3:]], scratch)[2] == "/models/plain"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("SGLANG_RETURN_ORIGINAL_LOGPROB", "1"), ("SGLANG_SIMULATE_ACC_LEN", "3"), ("SGLANG_MAX_NEW_TOKENS_LIMIT", "10")],
+)
+def test_variables_by_which_servers_report_no_samples_of_the_policy_are_refused(tmp_path, monkeypatch, name, value):
+    sglang = Path(importlib.util.find_spec("sglang").origin).parent
+    assert name in (sglang / "srt" / "environ.py").read_text()
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{name}: found '{value}' in the environment"):
+        build_command(RolloutConfig(kv_cache_tokens=1), tmp_path, host="127.0.0.1", port=5, seed=1)
+    monkeypatch.setenv(name, "0")
+    build_command(RolloutConfig(kv_cache_tokens=1), tmp_path, host="127.0.0.1", port=5, seed=1)
+
+
+@pytest.mark.parametrize(
+    "classes", [None, [], ["Qwen3Model"], ["Qwen3ForSequenceClassification"], ["LlamaForCausalLM"]]
+)
+def test_a_model_whose_class_does_not_generate_is_refused_with_the_class_that_does(tmp_path, classes):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": classes}))
+    with pytest.raises(ConfigError, match=r'architectures is .*"architectures": \["Qwen3ForCausalLM"\]'):
+        check_served_class(tmp_path)
+    if not classes:
+        with pytest.raises(ConfigError, match="architectures is "):
+            load_family_options(tmp_path)
+
+
+@pytest.mark.parametrize("eos", [258.0, [[258]], True, "258"])
+def test_an_end_of_sequence_that_is_no_number_of_a_token_is_refused(tmp_path, eos):
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 264, "eos_token_id": eos}))
+    with pytest.raises(ConfigError, match=r"eos_token_id is .*; a token's number or a list of them was expected"):
+        load_generation_spec(tmp_path)
 
 
 def test_on_a_cpu_the_kv_cache_must_have_a_size(tmp_path, monkeypatch):

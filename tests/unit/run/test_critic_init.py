@@ -65,6 +65,19 @@ def test_the_critic_starts_from_critic_init_and_the_others_from_the_model(policy
     assert load()[Role.critic].checkpoint == str(policy)
 
 
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"score.weight": "gone.safetensors"}, "lacks gone.safetensors, of 1 files that model.safetensors.index.json"),
+        ({"score.weight": "../x.safetensors"}, "score.weight is in '../x.safetensors'; a file of this directory"),
+    ],
+)
+def test_an_index_that_differs_from_the_critics_files_is_named_in_a_line(critic, index, message):
+    (critic / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(ConfigError, match=rf"critic\.init: .*{message}"):
+        load(f"critic.init={critic}")
+
+
 def test_critic_init_takes_a_model_of_another_size_and_family(tmp_path):
     from transformers import LlamaConfig, LlamaForSequenceClassification
 

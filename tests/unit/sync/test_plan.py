@@ -43,7 +43,8 @@ def build_architecture(family: str, num_kv_heads: int = 2, tied: bool = False, v
         max_length=64,
         tie_embeddings=tied,
     )
-    fields = {**build_random_fields(sizes, vocab_size), "head_dim": 4, "moe_intermediate_size": 8}
+    fields = {**build_random_fields(sizes, vocab_size), "head_dim": 4}
+    fields |= {"moe_intermediate_size": 8} if FAMILIES[family].has_experts else {}
     return parse_architecture({"model_type": family, **fields}, Path("config.json"))
 
 
