@@ -57,6 +57,8 @@ class DataSplits:
     heldout: tuple[Prompt, ...]
     num_dropped: int
     """Problems left out: longer than data.prompt_length, or for training and held out as well."""
+    num_repeated: int = 0
+    """Of these, repeats of a held-out question"""
 
 
 def build_data(
@@ -71,6 +73,7 @@ def build_data(
     problems = build_source(config).load(seed)
     renderer = Renderer(config, tokenizer, tools)
     train = tokenize_problems(problems.train, renderer, "training")
+    num_too_long = len(problems.train) - len(train)
     if problems.heldout is None:
         num_read = len(problems.train)
         train, heldout = split_heldout(train, config.num_heldout, seed)
@@ -78,14 +81,17 @@ def build_data(
         num_read = len(problems.train) + len(problems.heldout)
         heldout = tokenize_problems(problems.heldout, renderer, "held-out")
         unused = len(heldout)
+        num_too_long += len(problems.heldout) - unused
         heldout = choose_heldout(heldout, config.num_heldout, seed)
         num_read -= unused - len(heldout)
         if not problems.shares_questions:
             train = remove_questions(train, heldout)
+    num_dropped = num_read - len(train) - len(heldout)
     return DataSplits(
         train=tuple(prompt for _, prompt in train),
         heldout=tuple(prompt for _, prompt in heldout),
-        num_dropped=num_read - len(train) - len(heldout),
+        num_dropped=num_dropped,
+        num_repeated=num_dropped - num_too_long,
     )
 
 

@@ -103,7 +103,7 @@ LIMITS = (
         CRITIC_ADVICE,
         low=-0.1,
         is_share=False,
-        fewest=10,
+        fewest=5,
     ),
     Limit(
         "advantage/lambda_at_min_frac",

@@ -108,6 +108,12 @@ class ValuePretraining:
                 reason = "train.max_minutes or train.max_samples is reached, before algo.value_pretrain.steps"
             if reason:
                 self.report.message(f"value pretraining ends after {len(self.curve)} rollouts: {reason}")
+            if self.curve and self.curve[-1] <= NOTHING:
+                self.report.message(
+                    f"warning: the critic explains nothing after value pretraining (explained variance"
+                    f" {self.curve[-1]:.3f}): do the rewards differ at all? More of algo.value_pretrain.steps, another"
+                    " critic.optimizer.lr, or more of critic.updates_per_policy_update"
+                )
             self.saver.settle()
         explained = self.curve[-1] if self.curve else float("nan")
         return PretrainingSummary(len(self.curve), explained, self.reward_moments)
@@ -181,6 +187,8 @@ class ValuePretraining:
         return samples
 
 
+NOTHING = 0.01
+"""Explained variance up to which a critic is no better than a constant"""
 NUM_ERRORS = 1.5
 """Standard errors of the rise that must lie below min_improvement. One would end a tenth of the runs whose explained
 variance rises by 0.004 a step under noise of 0.05; two would miss half of the plateaus for 15 steps and longer."""
