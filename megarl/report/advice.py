@@ -120,6 +120,14 @@ LIMITS = (
         high=0.05,
     ),
     Limit(
+        "policy/learned_frac_of_length_4",
+        "The longest responses are hardly learned from",
+        "of the longest quarter of the responses {} of the tokens are learned from",
+        "a larger rollout.max_staleness or more servers where tokens are too old, a larger rollout.response_length"
+        " where responses are cut: else the policy learns from what is short",
+        low=0.7,
+    ),
+    Limit(
         "derived/rollout_frac",
         "Training waits for responses",
         "the roles are idle for {} of an iteration",

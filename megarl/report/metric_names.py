@@ -143,6 +143,16 @@ METRICS: tuple[Metric, ...] = (
         "Weight of a positive token's log-likelihood against that of a token of the loss, the largest of the steps",
     ),
     Metric("policy/dropped_frac", SHARE, "Generated tokens that the policy does not learn from"),
+    Metric(
+        "policy/learned_frac_at_{quarter}",
+        SHARE,
+        "Tokens learned from over tokens generated, by their place in the response; where some are not learned from",
+    ),
+    Metric(
+        "policy/learned_frac_of_length_{quartile}",
+        SHARE,
+        "The same of a quarter of the responses, by their length",
+    ),
     *_role("policy"),
     Metric("critic/loss", ONE, "The critic's loss, mean over the optimizer steps"),
     Metric("critic/abs_error", REWARD, "Absolute difference of value and return at a token, during the update"),
