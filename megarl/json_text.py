@@ -26,6 +26,21 @@ def load_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def check_state(where: str, state: Any) -> Any:
+    """What is kept in a checkpoint of a user's own object, as it is. Raises ValueError, naming `where`, for what JSON
+    does not give back as it was."""
+    try:
+        same = json.loads(json.dumps(state, allow_nan=False)) == state
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: state_dict() cannot be saved: {error}; it must be JSON") from error
+    if not same:
+        raise ValueError(
+            f"{where}: state_dict() comes back from JSON as another value (a tuple as a list, a key that is a number as"
+            " a text); it must be lists, dicts with texts as keys, texts, numbers, true, false and None"
+        )
+    return state
+
+
 def _parse(text: str | bytes, **options: Any) -> Any:
     try:
         return json.loads(text, **options)

@@ -4,11 +4,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megarl.algo.advantages.tether import update_rho
 from megarl.algo.diagnostics import compute_batch_metrics, compute_engine_taper, measure_engine_noise
 from megarl.algo.kl import KlController
+from megarl.algo.registry import load_state, read_state
 from megarl.algo.rewards import update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets
@@ -97,6 +98,7 @@ class Trainer:
         self.has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig)
         self.kl, self.reward_moments = KlController.start(config.algo.kl), RunningMoments()
         self.tether_rho = config.algo.tether.initial
+        load_state(config.algo)
         self.engine_noise: float | None = None
         self.reuses_logprobs = False
         """Whether the update of this iteration computes old_logprobs itself"""
@@ -177,6 +179,8 @@ class Trainer:
             kl_coef=self.kl.coef,
             reward_moments=self.reward_moments,
             tether_rho=self.tether_rho,
+            estimator=read_state(self.config.algo),
+            reward=self.reward_state(),
             source=self.source.state(),
             sizes=self.saver.measure_files(),
         )
@@ -187,9 +191,20 @@ class Trainer:
         self.tether_rho, self.published = state.tether_rho, None
         self.heldout_reward = float("nan") if state.heldout_reward is None else state.heldout_reward
         self.kl = replace(self.kl, coef=state.kl_coef)
+        self.load_own_state(state)
         self.source.restore(state.source)
         self.state = state
         self.saver.restore(state)
+
+    def reward_state(self) -> Any:
+        """What the user's own reward keeps, JSON; None: nothing."""
+        return self.components.collector.reward_state() if self.components.collector else None
+
+    def load_own_state(self, state: TrainerState) -> None:
+        """Bring what the user's own estimator and reward keep into the checkpoint's state."""
+        load_state(self.config.algo, state.estimator)
+        if self.components.collector and state.reward is not None:
+            self.components.collector.load_reward_state(state.reward)
 
     def commit(self, state: TrainerState) -> None:
         """Record `state`, with which the roles' weights now agree."""

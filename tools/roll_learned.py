@@ -117,9 +117,10 @@ def convert_filter(domain: str, value: Any, leaves: Leaves) -> Conversion:
         same = 0 <= read_number(leaves, f"{prefix}std_threshold", -1) < 1 / sqrt(group)
     if same and domain in list_math_domains(leaves):
         return Conversion(
-            {"algo.dynamic_sampling.enabled": "true"}, "of rewards 0 and 1, exactly the groups of equal ones"
+            {"algo.dynamic_sampling.enabled": "true"},
+            "of rewards 0 and 1, exactly the groups that are all right or all wrong",
         )
-    return Conversion(note="algo.dynamic_sampling replaces groups of equal rewards alone", lost="data")
+    return Conversion(note="algo.dynamic_sampling replaces groups that are all right or all wrong alone", lost="data")
 
 
 def convert_files(value: Any, leaves: Leaves) -> Conversion:
@@ -252,9 +253,9 @@ def convert_difficulty_mask(value: Any, leaves: Leaves) -> Conversion:
     low = read_number(leaves, "difficulty_low_threshold", 0.0)
     high = read_number(leaves, "difficulty_high_threshold", 1.0)
     if 0 <= low < 1 / group and 1 - 1 / group < high <= 1 and list_math_domains(leaves):
-        note = "of rewards 0 and 1 it masks exactly the groups of equal ones, which are replaced here"
+        note = "of rewards 0 and 1 it masks exactly the groups that are all right or all wrong, which are replaced here"
         return Conversion({"algo.dynamic_sampling.enabled": "true"}, note)
-    note = f"of {group} rewards it masks more than the groups of equal ones, which algo.dynamic_sampling replaces"
+    note = f"of {group} rewards it masks more than algo.dynamic_sampling replaces: groups all right or all wrong"
     return Conversion(note=note, lost="objective")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.config.schema.algo import AlgoConfig
 
@@ -116,6 +116,16 @@ class Advantages:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+class Stateful(Protocol):
+    """What goes on in a resumed run where the checkpoint left it."""
+
+    def state_dict(self) -> Any:
+        """JSON, small: it is read after every iteration."""
+        ...
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
 @dataclass(frozen=True)
 class AdvantageEstimator:
     """One choice of algo.advantage."""
@@ -131,6 +141,9 @@ class AdvantageEstimator:
     compares_group: bool = False
     """The advantage is relative to the other responses to the prompt: it takes at least two, and what is subtracted
     from all rewards of a group cancels."""
+    state: Stateful | None = None
+    """What `compute` keeps from one iteration to the next; a run begins with the state it was declared with. None:
+    nothing."""
 
 
 @dataclass(frozen=True)

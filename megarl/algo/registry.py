@@ -5,6 +5,7 @@ POLICY_LOSS; FILE.py:NAME or package.module:NAME is a declaration of the user's 
 """
 
 import importlib
+import json
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
@@ -14,6 +15,7 @@ from megarl.algo.declarations import AdvantageEstimator, LossTerm, PolicyLoss
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.schema.algo import AlgoConfig, needs_reference, uses_topr
 from megarl.config.user_code import load_named
+from megarl.json_text import check_state
 
 _ADVANTAGES = "megarl.algo.advantages"
 _POLICY_LOSSES = "megarl.algo.policy_losses"
@@ -44,6 +46,29 @@ def list_loss_terms() -> tuple[LossTerm, ...]:
         assert isinstance(module.TERM, LossTerm)
         terms.append(module.TERM)
     return tuple(terms)
+
+
+def read_state(algo: AlgoConfig) -> Any:
+    """What the estimator keeps over the iterations, JSON; None: nothing. Raises ValueError for what is not JSON."""
+    kept = find_advantage(algo.advantage).state
+    return None if kept is None else check_state(f"algo.advantage={algo.advantage}", kept.state_dict())
+
+
+@cache
+def _declared_state(name: str) -> str:
+    """As JSON, before the first run of this process."""
+    kept = find_advantage(name).state
+    assert kept is not None
+    return json.dumps(check_state(f"algo.advantage={name}", kept.state_dict()))
+
+
+def load_state(algo: AlgoConfig, state: Any = None) -> None:
+    """Bring the estimator into this state; None: the one that it was declared with. Raises ValueError as
+    `read_state`."""
+    kept = find_advantage(algo.advantage).state
+    if kept is not None:
+        declared = json.loads(_declared_state(algo.advantage))
+        kept.load_state_dict(declared if state is None else state)
 
 
 def list_advantages() -> dict[str, AdvantageEstimator]:

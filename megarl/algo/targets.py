@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megarl.algo.blocks import Block, allocate_zeros, count_generated, split_blocks
 from megarl.algo.declarations import AdvantageInputs, Advantages
-from megarl.algo.diagnostics import compute_mismatch_metrics, compute_replay_metrics
+from megarl.algo.diagnostics import QUARTERS, compute_mismatch_metrics, compute_quarters, compute_replay_metrics
 from megarl.algo.finite import check_finite
 from megarl.algo.kl import compute_token_kl
 from megarl.algo.registry import find_advantage, name_advantages, needs_critic, reads_old_logprobs
@@ -195,6 +195,26 @@ def _finish_advantages(advantages: Tensor, mask: Tensor, algo: AlgoConfig, dtype
     return out
 
 
+def measure_learned(mask: Tensor, loss_mask: Tensor) -> Metrics:
+    """The tokens that the policy learns from over those that it generated: what is dropped by its age or its response's
+    length is not a random part. mask, loss_mask: bool [B, T].
+
+    policy/learned_frac_at_0_25 .. at_75_100: by the quarter of its response in which a token lies.
+    policy/learned_frac_of_length_1 .. 4: of the quarter of the responses that is the shortest .. the longest.
+    """
+    generated, learned = count_generated(mask), count_generated(loss_mask)
+    at = torch.zeros(2, len(QUARTERS), dtype=torch.int64)
+    for block in split_blocks(mask):
+        quarters = compute_quarters(block.lengths).long()
+        at[0] += quarters.bincount(minlength=len(QUARTERS))
+        at[1] += quarters[block.flatten(loss_mask).bool()].bincount(minlength=len(QUARTERS))
+    rows = (generated > 0).nonzero()[:, 0]
+    by_length = rows[generated[rows].argsort(stable=True)].tensor_split(4)
+    found = {f"at_{name}": (int(at[1, i]), int(at[0, i])) for i, name in enumerate(QUARTERS)}
+    found |= {f"of_length_{i}": (int(learned[r].sum()), int(generated[r].sum())) for i, r in enumerate(by_length, 1)}
+    return {f"policy/learned_frac_{name}": part / whole for name, (part, whole) in found.items() if whole}
+
+
 def _compute_metrics(samples: TrainingSamples, rewards_B: Tensor, fresh_B: Tensor) -> Metrics:
     """reward/* over the samples of this iteration, advantage/* and policy/* over all that are trained on."""
     mask, metrics = samples.mask, Metrics()
@@ -206,6 +226,8 @@ def _compute_metrics(samples: TrainingSamples, rewards_B: Tensor, fresh_B: Tenso
         inside.add(block.flatten(samples.advantages).double())
     if not inside.count:
         return metrics
+    if not torch.equal(mask, samples.loss_mask):
+        metrics |= measure_learned(mask, samples.loss_mask)
     return metrics | {
         "policy/dropped_frac": float(1.0 - count_generated(samples.loss_mask).sum() / count_generated(mask).sum()),
         "advantage/mean": inside.mean,

@@ -38,21 +38,15 @@ def load_config(overrides: Sequence[str], command: str = "train") -> Config:
     """The checked configuration of `python -m megarl.COMMAND` for these `key=value` overrides, ROLL's names included.
 
     A model that a run wrote brings settings of that run (megarl/config/brought.py), which what is given replaces.
-    Raises ConfigError, naming each key, what was found and what would be right; so does a key that the overrides or
-    the chosen conf/experiment/NAME.yaml set and that has no effect, in the latter whichever command it is.
+    Raises ConfigError, naming each key, what was found and what would be right; so does a key that the overrides set
+    and that has no effect. Of those of the chosen conf/experiment/NAME.yaml `list_left_out` tells.
     """
     check_words(overrides)
     rewritten = rewrite_overrides(overrides)
     config = to_config(_settle(rewritten.overrides, command)[0])
     typed = {key: key for text in rewritten.overrides for key in list_set_keys(text)}
     typed |= {key: f"{key} (from {origin})" for key, origin in rewritten.origins.items() if key in typed}
-    found = _list_experiment_keys(rewritten.overrides)
-    # An experiment may be for several commands, so that each leaves out some of its keys.
-    unused = [
-        *(f"{found[key]}: {reason}" for key, reason in find_unused(config, [*found.keys() - typed.keys()], None)),
-        *(f"{typed[key]}: {reason}" for key, reason in find_unused(config, typed, command)),
-    ]
-    if unused:
+    if unused := [f"{typed[key]}: {reason}" for key, reason in find_unused(config, typed, command)]:
         raise ConfigError(unused)
     return config
 
@@ -108,6 +102,15 @@ def _fill(composed: DictConfig, values: Mapping[str, Any]) -> Config:
     for key in OmegaConf.missing_keys(filled):
         OmegaConf.update(filled, key, "")
     return _to_dataclasses(filled)
+
+
+def list_left_out(overrides: Sequence[str], config: Config) -> list[str]:
+    """A line for each key of the chosen conf/experiment/NAME.yaml that has no effect in `config`, which these overrides
+    gave: under another algorithm than the file was written for. What one command alone reads is not listed."""
+    rewritten = rewrite_overrides(overrides).overrides
+    found = _list_experiment_keys(rewritten)
+    keys = sorted(found.keys() - {key for text in rewritten for key in list_set_keys(text)})
+    return [f"left out: {found[key]}: {reason}" for key, reason in find_unused(config, keys, None)]
 
 
 def compose_config(overrides: Sequence[str]) -> Config:

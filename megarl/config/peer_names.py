@@ -175,6 +175,7 @@ _VERL = {
     "algorithm.kl_ctrl.target_kl": "algo.kl.target",
     "algorithm.kl_ctrl.horizon": "algo.kl.horizon",
     "algorithm.filter_groups.enable": "algo.dynamic_sampling.enabled",
+    "algorithm.filter_groups.metric": "algo.dynamic_sampling.by (correct is acc)",
     "algorithm.filter_groups.max_num_gen_batches": "algo.dynamic_sampling.max_rounds",
     "algorithm.rollout_correction.rollout_is": "algo.mismatch.correction and algo.mismatch.level",
     "algorithm.rollout_correction.rollout_is_threshold": "algo.mismatch.high",

@@ -57,6 +57,8 @@ class DataSplits:
     heldout: tuple[Prompt, ...]
     num_dropped: int
     """Problems left out: longer than data.prompt_length, or for training and held out as well."""
+    num_repeated: int = 0
+    """Of these, repeats of a held-out question"""
     notes: tuple[str, ...] = ()
     """How the data were read: columns, chat template, special tokens"""
 
@@ -68,6 +70,7 @@ class SplitProblems:
     train: list[Tokenized]
     heldout: list[Tokenized]
     num_dropped: int
+    num_repeated: int
     shares_questions: bool
     """As `ProblemSplits.shares_questions`"""
     notes: tuple[str, ...]
@@ -92,6 +95,7 @@ def build_data(
         train=tuple(prompt for _, prompt in split.train),
         heldout=tuple(prompt for _, prompt in split.heldout),
         num_dropped=split.num_dropped,
+        num_repeated=split.num_repeated,
         notes=split.notes,
     )
 
@@ -108,6 +112,7 @@ def split_problems(
     renderer = Renderer(config, tokenizer, tools, vocab_size)
     notes = list(problems.notes)
     train = tokenize_problems(problems.train, renderer, "training", notes)
+    num_too_long = len(problems.train) - len(train)
     if problems.heldout is None:
         num_read = len(problems.train)
         train, heldout = split_heldout(train, config.num_heldout, seed)
@@ -115,13 +120,15 @@ def split_problems(
         num_read = len(problems.train) + len(problems.heldout)
         heldout = tokenize_problems(problems.heldout, renderer, "held-out", notes)
         unused = len(heldout)
+        num_too_long += len(problems.heldout) - unused
         heldout = choose_heldout(heldout, config.num_heldout, seed)
         num_read -= unused - len(heldout)
         if not problems.shares_questions:
             train = remove_questions(train, heldout)
     notes.append(describe_prompts(renderer, [prompt for _, prompt in train]))
     num_dropped = num_read - len(train) - len(heldout)
-    return SplitProblems(train, heldout, num_dropped, problems.shares_questions, tuple(notes))
+    num_repeated = num_dropped - num_too_long
+    return SplitProblems(train, heldout, num_dropped, num_repeated, problems.shares_questions, tuple(notes))
 
 
 def describe_prompts(renderer: Renderer, prompts: Sequence[Prompt]) -> str:

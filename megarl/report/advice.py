@@ -103,7 +103,7 @@ LIMITS = (
         CRITIC_ADVICE,
         low=-0.1,
         is_share=False,
-        fewest=10,
+        fewest=5,
     ),
     Limit(
         "advantage/lambda_at_min_frac",
@@ -118,6 +118,14 @@ LIMITS = (
         "{} of the tokens are older than rollout.max_staleness",
         "more or faster servers (rollout.num_servers), or a larger rollout.max_staleness with a correction",
         high=0.05,
+    ),
+    Limit(
+        "policy/learned_frac_of_length_4",
+        "The longest responses are hardly learned from",
+        "of the longest quarter of the responses {} of the tokens are learned from",
+        "a larger rollout.max_staleness or more servers where tokens are too old, a larger rollout.response_length"
+        " where responses are cut: else the policy learns from what is short",
+        low=0.7,
     ),
     Limit(
         "derived/rollout_frac",

@@ -96,13 +96,13 @@ def count_votes(samples: Sequence[Sample]) -> tuple[ProblemResult, ...]:
     return tuple(results)
 
 
-def format_table(results: Sequence[SetResult]) -> str:
+def format_table(results: Sequence[SetResult], *, has_environment: bool = False) -> str:
     """A Markdown table with a row per set; each estimate in percent with its interval.
 
-    The columns "turns" and "no reward" are there where a response has several turns, or no reward.
+    The columns "turns" and "no reward" are there where an environment may answer, or a response has no reward.
     """
     names = list(dict.fromkeys(key for result in results for key in result.estimates))
-    turns = any(result.mean_turns != 1 for result in results)
+    turns = has_environment or any(result.mean_turns != 1 for result in results)
     failed = any(result.failed_frac for result in results)
     header = ["set", "problems", *names, "reward", "tokens", *["turns"] * turns, "truncated", "no answer"]
     header += ["no reward"] * failed

@@ -16,7 +16,7 @@
     reference: ["policy to reference", (r, i) => (r.ref_logprobs ? getLogprob(r, i) - r.ref_logprobs[i] : null), true, 0.01, "log-prob by the policy minus that by the reference"],
     surprise: ["surprise", (r, i) => log(r.rollout_logprobs, i, (x) => -x), false, 0.1, "minus the log-prob of the token that was sampled, in nats"],
   };
-  const OUTCOMES = { right: "right", wrong: "wrong", truncated: "truncated", failed: "no reward" };
+  const OUTCOMES = { right: "right", wrong: "wrong", cut: "wrong, cut at the limit", failed: "no reward" };
   const PAGE = 100;
   const state = { outcome: "", kind: "", query: "", sort: "newest", field: "", shown: PAGE, current: null };
 
@@ -54,7 +54,7 @@
   const textOf = (r) => (r.tokens ? r.tokens.join("") : r.turns.map((turn) => turn.text).join("\n"));
 
   for (const r of records) {
-    r.outcome = r.score.failure !== null ? "failed" : r.finish_reason === "length" ? "truncated" : r.score.correct ? "right" : "wrong";
+    r.outcome = r.score.failure !== null ? "failed" : r.score.correct ? "right" : r.finish_reason === "length" ? "cut" : "wrong";
     r.places = r.kept ? r.kept.flatMap(([start, end]) => Array.from({ length: end - start }, (_, i) => start + i)) : [];
     r.isObserved = (place) => (r.observed || []).some(([start, end]) => start <= place && place < end);
     const generated = r.places.map((place, i) => i).filter((i) => !r.isObserved(r.places[i]));

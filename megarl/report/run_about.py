@@ -1,6 +1,7 @@
 """What a run is, for its page: the objective, the configuration as a difference, versions, hardware, damaged files."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
@@ -69,7 +70,9 @@ def _format_table(heads: Sequence[str], rows: Mapping[str, tuple[Any, Any]]) -> 
     yield "".join(f"<th>{escape(head)}</th>" for head in heads) + "</tr></thead><tbody>"
     for key, values in rows.items():
         cells = "".join(f"<td><code>{escape(_show(value))}</code></td>" for value in values)
-        yield f"<tr><td><code>{escape(key)}</code></td>{cells}</tr>"
+        # A narrow screen breaks a key after a dot or an underscore, not within a word.
+        name = re.sub(r"([._])", r"\1<wbr>", escape(key))
+        yield f"<tr><td><code>{name}</code></td>{cells}</tr>"
     yield "</tbody></table></div>"
 
 

@@ -15,6 +15,7 @@ class Sign:
     shows: Callable[[Metrics], bool]
     text: str
     """With fields of the metrics, / as _"""
+    patience: int = PATIENCE
 
 
 def _is_zero(name: str) -> Callable[[Metrics], bool]:
@@ -53,6 +54,14 @@ SIGNS = (
         " (reward=...)? Easier or harder prompts (data=...), or a larger train.responses_per_prompt",
     ),
     Sign(
+        "no signal",
+        lambda m: m.get("advantage/max_abs") == 0 and "policy/loss" in m,
+        "every advantage of this iteration is 0, and its step was made all the same: of the momentum of earlier steps"
+        " and of what else is in the loss (a KL, an entropy), whose gradient Adam scales to a full step of the learning"
+        " rate even where it is only rounding. algo.dynamic_sampling.enabled=true replaces groups without a signal",
+        patience=1,
+    ),
+    Sign(
         "few groups",
         _have_few_groups_a_signal,
         "{reward_equal_groups_frac:.0%} of the groups have equal rewards, so that only the others are learned from:"
@@ -85,8 +94,8 @@ class RunWatch:
         values = {name.replace("/", "_"): value for name, value in metrics.items()}
         for sign in SIGNS:
             count = self._in_a_row[sign.name]
-            if count >= PATIENCE:
+            if count >= sign.patience:
                 continue
             self._in_a_row[sign.name] = count + 1 if sign.shows(metrics) else 0
-            if self._in_a_row[sign.name] == PATIENCE:
+            if self._in_a_row[sign.name] == sign.patience:
                 yield f"warning: {sign.text.format(**values)}"

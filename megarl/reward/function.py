@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.config.schema.reward import FunctionRewardConfig
 from megarl.config.user_code import DescribedError, describe_error
+from megarl.json_text import check_state
 from megarl.reward.records import decode_prompt, decode_response, encode_prompt, encode_response, encode_score
 from megarl.reward.signatures import adapt, list_columns
 from megarl.sandbox.function_server import load_callable
@@ -21,12 +22,23 @@ RESERVED_NAMES = frozenset(
 """What the trainer itself logs under reward/."""
 
 
-def serve_function(path: str) -> Callable[..., dict[str, Any]]:
-    """What the process calls: the user's function, from and to JSON. Raises ValueError where it cannot be loaded, or
-    takes other parameters than megarl, TRL or verl give."""
-    function = adapt(path, load_callable(path))
+def serve_function(path: str, state: Any = None) -> Callable[..., dict[str, Any]]:
+    """What the process calls: the user's function, from and to JSON; without a prompt it gives the function's state.
 
-    def score(prompt: dict[str, Any], response: dict[str, Any]) -> dict[str, Any]:
+    state: what the function is to go on from; None: nothing. Raises ValueError where it cannot be loaded, takes other
+    parameters than megarl, TRL or verl give, or has no place for a state that is given.
+    """
+    target = load_callable(path)
+    function = adapt(path, target)
+    keeps = hasattr(target, "state_dict") and hasattr(target, "load_state_dict")
+    if state is not None:
+        if not keeps:
+            raise ValueError(f"the checkpoint has a state of {path}, which has no state_dict and load_state_dict now")
+        target.load_state_dict(state)
+
+    def score(prompt: dict[str, Any] | None = None, response: dict[str, Any] | None = None) -> dict[str, Any]:
+        if prompt is None or response is None:
+            return {"state": check_state(f"reward.path={path}", target.state_dict())} if keeps else {}
         asked = decode_prompt(prompt)
         try:
             return encode_score(function(asked, decode_response(response)))

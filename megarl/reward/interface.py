@@ -25,6 +25,14 @@ class AsyncReward:
         not run yet. Raises ValueError where the reward cannot read the prompt."""
         return await self.score(prompt, empty)
 
+    def state(self) -> Any:
+        """What it keeps from the responses that it has scored, JSON, for a checkpoint; None: nothing. It may be called
+        from any thread, while responses are scored. Raises ValueError for what is not JSON."""
+        return None
+
+    def load_state(self, state: Any) -> None:
+        """Go on from what `state` gave. Called before the first response is scored."""
+
     def close(self) -> None:
         """End what the reward has started. Called once; it may be called from any thread."""
 

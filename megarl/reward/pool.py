@@ -3,7 +3,10 @@
 import asyncio
 import os
 import queue
+import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.reward.interface import AnswerFailedError, AsyncReward, ProcessVerifier, RewardFailedError
@@ -48,6 +51,11 @@ class ProcessReward:
         except StartError as error:
             raise ConfigError([f"{self._verifier.key}: {error}"]) from error
 
+    def read_state(self) -> dict[str, Any]:
+        """{"state": what the user's function keeps}, empty where it keeps nothing. Raises CallError, StartError."""
+        found: dict[str, Any] = self._process.call({})
+        return found
+
     def __call__(self, prompt: Prompt, response: Response) -> Score:
         """Raises RewardFailedError, and ValueError where the prompt cannot be read."""
         verifier = self._verifier
@@ -73,6 +81,10 @@ class ProcessReward:
             return f"the reward needed more memory than reward.memory_gb={self._verifier.memory_gb:g}"
         return f"the reward failed: {error}"
 
+    def restart(self) -> None:
+        """End the process; the next call starts it again."""
+        self._process.stop()
+
     def close(self) -> None:
         """End the process; later calls fail."""
         self._process.close()
@@ -81,24 +93,69 @@ class ProcessReward:
 class PooledReward(AsyncReward):
     """A verifier in up to `num_workers` processes, each started when all before it are busy.
 
-    A score depends on the prompt and the response alone, so that it does not matter which process gives it.
+    A score depends on the prompt and the response alone, so that it does not matter which process gives it; or the
+    user's function keeps a state, and is then called in one process.
     """
 
     def __init__(self, verifier: ProcessVerifier, num_workers: int | None):
         """num_workers: None chooses by the cores of this machine."""
+        self._verifier, self._num_workers = verifier, num_workers
+        self._lock, self._is_open = threading.Lock(), False
+        self._keeps_state = False
         self._rewards = [ProcessReward(verifier) for _ in range(num_workers or choose_num_workers())]
         self._threads = ThreadPoolExecutor(len(self._rewards), thread_name_prefix="reward")
         self._is_users = verifier.is_users
         # The last one used is the next: no more processes run than are needed.
         self._idle: queue.LifoQueue[ProcessReward] = queue.LifoQueue()
-        for reward in reversed(self._rewards):
-            self._idle.put(reward)
+
+    def _open(self) -> None:
+        """Before the first call: find out whether the user's function keeps a state. Raises ConfigError."""
+        with self._lock:
+            if self._is_open:
+                return
+            self._rewards[0].start()
+            if self._is_users:
+                try:
+                    self._keeps_state = "state" in self._rewards[0].read_state()
+                except CallError as error:
+                    raise ConfigError([f"{self._verifier.key}: {error}"]) from error
+            if self._keeps_state and (self._num_workers or 1) > 1:
+                raise ConfigError(
+                    [
+                        f"reward.num_workers: {self._num_workers} found; the reward has state_dict and load_state_dict,"
+                        " and each process would keep a state of its own: must be 1 or null"
+                    ]
+                )
+            for reward in self._rewards[:1] if self._keeps_state else reversed(self._rewards):
+                self._idle.put(reward)
+            self._is_open = True
+
+    def state(self) -> Any:
+        """Of a function that keeps one; where its process has ended by a failure, it goes on from the last one."""
+        if self._keeps_state:
+            try:
+                self._verifier.options["state"] = self._rewards[0].read_state()["state"]
+            except CallRaisedError as error:
+                raise ValueError(str(error)) from error
+            except (CallError, StartError) as error:
+                warnings.warn(
+                    f"{self._verifier.key}: the reward's state could not be read ({error}); a checkpoint has the last"
+                    " one that could",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return self._verifier.options.get("state")
+
+    def load_state(self, state: Any) -> None:
+        """A process that has started goes on from this state by being started again."""
+        self._verifier.options["state"] = state
+        for reward in self._rewards:
+            reward.restart()
 
     async def score(self, prompt: Prompt, response: Response) -> Score:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._score, prompt, response)
 
     async def check(self, prompt: Prompt, empty: Response) -> Score:
-        await asyncio.get_running_loop().run_in_executor(self._threads, self._rewards[0].start)
         score = await self.score(prompt, empty)
         if self._is_users:
             # What a function does with a text is otherwise seen only after the first rollout.
@@ -110,6 +167,7 @@ class PooledReward(AsyncReward):
         return score
 
     def _score(self, prompt: Prompt, response: Response) -> Score:
+        self._open()
         reward = self._idle.get()
         try:
             return reward(prompt, response)

@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from megarl.algo.rewards import check_score
 from megarl.config.errors import ConfigError
@@ -65,6 +66,14 @@ class Scorer:
         # A thread of its own: the caller's may have an event loop that runs, as in a notebook.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(asyncio.run, check_all()).result()
+
+    def state(self) -> Any:
+        """As `AsyncReward.state`."""
+        return self._reward.state()
+
+    def load_state(self, state: Any) -> None:
+        """As `AsyncReward.load_state`."""
+        self._reward.load_state(state)
 
     def close(self) -> None:
         """End what the reward has started; what is being scored fails."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megarl.reward.interface import AsyncReward, RewardFailedError
 from megarl.types import Prompt, Response, Score
@@ -40,6 +41,15 @@ class WeightedReward(AsyncReward):
         scores = await _gather([part.reward.check(prompt, empty) for part in self._parts.values()], self._parts)
         known = [score for score in scores if score is not None]
         return self._add(known) if len(known) == len(scores) else None
+
+    def state(self) -> Any:
+        found = {name: part.reward.state() for name, part in self._parts.items()}
+        return None if all(state is None for state in found.values()) else found
+
+    def load_state(self, state: Any) -> None:
+        for name, part in self._parts.items():
+            if state.get(name) is not None:
+                part.reward.load_state(state[name])
 
     def close(self) -> None:
         for part in self._parts.values():

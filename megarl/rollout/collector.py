@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megarl.config.schema.root import Config
 from megarl.interfaces import DeadlineError, RolloutEngine, Truncation
@@ -66,6 +67,14 @@ class Collector:
         self._num_under_way = [0] * engine.num_servers
         self.num_running = 0
         """Episodes that have begun and are not scored yet; may be read from any thread"""
+
+    def reward_state(self) -> Any:
+        """As `AsyncReward.state`."""
+        return self._scorer.state()
+
+    def load_reward_state(self, state: Any) -> None:
+        """As `AsyncReward.load_state`."""
+        self._scorer.load_state(state)
 
     def sample(self, prompts: Sequence[Prompt], num_responses: int, *, key: str | None = None) -> tuple[Sample, ...]:
         """One group of `num_responses` samples per prompt, groups numbered from 0 in the order of `prompts`.

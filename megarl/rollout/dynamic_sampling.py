@@ -1,6 +1,7 @@
-"""Dynamic sampling (DAPO 2503.14476, section 3.2): an iteration uses only groups whose rewards differ.
+"""Dynamic sampling (DAPO 2503.14476, section 3.2): an iteration uses only groups with right and wrong responses.
 
-All advantages of a group of equal rewards are 0. It is replaced by further prompts, up to a bound.
+All advantages of a group of equal rewards are 0, and one that is all wrong teaches only what else is paid, such as a
+length. Such groups are replaced by further prompts, up to a bound.
 """
 
 import math
@@ -9,14 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from megarl.config.schema.algo_choices import SamplingBy
 from megarl.report.failures import describe_failures
 from megarl.types import Metrics, Prompt, Rollout, Sample
 
 Group = tuple[Sample, ...]
 
 
+SAME = 1e-6
+"""Rewards that differ by less are equal: what is left is rounding, which a standard deviation would make large."""
+
+
 class NoRewardVarianceError(RuntimeError):
-    """No group's rewards differ: the task is too easy or too hard for the policy; the message says which."""
+    """No group has a signal: the task is too easy or too hard for the policy; the message says which."""
 
 
 def split_groups(samples: Sequence[Sample]) -> list[Group]:
@@ -30,13 +36,21 @@ def join_groups(groups: Sequence[Group], weight_version: int) -> Rollout:
     return Rollout(tuple(samples), weight_version)
 
 
-def has_reward_variance(group: Group) -> bool:
-    """Whether the group's raw rewards differ; a sample without a reward does not count."""
-    return len({sample.score.reward for sample in group if sample.score.failure is None}) > 1
+def has_signal(group: Group, by: SamplingBy) -> bool:
+    """Whether the group's raw rewards differ and, by correctness, also some are correct and some are not; a sample
+    without a reward does not count."""
+    scores = [sample.score for sample in group if sample.score.failure is None]
+    if by is SamplingBy.correct and len({score.correct for score in scores}) < 2:
+        return False
+    return _differ([score.reward for score in scores])
+
+
+def _differ(rewards: Sequence[float]) -> bool:
+    return len(rewards) > 1 and max(rewards) - min(rewards) > SAME * max(1.0, *map(abs, rewards))
 
 
 def count_equal(groups: Sequence[Group]) -> tuple[int, int]:
-    """(correct, wrong) groups of equal rewards; one whose samples have all failed is neither."""
+    """(correct, wrong) groups without a signal; one whose samples have all failed is neither."""
     first = [next((s for s in group if s.score.failure is None), None) for group in groups]
     num_correct = sum(sample is not None and sample.score.correct for sample in first)
     return num_correct, sum(sample is not None for sample in first) - num_correct
@@ -47,12 +61,13 @@ def collect_groups_with_reward_variance(
     collect: Callable[[Sequence[Prompt]], Sequence[Sample]],
     num_groups: int,
     max_rounds: int,
+    by: SamplingBy,
 ) -> tuple[list[Group], Metrics]:
-    """Collect `num_groups` groups whose rewards differ; returns them and the metrics sampling/*.
+    """Collect `num_groups` groups with a signal; returns them and the metrics sampling/*.
 
     draw: `draw(n)` gives n further prompts. collect: samples responses to them. From the second round on the number
     of prompts, `num_groups` at most, follows from the share of groups kept so far. After `max_rounds` the rest is
-    filled up with groups of equal rewards, with a warning. Raises NoRewardVarianceError where no rewards differ.
+    filled up with groups without one, with a warning. Raises NoRewardVarianceError where none has a signal.
     """
     kept: list[Group] = []
     equal: list[Group] = []
@@ -62,12 +77,12 @@ def collect_groups_with_reward_variance(
         share = (len(kept) or 0.5) / max(1, len(kept) + len(equal)) if num_rounds > 1 else 1.0
         prompts = draw(min(num_groups, math.ceil((num_groups - len(kept)) / share)))
         for group in split_groups(collect(prompts)):
-            (kept if has_reward_variance(group) else equal).append(group)
-    return _fill_up(kept, equal, num_groups, num_rounds)
+            (kept if has_signal(group, by) else equal).append(group)
+    return _fill_up(kept, equal, num_groups, num_rounds, by)
 
 
 def take_groups_with_reward_variance(
-    take: Callable[[], Group], num_groups: int, max_rounds: int
+    take: Callable[[], Group], num_groups: int, max_rounds: int, by: SamplingBy
 ) -> tuple[list[Group], Metrics]:
     """As `collect_groups_with_reward_variance`, from groups that come one by one.
 
@@ -78,18 +93,21 @@ def take_groups_with_reward_variance(
     equal: list[Group] = []
     while len(kept) < num_groups and len(kept) + len(equal) < max_rounds * num_groups:
         group = take()
-        (kept if has_reward_variance(group) else equal).append(group)
-    return _fill_up(kept, equal, num_groups, math.ceil((len(kept) + len(equal)) / num_groups))
+        (kept if has_signal(group, by) else equal).append(group)
+    return _fill_up(kept, equal, num_groups, math.ceil((len(kept) + len(equal)) / num_groups), by)
 
 
-def _fill_up(kept: list[Group], equal: list[Group], num_groups: int, num_rounds: int) -> tuple[list[Group], Metrics]:
+def _fill_up(
+    kept: list[Group], equal: list[Group], num_groups: int, num_rounds: int, by: SamplingBy
+) -> tuple[list[Group], Metrics]:
+    wanted = "right and wrong responses" if by is SamplingBy.correct else "different rewards"
+    found = _describe(num_rounds, equal)
     if not kept:
-        found = _describe(num_rounds, equal)
-        raise NoRewardVarianceError(f"dynamic sampling found no group with different rewards {found}")
+        raise NoRewardVarianceError(f"dynamic sampling found no group with {wanted} {found}")
     if len(kept) < num_groups:
         warnings.warn(
-            f"dynamic sampling: {len(kept)} of {num_groups} groups have different rewards"
-            f" {_describe(num_rounds, equal)}; the rest is filled up with groups of equal rewards",
+            f"dynamic sampling: {len(kept)} of {num_groups} groups have {wanted} {found};"
+            " the rest is filled up with others",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -112,9 +130,12 @@ def _describe(num_rounds: int, equal: Sequence[Group]) -> str:
     if failures := describe_failures([sample for group in equal for sample in group]):
         failures = f" ({failures})"
     text = (
-        f"in algo.dynamic_sampling.max_rounds={num_rounds} rounds; of the groups of equal rewards"
+        f"in algo.dynamic_sampling.max_rounds={num_rounds} rounds; of the other groups"
         f" {num_correct} are correct and {num_wrong} wrong{failures}"
     )
+    rewards = [[s.score.reward for s in group if s.score.failure is None] for group in equal]
+    if num_graded := sum(map(_differ, rewards)):
+        text += f"; in {num_graded} of them rewards differ, which algo.dynamic_sampling.by=reward learns from"
     if num_correct == num_wrong == 0:
         return f"{text}: the verifier or the environment must be mended"
     if num_correct > num_wrong:

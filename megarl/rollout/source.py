@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from megarl.rollout.collector import Collector, check_versions, compute_stalenes
 from megarl.rollout.dynamic_sampling import (
     Group,
     collect_groups_with_reward_variance,
-    has_reward_variance,
+    has_signal,
     join_groups,
     split_groups,
     take_groups_with_reward_variance,
@@ -147,8 +148,9 @@ class GroupSource:
             return sampled[-1]
 
         if self._sampling.enabled:
-            draw, max_rounds = self._sampler.next_batch, self._sampling.max_rounds
-            fresh, metrics = collect_groups_with_reward_variance(draw, sample, num_groups, max_rounds)
+            fresh, metrics = collect_groups_with_reward_variance(
+                self._sampler.next_batch, sample, num_groups, self._sampling.max_rounds, self._sampling.by
+            )
         else:
             fresh = split_groups(sample(self._sampler.next_batch(num_groups)))
         self._replay.add(fresh)
@@ -180,7 +182,9 @@ class GroupSource:
 
         metrics: Metrics = {}
         if self._sampling.enabled:
-            fresh, metrics = take_groups_with_reward_variance(take, planned[0], self._sampling.max_rounds)
+            fresh, metrics = take_groups_with_reward_variance(
+                take, planned[0], self._sampling.max_rounds, self._sampling.by
+            )
         else:
             fresh = [take() for _ in range(planned[0])]
         self._replay.add(fresh)
@@ -197,7 +201,7 @@ class GroupSource:
             num_responses,
             self._collector.journal,
             self._groups,
-            has_reward_variance if self._sampling.enabled else lambda _group: True,
+            partial(has_signal, by=self._sampling.by) if self._sampling.enabled else lambda _group: True,
         )
 
     @contextlib.contextmanager

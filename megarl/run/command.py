@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import check_overrides, complete_overrides, load_config, to_config
+from megarl.config.load import check_overrides, complete_overrides, list_left_out, load_config, to_config
 from megarl.config.open_keys import open_overrides
 from megarl.config.placement import check_cluster
 from megarl.config.roll.rewrite import rewrite_overrides
@@ -59,7 +59,9 @@ def check_command_line(command: str = "train") -> None:
             check_directory(arguments)
             note_before(arguments)
             if not is_sweep(options):
-                check_start(load_config(overrides, command), command)
+                config = load_config(overrides, command)
+                check_start(config, command)
+                lines.extend(list_left_out(overrides, config))
     except ConfigError as error:
         end_with_config_error(error)
     for line in lines:

@@ -74,7 +74,9 @@ def describe_data(config: Config, inputs: Inputs) -> str:
             lines.append(f"before the first prompt {_describe_critic_prompt(inputs.critic_prompt, first)}")
         return "\n".join(lines)
     data = inputs.data
-    dropped = f"; {data.num_dropped} dropped (longer than data.prompt_length, or repeated)" if data.num_dropped else ""
+    num_too_long = data.num_dropped - data.num_repeated
+    dropped = f"; {num_too_long} dropped (longer than data.prompt_length)" if num_too_long else ""
+    dropped += f"; {data.num_repeated} dropped (repeats of a held-out question)" if data.num_repeated else ""
     text = f"data: {len(data.train)} prompts to train on, {len(data.heldout)} held out{dropped}"
     if inputs.critic_prompt is not None:
         text += f"; before the first {_describe_critic_prompt(inputs.critic_prompt, data.train[0])}"

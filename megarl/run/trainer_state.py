@@ -45,6 +45,10 @@ class TrainerState:
     """Size in bytes of each existing file of TRACKED"""
     tether_rho: float = 0.0
     """The weight of the value in the next iteration's baseline of advantage=tether"""
+    estimator: Any = None
+    """What an advantage estimator of the user's keeps, JSON; None: nothing"""
+    reward: Any = None
+    """What a reward of the user's keeps, JSON; None: nothing"""
 
 
 def save_trainer_state(directory: Path, state: TrainerState) -> None:

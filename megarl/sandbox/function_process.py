@@ -114,6 +114,12 @@ class FunctionProcess:
             raise CallRaisedError(answer["error"])
         return answer["result"]
 
+    def stop(self) -> None:
+        """End the process, once no call is under way; the next call starts it again."""
+        with self._lock:
+            if self._process is not None:
+                self._stop()
+
     def close(self) -> None:
         """End the process, also in the middle of a call, and start none again."""
         self._closed = True

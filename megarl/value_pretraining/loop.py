@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import linear_regression
 
 from megarl.algo.diagnostics import compute_explained_variance
+from megarl.algo.registry import load_state, read_state
 from megarl.algo.rewards import update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets, monte_carlo
@@ -71,14 +72,17 @@ class ValuePretraining:
         self.curve: list[float] = []
         """Explained variance of each step so far"""
         self.reward_moments = RunningMoments()
+        load_state(self.algo)
 
     def restore(self, resume_point: ResumePoint) -> None:
         """Resume after a saved step. Raises CheckpointError where the data have changed."""
         with self.report.phase("load"):
             self.critic.load(resume_point.directory / CRITIC).result()
         self.curve, self.reward_moments = list(resume_point.curve), resume_point.state.reward_moments
+        load_state(self.algo, resume_point.state.estimator)
         if self.trainer:
             self.trainer.num_samples = resume_point.state.num_samples
+            self.trainer.load_own_state(resume_point.state)
             try:
                 self.trainer.source.restore(resume_point.state.source)
             except ValueError as error:
@@ -104,6 +108,12 @@ class ValuePretraining:
                 reason = "train.max_minutes or train.max_samples is reached, before algo.value_pretrain.steps"
             if reason:
                 self.report.message(f"value pretraining ends after {len(self.curve)} rollouts: {reason}")
+            if self.curve and self.curve[-1] <= NOTHING:
+                self.report.message(
+                    f"warning: the critic explains nothing after value pretraining (explained variance"
+                    f" {self.curve[-1]:.3f}): do the rewards differ at all? More of algo.value_pretrain.steps, another"
+                    " critic.optimizer.lr, or more of critic.updates_per_policy_update"
+                )
             self.saver.settle()
         explained = self.curve[-1] if self.curve else float("nan")
         return PretrainingSummary(len(self.curve), explained, self.reward_moments)
@@ -144,6 +154,8 @@ class ValuePretraining:
             kl_coef=self.algo.kl.coef,
             reward_moments=self.reward_moments,
             source=self.trainer.source.state() if self.trainer else SourceState({}, ()),
+            estimator=read_state(self.algo),
+            reward=self.trainer.reward_state() if self.trainer else None,
             sizes=self.saver.measure_files(),
         )
 
@@ -175,6 +187,8 @@ class ValuePretraining:
         return samples
 
 
+NOTHING = 0.01
+"""Explained variance up to which a critic is no better than a constant"""
 NUM_ERRORS = 1.5
 """Standard errors of the rise that must lie below min_improvement. One would end a tenth of the runs whose explained
 variance rises by 0.004 a step under noise of 0.05; two would miss half of the plateaus for 15 steps and longer."""

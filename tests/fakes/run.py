@@ -18,6 +18,7 @@ from megarl.config.schema.root import Config
 from megarl.data.sampler import PromptSampler
 from megarl.mcore.worker_spec import Role
 from megarl.report.report import Report, build_report
+from megarl.reward.interface import AsyncReward
 from megarl.reward.scorer import Scorer
 from megarl.rollout.collector import build_collector
 from megarl.rollout.journal import Journal
@@ -71,7 +72,7 @@ class World:
     """told (role, verb) before each verb is done, ("servers", "publish") too; what it raises, the verb raises"""
     on_token: Callable[[str | None, int], None] = lambda _key, _number: None
     """as `FakeEngine`'s"""
-    reward: RewardFunction = reward_length
+    reward: RewardFunction | AsyncReward = reward_length
     log: list[tuple[str, str]] = field(default_factory=list)
     """every (role, verb), in order"""
     components: list[TrainerComponents] = field(default_factory=list)

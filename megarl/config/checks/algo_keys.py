@@ -192,7 +192,7 @@ def _list_other_keys(algo: AlgoConfig) -> list[tuple[bool, Dead]]:
         (surrogate, Dead(("algo.surrogate",), no_surrogate)),
         (surrogate, Dead(("algo.mismatch.correction",), no_surrogate, switch=True, refused=is_on)),
         (reads_old_logprobs(algo), Dead(measured, not_scored)),
-        (sampling, Dead(("algo.dynamic_sampling.max_rounds",), no_sampling)),
+        (sampling, Dead(("algo.dynamic_sampling.by", "algo.dynamic_sampling.max_rounds"), no_sampling)),
         (algo.replay.num_iterations > 0, Dead(("algo.replay.frac",), no_replay)),
         (needs_reference(algo), Dead(("reference",), no_reference)),
     ]

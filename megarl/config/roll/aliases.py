@@ -111,7 +111,8 @@ ALIASES: dict[str, Alias] = {
     ),
     "difficulty_mask": Alias(
         (),
-        "samples are not dropped by their group's mean; algo.dynamic_sampling replaces groups of equal rewards",
+        "samples are not dropped by their group's mean; algo.dynamic_sampling replaces groups that are all right or"
+        " all wrong",
         off=(False,),
     ),
     "difficulty_low_threshold": Alias((), "there is no difficulty_mask here", off=(0, 0.0)),

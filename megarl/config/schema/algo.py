@@ -10,6 +10,7 @@ from megarl.config.schema.algo_choices import (
     NormScope,
     PositiveLMMean,
     RatioLevel,
+    SamplingBy,
     StdOf,
 )
 
@@ -112,13 +113,17 @@ class TetherConfig:
 
 @dataclass
 class DynamicSamplingConfig:
-    """DAPO 2503.14476, section 3.2: groups whose rewards are all equal are replaced by groups of further prompts."""
+    """DAPO 2503.14476, section 3.2: groups that are all correct or all wrong are replaced by groups of further
+    prompts."""
 
     enabled: bool = False
     """Whether such groups are replaced."""
+    by: SamplingBy = SamplingBy.correct
+    """What must differ within a group that is kept; a reward without right and wrong, or whose full score a response
+    never gets at first, needs `reward`."""
     max_rounds: int = 10
     """Maximum number of rounds of generation in one iteration. Groups still missing after them are taken from those
-    with equal rewards."""
+    that were to be replaced."""
 
 
 @dataclass

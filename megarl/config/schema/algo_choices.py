@@ -75,6 +75,15 @@ class MismatchCorrection(Enum):
     """masked importance sampling (IcePop): the ratio inside the bounds, 0 outside"""
 
 
+class SamplingBy(Enum):
+    """What must differ within a group that dynamic sampling keeps."""
+
+    correct = "correct"
+    """whether a response is correct, as the reward says (DAPO, equation 11), and the rewards too"""
+    reward = "reward"
+    """the rewards alone: also groups that are all wrong, where a part of the reward differs"""
+
+
 # Functional, because a class body cannot hold names with hyphens.
 LossAggMode = Enum(
     "LossAggMode",

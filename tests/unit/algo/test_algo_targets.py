@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.finite import NonFiniteError
 from megarl.algo.registry import list_advantages
-from megarl.algo.targets import compute_targets, monte_carlo
+from megarl.algo.targets import compute_targets, measure_learned, monte_carlo
 from megarl.config.schema.algo_choices import AdvantageStd, KLEstimator, StdOf
 
 LIMIT = 20
@@ -234,3 +234,24 @@ def test_the_reward_of_a_wrong_answer_scales_advantages_and_leaves_the_scores_to
         assert found["reward/positive_frac"] == metrics["reward/positive_frac"]
         assert found["reward/shaped_mean"] == pytest.approx(wrong + (1 - wrong) * metrics["reward/shaped_mean"])
         assert compute_batch_metrics(e)["reward/mean"] == pytest.approx(float(e.rewards.mean()))
+
+
+def test_what_is_left_out_is_counted_by_its_place_and_by_the_length_of_its_response():
+    # Generated tokens 4, 8, 8 and 16; the longest response has lost its first half, one of 8 its first two tokens.
+    lengths = torch.tensor([4, 8, 8, 16])
+    mask = torch.arange(20) < lengths[:, None]
+    # A token of the environment's in front moves the places, and changes nothing.
+    mask = torch.cat([torch.zeros(4, 1, dtype=torch.bool), mask], dim=1)
+    learned = mask.clone()
+    learned[3, :9] = learned[1, :3] = False
+    assert measure_learned(mask, learned) == {
+        "policy/learned_frac_at_0_25": 3 / 9,
+        "policy/learned_frac_at_25_50": 5 / 9,
+        "policy/learned_frac_at_50_75": 1.0,
+        "policy/learned_frac_at_75_100": 1.0,
+        "policy/learned_frac_of_length_1": 1.0,
+        "policy/learned_frac_of_length_2": 6 / 8,
+        "policy/learned_frac_of_length_3": 1.0,
+        "policy/learned_frac_of_length_4": 0.5,
+    }
+    assert measure_learned(mask[:0], mask[:0]) == {}

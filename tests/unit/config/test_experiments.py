@@ -3,10 +3,11 @@
 import pytest
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import list_options, load_config
+from megarl.config.load import list_left_out, list_options, load_config
 from megarl.config.schema.data import GuessDataConfig
 from megarl.config.schema.environment import GuessEnvironmentConfig
 from megarl.config.schema.reward import EnvironmentRewardConfig
+from megarl.config.search_path import take_config_dirs
 
 ADVICE = {
     "lite_ppo_advice_small_base_model": {"advantage_std": "batch", "loss_agg_mode": "token-mean", "clip_high": 0.2},
@@ -49,9 +50,19 @@ def test_guess_is_the_tiny_model_with_its_environment_data_and_reward():
     assert set("1-7") | {config.environment.higher, config.environment.lower} <= set(config.model.random.alphabet)
 
 
-def test_a_value_of_a_case_without_effect_is_an_error_that_names_the_file():
-    with pytest.raises(ConfigError) as caught:
-        load_config(["experiment=lite_ppo_advice_aligned_model", "algo=topr"])
-    assert "algo.clip_high (from conf/experiment/lite_ppo_advice_aligned_model.yaml): has no effect" in str(
-        caught.value
-    )
+def test_a_value_of_a_case_without_effect_under_another_algorithm_is_left_out_with_a_word():
+    given = ["experiment=lite_ppo_advice_aligned_model", "algo=topr"]
+    (line,) = list_left_out(given, load_config(given))
+    assert line.startswith("left out: algo.clip_high (from conf/experiment/lite_ppo_advice_aligned_model.yaml): has no")
+    # What is typed is meant.
+    with pytest.raises(ConfigError, match=r"algo\.clip_high: has no effect"):
+        load_config([*given, "algo.clip_high=0.3"])
+
+
+def test_an_experiment_with_a_critics_key_goes_with_an_algorithm_without_one(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ncritic: {optimizer: {lr: 1e-5}}\n")
+    path = take_config_dirs([f"--config-dir={tmp_path}", "experiment=mine"])
+    (line,) = list_left_out([*path, "algo=grpo"], load_config([*path, "algo=grpo"]))
+    assert line.startswith("left out: critic.optimizer.lr (from ")
+    assert not list_left_out([*path, "algo=ppo"], load_config([*path, "algo=ppo"]))

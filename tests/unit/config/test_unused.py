@@ -54,7 +54,7 @@ LIVE = {
     "dual_clip": set(PRESETS) - {"topr", "rloo", "cispo", "sao", "bpco"},
     "positive_lm_mean_over": {"vapo"},
     "topr.ratio_level": {"topr"},
-    "dynamic_sampling.max_rounds": FILTERED,
+    **dict.fromkeys(("dynamic_sampling.by", "dynamic_sampling.max_rounds"), FILTERED),
     "replay.frac": set(),
 }
 """The others: the presets under which each counts."""
@@ -85,7 +85,8 @@ VALUES = {
     "kl.target_agg_mode": "token-mean",
     **{"surrogate": "clip", "mismatch.correction": "tis", "dual_clip": "3", "topr.ratio_level": "token"},
     "positive_lm_mean_over": "all_tokens",
-    **{"dynamic_sampling.max_rounds": "3", "value_clip": "0.5", "mismatch.high": "3", "kl.coef": "0.1"},
+    **{"dynamic_sampling.by": "reward", "dynamic_sampling.max_rounds": "3"},
+    **{"value_clip": "0.5", "mismatch.high": "3", "kl.coef": "0.1"},
 }
 """What is set; 0.5 for the others."""
 

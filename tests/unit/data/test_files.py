@@ -51,6 +51,8 @@ def test_a_heldout_file_is_used_whole_and_its_questions_leave_training(tmp_path:
     assert (len(data.train), len(data.heldout), data.num_dropped) == (35, 5, 5)
     some = build_data(jsonl_config(train, heldout_path=str(heldout), num_heldout=2), tokenizer, 1)
     assert (len(some.train), len(some.heldout), some.num_dropped) == (38, 2, 2)
+    # Short enough, all of them: what is missing is a repeat.
+    assert (data.num_repeated, some.num_repeated) == (5, 2)
     with pytest.raises(ConfigError, match="every training question is held out"):
         build_data(jsonl_config(train, heldout_path=str(train)), tokenizer, 1)
 
@@ -59,7 +61,7 @@ def test_prompts_over_the_length_are_dropped_and_counted(tmp_path: Path) -> None
     path = write_jsonl(tmp_path / "a", [*RECORDS, {"question": "x" * 30, "answer": "1"}])
     tokenizer = build_byte_tokenizer()
     data = build_data(jsonl_config(path, prompt_length=30), tokenizer, 1)
-    assert data.num_dropped == 1
+    assert (data.num_dropped, data.num_repeated) == (1, 0)
     assert max(len(p.token_ids) for p in (*data.train, *data.heldout)) <= 30
     assert build_data(jsonl_config(path, prompt_length=31), tokenizer, 1).num_dropped == 0
     shortest = len("What is 0 + 0?") + 1

@@ -1,5 +1,6 @@
 """The loop under every preset, over the fakes of its interfaces (tests/fakes)."""
 
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 
@@ -143,12 +144,13 @@ def test_the_critic_takes_its_own_number_of_passes_and_both_roles_every_epoch(tm
     assert metrics["critic/lr"] == pytest.approx(0.055)
 
 
-def test_dynamic_sampling_trains_on_groups_of_different_rewards_only(tmp_path: Path) -> None:
+def test_dynamic_sampling_trains_on_groups_of_right_and_wrong_responses_only(tmp_path: Path) -> None:
     def reward(prompt: Prompt, response: Response) -> Score:
-        # Half of the letters are always right: their groups carry no signal.
-        return Score(1.0, True) if prompt.text[0] in "abc" else reward_length(prompt, response)
+        # Half of the letters are always right, of other lengths: with by=correct their groups carry no signal.
+        score = reward_length(prompt, response)
+        return replace(score, correct=True) if prompt.text[0] in "abc" else score
 
-    with World().open_trainer(tmp_path, ["algo=dapo"]) as trainer:
+    with World().open_trainer(tmp_path, ["algo=dapo", "algo.dynamic_sampling.by=correct"]) as trainer:
         set_reward(trainer, reward)
         trainer.publish(0)
         rollout, metrics = trainer.collect(1)
@@ -159,6 +161,21 @@ def test_dynamic_sampling_trains_on_groups_of_different_rewards_only(tmp_path: P
         set_reward(trainer, lambda _prompt, _response: Score(1.0, True))
         with pytest.raises(NoRewardVarianceError, match="too easy"):
             trainer.collect(2)
+
+
+def test_a_step_without_a_signal_is_said_in_its_iteration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where all rewards are equal Adam makes a full step of the rounding in the KL's gradient."""
+
+    def give_half(_prompt: Prompt, _response: Response) -> Score:
+        return Score(0.5, False)
+
+    given = ["algo=grpo", "train.num_iterations=1", "logger.terminal=true"]
+    with World(reward=give_half).open_trainer(tmp_path / "equal", given) as trainer:
+        trainer.run()
+    assert "every advantage of this iteration is 0" in " ".join(capsys.readouterr().out.split())
+    with World().open_trainer(tmp_path / "differ", given) as trainer:
+        trainer.run()
+    assert "every advantage" not in " ".join(capsys.readouterr().out.split())
 
 
 REPLAY = ("algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=0.5", ONE_STEP, "train.num_iterations=4")

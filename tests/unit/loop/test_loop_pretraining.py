@@ -50,6 +50,19 @@ def test_it_explains_heldout_returns_and_leaves_the_policy_bit_identical(tmp_pat
     assert [verb for role, verb in world.log if role == "policy"] == []
 
 
+def test_a_critic_that_has_learned_nothing_is_said_at_the_end_of_value_pretraining(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [*VAPO, "algo.value_pretrain.steps=2", "logger.terminal=true"]
+    constant = World(reward=lambda _prompt, _response: Score(0.5, False))
+    with constant.open_trainer(tmp_path / "constant", given) as trainer:
+        pretrain_critic(trainer)
+    assert "the critic explains nothing after value pretraining" in " ".join(capsys.readouterr().out.split())
+    with World(reward=reward_letter).open_trainer(tmp_path / "letter", [*VAPO, STEPS, given[-1]]) as trainer:
+        pretrain_critic(trainer)
+    assert "explains nothing" not in " ".join(capsys.readouterr().out.split())
+
+
 def test_each_step_takes_its_samples_once_in_an_order_of_its_own(tmp_path: Path) -> None:
     with World().open_trainer(tmp_path, [*VAPO, "algo.value_pretrain.steps=3"]) as trainer:
         pretrain_critic(trainer)

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 from fakes.disturbed import RUN, Disturbance, Killed, run_disturbed, summarize
-from fakes.run import World
+from fakes.run import World, reward_length
 
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.cluster.waiting import WorkerError
 from megarl.config.errors import ConfigError
 from megarl.interfaces import DeadlineError
 from megarl.report.metrics import load_metrics
+from megarl.reward.interface import AsyncReward
 from megarl.rollout.journal import Journal
 from megarl.run.signals import Stopped, stopping_on_signals
 from megarl.types import Prompt, Response, Score
@@ -212,8 +213,9 @@ def test_a_folder_of_another_run_is_refused_and_so_are_other_data(
         ["algo=reinforce_pp", "algo.kl.target=0.1", "train.num_minibatches=1"],
         ["algo=ppo", "algo.reward_norm.mean=running", "algo.reward_norm.std=running"],
         ["algo=ppo", "algo.advantage=tether", "algo.tether.decay=0.5", "critic.optimizer.lr=0.2"],
+        ["algo=lite_ppo", "algo.advantage=fakes.own_estimator:SLOW", "algo.advantage_std=none"],
     ],
-    ids=["replay", "dynamic sampling", "adaptive KL", "running reward moments", "tether"],
+    ids=["replay", "dynamic sampling", "adaptive KL", "running reward moments", "tether", "own estimator"],
 )
 def test_what_an_algorithm_keeps_over_the_iterations_goes_on_too(
     given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -230,6 +232,38 @@ def test_what_an_algorithm_keeps_over_the_iterations_goes_on_too(
         World(watch=disturbance.watch).run_job(monkeypatch, tmp_path / "killed", run)
     World().run_job(monkeypatch, tmp_path / "killed", run)
     assert load("killed") == load("whole")
+
+
+class CountingReward(AsyncReward):
+    """Keeps how many responses it has scored."""
+
+    num_scored = 0
+
+    async def score(self, prompt: Prompt, response: Response) -> Score:
+        self.num_scored += 1
+        return reward_length(prompt, response)
+
+    def state(self) -> Any:
+        return {"num_scored": self.num_scored}
+
+    def load_state(self, state: Any) -> None:
+        self.num_scored = state["num_scored"]
+
+
+def test_a_reward_goes_on_from_the_state_that_the_checkpoint_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ["algo=grpo", "train.eval_every=9", "checkpoint.save_every=1", "train.num_iterations=2"]
+    first = CountingReward()
+    watch = Disturbance(Killed, "policy", "update", 2).watch
+    with pytest.raises(Killed):
+        World(watch=watch, reward=first).run_job(monkeypatch, tmp_path, run)
+    # Within the second update: 8 held-out prompts and twice 6 x 4 responses.
+    assert first.num_scored == 8 + 2 * 24
+    second = CountingReward()
+    World(reward=second).run_job(monkeypatch, tmp_path, run)
+    # Those of the checkpoint of the first iteration; the journal has the others' scores; the last evaluation.
+    assert second.num_scored == 8 + 24 + 8
 
 
 STALE = (

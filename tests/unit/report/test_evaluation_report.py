@@ -68,6 +68,9 @@ def test_the_table_has_a_row_per_set_and_a_dash_where_a_set_has_no_number():
     assert rows[2][5:] == ["0.375", "2", "12.5", "12.5"]
     assert rows[3][4] == rows[3][8] == "-"
     assert len({len(line) for line in format_table(results).splitlines()}) == 1
+    # Each episode of an environment had one turn: that is worth saying.
+    shown = format_table(results, has_environment=True).splitlines()
+    assert [cell.strip() for cell in shown[0].strip("|").split("|")].count("turns") == 1
 
 
 def test_the_json_holds_every_number_and_the_counts_of_each_problem(tmp_path):

@@ -1,6 +1,7 @@
 """Reward functions of one's own: in a file, with megarl's, TRL's or verl's parameters, and what they may return."""
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -193,3 +194,67 @@ def test_a_missing_file_is_named_with_where_it_was_looked_for(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=rf"gone\.py does not exist \(from {tmp_path}\)"):
         check("gone.py:score")
+
+
+KEEPING = """
+import os
+
+class Novelty:
+    def __init__(self):
+        self.seen = {}
+    def __call__(self, prompt, response):
+        if response.text == "die":
+            os._exit(3)
+        self.seen[response.text] = self.seen.get(response.text, 0) + 1
+        return 1.0 / self.seen[response.text]
+    def state_dict(self):
+        return self.seen
+    def load_state_dict(self, state):
+        self.seen = dict(state)
+
+score = Novelty()
+broken = Novelty()
+broken.seen = {1: 2}
+"""
+
+
+@pytest.fixture
+def keeping(tmp_path):
+    (tmp_path / "novelty.py").write_text(KEEPING)
+    return lambda name="score", **keys: build_scorer(FunctionRewardConfig(path=f"{tmp_path}/novelty.py:{name}", **keys))
+
+
+def ask(scorer, *texts):
+    async def score_all():
+        return [await scorer.score(build_prompt(), build_response(text)) for text in texts]
+
+    return [score.reward if score.failure is None else score.failure for score in asyncio.run(score_all())]
+
+
+def test_what_a_reward_keeps_is_saved_and_goes_on_in_another_process(keeping):
+    with contextlib.closing(keeping()) as scorer:
+        assert ask(scorer, "a", "a", "b") == [1.0, 0.5, 1.0]
+        state = scorer.state()
+        assert state == {"a": 2, "b": 1}
+        # Its process is lost: the next one goes on from the state that was read last.
+        assert "its process died" in ask(scorer, "a", "die")[1]
+        assert ask(scorer, "a") == [1 / 3]
+    with contextlib.closing(keeping()) as scorer:
+        scorer.load_state(state)
+        assert scorer.state() == state
+        assert ask(scorer, "a", "b") == [1 / 3, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_workers", "message"),
+    [
+        ("score", 2, r"reward.num_workers: 2 found; the reward has state_dict.*must be 1 or null"),
+        ("broken", None, r"reward.path: .*broken: state_dict\(\) comes back from JSON as another value.*texts as keys"),
+    ],
+)
+def test_a_state_that_no_checkpoint_could_hold_is_refused_before_the_start(keeping, name, num_workers, message):
+    with (
+        contextlib.closing(keeping(name, num_workers=num_workers)) as scorer,
+        pytest.raises(ConfigError, match=message),
+    ):
+        scorer.check([build_prompt()])

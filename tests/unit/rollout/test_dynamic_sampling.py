@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.schema.algo import ReplayConfig
+from megarl.config.schema.algo_choices import SamplingBy
 from megarl.rollout.dynamic_sampling import (
     NoRewardVarianceError,
     collect_groups_with_reward_variance,
-    has_reward_variance,
+    has_signal,
     join_groups,
     split_groups,
     take_groups_with_reward_variance,
@@ -46,12 +47,13 @@ class Task:
         return join_groups([make_group(p.id, self.rewards[int(p.id) % len(self.rewards)]) for p in prompts], 0).samples
 
 
+BY = SamplingBy.reward
 EASY, HARD, MIXED = [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]
 
 
 def test_groups_of_equal_rewards_are_replaced_until_there_are_enough():
     task = Task([EASY, MIXED, HARD, MIXED])
-    groups, metrics = collect_groups_with_reward_variance(task.draw, task.collect, 4, max_rounds=10)
+    groups, metrics = collect_groups_with_reward_variance(task.draw, task.collect, 4, max_rounds=10, by=BY)
     assert [group[0].prompt.id for group in groups] == ["1", "3", "5", "7"]
     # Half of the first four carried signal: two more need four prompts.
     assert task.sizes == [4, 4]
@@ -67,7 +69,7 @@ def test_groups_of_equal_rewards_are_replaced_until_there_are_enough():
 
 def test_where_every_group_has_signal_there_is_one_round():
     task = Task([MIXED])
-    groups, metrics = collect_groups_with_reward_variance(task.draw, task.collect, 3, max_rounds=10)
+    groups, metrics = collect_groups_with_reward_variance(task.draw, task.collect, 3, max_rounds=10, by=BY)
     assert (len(groups), task.sizes, metrics["sampling/signal_frac"]) == (3, [3], 1.0)
 
 
@@ -75,7 +77,7 @@ def test_where_every_group_has_signal_there_is_one_round():
 def test_a_task_without_signal_is_an_error_that_says_whether_it_is_too_easy_or_too_hard(rewards, word):
     task = Task([rewards])
     with pytest.raises(NoRewardVarianceError, match=word) as error:
-        collect_groups_with_reward_variance(task.draw, task.collect, 4, max_rounds=3)
+        collect_groups_with_reward_variance(task.draw, task.collect, 4, max_rounds=3, by=BY)
     assert "algo.dynamic_sampling.max_rounds=3" in str(error.value)
     assert len(task.sizes) == 3
     assert max(task.sizes) <= 4
@@ -84,42 +86,73 @@ def test_a_task_without_signal_is_an_error_that_says_whether_it_is_too_easy_or_t
 def test_at_the_bound_the_rest_is_filled_up_with_a_warning():
     task = Task([MIXED, *[HARD] * 99])
     with pytest.warns(RuntimeWarning, match=re.escape("1 of 4 groups") + ".*too hard"):
-        groups, metrics = collect_groups_with_reward_variance(task.draw, task.collect, 4, max_rounds=2)
+        groups, metrics = collect_groups_with_reward_variance(task.draw, task.collect, 4, max_rounds=2, by=BY)
     assert [group[0].prompt.id for group in groups] == ["0", "1", "2", "3"]
     assert metrics["sampling/num_prompts"] == 8
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=2), min_size=1), st.integers(1, 8))
 def test_an_iteration_has_its_size_and_signal_wherever_it_was_found(rewards, num_groups):
     task = Task(rewards)
     if not any(len(set(group)) > 1 for group in rewards):
         with pytest.raises(NoRewardVarianceError):
-            collect_groups_with_reward_variance(task.draw, task.collect, num_groups, max_rounds=200)
+            collect_groups_with_reward_variance(task.draw, task.collect, num_groups, max_rounds=200, by=BY)
         return
-    groups, metrics = collect_groups_with_reward_variance(task.draw, task.collect, num_groups, max_rounds=200)
+    groups, metrics = collect_groups_with_reward_variance(task.draw, task.collect, num_groups, max_rounds=200, by=BY)
     assert len(groups) == num_groups
-    assert all(has_reward_variance(group) for group in groups)
+    assert all(has_signal(group, BY) for group in groups)
     assert sum(task.sizes) == metrics["sampling/num_prompts"]
 
 
 @settings(deadline=None)
 @given(st.lists(st.booleans(), min_size=30, max_size=30), st.integers(1, 6), st.integers(1, 4))
-def test_groups_that_come_one_by_one_are_taken_until_there_are_enough_or_up_to_the_bound(has_signal, num, max_rounds):
-    groups = [make_group(str(i), MIXED if signal else HARD) for i, signal in enumerate(has_signal)]
-    bound = has_signal[: num * max_rounds]
+def test_groups_that_come_one_by_one_are_taken_until_there_are_enough_or_up_to_the_bound(signals, num, max_rounds):
+    groups = [make_group(str(i), MIXED if signal else HARD) for i, signal in enumerate(signals)]
+    bound = signals[: num * max_rounds]
     coming = iter(groups)
     if not any(bound):
         with pytest.raises(NoRewardVarianceError, match="too hard"):
-            take_groups_with_reward_variance(lambda: next(coming), num, max_rounds)
+            take_groups_with_reward_variance(lambda: next(coming), num, max_rounds, BY)
         return
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        taken, metrics = take_groups_with_reward_variance(lambda: next(coming), num, max_rounds)
-    kept = [int(group[0].prompt.id) for group in taken if has_reward_variance(group)]
+        taken, metrics = take_groups_with_reward_variance(lambda: next(coming), num, max_rounds, BY)
+    kept = [int(group[0].prompt.id) for group in taken if has_signal(group, BY)]
     assert len(taken) == num
     assert kept == [i for i, signal in enumerate(bound) if signal][:num]
     assert bool(found) == (len(kept) < num)
     assert metrics["sampling/num_prompts"] == (kept[-1] + 1 if len(kept) == num else num * max_rounds)
+
+
+@pytest.mark.parametrize(
+    ("correct", "rewards", "by_correct", "by_reward"),
+    [
+        ((False, False), (0.1, 0.3), False, True),  # All wrong, of different lengths
+        ((True, True), (0.8, 1.0), False, True),
+        ((False, True), (0.1, 1.0), True, True),
+        ((False, True), (1.0, 1.0), False, False),  # What is equally paid teaches nothing.
+        ((False, True), (1.0, 1.0 + 1e-9), False, False),
+        ((False, False), (-1e6, -1e6 + 1e-4), False, False),
+        ((False, True), (0.0, 1e-5), True, True),
+    ],
+)
+def test_a_group_that_is_all_wrong_has_no_signal_whatever_else_its_rewards_pay(correct, rewards, by_correct, by_reward):
+    scores = [Score(reward, right) for reward, right in zip(rewards, correct, strict=True)]
+    # One without a reward does not count.
+    scores.append(Score(9.0, True, failure="the reward raised"))
+    group = tuple(
+        replace(sample, score=score) for sample, score in zip(make_group("a", [0.0] * 3), scores, strict=True)
+    )
+    assert has_signal(group, SamplingBy.correct) is by_correct
+    assert has_signal(group, SamplingBy.reward) is by_reward
+
+
+def test_where_only_partial_scores_differ_the_error_names_the_key_that_learns_from_them():
+    task = Task([[-0.1, -0.3], [-0.2, -0.2]])
+    with pytest.raises(NoRewardVarianceError, match=r"no group with right and wrong responses.*by=reward") as error:
+        collect_groups_with_reward_variance(task.draw, task.collect, 2, max_rounds=3, by=SamplingBy.correct)
+    assert "of the other groups 0 are correct and 6 wrong; in 3 of them rewards differ" in str(error.value)
 
 
 def test_joined_groups_are_numbered_anew_and_split_again_as_they_were():
@@ -177,10 +210,10 @@ def fail(group: tuple[Sample, ...], *numbers: int) -> tuple[Sample, ...]:
 
 
 def test_a_sample_without_a_reward_makes_no_variance():
-    assert has_reward_variance(make_group("a", [1.0, 0.0, 1.0]))
-    assert not has_reward_variance(fail(make_group("a", [1.0, 0.0, 1.0]), 1))
-    assert not has_reward_variance(fail(make_group("a", [1.0, 0.0]), 0))
-    assert not has_reward_variance(fail(make_group("a", [1.0, 0.0]), 0, 1))
+    assert has_signal(make_group("a", [1.0, 0.0, 1.0]), BY)
+    assert not has_signal(fail(make_group("a", [1.0, 0.0, 1.0]), 1), BY)
+    assert not has_signal(fail(make_group("a", [1.0, 0.0]), 0), BY)
+    assert not has_signal(fail(make_group("a", [1.0, 0.0]), 0, 1), BY)
 
 
 def test_groups_without_any_reward_are_neither_correct_nor_wrong():
@@ -191,7 +224,7 @@ def test_groups_without_any_reward_are_neither_correct_nor_wrong():
         fail(make_group("3", MIXED), 0, 1),
     ]
     samples = join_groups(groups, 0).samples
-    _, metrics = collect_groups_with_reward_variance(lambda n: [], lambda _: samples, 1, max_rounds=1)
+    _, metrics = collect_groups_with_reward_variance(lambda n: [], lambda _: samples, 1, max_rounds=1, by=BY)
     assert metrics["sampling/equal_correct_frac"] == metrics["sampling/equal_wrong_frac"] == 0.25
     # 0 and 1, one 1 and one 0 are left.
     assert metrics["sampling/reward_mean"] == 0.5
@@ -200,7 +233,7 @@ def test_groups_without_any_reward_are_neither_correct_nor_wrong():
 def test_where_all_have_failed_the_data_are_not_blamed():
     samples = join_groups([fail(make_group("0", MIXED), 0, 1)], 0).samples
     with pytest.raises(NoRewardVarianceError) as caught:
-        collect_groups_with_reward_variance(lambda n: [], lambda _: samples, 1, max_rounds=1)
+        collect_groups_with_reward_variance(lambda n: [], lambda _: samples, 1, max_rounds=1, by=BY)
     assert "2 of 2 responses have no reward: 2 x TimeoutError" in str(caught.value)
     assert "the verifier or the environment must be mended" in str(caught.value)
     assert "the data are" not in str(caught.value)

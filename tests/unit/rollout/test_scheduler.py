@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from fakes.groups import DEADLINE_S, GroupMaker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.config.schema.algo_choices import SamplingBy
 from megarl.data.sampler import PromptSampler
-from megarl.rollout.dynamic_sampling import has_reward_variance
+from megarl.rollout.dynamic_sampling import has_signal
 from megarl.rollout.journal import Journal
 from megarl.rollout.scheduler import CompleteGroup, GroupScheduler, GroupState
 from megarl.types import Prompt
@@ -21,6 +23,8 @@ from megarl.types import Prompt
 IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """Each group is synced to disk, which takes longer than all else here"""
 PROMPTS = [Prompt(str(i), str(i), (i + 1,), "") for i in range(5)]
+
+KEEPS = partial(has_signal, by=SamplingBy.correct)
 
 
 def draw(num: int) -> list[str]:
@@ -35,7 +39,7 @@ def scheduling(
     state: GroupState | None = None,
 ) -> Iterator[GroupScheduler]:
     sampler = sampler or PromptSampler(PROMPTS, 1)
-    scheduler = GroupScheduler(maker.start, sampler, 2, journal, state or GroupState(), has_reward_variance)
+    scheduler = GroupScheduler(maker.start, sampler, 2, journal, state or GroupState(), KEEPS)
     try:
         yield scheduler
     finally:
@@ -81,8 +85,8 @@ class Run:
                         waiting.append(number)
                     found = taking.result(DEADLINE_S)
                     assert found.number == waiting.pop(0) == self.places[found.place]
-                    allowed -= has_reward_variance(found.samples)
-                    num_wanted += has_reward_variance(found.samples)
+                    allowed -= KEEPS(found.samples)
+                    num_wanted += KEEPS(found.samples)
                     taken.append(found.number)
                     self.check(found, version)
                 # A killed run repeats what it has taken before.
