@@ -28,7 +28,7 @@ def serve_function(path: str, state: Any = None) -> Callable[..., dict[str, Any]
     state: what the function is to go on from; None: nothing. Raises ValueError where it cannot be loaded, takes other
     parameters than megarl, TRL or verl give, or has no place for a state that is given.
     """
-    target = load_callable(path)
+    target: Any = load_callable(path)
     function = adapt(path, target)
     keeps = hasattr(target, "state_dict") and hasattr(target, "load_state_dict")
     if state is not None:

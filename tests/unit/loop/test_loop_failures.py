@@ -19,6 +19,7 @@ from megarl.checkpoint.folder import Folder
 from megarl.cluster.waiting import WorkerError
 from megarl.interfaces import DeadlineError, SyncError
 from megarl.report.failures import TooManyFailuresError
+from megarl.report.metrics import load_metrics
 from megarl.run.signals import stopping_on_signals
 from megarl.types import Prompt, Response, Score
 
@@ -203,3 +204,16 @@ def refuse_from(first: int, publish: Callable[..., Path]) -> Callable[..., Path]
         return publish(folder, iteration)
 
     return refuse
+
+
+def test_a_critics_rate_far_too_high_is_said_within_six_iterations_and_the_best_checkpoint_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["train.num_iterations=6", "train.eval_every=1", "checkpoint.save_every=1", "checkpoint.keep_best=1"]
+    given = ["algo=ppo", "train.responses_per_prompt=4", "critic.optimizer.lr=20", "logger.terminal=true"]
+    World().run_job(monkeypatch, tmp_path, [*run, *given])
+    assert "in each of the last 5 iterations the critic's squared error" in " ".join(capsys.readouterr().out.split())
+    lines = load_metrics(tmp_path / "metrics.jsonl")
+    kept = {int(path.name.removeprefix("iteration-")) for path in (tmp_path / "checkpoints").glob("iteration-*")}
+    scores = {line["iteration"]: line["reward/heldout"] for line in lines}
+    assert max(scores[iteration] for iteration in kept) == max(scores[iteration] for iteration in range(1, 7))
