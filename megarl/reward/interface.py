@@ -1,5 +1,6 @@
 """The sorts of rewards: functions of this process, functions in processes of their own, and what is awaited."""
 
+import math
 from typing import Any, Protocol
 
 from megarl.types import Prompt, Response, RewardFunction, Score
@@ -13,6 +14,14 @@ class AnswerFailedError(RewardFailedError):
     """There is none for the reference answer, given as a response."""
 
 
+def find_not_finite(score: Score) -> str | None:
+    """What of a score is no finite number, as a sentence."""
+    numbers = {"reward": score.reward, **{f"details {name!r}": value for name, value in score.details.items()}}
+    # An integer may be too large for a float.
+    bad = next((name for name, value in numbers.items() if not -math.inf < value < math.inf), None)
+    return None if bad is None else f"the {bad} is {numbers[bad]}; it must be a finite number"
+
+
 class AsyncReward:
     """A reward that is awaited. Many responses are scored at the same time, on one event loop."""
 
@@ -24,6 +33,10 @@ class AsyncReward:
         """Before anything starts: score an empty response to one of the data's prompts, None where that needs what does
         not run yet. Raises ValueError where the reward cannot read the prompt."""
         return await self.score(prompt, empty)
+
+    def list_notes(self) -> list[str]:
+        """What of the scores so far was not used, for the reader of a log."""
+        return []
 
     def close(self) -> None:
         """End what the reward has started. Called once; it may be called from any thread."""

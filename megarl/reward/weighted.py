@@ -41,6 +41,9 @@ class WeightedReward(AsyncReward):
         known = [score for score in scores if score is not None]
         return self._add(known) if len(known) == len(scores) else None
 
+    def list_notes(self) -> list[str]:
+        return [f"{name}: {note}" for name, part in self._parts.items() for note in part.reward.list_notes()]
+
     def close(self) -> None:
         for part in self._parts.values():
             part.reward.close()
