@@ -100,7 +100,7 @@ class PooledReward(AsyncReward):
     async def check(self, prompt: Prompt, empty: Response) -> Score:
         await asyncio.get_running_loop().run_in_executor(self._threads, self._rewards[0].start)
         score = await self.score(prompt, empty)
-        if self._verifier.is_users:
+        if self._verifier.is_users and find_not_finite(score) is None:
             # What a function does with a text is otherwise seen only after the first rollout.
             stated = Response((0,), prompt.answer, (0.0,), (True,), (0,), FinishReason.stop)
             try:
