@@ -41,7 +41,8 @@ def serve_function(path: str, state: Any = None) -> Callable[..., dict[str, Any]
             return {"state": check_state(f"reward.path={path}", target.state_dict())} if keeps else {}
         asked = decode_prompt(prompt)
         try:
-            return encode_score(function(asked, decode_response(response)))
+            score, left_out = function(asked, decode_response(response))
+            return encode_score(score) | {"left_out": left_out}
         except MemoryError:
             raise
         except Exception as error:
@@ -77,16 +78,24 @@ class FunctionVerifier:
         self._lock = threading.Lock()
         self._names: frozenset[str] | None = None
         """The names in `details` of the first Score"""
+        self._left_out: set[str] = set()
+        """Entries of the function's dicts that are texts"""
 
     def ask(self, prompt: Prompt, response: Response) -> dict[str, Any]:
         return {"prompt": encode_prompt(prompt), "response": encode_response(response)}
 
     def read(self, answer: Any, prompt: Prompt) -> Score:
         """Raises ValueError for other names in `details`."""
+        self._left_out |= set(answer.pop("left_out"))
         score = Score(**answer)
         if score.failure is None:
             self._check_names(frozenset(score.details))
         return score
+
+    @property
+    def notes(self) -> list[str]:
+        left_out = ", ".join(sorted(self._left_out))
+        return [f"of what {self.options['path']} returns, texts are not logged: {left_out}"] if left_out else []
 
     def give_up(self) -> None:
         """What runs out of time or memory is the function, not the response."""

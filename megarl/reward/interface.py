@@ -1,5 +1,6 @@
 """The sorts of rewards: functions of this process, functions in processes of their own, and what is awaited."""
 
+import math
 from typing import Any, Protocol
 
 from megarl.types import Prompt, Response, RewardFunction, Score
@@ -11,6 +12,14 @@ class RewardFailedError(Exception):
 
 class AnswerFailedError(RewardFailedError):
     """There is none for the reference answer, given as a response."""
+
+
+def find_not_finite(score: Score) -> str | None:
+    """What of a score is no finite number, as a sentence."""
+    numbers = {"reward": score.reward, **{f"details {name!r}": value for name, value in score.details.items()}}
+    # An integer may be too large for a float.
+    bad = next((name for name, value in numbers.items() if not -math.inf < value < math.inf), None)
+    return None if bad is None else f"the {bad} is {numbers[bad]}; it must be a finite number"
 
 
 class AsyncReward:
@@ -32,6 +41,10 @@ class AsyncReward:
 
     def load_state(self, state: Any) -> None:
         """Go on from what `state` gave. Called before the first response is scored."""
+
+    def list_notes(self) -> list[str]:
+        """What of the scores so far was not used, for the reader of a log."""
+        return []
 
     def close(self) -> None:
         """End what the reward has started. Called once; it may be called from any thread."""

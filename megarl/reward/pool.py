@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megarl.config.errors import ConfigError
-from megarl.reward.interface import AnswerFailedError, AsyncReward, ProcessVerifier, RewardFailedError
+from megarl.reward.interface import AnswerFailedError, AsyncReward, ProcessVerifier, RewardFailedError, find_not_finite
 from megarl.sandbox.function_process import (
     CallDiedError,
     CallError,
@@ -104,7 +104,7 @@ class PooledReward(AsyncReward):
         self._keeps_state = False
         self._rewards = [ProcessReward(verifier) for _ in range(num_workers or choose_num_workers())]
         self._threads = ThreadPoolExecutor(len(self._rewards), thread_name_prefix="reward")
-        self._is_users = verifier.is_users
+        self._verifier = verifier
         # The last one used is the next: no more processes run than are needed.
         self._idle: queue.LifoQueue[ProcessReward] = queue.LifoQueue()
 
@@ -157,14 +157,19 @@ class PooledReward(AsyncReward):
 
     async def check(self, prompt: Prompt, empty: Response) -> Score:
         score = await self.score(prompt, empty)
-        if self._is_users:
+        if self._verifier.is_users and find_not_finite(score) is None:
             # What a function does with a text is otherwise seen only after the first rollout.
             stated = Response((0,), prompt.answer, (0.0,), (True,), (0,), FinishReason.stop)
             try:
-                await self.score(prompt, stated)
+                if bad := find_not_finite(await self.score(prompt, stated)):
+                    raise RewardFailedError(bad)
             except RewardFailedError as error:
                 raise AnswerFailedError(f"{error}, with the response {prompt.answer[:60]!r}") from error
         return score
+
+    def list_notes(self) -> list[str]:
+        # Only a user's function says more than a verifier asks for.
+        return list(getattr(self._verifier, "notes", ()))
 
     def _score(self, prompt: Prompt, response: Response) -> Score:
         self._open()

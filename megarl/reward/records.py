@@ -66,9 +66,16 @@ def encode_score(score: Score) -> dict[str, Any]:
     return {
         **{field.name: getattr(score, field.name) for field in fields(score)},
         "reward": float(score.reward),
-        "correct": bool(score.correct),
+        "correct": _read_truth(score.correct),
         "details": {str(name): float(value) for name, value in score.details.items()},
     }
+
+
+def _read_truth(value: Any) -> bool:
+    # The text "False" is true to Python, and so is NaN.
+    if isinstance(value, str) or value not in (0, 1):
+        raise TypeError(f"a Score has the correct {value!r}; it must be True or False")
+    return bool(value)
 
 
 def _encode(values: ArrayLike, dtype: type[np.generic]) -> str:

@@ -1,7 +1,6 @@
 """Scores responses as they come, whatever a verifier does."""
 
 import asyncio
-import math
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,7 +9,7 @@ from megarl.algo.rewards import check_score
 from megarl.config.errors import ConfigError
 from megarl.config.schema.reward import RewardConfig
 from megarl.reward.build import EMPTY, build_async_reward
-from megarl.reward.interface import AnswerFailedError, AsyncReward, DirectReward, RewardFailedError
+from megarl.reward.interface import AnswerFailedError, AsyncReward, DirectReward, RewardFailedError, find_not_finite
 from megarl.sandbox.function_server import describe
 from megarl.types import Prompt, Response, RewardFunction, Score
 
@@ -38,16 +37,18 @@ class Scorer:
             return fail(str(error))
         except Exception as error:
             return fail(f"the reward raised {describe(error)}")
-        numbers = {"reward": score.reward, **{f"details {name!r}": value for name, value in score.details.items()}}
-        bad = next((name for name, value in numbers.items() if not math.isfinite(value)), None)
-        return score if bad is None else fail(f"the {bad} is {numbers[bad]}; it must be a finite number")
+        bad = find_not_finite(score)
+        return score if bad is None else fail(bad)
 
-    def check(self, prompts: Iterable[Prompt], wrong: float = 0.0, chosen: str = "reward=... with data=...") -> None:
+    def check(
+        self, prompts: Iterable[Prompt], wrong: float = 0.0, chosen: str = "reward=... with data=..."
+    ) -> list[str]:
         """Score an empty response to each prompt, which shows whether the reward can read the data's answers; where the
         user's own function scores, also the answer.
 
         Meant for the first prompt of each split, before anything is started; not from a coroutine. wrong: reward.wrong,
-        with which the scores must be in [0, 1]. chosen: the reward and the data, for the message. Raises ConfigError.
+        with which the scores must be in [0, 1]. chosen: the reward and the data, for the message. Returns
+        what the reward says and is not used, in sentences. Raises ConfigError.
         """
 
         async def check_all() -> None:
@@ -55,6 +56,8 @@ class Scorer:
                 try:
                     score = await self._reward.check(prompt, EMPTY)
                     if score is not None:
+                        if bad := find_not_finite(score):
+                            raise RewardFailedError(bad)
                         check_score(score.reward, wrong)
                 except ConfigError:
                     raise
@@ -66,6 +69,7 @@ class Scorer:
         # A thread of its own: the caller's may have an event loop that runs, as in a notebook.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(asyncio.run, check_all()).result()
+        return self._reward.list_notes()
 
     def state(self) -> Any:
         """As `AsyncReward.state`."""

@@ -1,7 +1,9 @@
 """Reward functions as people have them: megarl's (prompt, response), TRL's and verl's, by the names of parameters."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from numbers import Real
 from typing import Any
 
@@ -22,15 +24,16 @@ _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 Parameters = Mapping[str, inspect.Parameter]
 
 
-def adapt(path: str, function: Callable[..., Any]) -> Callable[[Prompt, Response], Score]:
-    """The function as one from (prompt, response) to a Score; what it returns may be awaited.
+def adapt(path: str, function: Callable[..., Any]) -> Callable[[Prompt, Response], tuple[Score, list[str]]]:
+    """The function as one from (prompt, response) to a Score and the names of the entries that are not in it; what it
+    returns may be awaited.
 
     Raises ValueError for parameters of another sort, naming those found and what is accepted, and the function that
     comes out TypeError for another result.
     """
     arguments = _find_arguments(path, function)
 
-    def score(prompt: Prompt, response: Response) -> Score:
+    def score(prompt: Prompt, response: Response) -> tuple[Score, list[str]]:
         positional, keywords, is_batch = arguments(prompt, response)
         result = call(function, *positional, **keywords)
         return read_result(path, _take_only(path, result) if is_batch else result)
@@ -141,35 +144,53 @@ def _take_only(path: str, results: Any) -> Any:
     return results[0]
 
 
-def read_result(path: str, result: Any) -> Score:
-    """The Score that a function's result means. Raises TypeError for what is none."""
+def read_result(path: str, result: Any) -> tuple[Score, list[str]]:
+    """The Score that a function's result means, and the names of a dict's texts, which are not in it. Raises TypeError
+    for what is none.
+    """
     if isinstance(result, Score):
-        return result
+        return result, []
     if isinstance(result, Mapping):
         return _read_dict(path, result)
     number = _read_number(result)
     if number is None:
         raise TypeError(f"reward.path={path} returned {_show(result)}; it must return {RESULTS}")
-    return Score(number, _is_correct(result, number))
+    return Score(number, _is_correct(result, number)), []
 
 
-def _read_dict(path: str, result: Mapping[Any, Any]) -> Score:
-    """ "score", "correct" or verl's "acc", and every other number as a detail; texts are left out."""
+def _read_dict(path: str, result: Mapping[Any, Any]) -> tuple[Score, list[str]]:
+    """ "score", "correct" or verl's "acc", and every other number as a detail; texts and None are left out."""
     name = next((name for name in _SCORE_KEYS if name in result), None)
     number = None if name is None else _read_number(result[name])
     if number is None:
         raise TypeError(f"reward.path={path} returned {_show(dict(result))}; it must return {RESULTS}")
-    stated = next((result[key] for key in ("correct", "acc") if key in result), None)
-    correct = _is_correct(result[name], number) if stated is None else bool(stated)
-    others = {str(key): _read_number(value) for key, value in result.items() if key not in (name, "correct")}
-    return Score(number, correct, {key: value for key, value in others.items() if value is not None})
+    details, left_out = {}, []
+    for key, value in result.items():
+        part = _read_number(value)
+        if key == "correct" and value is not None and part not in (0.0, 1.0):
+            raise TypeError(f"reward.path={path} returned {key!r}: {_show(value)}; it must be True or False")
+        if part is None and not (value is None or (isinstance(value, str) and key != "acc")):
+            raise TypeError(
+                f"reward.path={path} returned {key!r}: {_show(value)}; beside {name!r} there may be numbers, which are"
+                " logged as means, and texts, which are not"
+            )
+        if part is None:
+            left_out += [str(key)] if value is not None else []
+        elif key not in (name, "correct"):
+            details[str(key)] = part
+    stated = next((_read_number(result[key]) for key in ("correct", "acc") if result.get(key) is not None), None)
+    correct = _is_correct(result[name], number) if stated is None else stated >= CORRECT_AT
+    return Score(number, correct, details), left_out
 
 
 def _read_number(value: Any) -> float | None:
     """Also an array or tensor of one number; None for what is no number."""
     if not isinstance(value, Real) and getattr(value, "shape", None) in ((), (1,)):
         value = value.item()
-    return float(value) if isinstance(value, Real) else None
+    try:
+        return float(value) if isinstance(value, Real | Decimal) else None
+    except OverflowError:  # An integer of hundreds of digits.
+        return math.inf if value > 0 else -math.inf
 
 
 def _is_correct(result: Any, number: float) -> bool:

@@ -51,6 +51,9 @@ class WeightedReward(AsyncReward):
             if state.get(name) is not None:
                 part.reward.load_state(state[name])
 
+    def list_notes(self) -> list[str]:
+        return [f"{name}: {note}" for name, part in self._parts.items() for note in part.reward.list_notes()]
+
     def close(self) -> None:
         for part in self._parts.values():
             part.reward.close()

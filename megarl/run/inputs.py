@@ -102,11 +102,11 @@ def load_inputs(config: Config) -> Inputs:
     spec = load_generation_spec(models.checkpoint)
     rollout, ends = add_turn_end(config.rollout, spec, Renderer(config.data, tokenizer, tools))
     data = build_data(config.data, tokenizer, config.seed, tools, vocab_size)
-    data = replace(data, notes=(*data.notes, ends))
     sets = build_eval_sets(config, tokenizer, tools, vocab_size)
     with contextlib.closing(build_scorer(config.reward)) as scorer:
         chosen = f"{name_reward(config.reward)} with {name_data(config.data)}"
-        scorer.check((data.train[0], data.heldout[0]), config.reward.wrong, chosen)
+        unused = scorer.check((data.train[0], data.heldout[0]), config.reward.wrong, chosen)
+        data = replace(data, notes=(*data.notes, ends, *unused))
     conversation = build_conversation(config, tokenizer, vocab_size)
     check_conversation(conversation, (data.train[0], data.heldout[0]))
     length = min(PROBE_LENGTH, architecture.max_length)

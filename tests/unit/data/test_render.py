@@ -103,3 +103,38 @@ def test_files_that_cannot_be_used_are_named_with_their_key(config: DataConfig, 
     use = use_chat_template if config.chat_template_path else Renderer
     with pytest.raises(ConfigError, match=message):
         use(config, tokenizer)
+
+
+def test_plain_text_begins_with_bos_once_and_never_ends_with_eos() -> None:
+    from tokenizers import processors
+
+    tokenizer = build_byte_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<eos>"})
+    end = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 0), ("<eos>", end)]
+    )
+    plain, begun = Renderer(DataConfig(), tokenizer).tokenize(["ab", "<bos>ab"])
+    assert plain == begun
+    assert (plain[0], len(plain)) == (0, 3)
+
+
+def test_a_token_beyond_the_embedding_is_refused_with_its_text() -> None:
+    with pytest.raises(ConfigError, match=r"^f:1: the text 'ab' has the token \d+ .* has 1 rows"):
+        Renderer(DataConfig(), build_byte_tokenizer(), vocab_size=1).tokenize(["ab"], names=["f:1"])
+
+
+def test_the_date_of_a_template_is_always_the_same() -> None:
+    tokenizer = build_byte_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"
+    assert Renderer(DataConfig(), tokenizer).render(ask("Why?", "")) == "26 Jul 2024 Why?"
+
+
+def test_a_template_that_numbers_its_rounds_cannot_continue_a_conversation() -> None:
+    from megarl.rollout.encoding import ObservationEncoder
+    from megarl.types import Prompt
+
+    tokenizer = build_byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ loop.index }}]{{ m.content }}\n{% endfor %}"
+    with pytest.raises(ConfigError, match="cannot continue a conversation turn by turn: behind answer 2"):
+        ObservationEncoder(Renderer(DataConfig(), tokenizer)).check(Prompt("p", "", (1,), ""))

@@ -2,14 +2,19 @@
 
 import asyncio
 import contextlib
+import math
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.data import JsonlDataConfig
 from megarl.config.schema.reward import FunctionRewardConfig
 from megarl.data.files import JsonlSource
-from megarl.reward.records import decode_prompt, encode_prompt
+from megarl.reward.records import decode_prompt, encode_prompt, encode_score
 from megarl.reward.scorer import build_scorer
 from megarl.reward.signatures import adapt, read_result
 from megarl.types import FinishReason, Message, Prompt, Response, Score
@@ -26,7 +31,7 @@ def build_response(text):
 
 
 def score(function, text="42", prompt=None):
-    return adapt("mine.py:score", function)(prompt or build_prompt(), build_response(text))
+    return adapt("mine.py:score", function)(prompt or build_prompt(), build_response(text))[0]
 
 
 def test_trl_gets_lists_of_one_and_the_columns_as_the_data_have_them():
@@ -89,8 +94,47 @@ def test_verl_gets_the_answer_and_all_columns_of_other_data():
     ],
 )
 def test_a_number_a_truth_value_a_dict_or_a_score_is_a_score(result, expected):
-    assert read_result("mine.py:score", result) == expected
+    assert read_result("mine.py:score", result)[0] == expected
     assert score(lambda prompt, response: result) == expected
+
+
+@pytest.mark.parametrize(
+    ("entries", "details"),
+    [
+        ({"style": np.float32(0.5), "long": np.bool_(True)}, {"style": 0.5, "long": 1.0}),
+        ({"style": torch.tensor(0.5), "one": np.array([2])}, {"style": 0.5, "one": 2.0}),
+        ({"style": Decimal("0.5"), "third": Fraction(1, 2)}, {"style": 0.5, "third": 0.5}),
+        ({"huge": 10**400}, {"huge": math.inf}),
+        ({"pred": "42", "note": None}, {}),
+    ],
+)
+def test_every_number_of_a_dict_is_a_detail_whatever_its_type(entries, details):
+    found, left_out = read_result("mine.py:score", {"score": 1.0, **entries})
+    assert found == Score(1.0, True, details)
+    assert left_out == [name for name in entries if name == "pred"]
+
+
+@pytest.mark.parametrize(
+    "value", [[0.5], [0.5, 0.7], np.array([0.5, 0.7]), torch.zeros(2), {"a": 1.0}, b"1", 1j, {1}, object]
+)
+def test_an_entry_that_is_neither_number_nor_text_is_refused_by_its_name(value):
+    with pytest.raises(TypeError, match=r"mine\.py:score returned 'style': .*; beside 'score' there may be numbers"):
+        read_result("mine.py:score", {"score": 1.0, "style": value})
+
+
+@pytest.mark.parametrize("value", ["False", "", 0.5, math.nan, [], [True], {}])
+def test_correct_is_a_truth_value_and_nothing_that_is_one_to_python(value):
+    with pytest.raises(TypeError, match=r"returned 'correct': .*; it must be True or False"):
+        read_result("mine.py:score", {"score": 0.0, "correct": value})
+    with pytest.raises(TypeError, match=r"a Score has the correct .*; it must be True or False"):
+        encode_score(Score(0.0, value))
+
+
+@pytest.mark.parametrize(
+    ("acc", "correct"), [(0.5, False), (1.0, True), (np.True_, True), (None, True), (False, False)]
+)
+def test_verls_acc_says_correct_from_one_on(acc, correct):
+    assert read_result("mine.py:score", {"score": 1.0, "acc": acc})[0].correct is correct
 
 
 @pytest.mark.parametrize("result", ["1.0", None, [1.0], {"value": 1.0}, {"score": "good"}])
@@ -144,7 +188,7 @@ def test_columns_reach_the_functions_process_with_their_types(tmp_path):
 def check(path, *prompts):
     scorer = build_scorer(FunctionRewardConfig(path, num_workers=1))
     try:
-        scorer.check(prompts or [build_prompt()], chosen="mine")
+        return scorer.check(prompts or [build_prompt()], chosen="mine")
     finally:
         scorer.close()
 
@@ -179,6 +223,14 @@ def test_a_file_is_found_from_where_the_command_was_typed_and_imports_its_neighb
             "def score(prompt, response):\n    return prompt.columns['gold']\n",
             r"mine: an empty response to .*KeyError: 'gold' \(.*\); the columns of the data are level, qu",
         ),
+        (
+            "def score(prompt, response):\n    return {'score': 1.0, 'style': float('nan')}\n",
+            r"mine: an empty response to .* cannot be scored: the details 'style' is nan; it must be a finite number",
+        ),
+        (
+            "def score(prompt, response):\n    return float('inf') if response.text else 0.0\n",
+            r"mine: the reference answer .* cannot be scored: the reward is inf; .*, with the response '42'",
+        ),
     ],
 )
 def test_what_fails_is_shown_with_its_own_line_before_the_run(tmp_path, monkeypatch, source, message):
@@ -188,6 +240,12 @@ def test_what_fails_is_shown_with_its_own_line_before_the_run(tmp_path, monkeypa
         check("my_reward.py:score")
     assert "Traceback" not in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_the_trial_names_the_texts_that_are_not_logged(tmp_path, monkeypatch):
+    (tmp_path / "my_reward.py").write_text("def score(prompt, response): return {'score': 1, 'pred': response.text}\n")
+    monkeypatch.chdir(tmp_path)
+    assert check("my_reward.py:score") == ["of what my_reward.py:score returns, texts are not logged: pred"]
 
 
 def test_a_missing_file_is_named_with_where_it_was_looked_for(tmp_path, monkeypatch):
