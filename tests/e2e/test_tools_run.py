@@ -71,7 +71,7 @@ ELSEWHERE = {
 
 TRL = """
 import torch
-__version__ = "0"
+__version__, PPOTrainer = "0", None
 class GRPOConfig:
     def __init__(self, **keys): vars(self).update(keys)
 class GRPOTrainer:
