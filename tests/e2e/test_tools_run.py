@@ -71,7 +71,7 @@ ELSEWHERE = {
 
 TRL = """
 import torch
-__version__ = "0"
+__version__, PPOTrainer = "0", None
 class GRPOConfig:
     def __init__(self, **keys): vars(self).update(keys)
 class GRPOTrainer:
@@ -126,12 +126,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "faults" / "reference.json").write_text(json.dumps(reference))
     # What against_trl.py finds instead of making it.
     bench = load_tool("bench/against_trl.py")
-    (place / "trl.py").write_text(TRL)
+    stand_in = place / "stand_in"
+    (stand_in / "trl").mkdir(parents=True)
+    (stand_in / "trl" / "__init__.py").write_text(TRL)
     version = bench.metadata.version("torch").partition("+")[0]
     python = f"{bench.TRL}-torch{version}-python{sys.version_info.major}.{sys.version_info.minor}/bin/python"
     script = place / "cache" / "trl" / python
     script.parent.mkdir(parents=True)
-    script.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(place))} exec {shlex.quote(sys.executable)} "$@"\n')
+    script.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(stand_in))} exec {shlex.quote(sys.executable)} "$@"\n')
     script.chmod(0o755)
     return place
 
