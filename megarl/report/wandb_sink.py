@@ -4,7 +4,7 @@ import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megarl.report.metric_names import METRICS
 from megarl.report.run_ids import load_id, save_id
@@ -34,7 +34,7 @@ class WandbSink:
             name=run_dir.name,
             id=run_id,
             resume="allow",
-            mode=mode,
+            mode=cast(Any, mode),
             dir=run_dir,
             config=dict(settings),
             # Neither does it read what this process prints, nor the state of the repository in the current folder.
