@@ -104,7 +104,6 @@ class PooledReward(AsyncReward):
         self._keeps_state = False
         self._rewards = [ProcessReward(verifier) for _ in range(num_workers or choose_num_workers())]
         self._threads = ThreadPoolExecutor(len(self._rewards), thread_name_prefix="reward")
-        self._verifier = verifier
         # The last one used is the next: no more processes run than are needed.
         self._idle: queue.LifoQueue[ProcessReward] = queue.LifoQueue()
 
@@ -114,7 +113,7 @@ class PooledReward(AsyncReward):
             if self._is_open:
                 return
             self._rewards[0].start()
-            if self._is_users:
+            if self._verifier.is_users:
                 try:
                     self._keeps_state = "state" in self._rewards[0].read_state()
                 except CallError as error:
