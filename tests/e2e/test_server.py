@@ -310,7 +310,6 @@ def test_no_token_is_of_a_prefix_that_older_weights_cached_in_thirty_syncs(
             hanging.join(60)
             assert not hanging.is_alive()
     assert max(gaps) < 2e-4, gaps
-    sync.close()
 
 
 def test_a_directory_without_weights_is_a_sync_error(
