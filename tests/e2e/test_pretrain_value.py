@@ -129,7 +129,7 @@ def test_a_critic_that_reads_the_answer_explains_rewards_that_the_prompts_do_not
     for text in (["data.critic_prompt='{answer}='"], []):
         config = load_config([*overrides, f"algo.value_pretrain.steps={NUM_ROLLOUTS}", *text])
         models = load_models(config)
-        critic_prompt = build_critic_prompt(config, load_tokenizer(models.checkpoint))
+        critic_prompt = build_critic_prompt(config, models, load_tokenizer(models.checkpoint))
         saved = load_saved_rollouts(config, models, critic_prompt)
         with (
             open_critic(config, tmp_path / "logs") as critic,

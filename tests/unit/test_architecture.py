@@ -40,7 +40,7 @@ LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in room
 SCHEMA = {"config.schema", "config.errors", "config.cpu_dtype", "config.run_name", "config.user_code"}
 ONLY_ROOMS = {
     "report": {"report", "config", "types", "json_text", "timeline", *SCHEMA},
-    "algo": {"algo", "types", "per_token", *SCHEMA},
+    "algo": {"algo", "types", "per_token", "json_text", *SCHEMA},
     # A check of the configuration reads what the algorithms' modules declare, without torch.
     "config": {"config", "algo", "json_text", *SCHEMA},
     "families": {"families", *SCHEMA},

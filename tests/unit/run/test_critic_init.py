@@ -291,7 +291,7 @@ def test_saved_rollouts_whose_prompts_do_not_give_the_critics_text_are_refused(t
     path = save_rollouts(tmp_path / "r.jsonl")
     config = load_config(["model=tiny", f"algo.value_pretrain.rollouts={path}", *given])
     models = load_models(config)
-    critic_prompt = build_critic_prompt(config, load_tokenizer(models.checkpoint))
+    critic_prompt = build_critic_prompt(config, models, load_tokenizer(models.checkpoint))
     with pytest.raises(ConfigError, match=message):
         load_saved_rollouts(config, models, critic_prompt)
 

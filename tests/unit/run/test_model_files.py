@@ -138,7 +138,7 @@ def test_files_that_make_another_model_of_the_weights_are_named(model: Path, nam
 def test_an_evaluation_names_files_that_differ_from_the_index_too(model: Path):
     index, names = split(model)
     write_index(model, {**index, names[0]: index[names[1]]})
-    overrides = ["model=tiny", "model.source=path", f"model.path={model}"]
+    overrides = ["model=tiny", "model.name=mine", "model.source=path", f"model.path={model}"]
     with pytest.raises(ConfigError, match=f"model.path: {model}: model.safetensors.index.json differs from the files"):
         load_evaluation_inputs({"one": load_config(overrides, "evaluate")})
 
