@@ -47,17 +47,24 @@ def _is_equal(gold: Answer, answer: Answer) -> bool:
         return _equals_equation(gold, answer)
     if isinstance(gold, Equation):
         return _is_name(gold.sides[0], operators=False) and is_equal(gold.value, answer)
+    if isinstance(gold, Number) and isinstance(answer, Number):
+        return _equals_number(gold, answer)
     if isinstance(gold, Number):
-        return isinstance(answer, Number) and _equals_number(gold, answer)
+        product = _to_product(gold)
+        return product is not None and isinstance(answer, Expression) and _equals_expression(product, answer)
     if isinstance(gold, Items) and isinstance(answer, Items):
         return _equals_items(gold, answer)
     gold_region, region = to_region(gold), to_region(answer)
     if gold_region and region and (isinstance(gold, Region) or isinstance(answer, Region | Items)):
+        if gold_region.name and region.name and gold_region.name != region.name:
+            return False
         return gold_region.set == region.set or bool(gold_region.set.symmetric_difference(region.set).is_empty)
     if not isinstance(gold, Expression):
         return False
     if isinstance(answer, Number):
-        answer = Expression(_to_tree(answer), "", answer.unit)
+        if answer.base:
+            return False
+        answer = _to_product(answer) or Expression(_to_tree(answer), "", answer.unit)
     return isinstance(answer, Expression) and _equals_expression(gold, answer)
 
 
@@ -66,7 +73,8 @@ def write_answer(answer: Answer) -> str | None:
     try:
         match answer:
             case Number():
-                return str(answer.value) + ("%" if answer.is_percent else "")
+                base = f"_{answer.base}" if answer.base else ""
+                return str(answer.value) + base + ("%" if answer.is_percent else "")
             case Expression():
                 return answer.latex if _is_left_open(answer) else str(make_exact(answer.tree))
             case Region():
@@ -95,17 +103,18 @@ def _equals_number(gold: Number, answer: Number) -> bool:
         return False
     if gold.form == "decimal" and answer.form == "fraction" and gold.value.denominator == 1:
         return False
-    if answer.unit.words[:1] == ("base",) and not gold.unit.words and answer.unit.words != ("base", "10"):
+    if answer.base != gold.base:
         return False
     factor = convert(answer.unit, gold.unit)
     if factor is None:
         return False
-    value = answer.value * factor
     if gold.is_percent == answer.is_percent:
-        return value == gold.value
-    if answer.is_percent:
-        return value == gold.value or (gold.form != "integer" and value == gold.value * 100)
-    return value in (gold.value, gold.value / 100)
+        return answer.value * factor == gold.value
+    if answer.share * factor == gold.share and not (answer.is_percent and gold.form == "integer"):
+        return True
+    # One of them may lack the sign, as 50 for 50%; but a share is no percentage: 0.5% is not 0.5, nor 1.5% 3/2.
+    has_digits = gold.value == 0 or (abs(gold.value) >= 1 and (gold.is_percent or gold.form != "fraction"))
+    return has_digits and answer.value * factor == gold.value
 
 
 def _equals_equation(gold: Answer, answer: Equation) -> bool:
@@ -135,7 +144,7 @@ def _is_name(side: str, *, operators: bool = True) -> bool:
 def _has_value(side: str, value: Answer) -> bool:
     found = read_answer(side)
     if isinstance(found, Number) and isinstance(value, Number):
-        return found.value == value.value
+        return found.share == value.share
     if not isinstance(found, Number | Expression) or not isinstance(value, Number | Expression):
         return False
     return _is_zero(_to_tree(found) - _to_tree(value))
@@ -158,8 +167,17 @@ def _equals_curve(gold: Equation, answer: Equation) -> bool:
 
 def _to_tree(answer: Any) -> Any:
     if isinstance(answer, Number):
-        return sympy.Rational(answer.value)
+        return sympy.Rational(answer.share)
     return make_exact(answer.tree)
+
+
+def _to_product(number: Number) -> Expression | None:
+    """A number with a unit of one letter as the product that it may also be: 5 m for 5m; None for other numbers."""
+    found = re.fullmatch(r"([A-Za-z])(?:\^\{?([23])\}?)?", number.unit.words[0]) if len(number.unit.words) == 1 else None
+    if found is None:
+        return None
+    factor = sympy.Symbol(found[1], real=True) ** int(found[2] or 1)
+    return Expression(_to_tree(number) * factor, number.unit.words[0])
 
 
 def _equals_items(gold: Items, answer: Items) -> bool:

@@ -26,8 +26,11 @@ _UNICODE |= {
 }
 _REMOVED = re.compile(
     r"\\(?:left|right|displaystyle|textstyle|limits|(?:[bB]ig|[bB]igg)[lr]?)(?![a-zA-Z])\.?|(?<!\\)\\(?:[,;:>]|!\s*)|(?<!\\)\$"
-    r"|(?<=\\\\)\[-?[\d.]+ ?[a-z]{2}\]|\\(?:tag|label)\{[^{}]*\}|\*\*|(?<!\w)[`*_](?=\S)|(?<=\S)[`](?!\w)"
+    r"|(?<=\\\\)\[-?[\d.]+ ?[a-z]{2}\]|\\(?:tag|label)\{[^{}]*\}|\*\*|(?<!\w)`(?=\S)|(?<=\S)`(?!\w)"
 )
+_POWER = re.compile(r"(?<=[\w)\]}])(\*\*|\s+\*\*\s+)(?=[-+]?(?:[\w({]|\.\d|\\[a-zA-Z]))")
+"""Between two operands ** is a power; any other one is bold."""
+_EMPHASIS = re.compile(r"(?<!\S)(?<![\d)\]}]\s)([*_])(?=\S)([^*_]*)(?<=\S)\1(?!\w)")
 _RENAMED = [
     (re.compile(r"\\[dtc]frac(?![a-z])"), r"\\frac"),
     (
@@ -48,8 +51,11 @@ _RENAMED = [
     (re.compile(r"<="), r"\\le "),
     (re.compile(r">="), r"\\ge "),
     (re.compile(r"\\neq(?![a-z])|!="), r"\\ne "),
+    (re.compile(r"\\not\s*="), r"\\ne "),
+    (re.compile(r"\\var(?=(?:epsilon|phi|theta)(?![a-z]))"), r"\\"),
     (re.compile(r"\\lbrace(?![a-z])"), r"\\{"),
     (re.compile(r"\\rbrace(?![a-z])"), r"\\}"),
+    (re.compile(r"\\varnothing(?![a-z])|\\\{\s*\\\}|^\s*(?:the\s+)?empty set\W*$", re.I), r"\\emptyset "),
     (re.compile(r"\{,\}"), ","),
     (
         re.compile(r"[\[(]\s*\\begin\{array\}\{[^{}]*\}(.*?)\\end\{array\}\s*[\])]"),
@@ -59,6 +65,16 @@ _RENAMED = [
     (re.compile(r"\\%|\\text\{\s*(?:percent|%|\\%)\s*\}|(?<=\d)\s*percent(?:age)?\b"), "%"),
     (re.compile(r"(?<=[\d}])\\text"), r" \\text"),
 ]
+WITHDRAWN = (
+    r"(?:incorrect|wrong|false|untrue|invalid|inaccurate|mistaken|erroneous|rejected|discarded|extraneous|impossible"
+    r"|withdrawn|retracted|crossed out|an? (?:mistake|error)|not (?:right|correct|the answer|it|valid|true))"
+)
+"""What is said of an answer that is taken back."""
+_DOUBT = re.compile(
+    rf"\b(?:{WITHDRAWN}|mistake|error|not|never|isn|wasn|maybe|perhaps|possibly|probably|guess|unsure|uncertain|unclear)\b"
+    r"|\bno\b(?! \w)",
+    re.I,
+)
 _APPROXIMATELY = re.compile(r"^(?:\\approx|approximately|about|exactly|only|simply|just|equal to|\\text\{\s*\}|:|=)\s*")
 
 
@@ -68,6 +84,7 @@ def clean(text: str) -> str:
     text = text.replace("$", "\\$", 1) if money else text
     for sign, latex in _UNICODE.items():
         text = text.replace(sign, latex)
+    text = _EMPHASIS.sub(r"\2", _POWER.sub("^", text))
     text = _REMOVED.sub(lambda match: " " if match.group(0) in ("\\,", "\\;", "\\:") else "", text)
     text = re.sub(r"(?<=\d) (?=\d{3}(?!\d))", ",", text) if re.fullmatch(r"[-\d ]+", text.strip()) else text
     for pattern, new in _RENAMED:
@@ -78,7 +95,8 @@ def clean(text: str) -> str:
         text = text.rstrip(".,;:").strip()
     while found := _APPROXIMATELY.match(text):
         text = text[found.end() :]
-    return re.sub(r"(?<=\S)\s+\([A-Za-z ,-]*\)$", "", text)
+    note = re.search(r"(?<=\S)\s+\([A-Za-z ,-]*\)$", text)
+    return text if note is None or _DOUBT.search(note.group(0)) else text[: note.start()]
 
 
 _DEPTH = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
