@@ -33,10 +33,14 @@ _SENTENCE_END = re.compile(r"(?<![\s.])[.!](?=[\s*_]|$)")
 _REASON = re.compile(r"(?<!\s)[,;]?\s+\(?(?:because|since|as|which|where|so|therefore|thus|I hope)\b.*", re.DOTALL)
 _TAKEN_BACK = re.compile(
     r"(?:\W|\\text\b)*(?:(?:is|was|are|would be|seems|looks)\b\W*n[o']?t\b|isn't|\?|[✗✘❌]"
-    r"|(?:\b(?:but|however|wait|no|actually|oh|that|this|which|it|I|oops|sorry)\b\W*)*\b(?:(?:is|was)n't (?:right|correct)"
+    r"|(?:\b(?:but|however|wait|no|nope|hmm|actually|oh|that|this|which|it|I|oops|sorry|the|answer|result|value)\b\W*)*\b"
+    r"(?:(?:is|was)n't (?:right|correct)|no(?=\W*$|\s*[.!,;:)\]}])"
+    r"|(?:can(?:not|'t| not)|does(?:n't| not)) (?:be (?:right|correct|true|it)|work|hold|fit)\b"
+    r"|(?<=\()(?:not\W*\)|mistake|error|ignore|should be|maybe|perhaps|possibly|probably|if\b|wait|(?:just |only )?(?:a|my) (?:\w+ )?guess"
+    r"|unsure|uncertain|unclear|to be checked)"
     rf"|(?:is|was|are|would be|seems|looks|must be|s|m)\b\W*{WITHDRAWN}\b"
     rf"|{WITHDRAWN}(?=\W*$|\s*[.!,;:)\]}}*\n])"
-    r"|(?:scratch|ignore|disregard|forget|strike) that|never ?mind|take (?:that|it|this) back|made an? (?:mistake|error)"
+    r"|(?:scratch|ignore|disregard|forget|strike) (?:that|this|it)|never ?mind|take (?:that|it|this) back|made an? (?:mistake|error)"
     r"|correction:))",
     re.IGNORECASE,
 )
@@ -134,7 +138,7 @@ def _find_closing_brace(text: str, start: int) -> int | None:
 def _find_final_statements(text: str) -> list[tuple[int, str]]:
     """What follows "the answer is", "Answer:", "####" or stands in <answer>; one that holds a box is the box."""
     tagged = [(match.start(), match.end(), match.group(1).strip()) for match in _ANSWER_TAG.finditer(text)]
-    found = [(start, content) for start, _, content in tagged]
+    found = [(start, content) for start, end, content in tagged if not _TAKEN_BACK.match(text[end : end + 60])]
     for match in _STATEMENT.finditer(text):
         if not any(start <= match.start() < end for start, end, _ in tagged):
             content, after = _cut(text[match.end() : match.end() + 4 * MAX_CHARACTERS])

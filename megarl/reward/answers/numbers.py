@@ -45,7 +45,7 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
-    if found := _BASE.fullmatch(text):
+    if found := _BASE.fullmatch(re.sub(r"^\\text\{\s*(\w+)\s*\}(?=\s*_)", r"\1", text)):
         return _read_in_base(found["sign"] + found["digits"], found["base"])
     found = _NUMBER.match(text)
     if found is None:

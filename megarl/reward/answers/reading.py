@@ -27,7 +27,9 @@ MAX_BITS = 100_000
 _RELATION = re.compile(r"\\le(?![a-z])|\\ge(?![a-z])|<|>")
 _NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\([a-z]\))?$")
 _PLUS_MINUS = re.compile(r"\\pm(?![a-z])")
-_MODULUS = re.compile(r"\s*(?:\\pmod\s*(?:\{\s*(\d+)\s*\}|(\d+))|\(\s*(?:\\?mod|\\text\{\s*mod\s*\})\s*(\d+)\s*\))$")
+_MODULUS = re.compile(
+    r"(?<!\s)\s*(?:\(\s*)?(?:\\[bp]?mod|(?<![a-zA-Z\\])mod|\\text\{\s*\(?\s*mod\s*\})\s*(?:\{\s*(\w+)\s*\}|(\d+|[a-z]))\s*\)?$"
+)
 _JOINED = re.compile(
     r"\s*(?:,\s*)?(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*|\s*[,;]\s*"
 )
@@ -92,9 +94,12 @@ def _read(text: str) -> Answer | None:
     if (number := read_number(text)) is not None:
         return number
     if found := _MODULUS.search(text):
-        value = _read(text[: found.start()])
-        is_bare = isinstance(value, Number) and value.unit == NO_UNIT
-        return replace(value, unit=Unit((f"mod {found.group(found.lastindex)}",))) if is_bare else None
+        name, is_congruent, rest = text[: found.start()].rpartition("\\equiv")
+        value = _read(rest)
+        if not isinstance(value, Number) or value.unit != NO_UNIT or (is_congruent and not _NAME.match(name.strip())):
+            return None
+        value = replace(value, unit=Unit((f"mod {found.group(1) or found.group(2)}",)))
+        return Equation((name.strip(),), value) if is_congruent else value
     num_signs = len(_PLUS_MINUS.findall(text))
     if num_signs > 2:
         return None
@@ -176,7 +181,7 @@ def _read_inequality(text: str) -> Answer | None:
         is_open = sign in "<>"
         half = sympy.Interval(-sympy.oo, bound, True, is_open) if is_upper else sympy.Interval(bound, sympy.oo, is_open)
         region = region.intersect(half)
-    return Region(region, re.sub(r"[\s{}]", "", sides[names[0]]))
+    return Region(region, re.sub(r"[\s{}]|\([a-z]\)", "", sides[names[0]]))
 
 
 def _unite(items: Items) -> Region | None:
@@ -263,7 +268,12 @@ def _split_unit(text: str) -> tuple[str, Unit | None]:
 
 def _to_latex(text: str) -> str:
     text = text.replace("*", "\\cdot ")
-    text = re.sub(r"\\?(?<![a-zA-Z])exp\s*(?:\(([^()]*)\)|\{([^{}]*)\})", r"e^{\1\2}", text)
+    while found := re.search(r"\\?(?<![a-zA-Z])exp\s*(?=[({])", text):
+        ends = (end for end in range(found.end() + 2, len(text) + 1) if is_one_group(text[found.end() : end]))
+        end = next(ends, 0)
+        if not end:
+            break
+        text = f"{text[: found.start()]}e^{{{text[found.end() + 1 : end - 1]}}}{text[end:]}"
     text = _PLAIN_FUNCTION.sub(r"\\\1 ", text)
     text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"\^\s*\(([^()]*)\)", r"^{\1}", text)
@@ -283,6 +293,8 @@ def _count_bits(tree: Any) -> float:
     )
     if isinstance(tree, sympy.Pow) and len(bits) == 2:
         return bits[0] * math.exp2(min(bits[1], 60.0))
+    if isinstance(tree, sympy.exp) and tree.exp.is_polynomial():
+        return sum(bits) + 4  # nothing to evaluate, as in e^{x^2}
     if isinstance(tree, sympy.factorial | sympy.exp):
         return math.exp2(min(bits[0], 60.0)) * (bits[0] + 1)
     return sum(bits) + 4

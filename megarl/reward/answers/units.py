@@ -31,15 +31,16 @@ _SHORT |= {
 _NOT_IN_UNITS = frozenset(
     re.findall(
         r"\w+",
-        "and or not is are be if no none unknown wrong incorrect false untrue invalid mistaken maybe either neither but than plus minus times over divided "
+        "and or not is are be if no none unknown wrong incorrect false untrue invalid mistaken maybe either neither but "
+        "than plus minus times over divided "
         "of by squared cubed pi sqrt sin cos tan log ln exp mod infinity factorial choose half third quarter because",
     )
 )
 _LETTERS = frozenset("mgshlLNJWVAKCF")
 """Letters that are units behind a space; others, and all of them behind a digit (5m), are factors."""
-_GLUED = frozenset("mm cm dm km kg ft yd lb oz hr hz".split())
+_GLUED = frozenset(["mm", "cm", "dm", "km", "kg", "ft", "yd", "lb", "oz", "hr", "hz"])
 """Units of two letters that are no product behind a digit either."""
-_SPACED = _GLUED | frozenset("mg ml cl dl mi in ms ha kw".split())
+_SPACED = _GLUED | frozenset(["mg", "ml", "cl", "dl", "mi", "in", "ms", "ha", "kw"])
 _WORDS = re.compile(r"[A-Za-z°$€£¢%][A-Za-z°$€£¢%'’.-]*(?:\^\{?[23]\}?|[²³])?|/")
 MAX_WORDS = 5
 
@@ -88,8 +89,8 @@ def read_unit(text: str, *, spaced: bool) -> Unit | None:
 
 
 def _is_no_product(words: list[str], *, spaced: bool, is_known: bool) -> bool:
-    """Whether words outside \\text{} are a unit and no factors: 5 m, 5cm and 5 eggs, but not 5m, 5x^2, 5 xy and 5abcd."""
-    name = re.match(r"[a-zA-Z]*", words[0]).group()  # type: ignore[union-attr]
+    """Whether words outside \\text{} are a unit and no factors: 5 m, 5cm, 5 eggs, but not 5m, 5x^2, 5 xy."""
+    name = re.match(r"[a-zA-Z]*", words[0]).group()
     if is_known and len(name) != 2:
         return len(name) != 1 or (spaced and name in _LETTERS)
     if is_known:
