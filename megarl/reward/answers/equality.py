@@ -50,15 +50,10 @@ def _is_equal(gold: Answer, answer: Answer) -> bool:
         return _equals_named(names, gold, answer)
     if isinstance(answer, Equation):
         return _equals_equation(gold, answer)
-    if isinstance(answer, Items) and answer.brackets == "{}" and isinstance(gold, Number | Expression | Equation):
-        return not _is_set(gold) and all(is_equal(gold, item) for item in answer.items)
     if isinstance(gold, Equation):
         return _is_name(gold.sides[0], operators=False) and is_equal(gold.value, answer)
-    if isinstance(gold, Number) and isinstance(answer, Number):
-        return _equals_number(gold, answer)
     if isinstance(gold, Number):
-        product = _to_product(gold)
-        return product is not None and isinstance(answer, Expression) and _equals_expression(product, answer)
+        return _equals_number_or_product(gold, answer)
     if isinstance(gold, Items) and isinstance(answer, Items):
         return _equals_items(gold, answer)
     gold_region, region = to_region(gold), to_region(answer)
@@ -73,10 +68,6 @@ def _is_equal(gold: Answer, answer: Answer) -> bool:
             return False
         answer = _to_product(answer) or Expression(_to_tree(answer), "", answer.unit)
     return isinstance(answer, Expression) and _equals_expression(gold, answer)
-
-
-def _is_set(answer: Answer) -> bool:
-    return isinstance(answer, Expression) and isinstance(answer.tree, sympy.Set)
 
 
 def write_answer(answer: Answer) -> str | None:
@@ -108,6 +99,16 @@ def _is_left_open(answer: Expression) -> bool:
     """Whether an expression without symbols is not evaluated; 52 + 70 is no vote for 122, and sums may be endless."""
     operations = count_open_operations(answer.tree) or _find_operations(answer.latex)
     return bool(operations) and (not answer.tree.free_symbols or answer.tree.has(*_ENDLESS))
+
+
+def _equals_number_or_product(gold: Number, answer: Answer) -> bool:
+    """A number, the product that 5 m may also be, or the set of that one number, {5, 5}."""
+    if isinstance(answer, Number):
+        return _equals_number(gold, answer)
+    if isinstance(answer, Items):
+        return answer.brackets == "{}" and all(is_equal(gold, item) for item in answer.items)
+    product = _to_product(gold)
+    return product is not None and isinstance(answer, Expression) and _equals_expression(product, answer)
 
 
 def _equals_number(gold: Number, answer: Number) -> bool:
@@ -218,14 +219,9 @@ def _equals_named(names: list[str], gold: Any, answer: Any) -> bool:
             return False
         answers = [dict(zip(solutions[0], each, strict=True)) for each in tuples]
     elif len(solutions) == 1 and isinstance(answer, Items) and answer.brackets in ("", "()"):
-        items = [item.value if isinstance(item, Equation) else item for item in answer.items]
-        sides = [
-            item.sides[0] if isinstance(item, Equation) else name
-            for item, name in zip(answer.items, names, strict=False)
-        ]
-        if len(items) != len(names) or sides != names:
+        if len(answer.items) != len(names) or any(isinstance(item, Equation) for item in answer.items):
             return False
-        answers = [dict(zip(names, items, strict=True))]
+        answers = [dict(zip(names, answer.items, strict=True))]
     else:
         return False
     return _match(solutions, answers, _equals_solution)

@@ -36,11 +36,13 @@ _TAKEN_BACK = re.compile(
     r"|(?:\b(?:but|however|wait|no|nope|hmm|actually|oh|that|this|which|it|I|oops|sorry|the|answer|result|value)\b\W*)*\b"
     r"(?:(?:is|was)n't (?:right|correct)|no(?=\W*$|\s*[.!,;:)\]}])"
     r"|(?:can(?:not|'t| not)|does(?:n't| not)) (?:be (?:right|correct|true|it)|work|hold|fit)\b"
-    r"|(?<=\()(?:not\W*\)|mistake|error|ignore|should be|maybe|perhaps|possibly|probably|if\b|wait|(?:just |only )?(?:a|my) (?:\w+ )?guess"
+    r"|(?<=\()(?:not\W*\)|mistake|error|ignore|should be|maybe|perhaps|possibly|probably|if\b|wait"
+    r"|(?:just |only )?(?:a|my) (?:\w+ )?guess"
     r"|unsure|uncertain|unclear|to be checked)"
     rf"|(?:is|was|are|would be|seems|looks|must be|s|m)\b\W*{WITHDRAWN}\b"
     rf"|{WITHDRAWN}(?=\W*$|\s*[.!,;:)\]}}*\n])"
-    r"|(?:scratch|ignore|disregard|forget|strike) (?:that|this|it)|never ?mind|take (?:that|it|this) back|made an? (?:mistake|error)"
+    r"|(?:scratch|ignore|disregard|forget|strike) (?:that|this|it)|never ?mind"
+    r"|take (?:that|it|this) back|made an? (?:mistake|error)"
     r"|correction:))",
     re.IGNORECASE,
 )

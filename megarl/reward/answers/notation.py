@@ -77,8 +77,9 @@ WITHDRAWN = (
 )
 """What is said of an answer that is taken back."""
 _NOTE = re.compile(
-    r"(?<=\S)\s+\((?:correct|verified|exact(?:ly)?|rounded|approx(?:imately)?|total|altogether|(?:final )?answer|in|per|each"
-    r"|to|for|including|not counting|since|because|as|by|with|from|[a-z]*(?<!fail)s(?= (?:per|in|of|each|total|left|old)\b|\))"
+    r"(?<=\S)\s+\((?:correct|verified|exact(?:ly)?|rounded|approx(?:imately)?|total|altogether|(?:final )?answer|in|per"
+    r"|each|to|for|including|not counting|since|because|as|by|with|from"
+    r"|[a-z]*(?<!fail)s(?= (?:per|in|of|each|total|left|old)\b|\))"
     r"|[ck]?m|k?g|ft|min|mph|(?:[a-z]+ty-?)?(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve)|[a-z]+t(?:y|een))"
     r"\b[A-Za-z ,-]*\)$",
     re.I,

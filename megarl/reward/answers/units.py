@@ -31,8 +31,8 @@ _SHORT |= {
 _NOT_IN_UNITS = frozenset(
     re.findall(
         r"\w+",
-        "and or not is are be if no none unknown wrong incorrect false untrue invalid mistaken maybe either neither but "
-        "than plus minus times over divided "
+        "and or not is are be if no none unknown wrong incorrect false untrue invalid mistaken maybe either neither "
+        "but than plus minus times over divided "
         "of by squared cubed pi sqrt sin cos tan log ln exp mod infinity factorial choose half third quarter because",
     )
 )
