@@ -2,6 +2,8 @@
 
 import random
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -43,21 +45,28 @@ def is_equal(gold: Answer, answer: Answer) -> bool:
 
 
 def _is_equal(gold: Answer, answer: Answer) -> bool:
+    names = _find_names(gold)
+    if len(set(names)) > 1:
+        return _equals_named(names, gold, answer)
     if isinstance(answer, Equation):
         return _equals_equation(gold, answer)
     if isinstance(gold, Equation):
         return _is_name(gold.sides[0], operators=False) and is_equal(gold.value, answer)
     if isinstance(gold, Number):
-        return isinstance(answer, Number) and _equals_number(gold, answer)
+        return _equals_number_or_product(gold, answer)
     if isinstance(gold, Items) and isinstance(answer, Items):
         return _equals_items(gold, answer)
     gold_region, region = to_region(gold), to_region(answer)
     if gold_region and region and (isinstance(gold, Region) or isinstance(answer, Region | Items)):
+        if gold_region.name and region.name and gold_region.name != region.name:
+            return False
         return gold_region.set == region.set or bool(gold_region.set.symmetric_difference(region.set).is_empty)
     if not isinstance(gold, Expression):
         return False
     if isinstance(answer, Number):
-        answer = Expression(_to_tree(answer), "", answer.unit)
+        if answer.base:
+            return False
+        answer = _to_product(answer) or Expression(_to_tree(answer), "", answer.unit)
     return isinstance(answer, Expression) and _equals_expression(gold, answer)
 
 
@@ -66,7 +75,8 @@ def write_answer(answer: Answer) -> str | None:
     try:
         match answer:
             case Number():
-                return str(answer.value) + ("%" if answer.is_percent else "")
+                base = f"_{answer.base}" if answer.base else ""
+                return str(answer.value) + base + ("%" if answer.is_percent else "")
             case Expression():
                 return answer.latex if _is_left_open(answer) else str(make_exact(answer.tree))
             case Region():
@@ -75,6 +85,7 @@ def write_answer(answer: Answer) -> str | None:
                 return write_answer(answer.value)
             case Items():
                 texts = [write_answer(item) or "" for item in answer.items]
+                texts = list(set(texts)) if answer.brackets == "{}" else texts
                 ordered = texts if answer.brackets not in ("", "{}") else sorted(texts)
                 brackets = answer.brackets or "{}"
                 return brackets[0] + ", ".join(ordered) + brackets[1]
@@ -90,29 +101,43 @@ def _is_left_open(answer: Expression) -> bool:
     return bool(operations) and (not answer.tree.free_symbols or answer.tree.has(*_ENDLESS))
 
 
+def _equals_number_or_product(gold: Number, answer: Answer) -> bool:
+    """A number, the product that 5 m may also be, or the set of that one number, {5, 5}."""
+    if isinstance(answer, Number):
+        return _equals_number(gold, answer)
+    if isinstance(answer, Items):
+        return answer.brackets == "{}" and all(is_equal(gold, item) for item in answer.items)
+    product = _to_product(gold)
+    return product is not None and isinstance(answer, Expression) and _equals_expression(product, answer)
+
+
 def _equals_number(gold: Number, answer: Number) -> bool:
-    if gold.form == "integer" and answer.form in ("fraction", "mixed"):
+    is_same_share = gold.is_percent != answer.is_percent and gold.share == answer.share
+    if gold.form == "integer" and answer.form in ("fraction", "mixed") and not (gold.is_percent and is_same_share):
         return False
     if gold.form == "decimal" and answer.form == "fraction" and gold.value.denominator == 1:
         return False
-    if answer.unit.words[:1] == ("base",) and not gold.unit.words and answer.unit.words != ("base", "10"):
+    if answer.base != gold.base:
         return False
     factor = convert(answer.unit, gold.unit)
     if factor is None:
         return False
-    value = answer.value * factor
     if gold.is_percent == answer.is_percent:
-        return value == gold.value
-    if answer.is_percent:
-        return value == gold.value or (gold.form != "integer" and value == gold.value * 100)
-    return value in (gold.value, gold.value / 100)
+        return answer.value * factor == gold.value
+    if answer.share * factor == gold.share and not (answer.is_percent and gold.form == "integer"):
+        return True
+    # One of them may lack the sign, as 50 for 50%; but a share is no percentage: 0.5% is not 0.5, nor 1.5% 3/2.
+    has_digits = gold.value == 0 or (abs(gold.value) >= 1 and (gold.is_percent or gold.form != "fraction"))
+    return has_digits and answer.value * factor == gold.value
 
 
 def _equals_equation(gold: Answer, answer: Equation) -> bool:
     """The last side is the value; sides that are numbers must equal it, and the first may name it."""
     if isinstance(gold, Equation):
         first, expected = (re.sub(r"\s|\\text|[{}]", "", sides[0]) for sides in (answer.sides, gold.sides))
-        return (first == expected and is_equal(gold.value, answer.value)) or _equals_curve(gold, answer)
+        if first == expected and is_equal(gold.value, answer.value):
+            return True
+        return _equals_function(gold, answer) or _equals_curve(gold, answer)
     if not is_equal(gold, answer.value):
         return False
     return _is_name(answer.sides[0]) or all(_has_value(side, answer.value) for side in answer.sides)
@@ -135,10 +160,86 @@ def _is_name(side: str, *, operators: bool = True) -> bool:
 def _has_value(side: str, value: Answer) -> bool:
     found = read_answer(side)
     if isinstance(found, Number) and isinstance(value, Number):
-        return found.value == value.value
+        return found.share == value.share
     if not isinstance(found, Number | Expression) or not isinstance(value, Number | Expression):
         return False
     return _is_zero(_to_tree(found) - _to_tree(value))
+
+
+def _equals_function(gold: Equation, answer: Equation) -> bool:
+    """Whether they are one function of one variable that has another letter in each: f(x) = 2x, f(y) = 2y."""
+    heads: Any = [re.fullmatch(r"(\w+)\s*\(\s*([a-zA-Z])\s*\)", side.sides[0]) for side in (gold, answer)]
+    if not all(heads) or heads[0][1] != heads[1][1] or heads[0][2] == heads[1][2]:
+        return False
+    if not isinstance(gold.value, Expression) or not isinstance(answer.value, Expression):
+        return False
+    old, new = ({symbol for symbol in answer.value.tree.free_symbols if symbol.name == head[2]} for head in heads[::-1])
+    if not old or new:
+        return False
+    symbol = old.pop()
+    renamed = answer.value.tree.xreplace({symbol: sympy.Symbol(heads[0][2], real=symbol.is_real)})
+    return _equals_expression(gold.value, replace(answer.value, tree=renamed))
+
+
+def _find_names(answer: Answer) -> list[str]:
+    """The names of a list that says of which quantity each item is the value; empty for anything else."""
+    if isinstance(answer, Equation) and isinstance(answer.value, Items) and answer.value.brackets == "()":
+        found = re.fullmatch(r"\(([^()]*)\)", answer.sides[0])
+        names = re.split(r"\s*,\s*", found[1].strip()) if found else []
+        return names if len(names) == len(answer.value.items) else []
+    if not isinstance(answer, Items) or not all(isinstance(item, Equation) for item in answer.items):
+        return []
+    names = [re.sub(r"\s|\\text|[{}]", "", item.sides[0]) for item in answer.items]  # type: ignore[union-attr]
+    return names if all(_is_name(name, operators=False) for name in names) else []
+
+
+def _to_solutions(names: list[str], answer: Any) -> list[dict[str, Answer]]:
+    """The values by name: one dict for x = 1, y = 2 and for (x, y) = (1, 2), two for p=5, q=2; p=7, q=2."""
+    if isinstance(answer, Equation):
+        return [dict(zip(names, answer.value.items, strict=True))]
+    values = [item.value for item in answer.items]
+    size = len(set(names))
+    blocks = range(0, len(names), size)
+    if any(set(names[start : start + size]) != set(names) for start in blocks):
+        return []
+    return [dict(zip(names[i : i + size], values[i : i + size], strict=True)) for i in blocks]
+
+
+def _equals_named(names: list[str], gold: Any, answer: Any) -> bool:
+    """Values with names: with the same names in any order, without names in the order of the gold."""
+    solutions = _to_solutions(names, gold)
+    others = _find_names(answer)
+    if len(set(others)) > 1:
+        answers = _to_solutions(others, answer)
+        if not solutions or not answers:
+            return isinstance(gold, Items) and isinstance(answer, Items) and _equals_items(gold, answer)
+    elif len(solutions) > 1 and isinstance(answer, Items) and answer.brackets in ("", "{}"):
+        tuples = [item.items for item in answer.items if isinstance(item, Items) and item.brackets == "()"]
+        if len(tuples) < len(answer.items) or any(len(each) != len(solutions[0]) for each in tuples):
+            return False
+        answers = [dict(zip(solutions[0], each, strict=True)) for each in tuples]
+    elif len(solutions) == 1 and isinstance(answer, Items) and answer.brackets in ("", "()"):
+        if len(answer.items) != len(names) or any(isinstance(item, Equation) for item in answer.items):
+            return False
+        answers = [dict(zip(names, answer.items, strict=True))]
+    else:
+        return False
+    return _match(solutions, answers, _equals_solution)
+
+
+def _equals_solution(gold: dict[str, Answer], answer: dict[str, Answer]) -> bool:
+    return gold.keys() == answer.keys() and all(is_equal(value, answer[name]) for name, value in gold.items())
+
+
+def _match(golds: Any, answers: Any, equals: Callable[[Any, Any], bool]) -> bool:
+    """Whether each has an equal one of its own, in any order."""
+    rest = list(answers)
+    for gold in golds:
+        position = next((i for i, answer in enumerate(rest) if equals(gold, answer)), None)
+        if position is None:
+            return False
+        del rest[position]
+    return not rest
 
 
 def _equals_curve(gold: Equation, answer: Equation) -> bool:
@@ -158,26 +259,35 @@ def _equals_curve(gold: Equation, answer: Equation) -> bool:
 
 def _to_tree(answer: Any) -> Any:
     if isinstance(answer, Number):
-        return sympy.Rational(answer.value)
+        return sympy.Rational(answer.share)
     return make_exact(answer.tree)
 
 
+def _to_product(number: Number) -> Expression | None:
+    """A number with a unit of one letter as the product that it may also be: 5 m for 5m; None for other numbers."""
+    found = (
+        re.fullmatch(r"([A-Za-z])(?:\^\{?([23])\}?)?", number.unit.words[0]) if len(number.unit.words) == 1 else None
+    )
+    if found is None:
+        return None
+    factor = sympy.Symbol(found[1].lower(), real=True) ** int(found[2] or 1)
+    return Expression(_to_tree(number) * factor, number.unit.words[0])
+
+
 def _equals_items(gold: Items, answer: Items) -> bool:
-    """Lists and sets in any order, tuples and intervals in order; a set may be written as a list."""
+    """Lists and sets in any order, tuples and intervals in order; a set may be written as a list, and repeat itself."""
     unordered = ("", "{}")
     if gold.brackets != answer.brackets and not (gold.brackets in unordered and answer.brackets in unordered):
         return False
+    if gold.brackets == answer.brackets == "{}":
+        return all(any(is_equal(item, other) for other in answer.items) for item in gold.items) and all(
+            any(is_equal(item, other) for item in gold.items) for other in answer.items
+        )
     if len(gold.items) != len(answer.items):
         return False
     if gold.brackets not in unordered:
         return all(map(is_equal, gold.items, answer.items))
-    rest = list(answer.items)
-    for item in gold.items:
-        found = next((candidate for candidate in rest if is_equal(item, candidate)), None)
-        if found is None:
-            return False
-        rest.remove(found)
-    return True
+    return _match(gold.items, answer.items, is_equal)
 
 
 def _equals_expression(gold: Expression, answer: Expression) -> bool:

@@ -6,6 +6,9 @@ in the length of the response.
 
 import re
 from collections.abc import Iterator
+from itertools import islice
+
+from megarl.reward.answers.notation import WITHDRAWN
 
 MAX_CHARACTERS = 1000
 """A longer stated answer is not read."""
@@ -13,6 +16,8 @@ _TAGS = r"(?:think|thinking|thought|reasoning|reason|scratchpad|seed:think)"
 _THINKING = re.compile(rf"<(/?){_TAGS}>|\[(/?)THINK\]|◁(/?)think▷")
 _OPEN_THINKING = re.compile(rf"(?:<{_TAGS}>|\[THINK\]|◁think▷)\s*$")
 _ANSWER_TAG = re.compile(rf"<answer>((?:(?!</?answer>).){{0,{MAX_CHARACTERS}}})</answer>", re.DOTALL)
+MAX_MATCHES = 1000
+"""A response with more boxes, statements or tags repeats itself without end and states no one answer."""
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _STATEMENT = re.compile(
     r"(?:\b(?:answer|correct (?:option|choice))\b(?:[ \t]+(?:to|for|of)[ \t]+(?:this|the|your|our)[ \t]+"
@@ -25,11 +30,25 @@ _STATEMENT = re.compile(
 )
 _NO_STATEMENT = re.compile(r"\\(?:boxed|fbox)\s*\{|^\W*not\b")
 _SENTENCE_END = re.compile(r"(?<![\s.])[.!](?=[\s*_]|$)")
-_REASON = re.compile(r"[,;]?\s+\(?(?:because|since|as|which|where|so|therefore|thus|I hope)\b.*", re.DOTALL)
+_REASON = re.compile(r"(?<!\s)[,;]?\s+\(?(?:because|since|as|which|where|so|therefore|thus|I hope)\b.*", re.DOTALL)
 _TAKEN_BACK = re.compile(
-    r"(?:\W|\\text\b)*(?:(?:is|was|are|would be|seems|looks)\b\W*n[o']?t\b|isn't|\?"
-    r"|(?:\b(?:but|however|wait|no|actually|oh|that|this|which|it)\b\W*)*\b(?:(?:is|was)n't (?:right|correct)"
-    r"|(?:is|was|are|would be|seems|looks|s)\b\W*(?:wrong|incorrect|false|a mistake|not (?:right|correct))))",
+    r"(?:\W|\\text\b)*(?:(?:is|was|are|would be|seems|looks)\b\W*n[o']?t\b|isn't|\?|[✗✘❌]"
+    r"|(?:\b(?:but|however|wait|no|nope|hmm|actually|oh|that|this|which|it|I|oops|sorry|the|answer|result|value)\b\W*)*\b"
+    r"(?:(?:is|was)n't (?:right|correct)|no(?=\W*$|\s*[.!,;:)\]}])"
+    r"|(?:can(?:not|'t| not)|does(?:n't| not)) (?:be (?:right|correct|true|it)|work|hold|fit)\b"
+    r"|(?<=\()(?:not\W*\)|mistake|error|ignore|should be|maybe|perhaps|possibly|probably|if\b|wait"
+    r"|(?:just |only )?(?:a|my) (?:\w+ )?guess"
+    r"|unsure|uncertain|unclear|to be checked)"
+    rf"|(?:is|was|are|would be|seems|looks|must be|s|m)\b\W*{WITHDRAWN}\b"
+    rf"|{WITHDRAWN}(?=\W*$|\s*[.!,;:)\]}}*\n])"
+    r"|(?:scratch|ignore|disregard|forget|strike) (?:that|this|it)|never ?mind"
+    r"|take (?:that|it|this) back|made an? (?:mistake|error)"
+    r"|correction:))",
+    re.IGNORECASE,
+)
+_SAID_WRONG = re.compile(
+    r"\b(?:incorrect|wrong|false|mistaken|tempting|naive|(?:not|isn't) (?:an?|the|my))[ \t]+(?:final[ \t]+)?"
+    r"(?:answer|result|value|choice|option)(?:[ \t]*(?:\b(?:is|was|would be)\b|[:=]))*[\s:*$({\\\[]*$",
     re.IGNORECASE,
 )
 _SUBJECT = re.compile(
@@ -44,12 +63,16 @@ _NUMBER = re.compile(r"(?<![\w.,/*+×÷^=-])[-−]?(?:[$€£]\s?)?(?:\d[\d,]*)?
 _MATH = re.compile(r"\$([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 
 
-def extract_statements(text: str, mode: str) -> list[str]:
+def extract_statements(text: str, mode: str) -> list[str] | None:
     """The texts that state an answer, in order; those taken back in their own sentence are left out.
+
+    None where there are more than MAX_MATCHES.
 
     text: what comes after thinking. mode: with "boxed" final statements beside a box count (they may say another
     answer), but none without a box.
     """
+    if any(any(islice(each.finditer(text), MAX_MATCHES, None)) for each in (_BOX, _STATEMENT, _ANSWER_TAG)):
+        return None
     boxes = [(start, content) for start, _, content in _find_boxes(text)]
     if mode == "boxed" and not boxes:
         return []
@@ -71,9 +94,14 @@ def remove_thinking(text: str, *, thinking: bool) -> str:
 
 
 def _remove_end_tokens(text: str) -> str:
-    while text != (text := re.sub(r"(?:<\|[^|<>]{1,40}\|>|</s>)$", "", text.rstrip())):
-        pass
-    return text
+    end = len(text)
+    while True:
+        while end and text[end - 1].isspace():
+            end -= 1
+        found = re.search(r"(?:<\|[^|<>]{1,40}\|>|</s>)$", text[max(0, end - 44) : end])
+        if found is None:
+            return text[:end]
+        end -= len(found.group(0))
 
 
 def find_last_value(text: str) -> str | None:
@@ -96,7 +124,7 @@ def _find_boxes(text: str) -> Iterator[tuple[int, int, str]]:
             return
         position = end
         before, after = text[max(0, match.start() - 40) : match.start()], text[end : end + 60]
-        if not _TAKEN_BACK.match(after) and not _NEGATED.search(before):
+        if not _TAKEN_BACK.match(after) and not _NEGATED.search(before) and not _SAID_WRONG.search(before):
             yield match.start(), end, text[match.end() : end - 1]
 
 
@@ -112,26 +140,28 @@ def _find_closing_brace(text: str, start: int) -> int | None:
 def _find_final_statements(text: str) -> list[tuple[int, str]]:
     """What follows "the answer is", "Answer:", "####" or stands in <answer>; one that holds a box is the box."""
     tagged = [(match.start(), match.end(), match.group(1).strip()) for match in _ANSWER_TAG.finditer(text)]
-    found = [(start, content) for start, _, content in tagged]
+    found = [(start, content) for start, end, content in tagged if not _TAKEN_BACK.match(text[end : end + 60])]
     for match in _STATEMENT.finditer(text):
         if not any(start <= match.start() < end for start, end, _ in tagged):
-            rest = text[match.end() : match.end() + 4 * MAX_CHARACTERS]
-            content = _cut(rest)
-            if content and not _TAKEN_BACK.match(rest.partition(content)[2][:60]):
+            content, after = _cut(text[match.end() : match.end() + 4 * MAX_CHARACTERS])
+            is_denied = _SAID_WRONG.search(text[max(0, match.start() - 40) : match.end()])
+            if content and not is_denied and not _TAKEN_BACK.match(after):
                 found.append((match.start(), content))
     return [(start, content) for start, content in found if content and not _NO_STATEMENT.search(content)]
 
 
-def _cut(text: str) -> str:
-    """The statement at the start of the text: a displayed formula, or the rest of the line up to the sentence's end."""
+def _cut(text: str) -> tuple[str, str]:
+    """The statement at the start of the text, and what follows: a formula, or the line up to the sentence's end."""
     text = text.lstrip()
     for opening, closing in (("\\[", "\\]"), ("$$", "$$")):
         if text.startswith(opening):
             end = text.find(closing, len(opening))
             if end > 0:
-                return text[len(opening) : end].strip()
+                return text[len(opening) : end].strip(), text[end + len(closing) :][:60]
     line = text.split("\n", 1)[0]
     if sentence_end := _SENTENCE_END.search(line):
         line = line[: sentence_end.start()]
     line = _REASON.sub("", line).strip(" \t*_`")
-    return line[found.end() :] if (found := _SUBJECT.match(line)) else line
+    start = found.end() if (found := _SUBJECT.match(line)) else 0
+    end = text.find(line) + len(line)
+    return line[start:], text[end : end + 60]

@@ -41,8 +41,9 @@ def grade(gold_text: str, text: str, mode: str, *, thinking: bool = False) -> Ve
     mode: reward.answer. thinking: the prompt ends with an open thinking tag.
     """
     visible = remove_thinking(text, thinking=thinking)
-    statements = list(dict.fromkeys(extract_statements(visible, mode)))
-    if len(statements) > MAX_STATEMENTS:
+    extracted = extract_statements(visible, mode)
+    statements = list(dict.fromkeys(extracted or []))
+    if extracted is None or len(statements) > MAX_STATEMENTS:
         return Verdict(False, False, None)
     whole = visible.strip()
     if not statements and mode != "boxed" and 0 < len(whole) <= MAX_CHARACTERS:

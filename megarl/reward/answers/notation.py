@@ -26,8 +26,11 @@ _UNICODE |= {
 }
 _REMOVED = re.compile(
     r"\\(?:left|right|displaystyle|textstyle|limits|(?:[bB]ig|[bB]igg)[lr]?)(?![a-zA-Z])\.?|(?<!\\)\\(?:[,;:>]|!\s*)|(?<!\\)\$"
-    r"|(?<=\\\\)\[-?[\d.]+ ?[a-z]{2}\]|\\(?:tag|label)\{[^{}]*\}|\*\*|(?<!\w)[`*_](?=\S)|(?<=\S)[`](?!\w)"
+    r"|(?<=\\\\)\[-?[\d.]+ ?[a-z]{2}\]|\\(?:tag|label)\{[^{}]*\}|\*\*|(?<!\w)`(?=\S)|(?<=\S)`(?!\w)"
 )
+_POWER = re.compile(r"(?<=[\w)\]}])(\*\*|\s+\*\*\s+)(?=[-+]?(?:[\w({]|\.\d|\\[a-zA-Z]))")
+"""Between two operands ** is a power; any other one is bold."""
+_EMPHASIS = re.compile(r"(?<!\S)(?<![\d)\]}]\s)(\*|__?)(?=\S)([^*_]*)(?<=\S)\1(?!\w)")
 _RENAMED = [
     (re.compile(r"\\[dtc]frac(?![a-z])"), r"\\frac"),
     (
@@ -35,7 +38,7 @@ _RENAMED = [
         r"\\text{\1}",
     ),
     (re.compile(r"\\text\{([^{}A-Za-z°%$€]*)\}"), r"\1"),
-    (re.compile(r"\\text\{\s*([A-Za-z])\s*\}(?=\s*[=^_(])"), r"\1"),
+    (re.compile(r"(?<![\d}])(?<!\d )\\text\{\s*([A-Za-z])\s*\}(?=\s*[=^_(])"), r"\1"),
     (re.compile(r"(?<!\\)\\(?:quad|qquad|hspace\{[^{}]*\}|space|enspace| )|~"), " "),
     (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\frac\s*\{([^{}]*)\}\s*(\d)"), r"\\frac{\1}{\2}"),
@@ -48,8 +51,14 @@ _RENAMED = [
     (re.compile(r"<="), r"\\le "),
     (re.compile(r">="), r"\\ge "),
     (re.compile(r"\\neq(?![a-z])|!="), r"\\ne "),
+    (re.compile(r"\\not\s*="), r"\\ne "),
+    (re.compile(r"\\var(?=(?:epsilon|phi|theta)(?![a-z]))"), r"\\"),
     (re.compile(r"\\lbrace(?![a-z])"), r"\\{"),
     (re.compile(r"\\rbrace(?![a-z])"), r"\\}"),
+    (
+        re.compile(r"\\varnothing(?![a-z])|\\\{\s*\\\}|^\s*(?:\\text\{\s*)?(?:the\s+)?empty set\W*$", re.I),
+        r"\\emptyset ",
+    ),
     (re.compile(r"\{,\}"), ","),
     (
         re.compile(r"[\[(]\s*\\begin\{array\}\{[^{}]*\}(.*?)\\end\{array\}\s*[\])]"),
@@ -59,6 +68,28 @@ _RENAMED = [
     (re.compile(r"\\%|\\text\{\s*(?:percent|%|\\%)\s*\}|(?<=\d)\s*percent(?:age)?\b"), "%"),
     (re.compile(r"(?<=[\d}])\\text"), r" \\text"),
 ]
+WITHDRAWN = (
+    r"(?:incorrect|wrong|false|untrue|invalid|inaccurate|mistaken|erroneous|rejected|discarded|extraneous|impossible"
+    r"|withdrawn|retracted|refuted|disproved|superseded|revised|nonsense|bogus|bad|nope|fail(?:s|ed)|doubtful|unlikely"
+    r"|(?:crossed|ruled) out|excluded|too (?:large|small|big|high|low|many|much|few|long|short)|off by \w+"
+    r"|contradict(?:ion|ory)|an? (?:mistake|error|contradiction)"
+    r"|not (?:right|correct|the answer|it|valid|true|an? (?:solution|answer)|possible|allowed))"
+)
+"""What is said of an answer that is taken back."""
+_NOTE = re.compile(
+    r"(?<=\S)\s+\((?:correct|verified|exact(?:ly)?|rounded|approx(?:imately)?|total|altogether|(?:final )?answer|in|per"
+    r"|each|to|for|including|not counting|since|because|as|by|with|from"
+    r"|[a-z]*(?<!fail)s(?= (?:per|in|of|each|total|left|old)\b|\))"
+    r"|[ck]?m|k?g|ft|min|mph|(?:[a-z]+ty-?)?(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve)|[a-z]+t(?:y|een))"
+    r"\b[A-Za-z ,-]*\)$",
+    re.I,
+)
+"""What a remark in brackets may say: which unit, per what, why. Any other one may take the answer back."""
+_DOUBT = re.compile(
+    rf"\b(?:{WITHDRAWN}|mistakes?|errors?|not(?! counting)|never|isn|wasn|maybe|perhaps|possibly|probably|guess(?:es)?"
+    r"|nonsense|unsure|uncertain|unclear|no|if|but|however|wait|ignore|scratch|should|cannot|can|be|does|lies|needs|was|is)\b",
+    re.I,
+)
 _APPROXIMATELY = re.compile(r"^(?:\\approx|approximately|about|exactly|only|simply|just|equal to|\\text\{\s*\}|:|=)\s*")
 
 
@@ -68,6 +99,7 @@ def clean(text: str) -> str:
     text = text.replace("$", "\\$", 1) if money else text
     for sign, latex in _UNICODE.items():
         text = text.replace(sign, latex)
+    text = _EMPHASIS.sub(r"\2", _POWER.sub("^", text))
     text = _REMOVED.sub(lambda match: " " if match.group(0) in ("\\,", "\\;", "\\:") else "", text)
     text = re.sub(r"(?<=\d) (?=\d{3}(?!\d))", ",", text) if re.fullmatch(r"[-\d ]+", text.strip()) else text
     for pattern, new in _RENAMED:
@@ -78,7 +110,8 @@ def clean(text: str) -> str:
         text = text.rstrip(".,;:").strip()
     while found := _APPROXIMATELY.match(text):
         text = text[found.end() :]
-    return re.sub(r"(?<=\S)\s+\([A-Za-z ,-]*\)$", "", text)
+    note = _NOTE.search(text)
+    return text if note is None or _DOUBT.search(note.group(0)) else text[: note.start()]
 
 
 _DEPTH = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}

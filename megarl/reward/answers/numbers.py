@@ -16,7 +16,10 @@ _NUMBER = re.compile(
     r"(?:\s*(?:\\times|\\cdot|\*|x)\s*10\s*(?:\^|\*\*)\s*\{?\s*(?P<ten>[-+]?\d{1,3})\s*\}?(?!\d)|[eE](?P<e>[-+]?\d{1,3})(?![\w.]))?"
     r")"
 )
-_BASE = re.compile(r"([0-9A-Z]+)_\{?(?:\\text\{)?\s*(\d+|two|three|four|five|six|seven|eight|nine|ten)\}?\}?$")
+_BASE = re.compile(
+    r"(?P<sign>-?)\s*[({]?(?P<digits>[0-9A-Z]+)[)}]?_\{?\(?(?:\\text\{)?\s*"
+    r"(?P<base>\d+|two|three|four|five|six|seven|eight|nine|ten)\}?\)?\}?$"
+)
 _BASES = dict(zip(["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"], range(2, 11), strict=True))
 
 
@@ -26,14 +29,24 @@ class Number:
 
     value: Fraction
     form: str
-    """integer, decimal or fraction"""
+    """integer, decimal, fraction or mixed"""
     is_percent: bool = False
     unit: Unit = NO_UNIT
 
+    @property
+    def share(self) -> Fraction:
+        """The value, with a percent as a hundredth."""
+        return self.value / 100 if self.is_percent else self.value
+
+    @property
+    def base(self) -> str:
+        """The base that is written behind the digits; empty for base 10."""
+        return self.unit.words[1] if self.unit.words[:1] == ("base",) and self.unit.words != ("base", "10") else ""
+
 
 def read_number(text: str) -> Number | None:
-    if found := _BASE.fullmatch(text):
-        return _read_in_base(found.group(1), found.group(2))
+    if found := _BASE.fullmatch(re.sub(r"^\\text\{\s*(\w+)\s*\}(?=\s*_)", r"\1", text)):
+        return _read_in_base(found["sign"] + found["digits"], found["base"])
     found = _NUMBER.match(text)
     if found is None:
         return None
@@ -48,7 +61,7 @@ def read_number(text: str) -> Number | None:
     rest = text[found.end() :]
     is_percent = rest.lstrip().startswith("%")
     rest = rest.lstrip()[1:] if is_percent else rest
-    unit = read_unit(rest, spaced=rest[:1] == " " or len(rest.strip()) > 2)
+    unit = read_unit(rest, spaced=rest[:1] == " ")
     if unit is None:
         return None
     if get["money"] and not unit.dimension:

@@ -6,7 +6,7 @@ read by latex2sympy, which keeps what is not evaluated.
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -25,7 +25,11 @@ MAX_FORMULA = 400
 MAX_BITS = 100_000
 """Size of a number when evaluated; larger powers are not read."""
 _RELATION = re.compile(r"\\le(?![a-z])|\\ge(?![a-z])|<|>")
-_NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*$")
+_NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?'*(?:\([a-z]\))?$")
+_PLUS_MINUS = re.compile(r"\\pm(?![a-z])")
+_MODULUS = re.compile(
+    r"(?<!\s)\s*(?:\(\s*)?(?:\\[bp]?mod|(?<![a-zA-Z\\])mod|\\text\{\s*\(?\s*mod\s*\})\s*(?:\{\s*(\w+)\s*\}|(\d+|[a-z]))\s*\)?$"
+)
 _JOINED = re.compile(
     r"\s*(?:,\s*)?(?:\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*|\s*[,;]\s*"
 )
@@ -33,9 +37,10 @@ _PLAIN_FUNCTION = re.compile(r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|log|ln|infty|
 _PROSE = re.compile(r"(?<![\\{a-zA-Z])[a-zA-Z]{4,}.*\d|\d.* [a-zA-Z]{4,} .*\d")
 _WORD = re.compile(r"(?<![\\a-zA-Z])(?!cdot|times)[a-zA-Z]{4,}|[^\x00-\x7f]")
 _UNREADABLE = re.compile(
-    r"[\^_]\s*\\?\w+\s*[\^]\s*\\?\w+\s*\^|_\w+\s*_|\\binom.*\d{4}|\d{4}.*\\binom|\\binom.*\^|--|=\s*=|\\text"
+    r"[\^_]\s*\\?\w+\s*[\^]\s*\\?\w+\s*\^|_\w+\s*_|\\binom.*\d{4}|\d{4}.*\\binom|\\binom.*\^|--|=\s*=|\\text|[\d)}]\s*_"
 )
-"""Double superscripts and subscripts, and binomials too large to be evaluated, which latex2sympy does at once."""
+"""Double superscripts and subscripts, subscripts of numbers, which latex2sympy drops, and binomials too large to be
+evaluated, which it does at once."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ class Region:
     """A set of real numbers."""
 
     set: Any
+    name: str = ""
+    """What lies in it (x, f(x)), where that is said."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +93,18 @@ def _read(text: str) -> Answer | None:
         return None
     if (number := read_number(text)) is not None:
         return number
-    if text.count("\\pm") > 2:
+    if found := _MODULUS.search(text):
+        name, is_congruent, rest = text[: found.start()].rpartition("\\equiv")
+        value = _read(rest)
+        if not isinstance(value, Number) or value.unit != NO_UNIT or (is_congruent and not _NAME.match(name.strip())):
+            return None
+        value = replace(value, unit=Unit((f"mod {found.group(1) or found.group(2)}",)))
+        return Equation((name.strip(),), value) if is_congruent else value
+    num_signs = len(_PLUS_MINUS.findall(text))
+    if num_signs > 2:
         return None
-    if "\\pm" in text:
-        return _read_items("", [text.replace("\\pm", sign, 1) for sign in ("+", "-")])
+    if num_signs:
+        return _read_items("", [_PLUS_MINUS.sub(sign, text, count=1) for sign in ("+", "-")])
     parts = list(split(text, _JOINED))
     if len(parts) > 1:
         items = _read_items("", parts)
@@ -116,10 +131,12 @@ def _read_one(text: str) -> Answer | None:
         if any(_PROSE.search(side) for side in sides):
             return None
         return Equation(tuple(side.strip() for side in sides[:-1]), value) if value and all(sides) else None
-    if found := re.match(r"\\?[a-zA-Z](?:_\w)?\s*\\in(?![a-z])", text):
-        return _as_region(_read(text[found.end() :]))
-    if found := re.match(r"\\\{\s*[a-z]\s*(?:\\mid|\||:)(.*)\\\}$", text):
-        return _as_region(_read(found.group(1)))
+    if found := re.match(r"(\\?[a-zA-Z](?:_\w)?)\s*\\in(?![a-z])", text):
+        region = _as_region(_read(text[found.end() :]))
+        return replace(region, name=found.group(1)) if region else None
+    if found := re.match(r"\\\{\s*([a-z])\s*(?:\\mid|\||:)(.*)\\\}$", text):
+        region = _as_region(_read(found.group(2)))
+        return replace(region, name="") if region and region.name in ("", found.group(1)) else None
     pieces = list(split(text, re.compile(r"\\cup(?![a-z])")))
     if len(pieces) > 1:
         items = _read_items("", pieces)
@@ -164,12 +181,15 @@ def _read_inequality(text: str) -> Answer | None:
         is_open = sign in "<>"
         half = sympy.Interval(-sympy.oo, bound, True, is_open) if is_upper else sympy.Interval(bound, sympy.oo, is_open)
         region = region.intersect(half)
-    return Region(region)
+    return Region(region, re.sub(r"[\s{}]|\([a-z]\)", "", sides[names[0]]))
 
 
 def _unite(items: Items) -> Region | None:
     regions = [_as_region(item) for item in items.items]
-    return Region(sympy.Union(*(region.set for region in regions if region))) if all(regions) else None
+    names = {region.name for region in regions if region} - {""}
+    if not all(regions) or len(names) > 1:
+        return None
+    return Region(sympy.Union(*(region.set for region in regions if region)), "".join(names))
 
 
 def _as_region(answer: Answer | None) -> Region | None:
@@ -197,8 +217,11 @@ def to_region(answer: Answer) -> Region | None:
 
 
 def _as_sympy(answer: Answer | None) -> Any:
+    """The value of a number or expression without symbols; None for others and for one with a unit that has a size."""
+    if isinstance(answer, Number | Expression) and answer.unit.dimension:
+        return None
     if isinstance(answer, Number):
-        return sympy.Rational(answer.value)
+        return sympy.Rational(answer.share)
     if isinstance(answer, Expression) and isinstance(answer.tree, sympy.Expr) and not answer.tree.free_symbols:
         return make_exact(answer.tree)
     return None
@@ -238,11 +261,19 @@ def _split_unit(text: str) -> tuple[str, Unit | None]:
     if found is None or not found.start():
         return text, None
     unit = read_unit(found.group(0), spaced=True)
+    if unit is None and found.group(0).isascii() and "\\text" not in found.group(0):
+        return text, None
     return (text[: found.start()], unit) if unit else ("", None)
 
 
 def _to_latex(text: str) -> str:
-    text = text.replace("**", "^").replace("*", "\\cdot ")
+    text = text.replace("*", "\\cdot ")
+    while found := re.search(r"\\?(?<![a-zA-Z])exp\s*(?=[({])", text):
+        ends = (end for end in range(found.end() + 2, len(text) + 1) if is_one_group(text[found.end() : end]))
+        end = next(ends, 0)
+        if not end:
+            break
+        text = f"{text[: found.start()]}e^{{{text[found.end() + 1 : end - 1]}}}{text[end:]}"
     text = _PLAIN_FUNCTION.sub(r"\\\1 ", text)
     text = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"\^\s*\(([^()]*)\)", r"^{\1}", text)
@@ -262,6 +293,8 @@ def _count_bits(tree: Any) -> float:
     )
     if isinstance(tree, sympy.Pow) and len(bits) == 2:
         return bits[0] * math.exp2(min(bits[1], 60.0))
+    if isinstance(tree, sympy.exp) and tree.exp.is_polynomial():
+        return sum(bits) + 4  # nothing to evaluate, as in e^{x^2}
     if isinstance(tree, sympy.factorial | sympy.exp):
         return math.exp2(min(bits[0], 60.0)) * (bits[0] + 1)
     return sum(bits) + 4

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 from sympy.physics import units as sympy_units
 from sympy.physics.units.quantities import Quantity
@@ -30,10 +31,16 @@ _SHORT |= {
 _NOT_IN_UNITS = frozenset(
     re.findall(
         r"\w+",
-        "and or not is are be if no none unknown wrong maybe either neither but than plus minus times over divided "
+        "and or not is are be if no none unknown wrong incorrect false untrue invalid mistaken maybe either neither "
+        "but than plus minus times over divided "
         "of by squared cubed pi sqrt sin cos tan log ln exp mod infinity factorial choose half third quarter because",
     )
 )
+_LETTERS = frozenset("mgshlLNJWVAKCF")
+"""Letters that are units behind a space; others, and all of them behind a digit (5m), are factors."""
+_GLUED = frozenset(["mm", "cm", "dm", "km", "kg", "ft", "yd", "lb", "oz", "hr", "hz"])
+"""Units of two letters that are no product behind a digit either."""
+_SPACED = _GLUED | frozenset(["mg", "ml", "cl", "dl", "mi", "in", "ms", "ha", "kw"])
 _WORDS = re.compile(r"[A-Za-z°$€£¢%][A-Za-z°$€£¢%'’.-]*(?:\^\{?[23]\}?|[²³])?|/")
 MAX_WORDS = 5
 
@@ -55,8 +62,9 @@ NO_UNIT = Unit()
 def read_unit(text: str, *, spaced: bool) -> Unit | None:
     """The unit that these words name; None where they are no unit.
 
-    spaced: stands apart from the number or in \\text{}; otherwise only known units count, as in 5cm.
+    spaced: stands apart from the number; otherwise only some known units count, as in 5cm. In \\text{} all count.
     """
+    written = text
     text = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).replace(" ^", "^").strip()
     text = text[:-1] if text[-2:-1].isalpha() and text.endswith(".") else text
     words = [word.lower() if len(word) > 1 else word for word in _WORDS.findall(text)]
@@ -64,17 +72,31 @@ def read_unit(text: str, *, spaced: bool) -> Unit | None:
         return None
     if any(word in _NOT_IN_UNITS for word in words):
         return None
+    is_text = "\\text" in written
     factor = 1
     while words and words[0].rstrip("s") in SCALES:
         factor *= SCALES[words.pop(0).rstrip("s")]
     if words and words[0] == "of":
         words.pop(0)
     known = _measure(words)
+    if words and not is_text and not _is_no_product(words, spaced=spaced, is_known=known is not None):
+        return None
     if known is not None:
         return Unit(tuple(words), known[0], known[1], factor)
-    if words and (not spaced or any(len(word) == 1 for word in words[:1])):
+    if words and len(words[0]) == 1:
         return None
     return Unit(tuple(_singular(word) for word in words), "", Fraction(1), factor)
+
+
+def _is_no_product(words: list[str], *, spaced: bool, is_known: bool) -> bool:
+    """Whether words outside \\text{} are a unit and no factors: 5 m, 5cm, 5 eggs, but not 5m, 5x^2, 5 xy."""
+    name = re.match(r"[a-zA-Z]*", words[0]).group()
+    if is_known and len(name) != 2:
+        return len(name) != 1 or (spaced and name in _LETTERS)
+    if is_known:
+        return name in (_SPACED if spaced else _GLUED)
+    in_order = all(first < second for first, second in pairwise(name))
+    return spaced and (len(name) > 3 or (len(name) == 3 and not in_order))
 
 
 def convert(unit: Unit, to: Unit) -> Fraction | None:

@@ -14,6 +14,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.reward import MathRewardConfig, StatedAnswer
 from megarl.report.evaluation import count_votes
+from megarl.reward.answers.extraction import extract_statements
 from megarl.reward.answers.grading import grade
 from megarl.reward.build import build_reward
 from megarl.types import Sample
@@ -137,9 +138,36 @@ def test_majority_votes_count_what_was_graded(math_reward):
 
 
 def test_a_gold_that_is_no_mathematics_is_compared_as_text():
-    gold = "n \\equiv 3 \\pmod{5}"
-    assert grade(gold, "\\boxed{n\\equiv 3\\pmod 5}", "final").is_right
-    assert not grade(gold, "\\boxed{n\\equiv 2\\pmod 5}", "final").is_right
+    gold = "n \\equiv 3"
+    assert grade(gold, "\\boxed{n\\equiv 3}", "final").is_right
+    assert not grade(gold, "\\boxed{n\\equiv 2}", "final").is_right
+
+
+def test_a_repeating_decimal_has_its_fixed_digits_before_the_repeated_ones():
+    assert grade("1/6", "\\boxed{0.1\\overline{6}}", "final").is_right
+    assert not grade("20/3", "\\boxed{0.1\\overline{6}}", "final").is_right
+
+
+def test_a_square_centimetre_is_a_ten_thousandth_of_a_square_metre():
+    assert grade("1 m^2", "\\boxed{10000 cm^2}", "final").is_right
+    assert not grade("1 m^2", "\\boxed{100 cm^2}", "final").is_right
+
+
+def test_a_list_that_repeats_an_item_is_right_only_with_the_same_repetition():
+    assert grade("1,1,2", "\\boxed{2,1,1}", "final").is_right
+    assert not grade("1,1,2", "\\boxed{1,2,2}", "final").is_right
+    assert not grade("1,2,2", "\\boxed{1,1,2}", "final").is_right
+
+
+def test_formulas_that_differ_by_a_hundred_thousandth_are_different():
+    for gold, answer in (("0.000001x", "0.0000012x"), ("x+0.00001", "x+0.000011"), ("10^{-9}x", "2x/10^9")):
+        assert grade(gold, f"\\boxed{{{gold}}}", "final").is_right
+        assert not grade(gold, f"\\boxed{{{answer}}}", "final").is_right
+
+
+def test_an_escaped_brace_is_no_brace_of_a_box():
+    text = "The set is \\boxed{\\left\\{ 1, 2 \\right.} and with it 12."
+    assert list(extract_statements(text, "boxed") or []) == ["\\left\\{ 1, 2 \\right."]
 
 
 HOSTILE = [
@@ -158,6 +186,15 @@ HOSTILE = [
     "answer" + " " * 100000,
     "The answer is 1. " * 20000,
     "\ud800" * 1000,
+    "answer is " * 25000,
+    "answer is 12 " * 10000,
+    "\\boxed{1}" * 20000,
+    "<answer>1</answer>" * 5000,
+    "</s> " * 20000,
+    "The answer is" + " " * 100000,
+    "The answer is 1" + " , " * 30000,
+    "answer to this question " * 4000,
+    "#### 1 " * 15000,
 ]
 
 
