@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 TESTS = Path(__file__).parent
@@ -18,6 +19,10 @@ ONE_BY_ONE = "e2e/test_tools_run.py"
 """A file whose tests any worker may run"""
 NUM_GPU = "num_gpu_tests_deselected"
 DESELECTED = pytest.StashKey[int]()
+
+# How long one example takes says more of the machine's load than of the code.
+settings.register_profile("megarl", deadline=None)
+settings.load_profile("megarl")
 
 
 @pytest.hookimpl(tryfirst=True)

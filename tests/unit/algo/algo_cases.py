@@ -14,9 +14,7 @@ from megarl.config.schema.algo import AlgoConfig, RewardNormConfig
 from megarl.config.schema.algo_choices import NormScope
 from megarl.types import Experience, Sequences, TrainingSamples
 
-settings.register_profile(
-    "algo", derandomize=True, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck)
-)
+settings.register_profile("algo", derandomize=True, max_examples=40, suppress_health_check=list(HealthCheck))
 few = settings(settings.get_profile("algo"), max_examples=15)
 some = settings.get_profile("algo")
 

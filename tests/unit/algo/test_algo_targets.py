@@ -190,6 +190,17 @@ def test_the_overlong_filter_takes_the_loss_and_leaves_statistics_and_critic():
     assert metrics["policy/dropped_frac"] == pytest.approx(4 / 7)
 
 
+def test_neither_a_truncated_response_nor_a_token_that_is_too_stale_has_a_loss_and_the_critic_lacks_the_latter():
+    e = make_experience([0, 0], [3, 4], [1.0, 0.0], [False, True], 0, holes=False)
+    too_stale = torch.zeros_like(e.mask)
+    too_stale[:, 0] = True
+    algo = configure(advantage="gae", overlong__filter=True)
+    samples, _ = compute_targets(dataclasses.replace(e, too_stale=too_stale), algo, 0.0)
+    assert samples.loss_mask.int().tolist() == [[0, 1, 1, 0], [0, 0, 0, 0]]
+    assert samples.critic_mask.int().tolist() == [[0, 1, 1, 0], [0, 1, 1, 1]]
+    assert samples.mask.int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+
+
 @pytest.mark.parametrize("name", ["old_logprobs", "rollout_logprobs", "ref_logprobs", "ref_kl", "values"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_experience_that_is_not_finite_is_refused_by_name(name, bad):

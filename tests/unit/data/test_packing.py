@@ -29,7 +29,7 @@ def describe(ranks: list[list[list[int]]], keys: list[tuple[int, float]]) -> lis
     return [[sorted(keys[row] for row in rows) for rows in microbatches] for microbatches in ranks]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rows=ROWS, budget=st.integers(1, 120), num_ranks=st.integers(1, 5), with_costs=st.booleans())
 def test_every_row_is_packed_once_within_the_budget_and_equally_often(
     rows: list[tuple[int, float]], budget: int, num_ranks: int, with_costs: bool
@@ -46,7 +46,7 @@ def test_every_row_is_packed_once_within_the_budget_and_equally_often(
             assert len(chosen) <= 1 or sum(lengths[row] for row in chosen) <= budget
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rows=ROWS, budget=st.integers(1, 120), num_ranks=st.integers(1, 5))
 def test_no_rank_costs_more_than_the_mean_and_a_share_of_the_costliest_row(
     rows: list[tuple[int, float]], budget: int, num_ranks: int
@@ -57,7 +57,7 @@ def test_no_rank_costs_more_than_the_mean_and_a_share_of_the_costliest_row(
     assert max(total_costs(ranks, costs)) <= bound * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(costs=st.lists(st.floats(0.1, 100.0), min_size=1, max_size=7), num_ranks=st.integers(1, 3))
 def test_the_costliest_rank_is_within_lpts_guarantee_of_the_best_assignment(costs: list[float], num_ranks: int) -> None:
     found = max(total_costs(pack([10] * len(costs), 25, num_ranks, costs), costs))
@@ -65,7 +65,7 @@ def test_the_costliest_rank_is_within_lpts_guarantee_of_the_best_assignment(cost
     assert found <= guarantee * find_lowest_makespan(costs, num_ranks) * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rows=ROWS, budget=st.integers(1, 120), num_ranks=st.integers(1, 4), random=st.randoms(use_true_random=False))
 def test_neither_the_order_of_the_rows_nor_the_unit_of_cost_changes_what_lies_together(
     rows: list[tuple[int, float]], budget: int, num_ranks: int, random: object

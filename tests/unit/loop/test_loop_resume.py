@@ -5,9 +5,11 @@ come, and what is left in the run's folder is what the next start finds. tests/e
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -232,6 +234,92 @@ def test_what_an_algorithm_keeps_over_the_iterations_goes_on_too(
         World(watch=disturbance.watch).run_job(monkeypatch, tmp_path / "killed", run)
     World().run_job(monkeypatch, tmp_path / "killed", run)
     assert load("killed") == load("whole")
+
+
+def hash_optimizers(world: World) -> dict[str, str]:
+    """Of each role, SHA-256 of its optimizer's moments and steps."""
+    found = {}
+    for role in ("policy", "critic"):
+        if (backend := getattr(world.components[-1], role)) is not None:
+            state = backend.optimizer.state_dict()
+            digest = hashlib.sha256(repr((state["param_groups"], backend.num_steps)).encode())
+            for _, moments in sorted(state["state"].items()):
+                for _, value in sorted(moments.items()):
+                    digest.update(value.numpy().tobytes())
+            found[role] = digest.hexdigest()
+    return found
+
+
+OPTIMIZED: dict[str, tuple[tuple[str, ...], tuple[str, str, int]]] = {
+    "value pretraining": (RUN, ("critic", "update", 3)),
+    "frozen iterations": ((*RUN, "policy.frozen_iterations=2"), ("critic", "update", 5)),
+    "replay": (
+        ("algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=0.5", "train.num_iterations=5"),
+        ("policy", "update", 4),
+    ),
+    "dynamic sampling": (
+        ("algo=dapo", "algo.dynamic_sampling.enabled=true", "train.num_iterations=5"),
+        ("policy", "update", 4),
+    ),
+    "the best checkpoint": (
+        (*RUN, "train.eval_every=1", "checkpoint.keep_last=1", "checkpoint.keep_best=1"),
+        ("policy", "update", 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("setting", OPTIMIZED)
+def test_a_resumed_run_has_the_optimizers_of_an_unbroken_one_which_a_new_optimizer_would_not_give(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, place = OPTIMIZED[setting]
+    run, found = [*given, "checkpoint.save_every=1"], {}
+    with pytest.raises(Killed):
+        World(watch=Disturbance(Killed, *place).watch).run_job(monkeypatch, tmp_path / "resumed", run)
+    shutil.copytree(tmp_path / "resumed", tmp_path / "cold")
+    for name in ("whole", "resumed", "cold"):
+        world = World()
+        with monkeypatch.context() as patch:
+            if name == "cold":
+                patch.setattr(torch.optim.AdamW, "load_state_dict", lambda _optimizer, _state: None)
+            world.run_job(patch, tmp_path / name, run)
+        found[name] = hash_optimizers(world)
+    assert found["resumed"] == found["whole"]
+    learner = place[0]
+    assert found["cold"][learner] != found["whole"][learner]
+
+
+def test_a_run_resumed_twice_from_the_same_checkpoint_ends_as_if_once(
+    untouched: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (4, 1):  # of the updates of the policy in that start: both times in iteration 4
+        with pytest.raises(Killed):
+            run_disturbed(monkeypatch, tmp_path / "run", Disturbance(Killed, "policy", "update", number))
+        assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "iteration-000002\n"
+    World().run_job(monkeypatch, tmp_path / "run", RUN)
+    assert summarize(tmp_path / "run") == untouched
+
+
+def test_with_staleness_a_resumed_run_begins_with_the_optimizers_that_were_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit to the end it cannot be: which group is complete first is chance's."""
+    hashes: dict[str, list[dict[str, str]]] = {"begin_save": [], "values": []}
+
+    def watch(role: str, verb: str) -> None:
+        if (role, verb) in (("policy", "begin_save"), ("critic", "values")):
+            hashes[verb].append(hash_optimizers(world))
+        disturbance.watch(role, verb)
+
+    for number in (6, None):
+        disturbance = Disturbance(Killed, "policy", "update", number or -1)
+        world = World(watch=watch)
+        with pytest.raises(Killed) if number else contextlib.nullcontext():
+            world.run_job(monkeypatch, tmp_path, STALE)
+        if number:
+            saved, start = hashes["begin_save"][-1], hashes["values"][0]
+            hashes["values"].clear()
+    assert hashes["values"][0] == saved != start
 
 
 class CountingReward(AsyncReward):

@@ -43,6 +43,9 @@ def test_padding_to_a_multiple_is_a_sequence_of_its_own() -> None:
     assert batch.tokens.shape == (1, 64)
     assert batch.params.cu_seqlens_q.tolist()[-2:] == [num_tokens, 64]
     assert int(batch.params.predictors.max()) < num_tokens
+    numbers = batch.params.sequence_numbers.tolist()
+    lengths = sequences.lengths[batch.rows].tolist()
+    assert numbers == [0] * lengths[0] + [1] * lengths[1] + [-1] * (64 - num_tokens)
 
 
 def test_no_rows_make_a_batch_of_padding_without_targets() -> None:

@@ -23,7 +23,7 @@ def list_cells(rectangle: Rectangle) -> list[int]:
     return list(range(rectangle.num_tokens)) if rectangle.source is None else rectangle.source.tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cp=st.integers(1, 4), chunks=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_ranks_have_as_many_tokens_and_as_many_pairs_of_causal_attention(cp: int, chunks: list[int]) -> None:
     lengths = torch.tensor(chunks) * 2 * cp
@@ -39,7 +39,7 @@ def test_a_rank_has_the_first_and_the_last_chunk() -> None:
     assert owners.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(owners=st.lists(st.integers(0, 2), max_size=20))
 def test_gathered_numbers_are_in_the_order_of_the_response_tokens(owners: list[int]) -> None:
     tokens = torch.arange(len(owners)) * 10.0

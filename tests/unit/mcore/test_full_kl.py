@@ -71,7 +71,7 @@ def test_values_and_gradient_equal_float64_autograd(
 LOGITS = st.floats(-8, 8, width=32)
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(derandomize=True, max_examples=100)
 @given(st.lists(st.tuples(LOGITS, LOGITS), min_size=1, max_size=9), st.sampled_from([0.5, 1.0, 2.0]))
 def test_values_and_gradient_equal_plain_python(pairs: list[tuple[float, float]], temperature: float) -> None:
     x, y = (list(z) for z in zip(*pairs, strict=True))

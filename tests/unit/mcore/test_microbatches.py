@@ -29,7 +29,7 @@ def build_sequences(prompts: list[tuple[int, list[int]]]) -> Sequences:
     return Sequences(torch.zeros(0, dtype=torch.int64), sizes + responses, sizes, prompts=numbers)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     prompts=st.lists(
         st.tuples(st.integers(1, 60), st.lists(st.integers(0, 40), min_size=1, max_size=8)), min_size=1, max_size=8

@@ -72,7 +72,7 @@ def draw_gsm8k_lengths(num_rows: int, seed: int) -> Sequences:
     return Sequences(torch.zeros(int(lengths.sum()), dtype=torch.int64), lengths, prompts)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 1000),
     num_ranks=st.sampled_from([1, 2, 4]),

@@ -79,7 +79,7 @@ def test_maj_at_k_of_hand_computed_cases(votes, k, expected):
     assert compute_maj_at_k(votes, k) == pytest.approx(expected, abs=1e-15)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(draw_responses(), st.data())
 def test_both_are_the_mean_over_every_choice_of_k_responses(responses, data):
     k = data.draw(st.integers(1, len(responses)))

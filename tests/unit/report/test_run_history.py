@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.report.history import (
@@ -32,7 +32,6 @@ def test_a_short_file_keeps_every_iteration():
     assert (history.width, history.num_iterations, history.last["x"], history.best["x"]) == (1, 3, 2.0, (3.0, 1))
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5 * MOST_POINTS))
 def test_points_of_a_long_file_keep_its_mean_its_range_and_its_order(values):
     history = build_history(values)

@@ -46,7 +46,7 @@ def test_a_line_has_each_token_with_its_numbers_and_the_environments_tokens_by_t
     }
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(sizes=st.lists(st.integers(0, 600), min_size=1, max_size=8), max_bytes=st.integers(100, 20_000))
 def test_the_lines_of_an_iteration_never_have_more_bytes_than_allowed(
     sizes: list[int], max_bytes: int, tmp_path_factory: pytest.TempPathFactory

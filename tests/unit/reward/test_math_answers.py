@@ -59,7 +59,7 @@ FORMS = (
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9), st.sampled_from(FORMS))
 def test_a_whole_number_is_right_in_every_usual_form_and_another_one_in_none(number, other, form):
     text = form.format(number, f"{number:,}", number + 1)

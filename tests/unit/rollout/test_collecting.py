@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from concurrent.futures import CancelledError
+from dataclasses import replace
 
 import pytest
 from generation import build_collector
@@ -11,9 +12,11 @@ from megarl.interfaces import Truncation
 from megarl.reward.scorer import Scorer
 from megarl.rollout import collector as collector_module
 from megarl.rollout.client import ConnectionLostError
+from megarl.rollout.collector import Collector
+from megarl.rollout.episodes import EpisodeRunner
 from megarl.rollout.eval_sets import EvalSet
 from megarl.rollout.event_loop import OnEventLoop, call_in_thread
-from megarl.types import FinishReason, Prompt, Response, Score
+from megarl.types import FinishReason, Prompt, Response, Score, Turn
 
 PROMPTS = [Prompt(name, name, (number + 3,), "") for number, name in enumerate("abcd")]
 
@@ -151,6 +154,20 @@ def test_a_reward_that_raises_costs_its_sample_only():
     samples = build_collector(engine, scorer=Scorer(reward)).sample(PROMPTS[:3], 1, key="k")
     assert [sample.score.failure is None for sample in samples] == [True, False, True]
     assert "KeyError" in samples[1].score.failure
+    engine.close()
+
+
+def test_a_sample_has_the_verifiers_score_and_the_rewards_of_its_turns():
+    class Played(EpisodeRunner):
+        async def run(self, request, send):
+            episode = await super().run(request, send)
+            turns = [Turn(0, 1, "x", 0.2), Turn(1, 1, "y", 0.0)]
+            return replace(episode, response=replace(episode.response, turns=turns))
+
+    engine = Engine()
+    collector = Collector(engine, Scorer(lambda _p, _r: Score(1.0, True)), Played(16), seed=1, temperature=1.0)
+    (sample,) = collector.sample(PROMPTS[:1], 1, key="k")
+    assert (sample.score.reward, sample.score.correct) == (1.2, True)
     engine.close()
 
 

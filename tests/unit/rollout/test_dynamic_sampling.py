@@ -5,7 +5,7 @@ import warnings
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.schema.algo import ReplayConfig
@@ -91,7 +91,6 @@ def test_at_the_bound_the_rest_is_filled_up_with_a_warning():
     assert metrics["sampling/num_prompts"] == 8
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=2), min_size=1), st.integers(1, 8))
 def test_an_iteration_has_its_size_and_signal_wherever_it_was_found(rewards, num_groups):
     task = Task(rewards)
@@ -105,7 +104,6 @@ def test_an_iteration_has_its_size_and_signal_wherever_it_was_found(rewards, num
     assert sum(task.sizes) == metrics["sampling/num_prompts"]
 
 
-@settings(deadline=None)
 @given(st.lists(st.booleans(), min_size=30, max_size=30), st.integers(1, 6), st.integers(1, 4))
 def test_groups_that_come_one_by_one_are_taken_until_there_are_enough_or_up_to_the_bound(signals, num, max_rounds):
     groups = [make_group(str(i), MIXED if signal else HARD) for i, signal in enumerate(signals)]

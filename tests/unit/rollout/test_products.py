@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.rollout.standins import megarl_products as products
 
 
-@settings(deadline=None)
 @given(rows=st.integers(1, 60), inner=st.integers(1, 40), columns=st.integers(1, 80), seed=st.integers(0, 100))
 def test_the_product_is_that_of_a_linear_layer(rows: int, inner: int, columns: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -79,7 +79,7 @@ def get_bytes(sample: Sample) -> bytes:
     return struct.pack("d", sample.score.reward) + sample.response.rollout_logprobs.tobytes() + old
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(written=st.lists(rollouts(), min_size=1, max_size=3))
 def test_what_is_written_is_read_back_bit_by_bit(tmp_path_factory, written):
     path = write(tmp_path_factory.mktemp("file") / "rollouts.jsonl", *written)
@@ -230,7 +230,7 @@ def test_a_file_that_is_right_is_counted(tmp_path):
     assert (saved.num_rollouts, saved.num_samples) == (2, 4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(written=st.lists(rollouts(), min_size=1, max_size=3))
 def test_what_a_run_goes_on_from_is_read_back_bit_by_bit(tmp_path_factory, written):
     path = tmp_path_factory.mktemp("file") / "journal.jsonl"

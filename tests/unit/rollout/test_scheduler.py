@@ -107,7 +107,7 @@ class Run:
         assert version - last <= self.max_staleness
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data(), st.integers(1, 4), st.integers(1, 3), st.integers(1, 6), st.sampled_from([0, 2, 3]))
 def test_whatever_is_complete_first_and_wherever_it_is_killed_each_group_is_taken_once_and_in_the_same_order(
     data: st.DataObject, num_groups: int, max_staleness: int, num_iterations: int, every: int

@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.interfaces import TurnRequest
@@ -63,7 +63,6 @@ def run_episodes(engine: Engine, num_turns: list[int], waits: list[int]) -> list
     return engine.batches
 
 
-@settings(deadline=None)
 @given(
     num_turns=st.lists(st.integers(0, 4), min_size=1, max_size=6),
     waits=st.lists(st.integers(0, 5), min_size=1, max_size=4),

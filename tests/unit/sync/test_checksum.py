@@ -16,7 +16,7 @@ def whole(x: torch.Tensor, word: int) -> int:
     return compute_checksum(x, TensorSlice(0, 0, *x.shape), word)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.integers(2, 40),
     cols=st.integers(2, 9),

@@ -132,7 +132,7 @@ PARALLELS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
 @given(
     family=st.sampled_from(list(FAMILIES)),
     tied=st.booleans(),

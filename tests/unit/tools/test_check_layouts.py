@@ -37,7 +37,7 @@ def name_all(layouts: list[ParallelConfig]) -> set[str]:
     return set(names)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(num_processes=st.integers(1, 12), num_layers=st.integers(1, 8))
 def test_every_layout_is_proposed_once_and_its_processes_divide_the_given_number(
     num_processes: int, num_layers: int
