@@ -353,9 +353,12 @@ class MegatronWorker:
         self.scheduler.step(1)
         _, grad_norm, _ = self.optimizer.step()
         name, found = self.spec.role.value, process_groups.combine(*accumulate(outputs))
+        rate = next(group["lr"] for group in self.optimizer.param_groups if group["default_config"])
         metrics = describe_work(found, self.spec, self.arch, samples.sequences)
         metrics |= compute_load_metrics(self.chunks, name)
         if not math.isfinite(grad_norm):
-            raise FloatingPointError(f"{name}: the gradient norm is {grad_norm}; metrics of the step: {metrics}")
-        rate = next(group["lr"] for group in self.optimizer.param_groups if group["default_config"])
+            raise FloatingPointError(
+                f"{name}: the gradient norm is {grad_norm}. Most often {name}.optimizer.lr ({rate:.3g} in this step) is"
+                f" too high; metrics of the step: {metrics}"
+            )
         return {f"{name}/grad_norm": float(grad_norm), f"{name}/lr": rate, **metrics}

@@ -62,6 +62,27 @@ SIGNS = (
         patience=1,
     ),
     Sign(
+        "no gradient",
+        lambda m: m.get("policy/grad_norm") == 0 and m.get("advantage/max_abs", 0) > 0,
+        "the policy's gradient is 0 though the advantages are not, so nothing is learned: are its trained weights cut"
+        " off from the loss (model.lora), or are all tokens masked or clipped (policy/clip_frac)?",
+    ),
+    Sign(
+        "large step",
+        lambda m: m.get("policy/approx_kl", 0) > 1,
+        "this iteration moved the policy by a KL of {policy_approx_kl:.3g} per token, which most often ruins it: lower"
+        " policy.optimizer.lr, and begin again or from a checkpoint before it",
+        patience=1,
+    ),
+    Sign(
+        "gap",
+        lambda m: m.get("mismatch/logprob_gap_max", 0) > 30,
+        "the log-probs of trainer and rollout engine differ by {mismatch_logprob_gap_max:.3g} nats at one token, which"
+        " no rounding explains: one of the two computes something else there. The run's page shows the tokens;"
+        " algo.mismatch.correction=tis bounds what such a token weighs",
+        patience=1,
+    ),
+    Sign(
         "few groups",
         _have_few_groups_a_signal,
         "{reward_equal_groups_frac:.0%} of the groups have equal rewards, so that only the others are learned from:"

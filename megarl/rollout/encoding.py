@@ -7,7 +7,7 @@ from megarl.data.render import Renderer
 from megarl.environment.interface import Observation
 from megarl.types import Message, Prompt
 
-QUESTION, ANSWER, OBSERVATION = "QUESTION", "MEGARL-ANSWER", "MEGARL-OBSERVATION"
+QUESTION, ANSWER, OBSERVATION, THOUGHT = "QUESTION", "MEGARL-ANSWER", "MEGARL-OBSERVATION", "MEGARL-THOUGHT"
 """Contents of the conversation in which a chat template shows what stands between an answer and the next one"""
 
 
@@ -25,12 +25,16 @@ def find_turn_end(renderer: Renderer) -> int | None:
     except ConfigError:  # A template for one turn.
         return None
     before, found, after = text.partition(ANSWER)
-    shared = next((i for i, pair in enumerate(zip(begin, before, strict=False)) if len(set(pair)) > 1), len(begin))
-    if not found or renderer.find_special(before[shared:]):
+    if not found or renderer.find_special(before[_count_shared(begin, before) :]):
         return None
     after = after.strip()
     end = next((token for token in renderer.special_tokens if after.startswith(token)), None)
     return None if end is None else renderer.tokenizer.get_vocab()[end]
+
+
+def _count_shared(a: str, b: str) -> int:
+    """Characters with which both begin."""
+    return next((i for i, pair in enumerate(zip(a, b, strict=False)) if len(set(pair)) > 1), min(len(a), len(b)))
 
 
 class ObservationEncoder:
@@ -40,6 +44,8 @@ class ObservationEncoder:
         """renderer: of the prompts."""
         self._renderer = renderer
         self._tokenizer = renderer.tokenizer
+        self._checked = set[tuple[str, ...]]()
+        """Roles of the observations that the chat template can write"""
 
     def check(self, prompt: Prompt) -> None:
         """Raises ConfigError where the chat template, once a conversation goes on, does not write as before what has
@@ -47,17 +53,38 @@ class ObservationEncoder:
         """
         if not self._renderer.uses_template:
             return
-        asked = prompt.messages or (Message("user", QUESTION),)
-        answered, tools = Message("assistant", ANSWER), self._renderer.tools
+        tools = self._renderer.tools
         following = (Message("user", OBSERVATION),) if tools is None else tools.answer([OBSERVATION])
-        begin = self._renderer.render_messages(asked, for_answer=False)
+        self._check_following(prompt.messages or (Message("user", QUESTION),), following)
+
+    def describe_thinking(self) -> str | None:
+        """A sentence where the chat template leaves out the thinking of earlier turns, which an episode keeps."""
+        if not self._renderer.uses_template:
+            return None
+        tools, answer = self._renderer.tools, f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
+        following = (Message("user", OBSERVATION),) if tools is None else tools.answer([OBSERVATION])
+        try:
+            text = self._renderer.render_messages((Message("user", QUESTION), Message("assistant", answer), *following))
+        except ConfigError:  # A template with its own form of thinking.
+            return None
+        if THOUGHT in text:
+            return None
+        return "the chat template leaves out the thinking of earlier turns; training keeps it, as it was generated"
+
+    def _check_following(self, asked: Sequence[Message], following: Sequence[Message]) -> None:
+        """Raises as `check`. following: of content OBSERVATION."""
+        answered, roles = Message("assistant", ANSWER), ", ".join(m.role for m in following)
+        # Some templates write an end instead of the answer's beginning (Phi), others a beginning that no earlier
+        # answer has (DeepSeek R1).
+        open_end = self._renderer.render_messages(asked)
+        begin = open_end[: _count_shared(open_end, self._renderer.render_messages(asked, for_answer=False))]
         expected = self._render_following(following)
         for num_turns in (1, 2):
             earlier = (*asked, answered, *(*following, answered) * (num_turns - 1))
             text = self._renderer.render_messages((*earlier, *following))
             if not text.startswith(begin):
                 why = "it writes the first messages otherwise once others follow"
-            elif (text.count(ANSWER), text.count(OBSERVATION)) != (num_turns, num_turns):
+            elif (text.count(ANSWER), text.count(OBSERVATION)) != (num_turns, num_turns * len(following)):
                 why = "it leaves out, changes or repeats earlier messages"
             elif text.rpartition(ANSWER)[2] != expected:
                 why = (
@@ -68,10 +95,11 @@ class ObservationEncoder:
                 continue
             raise ConfigError(
                 [
-                    f"data.chat_template: the template cannot continue a conversation turn by turn: {why};"
-                    " data.chat_template_path names a file with another template"
+                    f"data.chat_template: the template cannot continue a conversation turn by turn with messages of"
+                    f" {roles}: {why}; data.chat_template_path names a file with another template"
                 ]
             )
+        self._checked.add(tuple(m.role for m in following))
 
     def _render_following(self, messages: Sequence[Message]) -> str:
         """What the chat template writes behind an answer that these messages follow."""
@@ -106,11 +134,19 @@ class ObservationEncoder:
         messages = self._to_messages(observation)
         if messages is None:
             return self._check_tokens(observation)
-        if self._renderer.uses_template:
-            text = self._render_following(messages).removeprefix(self.decode([last_token]))
-        else:
+        if not self._renderer.uses_template:
             text = "".join(message.content for message in messages)
-        return list(self._renderer.tokenize([text], add_special_tokens=False)[0])
+            return list(self._renderer.tokenize([text], add_special_tokens=False)[0])
+        if tuple(m.role for m in messages) not in self._checked:
+            self._check_following((Message("user", QUESTION),), [Message(m.role, OBSERVATION) for m in messages])
+        text, end = self._render_following(messages), self.decode([last_token])
+        ids = self._renderer.tokenize([text], add_special_tokens=False)[0]
+        if ids[:1] == (last_token,):
+            # Read together, for some tokens take the space behind them (Phi-3's).
+            return list(ids[1:])
+        if text.startswith(end):
+            (ids,) = self._renderer.tokenize([text.removeprefix(end)], add_special_tokens=False)
+        return list(ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of these tokens, special ones included."""

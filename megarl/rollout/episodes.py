@@ -197,15 +197,16 @@ class _Begun(Exception):
     """Ends an episode before its first turn."""
 
 
-def check_conversation(conversation: Conversation | None, prompts: Iterable[Prompt]) -> None:
+def check_conversation(conversation: Conversation | None, prompts: Iterable[Prompt]) -> tuple[str, ...]:
     """Begin an episode with each prompt, which shows whether the environment can read the data, and ask the chat
     template for its next turns.
 
     Meant for the first prompt of each split, before anything is started; not from a coroutine. Raises ConfigError
     naming environment=... and data=... where an episode cannot begin, and data.chat_template where it cannot go on.
+    Returns what the user is to know of how they go on.
     """
     if conversation is None:
-        return
+        return ()
 
     async def send(turn: TurnRequest) -> Response:
         raise _Begun
@@ -227,6 +228,8 @@ def check_conversation(conversation: Conversation | None, prompts: Iterable[Prom
                 raise ConfigError(
                     [f"environment=... with data=...: an episode with a first prompt cannot begin: {failure}"]
                 )
+    note = conversation.encoder.describe_thinking() if conversation.config.max_turns > 1 else None
+    return () if note is None else (note,)
 
 
 def _build_turn(request: EpisodeRequest, token_ids: NDArray[np.int32], limit: int, number: int) -> TurnRequest:

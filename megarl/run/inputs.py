@@ -106,9 +106,9 @@ def load_inputs(config: Config) -> Inputs:
     with contextlib.closing(build_scorer(config.reward)) as scorer:
         chosen = f"{name_reward(config.reward)} with {name_data(config.data)}"
         unused = scorer.check((data.train[0], data.heldout[0]), config.reward.wrong, chosen)
-        data = replace(data, notes=(*data.notes, ends, *unused))
     conversation = build_conversation(config, tokenizer, vocab_size)
-    check_conversation(conversation, (data.train[0], data.heldout[0]))
+    turns = check_conversation(conversation, (data.train[0], data.heldout[0]))
+    data = replace(data, notes=(*data.notes, ends, *unused, *turns))
     length = min(PROBE_LENGTH, architecture.max_length)
     probe = build_probe_tokens(data.heldout, architecture.vocab_size, length)
     critic_prompt = build_critic_prompt(config, models, tokenizer)

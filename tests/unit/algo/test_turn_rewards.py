@@ -66,6 +66,41 @@ def test_gae_goes_from_the_end_of_an_action_to_the_start_of_the_next_one():
     close(advantages(conversation(), algo), [[*expected[:2], 0.0, 0.0, *expected[2:]]])
 
 
+EPISODES = (
+    # Generated tokens, their values, rewards of turns by position, the whole reward; advantages and returns of the
+    # generated tokens with gamma 0.5 and with gamma 0, by hand: lambda is 0.5 for the policy and 1 for the critic.
+    # The response limit is hit in an observation.
+    ("1100", [0.5, 0.25], {}, 1.0, ([-0.1875, 0.75], [0.5, 1.0]), ([-0.5, 0.75], [0.0, 1.0])),
+    # The environment fails after the second action: the observation is missing.
+    ("101", [0.5, 0.25], {0: 0.3}, 1.0, ([0.0375, 0.45], [0.65, 0.7]), ([-0.2, 0.45], [0.3, 0.7])),
+    # The limit of turns, with the last observation; the turns' rewards are all of the reward.
+    ("10010", [0.5, 1.0], {0: 0.25, 3: 0.25}, 0.5, ([0.0625, -0.75], [0.375, 0.25]), ([-0.25, -0.75], [0.25, 0.25])),
+    # It begins with an observation, and between two others stands an action of no tokens.
+    ("010001", [0.5, 0.5], {}, 1.0, ([-0.125, 0.5], [0.5, 1.0]), ([-0.5, 0.5], [0.0, 1.0])),
+    # One token, and an observation behind it.
+    ("10", [0.5], {}, -1.0, ([-1.5], [-1.0]), ([-1.5], [-1.0])),
+)
+
+
+@pytest.mark.parametrize("poison", [math.nan, 1e6])
+def test_gae_across_observations_is_that_of_five_episodes_by_hand(poison):
+    own = torch.tensor([[mark == "1" for mark in marks.ljust(6, "0")] for marks, *_ in EPISODES])
+    n = len(EPISODES)
+    lengths, rewards = [len(each[0]) for each in EPISODES], [each[3] for each in EPISODES]
+    e = make_experience([*range(n)], lengths, rewards, [False] * n, 0, holes=False)
+    values, turns = torch.full(own.shape, poison, dtype=torch.float64), torch.zeros(own.shape, dtype=torch.float64)
+    values[own] = f64([value for each in EPISODES for value in each[1]])
+    for row, (_, _, placed, *_) in enumerate(EPISODES):
+        for position, reward in placed.items():
+            turns[row, position] = reward
+    e = dataclasses.replace(e, mask=own, scored=own, values=values, turn_rewards=turns)
+    for number, gamma in ((4, 0.5), (5, 0.0)):
+        samples, _ = compute_targets(e, configure(lambda_policy=0.5, lambda_critic=1.0, gamma=gamma), 0.0)
+        for found, which in ((samples.advantages, 0), (samples.returns, 1)):
+            close(found[own], [x for each in EPISODES for x in each[number][which]])
+            assert not found[~own].any()
+
+
 def test_value_pretraining_learns_the_rewards_that_are_still_to_come():
     returns = compute_targets(conversation(), monte_carlo(configure()), 0.0)[0].returns
     close(returns, [[1.0, 1.0, 0.0, 0.0, 0.7, 0.7]])

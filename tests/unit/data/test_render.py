@@ -136,5 +136,7 @@ def test_a_template_that_numbers_its_rounds_cannot_continue_a_conversation() -> 
 
     tokenizer = build_byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}[{{ loop.index }}]{{ m.content }}\n{% endfor %}"
-    with pytest.raises(ConfigError, match="cannot continue a conversation turn by turn: behind answer 2"):
+    with pytest.raises(
+        ConfigError, match="cannot continue a conversation turn by turn with messages of user: behind answer 2"
+    ):
         ObservationEncoder(Renderer(DataConfig(), tokenizer)).check(Prompt("p", "", (1,), ""))

@@ -5,15 +5,21 @@ Over the fakes (tests/fakes); tests/e2e/test_faults.py has a run with the real p
 
 import errno
 import os
+import re
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from fakes.backend import FakeBackend
 from fakes.disturbed import RUN, Disturbance, run_disturbed, summarize
+from fakes.rollout import FakeEngine
 from fakes.run import World, reward_length
 
+from megarl.algo.tokens import LossOutput
 from megarl.checkpoint import folder as checkpoint_folder
 from megarl.checkpoint.folder import Folder
 from megarl.cluster.waiting import WorkerError
@@ -21,7 +27,7 @@ from megarl.interfaces import DeadlineError, SyncError
 from megarl.report.failures import TooManyFailuresError
 from megarl.report.metrics import load_metrics
 from megarl.run.signals import stopping_on_signals
-from megarl.types import Prompt, Response, Score
+from megarl.types import Prompt, Response, Score, TrainingSamples
 
 SELDOM = ("checkpoint.save_every=100", "checkpoint.max_restarts=0")
 """Only the start has a checkpoint that the loop itself asks for."""
@@ -217,3 +223,59 @@ def test_a_critics_rate_far_too_high_is_said_within_six_iterations_and_the_best_
     kept = {int(path.name.removeprefix("iteration-")) for path in (tmp_path / "checkpoints").glob("iteration-*")}
     scores = {line["iteration"]: line["reward/heldout"] for line in lines}
     assert max(scores[iteration] for iteration in kept) == max(scores[iteration] for iteration in range(1, 7))
+
+
+def raise_rate(_monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    return ["policy.optimizer.lr=10"]
+
+
+def cut_gradient(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """As where the weights that are trained, such as those of an adapter, are not in the loss."""
+    compute = FakeBackend._compute_loss
+
+    def detach(self: FakeBackend, samples: TrainingSamples) -> LossOutput:
+        output = compute(self, samples)
+        return replace(output, loss=output.loss * 0.0)
+
+    monkeypatch.setattr(FakeBackend, "_compute_loss", detach)
+    return []
+
+
+def spoil_one_logprob(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """-1e4 for the first token of the first response."""
+    generate, num_seen = FakeEngine.generate_turns, 0
+
+    async def spoil(self: FakeEngine, requests: Any, take: Callable[[int, Response], None]) -> None:
+        def change(index: int, turn: Response) -> None:
+            nonlocal num_seen
+            num_seen += 1
+            if num_seen == 8 + 1:  # After the evaluation at the start
+                logprobs = np.concatenate([np.float32([-1e4]), turn.rollout_logprobs[1:]])
+                turn = replace(turn, rollout_logprobs=logprobs)
+            take(index, turn)
+
+        await generate(self, requests, change)
+
+    monkeypatch.setattr(FakeEngine, "generate_turns", spoil)
+    return []
+
+
+COLLAPSES = [
+    (raise_rate, 1, r"this iteration moved the policy by a KL of 11\.4 per token.*lower policy\.optimizer\.lr"),
+    (spoil_one_logprob, 1, "log-probs of trainer and rollout engine differ by 80 nats at one token"),
+    (cut_gradient, 3, "the policy's gradient is 0 though the advantages are not"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "iteration", "warning"), COLLAPSES)
+def test_what_spoils_a_run_is_said_at_once(
+    spoil: Callable[[pytest.MonkeyPatch], list[str]],
+    iteration: int,
+    warning: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["algo=grpo", f"train.num_iterations={iteration}", f"train.eval_every={iteration}", "logger.terminal=true"]
+    World().run_job(monkeypatch, tmp_path, [*given, *spoil(monkeypatch)])
+    assert re.search(warning, " ".join(capsys.readouterr().out.split()))

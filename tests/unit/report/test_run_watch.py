@@ -30,6 +30,7 @@ def watch(*iterations):
         ({"reward/equal_groups_frac": 0.75}, "75% of the groups have equal rewards.*dynamic_sampling"),
         ({"reward/format": 0.0}, "no response has the form.*data.instruction"),
         ({"reward/block": 0.0}, "no response has a block of code.*data.instruction"),
+        ({"policy/grad_norm": 0.0, "advantage/max_abs": 1.0}, "the policy's gradient is 0 though.*model.lora"),
     ],
 )
 def test_each_sign_is_said_once_after_three_iterations_in_a_row(metrics, text):
