@@ -196,7 +196,8 @@ def _find_names(answer: Answer) -> list[str]:
 def _to_solutions(names: list[str], answer: Any) -> list[dict[str, Answer]]:
     """The values by name: one dict for x = 1, y = 2 and for (x, y) = (1, 2), two for p=5, q=2; p=7, q=2."""
     if isinstance(answer, Equation):
-        return [dict(zip(names, answer.value.items, strict=True))]
+        items: Any = answer.value
+        return [dict(zip(names, items.items, strict=True))]
     values = [item.value for item in answer.items]
     size = len(set(names))
     blocks = range(0, len(names), size)
@@ -218,7 +219,9 @@ def _equals_named(names: list[str], gold: Any, answer: Any) -> bool:
         if len(tuples) < len(answer.items) or any(len(each) != len(solutions[0]) for each in tuples):
             return False
         answers = [dict(zip(solutions[0], each, strict=True)) for each in tuples]
-    elif len(solutions) == 1 and isinstance(answer, Items) and answer.brackets in ("", "()"):
+    elif (
+        len(solutions) == 1 and isinstance(answer, Items) and answer.brackets in ("()", getattr(gold, "brackets", "()"))
+    ):
         if len(answer.items) != len(names) or any(isinstance(item, Equation) for item in answer.items):
             return False
         answers = [dict(zip(names, answer.items, strict=True))]

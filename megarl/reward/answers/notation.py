@@ -70,24 +70,25 @@ _RENAMED = [
 ]
 WITHDRAWN = (
     r"(?:incorrect|wrong|false|untrue|invalid|inaccurate|mistaken|erroneous|rejected|discarded|extraneous|impossible"
-    r"|withdrawn|retracted|refuted|disproved|superseded|revised|nonsense|bogus|bad|nope|fail(?:s|ed)|doubtful|unlikely"
+    r"|withdrawn|retracted|refuted|disproved|superseded|revised|spurious|dubious|fallacious|suspect|nonsense|bogus|bad|nope|fail(?:s|ed)|doubtful|unlikely"
     r"|(?:crossed|ruled) out|excluded|too (?:large|small|big|high|low|many|much|few|long|short)|off by \w+"
     r"|contradict(?:ion|ory)|an? (?:mistake|error|contradiction)"
     r"|not (?:right|correct|the answer|it|valid|true|an? (?:solution|answer)|possible|allowed))"
 )
 """What is said of an answer that is taken back."""
+_NUMERALS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 _NOTE = re.compile(
-    r"(?<=\S)\s+\((?:correct|verified|exact(?:ly)?|rounded|approx(?:imately)?|total|altogether|(?:final )?answer|in|per"
-    r"|each|to|for|including|not counting|since|because|as|by|with|from"
-    r"|[a-z]*(?<!fail)s(?= (?:per|in|of|each|total|left|old)\b|\))"
-    r"|[ck]?m|k?g|ft|min|mph|(?:[a-z]+ty-?)?(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve)|[a-z]+t(?:y|een))"
+    r"(?<=\S)\s+\((?:(?:correct|verified|exact(?:ly)?|total|altogether|(?:final )?answer|[ck]?m|k?g|ft|min|mph)(?=\))"
+    r"|rounded|approx(?:imately)?|in|per|each|to|for|including|not counting|since|because|as|by|with|from"
+    r"|(?!(?:over|under|double)?counts|contradicts|violates|exceeds|misleads|misses|fails|omits|breaks|ignores|loses)"
+    rf"[a-z]*(?<![su])s(?= (?:per|in|of|each|total|left|old)\b|\))|(?P<numeral>{'|'.join(_NUMERALS)})(?=\)))"
     r"\b[A-Za-z ,-]*\)$",
     re.I,
 )
 """What a remark in brackets may say: which unit, per what, why. Any other one may take the answer back."""
 _DOUBT = re.compile(
     rf"\b(?:{WITHDRAWN}|mistakes?|errors?|not(?! counting)|never|isn|wasn|maybe|perhaps|possibly|probably|guess(?:es)?"
-    r"|nonsense|unsure|uncertain|unclear|no|if|but|however|wait|ignore|scratch|should|cannot|can|be|does|lies|needs|was|is)\b",
+    r"|nonsense|unsure|uncertain|unclear|no|if|but|doubt|however|wait|ignore|scratch|should|cannot|can|be|does|lies|needs|was|is)\b",
     re.I,
 )
 _APPROXIMATELY = re.compile(r"^(?:\\approx|approximately|about|exactly|only|simply|just|equal to|\\text\{\s*\}|:|=)\s*")
@@ -111,7 +112,11 @@ def clean(text: str) -> str:
     while found := _APPROXIMATELY.match(text):
         text = text[found.end() :]
     note = _NOTE.search(text)
-    return text if note is None or _DOUBT.search(note.group(0)) else text[: note.start()]
+    if note is None or _DOUBT.search(note.group(0)):
+        return text
+    value = text[: note.start()]
+    is_other = note["numeral"] and not value.endswith(str(_NUMERALS.index(note["numeral"].lower()) + 1))
+    return text if is_other else value
 
 
 _DEPTH = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}

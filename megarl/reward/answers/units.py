@@ -90,7 +90,7 @@ def read_unit(text: str, *, spaced: bool) -> Unit | None:
 
 def _is_no_product(words: list[str], *, spaced: bool, is_known: bool) -> bool:
     """Whether words outside \\text{} are a unit and no factors: 5 m, 5cm, 5 eggs, but not 5m, 5x^2, 5 xy."""
-    name = re.match(r"[a-zA-Z]*", words[0]).group()
+    name = re.sub(r"[^a-zA-Z].*", "", words[0])
     if is_known and len(name) != 2:
         return len(name) != 1 or (spaced and name in _LETTERS)
     if is_known:
