@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from layout_runs import build_conversations, build_spec
 from tiny_checkpoints import write_checkpoint
 
@@ -18,6 +19,7 @@ from megarl.mcore.compare_layouts import LayoutRun, compare_runs, describe_layou
 from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.row_costs import compute_row_costs
 from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.types import TrainingSamples
 
 ALGO = AlgoConfig(
     entropy_coef=0.01,
@@ -133,3 +135,35 @@ def test_every_term_of_the_losses_is_on(runs: dict[str, LayoutRun]) -> None:
     for term in ("kl_loss", "entropy", "positive_lm", "clip_frac", "dual_clip_frac"):
         assert policy[f"policy/{term}"] > 1e-3, term
     assert critic["critic/clip_frac"] > 1e-3
+
+
+def keep_half_a_row() -> TrainingSamples:
+    """Five rows, which two ranks do not divide evenly, and of which half of row 0 alone teaches: 1 and 2 have failed,
+    the rest is too stale for both roles.
+    """
+    samples = SAMPLES.select(torch.arange(5))
+    rows, even = torch.arange(5)[:, None], torch.arange(samples.mask.shape[1]) % 2 == 0
+    mask = samples.mask & (rows != 1) & (rows != 2)
+    return replace(samples, mask=mask, loss_mask=mask & (rows == 0) & even, critic_mask=mask & (rows == 0) & even)
+
+
+def test_where_one_rank_has_nothing_to_learn_from_all_metrics_are_those_of_one_process(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "qwen3", num_hidden_layers=4)
+    specs = {
+        f"{role.value}-{describe_layout(parallel)}": build_spec(
+            role, tmp_path / "qwen3", algo=ALGO, optimizer=OPTIMIZER, parallel=parallel
+        )
+        for role in (Role.policy, Role.critic)
+        for parallel in (ParallelConfig(), *LAYOUTS[4:6])
+    }
+    found = run_layouts(specs, keep_half_a_row(), 2, tmp_path / "runs", deadline_s=60.0)
+    for name, run in found.items():
+        one = found[f"{run.role.value}-one"]
+        assert one.grad_norms[0] > 0
+        assert compare_runs(run, one).find_problems() == [], name
+        for own, expected in zip(run.metrics, one.metrics, strict=True):
+            assert own.keys() == expected.keys()
+            kept = {key for key in own if not key.endswith(("real_tokens_frac", "_tflop_sum"))}
+            assert {key: own[key] for key in kept} == pytest.approx(
+                {key: expected[key] for key in kept}, rel=1e-5, abs=1e-6
+            ), name

@@ -1,14 +1,26 @@
-"""A critic is written as what transformers calls a sequence classifier with one label."""
+"""What roles export: a policy as its checkpoint was, a critic as what transformers calls a sequence classifier with one
+label.
+"""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_checkpoints import write_checkpoint
+from tiny_checkpoints import build_samples, write_checkpoint
 
+from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.model import RandomModelConfig
+from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
+from megarl.hf.random_model import build_random_checkpoint
+from megarl.mcore.weights import hf_files
 from megarl.mcore.weights.hf_files import write_hf_checkpoint
+from megarl.mcore.worker import MegatronWorker
+from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.types import Sequences
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False), ("llama", True)])
@@ -41,3 +53,77 @@ def test_a_policy_keeps_its_config(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "policy" / "model.safetensors")
     write_hf_checkpoint(tmp_path / "copy", tmp_path / "policy", tensors.items())
     assert (tmp_path / "copy" / "config.json").read_bytes() == (tmp_path / "policy" / "config.json").read_bytes()
+
+
+@contextlib.contextmanager
+def open_worker(checkpoint: Path, role: Role, scratch: Path) -> Iterator[MegatronWorker]:
+    given = (ParallelConfig(), OptimizerConfig(lr=1e-2), Dtype.float32, AlgoConfig(), 1.0, 32, 10_000)
+    worker = MegatronWorker(WorkerSpec(role, str(checkpoint), *given), 0, 1, f"file://{scratch}/{role.value}.init")
+    try:
+        yield worker
+    finally:
+        worker.close()
+        (scratch / f"{role.value}.init").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False)])
+def test_a_trained_policys_export_in_many_files_says_in_transformers_what_the_policy_says(
+    tmp_path: Path, family: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    config = RandomModelConfig(
+        family=family, alphabet="abcdef", hidden_size=64, ffn_size=96, num_layers=2, tie_embeddings=tied
+    )
+    source = build_random_checkpoint(config, tmp_path / "source")
+    (source / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    GenerationConfig(temperature=0.6, top_k=7, do_sample=True, eos_token_id=[1, 2]).save_pretrained(source)
+    monkeypatch.setattr(hf_files, "MAX_FILE_BYTES", 40_000)
+    prompt = [4, 5, 3]
+    with open_worker(source, Role.policy, tmp_path) as worker:
+        samples = build_samples()
+        samples.sequences.tokens.remainder_(worker.arch.vocab_size)
+        worker.update(samples, [torch.arange(12)] * 3)
+        worker.export_weights(tmp_path / "export")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto")
+        greedy = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=8, eos_token_id=None)[0]
+        tokens = greedy.tolist()
+        # Of each token of the greedy text, and of each other one in the place of the last.
+        rows = [[*tokens[:-1], last] for last in range(worker.arch.vocab_size)]
+        sequences = Sequences(
+            torch.tensor(rows).flatten(), torch.tensor([len(tokens)] * len(rows)), torch.tensor([3] * len(rows))
+        )
+        logprobs = worker.logprobs(sequences, 1.0).values
+    with torch.no_grad():
+        expected = torch.log_softmax(model(greedy[None]).logits[0], -1)
+    torch.testing.assert_close(logprobs[tokens[-1]], expected[2:-1].max(-1).values, rtol=0, atol=1e-4)
+    assert int(logprobs[:, -1].argmax()) == tokens[-1]
+    files = sorted((tmp_path / "export").glob("*.safetensors"))
+    index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
+    stored = {name: file.name for file in files for name in load_file(file)}
+    assert len(files) > 2
+    assert index["weight_map"] == stored
+    assert stored.keys() == load_file(source / "model.safetensors").keys()
+    assert index["metadata"]["total_size"] == sum(x.nbytes for file in files for x in load_file(file).values())
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (tmp_path / "export" / name).read_bytes() == (source / name).read_bytes(), name
+    assert model.generation_config.eos_token_id == [1, 2]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) == "ab"
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False)])
+def test_a_critic_begun_without_a_head_is_the_same_critic_where_its_export_is_loaded(
+    tmp_path: Path, family: str, tied: bool
+) -> None:
+    write_checkpoint(tmp_path / "policy", family, tied=tied)
+    samples = build_samples()
+    with open_worker(tmp_path / "policy", Role.critic, tmp_path) as worker:
+        assert not worker.values(samples.sequences).values.any()
+        worker.update(samples, [torch.arange(12)] * 3)
+        expected = worker.values(samples.sequences).values
+        worker.export_weights(tmp_path / "critic")
+    with open_worker(tmp_path / "critic", Role.critic, tmp_path) as worker:
+        assert torch.equal(worker.values(samples.sequences).values, expected)
+    assert expected.std() > 0.01
+    assert "lm_head.weight" not in load_file(tmp_path / "critic" / "model.safetensors")
