@@ -85,7 +85,7 @@ class FunctionProcess:
         }
         self._path, self._timeout_s, self._memory_gb, self._show_output = path, timeout_s, memory_gb, show_output
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = self._has_answered = False
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
@@ -98,14 +98,17 @@ class FunctionProcess:
     def call(self, arguments: Mapping[str, Any]) -> Any:
         """The function's result for these keywords; both are JSON.
 
-        A process that was killed from outside (SIGKILL, as by the kernel where memory is short) is replaced once.
+        A process that was killed from outside (SIGKILL, as by the kernel where memory is short) is replaced once, and
+        so is one that has answered before and ran out of memory: calls before may have kept it.
         Raises CallError, and StartError where the process has to be started and cannot be.
         """
         question = json.dumps(arguments).encode() + b"\n"
         with self._lock:
             try:
                 answer = self._ask(question)
-            except _KilledError:
+            except (_KilledError, CallMemoryError) as first:
+                if isinstance(first, CallMemoryError) and not self._has_answered:
+                    raise
                 try:
                     answer = self._ask(question)
                 except _KilledError as error:
@@ -141,6 +144,7 @@ class FunctionProcess:
             raise CallTimeoutError(self._describe_timeout()) from None
         if line is not None:
             answer: dict[str, Any] = json.loads(line)
+            self._has_answered = True
             return answer
         status = self._stop()
         if self._closed:
@@ -166,7 +170,7 @@ class FunctionProcess:
             start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         )
-        self._process = process
+        self._process, self._has_answered = process, False
         self._finalizer = weakref.finalize(self, end_process, process)
         if self._closed:  # `close` may have looked before there was a process to kill.
             self._stop()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.sandbox import function_process
 from megarl.sandbox.function_process import (
     CallDiedError,
     CallKilledError,
@@ -30,6 +31,15 @@ def add(a, b): return a + b
 def raise_error(): raise ValueError("a text\\nof two lines")
 def hang(): time.sleep(600)
 def hang_in_c(): return len(str(10 ** (10 ** 9)))
+def backtrack(): import re; return bool(re.match("(a+)+$", "a" * 60 + "b"))
+def ignore_signals():
+    import signal
+    for number in (signal.SIGTERM, signal.SIGALRM): signal.signal(number, signal.SIG_IGN)
+    hang()
+kept = []
+def leak(n): kept.append(bytearray(100 * 2 ** 20)); return n
+def flood(): return sum(os.write(1, bytes(2 ** 20)) for _ in range(2 ** 10)) == 2 ** 30
+def fork(n): os.fork(); return n
 def fill(): return len(bytearray(2 ** 33))
 def crash(): os.abort()
 def leave(): os._exit(3)
@@ -109,7 +119,7 @@ def test_a_result_that_json_cannot_hold_is_an_error(make):
         make("get_bytes").call({})
 
 
-@pytest.mark.parametrize("name", ["hang", "hang_in_c"])
+@pytest.mark.parametrize("name", ["hang", "hang_in_c", "backtrack"])
 def test_a_call_that_takes_too_long_ends_and_the_next_one_is_answered(make, name):
     process = make(name, timeout_s=0.5)
     for _ in range(2):
@@ -120,6 +130,26 @@ def test_a_call_that_takes_too_long_ends_and_the_next_one_is_answered(make, name
 def test_a_call_that_needs_too_much_memory_ends(make):
     with pytest.raises(CallMemoryError, match="more than 1 GiB"):
         make("fill").call({})
+
+
+def test_a_call_that_runs_out_of_what_calls_before_have_leaked_is_answered_by_a_new_process(make):
+    process = make("leak", memory_gb=0.35)
+    assert [process.call({"n": n}) for n in range(8)] == list(range(8))
+
+
+def test_a_function_that_forks_gives_one_answer_to_each_call_and_leaves_no_process(make):
+    process = make("fork")
+    assert [process.call({"n": n}) for n in range(6)] == list(range(6))
+
+
+def test_a_gigabyte_on_standard_output_is_no_answer_and_dropped(make):
+    assert make("flood").call({}) is True
+
+
+def test_a_function_that_ignores_the_signals_to_end_is_ended_all_the_same(make, monkeypatch):
+    monkeypatch.setattr(function_process, "GRACE_S", 0.5)
+    with pytest.raises(CallTimeoutError, match=r"longer than 0\.5 s"):
+        make("ignore_signals", timeout_s=0.5).call({})
 
 
 @pytest.mark.parametrize(("name", "reason"), [("crash", "SIGABRT"), ("leave", "exit status 3")])
