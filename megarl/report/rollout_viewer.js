@@ -231,7 +231,8 @@
   }
   function startBlock(r, place, detail) {
     const number = r.turns.findLastIndex((turn) => turn.start <= place), observed = r.isObserved(place);
-    if (r.turns.length > 1 || (r.observed || []).length) {
+    const says = (turn) => turn.reward || Object.keys(turn.details || {}).length;
+    if (r.turns.length > 1 || (r.observed || []).length || r.turns.some(says)) {
       const head = make("h4", "", observed ? "Observation" : `Turn ${number + 1}`), turn = r.turns[number];
       if (!observed && turn) {
         const parts = Object.entries({ ...(turn.reward ? { reward: turn.reward } : {}), ...turn.details });

@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,19 @@ def test_responses_are_filtered_searched_sorted_and_followed_through_the_iterati
     assert num_same == NUM_ITERATIONS
     assert "iteration 2" in earlier
     assert "prompt four" in earlier
+
+
+def test_an_only_turn_is_shown_where_the_environment_says_something_of_it(look, tmp_path):
+    run_dir = write_page_run(tmp_path / "run", 1)
+    response = Response(range(8), "fgh", [-0.1] * 8, [True] * 8, [0] * 8, FinishReason.length)
+    answered = replace(response, turns=[Turn(0, 8, "abcdefgh", 0.25, {"calls": 0.0})])
+    samples = [Sample(Prompt(n, n, (1,), "a"), r, Score(1.0, True), 0) for n, r in (("x", answered), ("y", response))]
+    with contextlib.closing(TokenFile(run_dir / "tokens.jsonl", 2, 100_000, lambda ids: "a" * len(ids))) as file:
+        file.write(1, Rollout(samples, 0), range(2), {})
+    subprocess.run([sys.executable, "tools/report.py", str(run_dir)], cwd=ROOT, check=True, timeout=600)
+    steps = [step for n in (1, 2) for step in (["click", f'[data-rv="list"] button:nth-child({n})'], ["text", DETAIL])]
+    _, first, _, second = look(run_dir / "report.html", steps)["results"]
+    assert "Turn 1 · reward 0.25 · calls 0" in first
+    assert "Turn" not in second
+    assert first.startswith("right")
+    assert "ended by length limit" in " ".join(first.split())
