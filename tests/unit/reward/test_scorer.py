@@ -16,7 +16,7 @@ from megarl.reward.scorer import Scorer, build_scorer
 from megarl.types import FinishReason, Message, Prompt, Response, Score, Turn
 
 FUNCTIONS = """
-import asyncio, os, signal, time
+import asyncio, os, re, signal, time
 from megarl.types import Score
 
 def score(prompt, response):
@@ -31,6 +31,8 @@ def score(prompt, response):
     if text == "other details": return Score(0.5, False, {"b": 0.0})
     if text == "details": return Score(0.5, False, {"a": float("inf")})
     if text == "slow": time.sleep(0.2)
+    if text == "backtrack": re.match("(a+)+$", "a" * 60 + "b")
+    if text.startswith("fork"): os.fork()
     return Score(len(text), prompt.answer == text, {"a": 1.0})
 
 async def wait(prompt, response):
@@ -67,6 +69,7 @@ def score_all(scorer, texts, answer="yes"):
     ("text", "reason"),
     [
         ("hang", "the reward took longer than reward.timeout_s=1 s"),
+        ("backtrack", "the reward took longer than reward.timeout_s=1 s"),
         ("raise", "the reward raised KeyError: 'missing' ("),
         ("raise", 'scorer_functions.py, line 8: if text == "raise": raise KeyError("missing"))'),
         ("abort", "the reward failed: its process died (signal SIGABRT)"),
@@ -88,7 +91,7 @@ def test_what_a_function_does_costs_its_sample_and_no_other(scorer, text, reason
 
 
 def test_scores_are_those_of_their_responses_whichever_process_gives_them(scorer):
-    texts = ["slow", "a", "bb", "slow", "ccc"] * 3
+    texts = ["slow", "a", "fork", "bb", "slow", "fork it", "ccc"] * 3
     assert [score.reward for score in score_all(scorer, texts)] == [len(text) for text in texts]
 
 
