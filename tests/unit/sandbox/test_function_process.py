@@ -137,7 +137,7 @@ def test_a_call_that_runs_out_of_what_calls_before_have_leaked_is_answered_by_a_
     assert [process.call({"n": n}) for n in range(8)] == list(range(8))
 
 
-def test_a_function_that_forks_gives_one_answer_to_each_call_and_leaves_no_process(make):
+def test_a_function_that_forks_gives_one_answer_to_each_call(make):
     process = make("fork")
     assert [process.call({"n": n}) for n in range(6)] == list(range(6))
 
