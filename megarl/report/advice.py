@@ -124,8 +124,8 @@ LIMITS = (
         "The longest responses are hardly learned from",
         "of the longest quarter of the responses {} of the tokens are learned from",
         "a smaller rollout.max_staleness, with which fewer episodes are under way at a time, or more servers where"
-        " tokens are too old; a larger rollout.response_length where responses are cut: else the policy learns from what"
-        " is short",
+        " tokens are too old; a larger rollout.response_length where responses are cut: else the policy learns from"
+        " what is short",
         low=0.7,
     ),
     Limit(
