@@ -46,7 +46,7 @@ COMMANDS = {
     "bench/roll_import.py roll --commit 0123456789abcdef": ".* of the full one.",
     "bench/schedule.py --iterations 5 --staleness 1": RATIO,
     "bench/start.py": RATIO,
-    "bench/sync.py --hidden 128 --layers 2 --repeats 1 --transport split": RATIO,
+    "bench/sync.py --hidden 256 --layers 2 --repeats 1 --transport split": RATIO,
     "bench/sync_at_scale.py --layers 12": r"\| qwen3_235b_a22b.*",
     "check_gpu.py --device cpu --only float32,transfer --out found.json": ".*nothing fails.*",
     "check_layouts.py --processes 2 --rows 8 algo=grpo model=tiny model.random.num_layers=2": "equal: all .*",
