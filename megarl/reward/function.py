@@ -86,8 +86,8 @@ class FunctionVerifier:
 
     def read(self, answer: Any, prompt: Prompt) -> Score:
         """Raises ValueError for other names in `details`."""
-        self._left_out |= set(answer.pop("left_out"))
-        score = Score(**answer)
+        self._left_out |= set(answer.get("left_out", ()))
+        score = Score(**{name: value for name, value in answer.items() if name != "left_out"})
         if score.failure is None:
             self._check_names(frozenset(score.details))
         return score

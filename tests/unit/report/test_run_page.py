@@ -44,7 +44,8 @@ class Page(HTMLParser):
         self.texts: list[str] = []
         self.loads: list[str] = []
         self.charts: list[str] = []
-        self.feed(page)
+        # A place where a line may break is no blank to a reader.
+        self.feed(page.replace("<wbr>", ""))
         assert self.open == []
 
     def handle_starttag(self, tag, attributes):

@@ -207,8 +207,8 @@ def test_a_temporary_error_is_tried_again(serve):
 def test_a_server_that_hangs_or_is_gone_costs_the_sample(serve):
     released = threading.Event()
     server = serve(lambda path, body: (released.wait(60), (200, {}))[1])
-    config = JudgeRewardConfig(url=server.url, model="m", timeout_s=0.05, max_retries=1)
-    with pytest.raises(RewardFailedError, match=r"no answer within reward\.timeout_s=0\.05 s"):
+    config = JudgeRewardConfig(url=server.url, model="m", timeout_s=0.5, max_retries=1)
+    with pytest.raises(RewardFailedError, match=r"no answer within reward\.timeout_s=0\.5 s"):
         asyncio.run(JudgeReward(config).score(build_prompt("85"), build_response("85")))
     assert len(server.calls) == 2
     released.set()
