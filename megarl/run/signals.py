@@ -75,7 +75,7 @@ def stopping_on_signals() -> Iterator[None]:
             return
         raise Stopped(number)
 
-    report = sys.unraisablehook
+    report, again = sys.unraisablehook, list[threading.Timer]()
 
     def raise_again(lost: "sys.UnraisableHookArgs") -> None:
         # Raised within a __del__ or a callback, from which nothing gets out: again, once that is over.
@@ -83,7 +83,8 @@ def stopping_on_signals() -> Iterator[None]:
             report(lost)
             return
         signal.signal(lost.exc_value.number, stop)
-        threading.Timer(AGAIN_S, os.kill, (os.getpid(), lost.exc_value.number)).start()
+        again.append(threading.Timer(AGAIN_S, os.kill, (os.getpid(), lost.exc_value.number)))
+        again[-1].start()
 
     has_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     taken = [number for number in STOPPING_SIGNALS if number is not signal.SIGHUP or not has_nohup]
@@ -94,6 +95,8 @@ def stopping_on_signals() -> Iterator[None]:
             yield
     finally:
         sys.unraisablehook = report
+        for timer in again:
+            timer.cancel()  # What it would raise has another handler now.
         for number, handler in previous.items():
             signal.signal(number, handler)
 
