@@ -22,7 +22,7 @@ from megarl.config.schema.data import (
 )
 from megarl.data.files import JsonlSource, ParquetSource
 from megarl.data.hub import HuggingFaceSource
-from megarl.data.problem import Problem, Source
+from megarl.data.problem import Problem, ProblemSplits, Source
 from megarl.data.reasoning import ReasoningGymSource
 from megarl.data.render import Renderer
 from megarl.data.tasks import AdditionSource, CalculatorSource, GuessSource, LetterCountSource
@@ -63,20 +63,6 @@ class DataSplits:
     """How the data were read: columns, chat template, special tokens"""
 
 
-@dataclass(frozen=True)
-class SplitProblems:
-    """As `DataSplits`, each prompt with its problem."""
-
-    train: list[Tokenized]
-    heldout: list[Tokenized]
-    num_dropped: int
-    num_repeated: int
-    shares_questions: bool
-    """As `ProblemSplits.shares_questions`"""
-    notes: tuple[str, ...]
-    """As `DataSplits.notes`"""
-
-
 def build_data(
     config: DataConfig,
     tokenizer: "PreTrainedTokenizerBase",
@@ -90,14 +76,7 @@ def build_data(
 
     Raises ConfigError for bad keys, unreadable or malformed files, and where no prompt is short enough.
     """
-    split = split_problems(config, tokenizer, seed, tools, vocab_size)
-    return DataSplits(
-        train=tuple(prompt for _, prompt in split.train),
-        heldout=tuple(prompt for _, prompt in split.heldout),
-        num_dropped=split.num_dropped,
-        num_repeated=split.num_repeated,
-        notes=split.notes,
-    )
+    return split_problems(config, tokenizer, seed, tools, vocab_size)[0]
 
 
 def split_problems(
@@ -106,8 +85,8 @@ def split_problems(
     seed: int,
     tools: ToolPrompt | None = None,
     vocab_size: int | None = None,
-) -> SplitProblems:
-    """As `build_data`, with the problems that the prompts are made of."""
+) -> tuple[DataSplits, ProblemSplits]:
+    """As `build_data`, with the problems that the prompts are made of, in the prompts' order."""
     problems = build_source(config).load(seed)
     renderer = Renderer(config, tokenizer, tools, vocab_size)
     notes = list(problems.notes)
@@ -127,8 +106,15 @@ def split_problems(
             train = remove_questions(train, heldout)
     notes.append(describe_prompts(renderer, [prompt for _, prompt in train]))
     num_dropped = num_read - len(train) - len(heldout)
-    num_repeated = num_dropped - num_too_long
-    return SplitProblems(train, heldout, num_dropped, num_repeated, problems.shares_questions, tuple(notes))
+    splits = DataSplits(
+        train=tuple(prompt for _, prompt in train),
+        heldout=tuple(prompt for _, prompt in heldout),
+        num_dropped=num_dropped,
+        num_repeated=num_dropped - num_too_long,
+        notes=tuple(notes),
+    )
+    kept = replace(problems, train=[problem for problem, _ in train], heldout=[problem for problem, _ in heldout])
+    return splits, kept
 
 
 def describe_prompts(renderer: Renderer, prompts: Sequence[Prompt]) -> str:

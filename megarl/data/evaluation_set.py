@@ -86,10 +86,11 @@ def build_heldout(
 
     most: train.num_eval_prompts. notes: gets a text for each thing to be said of how they are read. Raises ConfigError.
     """
-    split = split_problems(config, tokenizer, seed, tools, vocab_size)
+    splits, problems = split_problems(config, tokenizer, seed, tools, vocab_size)
     if notes is not None:
-        notes += split.notes
-    return tuple(_draw(split.heldout[:most], num_problems, seed))
+        notes += splits.notes
+    heldout = list(zip(problems.heldout or (), splits.heldout, strict=True))
+    return tuple(_draw(heldout[:most], num_problems, seed))
 
 
 def find_training_questions(
@@ -99,8 +100,8 @@ def find_training_questions(
 
     None of data whose held-out part asks the same by intention. Raises ConfigError where they cannot be read.
     """
-    split = split_problems(config, tokenizer, seed, tools)
-    return frozenset() if split.shares_questions else frozenset(problem.question_key for problem, _ in split.train)
+    _, kept = split_problems(config, tokenizer, seed, tools)
+    return frozenset() if kept.shares_questions else frozenset(problem.question_key for problem in kept.train)
 
 
 def use_local_path(config: DataConfig, path: str, key: str) -> DataConfig:
