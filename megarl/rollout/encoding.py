@@ -53,23 +53,25 @@ class ObservationEncoder:
         """
         if not self._renderer.uses_template:
             return
-        tools = self._renderer.tools
-        following = (Message("user", OBSERVATION),) if tools is None else tools.answer([OBSERVATION])
-        self._check_following(prompt.messages or (Message("user", QUESTION),), following)
+        self._check_following(prompt.messages or (Message("user", QUESTION),), self._answer())
 
     def describe_thinking(self) -> str | None:
         """A sentence where the chat template leaves out the thinking of earlier turns, which an episode keeps."""
         if not self._renderer.uses_template:
             return None
-        tools, answer = self._renderer.tools, f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
-        following = (Message("user", OBSERVATION),) if tools is None else tools.answer([OBSERVATION])
+        thought = Message("assistant", f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}")
         try:
-            text = self._renderer.render_messages((Message("user", QUESTION), Message("assistant", answer), *following))
+            text = self._renderer.render_messages((Message("user", QUESTION), thought, *self._answer()))
         except ConfigError:  # A template with its own form of thinking.
             return None
         if THOUGHT in text:
             return None
         return "the chat template leaves out the thinking of earlier turns; training keeps it, as it was generated"
+
+    def _answer(self) -> Sequence[Message]:
+        """What an environment says, or the tools, of content OBSERVATION."""
+        tools = self._renderer.tools
+        return (Message("user", OBSERVATION),) if tools is None else tools.answer([OBSERVATION])
 
     def _check_following(self, asked: Sequence[Message], following: Sequence[Message]) -> None:
         """Raises as `check`. following: of content OBSERVATION."""
