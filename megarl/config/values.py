@@ -31,7 +31,8 @@ def to_plain(value: Any) -> Any:
 
 
 def write_value(value: Any) -> str:
-    """A plain value as an override writes it, which Hydra reads back as the same."""
+    """A value as an override writes it, which Hydra reads back as the same."""
+    value = to_plain(value)
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{key}:{write_value(each)}' for key, each in value.items())}}}"
     if isinstance(value, list):

@@ -4,7 +4,6 @@ import copy
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from functools import reduce
 from math import ceil
 from typing import Any
@@ -17,6 +16,7 @@ from megarl.config.schema.cluster import AUTO, Placement
 from megarl.config.schema.roles import Offload, Recompute, TrainedRoleConfig
 from megarl.config.schema.rollout import Transport
 from megarl.config.schema.root import Config
+from megarl.config.values import write_value
 from megarl.plan.assumptions import GIB
 from megarl.plan.estimate import JobPlan, Problem, build_plan
 from megarl.plan.jobs import PlannedModels
@@ -293,14 +293,3 @@ def _list_fuller(config: Config, plan: JobPlan, most: int) -> Iterator[Values]:
             if plan.server is not None:
                 values["rollout.num_servers"] = config.rollout.num_servers * factor
             yield {**placement, **(values if factor > 1 else {})}
-
-
-def write_value(value: Any) -> str:
-    """As on the command line."""
-    if isinstance(value, Enum):
-        return str(value.value)
-    if value is None:
-        return "null"
-    if isinstance(value, list):
-        return f"[{','.join(write_value(each) for each in value)}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)

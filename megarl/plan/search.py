@@ -19,8 +19,9 @@ from megarl.config.schema.cluster import Placement
 from megarl.config.schema.roles import Offload, Recompute, RecomputeMethod
 from megarl.config.schema.rollout import ServerOffload, Transport
 from megarl.config.schema.root import Config
+from megarl.config.values import write_value
 from megarl.plan.assumptions import GIB, SERVER_GIB
-from megarl.plan.changes import Values, apply, read_value, write_value
+from megarl.plan.changes import Values, apply, read_value
 from megarl.plan.estimate import JobPlan, build_plan
 from megarl.plan.gpus import add_overhead, hold
 from megarl.plan.jobs import PlannedModels, build_jobs, find_longest
