@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config.checks.config import check_config
 from megarl.config.errors import ConfigError
-from megarl.config.load import complete_overrides, load_config
+from megarl.config.load import load, load_config
 from megarl.config.placement import check_cluster
 from megarl.config.schema.root import Config
 from megarl.config.search_path import write_search_path
@@ -51,8 +51,9 @@ def train(
         if isinstance(config, str):
             raise ConfigError([f"train: found the text {config!r}; a list of overrides is needed: [{config!r}]"])
         overrides = _add_search_path(config, config_dir)
-        config = load_config(overrides)
-        for line in complete_overrides(overrides)[1]:
+        loaded = load(overrides)
+        config = loaded.config
+        for line in loaded.lines:
             print(line, flush=True)
     problems = check_config(config) or list(check_cluster(config, "train")) or list(check_machine(config, "train"))
     if problems:

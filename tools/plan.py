@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Sequence
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import complete_overrides, load_config
+from megarl.config.load import load
 from megarl.config.placement import list_contradictions
 from megarl.config.schema.cluster import Placement
 from megarl.config.schema.root import Config
@@ -51,8 +51,9 @@ def main(arguments: Sequence[str]) -> int:
     warnings.simplefilter("ignore")
     try:
         check_words(arguments)
-        config = load_config(arguments)
-        for line in complete_overrides(arguments)[1]:
+        loaded = load(arguments)
+        config = loaded.config
+        for line in loaded.lines:
             print(line)
         check_hardware_is_known(config)
         return show_search(arguments, config, mean) if searches else show(config, mean)

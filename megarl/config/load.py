@@ -4,7 +4,7 @@ import copy
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -23,7 +23,7 @@ from megarl.config.checks.unused import find_unused
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.open_keys import find_choices_with, open_overrides
 from megarl.config.peer_names import find_peer_name
-from megarl.config.roll.rewrite import list_set_keys, rewrite_overrides
+from megarl.config.roll.rewrite import Rewritten, list_set_keys, rewrite_overrides
 from megarl.config.schema.model import ModelSource
 from megarl.config.schema.rollout import NO_QUANTIZED_WEIGHTS
 from megarl.config.schema.root import Config, register
@@ -34,7 +34,23 @@ from megarl.config.words import check_words
 MAX_CHECKED_SWEEP_RUNS = 256
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """A checked configuration and what it was composed from."""
+
+    config: Config
+    overrides: list[str]
+    """Those that Hydra composes to it"""
+    lines: list[str]
+    """For each thing that is not as it was typed"""
+
+
 def load_config(overrides: Sequence[str], command: str = "train") -> Config:
+    """The configuration alone that `load` gives."""
+    return load(overrides, command).config
+
+
+def load(overrides: Sequence[str], command: str = "train") -> Loaded:
     """The checked configuration of `python -m megarl.COMMAND` for these `key=value` overrides, ROLL's names included.
 
     A model that a run wrote brings settings of that run (megarl/config/brought.py), which what is given replaces.
@@ -43,22 +59,23 @@ def load_config(overrides: Sequence[str], command: str = "train") -> Config:
     """
     check_words(overrides)
     rewritten = rewrite_overrides(overrides)
-    config = to_config(_settle(rewritten.overrides, command)[0])
+    composed, completed, lines = _complete(rewritten, command)
+    config = to_config(composed)
     typed = {key: key for text in rewritten.overrides for key in list_set_keys(text)}
     typed |= {key: f"{key} (from {origin})" for key, origin in rewritten.origins.items() if key in typed}
     if unused := [f"{typed[key]}: {reason}" for key, reason in find_unused(config, typed, command)]:
         raise ConfigError(unused)
-    return config
+    return Loaded(config, completed, lines)
 
 
 def complete_overrides(overrides: Sequence[str], command: str = "train") -> tuple[list[str], list[str]]:
-    """The overrides that Hydra composes to what `load_config` gives, and a line for each thing that is not as typed.
+    """The overrides and the lines of `load`, whose values may contradict one another. Raises ConfigError."""
+    return _complete(rewrite_overrides(overrides), command)[1:]
 
-    Raises ConfigError.
-    """
-    rewritten = rewrite_overrides(overrides)
-    _, added, line = _settle(rewritten.overrides, command)
-    return [*added, *rewritten.overrides], [*rewritten.lines, *([line] if line else [])]
+
+def _complete(rewritten: Rewritten, command: str) -> tuple[DictConfig, list[str], list[str]]:
+    composed, added, line = _settle(rewritten.overrides, command)
+    return composed, [*added, *rewritten.overrides], [*rewritten.lines, *([line] if line else [])]
 
 
 def _settle(overrides: Sequence[str], command: str) -> tuple[DictConfig, list[str], str | None]:

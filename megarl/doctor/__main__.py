@@ -7,7 +7,7 @@ import os
 import sys
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import complete_overrides, load_config
+from megarl.config.load import load
 from megarl.config.search_path import take_config_dirs
 from megarl.doctor.allocation import assume_allocation
 from megarl.doctor.gather import Probe, gather
@@ -30,13 +30,13 @@ def main() -> None:
         if options:
             raise ConfigError([f"{options[0]}: no such option; the doctor takes key=value, as megarl.train does"])
         assumed = assume_allocation(arguments, os.environ)
-        config = load_config([*arguments, *assumed])
-        for line in complete_overrides([*arguments, *assumed])[1]:
+        loaded = load([*arguments, *assumed])
+        for line in loaded.lines:
             print(line)
     except ConfigError as error:
         end_with_config_error(error)
-    need = find_need(config, arguments, assumed)
-    facts = gather(config, Probe())
+    need = find_need(loaded.config, arguments, assumed)
+    facts = gather(loaded.config, Probe())
     findings = judge(facts, need)
     print("\n".join(render(" ".join(arguments) or "the default configuration", facts, need, findings)))
     sys.exit(EXIT_MISSING if count_stopping(findings) else 0)

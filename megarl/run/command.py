@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import check_overrides, complete_overrides, list_left_out, load_config, to_config
+from megarl.config.load import check_overrides, list_left_out, load, to_config
 from megarl.config.open_keys import open_overrides
 from megarl.config.placement import check_cluster
 from megarl.config.roll.rewrite import rewrite_overrides
@@ -54,14 +54,14 @@ def check_command_line(command: str = "train") -> None:
             rewritten = rewrite_overrides(overrides)
             completed, lines = rewritten.overrides, rewritten.lines
         else:
-            completed, lines = complete_overrides(overrides, command)
+            loaded = load(overrides, command)
+            completed, lines = loaded.overrides, loaded.lines
         if not is_printing(options):
             check_directory(arguments)
             note_before(arguments)
             if not is_sweep(options):
-                config = load_config(overrides, command)
-                check_start(config, command)
-                lines.extend(list_left_out(overrides, config))
+                check_start(loaded.config, command)
+                lines.extend(list_left_out(overrides, loaded.config))
     except ConfigError as error:
         end_with_config_error(error)
     for line in lines:
