@@ -109,16 +109,16 @@ class RunSettings:
 
     def find_earlier(self) -> "RunSettings | None":
         """Those of the run that wrote the model with which this one began."""
-        is_path = self.values.get("model.source") == ModelSource.path.value
-        return find_run_settings(self.values.get("model.path")) if is_path else None
+        return find_run_settings(self.values.get("model.source"), self.values.get("model.path"))
 
 
-def find_run_settings(path: object) -> RunSettings | None:
-    """Those of the run that wrote the model in this directory; None where none did, and for a model of the hub.
+def find_run_settings(source: object, path: object) -> RunSettings | None:
+    """Those of the run that wrote the model in this directory; None where none did, and for a model of another source.
 
-    Raises ConfigError for a file that is not what a run writes.
+    source, path: the values of `model`. Raises ConfigError for a file that is not what a run writes.
     """
-    if not isinstance(path, str) or not (model := Path(path).expanduser()).is_dir():
+    is_path = to_plain(source) == ModelSource.path.value and isinstance(path, str)
+    if not is_path or not (model := Path(str(path)).expanduser()).is_dir():
         return None
     for file in (model.resolve().parent / RUN_FILE, model / MODEL_FILE):
         if file.is_file():

@@ -24,7 +24,6 @@ from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.open_keys import find_choices_with, open_overrides
 from megarl.config.peer_names import find_peer_name
 from megarl.config.roll.rewrite import Rewritten, list_set_keys, rewrite_overrides
-from megarl.config.schema.model import ModelSource
 from megarl.config.schema.rollout import NO_QUANTIZED_WEIGHTS
 from megarl.config.schema.root import Config, register
 from megarl.config.search_path import CONF_DIR, find_hidden_files, is_search_path, list_config_dirs, list_options
@@ -82,11 +81,11 @@ def _settle(overrides: Sequence[str], command: str) -> tuple[DictConfig, list[st
     """What the overrides compose to with the settings that the model brings; these, and the line that says so."""
     try:
         composed = _compose(overrides)
-        settings = _find_run_settings(composed)
+        settings = brought.find_run_settings(composed.model.source, composed.model.path)
     except ConfigError:
         # A key may be one of the kind of data or reward that the model brings.
         composed = _compose([text for text in overrides if text.split(".")[0] not in brought.SCHEMAS])
-        settings = _find_run_settings(composed)
+        settings = brought.find_run_settings(composed.model.source, composed.model.path)
         if settings is None:
             raise
     if settings is None:
@@ -104,11 +103,6 @@ def _settle(overrides: Sequence[str], command: str) -> tuple[DictConfig, list[st
     added = list(brought.write_overrides(kinds, values))
     line = brought.describe_brought(composed.model.path, settings, added) if added else None
     return _compose([*added, *overrides]) if values else composed, added, line
-
-
-def _find_run_settings(composed: DictConfig) -> brought.RunSettings | None:
-    model = composed.model
-    return brought.find_run_settings(model.path) if model.source is ModelSource.path else None
 
 
 def _fill(composed: DictConfig, values: Mapping[str, Any]) -> Config:

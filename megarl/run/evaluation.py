@@ -17,7 +17,6 @@ from megarl.config.errors import ConfigError
 from megarl.config.kinds import name_data, name_reward
 from megarl.config.placement import SERVERS, list_groups, place
 from megarl.config.schema.evaluate import EvaluateConfig, get_temperature, list_ks
-from megarl.config.schema.model import ModelSource
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.config.schema.root import Config
 from megarl.config.threads import settle_threads
@@ -185,7 +184,7 @@ def _compare_with_training(
     config: Config, sets: Sequence[EvaluationSet], tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[Mapping[str, int] | None, tuple[str, ...]]:
     """How many problems of each set the model was trained on, and a line about each set."""
-    settings = find_run_settings(config.model.path) if config.model.source is ModelSource.path else None
+    settings = find_run_settings(config.model.source, config.model.path)
     if settings is None:
         return None, ()
     learned: frozenset[str] = frozenset()
