@@ -117,9 +117,9 @@ def build_command(
         # By default SGLang replays prefill from graphs that keep their inputs by weak references, whose memory later
         # ones may have taken: wrong numbers (sglang issue 37606). Their memory would also never be given back.
         options |= {"cuda_graph_backend_prefill": "disabled"}
-    if config.offload is not None and has_cuda():
-        # Without it, as on a CPU, SGLang takes the same calls and keeps the memory.
-        options |= {"enable_memory_saver": True}
+        if config.offload is not None:
+            # Without it, as on a CPU, SGLang takes the same calls and keeps the memory.
+            options |= {"enable_memory_saver": True}
     if config.router_replay:
         # Requests that share cached tokens are all told the experts of the one that computed them last, which near a
         # tie are not those with which each sampled its first token.
@@ -163,12 +163,10 @@ def build_environment(config: RolloutConfig, scratch: Path, *, shares_gpus: bool
         # that for processes of somebody else and would refuse; where the GPUs are the server's own it is right.
         environment.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "false")
     if has_cuda():
-        environment = ON_GPU | environment
-    if has_cuda() and config.offload is not None:
-        prepare_memory_saver(environment)
-    if has_cuda() and config.dtype is Dtype.float32:
-        environment = FLOAT32_ON_GPU | environment
-    if not has_cuda():
+        environment = ON_GPU | (FLOAT32_ON_GPU if config.dtype is Dtype.float32 else {}) | environment
+        if config.offload is not None:
+            prepare_memory_saver(environment)
+    else:
         path.insert(0, str(STANDINS))
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(config.num_threads or 1)}
         # Threads that spin while they wait slow down other processes on the same cores.
