@@ -21,7 +21,7 @@ SAME = 1e-6
 """Rewards that differ by less are equal: what is left is rounding, which a standard deviation would make large."""
 
 
-class NoRewardVarianceError(RuntimeError):
+class NoSignalError(RuntimeError):
     """No group has a signal: the task is too easy or too hard for the policy; the message says which."""
 
 
@@ -56,7 +56,7 @@ def count_equal(groups: Sequence[Group]) -> tuple[int, int]:
     return num_correct, sum(sample is not None for sample in first) - num_correct
 
 
-def collect_groups_with_reward_variance(
+def collect_groups_with_signal(
     draw: Callable[[int], Sequence[Prompt]],
     collect: Callable[[Sequence[Prompt]], Sequence[Sample]],
     num_groups: int,
@@ -67,7 +67,7 @@ def collect_groups_with_reward_variance(
 
     draw: `draw(n)` gives n further prompts. collect: samples responses to them. From the second round on the number
     of prompts, `num_groups` at most, follows from the share of groups kept so far. After `max_rounds` the rest is
-    filled up with groups without one, with a warning. Raises NoRewardVarianceError where none has a signal.
+    filled up with groups without one, with a warning. Raises NoSignalError where none has a signal.
     """
     kept: list[Group] = []
     equal: list[Group] = []
@@ -81,10 +81,10 @@ def collect_groups_with_reward_variance(
     return _fill_up(kept, equal, num_groups, num_rounds, by)
 
 
-def take_groups_with_reward_variance(
+def take_groups_with_signal(
     take: Callable[[], Group], num_groups: int, max_rounds: int, by: SamplingBy
 ) -> tuple[list[Group], Metrics]:
-    """As `collect_groups_with_reward_variance`, from groups that come one by one.
+    """As `collect_groups_with_signal`, from groups that come one by one.
 
     take: the next group. At most max_rounds * num_groups are taken; the metric sampling/rounds is their number in
     units of `num_groups`, rounded up.
@@ -103,7 +103,7 @@ def _fill_up(
     wanted = "right and wrong responses" if by is SamplingBy.correct else "different rewards"
     found = _describe(num_rounds, equal)
     if not kept:
-        raise NoRewardVarianceError(f"dynamic sampling found no group with {wanted} {found}")
+        raise NoSignalError(f"dynamic sampling found no group with {wanted} {found}")
     if len(kept) < num_groups:
         warnings.warn(
             f"dynamic sampling: {len(kept)} of {num_groups} groups have {wanted} {found};"

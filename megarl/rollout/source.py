@@ -15,11 +15,11 @@ from megarl.interfaces import RolloutEngine
 from megarl.rollout.collector import Collector, check_versions, compute_staleness
 from megarl.rollout.dynamic_sampling import (
     Group,
-    collect_groups_with_reward_variance,
+    collect_groups_with_signal,
     has_signal,
     join_groups,
     split_groups,
-    take_groups_with_reward_variance,
+    take_groups_with_signal,
 )
 from megarl.rollout.replay import ReplayBuffer, keep_logprobs
 from megarl.rollout.scheduler import CompleteGroup, GroupScheduler, GroupState
@@ -101,7 +101,7 @@ class GroupSource:
         """The groups of this iteration; iterations are taken in order.
 
         weight_version: the trainer's current one, which the servers have. Raises RuntimeError where a fresh token is of
-        no version of the trainer's, or with max_staleness=0 of another than this one; NoRewardVarianceError; and what
+        no version of the trainer's, or with max_staleness=0 of another than this one; NoSignalError; and what
         the engine and the reward raise.
         """
         if self._max_staleness == 0:
@@ -148,7 +148,7 @@ class GroupSource:
             return sampled[-1]
 
         if self._sampling.enabled:
-            fresh, metrics = collect_groups_with_reward_variance(
+            fresh, metrics = collect_groups_with_signal(
                 self._sampler.next_batch, sample, num_groups, self._sampling.max_rounds, self._sampling.by
             )
         else:
@@ -182,9 +182,7 @@ class GroupSource:
 
         metrics: Metrics = {}
         if self._sampling.enabled:
-            fresh, metrics = take_groups_with_reward_variance(
-                take, planned[0], self._sampling.max_rounds, self._sampling.by
-            )
+            fresh, metrics = take_groups_with_signal(take, planned[0], self._sampling.max_rounds, self._sampling.by)
         else:
             fresh = [take() for _ in range(planned[0])]
         self._replay.add(fresh)

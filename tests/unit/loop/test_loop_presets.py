@@ -18,7 +18,7 @@ from megarl.data.sampler import PromptSampler
 from megarl.minibatches import split_minibatches
 from megarl.report.metrics import load_metrics
 from megarl.reward.scorer import Scorer
-from megarl.rollout.dynamic_sampling import NoRewardVarianceError
+from megarl.rollout.dynamic_sampling import NoSignalError
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.trainer import Trainer
 from megarl.types import Experience, Metrics, Prompt, Response, RewardFunction, Rollout, Score
@@ -159,7 +159,7 @@ def test_dynamic_sampling_trains_on_groups_of_right_and_wrong_responses_only(tmp
         assert metrics["sampling/rounds"] > 1
         assert metrics["sampling/total_samples"] == trainer.num_samples == 4 * metrics["sampling/num_prompts"]
         set_reward(trainer, lambda _prompt, _response: Score(1.0, True))
-        with pytest.raises(NoRewardVarianceError, match="too easy"):
+        with pytest.raises(NoSignalError, match="too easy"):
             trainer.collect(2)
 
 

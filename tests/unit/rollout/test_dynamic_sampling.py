@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from megarl.config.schema.algo import ReplayConfig
 from megarl.config.schema.algo_choices import SamplingBy
 from megarl.rollout.dynamic_sampling import (
-    NoRewardVarianceError,
-    collect_groups_with_reward_variance,
+    NoSignalError,
+    collect_groups_with_signal,
     has_signal,
     join_groups,
     split_groups,
-    take_groups_with_reward_variance,
+    take_groups_with_signal,
 )
 from megarl.rollout.replay import ReplayBuffer
 from megarl.rollout.tensors import build_tensors
@@ -53,7 +53,7 @@ EASY, HARD, MIXED = [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]
 
 def test_groups_of_equal_rewards_are_replaced_until_there_are_enough():
     task = Task([EASY, MIXED, HARD, MIXED])
-    groups, metrics = collect_groups_with_reward_variance(task.draw, task.collect, 4, max_rounds=10, by=BY)
+    groups, metrics = collect_groups_with_signal(task.draw, task.collect, 4, max_rounds=10, by=BY)
     assert [group[0].prompt.id for group in groups] == ["1", "3", "5", "7"]
     # Half of the first four carried signal: two more need four prompts.
     assert task.sizes == [4, 4]
@@ -69,15 +69,15 @@ def test_groups_of_equal_rewards_are_replaced_until_there_are_enough():
 
 def test_where_every_group_has_signal_there_is_one_round():
     task = Task([MIXED])
-    groups, metrics = collect_groups_with_reward_variance(task.draw, task.collect, 3, max_rounds=10, by=BY)
+    groups, metrics = collect_groups_with_signal(task.draw, task.collect, 3, max_rounds=10, by=BY)
     assert (len(groups), task.sizes, metrics["sampling/signal_frac"]) == (3, [3], 1.0)
 
 
 @pytest.mark.parametrize(("rewards", "word"), [(EASY, "too easy"), (HARD, "too hard")])
 def test_a_task_without_signal_is_an_error_that_says_whether_it_is_too_easy_or_too_hard(rewards, word):
     task = Task([rewards])
-    with pytest.raises(NoRewardVarianceError, match=word) as error:
-        collect_groups_with_reward_variance(task.draw, task.collect, 4, max_rounds=3, by=BY)
+    with pytest.raises(NoSignalError, match=word) as error:
+        collect_groups_with_signal(task.draw, task.collect, 4, max_rounds=3, by=BY)
     assert "algo.dynamic_sampling.max_rounds=3" in str(error.value)
     assert len(task.sizes) == 3
     assert max(task.sizes) <= 4
@@ -86,7 +86,7 @@ def test_a_task_without_signal_is_an_error_that_says_whether_it_is_too_easy_or_t
 def test_at_the_bound_the_rest_is_filled_up_with_a_warning():
     task = Task([MIXED, *[HARD] * 99])
     with pytest.warns(RuntimeWarning, match=re.escape("1 of 4 groups") + ".*too hard"):
-        groups, metrics = collect_groups_with_reward_variance(task.draw, task.collect, 4, max_rounds=2, by=BY)
+        groups, metrics = collect_groups_with_signal(task.draw, task.collect, 4, max_rounds=2, by=BY)
     assert [group[0].prompt.id for group in groups] == ["0", "1", "2", "3"]
     assert metrics["sampling/num_prompts"] == 8
 
@@ -95,10 +95,10 @@ def test_at_the_bound_the_rest_is_filled_up_with_a_warning():
 def test_an_iteration_has_its_size_and_signal_wherever_it_was_found(rewards, num_groups):
     task = Task(rewards)
     if not any(len(set(group)) > 1 for group in rewards):
-        with pytest.raises(NoRewardVarianceError):
-            collect_groups_with_reward_variance(task.draw, task.collect, num_groups, max_rounds=200, by=BY)
+        with pytest.raises(NoSignalError):
+            collect_groups_with_signal(task.draw, task.collect, num_groups, max_rounds=200, by=BY)
         return
-    groups, metrics = collect_groups_with_reward_variance(task.draw, task.collect, num_groups, max_rounds=200, by=BY)
+    groups, metrics = collect_groups_with_signal(task.draw, task.collect, num_groups, max_rounds=200, by=BY)
     assert len(groups) == num_groups
     assert all(has_signal(group, BY) for group in groups)
     assert sum(task.sizes) == metrics["sampling/num_prompts"]
@@ -110,12 +110,12 @@ def test_groups_that_come_one_by_one_are_taken_until_there_are_enough_or_up_to_t
     bound = signals[: num * max_rounds]
     coming = iter(groups)
     if not any(bound):
-        with pytest.raises(NoRewardVarianceError, match="too hard"):
-            take_groups_with_reward_variance(lambda: next(coming), num, max_rounds, BY)
+        with pytest.raises(NoSignalError, match="too hard"):
+            take_groups_with_signal(lambda: next(coming), num, max_rounds, BY)
         return
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        taken, metrics = take_groups_with_reward_variance(lambda: next(coming), num, max_rounds, BY)
+        taken, metrics = take_groups_with_signal(lambda: next(coming), num, max_rounds, BY)
     kept = [int(group[0].prompt.id) for group in taken if has_signal(group, BY)]
     assert len(taken) == num
     assert kept == [i for i, signal in enumerate(bound) if signal][:num]
@@ -148,8 +148,8 @@ def test_a_group_that_is_all_wrong_has_no_signal_whatever_else_its_rewards_pay(c
 
 def test_where_only_partial_scores_differ_the_error_names_the_key_that_learns_from_them():
     task = Task([[-0.1, -0.3], [-0.2, -0.2]])
-    with pytest.raises(NoRewardVarianceError, match=r"no group with right and wrong responses.*by=reward") as error:
-        collect_groups_with_reward_variance(task.draw, task.collect, 2, max_rounds=3, by=SamplingBy.correct)
+    with pytest.raises(NoSignalError, match=r"no group with right and wrong responses.*by=reward") as error:
+        collect_groups_with_signal(task.draw, task.collect, 2, max_rounds=3, by=SamplingBy.correct)
     assert "of the other groups 0 are correct and 6 wrong; in 3 of them rewards differ" in str(error.value)
 
 
@@ -222,7 +222,7 @@ def test_groups_without_any_reward_are_neither_correct_nor_wrong():
         fail(make_group("3", MIXED), 0, 1),
     ]
     samples = join_groups(groups, 0).samples
-    _, metrics = collect_groups_with_reward_variance(lambda n: [], lambda _: samples, 1, max_rounds=1, by=BY)
+    _, metrics = collect_groups_with_signal(lambda n: [], lambda _: samples, 1, max_rounds=1, by=BY)
     assert metrics["sampling/equal_correct_frac"] == metrics["sampling/equal_wrong_frac"] == 0.25
     # 0 and 1, one 1 and one 0 are left.
     assert metrics["sampling/reward_mean"] == 0.5
@@ -230,8 +230,8 @@ def test_groups_without_any_reward_are_neither_correct_nor_wrong():
 
 def test_where_all_have_failed_the_data_are_not_blamed():
     samples = join_groups([fail(make_group("0", MIXED), 0, 1)], 0).samples
-    with pytest.raises(NoRewardVarianceError) as caught:
-        collect_groups_with_reward_variance(lambda n: [], lambda _: samples, 1, max_rounds=1, by=BY)
+    with pytest.raises(NoSignalError) as caught:
+        collect_groups_with_signal(lambda n: [], lambda _: samples, 1, max_rounds=1, by=BY)
     assert "2 of 2 responses have no reward: 2 x TimeoutError" in str(caught.value)
     assert "the verifier or the environment must be mended" in str(caught.value)
     assert "the data are" not in str(caught.value)

@@ -10,7 +10,7 @@ from fakes.groups import DEADLINE_S, GroupMaker, make_group
 
 from megarl.config.load import load_config
 from megarl.data.sampler import PromptSampler
-from megarl.rollout.dynamic_sampling import NoRewardVarianceError
+from megarl.rollout.dynamic_sampling import NoSignalError
 from megarl.rollout.journal import Journal
 from megarl.rollout.source import GroupSource, IterationBatch
 from megarl.types import Prompt, Sample
@@ -254,7 +254,7 @@ def test_dynamic_sampling_ahead_ends_at_its_bound_too(maker):
             with maker.changed:
                 assert maker.changed.wait_for(lambda number=number: number in maker.under_way, DEADLINE_S)
             maker.complete(number)
-        with pytest.raises(NoRewardVarianceError, match="too hard"):
+        with pytest.raises(NoSignalError, match="too hard"):
             running.result(DEADLINE_S)
 
 
