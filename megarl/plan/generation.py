@@ -15,13 +15,8 @@ from megarl.plan.serving import ServerMemory
 
 
 def compute_generation(config: Config, job: RoleJob, work: Work, server: ServerMemory) -> float:
-    """Seconds of prefill and of all steps."""
-    return sum(split_generation(config, job, work, server))
-
-
-def split_generation(config: Config, job: RoleJob, work: Work, server: ServerMemory) -> tuple[float, float]:
-    """Prefill and one step per token for the sequences that run at once; and the end, when none waits any more, the
-    running ones finish, the last of them at the length limit.
+    """Seconds of prefill and of one step per token: for the sequences that run at once, and for the end, when none
+    waits any more, the running ones finish, the last of them at the length limit.
 
     Lengths are taken to be uniform around their mean, the longest at the limit. Then what is left of a running response
     is (mean^2 + variance) / (2 mean) on average, as of any renewal process (Cox, Renewal Theory, section 5.4).
@@ -40,12 +35,12 @@ def split_generation(config: Config, job: RoleJob, work: Work, server: ServerMem
     peak = rollout.tp * config.cluster.hardware.bf16_tflops * 1e12
     prefill = 2 * per_token * work.prompt * waiting / (peak * PREFILL_SHARE)
     if waiting <= running:
-        return prefill, limit * step(waiting * min(1.0, mean / limit))
+        return prefill + limit * step(waiting * min(1.0, mean / limit))
     shortest = max(0.0, 2 * mean - limit)
     variance = (limit - shortest) ** 2 / 12
     left = min(limit, (mean**2 + variance) / (2 * mean))
     full = max(0.0, (waiting * mean - running * left) / running)
-    return prefill + full * step(running), limit * step(max(1.0, running * left / limit))
+    return prefill + full * step(running) + limit * step(max(1.0, running * left / limit))
 
 
 def compute_step(config: Config, job: RoleJob, server: ServerMemory, sequences: float, context: float) -> float:

@@ -28,8 +28,6 @@ RATIO = r"ratio: (-?\d+\.\d+|nan) goal: \d+(\.\d+)?"
 """The last line of what measures"""
 SHORT = "train.num_iterations=1 train.eval_every=1 train.num_eval_prompts=4"
 SMALL = "--rows 2 --layers 2 --tokens-per-microbatch 256 --repeats 1"
-ON_GPUS = "algo=grpo model=qwen3_8b cluster=h100x64 cluster.placement=split rollout.transport=split"
-KEPT = "rollout.offload=null policy.offload=null reference.offload=null"
 
 COMMANDS = {
     "bench/against_trl.py --cells 4x2x4-float32 --iterations 1 --warm-up 0 --threads 1 --model model": RATIO,
@@ -42,24 +40,19 @@ COMMANDS = {
     "bench/driver_at_scale.py --rows 512 --length 16": RATIO,
     f"bench/guess.py --only grpo --seeds 9 --out out {SHORT} policy.optimizer.decay_iterations=1": RATIO,
     f"bench/mfu.py {SMALL} --dtype float32 --only update generation": RATIO,
-    "bench/overlap.py --iterations 5 --staleness 1": RATIO,
-    "bench/schedule.py --iterations 5 --staleness 1": RATIO,
     "bench/sync.py --hidden 256 --layers 2 --repeats 1 --transport split": RATIO,
     "bench/sync_at_scale.py --layers 12": r"\| qwen3_235b_a22b.*",
     "check_gpu.py --device cpu --only float32,transfer --out found.json": ".*nothing fails.*",
     "check_layouts.py --processes 2 --rows 8 algo=grpo model=tiny model.random.num_layers=2": "equal: all .*",
     "docs/tutorial.py check": ".*is what the default configuration gives",
     "faults.py --kills 1 --max-staleness 2 --out faults": "same end: 1 of 1",
-    f"schedule.py {ON_GPUS} {KEPT} train.prompts_per_iteration=64 --servers 8": ".*",
 }
 """Arguments of python, below tools/ and in the folder `place` -> what the last line that it prints is"""
-OF_ONE_RUN = "bench/overlap.py", "bench/schedule.py"
 ELSEWHERE = {
     "bench/claims.py --solvable": "unit/tools/test_claims_tasks.py",  # samples SmolLM2 for minutes
     "convert_checkpoint.py": "unit/tools/test_convert_command.py",
     "critic_pictures.py": "unit/report/test_critic_pictures.py",
     "docs/generate.py": "docs/test_doc_commands.py",
-    "docs/scaling.py": "docs/test_scaling_picture.py",
     "docs/tutorial.py write": "docs/test_doc_texts.py",
     "import_roll.py": "unit/tools/roll_cases.py",
     "plan.py": "docs/test_doc_commands.py",
@@ -83,19 +76,6 @@ class GRPOTrainer:
             for callback in self.callbacks: callback.on_step_end()
 """
 """In place of TRL, whose own environment tools/bench/against_trl.py would download: as far as trl_grpo.py calls it"""
-BOTH = """
-import sys
-sys.path.insert(0, "tools/bench")
-import overlap, schedule
-run, found = overlap.run_job, []
-def run_once(*arguments):
-    found[:] = found or [run(*arguments)]
-    return found[0]
-overlap.run_job = run_once
-for tool in (overlap, schedule):
-    sys.argv = ["tool", "rollout.response_length=160", "--iterations", "5", "--staleness", "1"]
-    tool.main()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -159,17 +139,11 @@ def run(place: Path, words: Sequence[str]) -> str:
     return done.stdout.strip().rpartition("\n")[2]
 
 
-@pytest.mark.parametrize(
-    "command", [each for each in COMMANDS if not each.startswith(OF_ONE_RUN)], ids=lambda command: command[:60]
-)
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[:60])
 def test_a_tool_runs_and_ends_with_its_line(place: Path, command: str) -> None:
     tool, *arguments = shlex.split(command)
     last = run(place, [f"tools/{tool}", *arguments])
     assert re.fullmatch(COMMANDS[command], last), last
-
-
-def test_overlap_and_schedule_of_one_run_end_with_their_ratio(place: Path) -> None:
-    assert re.fullmatch(RATIO, run(place, ["-c", BOTH]))
 
 
 def list_named(text: str) -> list[tuple[str, str]]:
