@@ -385,7 +385,7 @@ def test_a_full_file_system_ends_a_sync_over_disk_with_its_folder_and_the_next_s
 @contextlib.contextmanager
 def open_job(run_dir: Path, overrides: list[str]) -> Iterator[Trainer]:
     """A small job with a server of its own."""
-    sizes = ["model=tiny", "algo=grpo", "train.prompts_per_iteration=4", "logger.terminal=false"]
+    sizes = ["model=tiny", "algo=grpo", "logger.terminal=false"]
     config = load_config([*sizes, *overrides])
     inputs = load_inputs(config)
     with (
