@@ -1,6 +1,11 @@
-"""JSON from files that others may have written or damaged: everything that is wrong with it is a ValueError."""
+"""JSON from files that others may have written or damaged: everything that is wrong with it is a ValueError.
 
+And errors of writing that name the file.
+"""
+
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +29,17 @@ def load_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: holds a JSON {type(content).__name__}; an object was expected")
     return content
+
+
+@contextlib.contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """Within the block, an OSError that names no file, as that of a write on a full disk, names this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def check_state(where: str, state: Any) -> Any:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.json_text import parse_json
+from megarl.json_text import naming_file, parse_json
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -108,7 +108,7 @@ def name_some(names: Sequence[str]) -> str:
 def write_atomically(path: Path, text: str | Iterable[str]) -> None:
     """Replace the file's text, given as a whole or in pieces, atomically; it is synced to disk on return."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
+    with naming_file(path), partial.open("w", encoding="utf-8") as file:
         file.writelines([text] if isinstance(text, str) else text)
         file.flush()
         os.fsync(file.fileno())

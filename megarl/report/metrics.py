@@ -5,7 +5,7 @@ import math
 import os
 from pathlib import Path
 
-from megarl.json_text import parse_strict_json
+from megarl.json_text import naming_file, parse_strict_json
 from megarl.types import Metrics
 
 FILE_NAME = "metrics.jsonl"
@@ -46,8 +46,9 @@ class MetricsWriter:
     def write(self, iteration: int, metrics: Metrics) -> None:
         """Write one line. Raises as `check_metrics`, and then writes nothing."""
         check_metrics(metrics)
-        self._file.write(json.dumps({ITERATION: iteration, **metrics}, allow_nan=False) + "\n")
-        self._file.flush()
+        with naming_file(self.path):
+            self._file.write(json.dumps({ITERATION: iteration, **metrics}, allow_nan=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         self._file.close()

@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megarl.json_text import naming_file
 from megarl.report.metrics import drop_unfinished_line
 from megarl.report.text import shorten
 from megarl.types import Experience, FinishReason, Rollout, Sample, TrainingSamples
@@ -86,9 +87,10 @@ class TokenFile:
             head = {"iteration": iteration, "kind": kind, "sample": row, "weight_version": rollout.weight_version}
             own = {name: tensor[place].tolist() for name, tensor in fields.items()}
             line = self._format(head, rollout.samples[row], own, left // (len(rows) - place))
-            self._file.write(line)
+            with naming_file(Path(self._file.name)):
+                self._file.write(line)
+                self._file.flush()
             left -= len(line)
-        self._file.flush()
 
     def _format(
         self, head: Mapping[str, Any], sample: Sample, fields: Mapping[str, Sequence[float]], max_bytes: int

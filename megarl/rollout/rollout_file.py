@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from megarl.checkpoint.manifest import write_atomically
 from megarl.config.errors import ConfigError
 from megarl.data.critic_prompt import CriticPrompt
-from megarl.json_text import parse_strict_json
+from megarl.json_text import naming_file, parse_strict_json
 from megarl.report.metrics import drop_unfinished_line
 from megarl.rollout import routed_experts
 from megarl.rollout.rollout_records import EXPERTS, FIELDS, FIRST_OLD, NUMBER, check_record, pack, unfold, unpack
@@ -46,8 +46,9 @@ class RolloutWriter:
 
     def write(self, rollout: Rollout, iteration: int) -> None:
         """Append all samples. Raises ValueError for NaN or infinity among the numbers, and then writes nothing."""
-        self._file.writelines(list(format_rollout(rollout, iteration)))
-        self._file.flush()
+        with naming_file(Path(self._file.name)):
+            self._file.writelines(list(format_rollout(rollout, iteration)))
+            self._file.flush()
 
     def close(self) -> None:
         self._file.close()

@@ -1,7 +1,6 @@
 """Weights from two tensor-parallel training ranks to a server of two: what arrives, and what verification finds."""
 
 import base64
-import contextlib
 import hashlib
 import pickle
 from collections.abc import Callable, Iterator
@@ -21,22 +20,17 @@ from torch import Tensor
 
 from megarl.cluster.opened import open_ray
 from megarl.cluster.workers import WorkerGroup
-from megarl.config.load import load_config
 from megarl.config.placement import DeviceSlot
 from megarl.config.schema.cluster import ClusterConfig
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig, Transport
 from megarl.interfaces import UNPUBLISHED, SyncError
 from megarl.mcore.model.architecture import read_architecture
-from megarl.report.report import build_report
 from megarl.rollout.calls import StopFlag
 from megarl.rollout.client import SGLangClient
-from megarl.run.inputs import load_inputs
-from megarl.run.job import open_components, open_resources
 from megarl.sync.disk import DiskSync
 from megarl.sync.ranks import Ranks
 from megarl.sync.reshard import ShardSync
-from megarl.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -372,7 +366,7 @@ def test_a_full_file_system_ends_a_sync_over_disk_with_its_folder_and_the_next_s
     before = writer.rlimit(psutil.RLIMIT_FSIZE)
     writer.rlimit(psutil.RLIMIT_FSIZE, (200_000, before[1]))
     try:
-        with pytest.raises(RuntimeError, match=str(tmp_path / "v40")):
+        with pytest.raises(RuntimeError, match=rf"File too large: '{tmp_path}/\.?v40"):
             sync.publish(40)
     finally:
         writer.rlimit(psutil.RLIMIT_FSIZE, before)
@@ -380,73 +374,3 @@ def test_a_full_file_system_ends_a_sync_over_disk_with_its_folder_and_the_next_s
     assert client.load_weight_version() == 40
     assert_holds(client, read_shards(checkpoint))
     sync.close()
-
-
-@contextlib.contextmanager
-def open_job(run_dir: Path, overrides: list[str]) -> Iterator[Trainer]:
-    """A small job with a server of its own."""
-    sizes = ["model=tiny", "algo=grpo", "logger.terminal=false"]
-    config = load_config([*sizes, *overrides])
-    inputs = load_inputs(config)
-    with (
-        contextlib.closing(build_report(config.logger, run_dir, config.train.num_iterations)) as report,
-        open_resources(config, inputs, run_dir / "logs") as hosts,
-        open_components(config, inputs, hosts, run_dir, report) as components,
-    ):
-        yield Trainer(config, components)
-
-
-def swap_two_experts(right: dict[str, Tensor], base: dict[str, Tensor]) -> dict[str, Tensor]:
-    experts = [[right[f"model.layers.1.mlp.experts.{e}.{x}_proj.weight"] for x in ("gate", "up")] for e in (1, 0, 2, 3)]
-    return {"model.layers.1.mlp.experts.w13_weight": torch.stack([torch.cat(each) for each in experts])}
-
-
-def change_the_tied_embedding(right: dict[str, Tensor], base: dict[str, Tensor]) -> dict[str, Tensor]:
-    name = "model.embed_tokens.weight"
-    assert "lm_head.weight" not in right
-    # The server's has as many rows as are a multiple of 64.
-    changed = torch.cat([right[name], torch.zeros(-len(right[name]) % 64, right[name].shape[1])])
-    changed[17, 5] += 1e-6
-    return {name: changed}
-
-
-def leave_the_adapter_out(right: dict[str, Tensor], base: dict[str, Tensor]) -> dict[str, Tensor]:
-    name = "model.layers.1.mlp.down_proj.weight"
-    assert not torch.equal(right[name], base[name])
-    return {name: base[name]}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "corrupt"),
-    [
-        (["model=tiny_moe"], swap_two_experts),
-        (["model.random.tie_embeddings=true"], change_the_tied_embedding),
-        (["policy.lora.rank=4"], leave_the_adapter_out),
-    ],
-    ids=["experts", "tied", "lora"],
-)
-def test_a_wrong_expert_tied_embedding_or_adapter_fails_the_checksums_and_the_next_sync_mends_it(
-    overrides: list[str], corrupt: Callable[..., dict[str, Tensor]], tmp_path: Path
-) -> None:
-    with open_job(tmp_path / "run", overrides) as trainer:
-        parts = trainer.components
-        (client,), base, right = parts.engine.clients, tmp_path / "base", tmp_path / "right"
-        trainer.publish(0)
-        parts.policy.export_weights(base).result()
-        trainer.train(1)
-        parts.policy.export_weights(right).result()
-        planted = corrupt(*(load_file(each / "model.safetensors") for each in (right, base)))
-        move = parts.sync._move
-
-        def move_and_plant() -> float:
-            num_bytes = move()
-            write_directly(client, [planted])
-            return num_bytes
-
-        parts.sync._move = move_and_plant
-        with pytest.raises(SyncError, match=f"the checksum of {next(iter(planted))} "):
-            parts.sync.publish(1)
-        assert client.load_weight_version() == UNPUBLISHED
-        parts.sync._move = move
-        parts.sync.publish(1)
-        assert client.load_weight_version() == 1

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megarl.json_text import naming_file
 from megarl.mcore.weights.hf_reader import INDEX, SINGLE
 
 MAX_FILE_BYTES = 4 << 30
@@ -62,7 +63,7 @@ def write_unknown_safetensors(
 
 
 def _write_file(path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    with path.open("wb") as file:
+    with naming_file(path), path.open("wb") as file:
         header = _encode_header(specs)
         file.write(len(header).to_bytes(8, "little") + header)
         for spec in specs:
