@@ -41,7 +41,14 @@ from megarl.mcore.weights.adapters import write_config
 from megarl.mcore.weights.dist_format import DESCRIPTION
 from megarl.mcore.weights.entries import Entry
 from megarl.mcore.weights.hf_files import copy_description, write_hf_checkpoint
-from megarl.mcore.weights.training_state import TrainingState, Writing, begin_save, load_state, load_weights
+from megarl.mcore.weights.training_state import (
+    TrainingState,
+    Writing,
+    begin_save,
+    load_state,
+    load_weights,
+    write_on_first_rank,
+)
 from megarl.mcore.worker_spec import Role, RowsResult, WorkerSpec
 from megarl.types import Metrics, Sequences, TrainingSamples
 
@@ -186,12 +193,8 @@ class MegatronWorker:
 
     def _export(self, directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
         adapter = export_peft(self.chunks, self.arch, self.peft_config)
-        if dist.get_rank() == 0:
-            write_hf_checkpoint(directory, Path(self.spec.checkpoint), tensors, self.spec.critic_fields, adapter)
-        else:
-            for _ in tensors:
-                pass
-        dist.barrier()
+        source, fields = Path(self.spec.checkpoint), self.spec.critic_fields
+        write_on_first_rank(lambda: write_hf_checkpoint(directory, source, tensors, fields, adapter), tensors)
 
     @uses_everything
     def begin_save(self, directory: Path) -> None:
@@ -209,13 +212,15 @@ class MegatronWorker:
             raise RuntimeError("finish_save: no save was begun")
         writing, self._writing = self._writing, None
         writing.finish()
-        if dist.get_rank() == 0:
-            target, dtype = writing.directory / DESCRIPTION, self.config.params_dtype
+        target, dtype = writing.directory / DESCRIPTION, self.config.params_dtype
+
+        def describe() -> None:
             value_head = dtype if self.spec.role is Role.critic else None
             copy_description(Path(self.spec.checkpoint), target, value_head, self.spec.critic_fields, dtype)
             if self.peft_config:
                 write_config(target, self.peft_config)
-        dist.barrier()
+
+        write_on_first_rank(describe)
 
     def save(self, directory: Path) -> None:
         """Begin and finish a save; `load` continues from it under any layout."""

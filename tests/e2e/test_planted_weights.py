@@ -44,7 +44,7 @@ def change_the_tied_embedding(right: dict[str, Tensor], base: dict[str, Tensor])
     assert "lm_head.weight" not in right
     # The server's has as many rows as are a multiple of 64.
     changed = torch.cat([right[name], torch.zeros(-len(right[name]) % 64, right[name].shape[1])])
-    changed[17, 5] += 1e-6
+    changed[7, 5] += 1e-6
     return {name: changed}
 
 

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,11 +61,28 @@ class Writing:
             finalize()
 
 
+def write_on_first_rank(write: Callable[[], None], gathered: Iterator[object] = iter(())) -> None:
+    """The first rank writes; every rank must call it. Raises, on the first rank, the OSError of a full disk.
+
+    gathered: what `write` reads and all ranks gather, read to its end by each: also after an error they have joined
+    every gather and the barrier, and the next call finds them together.
+    """
+    failed: OSError | None = None
+    if dist.get_rank() == 0:
+        try:
+            write()
+        except OSError as error:
+            failed = error
+    for _ in gathered:
+        pass
+    dist.barrier()
+    if failed is not None:
+        raise failed
+
+
 def begin_save(directory: Path, state: TrainingState) -> Writing:
     """Write to `directory`, created if need be, beside what this process does next. Every rank must call it."""
-    if dist.get_rank() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
+    write_on_first_rank(lambda: directory.mkdir(parents=True, exist_ok=True))
     sharded = _shard(state, is_loading=False) | {
         "layout": asdict(state.parallel),
         "random": _shard_random_state(_take_random_state()),

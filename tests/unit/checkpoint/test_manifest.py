@@ -118,6 +118,6 @@ def test_a_write_that_finds_no_room_names_its_file(tmp_path):
 def test_metrics_without_room_name_their_file(tmp_path):
     writer = MetricsWriter(tmp_path / "metrics.jsonl")
     writer.close()
-    writer._file = Path("/dev/full").open("a", buffering=1)
+    writer._file = Path("/dev/full").open("a")  # noqa: SIM115
     with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl"):
         writer.write(1, {"reward/mean": 0.5})
