@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class Writing:
             finalize()
 
 
-def write_on_first_rank(write: Callable[[], None], gathered: Iterator[object] = iter(())) -> None:
+def write_on_first_rank(write: Callable[[], None], gathered: Iterable[object] = ()) -> None:
     """The first rank writes; every rank must call it. Raises, on the first rank, the OSError of a full disk.
 
     gathered: what `write` reads and all ranks gather, read to its end by each: also after an error they have joined
