@@ -12,7 +12,7 @@ COMMANDS = {
     "pretrain-value": ("megarl.pretrain_value", "train a critic before the first policy update"),
     "new": ("megarl.new", "a folder with a task of your own: data, reward, configuration"),
     "doctor": ("megarl.doctor", "can this configuration run on this machine?"),
-    "plan": ("megarl.tools.plan", "memory and time of a configuration on a cluster"),
+    "plan": ("megarl.plan.command", "memory and time of a configuration on a cluster"),
     "report": ("megarl.tools.report", "the page of a run"),
     "convert": ("megarl.tools.convert_checkpoint", "checkpoints between Megatron-Core and Hugging Face"),
     "check-layouts": ("megarl.tools.check_layouts", "does each parallel layout compute the same?"),

@@ -1,18 +1,322 @@
-"""Seconds of an iteration by phase: floating-point operations and bytes over the assumed shares of the peaks."""
+"""Seconds of an iteration by phase: floating-point operations and bytes over the assumed shares of the peaks.
 
+A rank computes, for each layer of its pipeline stage and each micro-batch, one after the other: matrix products and
+attention (floating-point operations over the peak), its other operations (bytes over the memory's bandwidth), what it
+sends to other ranks and does not hide behind the products (bytes over the link), and what does not shrink with the
+tokens (starting kernels; with experts, waiting for the host, which counts the tokens of each expert).
+"""
+
+import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
+
+import torch
 
 from megarl.config.old_logprobs import scores_first
+from megarl.config.placement import list_groups, place
 from megarl.config.schema.cluster import Placement
-from megarl.config.schema.roles import Offload
+from megarl.config.schema.hardware import HardwareConfig
+from megarl.config.schema.roles import Offload, ParallelConfig, Recompute, RecomputeMethod
+from megarl.config.schema.rollout import RolloutConfig, Transport
 from megarl.config.schema.root import Config
-from megarl.plan.assumptions import LINK_SHARE, MEAN_RESPONSE
-from megarl.plan.generation import compute_generation
-from megarl.plan.passes import Work, compute_forward, compute_update, count_multiply_adds
-from megarl.plan.roles import RoleJob, StageMemory
-from megarl.plan.serving import ServerMemory
-from megarl.plan.transfer import Transfer, compute_sync_seconds
+from megarl.mcore.model.architecture import Architecture
+from megarl.mcore.row_costs import count_layer_work
+from megarl.plan import assumptions as a
+from megarl.plan.memory import (
+    ELEMENT_BYTES,
+    GRADIENT_BYTES,
+    Attention,
+    MicroBatch,
+    RoleJob,
+    ServerMemory,
+    StageMemory,
+    compute_layer,
+    count_replicas,
+    count_trained,
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a role computes in an iteration."""
+
+    num_samples: int
+    minibatch: int
+    """Samples of an optimizer step"""
+    prompt: int
+    response: float
+    """Tokens of a sample on average"""
+    budget: int
+    """train.tokens_per_microbatch"""
+
+    @property
+    def length(self) -> float:
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """A layer's forward pass over one micro-batch on one rank."""
+
+    products: float
+    """Matrix products without those of attention's core"""
+    attention: float
+    memory: float
+    tensor_parallel: float
+    context_parallel: float
+    experts: float
+    """Sending tokens to the ranks that have their experts, and back"""
+    fixed: float
+
+    @property
+    def forward(self) -> float:
+        sent = self.tensor_parallel + self.context_parallel + self.experts
+        return self.products + self.attention + self.memory + sent + self.fixed
+
+    @property
+    def backward(self) -> float:
+        """Twice the operations and bytes. Of the four collectives of tensor parallelism two are hidden behind products
+        (megarl's linear layers are Megatron's: the gathered input behind the input's gradient, the scattered gradient
+        behind the weight's, megatron/core/tensor_parallel/layers.py).
+        """
+        sent = self.tensor_parallel / 2 + 2 * self.context_parallel + self.experts
+        return 2 * (self.products + self.attention + self.memory + self.fixed) + sent
+
+
+@dataclass(frozen=True)
+class Link:
+    """How fast a rank sends to the others of a group of ranks in a row."""
+
+    share_outside: float
+    """Share of what it sends, of that to all others, that leaves its node"""
+    inside: float
+    outside: float
+    """Bytes a second"""
+
+    def seconds(self, num_bytes: float) -> float:
+        """Both links at once."""
+        leaving = num_bytes * self.share_outside
+        return max(leaving / self.outside, (num_bytes - leaving) / self.inside)
+
+
+def find_link(hardware: HardwareConfig, per_node: int, num_ranks: int) -> Link:
+    inside, outside = (gb_s * 1e9 * a.LINK_SHARE for gb_s in (hardware.nvlink_gb_s, hardware.network_gb_s))
+    near = min(num_ranks, per_node)
+    return Link((num_ranks - near) / max(1, num_ranks - 1), inside, outside)
+
+
+def compute_forward(
+    job: RoleJob, stages: tuple[StageMemory, ...], work: Work, hardware: HardwareConfig, per_node: int
+) -> float:
+    """Log-probs or values of all samples of an iteration."""
+    number, tokens = count_microbatches(job, work, ceil(work.num_samples / job.parallel.dp))
+    slowest = max(_compute_stage(job, stages, work, hardware, per_node, tokens), key=lambda each: each[0])
+    return _fill_pipeline(job.parallel, number) * slowest[0]
+
+
+def compute_update(
+    job: RoleJob, stages: tuple[StageMemory, ...], work: Work, hardware: HardwareConfig, per_node: int
+) -> float:
+    """One epoch of optimizer steps over the samples of an iteration."""
+    number, tokens = count_microbatches(job, work, ceil(work.minibatch / job.parallel.dp))
+    slowest = max(sum(each) for each in _compute_stage(job, stages, work, hardware, per_node, tokens))
+    reducing = max(reduce_gradients(job, stage, hardware, per_node) for stage in stages)
+    return work.num_samples / work.minibatch * (_fill_pipeline(job.parallel, number) * slowest + reducing)
+
+
+def count_microbatches(job: RoleJob, work: Work, num_samples: int) -> tuple[int, float]:
+    """Micro-batches that a data-parallel rank packs so many samples into, and the tokens of one on each rank."""
+    budget = max(work.budget * job.parallel.cp, work.length)
+    number = ceil(num_samples * work.length / budget)
+    return number, num_samples * work.length / number / job.parallel.cp
+
+
+def _fill_pipeline(parallel: ParallelConfig, number: int) -> float:
+    """Micro-batches whose time passes on each stage; it waits for pp - 1 others while the pipeline fills and empties,
+    with interleaving for a vpp-th of them (Narayanan et al. 2104.04473, section 2.2).
+    """
+    return number + (parallel.pp - 1) / parallel.vpp
+
+
+def _compute_stage(
+    job: RoleJob, stages: tuple[StageMemory, ...], work: Work, hardware: HardwareConfig, per_node: int, tokens: float
+) -> list[tuple[float, float]]:
+    """Seconds of the forward and of the backward pass of each stage over one micro-batch, recomputation included."""
+    layer = compute_layer_seconds(job, hardware, per_node, tokens, work.length)
+    head = _compute_head(job, hardware, tokens * work.response / work.length)
+    found = []
+    for number, stage in enumerate(stages):
+        count = stage.parameters.num_layers
+        last = head if number == len(stages) - 1 else 0.0
+        again = _compute_again(job, layer, count)
+        found.append((count * layer.forward + last, count * layer.backward + again + 2 * last))
+    return found
+
+
+def _compute_again(job: RoleJob, layer: LayerSeconds, num_layers: int) -> float:
+    """What is computed twice (Korthikanti et al. 2205.05198, section 5)."""
+    saving = job.saving
+    if saving.recompute is Recompute.full:
+        is_part = saving.method is RecomputeMethod.block
+        count = min(num_layers, saving.num_layers * job.parallel.vpp) if is_part else num_layers
+        return count * layer.forward
+    if saving.recompute is Recompute.none:
+        return 0.0
+    attention = layer.attention if "core_attn" in saving.modules else 0.0
+    is_mlp = {"mlp", "moe"} & set(saving.modules)
+    return num_layers * (attention + (_share_of_mlp(job.arch) * layer.products + layer.experts if is_mlp else 0.0))
+
+
+def compute_layer_seconds(
+    job: RoleJob, hardware: HardwareConfig, per_node: int, tokens: float, length: float
+) -> LayerSeconds:
+    """tokens: of a micro-batch on one rank. length: of a sequence."""
+    arch, parallel, b = job.arch, job.parallel, ELEMENT_BYTES[job.dtype]
+    per_token, per_square, _ = count_multiply_adds(arch, job.has_value_head)
+    products = 2 * tokens * per_token / arch.num_layers / parallel.tp
+    attention = 2 * tokens * length * per_square / arch.num_layers / parallel.tp
+    peak = hardware.fp8_tflops * a.FP8_SHARE if job.fp8 else hardware.bf16_tflops * a.PRODUCT_SHARE
+    attending = attention / (hardware.bf16_tflops * 1e12 * a.ATTENTION_SHARE)
+    split = tokens / parallel.tp if parallel.sp else tokens
+    whole = MicroBatch(ceil(tokens), ceil(tokens), ceil(length))
+    kept = compute_layer(arch, parallel, job.dtype, whole, Attention.flash).total
+    # Two gathers and two scatters of [tokens, h]; without sequence parallelism two all-reduces, which are as much.
+    crossing = 4 * tokens * arch.hidden_size * b * (parallel.tp - 1) / parallel.tp
+    keys = 2 * tokens * max(1, arch.num_kv_heads // parallel.tp) * arch.head_size * b * (parallel.cp - 1)
+    ring = find_link(hardware, per_node, parallel.tp * parallel.cp).seconds(keys)
+    routed = 0.0
+    if arch.experts:
+        group = parallel.ep * parallel.etp
+        routed = 2 * split * arch.experts.top_k * arch.hidden_size * b * (group - 1) / group
+        routed = find_link(hardware, per_node, group).seconds(routed)
+    return LayerSeconds(
+        products=products / (peak * 1e12),
+        attention=attending,
+        memory=a.MEMORY_PASSES * kept / (hardware.hbm_gb_s * 1e9 * a.MEMORY_SHARE),
+        tensor_parallel=find_link(hardware, per_node, parallel.tp).seconds(crossing),
+        # Ring attention computes with one part of the keys while the next arrives (Liu et al. 2310.01889).
+        context_parallel=max(0.0, ring - attending),
+        experts=routed,
+        fixed=a.EXPERT_LAYER_S if arch.experts else a.LAYER_S,
+    )
+
+
+def _compute_head(job: RoleJob, hardware: HardwareConfig, tokens: float) -> float:
+    """The output layer and the log-probs of the tokens that predict; the logits pass through memory in float32."""
+    rows = count_multiply_adds(job.arch, job.has_value_head)[2] / job.parallel.tp
+    products = 2 * tokens * rows / (hardware.bf16_tflops * 1e12 * a.PRODUCT_SHARE)
+    logits = 0 if job.has_value_head else tokens * job.arch.vocab_size / job.parallel.tp
+    return products + a.LOGIT_PASSES * 4 * logits / (hardware.hbm_gb_s * 1e9 * a.MEMORY_SHARE)
+
+
+def reduce_gradients(job: RoleJob, stage: StageMemory, hardware: HardwareConfig, per_node: int) -> float:
+    """Scattering the float32 gradients over the replicas and gathering the weights, as if nothing of it were hidden."""
+    parallel, parameters = job.parallel, stage.parameters
+    each, group = GRADIENT_BYTES + ELEMENT_BYTES[job.dtype], parallel.num_processes // parallel.pp
+    link = find_link(hardware, per_node, group)
+    speed = link.outside if link.share_outside else link.inside
+    parts = zip(count_replicas(job), count_trained(job, parameters), strict=True)
+    return sum(size * each * (number - 1) / number / speed for number, size in parts)
+
+
+def count_multiply_adds(arch: Architecture, with_value_head: bool) -> tuple[int, int, int]:
+    """Of a forward pass: per token, per squared token of a sequence, per response token (megarl/mcore/row_costs.py)."""
+    return (*count_layer_work(arch), arch.hidden_size * (1 if with_value_head else arch.vocab_size))
+
+
+def _share_of_mlp(arch: Architecture) -> float:
+    """The MLP's or experts' share of a layer's matrix products."""
+    per_token, _, _ = count_multiply_adds(arch, True)
+    projections = arch.num_layers * 2 * arch.hidden_size * arch.head_size * (arch.num_heads + arch.num_kv_heads)
+    return 1 - projections / per_token
+
+
+def compute_generation(config: Config, job: RoleJob, work: Work, server: ServerMemory) -> float:
+    """Seconds of prefill and of one step per token: for the sequences that run at once, and for the end, when none
+    waits any more, the running ones finish, the last of them at the length limit.
+
+    Lengths are taken to be uniform around their mean, the longest at the limit. Then what is left of a running response
+    is (mean^2 + variance) / (2 mean) on average, as of any renewal process (Cox, Renewal Theory, section 5.4).
+    """
+    rollout, limit = config.rollout, config.rollout.response_length
+    waiting = work.num_samples / rollout.num_servers
+    room = server.kv_tokens / work.length
+    running = max(1.0, min(waiting, rollout.max_running_requests, room))
+    mean = work.response
+    context = work.prompt + mean / 2
+
+    def step(sequences: float) -> float:
+        return compute_step(config, job, server, sequences, context)
+
+    per_token, _, _ = count_multiply_adds(job.arch, False)
+    peak = rollout.tp * config.cluster.hardware.bf16_tflops * 1e12
+    prefill = 2 * per_token * work.prompt * waiting / (peak * a.PREFILL_SHARE)
+    if waiting <= running:
+        return prefill + limit * step(waiting * min(1.0, mean / limit))
+    shortest = max(0.0, 2 * mean - limit)
+    variance = (limit - shortest) ** 2 / 12
+    left = min(limit, (mean**2 + variance) / (2 * mean))
+    full = max(0.0, (waiting * mean - running * left) / running)
+    return prefill + full * step(running) + limit * step(max(1.0, running * left / limit))
+
+
+def compute_step(config: Config, job: RoleJob, server: ServerMemory, sequences: float, context: float) -> float:
+    """One token for each of so many sequences: the weights are read once and multiplied with all of them, whichever
+    takes longer, and each sequence's KV cache is read. Of experts those are read that some token goes to.
+    """
+    hardware, arch = config.cluster.hardware, job.arch
+    bandwidth = hardware.hbm_gb_s * 1e9 * a.DECODE_BANDWIDTH
+    per_token, _, per_response = count_multiply_adds(arch, False)
+    products = 2 * sequences * (per_token + per_response)
+    products /= config.rollout.tp * hardware.bf16_tflops * 1e12 * a.DECODE_SHARE
+    weights = float(server.weights)
+    if arch.experts:
+        experts = arch.experts
+        matrices = arch.num_expert_layers * experts.num_experts * 3 * arch.hidden_size * experts.ffn_size
+        size = 2 * matrices / config.rollout.tp
+        weights -= size * (1 - experts.top_k / experts.num_experts) ** ceil(sequences)
+    cache = sequences * context * server.bytes_per_token
+    return max(weights / bandwidth, products) + cache / bandwidth + a.DECODE_STEP_S
+
+
+@dataclass(frozen=True)
+class Transfer:
+    total: int
+    received: int
+    """Bytes received by each server rank"""
+    sent: int
+    """Bytes sent by the training rank that sends most, where replicas share evenly"""
+
+    @property
+    def busiest(self) -> int:
+        return max(self.sent, self.received)
+
+
+def estimate_transfer(
+    job: RoleJob, stages: Sequence[StageMemory], rollout: RolloutConfig, server_weights: int
+) -> Transfer:
+    """job: the policy's. server_weights: bytes of a server rank. With rollout.file nothing is sent."""
+    if rollout.file is not None:
+        return Transfer(0, 0, 0)
+    size, (replicas, expert_replicas) = ELEMENT_BYTES[rollout.dtype], count_replicas(job)
+    sent = max(stage.parameters.dense / replicas + stage.parameters.experts / expert_replicas for stage in stages)
+    num_ranks = rollout.num_servers * rollout.tp
+    return Transfer(num_ranks * server_weights, server_weights, int(sent * size * rollout.num_servers))
+
+
+def compute_sync_seconds(config: Config, transfer: Transfer) -> float:
+    """Seconds of a sync by its busiest port, over the network or, on a single node, NVLink. With transport=disk the
+    policy's nodes write the checkpoint together and then each node with a server reads all of it, once.
+    """
+    hardware, cluster = config.cluster.hardware, config.cluster
+    if config.rollout.transport is Transport.disk:
+        size, per_node = transfer.received * config.rollout.tp, cluster.gpus_per_node
+        writers = max(1, min(cluster.num_nodes, config.policy.parallel.num_processes // per_node))
+        return (size / writers + size) / (hardware.disk_gb_s * 1e9)
+    link = hardware.network_gb_s if cluster.num_nodes > 1 else hardware.nvlink_gb_s
+    return transfer.busiest / (link * 1e9 * a.LINK_SHARE)
 
 
 @dataclass(frozen=True)
@@ -63,8 +367,8 @@ class Seconds:
 
 
 def describe_work(config: Config, mean_response: float | None = None) -> Work:
-    """mean_response: tokens; None: MEAN_RESPONSE of the limit."""
-    mean = MEAN_RESPONSE * config.rollout.response_length if mean_response is None else mean_response
+    """mean_response: tokens; None: a.MEAN_RESPONSE of the limit."""
+    mean = a.MEAN_RESPONSE * config.rollout.response_length if mean_response is None else mean_response
     train = config.train
     return Work(train.num_samples, train.minibatch_size, config.data.prompt_length, mean, train.tokens_per_microbatch)
 
@@ -142,4 +446,38 @@ def compute_offload(config: Config, job: RoleJob, stages: Sequence[StageMemory])
     calls = scores_rollouts(config, job) + job.is_trained + (job.name == "policy")
     weights = calls if job.offload is Offload.all else 0
     moved = max(2 * (weights * stage.weights + stage.optimizer) for stage in stages)
-    return moved / (config.cluster.hardware.pcie_gb_s * 1e9 * LINK_SHARE)
+    return moved / (config.cluster.hardware.pcie_gb_s * 1e9 * a.LINK_SHARE)
+
+
+def find_peak_tflops(config: Config) -> float | None:
+    """What policy and critic can compute at most, of which model FLOPs utilization is a share: matrix products in 1e12
+    operations a second. By the data sheet, in bfloat16, of the GPUs that both have; without a GPU, in policy.dtype, of
+    all cores of this machine, measured. None where cluster.hardware is not known.
+    """
+    hardware = config.cluster.hardware
+    if not torch.cuda.is_available() and config.cluster.gpus_per_node == 0:
+        return measure_cpu_tflops(getattr(torch, config.policy.dtype.value))
+    if hardware.gpu is None or config.cluster.gpus_per_node == 0:
+        return None
+    slots = place(config.cluster, list_groups(config))
+    gpus = {(slot.node, gpu) for role in ("policy", "critic") for slot in slots.get(role, ()) for gpu in slot.gpus}
+    return hardware.bf16_tflops * len(gpus)
+
+
+def measure_cpu_tflops(dtype: torch.dtype) -> float:
+    """The best of a few products that fit into the caches, on one core, times the number of cores; some milliseconds.
+
+    In seconds of this thread's own, so that a busy machine has the same peak as an idle one.
+    """
+    size, before = 512, torch.get_num_threads()
+    matrix = torch.ones(size, size, dtype=dtype)
+    torch.set_num_threads(1)
+    seconds = []
+    try:
+        for _ in range(5):
+            start = time.thread_time()
+            matrix @ matrix
+            seconds.append(time.thread_time() - start)
+    finally:
+        torch.set_num_threads(before)
+    return float(2 * size**3 * len(os.sched_getaffinity(0)) / min(seconds) / 1e12)

@@ -12,13 +12,10 @@ from megarl.config.schema.rollout import Transport
 from megarl.config.schema.root import Config
 from megarl.plan import assumptions
 from megarl.plan.assumptions import GIB
-from megarl.plan.estimate import JobPlan
-from megarl.plan.gpus import PHASES, Tenant
-from megarl.plan.jobs import find_longest
-from megarl.plan.roles import FP8_BYTES, RoleJob
-from megarl.plan.search import Found
+from megarl.plan.job import JobPlan, find_longest
+from megarl.plan.memory import FP8_BYTES, PHASES, RoleJob, ServerMemory
+from megarl.plan.search import Change
 from megarl.plan.seconds import Seconds
-from megarl.plan.serving import ServerMemory
 
 ENDS = ("patience", "stop_at_explained_variance")
 """Keys of algo.value_pretrain that may end it before its last step"""
@@ -41,7 +38,10 @@ def list_tables(config: Config, plan: JobPlan) -> Iterator[Table | str]:
     yield _tabulate_seconds(config, plan)
     yield from describe_pretraining(config, plan.seconds)
     yield from describe_stop(config, plan.seconds)
-    yield _describe_host(config, plan)
+    yield (
+        f"Host memory of the fullest node: {plan.host_bytes / GIB:,.0f} GiB of {hardware.host_memory_gib:,g}:"
+        " processes, object store, a checkpoint's copy before it is written, offloaded tensors"
+    )
     yield describe_assumptions(plan)
 
 
@@ -96,10 +96,9 @@ def _tabulate_ranks(plan: JobPlan) -> Table:
     )
     for name, stages in plan.stages.items():
         for number, stage in enumerate(stages):
-            label = name if len(stages) == 1 else f"{name} stage {number}"
             trained = [stage.gradients, stage.optimizer, stage.activations, stage.head, stage.work, stage.update]
             table.add_row(
-                label,
+                _name_stage(plan, name, number),
                 f"{stage.parameters.total:,}",
                 _gib(stage.weights),
                 *[_gib(stage.fp8)] * with_fp8,
@@ -134,33 +133,34 @@ def _tabulate_phases(config: Config, plan: JobPlan) -> Table:
     table = _build_table(f"A GPU by phase, GiB of {limit:g}", "GPUs", "processes", *PHASES, "left")
     table.columns[1].justify = "left"
     for gpus in plan.gpus:
-        who = [_name_tenant(plan, tenant) for tenant in gpus.kind.tenants]
-        who += [SERVERS] if gpus.kind.has_server else []
+        who = [_name_stage(plan, role, stage) for role, stage in gpus.stages.items()] + [SERVERS] * bool(gpus.server)
         left = limit - max(gpus.phases.values()) / GIB
         numbers = [_gib(gpus.phases[phase]) for phase in PHASES]
         mark = "" if left >= 0 else "[red]"
-        table.add_row(format_numbers(gpus.kind.gpus), ", ".join(who), *numbers, f"{mark}{left:.1f}")
+        table.add_row(format_numbers(gpus.gpus), ", ".join(who), *numbers, f"{mark}{left:.1f}")
     return table
 
 
-def _name_tenant(plan: JobPlan, tenant: Tenant) -> str:
-    return tenant.role if len(plan.stages[tenant.role]) == 1 else f"{tenant.role} stage {tenant.stage}"
+def _name_stage(plan: JobPlan, role: str, stage: int) -> str:
+    return role if len(plan.stages[role]) == 1 else f"{role} stage {stage}"
 
 
 def _tabulate_seconds(config: Config, plan: JobPlan) -> Table:
     seconds, transfer = plan.seconds, plan.transfer
     table = _build_table("An iteration", "phase", "seconds", "details")
     table.columns[2].justify = "left"
-    samples, layouts = config.train.num_samples, _describe_shares(plan)
+    generated = f"{config.train.num_samples:,} responses of {plan.mean_response:,.0f} tokens on average"
+    # The share of the peak that each layout reaches, without what is computed twice.
+    shares = "MFU " + ", ".join(f"{share:.2f} of the {name}" for name, share in seconds.mfu.items())
     sent = f"{transfer.total / 1e9:.1f} GB in all; {transfer.busiest / 1e9:.1f} GB through the busiest port"
     if config.rollout.transport is Transport.disk:
         sent = (
             f"through a file system of {config.cluster.hardware.disk_gb_s:g} GB/s a node (cluster.hardware.disk_gb_s)"
         )
     rows = [
-        ("generation", seconds.generation, f"{samples:,} responses of {plan.mean_response:,.0f} tokens on average"),
+        ("generation", seconds.generation, generated),
         ("log-probs, values", seconds.scoring, ""),
-        ("update", seconds.update, layouts),
+        ("update", seconds.update, shares),
         ("sync", seconds.sync, sent),
     ]
     if plan.server is None:
@@ -172,11 +172,6 @@ def _tabulate_seconds(config: Config, plan: JobPlan) -> Table:
     remark = "the slower of generation and the rest, and the sync (rollout.max_staleness)" if seconds.overlaps else ""
     table.add_row("all", f"{seconds.iteration:,.1f}", remark)
     return table
-
-
-def _describe_shares(plan: JobPlan) -> str:
-    """The share of the peak that each layout reaches, without what is computed twice."""
-    return "MFU " + ", ".join(f"{share:.2f} of the {name}" for name, share in plan.seconds.mfu.items())
 
 
 def describe_pretraining(config: Config, seconds: Seconds) -> Iterator[str]:
@@ -240,14 +235,6 @@ def describe_saves(config: Config, seconds: Seconds) -> Iterator[str]:
     )
 
 
-def _describe_host(config: Config, plan: JobPlan) -> str:
-    has = config.cluster.hardware.host_memory_gib
-    return (
-        f"Host memory of the fullest node: {plan.host_bytes / GIB:,.0f} GiB of {has:,g}: processes, object store, a"
-        " checkpoint's copy before it is written, offloaded tensors"
-    )
-
-
 def describe_assumptions(plan: JobPlan) -> str:
     a, jobs = assumptions, plan.jobs.values()
     fp8 = f" (FP8 {a.FP8_SHARE:g})" if any(job.fp8 for job in jobs) else ""
@@ -272,7 +259,7 @@ def describe_assumptions(plan: JobPlan) -> str:
     return text
 
 
-def list_found(title: str, found: Sequence[Found]) -> Iterator[str]:
+def list_found(title: str, found: Sequence[Change]) -> Iterator[str]:
     """The lines of a search: seconds by phase, memory left, and the overrides on a line of their own."""
     yield f"\n{title}{'' if found else ': none of those that were tried fits'}"
     for number, each in enumerate(found, start=1):
@@ -280,7 +267,8 @@ def list_found(title: str, found: Sequence[Found]) -> Iterator[str]:
         phases = [("generation", parts.generation), ("log-probs, values", parts.scoring), ("update", parts.update)]
         phases += [("offload", parts.offload)] * (parts.offload > 0) + [("sync", parts.sync)]
         text = ", ".join(f"{name} {seconds:,.1f}" for name, seconds in phases)
-        yield f"{number:>3}. {each.seconds:,.1f} s ({text}); {each.left / GIB:.1f} GiB left; {each.plan.num_gpus} GPUs"
+        room = f"{_gib(each.plan.left)} GiB left; {each.plan.num_gpus} GPUs"
+        yield f"{number:>3}. {parts.iteration:,.1f} s ({text}); {room}"
         yield "     " + " ".join(each.overrides or ["as it is"])
     if found:
         yield describe_assumptions(found[0].plan)

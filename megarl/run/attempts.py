@@ -31,8 +31,8 @@ from megarl.config.threads import describe_threads
 from megarl.config.values import list_values
 from megarl.interfaces import DeadlineError, TrainBackend, wait_all
 from megarl.mcore.worker_spec import Role
-from megarl.plan.check import check_plan
-from megarl.plan.peak import find_peak_tflops
+from megarl.plan.search import check_plan
+from megarl.plan.seconds import find_peak_tflops
 from megarl.report.metrics import FILE_NAME as METRICS_NAME
 from megarl.report.metrics import load_metrics
 from megarl.report.pace import format_heldout

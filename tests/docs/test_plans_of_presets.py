@@ -11,8 +11,7 @@ import pytest
 
 from megarl.config.load import load_config
 from megarl.plan.assumptions import GIB, LONGEST_UNSAVED_S, SIGNAL_S
-from megarl.plan.estimate import build_plan
-from megarl.plan.jobs import find_models
+from megarl.plan.job import build_plan, find_models
 from megarl.plan.tables import describe_saves, find_signal
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from layout_runs import build_spec
 from tiny_checkpoints import build_samples
 
 from megarl.mcore.worker_spec import Role, WorkerSpec
-from megarl.plan.measured import measuring_peaks
+from megarl.tools.gpu.measured import measuring_peaks
 
 ROWS = [torch.arange(12)]
 

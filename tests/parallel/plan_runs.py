@@ -8,7 +8,7 @@ import torch
 
 import megarl.mcore  # noqa: F401
 from megarl.mcore.worker_spec import Role, WorkerSpec
-from megarl.plan.measured import measuring_peaks
+from megarl.tools.gpu.measured import measuring_peaks
 from megarl.types import Sequences, TrainingSamples
 
 

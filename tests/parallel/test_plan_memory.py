@@ -16,9 +16,8 @@ from megarl.config.load import load_config
 from megarl.config.schema.root import Config
 from megarl.hf.checkpoint import resolve_checkpoint
 from megarl.mcore.worker_spec import Role
-from megarl.plan.estimate import count_job
-from megarl.plan.jobs import build_jobs, find_models
-from megarl.plan.roles import StageMemory, compute_saved, estimate_stages
+from megarl.plan.job import build_jobs, count_job, find_models
+from megarl.plan.memory import StageMemory, compute_saved, estimate_stages
 from megarl.run.inputs import build_specs
 
 pytestmark = pytest.mark.slow

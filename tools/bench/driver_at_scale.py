@@ -41,10 +41,7 @@ from megarl.config.schema.roles import ParallelConfig
 from megarl.config.schema.root import Config
 from megarl.mcore.worker_spec import Role, RowsResult, WorkerSpec
 from megarl.minibatches import split_minibatches
-from megarl.plan.estimate import build_plan
-from megarl.plan.jobs import find_models
-from megarl.plan.layouts import count_quickly
-from megarl.plan.published import PUBLISHED
+from megarl.plan.job import PUBLISHED, build_plan, count_quickly, find_models
 from megarl.rollout.answers import parse_answer
 from megarl.rollout.rollout_file import write_rollouts
 from megarl.rollout.tensors import build_tensors

@@ -21,8 +21,7 @@ from megarl.families.registry import FAMILIES, build_random_fields, list_weights
 from megarl.hf.random_model import SPECIAL_TOKENS
 from megarl.mcore.role_fields import ROLE_KEYS
 from megarl.mcore.worker_spec import Role, WorkerSpec
-from megarl.plan.jobs import find_architecture, find_in_cache
-from megarl.plan.published import PUBLISHED
+from megarl.plan.job import PUBLISHED, find_architecture, find_in_cache
 from megarl.types import Sequences, TrainingSamples
 
 CPU, CUDA = "cpu", "cuda"

@@ -18,12 +18,11 @@ from megarl.families.registry import parse_architecture
 from megarl.mcore.row_costs import compute_row_costs
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.plan.assumptions import ALLOCATOR_SHARE, GIB, PROCESS_GIB
-from megarl.plan.estimate import count_job
-from megarl.plan.jobs import PlannedModels, build_jobs
-from megarl.plan.measured import measuring_peaks
-from megarl.plan.passes import Work, compute_update
-from megarl.plan.roles import RoleJob, StageMemory, compute_saved, estimate_stages
+from megarl.plan.job import PlannedModels, build_jobs, count_job
+from megarl.plan.memory import RoleJob, StageMemory, compute_saved, estimate_stages
+from megarl.plan.seconds import Work, compute_update
 from megarl.tools.gpu.lines import Line, judge, skip
+from megarl.tools.gpu.measured import measuring_peaks
 from megarl.tools.gpu.setting import CUDA, Setting, build_spec, make_large_samples, write_checkpoint
 from megarl.tools.gpu.training import open_worker
 from megarl.types import TrainingSamples

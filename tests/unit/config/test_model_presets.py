@@ -15,7 +15,7 @@ from megarl.config.schema.root import Config
 from megarl.mcore.model.architecture import Architecture, check_layout, read_architecture
 from megarl.mcore.role_fields import build_role_fields, check_role_fields
 from megarl.mcore.worker_spec import Role
-from megarl.plan.gpus import count_gpus, place_job
+from megarl.plan.memory import place_job
 from megarl.run.inputs import build_specs
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
@@ -100,7 +100,7 @@ def test_the_checkpoints_have_the_published_number_of_weights(model: str) -> Non
 def test_vapo_with_a_preset_is_a_complete_job_that_fills_its_cluster(model: str) -> None:
     config = load_config(["algo=vapo", f"model={model}"])
     roles = [config.policy, config.critic]
-    assert count_gpus(place_job(config)) == GPUS[model]
+    assert len(set().union(*place_job(config).values())) == GPUS[model]
     assert config.cluster.num_nodes * config.cluster.gpus_per_node == GPUS[model]
     assert [role.optimizer.lr for role in roles] == [1e-6, 1e-5 if model in ON_ONE_GPU else 2e-6]
     assert config.model.path
@@ -116,7 +116,7 @@ def test_the_model_allows_the_layout_of_every_role(model: str, algo: str) -> Non
         assert not check_layout(arch, spec.parallel, role.value, spec.megatron)
         assert not list(check_role_fields(arch, spec))
     assert config.data.prompt_length + config.rollout.response_length <= arch.max_length
-    assert count_gpus(place_job(config)) <= GPUS[model]
+    assert len(set().union(*place_job(config).values())) <= GPUS[model]
 
 
 @pytest.mark.parametrize("algo", ["vapo", "grpo"])

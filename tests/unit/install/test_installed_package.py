@@ -65,7 +65,7 @@ def test_an_installed_megarl_has_its_configuration_jobs_and_tools_with_it(site, 
 def test_the_commands_of_an_installed_megarl_find_the_configuration(site, tmp_path):
     assert "algo: bpco, cispo" in run(site, tmp_path, "-m", "megarl.train", "--help")
     assert "name: qwen3_8b" in run(site, tmp_path, "-m", "megarl.train", "model=qwen3_8b", "--cfg", "job")
-    assert "megarl.tools.plan" in run(site, tmp_path, "-m", "megarl.tools.plan", "--help")
+    assert "megarl plan" in run(site, tmp_path, "-m", "megarl.tools.plan", "--help")
     assert "--write NAME" in run(site, tmp_path, "-m", "megarl.tools.import_roll", "--help")
     plan = run(site, tmp_path, "-m", "megarl.tools.plan", "cluster=slurm", code=2)
     assert "SLURM_JOB_NUM_NODES" in plan

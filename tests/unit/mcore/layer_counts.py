@@ -39,7 +39,7 @@ def count_preset(name: str) -> dict[str, list[dict[str, int]]]:
     """For policy and critic, the parameters of a rank of each pipeline stage of the preset's own layout."""
     from megarl.config.load import load_config
     from megarl.mcore.model.parameter_count import count_stages
-    from megarl.plan.jobs import find_models
+    from megarl.plan.job import find_models
 
     config = load_config(["algo=vapo", f"model={name}"])
     models = find_models(config)

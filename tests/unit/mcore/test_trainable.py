@@ -10,7 +10,7 @@ from megarl.mcore.model.trainable import is_mlp
 from megarl.mcore.role_fields import check_role_fields
 from megarl.mcore.weights.entries import list_entries
 from megarl.mcore.worker_spec import Role, WorkerSpec
-from megarl.plan.jobs import describe_random
+from megarl.plan.job import describe_random
 
 LAYER = "decoder.layers.3."
 

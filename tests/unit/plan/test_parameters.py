@@ -16,8 +16,7 @@ from megarl.mcore.model.architecture import Architecture, parse_architecture, re
 from megarl.mcore.model.parameter_count import _playing, count_stages
 from megarl.mcore.weights.entries import compute_megatron_shape, list_entries
 from megarl.mcore.worker_spec import StageParameters
-from megarl.plan.jobs import describe_random
-from megarl.plan.published import PUBLISHED
+from megarl.plan.job import PUBLISHED, describe_random
 
 CHECKPOINTS = Path(__file__).parents[1] / "config" / "checkpoints"
 PRESETS = {

@@ -12,14 +12,27 @@ from megarl.config.schema.roles import Dtype, Offload, ParallelConfig, Recompute
 from megarl.config.schema.root import Config
 from megarl.mcore.model.architecture import Architecture, parse_architecture
 from megarl.mcore.worker_spec import StageParameters
-from megarl.plan.activations import MicroBatch, Saving
-from megarl.plan.estimate import JobPlan, build_plan, count_job
-from megarl.plan.jobs import build_jobs, find_models
-from megarl.plan.layouts import FIRST, LAST, count_quickly, find_ends
-from megarl.plan.passes import Work, compute_forward, compute_layer_seconds, compute_update, count_microbatches
-from megarl.plan.published import PUBLISHED
-from megarl.plan.roles import RoleJob, StageMemory, estimate_stages
-from megarl.plan.seconds import compute_offload
+from megarl.plan.job import (
+    FIRST,
+    LAST,
+    PUBLISHED,
+    JobPlan,
+    build_jobs,
+    build_plan,
+    count_job,
+    count_quickly,
+    find_models,
+)
+from megarl.plan.memory import MicroBatch, RoleJob, Saving, StageMemory, estimate_stages
+from megarl.plan.search import find_ends
+from megarl.plan.seconds import (
+    Work,
+    compute_forward,
+    compute_layer_seconds,
+    compute_offload,
+    compute_update,
+    count_microbatches,
+)
 
 H100 = HardwareConfig("H100", 79.1, 989, 1979, 3350, 450, 50, host_memory_gib=2048)
 QWEN32B = parse_architecture(PUBLISHED["Qwen/Qwen2.5-32B"], Path("qwen32b"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megarl.config.load import load_config
-from megarl.plan.peak import find_peak_tflops, measure_cpu_tflops
+from megarl.plan.seconds import find_peak_tflops, measure_cpu_tflops
 
 
 @pytest.mark.parametrize(("placement", "num_gpus"), [("apart", 3), ("split", 2), ("colocated", 2)])

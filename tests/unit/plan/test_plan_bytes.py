@@ -9,11 +9,22 @@ from megarl.config.schema.roles import Dtype, LoraConfig, Offload, ParallelConfi
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.mcore.model.architecture import Architecture, Experts, parse_architecture
 from megarl.mcore.worker_spec import StageParameters
-from megarl.plan.activations import Attention, MicroBatch, Saving, choose_attention, compute_layer, sum_layers
-from megarl.plan.published import PUBLISHED
-from megarl.plan.roles import RoleJob, compute_saved, count_in_flight, estimate_stages
-from megarl.plan.serving import compute_server_weights, estimate_server
-from megarl.plan.transfer import estimate_transfer
+from megarl.plan.job import PUBLISHED
+from megarl.plan.memory import (
+    Attention,
+    MicroBatch,
+    RoleJob,
+    Saving,
+    choose_attention,
+    compute_layer,
+    compute_saved,
+    compute_server_weights,
+    count_in_flight,
+    estimate_server,
+    estimate_stages,
+    sum_layers,
+)
+from megarl.plan.seconds import estimate_transfer
 from megarl.sync.plan import build_plan
 from megarl.sync.serving_pieces import predict_server_rank
 from megarl.sync.training_pieces import predict_ranks
@@ -224,7 +235,7 @@ def test_the_logits_and_their_gradient_are_at_the_last_stage() -> None:
 
 def test_the_kv_cache_takes_what_the_weights_leave_of_the_static_share() -> None:
     rollout = RolloutConfig(tp=4, sglang={"mem_fraction_static": 0.88})
-    weights = compute_server_weights(QWEN32B, rollout)
+    weights = compute_server_weights(QWEN32B, rollout.tp, rollout.dtype)
     assert weights == pytest.approx(2 * 32_763_876_352 / 4, rel=1e-3)
     memory = estimate_server(QWEN32B, rollout, weights, 80 * GIB, 17408)
     # 64 layers, keys and values, 2 of the 8 heads, 128 elements of 2 bytes
@@ -251,7 +262,7 @@ def test_the_bytes_of_a_sync_are_those_of_its_plan(arch: Architecture, parallel:
     rollout = RolloutConfig(num_servers=3, tp=tp)
     job = build_job(arch, parallel)
     stages = estimate_stages(job, count_stages(arch, parallel, Dtype.bfloat16, {}, False))
-    found = estimate_transfer(job, stages, rollout, compute_server_weights(arch, rollout))
+    found = estimate_transfer(job, stages, rollout, compute_server_weights(arch, tp, rollout.dtype))
     targets = {server * tp + rank: predict_server_rank(arch, tp, rank) for server in range(3) for rank in range(tp)}
     dtypes = {piece.tensor: "bfloat16" for pieces in targets.values() for piece in pieces}
     plan = build_plan(predict_ranks(arch, parallel), targets, dtypes)

@@ -1,16 +1,15 @@
 """tools/plan.py from the command line, and the check at the start of every job."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from apart_job import PRESET, QWEN32B
 
 from megarl.config.load import load_config
-from megarl.plan.check import check_plan
+from megarl.plan.command import main
+from megarl.plan.search import check_plan
 from megarl.run.inputs import Inputs, load_inputs
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -19,22 +18,12 @@ TINY = ("algo=vapo", "model=tiny", "rollout.kv_cache_tokens=32768")
 
 
 @pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("megarl_tool_plan", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
 def inputs() -> Inputs:
     return load_inputs(load_config(TINY))
 
 
-def test_a_job_that_fits_ends_with_0_and_says_everything(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main(QWEN32B) == 0
+def test_a_job_that_fits_ends_with_0_and_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(QWEN32B) == 0
     out = capsys.readouterr().out
     assert out.rstrip().endswith("fits: 64 GPUs; on Slurm with sbatch --signal=B:USR1@4900")
     for text in (
@@ -70,19 +59,19 @@ def test_a_job_that_fits_ends_with_0_and_says_everything(tool: ModuleType, capsy
     ],
 )
 def test_what_is_taken_as_given_is_said(
-    tool: ModuleType, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], texts: tuple[str, ...]
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], texts: tuple[str, ...]
 ) -> None:
-    assert tool.main(["algo=vapo", *arguments]) == 0
+    assert main(["algo=vapo", *arguments]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert all(text in out for text in texts)
 
 
 def test_a_placement_that_contradicts_its_transport_and_does_not_fit_either_gets_another(
-    tool: ModuleType, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     kept = ("policy.offload=null", "critic.offload=null", "rollout.offload=null", "rollout.transport=split")
     sizes = [f"{role}.parallel={{num_processes: 4, tp: 2, sp: true, cp: 1}}" for role in ("policy", "critic")]
-    assert tool.main(["algo=vapo", "model=qwen3_8b", "cluster=h100x8", *kept, *sizes]) == 2
+    assert main(["algo=vapo", "model=qwen3_8b", "cluster=h100x8", *kept, *sizes]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: rollout.transport: found split with cluster.placement=colocated")
     assert second.startswith("error: cluster.placement: found colocated, in which the job does not fit either")
@@ -126,37 +115,33 @@ def test_one_that_does_not_fit_ends_with_1_and_the_nearest_change() -> None:
     ],
 )
 def test_a_wrong_configuration_ends_with_2_and_names_the_key(
-    tool: ModuleType, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
-    assert tool.main(arguments) == 2
+    assert main(arguments) == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_mean_length_of_responses_changes_seconds_and_not_memory(
-    tool: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tool.main(PRESET) == 0
+def test_the_mean_length_of_responses_changes_seconds_and_not_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(PRESET) == 0
     half = capsys.readouterr().out
-    assert tool.main([*PRESET, "--mean-response", "4000"]) == 0
+    assert main([*PRESET, "--mean-response", "4000"]) == 0
     out = capsys.readouterr().out
     assert "8,192 responses of 4,000 tokens on average" in out
     before, after = (text.partition("An iteration")[0] for text in (half, out))
     assert before == after
 
 
-def test_a_search_prints_lines_to_paste_on_policy_and_ahead(
-    tool: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_search_prints_lines_to_paste_on_policy_and_ahead(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ("policy.parallel.cp=1", "policy.parallel.tp=2", "rollout.tp=1", "cluster.placement=split")
-    assert tool.main(["--search", "algo=dapo", "model=qwen3_8b", *fixed]) == 0
+    assert main(["--search", "algo=dapo", "model=qwen3_8b", *fixed]) == 0
     on_policy, ahead = capsys.readouterr().out.split("The fastest with rollout.max_staleness=1")
     assert on_policy.startswith("\nThe fastest plans, on-policy\n  1. ")
     assert "rollout.max_staleness" not in on_policy
     assert "     rollout.max_staleness=1 algo.mismatch.correction=tis policy.parallel" in ahead
 
 
-def test_rolls_names_are_taken(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main([*QWEN32B, "rollout_batch_size=256"]) == 0
+def test_rolls_names_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QWEN32B, "rollout_batch_size=256"]) == 0
     out = capsys.readouterr().out
     assert "rollout_batch_size=256 -> train.prompts_per_iteration=256" in out
     assert "256 prompts x 16 responses" in out

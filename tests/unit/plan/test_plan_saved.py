@@ -2,9 +2,7 @@
 
 from megarl.config.load import load_config
 from megarl.config.schema.cluster import Placement
-from megarl.plan.estimate import build_plan
-from megarl.plan.gpus import count_gpus
-from megarl.plan.jobs import find_models
+from megarl.plan.job import build_plan, find_models
 from megarl.plan.search import Division, list_divisions
 from megarl.plan.tables import list_tables
 
@@ -18,7 +16,7 @@ def test_nothing_is_generated_or_sent() -> None:
     assert plan.problems == ()
     assert plan.server is None
     assert (plan.seconds.generation, plan.seconds.sync, plan.transfer.total) == (0.0, 0.0, 0)
-    assert count_gpus(plan.places) == 8
+    assert plan.num_gpus == 8
     assert plan.places["servers"] == ()
     texts = [str(table.title) if hasattr(table, "title") else table for table in list_tables(config, plan)]
     assert not any("server:" in text for text in texts)

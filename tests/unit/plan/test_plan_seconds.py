@@ -9,10 +9,8 @@ from apart_job import PRESET, QWEN32B
 from megarl.config.load import load_config
 from megarl.config.schema.root import Config
 from megarl.plan import assumptions
-from megarl.plan.estimate import build_plan
-from megarl.plan.jobs import find_models
-from megarl.plan.passes import compute_forward, compute_update
-from megarl.plan.seconds import Seconds, describe_work
+from megarl.plan.job import build_plan, find_models
+from megarl.plan.seconds import Seconds, compute_forward, compute_update, describe_work
 from megarl.plan.tables import describe_pretraining, describe_stop
 
 ROOT = Path(__file__).resolve().parents[3]

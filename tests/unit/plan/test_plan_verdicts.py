@@ -6,11 +6,9 @@ from apart_job import APART, PRESET, QWEN32B
 from megarl.config.load import load_config
 from megarl.config.search_path import CONF_DIR
 from megarl.plan.assumptions import GIB
-from megarl.plan.changes import Change, find_change
-from megarl.plan.estimate import JobPlan, build_plan, compute_host
-from megarl.plan.gpus import PHASES
-from megarl.plan.jobs import find_models
-from megarl.plan.roles import compute_saved
+from megarl.plan.job import JobPlan, build_plan, compute_host, find_models
+from megarl.plan.memory import PHASES, compute_saved
+from megarl.plan.search import Change, find_change
 
 ALGOS = sorted(path.stem for path in (CONF_DIR / "algo").glob("*.yaml"))
 
@@ -163,14 +161,14 @@ def test_a_gpu_has_the_processes_that_the_placement_gives_it() -> None:
     sizes = ("policy.parallel={num_processes: 4, tp: 4, cp: 1}", "critic.parallel={num_processes: 2, tp: 2, cp: 1}")
     job = ("algo=vapo", "model=qwen3_8b", "cluster=h100x8", *sizes, "rollout.num_servers=2")
     apart = plan(*job, "cluster.placement=apart")
-    assert [gpus.kind.gpus for gpus in apart.gpus] == [(0, 1, 2, 3), (4, 5), (6, 7)]
+    assert [gpus.gpus for gpus in apart.gpus] == [(0, 1, 2, 3), (4, 5), (6, 7)]
     shared = plan(*job, "cluster.placement=split")
-    found = {gpus.kind.gpus: [tenant.role for tenant in gpus.kind.tenants] for gpus in shared.gpus}
+    found = {gpus.gpus: list(gpus.stages) for gpus in shared.gpus}
     assert found == {(0, 1): ["policy", "critic"], (2, 3): ["policy"], (4, 5): []}
-    assert [gpus.kind.has_server for gpus in shared.gpus] == [False, False, True]
+    assert [gpus.server is not None for gpus in shared.gpus] == [False, False, True]
     stages = ("policy.parallel={num_processes: 4, tp: 2, pp: 2}", "cluster.placement=colocated")
     (first, *_) = plan(*job, *stages).gpus
-    assert (first.kind.gpus, first.kind.has_server) == ((0, 1), True)
+    assert (first.gpus, first.server is not None) == ((0, 1), True)
 
 
 KEPT = ("policy.offload=null", "critic.offload=null", "rollout.offload=null")
@@ -181,8 +179,8 @@ COLOCATED = ("algo=vapo", "model=qwen3_8b", "cluster=h200x8", *KEPT)
 def test_those_who_share_a_gpu_add_up_in_every_phase() -> None:
     found = plan(*COLOCATED, "rollout.sglang.mem_fraction_static=0.5")
     (gpus,) = found.gpus
-    assert [tenant.role for tenant in gpus.kind.tenants] == ["policy", "critic"]
-    assert gpus.kind.has_server
+    assert list(gpus.stages) == ["policy", "critic"]
+    assert gpus.server is not None
     (policy,), (critic,) = found.stages["policy"], found.stages["critic"]
     # Nothing is offloaded: torch's allocator keeps what the largest call took.
     held = 1.05 * (policy.peak + critic.peak) + 2 * 2.5 * GIB

@@ -11,12 +11,9 @@ from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.families.architecture import Architecture
 from megarl.mcore.model.architecture import parse_architecture
 from megarl.mcore.worker_spec import StageParameters
-from megarl.plan.activations import MicroBatch, Saving
-from megarl.plan.estimate import JobPlan, build_plan
-from megarl.plan.jobs import find_models
-from megarl.plan.passes import Work, compute_update
-from megarl.plan.published import PUBLISHED
-from megarl.plan.roles import RoleJob, estimate_stages
+from megarl.plan.job import PUBLISHED, JobPlan, build_plan, find_models
+from megarl.plan.memory import MicroBatch, RoleJob, Saving, estimate_stages
+from megarl.plan.seconds import Work, compute_update
 
 H100 = HardwareConfig("H100", 79.1, 989, 1979, 3350, 450, 50, host_memory_gib=2048)
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "results" / "planner.md"

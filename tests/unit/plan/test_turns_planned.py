@@ -4,8 +4,7 @@ import pytest
 
 from megarl.config.load import list_options, load_config
 from megarl.plan.assumptions import GIB
-from megarl.plan.estimate import JobPlan, build_plan
-from megarl.plan.jobs import find_models
+from megarl.plan.job import JobPlan, build_plan, find_models
 
 NODE = ("algo=vapo", "model=qwen3_8b", "cluster=h100x8")
 SERVER = 4 * GIB

@@ -17,9 +17,8 @@ from megarl.config.load import load_config
 from megarl.config.schema.roles import Dtype
 from megarl.families.registry import parse_architecture
 from megarl.mcore.worker_spec import Role
-from megarl.plan.estimate import count_job
-from megarl.plan.jobs import PlannedModels, build_jobs
-from megarl.plan.roles import estimate_stages
+from megarl.plan.job import PlannedModels, build_jobs, count_job
+from megarl.plan.memory import estimate_stages
 from megarl.sync.slots import Way
 from megarl.tools.gpu import machine as machine_module
 from megarl.tools.gpu import serving, sizes, training, transfer

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarl.plan.measured import measuring_peaks
+from megarl.tools.gpu.measured import measuring_peaks
 
 MB = 10**6
 
