@@ -1,4 +1,4 @@
-"""`python -m megarl.doctor [group=option] [key=value] ...`: can this configuration run on this machine?
+"""`megarl doctor [group=option] [key=value] ...`: can this configuration run on this machine?
 
 Exit code 0: it can. 1: something is missing or wrong. 2: the configuration itself is wrong.
 """
@@ -9,11 +9,8 @@ import sys
 from megarl.config.errors import ConfigError
 from megarl.config.load import load
 from megarl.config.search_path import take_config_dirs
-from megarl.doctor.allocation import assume_allocation
-from megarl.doctor.gather import Probe, gather
-from megarl.doctor.judge import judge
-from megarl.doctor.need import find_need
-from megarl.doctor.text import count_stopping, render
+from megarl.doctor.facts import Probe, gather
+from megarl.doctor.judge import assume_allocation, count_stopping, find_need, judge, render
 from megarl.run.arguments import end_with_closed_pipe
 from megarl.run.command import end_with_config_error
 

@@ -1,13 +1,31 @@
-"""Findings from facts: what is missing or wrong for the chosen configuration, and the remedy. Pure functions."""
+"""What the chosen configuration needs on this machine, what of it is missing or wrong, and the screen that says so.
 
-from collections.abc import Iterator, Sequence
+Pure functions of the configuration and of the facts.
+"""
+
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from megarl.algo.registry import needs_critic
+from megarl.config.placement import list_groups, place
 from megarl.config.schema.hardware import LEAST_OF_KIND
-from megarl.doctor.facts import ApexKind, Facts, Finding, Level, Need
+from megarl.config.schema.root import Config
+from megarl.doctor.facts import ApexKind, Facts
+from megarl.sandbox.program import PROTECTIONS
 
+TRAIN = Path(__file__).resolve().parents[1] / "slurm" / "train.sh"
+IN_A_JOB = "SLURM_JOB_NUM_NODES"
+KEYS = {"nodes": "cluster.num_nodes", "gpus-per-node": "cluster.gpus_per_node"}
+"""The key of conf/cluster/slurm.yaml that each option of sbatch sets"""
+CLUSTERS_OF_ANY_NODES = ("laptop", "slurm")
+"""Options of the cluster group that also run on nodes without GPUs"""
 FOR_CUDA = ("sglang-kernel", "flashinfer-python", "triton", "torchvision")
 """Packages that SGLang imports on a GPU; on a CPU there are stand-ins"""
 TRANSFORMER_ENGINE, ITS_MODULE = "transformer-engine", "transformer_engine.pytorch"
@@ -17,6 +35,107 @@ MANY_FILES = 65536
 FEWEST_FILES = 4096
 LEAST_TMP_GB = 2.0
 """For Ray's session and the servers' scratch folders"""
+SHOWN = (
+    *("torch", "megatron-core", "transformer-engine", "apex", "sglang", "sglang-kernel", "flashinfer-python"),
+    *("flash-attn-4", "ray", "hydra-core", "transformers"),
+)
+MODULES = {"megatron-core": "megatron.core", "transformer-engine": "transformer_engine.pytorch"} | {
+    "sglang-kernel": "sgl_kernel", "flashinfer-python": "flashinfer",
+}  # fmt: skip
+"""The module of a distribution, where it has another name"""
+WIDTH = 120
+INDENT = 9
+
+
+@dataclass(frozen=True)
+class Need:
+    """The needs of the chosen configuration on one node."""
+
+    cluster: str | None
+    """The option of the cluster group, where the command line chooses one"""
+    cuda: tuple[str, ...] = ()
+    """Settings that need a GPU, as key=value; empty: a CPU suffices"""
+    num_gpus: int = 0
+    """GPUs that this machine must have; 0 without `cuda`"""
+    num_nodes: int = 1
+    fp8: tuple[tuple[str, str, str], ...] = ()
+    """(role, format, recipe) of each role that computes in FP8"""
+    object_store_gb: float = 0.0
+    gpu: str | None = None
+    """The GPU model that the job is planned for (cluster.hardware); None: not known"""
+    gpu_memory_gb: float = 0.0
+    """Memory of that GPU model"""
+    assumed: tuple[str, ...] = ()
+    """Settings, as key=value, assumed instead of those of a Slurm job, where there is no job yet"""
+
+
+class Level(Enum):
+    note = "note"
+    missing = "missing"
+    wrong = "wrong"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem or a note. A note does not keep the configuration from running."""
+
+    level: Level
+    text: str
+    remedy: str | None = None
+    """The command to run, or the key to set"""
+
+
+def find_need(config: Config, overrides: Sequence[str], assumed: Sequence[str] = ()) -> Need:
+    """The needs of `config`, composed from these overrides and those assumed of a Slurm job."""
+    cluster = find_choice(overrides, "cluster")
+    roles = {"policy": config.policy, **({"critic": config.critic} if needs_critic(config.algo) else {})}
+    fp8 = tuple((name, role.fp8.value, role.fp8_recipe.value) for name, role in roles.items() if role.fp8)
+    hardware = config.cluster.hardware
+    cuda = [f"cluster.hardware.gpu={hardware.gpu}"] if hardware.gpu is not None else []
+    if cluster is not None and cluster not in CLUSTERS_OF_ANY_NODES:
+        cuda = [f"cluster={cluster}"]
+    cuda += [f"{name}.fp8={kind}" for name, kind, _ in fp8]
+    if config.rollout.kv_cache_tokens is None and config.rollout.file is None:
+        cuda.append("rollout.kv_cache_tokens=null")
+    return Need(
+        cluster=cluster,
+        cuda=tuple(cuda),
+        num_gpus=count_gpus(config) if cuda else 0,
+        num_nodes=config.cluster.num_nodes,
+        fp8=fp8,
+        gpu=hardware.gpu,
+        gpu_memory_gb=hardware.memory_gib * 2**30 / 1e9,
+        object_store_gb=config.cluster.object_store_mb * 2**20 / 1e9,
+        assumed=tuple(assumed),
+    )
+
+
+def count_gpus(config: Config) -> int:
+    """The largest number of GPUs that the job uses on one node; all, on one node, where they are not counted."""
+    groups = list_groups(config)
+    if config.cluster.gpus_per_node == 0:
+        return sum(group.num_gpus for group in groups)
+    used = {(slot.node, gpu) for slots in place(config.cluster, groups).values() for slot in slots for gpu in slot.gpus}
+    nodes = [node for node, _ in used]
+    return max((nodes.count(node) for node in set(nodes)), default=0)
+
+
+def find_choice(overrides: Sequence[str], group: str) -> str | None:
+    """The last option chosen of a group; None: none was."""
+    chosen = [value for name, _, value in (text.partition("=") for text in overrides) if name == group]
+    return chosen[-1] if chosen else None
+
+
+def assume_allocation(overrides: Sequence[str], environment: Mapping[str, str], script: Path = TRAIN) -> list[str]:
+    """The allocation that cluster=slurm is checked against outside of a job: the one that slurm/train.sh requests.
+
+    Overrides from the script's #SBATCH lines, for keys that are not given; empty in a job and for other clusters.
+    """
+    if find_choice(overrides, "cluster") != "slurm" or environment.get(IN_A_JOB) or not script.is_file():
+        return []
+    given = {text.partition("=")[0].lstrip("+") for text in overrides}
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\d+)$", script.read_text(), flags=re.MULTILINE))
+    return [f"{key}={options[name]}" for name, key in KEYS.items() if name in options and key not in given]
 
 
 def judge(facts: Facts, need: Need) -> list[Finding]:
@@ -43,7 +162,11 @@ def check_megarl(facts: Facts, need: Need) -> Iterator[Finding]:
     if not facts.requirements:
         yield Finding(Level.missing, "megarl itself is not installed", name_install(facts, need))
     absent, other = [], []
-    for requirement in filter(None, map(parse, facts.requirements)):
+    for text in facts.requirements:
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:  # a newer metadata format than packaging supports
+            continue
         version = facts.versions.get(canonicalize_name(requirement.name))
         if version is None:
             absent.append(str(requirement))
@@ -55,21 +178,15 @@ def check_megarl(facts: Facts, need: Need) -> Iterator[Finding]:
         yield Finding(Level.wrong, f"other versions than megarl needs: {join(other)}", name_install(facts, need))
 
 
-def parse(text: str) -> Requirement | None:
-    try:
-        return Requirement(text)
-    except InvalidRequirement:  # a newer metadata format than packaging supports
-        return None
-
-
 def check_imports(facts: Facts, need: Need) -> Iterator[Finding]:
     problems = facts.imports.problems or {}
     waiting = [module for module, problem in problems.items() if needs_driver(facts, problem)]
     for module, problem in problems.items():
         if module not in waiting:
+            text = problem if len(problem) <= 160 else f"{problem[:157]}..."
             # What is installed is not installed again without `clean`.
             remedy = name_install(facts, need).replace("make install", "make clean install")
-            yield Finding(Level.wrong, f"{module} is broken: {shorten(problem)}", remedy)
+            yield Finding(Level.wrong, f"{module} is broken: {text}", remedy)
     if waiting:
         yield Finding(
             Level.note,
@@ -238,5 +355,83 @@ def join(names: Sequence[str]) -> str:
     return ", ".join(names)
 
 
-def shorten(text: str, length: int = 160) -> str:
-    return text if len(text) <= length else f"{text[: length - 3]}..."
+def render(title: str, facts: Facts, need: Need, findings: Sequence[Finding]) -> list[str]:
+    """The lines of the text, of at most WIDTH characters where the machine's own names are not longer."""
+    return [
+        f"megarl doctor: {title}",
+        "",
+        *_render_packages(facts, choose_platform(facts, need)),
+        "",
+        *_render_machine(facts),
+        "",
+        *_render_findings(findings),
+    ]
+
+
+def _render_packages(facts: Facts, platform: str) -> Iterator[str]:
+    pins = facts.pins.get(platform, {})
+    yield f"{'package':<20}{'here':<16}{platform}.lock"
+    for name in SHOWN:
+        version, pin = facts.versions.get(name), pins.get(name)
+        line = f"{name:<20}{version or '-':<16}{pin or '-':<16}{_remark(facts, name, version, pin)}"
+        yield line.rstrip()
+
+
+def _remark(facts: Facts, name: str, version: str | None, pin: str | None) -> str:
+    problem = (facts.imports.problems or {}).get(MODULES.get(name, name))
+    if problem is not None:
+        return "needs the driver" if needs_driver(facts, problem) else "broken"
+    if name == "apex":
+        return "optional: NVIDIA's, from source" if facts.apex is None else facts.apex.value
+    if version is None:
+        return "not there" if pin else "for CUDA alone"
+    if name == "torch" and facts.imports.torch_version is not None:
+        build = f"CUDA {facts.imports.torch_cuda}" if facts.imports.torch_cuda else "CPU build"
+        return build if version.partition("+")[0] == pin else f"{build}, another version"
+    return "" if version == pin or pin is None else "another version"
+
+
+def _render_machine(facts: Facts) -> Iterator[str]:
+    machine, gpus = facts.machine, facts.imports.gpus
+    kinds = sorted({f"{gpu.name} ({gpu.memory_gb:.0f} GB)" for gpu in gpus})
+    job = f", in job {machine.slurm_job}" if machine.slurm_job else ""
+    soft, hard = ("unlimited" if limit < 0 else str(limit) for limit in machine.open_files)
+    containers = ", ".join(machine.containers) or "none of docker, podman, apptainer, enroot"
+    models = [f"{each.key}: {each.asked}{'' if each.problem is None else ', NOT FOUND'}" for each in facts.checkpoints]
+    lacking = [name for name in PROTECTIONS if name not in machine.sandbox]
+    rows = {
+        "system": f"{machine.system}, {machine.num_cores} cores, {machine.memory_gb:.0f} GB; Python {machine.python}",
+        "GPUs": (f"{len(gpus)} x {', '.join(kinds)}" if gpus else "none")
+        + (f"; driver {machine.driver}" if machine.driver else "; no NVIDIA driver"),
+        "compiler": f"{machine.compiler or 'none'}; Python.h {'found' if machine.has_python_header else 'not found'};"
+        f" nvcc {f'{machine.nvcc} ({machine.nvcc_cuda})' if machine.nvcc else 'none'}; ninja {machine.ninja or 'none'}",
+        "Slurm": f"{machine.slurm or 'not found'}{job}; containers: {containers}",
+        "limits": f"/dev/shm {machine.shm_free_gb:.1f} GB free, temporary folder {machine.tmp_free_gb:.1f} GB free,"
+        f" open files {soft} (at most {hard})",
+        "model": "; ".join(models),
+        "HF cache": f"{machine.hub_cache}, {machine.num_cached_models} models",
+        "sandbox": ", ".join(machine.sandbox or ["limits only"]) + f"; not here: {', '.join(lacking)}" * bool(lacking),
+    }
+    yield from (f"{name:<10}{text}" for name, text in rows.items())
+
+
+def _render_findings(findings: Sequence[Finding]) -> Iterator[str]:
+    for finding in findings:
+        remedy = f" -> {finding.remedy}" if finding.remedy else ""
+        yield from textwrap.wrap(
+            f"{finding.level.value:<{INDENT}}{finding.text}{remedy}",
+            WIDTH,
+            subsequent_indent=" " * INDENT,
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        )
+    stopping = count_stopping(findings)
+    if stopping:
+        yield f"it cannot run here: {stopping} {'thing is' if stopping == 1 else 'things are'} missing or wrong"
+    else:
+        yield "it can run here"
+
+
+def count_stopping(findings: Sequence[Finding]) -> int:
+    return sum(finding.level is not Level.note for finding in findings)

@@ -8,29 +8,30 @@ compare  checks the lines of all nodes, from stdin
 torch or Ray.
 """
 
+import contextlib
 import json
 import os
 import re
 import socket
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TextIO
 
 import psutil
 
-from megarl.algo.registry import needs_critic
 from megarl.config.allocation import check_allocation, read_allocation
 from megarl.config.errors import ConfigError
+from megarl.config.evaluation_sets import expand_sets, load_configs
+from megarl.config.load import load_config
 from megarl.config.placement import DeviceSlot, check_cluster, count_nodes, list_groups, place
+from megarl.config.roll.rewrite import rewrite_overrides
 from megarl.config.schema.hardware import LEAST_OF_KIND, HardwareConfig
-from megarl.config.schema.model import ModelSource
 from megarl.config.schema.root import Config
 from megarl.config.search_path import take_config_dirs
-from megarl.doctor.job_inputs import find_input_problems, load_job_configs
-from megarl.hf.checkpoint import find_checkpoint
+from megarl.doctor.facts import ask_lines, find_checkpoints
 from megarl.run.command import end_with_config_error
 from megarl.run.machine import check_object_store
 from megarl.run.resume import take_resume
@@ -149,16 +150,56 @@ def find_missing_interface(name: str | None) -> Iterator[str]:
         yield f"MEGARL_INTERFACE: found {name}, on which this node has no IPv4 address; it has them on {', '.join(own)}"
 
 
+def load_job_configs(overrides: Sequence[str], command: str) -> Mapping[str, Config]:
+    """The configuration of `python -m megarl.COMMAND`, by its set of problems (evaluate); else one.
+
+    Raises ConfigError.
+    """
+    if command == "evaluate":
+        return load_configs(expand_sets(rewrite_overrides(overrides).overrides))
+    return {"": load_config(overrides, command)}
+
+
+def find_input_problems(configs: Mapping[str, Config]) -> Iterator[str]:
+    """Problems with the data and with the reward, read and tried as the run will; no tokenizer is needed for these."""
+    for name, config in configs.items():
+        if config.rollout.file is not None:
+            if not Path(config.rollout.file).expanduser().is_file():
+                yield f"rollout.file: {config.rollout.file} is no file"
+            continue
+        try:
+            check_first_problems(config, name)
+        except ConfigError as error:
+            yield from (f"data={name}: {problem}" if name else problem for problem in error.problems)
+
+
+def check_first_problems(config: Config, name: str) -> None:
+    """Read the data, and score an empty response to the first problem of each split. Raises ConfigError.
+
+    name: of the set in an evaluation, which may have a path of its own.
+    """
+    # Imported here: these import torch, for which the checks of the other nodes need not wait.
+    from megarl.data.build import build_source
+    from megarl.data.evaluation_set import use_local_path
+    from megarl.reward.scorer import build_scorer
+    from megarl.types import Prompt
+
+    data, path = config.data, config.evaluate.paths.get(name)
+    if path is not None:
+        data = use_local_path(data, path, f"evaluate.paths.{name}")
+    splits = build_source(data).load(config.seed)
+    prompts = [
+        Prompt("first", each.messages[-1].content, (), each.answer, each.metadata, each.messages)
+        for each in (*splits.train[:1], *(splits.heldout or ())[:1])
+    ]
+    with contextlib.closing(build_scorer(config.reward)) as scorer:
+        scorer.check(prompts, config.reward.wrong)
+
+
 def find_unseen(config: Config, command: str = "train") -> Iterator[str]:
     """Problems with checkpoints that this node does not see, by their keys."""
-    wanted = {"model.path": config.model.path} if config.model.source is ModelSource.path else {}
-    if command != "evaluate" and needs_critic(config.algo) and config.critic.init is not None:
-        wanted["critic.init"] = config.critic.init
-    for key, path in wanted.items():
-        try:
-            find_checkpoint(path, key, may_download=False)
-        except ConfigError as error:
-            yield from error.problems
+    wanted = ("model.path",) if command == "evaluate" else ("model.path", "critic.init")
+    yield from (each.problem for each in find_checkpoints(config) if each.key in wanted and each.problem is not None)
 
 
 def find_unseen_folder(folder: str | None) -> Iterator[str]:
@@ -169,12 +210,9 @@ def find_unseen_folder(folder: str | None) -> Iterator[str]:
 
 def list_gpus() -> list[str]:
     """`NVIDIA H100 80GB HBM3, 81559 MiB`, for each GPU that the job has on this node."""
-    command = ["nvidia-smi", "--query-gpu=index,name,memory.total", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    found = dict(line.split(", ", 1) for line in done.stdout.splitlines() if ", " in line)
+    query = ("--query-gpu=index,name,memory.total", "--format=csv,noheader")
+    lines = ask_lines("nvidia-smi", *query, deadline_s=ASK_S) or []
+    found = dict(line.split(", ", 1) for line in lines if ", " in line)
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     # Where Slurm shows the job its own GPUs only, their numbers also start at 0.
     numbers = [number for number in chosen.split(",") if number in found] if chosen else list(found)
@@ -209,12 +247,9 @@ def _is_own_ray(process: psutil.Process) -> bool:
 def list_living_jobs() -> set[str] | None:
     """Ids of this user's jobs that run or are about to end; None where Slurm does not answer."""
     states = "RUNNING,COMPLETING,SUSPENDED,CONFIGURING,STOPPED"
-    command = ["squeue", "--noheader", "--format=%A", f"--states={states}", f"--user={os.getuid()}"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return set(done.stdout.split())
+    query = ("--noheader", "--format=%A", f"--states={states}", f"--user={os.getuid()}")
+    lines = ask_lines("squeue", *query, deadline_s=ASK_S)
+    return None if lines is None else set(lines)
 
 
 def compare(configs: Mapping[str, Config], _command: str) -> None:

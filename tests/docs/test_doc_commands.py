@@ -34,7 +34,7 @@ from megarl.config.load import check_overrides, load_config
 from megarl.config.placement import list_contradictions
 from megarl.config.schema.cluster import ClusterConfig
 from megarl.config.search_path import take_config_dirs
-from megarl.doctor.allocation import assume_allocation
+from megarl.doctor.judge import assume_allocation
 from megarl.run.command import EXIT_BAD_CONFIG, check_command_line
 from megarl.run.resume import save_run
 

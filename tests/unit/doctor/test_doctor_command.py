@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.doctor.allocation import assume_allocation
+from megarl.doctor.judge import assume_allocation
 
 LONGEST_SCREEN = 40
 

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from megarl.config.load import load_config
 from megarl.config.schema.model import RandomModelConfig
-from megarl.doctor import gather
-from megarl.doctor.facts import ApexKind
-from megarl.doctor.gather import (
+from megarl.doctor import facts
+from megarl.doctor.facts import (
     LOCKS,
+    ApexKind,
     Probe,
     find_apex,
     find_checkpoints,
@@ -38,7 +38,7 @@ def probe_only(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> di
     """The problems of importing modules that stand in `folder`."""
     root = str(Path(__file__).resolve().parents[3])
     monkeypatch.setenv("PYTHONPATH", f"{folder}:{root}")
-    monkeypatch.setattr(gather, "PROBED", (names,))
+    monkeypatch.setattr(facts, "PROBED", (names,))
     return Probe().collect().problems or {}
 
 
@@ -74,7 +74,7 @@ def test_a_package_that_breaks_or_crashes_is_one_line(
 
 def test_an_import_that_hangs_has_a_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     write_module(tmp_path, "stuck", "import threading\nthreading.Event().wait()")
-    monkeypatch.setattr(gather, "PROBE_DEADLINE_S", 3.0)
+    monkeypatch.setattr(facts, "PROBE_DEADLINE_S", 3.0)
     assert probe_only(monkeypatch, tmp_path, "stuck") == {"stuck": "its import did not end within 3 s"}
 
 
@@ -85,8 +85,8 @@ def test_a_probe_whose_pipe_stays_open_after_it_was_killed_is_not_waited_for(
     write_module(
         tmp_path, "holding", f"{begin}\nsubprocess.Popen(['sleep', '30'], stdout=sys.__stdout__)\ntime.sleep(30)"
     )
-    monkeypatch.setattr(gather, "PROBE_DEADLINE_S", 2.0)
-    monkeypatch.setattr(gather, "KILL_DEADLINE_S", 0.5)
+    monkeypatch.setattr(facts, "PROBE_DEADLINE_S", 2.0)
+    monkeypatch.setattr(facts, "KILL_DEADLINE_S", 0.5)
     started = time.monotonic()
     problems = probe_only(monkeypatch, tmp_path, "holding")
     assert time.monotonic() - started < 15

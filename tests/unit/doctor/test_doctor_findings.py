@@ -6,10 +6,18 @@ from pathlib import Path
 import pytest
 
 from megarl.config.load import load_config
-from megarl.doctor.facts import ApexKind, Checkpoint, Facts, Gpu, Imports, Level, Machine, Need
-from megarl.doctor.judge import FOR_CUDA, TRANSFORMER_ENGINE, judge
-from megarl.doctor.need import find_need
-from megarl.doctor.text import WIDTH, count_stopping, render
+from megarl.doctor.facts import ApexKind, Checkpoint, Facts, Gpu, Imports, Machine
+from megarl.doctor.judge import (
+    FOR_CUDA,
+    TRANSFORMER_ENGINE,
+    WIDTH,
+    Level,
+    Need,
+    count_stopping,
+    find_need,
+    judge,
+    render,
+)
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", (9, 0), 85.0)
 A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 85.0)

@@ -14,9 +14,9 @@ import pytest
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.hardware import HardwareConfig
-from megarl.doctor.job_inputs import find_input_problems, load_job_configs
 from megarl.doctor.preflight import (
     NodeReport,
+    find_input_problems,
     find_job_memory_problem,
     find_missing_interface,
     find_problems,
@@ -25,6 +25,7 @@ from megarl.doctor.preflight import (
     find_unseen,
     find_unseen_folder,
     list_gpus,
+    load_job_configs,
     read_reports,
 )
 
