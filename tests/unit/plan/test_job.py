@@ -1,16 +1,17 @@
-"""What fits and what does not, which change is the nearest, who shares a GPU."""
+"""What fits and what does not, which change is the nearest, who shares a GPU and when; jobs on saved rollouts."""
 
 import pytest
 from apart_job import APART, PRESET, QWEN32B
 
-from megarl.config.load import load_config
-from megarl.config.search_path import CONF_DIR
+from megarl.config.load import list_options, load_config
+from megarl.config.schema.cluster import Placement
 from megarl.plan.assumptions import GIB
 from megarl.plan.job import JobPlan, build_plan, compute_host, find_models
 from megarl.plan.memory import PHASES, compute_saved
-from megarl.plan.search import Change, find_change
+from megarl.plan.search import Change, Division, find_change, list_divisions
+from megarl.plan.tables import list_tables
 
-ALGOS = sorted(path.stem for path in (CONF_DIR / "algo").glob("*.yaml"))
+ALGOS = list_options("algo")
 
 
 def plan(*overrides: str) -> JobPlan:
@@ -229,3 +230,106 @@ def test_what_a_later_change_makes_superfluous_is_left_out() -> None:
     found_rounds = find(*overrides).overrides
     gpus = [text for text in found_rounds if text.startswith(("rollout.num_servers", "cluster.num_nodes"))]
     assert len(gpus) == 1
+
+
+NODE = ("algo=vapo", "model=qwen3_8b", "cluster=h100x8")
+SERVER = 4 * GIB
+PROCESS = 2.5 * GIB
+ON_ONE_NODE = ("qwen3_8b", "qwen2_5_7b", "llama3_8b", "qwen2_7b")
+GPU = (
+    "cluster.hardware={{gpu: X, memory_gib: {}, bf16_tflops: 165, fp8_tflops: 330, hbm_gb_s: 1008, nvlink_gb_s: 32,"
+    " network_gb_s: 3, host_memory_gib: 64}}"
+)
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+@pytest.mark.parametrize("model", ON_ONE_NODE)
+def test_every_algorithm_fits_one_node_with_a_model_of_8b(model: str, algo: str) -> None:
+    found = plan(f"algo={algo}", f"model={model}")
+    assert not found.problems
+    assert found.num_gpus == 8
+    # Room for what no formula sees: fragments, NCCL's buffers of many groups.
+    assert max(max(gpus.phases.values()) for gpus in found.gpus) < 76 * GIB
+
+
+@pytest.mark.parametrize("model", ON_ONE_NODE)
+def test_a_node_of_h200_has_room_for_more(model: str) -> None:
+    found = plan("algo=vapo", f"model={model}", "cluster=h200x8")
+    assert not found.problems
+    assert found.server.kv_tokens > 1.5 * plan("algo=vapo", f"model={model}").server.kv_tokens
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+@pytest.mark.parametrize("model", ["qwen3_0_6b", "qwen2_5_0_5b"])
+def test_every_algorithm_trains_a_small_model_on_one_gpu_of_24_gb(model: str, algo: str) -> None:
+    found = plan(f"algo={algo}", f"model={model}", "cluster=gpu", GPU.format(23.5))
+    assert not found.problems
+    assert found.num_gpus == 1
+
+
+def test_two_nodes_have_the_roles_on_one_and_the_servers_on_the_other() -> None:
+    found = plan(*NODE[:2], "cluster=h100x16", "cluster.placement=split", "rollout.transport=split")
+    assert not found.problems
+    assert found.places == {
+        "policy": tuple(range(8)),
+        "critic": tuple(range(8)),
+        "servers": tuple(range(8, 16)),
+    }
+
+
+def test_one_role_computes_at_a_time_beside_what_the_server_keeps() -> None:
+    found = plan(*NODE)
+    (policy,), (critic,) = found.stages["policy"], found.stages["critic"]
+    (gpus,) = found.gpus
+    assert policy.resident == critic.resident == 0
+    assert gpus.phases["generation"] == pytest.approx(2 * PROCESS + found.server.total)
+    largest = max(policy.update, policy.building, critic.update)
+    assert gpus.phases["update"] == pytest.approx(1.05 * largest + 2 * PROCESS + SERVER)
+    assert gpus.phases["log-probs, values"] == pytest.approx(
+        1.05 * max(policy.forward, critic.forward) + 2 * PROCESS + SERVER
+    )
+    # The policy's weights beside the server's, whose KV cache comes back after the sync.
+    messages = 2 * 64 * 2**20
+    sending = 1.05 * (policy.weights + messages) + 2 * PROCESS
+    assert gpus.phases["sync"] == pytest.approx(sending + found.server.weights + SERVER + messages)
+
+
+def test_with_the_kv_cache_alone_given_back_the_servers_weights_stay() -> None:
+    everything, cache = plan(*NODE), plan(*NODE, "rollout.offload=kv_cache")
+    nothing = plan(*NODE, "rollout.offload=null")
+    (first,), (second,), (third,) = everything.gpus, cache.gpus, nothing.gpus
+    assert second.phases["update"] - first.phases["update"] == everything.server.weights
+    assert third.phases["update"] - second.phases["update"] == everything.server.kv_cache
+    assert first.phases["generation"] == second.phases["generation"] == third.phases["generation"]
+
+
+def test_roles_that_share_gpus_without_leaving_them_compute_side_by_side() -> None:
+    kept = plan(*NODE, "policy.offload=null", "critic.offload=null", "rollout.sglang.mem_fraction_static=0.3")
+    (policy,), (critic,) = kept.stages["policy"], kept.stages["critic"]
+    peaks = 1.05 * (policy.peak + critic.peak) + 2 * PROCESS
+    assert kept.gpus[0].phases["update"] == pytest.approx(peaks + SERVER)
+
+
+SAVED = ("model=qwen3_0_6b", "cluster=h100x8", "rollout.file=r.jsonl", "algo.mismatch.correction=tis")
+
+
+def test_nothing_is_generated_or_sent() -> None:
+    roles = ("policy.parallel.num_processes=4", "critic.parallel.num_processes=4")
+    job = ("algo=ppo", *SAVED, *roles)
+    found = plan(*job)
+    assert found.problems == ()
+    assert found.server is None
+    assert (found.seconds.generation, found.seconds.sync, found.transfer.total) == (0.0, 0.0, 0)
+    assert found.num_gpus == 8
+    assert found.places["servers"] == ()
+    texts = [str(table.title) if hasattr(table, "title") else table for table in list_tables(load_config(job), found)]
+    assert not any("server:" in text for text in texts)
+
+
+def test_the_search_divides_all_gpus_among_the_roles() -> None:
+    divisions = list(list_divisions(load_config(["algo=ppo", *SAVED])))
+    assert Division(Placement.split, 8, 8, 0) in divisions
+    assert Division(Placement.apart, 4, 0, 0) in divisions
+    assert {division.servers for division in divisions} == {0}
+    alone = list(list_divisions(load_config(["algo=lite_ppo", *SAVED])))
+    assert alone == [Division(Placement.split, 8, 8, 0)]
