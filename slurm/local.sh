@@ -109,17 +109,13 @@ check_composed() {
 
 # Seconds of a time as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S; 0 where there is none.
 count_seconds() {
-  local days=0 part text=$1
-  [[ -n $text && $text != UNLIMITED && $text != infinite ]] || { echo 0 && return; }
-  [[ $text =~ ^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$ ]] || return 1
-  [[ $text != *-* ]] || { days=${text%%-*} text=${text#*-}; }
-  IFS=: read -ra part <<<"$text"
-  if [[ $1 == *-* ]]; then
-    part=("${part[0]}" "${part[1]:-0}" "${part[2]:-0}")
-  else
-    case ${#part[@]} in 1) part=(0 "${part[0]}" 0) ;; 2) part=(0 "${part[@]}") ;; esac
-  fi
-  echo $((days * 86400 + 10#${part[0]} * 3600 + 10#${part[1]} * 60 + 10#${part[2]}))
+  local days hours minutes seconds
+  [[ -n $1 && $1 != UNLIMITED && $1 != infinite ]] || { echo 0 && return; }
+  [[ $1 =~ ^(([0-9]+)-)?([0-9]+)(:([0-9]+))?(:([0-9]+))?$ ]] || return 1
+  days=${BASH_REMATCH[2]:-0} hours=${BASH_REMATCH[3]} minutes=${BASH_REMATCH[5]:-0} seconds=${BASH_REMATCH[7]:-0}
+  # One or two numbers without days begin with the minutes.
+  [[ $1 == *-* || -n ${BASH_REMATCH[7]} ]] || { seconds=$minutes minutes=$hours hours=0; }
+  echo $((10#$days * 86400 + 10#$hours * 3600 + 10#$minutes * 60 + 10#$seconds))
 }
 
 read_default() { sed -n "s/^#SBATCH --$1=//p" "$MEGARL_HOME/slurm/train.sh"; }

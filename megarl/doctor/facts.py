@@ -17,7 +17,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class Imports:
     torch_cuda: str | None = None
     """The CUDA version that torch was built for; None: a CPU build"""
     gpus: tuple[Gpu, ...] = ()
-    problems: dict[str, str] | None = None
+    problems: dict[str, str] = field(default_factory=dict)
     """Why a module could not be imported, in one line, by module; without those that are not installed"""
 
 

@@ -57,7 +57,6 @@ class Need:
     """Settings that need a GPU, as key=value; empty: a CPU suffices"""
     num_gpus: int = 0
     """GPUs that this machine must have; 0 without `cuda`"""
-    num_nodes: int = 1
     fp8: tuple[tuple[str, str, str], ...] = ()
     """(role, format, recipe) of each role that computes in FP8"""
     object_store_gb: float = 0.0
@@ -101,7 +100,6 @@ def find_need(config: Config, overrides: Sequence[str], assumed: Sequence[str] =
         cluster=cluster,
         cuda=tuple(cuda),
         num_gpus=count_gpus(config) if cuda else 0,
-        num_nodes=config.cluster.num_nodes,
         fp8=fp8,
         gpu=hardware.gpu,
         gpu_memory_gb=hardware.memory_gib * 2**30 / 1e9,
@@ -179,7 +177,7 @@ def check_megarl(facts: Facts, need: Need) -> Iterator[Finding]:
 
 
 def check_imports(facts: Facts, need: Need) -> Iterator[Finding]:
-    problems = facts.imports.problems or {}
+    problems = facts.imports.problems
     waiting = [module for module, problem in problems.items() if needs_driver(facts, problem)]
     for module, problem in problems.items():
         if module not in waiting:
@@ -283,7 +281,7 @@ def check_fp8(facts: Facts, need: Need) -> Iterator[Finding]:
     from megarl.config.schema.roles import Fp8, Fp8Recipe
     from megarl.mcore.role_fields import find_fp8_problems
 
-    if ITS_MODULE in (facts.imports.problems or {}):
+    if ITS_MODULE in facts.imports.problems:
         return  # check_imports says so
     with_te = TRANSFORMER_ENGINE in facts.versions
     capability = min((gpu.capability for gpu in facts.imports.gpus), default=None)
@@ -378,7 +376,7 @@ def _render_packages(facts: Facts, platform: str) -> Iterator[str]:
 
 
 def _remark(facts: Facts, name: str, version: str | None, pin: str | None) -> str:
-    problem = (facts.imports.problems or {}).get(MODULES.get(name, name))
+    problem = facts.imports.problems.get(MODULES.get(name, name))
     if problem is not None:
         return "needs the driver" if needs_driver(facts, problem) else "broken"
     if name == "apex":

@@ -195,6 +195,8 @@ def normalize(words: Sequence[str]) -> list[str]:
     match list(words[start:]):
         case ["megarl", name, *arguments] if name in COMMANDS:
             return normalize(["python", "-m", COMMANDS[name][0], *arguments])
+        case ["python", "-m", "megarl.plan.command", *arguments]:
+            return ["python", "tools/plan.py", *arguments]
         case ["python", "-m", module, *arguments] if module.startswith("megarl.tools."):
             return ["python", f"tools/{module.removeprefix('megarl.tools.').replace('.', '/')}.py", *arguments]
         case rest:

@@ -100,10 +100,7 @@ ONE_GPU = (
 )
 """As in docs/one-node.md"""
 SAVED = [
-    *([f"algo={algo}", f"model={model}"] for algo in ALGOS for model in ("qwen3_8b", "qwen32b", "qwen3_235b_a22b")),
-    *(["algo=vapo", f"model={model}"] for model in OTHERS),
-    ["algo=vapo", "model=qwen3_8b", "cluster=h200x8"],
-    ["algo=vapo", "model=qwen3_8b", *SPLIT.split()],
+    *(arguments.split() for _, arguments in PLANS if ONE_H200_NODE not in arguments),
     ["algo=vapo", "model=qwen3_0_6b", "cluster=gpu", ONE_GPU],
 ]
 """The presets on the clusters that they name"""

@@ -39,7 +39,7 @@ def probe_only(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str) -> di
     root = str(Path(__file__).resolve().parents[3])
     monkeypatch.setenv("PYTHONPATH", f"{folder}:{root}")
     monkeypatch.setattr(facts, "PROBED", (names,))
-    return Probe().collect().problems or {}
+    return Probe().collect().problems
 
 
 def test_the_real_torch_is_imported_once_and_described() -> None:
@@ -47,7 +47,7 @@ def test_the_real_torch_is_imported_once_and_described() -> None:
     assert found.torch_version == torch.__version__
     assert found.torch_cuda == torch.version.cuda
     assert len(found.gpus) == torch.cuda.device_count()
-    assert not {"torch", "ray"} & (found.problems or {}).keys()
+    assert not {"torch", "ray"} & found.problems.keys()
 
 
 @pytest.mark.parametrize(
