@@ -138,12 +138,11 @@ def assume_allocation(overrides: Sequence[str], environment: Mapping[str, str], 
 
 def judge(facts: Facts, need: Need) -> list[Finding]:
     """All findings, in the order in which to resolve them."""
-    checks = (check_megarl, check_imports, check_cuda, check_cuda_packages, check_fp8, check_apex)
-    found = [finding for check in checks for finding in check(facts, need)]
-    found += check_checkpoints(facts)
-    found += check_memory(facts, need)
-    found += check_slurm(facts, need)
-    return found
+    checks = (
+        *(check_megarl, check_imports, check_cuda, check_cuda_packages, check_fp8, check_apex),
+        *(check_checkpoints, check_memory, check_slurm),
+    )
+    return [finding for check in checks for finding in check(facts, need)]
 
 
 def choose_platform(facts: Facts, need: Need) -> str:
@@ -305,7 +304,7 @@ def check_apex(facts: Facts, need: Need) -> Iterator[Finding]:
         )
 
 
-def check_checkpoints(facts: Facts) -> Iterator[Finding]:
+def check_checkpoints(facts: Facts, need: Need) -> Iterator[Finding]:
     for each in facts.checkpoints:
         if each.problem is not None:
             yield Finding(Level.missing, each.problem, each.remedy)

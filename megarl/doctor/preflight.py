@@ -221,7 +221,9 @@ def list_gpus() -> list[str]:
 
 def find_stale_ray(cluster_name: str | None) -> Iterator[str]:
     """Problems with this user's Ray processes of jobs that have ended: they hold memory, GPUs and ports."""
-    stale = [process for process in psutil.process_iter(["name", "ppid", "uids"]) if _is_own_ray(process)]
+    everyone = psutil.process_iter(["name", "ppid", "uids"])
+    rays = (process for process in everyone if process.info["name"] in RAY_NAMES and process.info["uids"] is not None)
+    stale = [process for process in rays if process.info["uids"].real == os.getuid()]
     living = list_living_jobs() if stale else set()
     for process in stale:
         try:
@@ -237,11 +239,6 @@ def find_stale_ray(cluster_name: str | None) -> Iterator[str]:
         ):
             owner = f"of job {job}, which has ended" if job else "of no job"
             yield f"a Ray {owner} is left: {process.info['name']}, process {process.pid}; `kill {process.pid}` ends it"
-
-
-def _is_own_ray(process: psutil.Process) -> bool:
-    uids = process.info["uids"]
-    return process.info["name"] in RAY_NAMES and uids is not None and uids.real == os.getuid()
 
 
 def list_living_jobs() -> set[str] | None:
