@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.json_text import naming_file, parse_strict_json
@@ -32,26 +33,34 @@ def check_metrics(metrics: Metrics) -> None:
             raise ValueError(f"metric {name!r} is {value}: only finite numbers can be logged")
 
 
-class MetricsWriter:
-    """Appends to a run's metrics.jsonl; every line is complete on disk when `write` returns."""
+class LineFile:
+    """Appends lines to a file; they are complete on disk when `append` returns."""
 
     def __init__(self, path: Path):
-        """Open or create `path`."""
+        """Open or create `path`, and cut off a half-written last line."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self.num_dropped_bytes = drop_unfinished_line(path)
         """Length of a half-written last line, left by a killed run, that was cut off; usually 0"""
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, iteration: int, metrics: Metrics) -> None:
-        """Write one line. Raises as `check_metrics`, and then writes nothing."""
-        check_metrics(metrics)
+    def append(self, lines: Sequence[str]) -> None:
+        """Write the lines, each with its newline. Raises OSError that names the file."""
         with naming_file(self.path):
-            self._file.write(json.dumps({ITERATION: iteration, **metrics}, allow_nan=False) + "\n")
+            self._file.writelines(lines)
             self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+
+class MetricsWriter(LineFile):
+    """Appends to a run's metrics.jsonl."""
+
+    def write(self, iteration: int, metrics: Metrics) -> None:
+        """Write one line. Raises as `check_metrics`, and then writes nothing."""
+        check_metrics(metrics)
+        self.append([json.dumps({ITERATION: iteration, **metrics}, allow_nan=False) + "\n"])
 
 
 def drop_unfinished_line(path: Path) -> int:

@@ -33,8 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megarl.json_text import naming_file
-from megarl.report.metrics import drop_unfinished_line
+from megarl.report.metrics import LineFile
 from megarl.report.text import shorten
 from megarl.types import Experience, FinishReason, Rollout, Sample, TrainingSamples
 
@@ -50,7 +49,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 Range = tuple[int, int]
 
 
-class TokenFile:
+class TokenFile(LineFile):
     """Appends to a tokens.jsonl; what it was given is on disk when a call returns."""
 
     def __init__(self, path: Path, num_records: int, max_bytes: int, decode: Callable[[list[int]], str | list[str]]):
@@ -58,9 +57,7 @@ class TokenFile:
 
         num_records, max_bytes: of each iteration, and of each evaluation. decode: a tokenizer's.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        drop_unfinished_line(path)
-        self._file = path.open("a", encoding="ascii")
+        super().__init__(path)
         self._num_records, self._max_bytes = num_records, max_bytes
         self._texts = TokenTexts(decode)
 
@@ -76,21 +73,16 @@ class TokenFile:
         """Append the first samples of an evaluation, whose prompts are the same each time."""
         self._write(iteration, HELDOUT, rollout, range(min(self._num_records, len(rollout.samples))), {})
 
-    def close(self) -> None:
-        self._file.close()
-
     def _write(
         self, iteration: int, kind: str, rollout: Rollout, rows: Sequence[int], fields: Mapping[str, Tensor]
     ) -> None:
-        left = self._max_bytes
+        left, lines = self._max_bytes, list[str]()
         for place, row in enumerate(rows):
             head = {"iteration": iteration, "kind": kind, "sample": row, "weight_version": rollout.weight_version}
             own = {name: tensor[place].tolist() for name, tensor in fields.items()}
-            line = self._format(head, rollout.samples[row], own, left // (len(rows) - place))
-            with naming_file(Path(self._file.name)):
-                self._file.write(line)
-                self._file.flush()
-            left -= len(line)
+            lines.append(self._format(head, rollout.samples[row], own, left // (len(rows) - place)))
+            left -= len(lines[-1])
+        self.append(lines)
 
     def _format(
         self, head: Mapping[str, Any], sample: Sample, fields: Mapping[str, Sequence[float]], max_bytes: int

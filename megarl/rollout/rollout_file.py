@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from megarl.checkpoint.manifest import write_atomically
 from megarl.config.errors import ConfigError
 from megarl.data.critic_prompt import CriticPrompt
-from megarl.json_text import naming_file, parse_strict_json
-from megarl.report.metrics import drop_unfinished_line
+from megarl.json_text import parse_strict_json
+from megarl.report.metrics import LineFile
 from megarl.rollout import routed_experts
 from megarl.rollout.rollout_records import EXPERTS, FIELDS, FIRST_OLD, NUMBER, check_record, pack, unfold, unpack
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score, Turn
@@ -35,23 +35,12 @@ from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score,
 FILE_NAME = "rollouts.jsonl"
 
 
-class RolloutWriter:
+class RolloutWriter(LineFile):
     """Appends to a rollouts.jsonl; a rollout is complete on disk when `write` returns."""
-
-    def __init__(self, path: Path):
-        """Open or create `path`, and cut off a half-written last line."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        drop_unfinished_line(path)
-        self._file = path.open("a", encoding="utf-8")
 
     def write(self, rollout: Rollout, iteration: int) -> None:
         """Append all samples. Raises ValueError for NaN or infinity among the numbers, and then writes nothing."""
-        with naming_file(Path(self._file.name)):
-            self._file.writelines(list(format_rollout(rollout, iteration)))
-            self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        self.append(list(format_rollout(rollout, iteration)))
 
 
 def format_rollout(rollout: Rollout, iteration: int, to_resume: bool = False) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a stranger's or a damaged JSON file may hold ends in one ValueError that names it."""
+"""What a stranger's or a damaged JSON file may hold ends in one ValueError that names it; so do errors of writing."""
 
 from pathlib import Path
 
@@ -6,9 +6,9 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.data.files import read_jsonl
-from megarl.json_text import load_json_object, parse_json, parse_strict_json
+from megarl.json_text import load_json_object, naming_file, parse_json, parse_strict_json
 from megarl.mcore.model.architecture import read_architecture
-from megarl.report.metrics import load_metrics
+from megarl.report.metrics import MetricsWriter, load_metrics
 from megarl.report.outcome import load_outcome
 from megarl.report.status import load_status
 from megarl.report.sweep import load_sweep
@@ -73,3 +73,23 @@ def test_a_config_json_that_is_no_model_is_named(tmp_path: Path, text: str, mess
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=f"config.json: {message}"):
         read_architecture(tmp_path)
+
+
+def test_a_write_that_finds_no_room_names_its_file(tmp_path):
+    full = Path("/dev/full")
+    with (
+        pytest.raises(OSError, match="No space left on device: '/dev/full'"),
+        naming_file(full),
+        full.open("w") as file,
+    ):
+        file.write("x" * 100_000)
+    with pytest.raises(FileNotFoundError, match="missing'"), naming_file(tmp_path / "other"):
+        (tmp_path / "missing").read_text()
+
+
+def test_metrics_without_room_name_their_file(tmp_path):
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    writer.close()
+    writer._file = Path("/dev/full").open("a")  # noqa: SIM115
+    with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl"):
+        writer.write(1, {"reward/mean": 0.5})

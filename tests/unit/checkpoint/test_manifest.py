@@ -13,8 +13,6 @@ from megarl.checkpoint.manifest import (
     verify_files,
     write_manifest,
 )
-from megarl.json_text import naming_file
-from megarl.report.metrics import MetricsWriter
 
 
 @pytest.fixture
@@ -101,23 +99,3 @@ def test_a_manifest_of_another_format_is_refused_by_its_number(tmp_path: Path):
     (tmp_path / NAME).write_text(json.dumps({"format": 2, "about": {}, "files": {}}))
     with pytest.raises(CheckpointError, match="format 2; this release reads format 1"):
         load_manifest(tmp_path)
-
-
-def test_a_write_that_finds_no_room_names_its_file(tmp_path):
-    full = Path("/dev/full")
-    with (
-        pytest.raises(OSError, match="No space left on device: '/dev/full'"),
-        naming_file(full),
-        full.open("w") as file,
-    ):
-        file.write("x" * 100_000)
-    with pytest.raises(FileNotFoundError, match="missing'"), naming_file(tmp_path / "other"):
-        (tmp_path / "missing").read_text()
-
-
-def test_metrics_without_room_name_their_file(tmp_path):
-    writer = MetricsWriter(tmp_path / "metrics.jsonl")
-    writer.close()
-    writer._file = Path("/dev/full").open("a")  # noqa: SIM115
-    with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl"):
-        writer.write(1, {"reward/mean": 0.5})
