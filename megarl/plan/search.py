@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import ceil
-from pathlib import Path
 from typing import Any
 
 from megarl.config.checks.algo import check_older_samples
@@ -27,8 +26,7 @@ from megarl.config.schema.roles import Offload, ParallelConfig, Recompute, Recom
 from megarl.config.schema.rollout import ServerOffload, Transport
 from megarl.config.schema.root import Config
 from megarl.config.values import write_value
-from megarl.mcore.model.architecture import Architecture, check_layout, read_architecture
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.model.architecture import Architecture, check_layout
 from megarl.plan.assumptions import GIB, SERVER_GIB
 from megarl.plan.job import (
     FIRST,
@@ -52,7 +50,6 @@ from megarl.plan.seconds import (
     find_work,
     scores_rollouts,
 )
-from megarl.run.inputs import Inputs
 from megarl.sync.serving_pieces import check_serving_layout
 
 MAX_ROUNDS = 4
@@ -297,16 +294,13 @@ def _list_larger(config: Config, name: str) -> Iterator[Values]:
             yield from ({**number, **cut, **_list_nodes(config, cluster.num_nodes + more)} for cut in cuts)
 
 
-def check_plan(config: Config, inputs: Inputs) -> list[str]:
+def check_plan(config: Config, models: PlannedModels) -> list[str]:
     """Why the job does not fit, as messages of a ConfigError, the last with a change that would make it fit; else [].
 
     The check at the start of every job. Memory is planned on clusters whose hardware is known (cluster.hardware);
     elsewhere only batches are checked. There Megatron is imported and its parameters are counted, which takes seconds,
     in a process that is in no process group.
     """
-    critic = inputs.specs.get(Role.critic)
-    own = read_architecture(Path(critic.checkpoint)) if critic else inputs.architecture
-    models = PlannedModels(inputs.architecture, own)
     if config.cluster.hardware.gpu is None or config.cluster.gpus_per_node == 0:
         return check_batches(config, build_jobs(config, models, on_gpu=False))
     try:

@@ -30,7 +30,9 @@ from megarl.config.schema.root import Config
 from megarl.config.threads import describe_threads
 from megarl.config.values import list_values
 from megarl.interfaces import DeadlineError, TrainBackend, wait_all
+from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.worker_spec import Role
+from megarl.plan.job import PlannedModels
 from megarl.plan.search import check_plan
 from megarl.plan.seconds import find_peak_tflops
 from megarl.report.metrics import FILE_NAME as METRICS_NAME
@@ -78,7 +80,9 @@ def run_job(
     inputs = load_inputs(config)
     # It is not needed where there is a checkpoint.
     pretrained = None if folder.list_complete() else load_pretrained(config)
-    problems = check_plan(config, inputs)
+    critic = inputs.specs.get(Role.critic)
+    own = read_architecture(Path(critic.checkpoint)) if critic else inputs.architecture
+    problems = check_plan(config, PlannedModels(inputs.architecture, own))
     if problems:
         raise ConfigError(problems)
     if config.checkpoint.save_every is not None:

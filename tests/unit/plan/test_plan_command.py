@@ -9,8 +9,8 @@ from apart_job import PRESET, QWEN32B
 
 from megarl.config.load import load_config
 from megarl.plan.command import main
+from megarl.plan.job import PlannedModels, find_models
 from megarl.plan.search import check_plan
-from megarl.run.inputs import Inputs, load_inputs
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools" / "plan.py"
@@ -18,8 +18,8 @@ TINY = ("algo=vapo", "model=tiny", "rollout.kv_cache_tokens=32768")
 
 
 @pytest.fixture(scope="module")
-def inputs() -> Inputs:
-    return load_inputs(load_config(TINY))
+def models() -> PlannedModels:
+    return find_models(load_config(TINY))
 
 
 def test_a_job_that_fits_ends_with_0_and_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,16 +147,16 @@ def test_rolls_names_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
     assert "256 prompts x 16 responses" in out
 
 
-def test_the_start_of_a_job_on_unknown_hardware_has_nothing_against_it(inputs: Inputs) -> None:
-    assert check_plan(load_config(TINY), inputs) == []
+def test_the_start_of_a_job_on_unknown_hardware_has_nothing_against_it(models: PlannedModels) -> None:
+    assert check_plan(load_config(TINY), models) == []
 
 
-def test_the_start_of_a_job_on_a_cluster_says_what_does_not_fit(inputs: Inputs) -> None:
+def test_the_start_of_a_job_on_a_cluster_says_what_does_not_fit(models: PlannedModels) -> None:
     fits = [*TINY, "cluster=h100x8"]
-    assert check_plan(load_config(fits), inputs) == []
-    *problems, advice = check_plan(load_config([*fits, "cluster.hardware.memory_gib=2.4"]), inputs)
+    assert check_plan(load_config(fits), models) == []
+    *problems, advice = check_plan(load_config([*fits, "cluster.hardware.memory_gib=2.4"]), models)
     assert any("GPU 0 (policy stage 0)" in problem for problem in problems)
     assert advice.startswith("cluster.hardware: the job does not fit H100 SXM5 80 GB")
-    many = check_plan(load_config([*fits, "rollout.num_servers=7"]), inputs)
+    many = check_plan(load_config([*fits, "rollout.num_servers=7"]), models)
     assert "the job asks for 9 GPUs (policy 1, critic 1, servers 7 x 1" in many[0]
     assert "it fits with rollout.num_servers=6;" in many[-1]
