@@ -16,7 +16,7 @@ from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.report.report import build_report
 from megarl.rollout.server import SGLangServer
 from megarl.run.inputs import load_inputs
-from megarl.run.job import RunResources, open_components
+from megarl.run.job import RunResources, open_components, open_resources
 from megarl.trainer import Trainer
 
 SIZES = (
@@ -52,13 +52,14 @@ def hosts_of(server: SGLangServer, num_workers: int) -> Iterator[RunResources]:
 
 
 @contextlib.contextmanager
-def open_trainer(hosts: RunResources, run_dir: Path, overrides: Sequence[str]) -> Iterator[Trainer]:
-    """A trainer of this configuration, not started."""
-    config = load_config([*SIZES, *overrides])
+def open_trainer(hosts: RunResources | None, run_dir: Path, overrides: Sequence[str]) -> Iterator[Trainer]:
+    """A trainer of this configuration, not started. hosts: None: Ray and servers of its own, of model=tiny."""
+    config = load_config([*(SIZES if hosts else ("model=tiny", "logger.terminal=false")), *overrides])
     inputs = load_inputs(config)
     with (
         contextlib.closing(build_report(config.logger, run_dir, config.train.num_iterations)) as report,
-        open_components(config, inputs, hosts, run_dir, report) as components,
+        contextlib.nullcontext(hosts) if hosts else open_resources(config, inputs, run_dir / "logs") as resources,
+        open_components(config, inputs, resources, run_dir, report) as components,
     ):
         yield Trainer(config, components)
 
