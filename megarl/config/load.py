@@ -21,6 +21,7 @@ from megarl.config import brought
 from megarl.config.checks.config import check_config
 from megarl.config.checks.unused import find_unused
 from megarl.config.errors import ConfigError, find_nearest_key
+from megarl.config.names import find_old_name
 from megarl.config.open_keys import find_choices_with, open_overrides
 from megarl.config.peer_names import find_peer_name
 from megarl.config.roll.rewrite import Rewritten, list_set_keys, rewrite_overrides
@@ -245,6 +246,8 @@ def _describe(error: Exception, overrides: Sequence[str] = ()) -> str:
     missing = re.search(r"Could not find '([^/']+)/([^']+)'", text)
     if missing:
         group, option = missing.groups()
+        if (now := find_old_name(f"{group}={option}")) is not None:
+            return f"{group}: found {option!r}{now}"
         choices = ", ".join(list_options(group, overrides))
         hint = f"the choices are {choices}" if choices else f"there is no {CONF_DIR / group / option}.yaml"
         return f"{group}: found {option!r}; {hint}"
@@ -253,6 +256,11 @@ def _describe(error: Exception, overrides: Sequence[str] = ()) -> str:
     cause = str(error.__cause__ or error)
     key = re.search(r"full_key: (\S+)", cause)
     first_line = cause.strip().splitlines()[0]
+    if key and (source := re.match(r"In '([^']+)': ConfigKeyError", first_line)):
+        chosen = [text for text in overrides if is_search_path(text)]
+        return f"{key.group(1)}: no such key, in {source.group(1)}{_suggest(key.group(1), list_keys(_compose(chosen)))}"
+    if key and (found := re.match(r"Invalid value '([^']+)'", first_line)):
+        first_line += find_old_name(f"{key.group(1)}={found.group(1)}") or ""
     if "is not a valid bool" in first_line:
         first_line += "; it must be true or false"
     if "is not a subclass of EvalSetConfig" in first_line:
@@ -315,6 +323,8 @@ def _load_experiments(overrides: Sequence[str]) -> Iterator[tuple[Path, dict[Any
 
 
 def _suggest(key: str, known: Sequence[str]) -> str:
+    if (now := find_old_name(key)) is not None:
+        return now
     if choices := find_choices_with(key):
         return f"; it is a key of {', '.join(choices)}"
     if (theirs := find_peer_name(key)) is not None:
