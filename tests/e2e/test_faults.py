@@ -9,15 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fault_runs as faults
 import pytest
-from tool_loading import load_tool
 
 pytestmark = pytest.mark.slow
 
-faults = load_tool("faults.py")
-
 KILLS = [("driver", "generation", 3), ("critic worker", faults.PRETRAINING, 3)]
-"""Each way of going on once: of tools/faults.py's twenty, and after a step of value pretraining. All other places:
+"""Each way of going on once: of fault_runs.py's twenty, and after a step of value pretraining. All other places:
 unit/loop/test_loop_resume.py, over the fakes; servers that are killed: test_server_restarts.py"""
 OVERRIDES = list(faults.OVERRIDES)
 
@@ -44,6 +42,16 @@ def test_a_run_with_a_killed_process_ends_with_the_same_weights_metrics_and_roll
     assert outcome.problem is None, text[-5000:]
     if phase == faults.PRETRAINING:
         assert re.search(r"resumes after step 2:\s+\S*/value_pretraining/iteration-000002\n", text)
+
+
+def test_the_command_kills_a_run_with_staleness_and_finds_its_end_as_it_must_be(tmp_path: Path) -> None:
+    # What a run that nobody touched takes: with staleness no other thing is compared with it.
+    overrides = [*OVERRIDES, "rollout.max_staleness=2", "algo.mismatch.correction=tis"]
+    reference = {"overrides": overrides, "seconds": dict.fromkeys(faults.PHASES, 0.0)}
+    (tmp_path / "reference.json").write_text(json.dumps(reference))
+    command = [sys.executable, faults.__file__, "--kills", "1", "--max-staleness", "2", "--out", str(tmp_path)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=500)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "same end: 1 of 1"), done.stdout
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_in_another_layout_from_the_checkpoint_that_is_whole(

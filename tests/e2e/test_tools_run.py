@@ -45,7 +45,6 @@ COMMANDS = {
     "check_gpu.py --device cpu --only float32,transfer --out found.json": ".*nothing fails.*",
     "check_layouts.py --processes 2 --rows 8 algo=grpo model=tiny model.random.num_layers=2": "equal: all .*",
     "docs/tutorial.py check": ".*is what the default configuration gives",
-    "faults.py --kills 1 --max-staleness 2 --out faults": "same end: 1 of 1",
 }
 """Arguments of python, below tools/ and in the folder `place` -> what the last line that it prints is"""
 ELSEWHERE = {
@@ -95,12 +94,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         record = {"problem": "2*3", "prompt": "2*3", "response": "6", "correct": name == "after", "reward": 0.5}
         (place / name / "responses.jsonl").write_text(f"{json.dumps(record)}\n" * 2)
     shorten_claim(place / "tools" / "bench" / "claims")
-    # What a run that nobody touched takes: with staleness no other thing is compared with it.
-    faults = load_tool("faults.py")
-    keys = [*faults.OVERRIDES, "rollout.max_staleness=2", "algo.mismatch.correction=tis"]
-    (place / "faults").mkdir()
-    reference = {"overrides": keys, "seconds": dict.fromkeys(faults.PHASES, 0.0)}
-    (place / "faults" / "reference.json").write_text(json.dumps(reference))
     # What against_trl.py finds instead of making it.
     bench = load_tool("bench/against_trl.py")
     stand_in = place / "stand_in"

@@ -1,20 +1,14 @@
-"""What tools/fault_checks.py finds in a run with rollout.max_staleness > 0."""
+"""What fault_runs.py finds in a run with rollout.max_staleness > 0."""
 
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 
+import fault_runs
 import pytest
-from tool_loading import load_tool
 
 from megarl.rollout.journal import Journal
 from megarl.types import FinishReason, Prompt, Response, Sample, Score
-
-
-@pytest.fixture(scope="module")
-def checks() -> ModuleType:
-    return load_tool("fault_checks.py")
 
 
 def write_run(run_dir: Path, taken: list[list[int]], oldest: float = 1.0, newest: int = 0) -> None:
@@ -40,17 +34,17 @@ def write_run(run_dir: Path, taken: list[list[int]], oldest: float = 1.0, newest
         ({"taken": [[1, 0], [3, 2]], "newest": 1}, {}, "iteration 1 has tokens of versions 0 to 1"),
     ],
 )
-def test_what_is_lost_or_twice_or_too_old_or_moved_is_found(checks, tmp_path, given, complete, problem):
+def test_what_is_lost_or_twice_or_too_old_or_moved_is_found(tmp_path, given, complete, problem):
     write_run(tmp_path, **given)
-    found = checks.find_problem(tmp_path, num_iterations=2, num_groups=2, max_staleness=2, complete=complete)
+    found = fault_runs.find_problem(tmp_path, num_iterations=2, num_groups=2, max_staleness=2, complete=complete)
     assert found is None if problem is None else re.search(problem, found or "")
 
 
-def test_the_journal_is_listed_by_place(checks, tmp_path):
+def test_the_journal_is_listed_by_place(tmp_path):
     sample = Sample(
         Prompt("a", "", (1,), ""), Response((2,), "", (-0.5,), (True,), (0,), FinishReason.stop), Score(0, False), 0
     )
     journal = Journal(tmp_path / "journal")
     journal.save_group(4, 7, [sample])
     journal.save_group(10, 3, [sample])
-    assert checks.list_complete(tmp_path) == {4: 7, 10: 3}
+    assert fault_runs.list_complete(tmp_path) == {4: 7, 10: 3}
