@@ -14,14 +14,18 @@ from urllib.parse import urlsplit
 import psutil
 import ray
 
-from megarl.cluster.address import agree_on_nccl, resolve_host, use_interface
-from megarl.cluster.gpus import Gpu, measure_gpus, use_gpus
-from megarl.cluster.memory import find_peak_of_tree
-from megarl.cluster.nodes import Cluster
-from megarl.cluster.process_log import redirect_output
-from megarl.cluster.ray_calls import RayLostError, ask
-from megarl.cluster.stacks import identify
-from megarl.cluster.waiting import PendingCall, WorkerError, wait_for
+from megarl.cluster.calls import PendingCall, RayLostError, WorkerError, ask, wait_for
+from megarl.cluster.opened import Cluster
+from megarl.cluster.process import (
+    Gpu,
+    agree_on_nccl,
+    measure_gpus,
+    redirect_output,
+    resolve_host,
+    use_gpus,
+    use_interface,
+)
+from megarl.cluster.watch import find_peak_of_tree, identify
 from megarl.config.placement import DeviceSlot
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import DeadlineError

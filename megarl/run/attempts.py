@@ -19,7 +19,7 @@ from megarl.checkpoint.folder import (
     remove_pretraining,
 )
 from megarl.checkpoint.manifest import CheckpointError
-from megarl.cluster.waiting import WorkerError
+from megarl.cluster.calls import WorkerError
 from megarl.config.brought import MODEL_FILE
 from megarl.config.checks.config import describe_sizes
 from megarl.config.errors import ConfigError

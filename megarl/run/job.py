@@ -10,14 +10,11 @@ from typing import Any
 
 from megarl.checkpoint.folder import RUN_FILE
 from megarl.checkpoint.lock import locking
-from megarl.cluster.address import resolve_host
-from megarl.cluster.memory import Measured, measure_peaks
-from megarl.cluster.nodes import Cluster
-from megarl.cluster.opened import open_ray
-from megarl.cluster.profile import Profiler
+from megarl.cluster.opened import Cluster, open_ray
+from megarl.cluster.process import resolve_host
 from megarl.cluster.servers import Servers, running_servers
-from megarl.cluster.turns import Turns
-from megarl.cluster.workers import WorkerGroup
+from megarl.cluster.watch import Measured, Profiler, measure_peaks
+from megarl.cluster.workers import Turns, WorkerGroup
 from megarl.config.allocation import is_restarted
 from megarl.config.errors import ConfigError
 from megarl.config.placement import SERVERS, find_server_offload, is_sharing, list_groups, place, take_turns

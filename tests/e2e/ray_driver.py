@@ -10,9 +10,8 @@ from pathlib import Path
 
 import ray
 
+from megarl.cluster.calls import PendingCall, ask
 from megarl.cluster.opened import open_ray
-from megarl.cluster.ray_calls import ask
-from megarl.cluster.waiting import PendingCall
 from megarl.config.schema.cluster import ClusterConfig
 from megarl.run.signals import Stopped, stopping_on_signals
 

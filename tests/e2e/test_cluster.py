@@ -12,11 +12,9 @@ import psutil
 import pytest
 import ray
 
-from megarl.cluster import memory
-from megarl.cluster.local import local_ray
-from megarl.cluster.nodes import wait_for_nodes
-from megarl.cluster.opened import open_ray
-from megarl.cluster.waiting import PendingCall, WorkerError
+from megarl.cluster import watch
+from megarl.cluster.calls import PendingCall, WorkerError
+from megarl.cluster.opened import local_ray, open_ray, wait_for_nodes
 from megarl.config.errors import ConfigError
 from megarl.config.schema.cluster import ClusterConfig
 from megarl.interfaces import DeadlineError, wait_all
@@ -154,18 +152,18 @@ class Group:
 
 
 def test_memory_is_that_of_the_process_with_the_most_and_left_out_where_one_does_not_answer(workers, monkeypatch):
-    monkeypatch.setattr(memory, "DEADLINE_S", 60.0)  # A worker may be starting.
+    monkeypatch.setattr(watch, "DEADLINE_S", 60.0)  # A worker may be starting.
     both = Group([worker.nap.remote(seconds) for worker, seconds in zip(workers, (0.25, 0.5), strict=True)])
-    assert memory.measure_peaks({"policy": both}) == {"perf/policy_peak_memory_gb": 0.5 / 2**30}
+    assert watch.measure_peaks({"policy": both}) == {"perf/policy_peak_memory_gb": 0.5 / 2**30}
     failed = Group([workers[1].fail.remote()])
-    assert memory.measure_peaks({"critic": failed}) == {}
-    monkeypatch.setattr(memory, "DEADLINE_S", 0.5)
+    assert watch.measure_peaks({"critic": failed}) == {}
+    monkeypatch.setattr(watch, "DEADLINE_S", 0.5)
     late = Group([workers[0].nap.remote(3.0)])
-    assert memory.measure_peaks({"critic": late}) == {}
+    assert watch.measure_peaks({"critic": late}) == {}
 
 
 def test_output_of_a_worker_stays_out_of_the_terminal(tmp_path: Path, capfd):
-    from megarl.cluster.process_log import redirect_output
+    from megarl.cluster.process import redirect_output
 
     child = os.fork()
     if child == 0:

@@ -13,11 +13,10 @@ import pytest
 import ray
 import torch
 
-from megarl.cluster.nodes import Cluster
-from megarl.cluster.opened import open_ray
-from megarl.cluster.process_log import redirect_output
-from megarl.cluster.stacks import CallState, CallTracker, RankStacks, dump_on_signal, identify
-from megarl.cluster.waiting import PendingCall, WorkerError
+from megarl.cluster.calls import PendingCall, WorkerError
+from megarl.cluster.opened import Cluster, open_ray
+from megarl.cluster.process import redirect_output
+from megarl.cluster.watch import CallState, CallTracker, RankStacks, dump_on_signal, identify
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.placement import DeviceSlot
 from megarl.config.schema.algo import AlgoConfig

@@ -12,7 +12,7 @@ import pytest
 
 from fakes.backend import Done, FakeBackend
 from fakes.rollout import FakeClient, FakeEngine, FakeServers, FakeSync
-from megarl.cluster.nodes import Cluster
+from megarl.cluster.opened import Cluster
 from megarl.config.load import load_config
 from megarl.config.schema.root import Config
 from megarl.data.sampler import PromptSampler

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from layout_runs import evaluate
 
-from megarl.cluster.shares import Sharer, count_minibatches
+from megarl.cluster.workers import Sharer, count_minibatches
 from megarl.mcore.worker_spec import WorkerSpec
 from megarl.types import TrainingSamples
 

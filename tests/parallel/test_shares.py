@@ -11,7 +11,7 @@ from layout_runs import build_spec, launch
 from share_runs import build_specs, train_both
 from tiny_checkpoints import build_samples, write_checkpoint
 
-from megarl.cluster.shares import SampleShare, SequenceShare, Sharer
+from megarl.cluster.workers import SampleShare, SequenceShare, Sharer
 from megarl.config.schema.roles import ParallelConfig
 from megarl.data.packing import pack
 from megarl.mcore.batch import build_batch

@@ -5,8 +5,8 @@ Run: python tools/bench/driver_at_scale.py [--rows 8192] [--length 8192] [--rank
 What lies between the servers' answers and the ranks' inputs, for VAPO on qwen32b as planned for 64 GPUs (8,192 samples
 of 8,192 tokens on average): parse and decode the answers, write the journal, build the tensors, merge the log-probs and
 values that the ranks report, metrics and targets, minibatches and their counts, and what each rank of policy and critic
-is sent (megarl/cluster/shares.py). A few answers are recorded and parsed over and over; the models' results are made in
-between and cost no time here, but count as memory. Not included: verifiers, which run in processes of their own, and
+is sent (`Sharer`). A few answers are recorded and parsed over and over; the models' results are made in between and
+cost no time here, but count as memory. Not included: verifiers, which run in processes of their own, and
 Ray's copying. Seconds are the process's CPU time on one thread. In a run most of the answers are parsed, decoded and
 journaled while others are still generated; here all of it counts.
 
@@ -34,8 +34,7 @@ from transformers import PreTrainedTokenizerFast
 from megarl.algo.blocks import allocate_zeros
 from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.targets import compute_targets
-from megarl.cluster.shares import Sharer, count_minibatches
-from megarl.cluster.workers import merge_rows
+from megarl.cluster.workers import Sharer, count_minibatches, merge_rows
 from megarl.config.load import load_config
 from megarl.config.schema.roles import ParallelConfig
 from megarl.config.schema.root import Config

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.address import find_interface, use_interface
-from megarl.cluster.nodes import Cluster, Node
+from megarl.cluster.opened import Cluster, Node
+from megarl.cluster.process import find_interface, use_interface
 from megarl.config.placement import DeviceSlot
 
 

@@ -14,7 +14,8 @@ import pytest
 import ray
 import torch.distributed as dist
 
-from megarl.cluster.gpus import (
+from megarl.cluster.opened import Cluster, open_ray
+from megarl.cluster.process import (
     Gpu,
     NodeGpus,
     SmiGpu,
@@ -26,8 +27,6 @@ from megarl.cluster.gpus import (
     read_cores,
     use_gpus,
 )
-from megarl.cluster.nodes import Cluster
-from megarl.cluster.opened import open_ray
 from megarl.cluster.servers import Servers, ServerSpec
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.errors import ConfigError
@@ -205,7 +204,8 @@ assert "megarl.mcore.microbatches" in sys.modules, "the import chain is the real
 def test_a_rank_asks_nothing_of_cuda_before_it_builds_its_model(tmp_path: Path) -> None:
     # As Ray sends it: by value, since the module's attribute of this name is Ray's class.
     save = (
-        "import sys, cloudpickle; from megarl.cluster.workers import WorkerActor; from megarl.cluster.gpus import Gpu;"
+        "import sys, cloudpickle;"
+        "from megarl.cluster.workers import WorkerActor; from megarl.cluster.process import Gpu;"
         "actor = WorkerActor.__ray_metadata__.modified_class;"
         "open(sys.argv[1], 'wb').write(cloudpickle.dumps((actor, [Gpu('5', 'GPU-55')])))"
     )

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megarl.cluster.local import remove_left_over
+from megarl.cluster.opened import remove_left_over
 
 
 def test_folders_of_processes_that_are_gone_are_removed_and_no_others(tmp_path: Path) -> None:

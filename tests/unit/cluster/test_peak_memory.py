@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 
-from megarl.cluster.memory import find_own_peak, find_peak_of_tree
+from megarl.cluster.watch import find_own_peak, find_peak_of_tree
 
 SIZE = 200 * 2**20
 

@@ -11,7 +11,7 @@ import torch
 from fakes.backend import Done
 from fakes.run import World
 
-from megarl.cluster.profile import DIRECTORY, TIMELINE, Profiler, RankProfiler
+from megarl.cluster.watch import DIRECTORY, TIMELINE, Profiler, RankProfiler
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.timeline import Recording, span

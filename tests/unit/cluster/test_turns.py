@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.cluster.turns import Turns
+from megarl.cluster.workers import Turns
 
 
 class Call:

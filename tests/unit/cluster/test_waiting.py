@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from megarl.cluster import ray_calls
+from megarl.cluster import calls
 from megarl.interfaces import wait_all
 from megarl.run.signals import Stopped
 
@@ -51,11 +51,11 @@ def test_a_call_that_a_signal_cuts_short_as_it_begins_is_waited_for(monkeypatch:
         stock(thread)
         raise Stopped(signal.SIGUSR2)
 
-    ray_calls.begin(60.0)
+    calls.begin(60.0)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         with pytest.raises(Stopped):
-            ray_calls.ask("start of the worker", answer.wait)
-    assert not ray_calls.settle(0.0)
+            calls.ask("start of the worker", answer.wait)
+    assert not calls.settle(0.0)
     answer.set()
-    assert ray_calls.settle(30.0)
+    assert calls.settle(30.0)

@@ -22,7 +22,7 @@ from fakes.run import World, reward_length
 from megarl.algo.tokens import LossOutput
 from megarl.checkpoint import folder as checkpoint_folder
 from megarl.checkpoint.folder import Folder
-from megarl.cluster.waiting import WorkerError
+from megarl.cluster.calls import WorkerError
 from megarl.interfaces import DeadlineError, SyncError
 from megarl.report.failures import TooManyFailuresError
 from megarl.report.metrics import load_metrics

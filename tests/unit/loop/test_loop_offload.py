@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fakes.run import World
 
-from megarl.cluster.waiting import WorkerError
+from megarl.cluster.calls import WorkerError
 from megarl.interfaces import UNPUBLISHED
 from megarl.report.metrics import load_metrics
 from megarl.run.signals import Stopped, stopping_on_signals

@@ -21,7 +21,7 @@ from fakes.disturbed import RUN, Disturbance, Killed, run_disturbed, summarize
 from fakes.run import World, reward_length
 
 from megarl.checkpoint.manifest import CheckpointError
-from megarl.cluster.waiting import WorkerError
+from megarl.cluster.calls import WorkerError
 from megarl.config.errors import ConfigError
 from megarl.interfaces import DeadlineError
 from megarl.report.metrics import load_metrics

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.waiting import WorkerError
+from megarl.cluster.calls import WorkerError
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.interfaces import DeadlineError, SyncError

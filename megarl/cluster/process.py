@@ -1,4 +1,4 @@
-"""The GPUs of a node: which of them are the job's, how a process gets its own, and the cores that are near them.
+"""What a process of a run sets up before its first work: its log file, its addresses, its GPUs and the cores near them.
 
 A process has its GPUs by the environment that it is started with: CUDA reads it once, at the first call of any kind,
 such as torch.cuda.is_available(), and what is set later has no effect. Copies to and from a GPU of another socket cross
@@ -8,12 +8,59 @@ the link between them.
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+import ray
+
 from megarl.config.errors import ConfigError
 from megarl.config.placement import format_numbers
+from megarl.config.schema.cluster import AUTO
+
+
+def redirect_output(log_path: Path) -> None:
+    """Redirect this process's stdout and stderr, native code included, to a file."""
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("ab", buffering=0) as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+
+def resolve_host(listen_host: str) -> str:
+    """The address that `cluster.listen_host` means for this process; `auto` needs a running Ray."""
+    return str(ray.util.get_node_ip_address()) if listen_host == AUTO else listen_host  # type: ignore[no-untyped-call]
+
+
+def find_interface(host: str) -> str | None:
+    """The network interface of this machine that has the address; None where none has."""
+    address = socket.gethostbyname(host)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return str(name)
+    return None
+
+
+def use_interface(host: str) -> None:
+    """Make gloo listen on the interface of `host`, whatever the machine's name resolves to."""
+    interface = find_interface(host)
+    if interface is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def agree_on_nccl() -> None:
+    """NCCL's memory, alike in training ranks and servers, which split and several nodes join in one communicator.
+
+    SGLang turns both off in its processes (engine.py, _set_envs_and_config) unless they are set; ranks that differ in
+    them cannot connect. What the job's environment sets counts for both sides.
+    """
+    for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
+        os.environ.setdefault(name, "0")
+
 
 GPUS_VARIABLE = "MEGARL_GPUS"
 """Environment variable of a node's Ray: the ids of the job's GPUs there, where they are not those that CUDA is shown"""

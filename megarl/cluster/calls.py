@@ -1,0 +1,298 @@
+"""Calls of Ray and waits for them: each has a deadline, fails as soon as one fails, and names what it waited for.
+
+Ray's own calls are native code that waits for its processes without a deadline: a call runs in a thread, while the
+caller waits and can be interrupted by a signal.
+"""
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, NoReturn, TypeVar
+
+import psutil
+import ray
+
+from megarl.config.errors import ConfigError
+from megarl.interfaces import DeadlineError
+from megarl.run.signals import find_exit_code
+
+T = TypeVar("T")
+
+POLL_S = 1.0
+RAYLET = "raylet"
+OWN_NAMES = ("gcs_server", RAYLET, "ray::RuntimeEnv", "ray::DashboardAg")
+"""How the names of the processes begin of which Ray itself consists, as far as a run needs them"""
+FORGET_S = 30.0
+"""After so long without a look a stopped process counts as stopped anew"""
+
+
+class RayLostError(RuntimeError):
+    """Ray itself has died or does not answer. Nothing can be called in it any more, so the run ends."""
+
+
+@dataclass
+class _Ray:
+    """What this process knows of the Ray that it uses, of which there is one at a time."""
+
+    deadline_s: float = 120.0
+    """cluster.ray_deadline_s"""
+    processes: Mapping[str, psutil.Process] = field(default_factory=dict)
+    """Those of this machine, by name"""
+    stopped_since: dict[str, float] = field(default_factory=dict)
+    looked: float = 0.0
+    unanswered: list[threading.Event] = field(default_factory=list)
+    """Of each call that has no answer yet, set once it has one"""
+    lost: str | None = None
+    """Why it is lost; None: it is not"""
+
+
+_ray = _Ray()
+_was_lost = False
+"""Whether Ray was lost, this one or an earlier one"""
+
+
+def begin(deadline_s: float) -> None:
+    """Note that another Ray is used from here on."""
+    global _ray
+    _ray = _Ray(deadline_s)
+
+
+def watch(processes: Mapping[str, psutil.Process]) -> None:
+    """Note the processes of Ray on this machine, of which calls that wait are to look after."""
+    _ray.processes = dict(processes)
+
+
+def find_processes(candidates: list[psutil.Process]) -> dict[str, psutil.Process]:
+    """Ray's own processes among `candidates`, by name."""
+    found = {}
+    for process in candidates:
+        try:
+            name = process.name()
+        except psutil.NoSuchProcess:
+            continue
+        if name.startswith(OWN_NAMES):
+            found[name] = process
+    return found
+
+
+def is_lost() -> bool:
+    return _ray.lost is not None
+
+
+def ask(what: str, call: Callable[[], T], wait_s: float = 0.0, deadline_s: float | None = None) -> T:
+    """The result of `call`, which may itself wait for `wait_s`; beyond that Ray has `deadline_s`.
+
+    what: completes "Ray did not answer within 120 s: ...". deadline_s: None stands for cluster.ray_deadline_s.
+    Raises RayLostError where Ray is lost, else what `call` does.
+    """
+    if _ray.lost is not None:
+        raise RayLostError(_ray.lost)
+    check(what)
+    results, errors, answered = list[T](), list[BaseException](), threading.Event()
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            answered.set()
+
+    # Noted before it starts: a signal may end `start` by raising when the thread runs already.
+    _ray.unanswered = [each for each in _ray.unanswered if not each.is_set()] + [answered]
+    # Not a pool's thread: one that Ray does not answer is left behind.
+    threading.Thread(target=run, daemon=True, name=f"ray: {what}").start()
+    limit_s = _ray.deadline_s if deadline_s is None else deadline_s
+    end = time.monotonic() + wait_s + limit_s
+    while not answered.wait(max(0.0, min(POLL_S, end - time.monotonic()))):
+        check(what)
+        if time.monotonic() >= end:
+            key = " (cluster.ray_deadline_s)" if deadline_s is None else ""
+            lose(f"Ray did not answer within {limit_s:g} s{key}: {what}")
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def settle(timeout_s: float) -> bool:
+    """Wait for the calls that have no answer, such as one that a signal has cut short; returns whether all have ended.
+
+    Ray ends the process at once where one of them goes on after `ray.shutdown`.
+    """
+    end = time.monotonic() + timeout_s
+    return all(each.wait(max(0.0, end - time.monotonic())) for each in _ray.unanswered)
+
+
+def give_up() -> None:
+    """Never leave Ray: at this process's end its native code is skipped."""
+    global _was_lost
+    _was_lost = True
+    # It would wait for Ray, or end this process, with another exit code.
+    atexit.unregister(ray.shutdown)
+
+
+def _exit_at_once() -> None:
+    """At this process's end: skip that of Ray's native code, which crashes where Ray is lost or does not answer."""
+    if _was_lost:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(find_exit_code(1))
+
+
+# Registered early, it runs late: after what others do at the end.
+atexit.register(_exit_at_once)
+
+
+def check(what: str) -> None:
+    """Raise RayLostError where a process of Ray on this machine is gone, or stopped for cluster.ray_deadline_s.
+
+    what: what is waited for.
+    """
+    now = time.monotonic()
+    if now - _ray.looked > FORGET_S:
+        _ray.stopped_since.clear()
+    _ray.looked = now
+    for name, process in _ray.processes.items():
+        state = find_state(process)
+        if state == psutil.STATUS_STOPPED:
+            since = _ray.stopped_since.setdefault(name, now)
+            if now - since > _ray.deadline_s:
+                lose(f"Ray's process {name} is stopped for {_ray.deadline_s:g} s (cluster.ray_deadline_s): {what}")
+        else:
+            _ray.stopped_since.pop(name, None)
+        # Without the others a run goes on, until it needs them. The raylet's end ends all processes of this node.
+        if name == RAYLET and state is None:
+            lose(f"Ray's process {name} has died: {what}")
+
+
+def lose(reason: str) -> NoReturn:
+    """Raise RayLostError with this reason and the state of Ray's processes; so does each later call of `ask`."""
+    states = [f"{name} {process.pid} {find_state(process) or 'is gone'}" for name, process in _ray.processes.items()]
+    _ray.lost = reason + (f"; its processes here: {', '.join(states)}" if states else "")
+    give_up()
+    raise RayLostError(_ray.lost)
+
+
+def find_state(process: psutil.Process) -> str | None:
+    """A process's state as psutil names it; None: it is gone."""
+    try:
+        state = str(process.status())
+    except psutil.NoSuchProcess:
+        return None
+    return None if state in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else state
+
+
+SLICE_S = 1.0
+"""The longest wait in Ray at once: where a signal interrupts the caller, that wait goes on by itself until its end."""
+CAUSE_S = 3.0
+"""How long to wait for the others once one has failed: the first failure is not always the cause."""
+EXPLAIN_S = 30.0
+"""How long describing the processes that are late may take, beyond what Ray may"""
+
+
+class WorkerError(RuntimeError):
+    """A call failed in another process; the message names the process and the call."""
+
+    def __init__(self, message: str, lost: bool = False):
+        """lost: a process has died, so that the call may succeed in a new one."""
+        super().__init__(message)
+        self.lost = lost
+
+
+@dataclass(frozen=True)
+class PendingCall(Generic[T]):
+    """A running call in several processes; `merge` combines their results. Implements `interfaces.Pending`."""
+
+    refs: tuple[ray.ObjectRef[Any], ...]
+    names: tuple[str, ...]
+    """The process behind each ref, for messages"""
+    what: str
+    deadline_s: float
+    """Counted from the creation of this object"""
+    merge: Callable[[list[Any]], T]
+    explain: Callable[[Sequence[int]], str] | None = None
+    """Describes what the processes with these numbers are doing, which have not answered"""
+    started: float = field(default_factory=time.monotonic)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` for all; returns whether all have succeeded.
+
+        Raises WorkerError, or its ConfigError, as soon as one has failed, DeadlineError naming those that are late and
+        their stacks, RayLostError where Ray itself does not answer.
+        """
+        left = self.started + self.deadline_s - time.monotonic()
+        end = time.monotonic() + min(timeout_s, max(0.0, left))
+        waiting = list(self.refs)
+        while waiting:
+            slice_s = min(SLICE_S, max(0.0, end - time.monotonic()))
+            has_failed, waiting = ask(self.what, partial(self._look, waiting, slice_s), slice_s)
+            if has_failed:
+                ask(self.what, self._raise_failed, CAUSE_S + EXPLAIN_S)
+            if waiting and time.monotonic() >= end:
+                if left <= timeout_s:
+                    ask(self.what, partial(self._raise_late, waiting), EXPLAIN_S)
+                return False
+        return True
+
+    def result(self) -> T:
+        """Wait for the merged result. Raises as `wait`."""
+        self.wait(self.deadline_s)
+        return self.merge(ask(self.what, lambda: [ray.get(ref) for ref in self.refs]))
+
+    def _look(self, waiting: list[ray.ObjectRef[Any]], timeout_s: float) -> tuple[bool, list[ray.ObjectRef[Any]]]:
+        """Wait for one; returns whether one has failed, and those that are still waited for."""
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=timeout_s)
+        check(self.what)
+        return any(self._find_error(ref) for ref in ready), waiting
+
+    def _find_error(self, ref: ray.ObjectRef[Any]) -> Exception | None:
+        """The error of a call that has ended, RayActorError where its process died; None where it succeeded."""
+        try:
+            ray.get(ref)
+        except ray.exceptions.RayError as error:
+            return error
+        return None
+
+    def _raise_failed(self) -> NoReturn:
+        """Raise WorkerError: deaths first, then one failure in full. Where a process died, others' collectives fail.
+
+        A ConfigError of a process, which the user can mend, is raised as it is.
+        """
+        ended, waiting = ray.wait(list(self.refs), num_returns=len(self.refs), timeout=CAUSE_S)
+        errors = {self._name(ref): error for ref in ended if (error := self._find_error(ref))}
+        deaths = {name: error for name, error in errors.items() if isinstance(error, ray.exceptions.RayActorError)}
+        failures = {name: error for name, error in errors.items() if name not in deaths}
+        for name, error in failures.items():
+            if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, ConfigError):
+                raise ConfigError([f"{name}: {problem}" for problem in error.cause.problems]) from error
+        lines = [f"{name} died: {error}" for name, error in deaths.items()]
+        if failures:
+            (name, error), *others = failures.items()
+            lines.append(f"{name} failed:\n{error}")
+            if others:
+                lines.append(f"also failed: {', '.join(name for name, _ in others)}")
+        if waiting and self.explain:
+            lines.append(self.explain([self.refs.index(ref) for ref in waiting]))
+        cause = next(iter([*deaths.values(), *failures.values()]))
+        raise WorkerError(f"{self.what}: " + "\n".join(lines), lost=bool(deaths)) from cause
+
+    def _raise_late(self, waiting: Sequence[ray.ObjectRef[Any]]) -> NoReturn:
+        text = f"{self.what}: no answer from {', '.join(map(self._name, waiting))} within {self.deadline_s:g} s"
+        if self.explain:
+            text += ":\n" + self.explain([self.refs.index(ref) for ref in waiting])
+        raise DeadlineError(text)
+
+    def _name(self, ref: ray.ObjectRef[Any]) -> str:
+        return self.names[self.refs.index(ref)]
+
+
+def wait_for(refs: Sequence[ray.ObjectRef[Any]], names: Sequence[str], what: str, deadline_s: float) -> list[Any]:
+    """The results of `refs` in order. Raises as `PendingCall.wait`."""
+    return PendingCall(tuple(refs), tuple(names), what, deadline_s, list).result()
