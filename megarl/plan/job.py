@@ -48,7 +48,7 @@ from megarl.plan.memory import (
     plan_gpus,
 )
 from megarl.plan.seconds import Seconds, Transfer, describe_work, estimate_seconds, estimate_transfer
-from megarl.sync.serving_pieces import check_serving_layout
+from megarl.sync.pieces import check_serving_layout
 
 PUBLISHED: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text())
 """Fields of config.json by the name on the hub, as in model.path"""

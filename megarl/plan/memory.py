@@ -35,7 +35,7 @@ from megarl.mcore.weights.dist_format import GATHERED_ELEMENTS
 from megarl.mcore.weights.entries import padded_vocab_size
 from megarl.mcore.worker_spec import StageParameters
 from megarl.plan.assumptions import ALLOCATOR_SHARE, GIB, PROCESS_GIB, SERVER_GIB
-from megarl.sync.serving_pieces import predict_server_rank
+from megarl.sync.pieces import predict_server_rank
 
 ELEMENT_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 LOSS_BYTES = 48

@@ -50,7 +50,7 @@ from megarl.plan.seconds import (
     find_work,
     scores_rollouts,
 )
-from megarl.sync.serving_pieces import check_serving_layout
+from megarl.sync.pieces import check_serving_layout
 
 MAX_ROUNDS = 4
 """The number of problems that are fixed one after the other"""

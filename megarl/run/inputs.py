@@ -32,8 +32,8 @@ from megarl.rollout.rollout_file import Limits, SavedRollouts, check_rollouts
 from megarl.rollout.saved_groups import SavedGroup, SavedGroups, find_groups
 from megarl.rollout.served_model import add_turn_end, check_served_class, load_generation_spec
 from megarl.rollout.server import build_command, has_cuda
+from megarl.sync.pieces import check_serving_layout
 from megarl.sync.probe import build_probe_tokens
-from megarl.sync.serving_pieces import check_serving_layout
 from megarl.toolbox.prompt import build_tool_prompt
 from megarl.types import Prompt
 

@@ -39,9 +39,8 @@ from megarl.rollout.token_records import TokenRecorder
 from megarl.run.inputs import Inputs
 from megarl.run.resume import load_run
 from megarl.run.terminal import get_terminal
-from megarl.sync.disk import DiskSync
 from megarl.sync.ranks import Ranks
-from megarl.sync.reshard import ShardSync
+from megarl.sync.sync import DiskSync, ShardSync
 from megarl.trainer import TrainerComponents
 from megarl.types import Prompt
 

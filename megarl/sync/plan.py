@@ -1,14 +1,87 @@
-"""Which training rank sends what to which server rank: every element that a server rank holds is sent to it once.
+"""Which training rank sends what to which server rank, and the messages that carry it.
 
-A pure function of what the ranks on both sides hold. Bytes are counted at the receivers, in the servers' dtypes.
+Every element that a server rank holds is sent to it once: a pure function of what the ranks on both sides hold. Bytes
+are counted at the receivers, in the servers' dtypes. Whole tensors are those of the Hugging Face checkpoint, by its
+names. All tensors are treated as matrices: a vector [n] is [n, 1], and all dimensions but the last are flattened,
+[E, n, m] to [E * n, m].
+
+Checksums add up over the parts of a tensor, so that ranks which hold parts of it make its checksum: the sum over the
+words w of a matrix of w * a(row) * b(column) modulo 2^64, with odd pseudo-random a and b. A change of one word always
+changes it (an odd factor has an inverse), and any other difference is missed once in 2^48 or so, as are swapped rows,
+columns, words or tensors. A word is 8 bytes where the bounds of all parts of the tensor are multiples of 8 bytes, else
+it is one element.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
-from megarl.sync.slices import Piece, TensorSlice
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, order=True)
+class TensorSlice:
+    """A rectangle of a matrix."""
+
+    row: int
+    col: int
+    num_rows: int
+    num_cols: int
+
+    @property
+    def size(self) -> int:
+        return self.num_rows * self.num_cols
+
+    def intersect(self, other: "TensorSlice") -> "TensorSlice | None":
+        row, col = max(self.row, other.row), max(self.col, other.col)
+        num_rows = min(self.row + self.num_rows, other.row + other.num_rows) - row
+        num_cols = min(self.col + self.num_cols, other.col + other.num_cols) - col
+        return TensorSlice(row, col, num_rows, num_cols) if num_rows > 0 and num_cols > 0 else None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The view of this rectangle in a tensor."""
+        matrix = as_matrix(tensor)
+        return matrix[self.row : self.row + self.num_rows, self.col : self.col + self.num_cols]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a whole tensor, and where a rank stores it."""
+
+    tensor: str
+    """The rank's own name of the tensor that contains it"""
+    row: int
+    col: int
+    """First row and column of it in that tensor"""
+    whole: str
+    region: TensorSlice
+
+    def locate(self, part: TensorSlice) -> TensorSlice:
+        """Where the rank stores `part`, a part of `region`."""
+        return TensorSlice(
+            self.row + part.row - self.region.row, self.col + part.col - self.region.col, part.num_rows, part.num_cols
+        )
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """The tensor as a matrix, as a view. Raises RuntimeError where its memory layout does not allow one."""
+    return tensor.view(-1, 1) if tensor.ndim < 2 else tensor.view(-1, tensor.shape[-1])
+
+
+def find_runs(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(position, first number, length) of each maximal run of numbers that increase by one."""
+    runs: list[tuple[int, int, int]] = []
+    for position, number in enumerate(numbers):
+        if runs and runs[-1][1] + runs[-1][2] == number and runs[-1][0] + runs[-1][2] == position:
+            start, first, length = runs[-1]
+            runs[-1] = (start, first, length + 1)
+        else:
+            runs.append((position, number, 1))
+    return runs
+
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -236,3 +309,106 @@ def format_plan(plan: Plan, names: Mapping[int, str], bound: int, broadcast: int
         f"bytes / minimum: {total / bound:.4f}; gather and broadcast would move {broadcast / total:.2f} times as many"
     )
     return "\n".join(lines)
+
+
+def fill_bucket(
+    bucket: Bucket, message: Tensor, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """Write the copies' elements into `message`, uint8 [num_bytes], rounded to the target's dtype.
+
+    dtypes: of the target tensors, by name.
+    """
+    for copy, offset in zip(bucket.copies, bucket.offsets, strict=True):
+        part = message[offset : offset + copy.num_bytes].view(dtypes[copy.target_tensor])
+        part.view(copy.target.num_rows, copy.target.num_cols).copy_(copy.source.of(tensors[copy.source_tensor]))
+
+
+def empty_bucket(bucket: Bucket, message: Tensor, tensors: Mapping[str, Tensor]) -> None:
+    """Write the elements of `message`, uint8 [num_bytes], to their places in the server rank's tensors."""
+    for copy, offset in zip(bucket.copies, bucket.offsets, strict=True):
+        target = tensors[copy.target_tensor]
+        part = message[offset : offset + copy.num_bytes].view(target.dtype)
+        copy.target.of(target).copy_(part.view(copy.target.num_rows, copy.target.num_cols))
+
+
+def encode_bucket(bucket: Bucket) -> list[Any]:
+    """The part of the bucket that the receiver must know, as JSON."""
+    copies = [
+        [copy.target_tensor, *(copy.target.row, copy.target.col, copy.target.num_rows, copy.target.num_cols)]
+        for copy in bucket.copies
+    ]
+    return [bucket.source, bucket.target, [copy.item_size for copy in bucket.copies], copies]
+
+
+def decode_bucket(encoded: list[Any]) -> Bucket:
+    """The bucket that `encode_bucket` wrote, without the regions of its sources."""
+    source, target, item_sizes, copies = encoded
+    nowhere = TensorSlice(0, 0, 0, 0)
+    made = (
+        Copy("", nowhere, name, TensorSlice(*region), item_size)
+        for (name, *region), item_size in zip(copies, item_sizes, strict=True)
+    )
+    return Bucket(source, target, tuple(made))
+
+
+MASK = (1 << 64) - 1
+CHUNK = 1 << 20
+"""Words that are processed at a time"""
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@lru_cache(maxsize=64)
+def _factors(salt: int, count: int, device: torch.device) -> Tensor:
+    """int64 [count], odd: the finalizer of splitmix64, here with the right shifts of signed numbers."""
+    x = torch.arange(1, count + 1, device=device) * -7046029254386353131 + salt
+    x = (x ^ (x >> 30)) * -4658895280553007687
+    x = (x ^ (x >> 27)) * -7723592293110705685
+    return (x ^ (x >> 31)) | 1
+
+
+def find_words(copies: Iterable[Copy]) -> dict[str, int]:
+    """The word size in bytes of each target tensor's checksum, by tensor name.
+
+    copies: all copies that go to one server rank.
+    """
+    words: dict[str, int] = {}
+    for copy in copies:
+        bounds = (copy.target.col * copy.item_size, copy.target.num_cols * copy.item_size)
+        fits = all(bound % 8 == 0 for bound in bounds)
+        words[copy.target_tensor] = min(words.get(copy.target_tensor, 8), 8 if fits else copy.item_size)
+    return words
+
+
+def compute_checksum(part: Tensor, at: TensorSlice, word: int) -> int:
+    """The share of a tensor's checksum that one part of it contributes.
+
+    part: [rows, cols] in the target's dtype. at: its region in the whole tensor. word: bytes per word.
+    """
+    item_size = part.element_size()
+    if part.stride(1) != 1 or (word != item_size and part.stride(0) * item_size % 8) or part.data_ptr() % word:
+        part = part.contiguous()
+    bits = part.view(_INTEGERS[word])
+    first = at.col * item_size // word
+    cols = _factors(1, first + bits.shape[1], bits.device)[first:]
+    rows = _factors(2, at.row + at.num_rows, bits.device)[at.row :]
+    step = max(1, CHUNK // bits.shape[1])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.shape[0], step):
+        chunk = bits[start : start + step].to(torch.int64)
+        total += ((chunk * cols).sum(1) * rows[start : start + step]).sum()
+    return int(total) & MASK
+
+
+def sum_checksums(
+    buckets: Iterable[Bucket], words: Mapping[tuple[int, str], int], take: Callable[[Copy], Tensor]
+) -> dict[tuple[int, str], int]:
+    """What the buckets' copies add to each checksum, by (server rank, tensor name).
+
+    take: gives the elements of a copy in the target's dtype.
+    """
+    sums: dict[tuple[int, str], int] = defaultdict(int)
+    for bucket in buckets:
+        for copy in bucket.copies:
+            key = (bucket.target, copy.target_tensor)
+            sums[key] = (sums[key] + compute_checksum(take(copy), copy.target, words[key])) & MASK
+    return dict(sums)

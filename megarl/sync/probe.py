@@ -15,7 +15,7 @@ from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import SyncError, TrainBackend
 from megarl.rollout.client import SGLangClient
-from megarl.sync.steps import sync_step
+from megarl.sync.ranks import sync_step
 from megarl.types import Prompt, Sequences
 
 LEAST_BOUND = {Dtype.float32: 2.0**-13, Dtype.bfloat16: 2.0**-7}

@@ -1,21 +1,37 @@
-"""The ranks on both sides of a weight sync: their handshake, the plan between them, and the verification."""
+"""The ranks on both sides of a weight sync: their handshake, the plan between them, their calls and verification.
 
+Errors name the step, and a step at a server is undone where a later one fails. The servers' weight version is raised
+while they are paused, and withdrawn where the sync fails.
+"""
+
+import base64
+import contextlib
+import json
+import pickle
+import secrets
+import socket
+import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import torch
+
 from megarl.config.schema.rollout import RolloutConfig
-from megarl.interfaces import SyncError, TrainBackend
+from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError, TrainBackend
 from megarl.mcore.model.architecture import Architecture
-from megarl.rollout.calls import StopFlag, run_in_parallel
-from megarl.rollout.client import SGLangClient, abort_all
-from megarl.sync.checksum import MASK, find_words
-from megarl.sync.memory import choose_way
-from megarl.sync.messages import encode_bucket
+from megarl.rollout.calls import StopFlag, find_cause, run_in_parallel
+from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient, abort_all
+from megarl.rollout.offload import ServerOffloader
+from megarl.rollout.server import WEIGHT_LOADER
+from megarl.sync.pieces import check_server_rank, predict_server_rank
 from megarl.sync.plan import (
+    MASK,
     Bucket,
     LayoutError,
     Plan,
@@ -23,12 +39,247 @@ from megarl.sync.plan import (
     compute_bound,
     compute_broadcast,
     cut_buckets,
+    encode_bucket,
+    find_words,
     format_plan,
 )
-from megarl.sync.rpc import ANSWER_GRACE_S, ReplyListener, call_ranks
-from megarl.sync.serving_pieces import check_server_rank, predict_server_rank
-from megarl.sync.slots import Way
-from megarl.sync.steps import sync_step
+from megarl.sync.receiver import REQUEST
+from megarl.sync.transport import Way, choose_way
+
+CLEAN_UP_DEADLINE_S = 10.0
+"""The deadline of each clean-up call after a failed step"""
+
+
+@contextlib.contextmanager
+def explain_lost_servers(check_processes: Callable[[], None] | None) -> Iterator[None]:
+    """Adds exit status and log of a server that is down to a SyncError of an unanswered call within the block."""
+    try:
+        yield
+    except SyncError as error:
+        unanswered = isinstance(error.__cause__, (ConnectionLostError, DeadlineError))
+        cause = find_cause(check_processes) if unanswered else None
+        if cause is None:
+            raise
+        raise SyncError(f"{error}\n{cause}") from error
+
+
+@contextlib.contextmanager
+def sync_step(client: SGLangClient, step: str) -> Iterator[None]:
+    """Turns a refused, lost or late call within the block into a SyncError that names server and step."""
+    try:
+        yield
+    except (RequestError, ConnectionLostError, DeadlineError) as error:
+        raise SyncError(f"SGLang server {client.url} failed at the {step}: {error}") from error
+
+
+@contextlib.contextmanager
+def bracket(
+    client: SGLangClient, step: str, opening: Callable[[], None], closing: Callable[..., None]
+) -> Iterator[None]:
+    """Calls `opening` before the block and `closing` after it, whatever happens; a failure of `closing` never hides an
+    earlier one.
+    """
+    with sync_step(client, step):
+        opening()
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(RequestError, ConnectionLostError, DeadlineError):
+            closing(deadline_s=CLEAN_UP_DEADLINE_S)
+        raise
+    with sync_step(client, f"end of the {step}"):
+        closing()
+
+
+def paused(clients: Sequence[SGLangClient]) -> contextlib.AbstractContextManager[None]:
+    """Within the block no server generates; requests in flight wait."""
+    return _bracket_all(clients, "pause", SGLangClient.pause, SGLangClient.resume)
+
+
+def updating(clients: Sequence[SGLangClient]) -> contextlib.AbstractContextManager[None]:
+    """Within the block all servers are in a weight update."""
+    return _bracket_all(clients, "weight update", SGLangClient.begin_update, SGLangClient.end_update)
+
+
+@contextlib.contextmanager
+def _bracket_all(
+    clients: Sequence[SGLangClient], step: str, opening: Callable[..., None], closing: Callable[..., None]
+) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for client in clients:
+            stack.enter_context(bracket(client, step, partial(opening, client), partial(closing, client)))
+        yield
+
+
+class VersionBump:
+    """Sets the version of every server that has the new weights, and withdraws it where the block fails.
+
+    SGLang records in each response in flight after which token the version changed. Between pause and resume that is
+    the token after which the weights changed; set later, tokens of the new weights would count as old ones.
+    """
+
+    def __init__(self, version: int):
+        self.version = version
+        self._bumped: list[SGLangClient] = []
+
+    def apply(self, clients: Sequence[SGLangClient]) -> None:
+        """Set the version; call it while the servers are paused with the new weights. Raises SyncError naming server
+        and step.
+        """
+        for client in clients:
+            with sync_step(client, f"update of the weight version to {self.version}"):
+                self._bumped.append(client)
+                client.set_weight_version(self.version)
+                found = client.load_weight_version()
+            if found != self.version:
+                raise SyncError(
+                    f"SGLang server {client.url} reports weight version {found} after it was set to {self.version}"
+                )
+
+    def __enter__(self) -> "VersionBump":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception):  # None, or a signal: then the servers end.
+            return
+        for client in self._bumped:
+            with contextlib.suppress(RequestError, ConnectionLostError, DeadlineError):
+                client.set_weight_version(UNPUBLISHED, deadline_s=CLEAN_UP_DEADLINE_S)
+
+
+@contextlib.contextmanager
+def explain_memory(what: str) -> Iterator[None]:
+    """Turns a refused, lost or late call within the block into a SyncError; the cause names the server."""
+    try:
+        yield
+    except (RequestError, ConnectionLostError, DeadlineError) as error:
+        raise SyncError(f"a server did not take the memory of {what} again: {error}") from error
+
+
+@contextlib.contextmanager
+def replacing_weights(clients: Sequence[SGLangClient], bump: VersionBump, offloader: ServerOffloader) -> Iterator[None]:
+    """Within the block the servers are paused in a weight update and serve no version; afterwards that of `bump`.
+
+    They take the memory of their weights again before it, and that of their KV cache after it.
+    """
+    with paused(clients):
+        for client in clients:
+            with sync_step(client, "withdrawal of the weight version"):
+                client.set_weight_version(UNPUBLISHED)
+        with explain_memory("the weights"):
+            offloader.resume_weights()
+        with updating(clients):
+            yield
+        with explain_memory("the KV cache"):
+            offloader.resume_cache()
+        bump.apply(clients)
+
+
+ANSWER_GRACE_S = 10.0
+"""How long after the server's own answer those of its ranks may arrive."""
+MAX_ANSWER_BYTES = 1 << 28
+
+
+class ReplyListener:
+    """Collects the receivers' answers on a port of its own; each carries the token of its request."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._listener = socket.create_server((host, 0))
+        self._condition = threading.Condition()
+        self._found: dict[str, dict[str, Any]] = {}
+        self._expected: set[str] = set()
+        threading.Thread(target=self._listen, name="megarl-answers", daemon=True).start()
+
+    def expect(self) -> dict[str, Any]:
+        """Register one request; returns the address and token that its answer must use."""
+        token = secrets.token_hex(16)
+        with self._condition:
+            self._expected.add(token)
+        return {"host": self._host, "port": self._listener.getsockname()[1], "token": token}
+
+    def wait(self, token: str, deadline_s: float) -> dict[str, Any] | None:
+        """The answer to the request with this token; None where it does not arrive within the deadline."""
+        with self._condition:
+            self._condition.wait_for(lambda: token in self._found, deadline_s)
+            self._expected.discard(token)
+            return self._found.pop(token, None)
+
+    def discard(self, addresses: Sequence[Mapping[str, Any]]) -> None:
+        """Ignore the answers to these requests from now on."""
+        with self._condition:
+            for reply in addresses:
+                self._expected.discard(reply["token"])
+                self._found.pop(reply["token"], None)
+
+    def close(self) -> None:
+        # Only a shutdown wakes a thread that is blocked in accept.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+
+    def _read(self, connection: socket.socket) -> None:
+        """Read one answer; without the token of a registered request it is ignored."""
+        with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            connection.settimeout(ANSWER_GRACE_S)
+            data = bytearray()
+            while len(data) < MAX_ANSWER_BYTES and (part := connection.recv(1 << 16)):
+                data += part
+            answer = json.loads(bytes(data))
+            with self._condition:
+                if answer["token"] in self._expected:
+                    self._found[answer["token"]] = answer
+                    self._condition.notify_all()
+
+
+def call_ranks(
+    client: SGLangClient,
+    listener: ReplyListener,
+    verb: str,
+    arguments: Sequence[Mapping[str, Any]],
+    deadline_s: float,
+    flush_cache: bool = False,
+) -> list[Any]:
+    """Have every rank of a server execute a verb; returns their results. arguments: of each rank.
+
+    Raises SyncError that names server, rank and verb where one fails or gives no answer, RequestError where the server
+    refuses the call, and what the client raises for a server that is lost or late.
+    """
+    addresses = [listener.expect() for _ in arguments]
+    payloads = [
+        encode_request({"verb": verb, "arguments": dict(own), "reply": reply})
+        for own, reply in zip(arguments, addresses, strict=True)
+    ]
+    end = time.monotonic() + deadline_s + ANSWER_GRACE_S
+    try:
+        client.update_weights_from_tensor(payloads, WEIGHT_LOADER, flush_cache=flush_cache, deadline_s=deadline_s)
+    except BaseException:
+        listener.discard(addresses)
+        raise
+    results = []
+    for rank, reply in enumerate(addresses):
+        answer = listener.wait(reply["token"], max(0.0, end - time.monotonic()))
+        if answer is None or "error" in answer:
+            why = "gave no answer" if answer is None else f"answered: {answer['error']}"
+            raise SyncError(f"SGLang server {client.url}, rank {rank}, asked to {verb} weights, {why}")
+        results.append(answer["result"])
+    return results
+
+
+def encode_request(request: Mapping[str, Any]) -> str:
+    """The request's bytes as SGLang takes tensors from other processes: a pickled uint8 tensor in base64."""
+    data = torch.frombuffer(bytearray(json.dumps(request).encode()), dtype=torch.uint8)
+    return base64.b64encode(pickle.dumps([(REQUEST, data)])).decode()
 
 
 @dataclass(frozen=True)
@@ -45,7 +296,7 @@ class Session:
     num_ranks: tuple[int, int]
     """Training ranks and server ranks"""
     nodes: tuple[Sequence[str], Sequence[str]]
-    """The node of each training rank and of each server rank, as `megarl.sync.memory.find_node` names it"""
+    """The node of each training rank and of each server rank, as `megarl.sync.transport.find_node` names it"""
     pids: Sequence[int]
     """The process id of each training rank"""
 

@@ -13,13 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.sync.buckets import BucketTransport
-from megarl.sync.checksum import sum_checksums
-from megarl.sync.memory import find_node
-from megarl.sync.messages import decode_bucket, empty_bucket
-from megarl.sync.plan import Bucket
-from megarl.sync.transport import open_transport
-from megarl.sync.trial import find_refusal
+from megarl.sync.plan import Bucket, decode_bucket, empty_bucket, sum_checksums
+from megarl.sync.transport import BucketTransport, find_node, find_refusal, open_transport
 
 REQUEST = "megarl"
 REPLY_DEADLINE_S = 30.0

@@ -9,15 +9,9 @@ from torch import Tensor
 
 from megarl.mcore.device import device
 from megarl.mcore.worker import MegatronWorker
-from megarl.sync.buckets import BucketTransport
-from megarl.sync.checksum import sum_checksums
-from megarl.sync.memory import find_node
-from megarl.sync.messages import fill_bucket
-from megarl.sync.plan import Bucket, Copy
-from megarl.sync.slices import Piece
-from megarl.sync.training_pieces import describe_rank
-from megarl.sync.transport import open_transport
-from megarl.sync.trial import Trial
+from megarl.sync.pieces import describe_rank
+from megarl.sync.plan import Bucket, Copy, Piece, fill_bucket, sum_checksums
+from megarl.sync.transport import BucketTransport, Trial, find_node, open_transport
 
 
 class WeightSender:

@@ -1,17 +1,689 @@
 """How buckets travel from training ranks to server ranks: over a process group, through memory, or by pair over either.
 
-`megarl.sync.reshard` describes the transport of a session to all ranks in JSON; see `open_transport`.
+Over a group, point to point: gloo between CPUs, NCCL between GPUs. Through memory that processes of one machine share,
+the sender's GPU's or shared memory: each training rank has a ring of slots, and a file of counters by which it and each
+server rank that it sends to hand the slots over. Counters are written by one side each, after the bytes that they
+cover; x86 and the calls of Python in between keep that order.
+
+`megarl.sync.sync` describes the transport of a session to all ranks in JSON; see `open_transport`.
 """
 
+import mmap
+import os
+import secrets
+import shutil
+import struct
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from megarl.sync.buckets import BucketTransport, Empty, Fill
-from megarl.sync.group import GroupTransport
-from megarl.sync.memory import MemoryTransport
 from megarl.sync.plan import Bucket
+
+NUM_SLOTS = 2
+"""Buckets in flight at a time, per training rank or server rank"""
+Fill = Callable[[Bucket, Tensor], None]
+"""Writes a bucket into uint8 [num_bytes]."""
+Empty = Callable[[Bucket, Tensor], None]
+"""Takes what it needs of a bucket's bytes, uint8 [num_bytes], which are overwritten afterwards."""
+
+
+class TransportError(RuntimeError):
+    """A bucket did not arrive in time, or its other end has ended; the message says which."""
+
+
+class BucketTransport(ABC):
+    """One process's end of a connection that carries buckets."""
+
+    def send(self, buckets: Sequence[Bucket], fill: Fill) -> None:
+        """Send the buckets; returns when all have been sent. Raises TransportError."""
+        for _ in self.sending(buckets, fill):
+            pass
+
+    def receive(self, buckets: Sequence[Bucket], empty: Empty) -> None:
+        """Receive the buckets. Raises TransportError."""
+        for _ in self.receiving(buckets, empty):
+            pass
+
+    @abstractmethod
+    def sending(self, buckets: Sequence[Bucket], fill: Fill) -> Iterator[None]:
+        """Yields when each bucket is on its way, and ends when all have been sent."""
+
+    @abstractmethod
+    def receiving(self, buckets: Sequence[Bucket], empty: Empty) -> Iterator[None]:
+        """Yields when each bucket has been emptied."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+PATIENCE = 10
+"""The group's own timeout over the deadline of a wait, which is thus always the first to expire"""
+ABORT_DEADLINE = timedelta(seconds=30)
+POLL_S = 5e-5
+
+
+class GroupTransport(BucketTransport):
+    """Sends buckets over a process group of its own, with NCCL over one communicator of all its ranks: torch would
+    make one for each pair of them, each with buffers of its own.
+    """
+
+    def __init__(
+        self,
+        spec: Mapping[str, Any],
+        rank: int,
+        *,
+        is_source: bool,
+        device: torch.device,
+        pairs: Sequence[tuple[int, int]] | None = None,
+        name: str = "all",
+    ) -> None:
+        """Waits for all ranks of the group.
+
+        spec: as of `open_transport`. rank: within its side. pairs: (training rank, server rank) that exchange buckets
+        in this group, whose ranks they are; no two of these may be on the same GPU; None: all ranks of both sides.
+        name: of the group among those of a sync. Raises TransportError where not all join within the deadline.
+        """
+        self._device, self._timeout = device, timedelta(seconds=spec["deadline_s"])
+        sources, targets = range(spec["num_sources"]), range(spec["num_targets"])
+        members = [(True, source) for source in sources] + [(False, target) for target in targets]
+        if pairs is not None:
+            used = {(True, source) for source, _ in pairs} | {(False, target) for _, target in pairs}
+            members = [member for member in members if member in used]
+        self._numbers = {member: number for number, member in enumerate(members)}
+        try:
+            self._group: Any = _open_group(spec, self._numbers[is_source, rank], len(members), device, name)
+        except RuntimeError as error:
+            raise TransportError(
+                f"the {len(members)} ranks of the weight sync did not all join within {self._timeout}: {error}"
+            ) from error
+        self._connect(is_source, rank, pairs or ())
+
+    def sending(self, buckets: Sequence[Bucket], fill: Fill) -> Iterator[None]:
+        slots = self._make_slots(buckets)
+        works: list[tuple[Bucket, dist.Work] | None] = [None] * NUM_SLOTS
+        for number, bucket in enumerate(buckets):
+            slot = number % NUM_SLOTS
+            self._wait(works[slot], "sent to")
+            message = slots[slot][: bucket.num_bytes]
+            fill(bucket, message)
+            works[slot] = self._start_send(bucket, message)
+            yield
+        for work in works:
+            self._wait(work, "sent to")
+
+    def receiving(self, buckets: Sequence[Bucket], empty: Empty) -> Iterator[None]:
+        slots = self._make_slots(buckets)
+        works: list[tuple[Bucket, dist.Work] | None] = [None] * NUM_SLOTS
+
+        def start(number: int) -> None:
+            if number < len(buckets):
+                message = slots[number % NUM_SLOTS][: buckets[number].num_bytes]
+                works[number % NUM_SLOTS] = self._start_receive(buckets[number], message)
+
+        for number in range(NUM_SLOTS):
+            start(number)
+        for number, bucket in enumerate(buckets):
+            self._wait(works[number % NUM_SLOTS], "received from")
+            empty(bucket, slots[number % NUM_SLOTS][: bucket.num_bytes])
+            start(number + NUM_SLOTS)
+            yield
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None and self._device.type == "cuda":
+            # What still runs on the GPU waits for ranks that may be gone. gloo ends with the last reference.
+            group._set_default_timeout(ABORT_DEADLINE)
+            with suppress(RuntimeError):
+                group.abort()
+
+    def _connect(self, is_source: bool, rank: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Exchange a byte over each pair, in an order common to all: NCCL connects two ranks when both first call. In
+        the middle of a sync, with buckets on other ways in between, ranks could so wait for each other in a circle.
+        """
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        for source, target in sorted(pairs):
+            bucket = Bucket(source, target, ())
+            if (is_source, rank) == (True, source):
+                self._wait(self._start_send(bucket, byte), "sent to")
+            elif (is_source, rank) == (False, target):
+                self._wait(self._start_receive(bucket, byte), "received from")
+
+    def _make_slots(self, buckets: Sequence[Bucket]) -> list[Tensor]:
+        largest = max((bucket.num_bytes for bucket in buckets), default=0)
+        return [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(NUM_SLOTS)]
+
+    def _start_send(self, bucket: Bucket, message: Tensor) -> tuple[Bucket, dist.Work]:
+        with _naming(bucket, "sent to"):
+            return bucket, self._group.send([message], self._numbers[False, bucket.target], 0)
+
+    def _start_receive(self, bucket: Bucket, message: Tensor) -> tuple[Bucket, dist.Work]:
+        with _naming(bucket, "received from"):
+            return bucket, self._group.recv([message], self._numbers[True, bucket.source], 0)
+
+    def _wait(self, work: tuple[Bucket, dist.Work] | None, what: str) -> None:
+        if work is None:
+            return
+        bucket, pending = work
+        with _naming(bucket, what):
+            if self._device.type == "cuda":
+                self._poll(pending)
+            else:
+                pending.wait(self._timeout)
+
+    def _poll(self, work: dist.Work) -> None:
+        """Wait for NCCL. With a timeout torch's own wait polls every 10 ms, in which two buckets could have passed."""
+        end = time.monotonic() + self._timeout.total_seconds()
+        while not work.is_completed():
+            if time.monotonic() > end:
+                raise TransportError(f"not within {self._timeout.total_seconds():g} s")
+            time.sleep(POLL_S)
+        # Raises what went wrong, and lets the current stream go on after the transfer.
+        work.wait()
+
+
+@contextmanager
+def _naming(bucket: Bucket, what: str) -> Iterator[None]:
+    """Turns an error of the group into a TransportError that names the other end."""
+    try:
+        yield
+    except RuntimeError as error:
+        other = f"server rank {bucket.target}" if what == "sent to" else f"training rank {bucket.source}"
+        raise TransportError(f"a bucket was not {what} {other}: {error}") from error
+
+
+def _open_group(spec: Mapping[str, Any], rank: int, size: int, device: torch.device, name: str) -> Any:
+    """A process group outside torch.distributed's registry: the processes at both ends have default groups already.
+
+    Any: torch's stubs know neither the groups' options nor that they are process groups.
+    """
+    timeout = timedelta(seconds=spec["deadline_s"])
+    store: dist.Store
+    if spec["file"]:
+        store = dist.FileStore(f"{spec['file']}-{name}", size)
+    else:
+        store = dist.PrefixStore(name, dist.TCPStore(spec["host"], spec["port"], size, False, timeout))
+    # NCCL waits for missing ranks without end.
+    if store.add("arrived", 1) == size:
+        store.set("all arrived", "")
+    store.wait(["all arrived"], timeout)
+    kind: Any = dist.ProcessGroupNCCL if device.type == "cuda" else dist.ProcessGroupGloo
+    options = kind.Options() if device.type == "cuda" else kind._Options()
+    options._timeout = PATIENCE * timeout
+    if device.type != "cuda":
+        options._devices = [_make_device(kind, spec)]
+        return kind(store, rank, size, options)
+    with without_watchdog():
+        group = kind(store, rank, size, options)
+    # Otherwise torch makes a communicator for each pair at its first message.
+    group.eager_connect_single_device(device)
+    return group
+
+
+@contextmanager
+def without_watchdog() -> Iterator[None]:
+    """An NCCL group made within the block has no watchdog thread of torch's.
+
+    The watchdog ends the process over a rank that is lost or late, and its signal to write a report makes the default
+    group's monitor do so even where errors of this group are set to be handled: lost servers are started anew instead.
+    torch reads the variable when a group is made (ProcessGroupNCCL.cpp: "in blockingWait mode, we don't need to enable
+    the watchdog thread"); the default group and Megatron's keep theirs.
+    """
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _make_device(gloo: Any, spec: Mapping[str, Any]) -> Any:
+    """gloo's device: listens on the address that all ranks share, or on this machine's interface to the other nodes."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if spec["file"]:
+        return gloo.create_device(hostname=spec["host"])
+    return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+
+
+PAGE = 4096
+
+
+class Way(Enum):
+    """Where the slots lie."""
+
+    ipc = "ipc"
+    """On the training rank's GPU; server ranks map them there (CUDA IPC)"""
+    pinned = "pinned"
+    """In shared memory that both GPUs reach (page-locked)"""
+    pageable = "pageable"
+    """In shared memory; the only way without a GPU"""
+
+    @property
+    def words(self) -> str:
+        names = {Way.ipc: "GPU memory (CUDA IPC)", Way.pinned: "page-locked shared memory"}
+        return names.get(self, "shared memory")
+
+
+class Slots(ABC):
+    """NUM_SLOTS places for a bucket each; on a GPU each end has one more buffer, from a sync's begin to its end."""
+
+    def __init__(self, slot_bytes: int, device: torch.device) -> None:
+        self._slot_bytes, self._device = slot_bytes, device
+        self._buffer: Tensor | None = None
+
+    @abstractmethod
+    def write(self, slot: int, bucket: Bucket, fill: Fill) -> None:
+        """Fill the slot; the bytes are there for the other end when this returns."""
+
+    @abstractmethod
+    def read(self, slot: int, bucket: Bucket, empty: Empty) -> None:
+        """Hand the slot's bytes to `empty`; they are needed no more when this returns."""
+
+    def rest(self) -> None:
+        """Free the buffer between syncs."""
+        self._buffer = None
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def _get_buffer(self, num_bytes: int) -> Tensor:
+        if self._buffer is None:
+            self._buffer = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._device)
+        return self._buffer[:num_bytes]
+
+
+class HostSlots(Slots):
+    """In a file in shared memory, page-locked at either end that has a GPU."""
+
+    FILE = "slots"
+
+    def __init__(
+        self, directory: Path, spec: Mapping[str, Any], *, is_source: bool, device: torch.device, gpu: Any
+    ) -> None:
+        super().__init__(spec["slot_bytes"], device)
+        self._map = self._open(directory / self.FILE, NUM_SLOTS * -(-self._slot_bytes // PAGE) * PAGE, is_source)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._gpu: Any = None
+        if Way(spec["way"]) is Way.pinned and device.type == "cuda":
+            gpu = load_gpu(gpu)
+            refusal = gpu.lock_pages(self._bytes.data_ptr(), self._bytes.numel())
+            self._gpu = None if refusal else gpu
+            if refusal:
+                print(f"megarl: weights travel through memory that is not page-locked: {refusal}", flush=True)
+
+    def write(self, slot: int, bucket: Bucket, fill: Fill) -> None:
+        place = self._place(slot)[: bucket.num_bytes]
+        if self._device.type != "cuda":
+            fill(bucket, place)
+            return
+        message = self._get_buffer(bucket.num_bytes)
+        fill(bucket, message)
+        place.copy_(message, non_blocking=True)
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def read(self, slot: int, bucket: Bucket, empty: Empty) -> None:
+        place = self._place(slot)[: bucket.num_bytes]
+        if self._device.type != "cuda":
+            empty(bucket, place)
+            return
+        message = self._get_buffer(bucket.num_bytes)
+        message.copy_(place, non_blocking=True)
+        torch.cuda.current_stream(self._device).synchronize()
+        empty(bucket, message)
+
+    def close(self) -> None:
+        self.rest()
+        if self._gpu is not None:
+            self._gpu.unlock_pages(self._bytes.data_ptr())
+        del self._bytes
+        with suppress(BufferError):
+            self._map.close()
+
+    def _place(self, slot: int) -> Tensor:
+        start = slot * (self._bytes.numel() // NUM_SLOTS)
+        return self._bytes[start:]
+
+    def _open(self, path: Path, size: int, create: bool) -> mmap.mmap:
+        descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
+        try:
+            if create:
+                # Without allocation, a full /dev/shm would kill the process at its first write.
+                os.posix_fallocate(descriptor, 0, size)
+            return mmap.mmap(descriptor, size)
+        except OSError as error:
+            free = os.statvfs(path.parent)
+            raise TransportError(
+                f"{path}: {size} bytes of shared memory are needed and {free.f_bavail * free.f_frsize} are free:"
+                f" {error}; a smaller rollout.sync_bucket_mb needs less"
+            ) from error
+        finally:
+            os.close(descriptor)
+
+
+class GpuSlots(Slots):
+    """On the training rank's GPU; their handle is in a file of 128 hexadecimal digits."""
+
+    FILE = "handle"
+
+    def __init__(
+        self, directory: Path, spec: Mapping[str, Any], *, is_source: bool, device: torch.device, gpu: Any
+    ) -> None:
+        """Raises TransportError where CUDA refuses."""
+        super().__init__(spec["slot_bytes"], device)
+        gpu = load_gpu(gpu)
+        self._own: Any = None
+        self._mapped: Any = None
+        path = directory / self.FILE
+        try:
+            if is_source:
+                self._own = gpu.SharedBuffer(NUM_SLOTS * self._slot_bytes, device)
+                path.touch(0o600)
+                path.write_text(self._own.handle.hex())
+            else:
+                self._mapped = gpu.MappedBuffer(bytes.fromhex(path.read_text()), device)
+        except (gpu.GpuMemoryError, ValueError, OSError) as error:
+            raise TransportError(f"{path}: {error}") from error
+
+    def write(self, slot: int, bucket: Bucket, fill: Fill) -> None:
+        start = slot * self._slot_bytes
+        fill(bucket, self._own.bytes[start : start + bucket.num_bytes])
+        self._own.finish()
+
+    def read(self, slot: int, bucket: Bucket, empty: Empty) -> None:
+        message = self._get_buffer(bucket.num_bytes)
+        self._mapped.copy_to(message, slot * self._slot_bytes)
+        empty(bucket, message)
+
+    def close(self) -> None:
+        self.rest()
+        for buffer in (self._own, self._mapped):
+            if buffer is not None:
+                buffer.close()
+
+
+NUM_BYTES = 1 << 21
+PATTERN_BYTES = 64
+
+
+class Trial:
+    """A training rank's part: GPU memory with a random pattern at its beginning."""
+
+    def __init__(self, device: torch.device, gpu: Any = None) -> None:
+        """gpu: in place of `megarl.sync.gpu_memory`. Raises its GpuMemoryError."""
+        self._buffer: Any = load_gpu(gpu).SharedBuffer(NUM_BYTES, device)
+        self._pattern = secrets.token_bytes(PATTERN_BYTES)
+        self._buffer.bytes[:PATTERN_BYTES].copy_(to_tensor(self._pattern))
+        self._buffer.finish()
+
+    @property
+    def offer(self) -> dict[str, str]:
+        """What a server rank needs, in JSON."""
+        return {"handle": self._buffer.handle.hex(), "pattern": self._pattern.hex()}
+
+    def close(self) -> None:
+        self._buffer.close()
+
+
+def find_refusal(offers: Mapping[int, Mapping[str, str]], device: torch.device, gpu: Any = None) -> str | None:
+    """A server rank's part: why it cannot read the memory that training ranks offer; None: it can. gpu: as above."""
+    gpu = load_gpu(gpu)
+    for source, offer in offers.items():
+        try:
+            buffer = gpu.MappedBuffer(bytes.fromhex(offer["handle"]), device)
+            found = torch.empty(PATTERN_BYTES, dtype=torch.uint8, device=device)
+            try:
+                buffer.copy_to(found, 0)
+            finally:
+                buffer.close()
+        except (gpu.GpuMemoryError, ValueError) as error:
+            return f"training rank {source}'s memory: {error}"
+        if not torch.equal(found.cpu(), to_tensor(bytes.fromhex(offer["pattern"]))):
+            return f"training rank {source}'s memory has other contents here"
+    return None
+
+
+def to_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def load_gpu(gpu: Any) -> Any:
+    """`megarl.sync.gpu_memory`, unless another is given; it needs CUDA's driver."""
+    if gpu is None:
+        from megarl.sync import gpu_memory as gpu
+    return gpu
+
+
+SHARED_MEMORY = Path("/dev/shm")
+UNMAP_PATIENCE_S = 2.0
+"""How long a training rank keeps its GPU memory for a server rank that still maps it, and may have been lost"""
+
+
+def find_node() -> str:
+    """Names the shared memory of this process: the machine's boot and its /dev/shm, of which containers have others."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat(SHARED_MEMORY).st_dev}"
+
+
+def choose_way(has_gpus: bool, refusals: Sequence[str]) -> tuple[Way, str]:
+    """The way of all pairs of ranks on the same node, and why; refusals: of ranks that tried CUDA IPC."""
+    if not has_gpus:
+        return Way.pageable, "there is no GPU"
+    if refusals:
+        return Way.pinned, refusals[0]
+    return Way.ipc, "every server rank maps the memory of its training ranks"
+
+
+class MemoryTransport(BucketTransport):
+    """One rank's end of the rings; removing a ring's directory aborts the sync."""
+
+    POLL_S = 5e-5
+    LOOK_S = 0.1
+
+    def __init__(
+        self,
+        spec: Mapping[str, Any],
+        rank: int,
+        *,
+        is_source: bool,
+        device: torch.device,
+        peers: Iterable[int],
+        gpu: Any = None,
+    ) -> None:
+        """Arguments that need a word:
+
+        spec: `directories` (of each training rank's ring, in shared memory; None: it has no ring), `slot_bytes`, `way`,
+        `num_targets`, `deadline_s` (of each wait). peers: the training ranks from which a server rank receives; it
+        waits for their rings. gpu: in place of `megarl.sync.gpu_memory`.
+
+        Raises TransportError.
+        """
+        self._deadline_s, self._device = float(spec["deadline_s"]), device
+        self._rings: dict[int, _Ring] = {}
+        try:
+            for source in [rank] if is_source else sorted(set(peers)):
+                if spec["directories"][source] is None:
+                    continue
+                directory = Path(spec["directories"][source])
+                if not is_source:
+                    name = f"training rank {source} has not made its memory {directory}"
+                    self._wait((directory / _Counters.FILE).exists, name)
+                self._rings[source] = _Ring(directory, spec, rank, is_source=is_source, device=device, gpu=gpu)
+        except BaseException:
+            self.close()
+            raise
+
+    def sending(self, buckets: Sequence[Bucket], fill: Fill) -> Iterator[None]:
+        if not buckets:
+            return
+        (ring,) = self._rings.values()
+        for bucket in buckets:
+            self._wait(ring.has_free_slot, f"server rank {ring.slot_user} has not read a bucket", ring.directory)
+            ring.put(bucket, fill)
+            yield
+        for target in sorted({bucket.target for bucket in buckets}):
+            name = f"server rank {target} has not read its last bucket"
+            self._wait(lambda target=target: ring.is_read(target), name, ring.directory)  # type: ignore[misc]
+        ring.hide()
+
+    def receiving(self, buckets: Sequence[Bucket], empty: Empty) -> Iterator[None]:
+        for bucket in buckets:
+            ring = self._rings[bucket.source]
+            self._wait(ring.has_bucket, f"training rank {bucket.source} has filled no bucket", ring.directory)
+            ring.take(bucket, empty)
+            yield
+        for ring in self._rings.values():
+            ring.slots.rest()
+
+    def close(self) -> None:
+        for ring in self._rings.values():
+            ring.close()
+        self._rings = {}
+
+    def _wait(self, condition: Callable[[], bool], what: str, directory: Path | None = None) -> None:
+        start = looked = time.monotonic()
+        while not condition():
+            now = time.monotonic()
+            if now > start + self._deadline_s:
+                raise TransportError(f"{what} within {self._deadline_s:g} s")
+            if directory is not None and now > looked + self.LOOK_S:
+                looked = now
+                if not directory.exists():
+                    raise TransportError(f"{what} when the sync was aborted")
+            time.sleep(self.POLL_S)
+
+
+class _Ring:
+    """The slots of one training rank and their counters, at either end."""
+
+    def __init__(
+        self, directory: Path, spec: Mapping[str, Any], rank: int, *, is_source: bool, device: torch.device, gpu: Any
+    ) -> None:
+        """rank: of this process within its side."""
+        self.directory = directory
+        self._rank, self._is_source = rank, is_source
+        self._users: list[tuple[int, int] | None] = [None] * NUM_SLOTS
+        self._num_sent = 0
+        if is_source:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        kind = GpuSlots if Way(spec["way"]) is Way.ipc else HostSlots
+        self.slots: Slots = kind(directory, spec, is_source=is_source, device=device, gpu=gpu)
+        # Last: once the counters are there, a server rank opens the slots.
+        self._counters = _Counters(directory, spec["num_targets"], create=is_source)
+        if not is_source:
+            self._counters.mark_mapped(rank, True)
+
+    @property
+    def slot_user(self) -> int | None:
+        """The server rank that the next slot waits for."""
+        user = self._users[self._num_sent % NUM_SLOTS]
+        return None if user is None else user[0]
+
+    def has_free_slot(self) -> bool:
+        user = self._users[self._num_sent % NUM_SLOTS]
+        return user is None or self._counters.load_read(user[0]) >= user[1]
+
+    def put(self, bucket: Bucket, fill: Fill) -> None:
+        slot, target = self._num_sent % NUM_SLOTS, bucket.target
+        self.slots.write(slot, bucket, fill)
+        number = self._counters.load_filled(target) + 1
+        self._counters.store_filled(target, number, slot)
+        self._users[slot] = (target, number)
+        self._num_sent += 1
+
+    def is_read(self, target: int) -> bool:
+        return self._counters.load_read(target) == self._counters.load_filled(target)
+
+    def has_bucket(self) -> bool:
+        return self._counters.load_filled(self._rank) > self._counters.load_read(self._rank)
+
+    def take(self, bucket: Bucket, empty: Empty) -> None:
+        number = self._counters.load_read(self._rank) + 1
+        self.slots.read(self._counters.load_slot(self._rank, number), bucket, empty)
+        self._counters.store_read(self._rank, number)
+
+    def hide(self) -> None:
+        """Remove the names of the slots once all have opened them: they end with the processes, however those end."""
+        self.slots.rest()
+        for name in (HostSlots.FILE, GpuSlots.FILE):
+            (self.directory / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Also tells the other ends, which find the directory gone."""
+        if not self._is_source:
+            self.slots.close()
+            self._counters.mark_mapped(self._rank, False)
+        shutil.rmtree(self.directory, ignore_errors=True)
+        if self._is_source:
+            end = time.monotonic() + UNMAP_PATIENCE_S
+            while self._counters.is_mapped() and time.monotonic() < end:
+                time.sleep(MemoryTransport.POLL_S)
+            self.slots.close()
+        self._counters.close()
+
+
+class _Counters:
+    """For each server rank a line written by the training rank (number of buckets filled, slots of the last ones) and
+    one written by the server rank (number of buckets read, whether it maps the slots).
+    """
+
+    FILE = "counters"
+    LINE = 64
+
+    def __init__(self, directory: Path, num_targets: int, *, create: bool) -> None:
+        path = directory / self.FILE
+        self._num_targets = num_targets
+        size = 2 * self.LINE * num_targets
+        if create:
+            new = path.with_suffix(".new")
+            new.touch(0o600)
+            os.truncate(new, size)
+            new.rename(path)
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), size)
+
+    def load_filled(self, target: int) -> int:
+        return self._load(2 * target, 0)
+
+    def load_slot(self, target: int, number: int) -> int:
+        """The slot of the server rank's bucket `number`, counted from 1; one of the last NUM_SLOTS."""
+        return self._load(2 * target, 1 + number % NUM_SLOTS)
+
+    def store_filled(self, target: int, number: int, slot: int) -> None:
+        self._store(2 * target, 1 + number % NUM_SLOTS, slot)
+        self._store(2 * target, 0, number)
+
+    def load_read(self, target: int) -> int:
+        return self._load(2 * target + 1, 0)
+
+    def store_read(self, target: int, number: int) -> None:
+        self._store(2 * target + 1, 0, number)
+
+    def mark_mapped(self, target: int, is_mapped: bool) -> None:
+        self._store(2 * target + 1, 1, int(is_mapped))
+
+    def is_mapped(self) -> bool:
+        return any(self._load(2 * target + 1, 1) for target in range(self._num_targets))
+
+    def _load(self, line: int, place: int) -> int:
+        return int(struct.unpack_from("<q", self._map, line * self.LINE + 8 * place)[0])
+
+    def _store(self, line: int, place: int, value: int) -> None:
+        struct.pack_into("<q", self._map, line * self.LINE + 8 * place, value)
+
+    def close(self) -> None:
+        self._map.close()
 
 
 class MixedTransport(BucketTransport):

@@ -20,7 +20,7 @@ from megarl.hf.random_model import build_random_checkpoint
 from megarl.mcore.model.architecture import read_architecture
 from megarl.rollout.client import SGLangClient
 from megarl.sync.ranks import Ranks
-from megarl.sync.reshard import ShardSync
+from megarl.sync.sync import ShardSync
 
 pytestmark = pytest.mark.slow
 

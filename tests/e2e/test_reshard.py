@@ -28,9 +28,8 @@ from megarl.interfaces import UNPUBLISHED, SyncError
 from megarl.mcore.model.architecture import read_architecture
 from megarl.rollout.calls import StopFlag
 from megarl.rollout.client import SGLangClient
-from megarl.sync.disk import DiskSync
 from megarl.sync.ranks import Ranks
-from megarl.sync.reshard import ShardSync
+from megarl.sync.sync import DiskSync, ShardSync
 
 pytestmark = pytest.mark.slow
 

@@ -29,8 +29,8 @@ from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.guard import find_shared_memory
 from megarl.rollout.server import ServerError, SGLangServer
 from megarl.rollout.tensors import build_tensors
-from megarl.sync.disk import DiskSync
 from megarl.sync.probe import build_probe_tokens
+from megarl.sync.sync import DiskSync
 from megarl.types import FinishReason, Prompt, Score, Sequences
 
 EOS = 2

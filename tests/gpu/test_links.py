@@ -8,11 +8,8 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from megarl.sync.plan import Bucket, Copy
-from megarl.sync.slices import TensorSlice
-from megarl.sync.slots import Way
-from megarl.sync.transport import open_transport
-from megarl.sync.trial import Trial, find_refusal
+from megarl.sync.plan import Bucket, Copy, TensorSlice
+from megarl.sync.transport import Trial, Way, find_refusal, open_transport
 
 pytestmark = pytest.mark.gpu
 

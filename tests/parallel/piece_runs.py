@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megarl.mcore.worker_spec import WorkerSpec
-from megarl.sync.slices import Piece, TensorSlice
+from megarl.sync.plan import Piece, TensorSlice
 
 Held = list[tuple[tuple[Any, ...], torch.Tensor]]
 """(tensor, row, column, whole tensor, its rectangle) of each piece, and the numbers that lie there"""

@@ -17,8 +17,8 @@ from megarl.mcore.compare_layouts import LayoutRun, compare_runs, run_layouts
 from megarl.mcore.model.architecture import check_layout, read_architecture
 from megarl.mcore.weights.hf_reader import CheckpointReader
 from megarl.mcore.worker_spec import Role
-from megarl.sync.slices import TensorSlice
-from megarl.sync.training_pieces import predict_ranks
+from megarl.sync.pieces import predict_ranks
+from megarl.sync.plan import TensorSlice
 
 LAYOUTS = {
     "tp2": ParallelConfig(num_processes=2, tp=2),

@@ -11,8 +11,8 @@ from tiny_checkpoints import write_checkpoint
 from megarl.config.schema.roles import ParallelConfig
 from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.worker_spec import Role
-from megarl.sync.slices import TensorSlice
-from megarl.sync.training_pieces import predict_ranks
+from megarl.sync.pieces import predict_ranks
+from megarl.sync.plan import TensorSlice
 
 DENSE = {
     "tp2-pp2": ParallelConfig(num_processes=4, tp=2, sp=True, pp=2),

@@ -38,9 +38,8 @@ from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.ports import pick_free_port
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.server import SGLangServer
-from megarl.sync.disk import DiskSync
 from megarl.sync.ranks import Ranks
-from megarl.sync.reshard import ShardSync
+from megarl.sync.sync import DiskSync, ShardSync
 from megarl.types import Sequences
 
 GOAL = 0.6

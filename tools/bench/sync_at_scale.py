@@ -12,9 +12,8 @@ from typing import Any
 
 from megarl.config.schema.roles import ParallelConfig
 from megarl.mcore.model.architecture import Architecture, Experts
+from megarl.sync.pieces import predict_ranks, predict_server_rank
 from megarl.sync.plan import build_plan, compute_bound, compute_broadcast
-from megarl.sync.serving_pieces import predict_server_rank
-from megarl.sync.training_pieces import predict_ranks
 
 QWEN32B = Architecture(
     "qwen2", 64, 5120, 27648, 40, 8, 128, 152064, 131072, 1e-6, 1e6, None, qkv_bias=True, qk_norm=False, tied=False

@@ -13,12 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.sync.memory import SHARED_MEMORY
-from megarl.sync.messages import empty_bucket, fill_bucket
-from megarl.sync.plan import Bucket, Copy
-from megarl.sync.slices import TensorSlice
-from megarl.sync.slots import Way
-from megarl.sync.transport import open_transport
+from megarl.sync.plan import Bucket, Copy, TensorSlice, empty_bucket, fill_bucket
+from megarl.sync.transport import SHARED_MEMORY, Way, open_transport
 from megarl.tools.gpu.lines import Line, fail, judge, skip
 from megarl.tools.gpu.setting import CPU, CUDA, Setting
 

@@ -25,9 +25,8 @@ from megarl.plan.memory import (
     sum_layers,
 )
 from megarl.plan.seconds import estimate_transfer
+from megarl.sync.pieces import predict_ranks, predict_server_rank
 from megarl.sync.plan import build_plan
-from megarl.sync.serving_pieces import predict_server_rank
-from megarl.sync.training_pieces import predict_ranks
 
 GIB = 1 << 30
 QWEN32B = parse_architecture(PUBLISHED["Qwen/Qwen2.5-32B"], Path("qwen32b"))

@@ -5,9 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.sync.checksum import MASK, compute_checksum, find_words
-from megarl.sync.plan import Copy
-from megarl.sync.slices import TensorSlice
+from megarl.sync.plan import MASK, Copy, TensorSlice, compute_checksum, find_words
 
 DTYPES = [torch.bfloat16, torch.float32]
 

@@ -22,7 +22,7 @@ from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError
 from megarl.rollout.calls import find_cause, run_in_parallel
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.engine import SGLangEngine
-from megarl.sync.disk import DiskSync
+from megarl.sync.sync import DiskSync
 from megarl.types import Prompt
 
 LOAD = ["/pause_generation", "/update_weight_version", "/begin_weight_update", "/update_weights_from_disk"]
@@ -41,7 +41,7 @@ from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.rollout.engine import SGLangEngine
 from megarl.run.signals import Stopped, stopping_on_signals
-from megarl.sync.disk import DiskSync
+from megarl.sync.sync import DiskSync
 from megarl.types import Prompt
 
 what, url, checkpoint = sys.argv[1], sys.argv[2], Path(sys.argv[3])

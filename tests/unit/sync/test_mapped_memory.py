@@ -11,12 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.sync.buckets import TransportError
-from megarl.sync.memory import MemoryTransport, choose_way, find_node
-from megarl.sync.plan import Bucket, Copy
-from megarl.sync.slices import TensorSlice
-from megarl.sync.slots import Way
-from megarl.sync.trial import Trial, find_refusal
+from megarl.sync.plan import Bucket, Copy, TensorSlice
+from megarl.sync.transport import MemoryTransport, TransportError, Trial, Way, choose_way, find_node, find_refusal
 
 CPU = torch.device("cpu")
 

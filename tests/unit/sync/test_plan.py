@@ -18,18 +18,22 @@ from megarl.families.registry import FAMILIES, build_random_fields, parse_archit
 from megarl.families.weights import Split
 from megarl.mcore.model.architecture import Architecture, check_layout
 from megarl.mcore.weights.entries import describe, list_entries, to_megatron
-from megarl.sync.messages import decode_bucket, empty_bucket, encode_bucket, fill_bucket
+from megarl.sync.pieces import check_server_rank, find_layers, find_vocab_rows, predict_ranks, predict_server_rank
 from megarl.sync.plan import (
     LayoutError,
+    Piece,
+    TensorSlice,
+    as_matrix,
     build_plan,
     compute_bound,
     compute_broadcast,
     cut_buckets,
+    decode_bucket,
+    empty_bucket,
+    encode_bucket,
+    fill_bucket,
     format_plan,
 )
-from megarl.sync.serving_pieces import check_server_rank, find_vocab_rows, predict_server_rank
-from megarl.sync.slices import Piece, TensorSlice, as_matrix
-from megarl.sync.training_pieces import find_layers, predict_ranks
 
 
 def build_architecture(family: str, num_kv_heads: int = 2, tied: bool = False, vocab_size: int = 70) -> Architecture:

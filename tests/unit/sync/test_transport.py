@@ -13,11 +13,8 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from megarl.sync.buckets import BucketTransport, TransportError
-from megarl.sync.group import GroupTransport, without_watchdog
-from megarl.sync.plan import Bucket, Copy
-from megarl.sync.slices import TensorSlice
-from megarl.sync.transport import open_transport
+from megarl.sync.plan import Bucket, Copy, TensorSlice
+from megarl.sync.transport import BucketTransport, GroupTransport, TransportError, open_transport, without_watchdog
 
 NUM_SOURCES, NUM_TARGETS = 2, 2
 

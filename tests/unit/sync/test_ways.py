@@ -11,12 +11,10 @@ import torch
 
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig, Transport
-from megarl.sync.group import GroupTransport
-from megarl.sync.plan import Bucket, Copy, Plan
+from megarl.sync.plan import Bucket, Copy, Plan, TensorSlice
 from megarl.sync.ranks import Ranks, Session
-from megarl.sync.reshard import ShardSync
-from megarl.sync.slices import TensorSlice
-from megarl.sync.slots import Way
+from megarl.sync.sync import ShardSync
+from megarl.sync.transport import GroupTransport, Way
 
 COPY = Copy("w", TensorSlice(0, 0, 1, 10), "w", TensorSlice(0, 0, 1, 10), 4)
 

@@ -19,7 +19,7 @@ from megarl.families.registry import parse_architecture
 from megarl.mcore.worker_spec import Role
 from megarl.plan.job import PlannedModels, build_jobs, count_job
 from megarl.plan.memory import estimate_stages
-from megarl.sync.slots import Way
+from megarl.sync.transport import Way
 from megarl.tools.gpu import machine as machine_module
 from megarl.tools.gpu import serving, sizes, training, transfer
 from megarl.tools.gpu.lines import Verdict, conclude, fail, judge, make_table, read_line, skip, write_json

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tool_loading import TOOLS, load_tool
 
-from megarl.sync.slots import Way
+from megarl.sync.transport import Way
 from megarl.tools.gpu import training, transfer
 from megarl.tools.gpu.lines import Verdict
 from megarl.tools.gpu.setting import CPU, Setting
