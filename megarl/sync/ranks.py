@@ -64,51 +64,41 @@ def explain_lost_servers(check_processes: Callable[[], None] | None) -> Iterator
 
 
 @contextlib.contextmanager
-def sync_step(client: SGLangClient, step: str) -> Iterator[None]:
-    """Turns a refused, lost or late call within the block into a SyncError that names server and step."""
+def explaining(what: str) -> Iterator[None]:
+    """Turns a refused, lost or late call within the block into a SyncError that begins so; its cause names the server."""
     try:
         yield
     except (RequestError, ConnectionLostError, DeadlineError) as error:
-        raise SyncError(f"SGLang server {client.url} failed at the {step}: {error}") from error
+        raise SyncError(f"{what}: {error}") from error
+
+
+def sync_step(client: SGLangClient, step: str) -> contextlib.AbstractContextManager[None]:
+    """The same, with a SyncError that names server and step."""
+    return explaining(f"SGLang server {client.url} failed at the {step}")
 
 
 @contextlib.contextmanager
 def bracket(
-    client: SGLangClient, step: str, opening: Callable[[], None], closing: Callable[..., None]
-) -> Iterator[None]:
-    """Calls `opening` before the block and `closing` after it, whatever happens; a failure of `closing` never hides an
-    earlier one.
-    """
-    with sync_step(client, step):
-        opening()
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(RequestError, ConnectionLostError, DeadlineError):
-            closing(deadline_s=CLEAN_UP_DEADLINE_S)
-        raise
-    with sync_step(client, f"end of the {step}"):
-        closing()
-
-
-def paused(clients: Sequence[SGLangClient]) -> contextlib.AbstractContextManager[None]:
-    """Within the block no server generates; requests in flight wait."""
-    return _bracket_all(clients, "pause", SGLangClient.pause, SGLangClient.resume)
-
-
-def updating(clients: Sequence[SGLangClient]) -> contextlib.AbstractContextManager[None]:
-    """Within the block all servers are in a weight update."""
-    return _bracket_all(clients, "weight update", SGLangClient.begin_update, SGLangClient.end_update)
-
-
-@contextlib.contextmanager
-def _bracket_all(
     clients: Sequence[SGLangClient], step: str, opening: Callable[..., None], closing: Callable[..., None]
 ) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for client in clients:
-            stack.enter_context(bracket(client, step, partial(opening, client), partial(closing, client)))
+    """Calls `opening` of each server before the block and `closing` after it, in the other order, whatever happens; a
+    failure of `closing` never hides an earlier one.
+    """
+    if not clients:
         yield
+        return
+    first, *others = clients
+    with sync_step(first, step):
+        opening(first)
+    try:
+        with bracket(others, step, opening, closing):
+            yield
+    except BaseException:
+        with contextlib.suppress(RequestError, ConnectionLostError, DeadlineError):
+            closing(first, deadline_s=CLEAN_UP_DEADLINE_S)
+        raise
+    with sync_step(first, f"end of the {step}"):
+        closing(first)
 
 
 class VersionBump:
@@ -150,29 +140,21 @@ class VersionBump:
 
 
 @contextlib.contextmanager
-def explain_memory(what: str) -> Iterator[None]:
-    """Turns a refused, lost or late call within the block into a SyncError; the cause names the server."""
-    try:
-        yield
-    except (RequestError, ConnectionLostError, DeadlineError) as error:
-        raise SyncError(f"a server did not take the memory of {what} again: {error}") from error
-
-
-@contextlib.contextmanager
 def replacing_weights(clients: Sequence[SGLangClient], bump: VersionBump, offloader: ServerOffloader) -> Iterator[None]:
     """Within the block the servers are paused in a weight update and serve no version; afterwards that of `bump`.
 
     They take the memory of their weights again before it, and that of their KV cache after it.
     """
-    with paused(clients):
+    # Requests in flight wait.
+    with bracket(clients, "pause", SGLangClient.pause, SGLangClient.resume):
         for client in clients:
             with sync_step(client, "withdrawal of the weight version"):
                 client.set_weight_version(UNPUBLISHED)
-        with explain_memory("the weights"):
+        with explaining("a server did not take the memory of the weights again"):
             offloader.resume_weights()
-        with updating(clients):
+        with bracket(clients, "weight update", SGLangClient.begin_update, SGLangClient.end_update):
             yield
-        with explain_memory("the KV cache"):
+        with explaining("a server did not take the memory of the KV cache again"):
             offloader.resume_cache()
         bump.apply(clients)
 
@@ -363,7 +345,8 @@ class Ranks:
                 client = self._clients[rank // tp]
                 raise SyncError(f"SGLang server {client.url}, rank {rank % tp}: {'; '.join(problems)}")
         dtypes = self._join_dtypes(described)
-        nodes, pids = self._locate()
+        located = self.call_senders("locate")
+        nodes, pids = ([node for node, _ in located], self.call_receivers("locate")), [pid for _, pid in located]
         try:
             plan = build_plan(sources, targets, dtypes, lambda source, target: nodes[0][source] == nodes[1][target])
         except LayoutError as error:
@@ -377,12 +360,6 @@ class Ranks:
         self._prepare(session, dtypes)
         self.session = session
         return session
-
-    def _locate(self) -> tuple[tuple[list[str], list[str]], list[int]]:
-        """The nodes of the training ranks and of the server ranks, and the process ids of the training ranks."""
-        located = self.call_senders("locate")
-        nodes, pids = [node for node, _ in located], [pid for _, pid in located]
-        return (nodes, self.call_receivers("locate")), pids
 
     def _join_dtypes(self, described: Sequence[Mapping[str, tuple[Sequence[int], str]]]) -> dict[str, str]:
         dtypes: dict[str, str] = {}

@@ -27,6 +27,20 @@ from megarl.timeline import note, span
 from megarl.types import Metrics
 
 
+@dataclass
+class _Times:
+    """Measures the seconds of each step of a sync."""
+
+    last: float = field(default_factory=time.monotonic)
+    spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def mark(self, step: str) -> None:
+        now = time.monotonic()
+        self.spent[step] += now - self.last
+        note(step, self.last, now)
+        self.last = now
+
+
 class ShardSync:
     """A WeightSync that sends shards directly from training ranks to server ranks.
 
@@ -79,16 +93,24 @@ class ShardSync:
             times.mark("resume")
             gap = self._probe.measure(self._clients)
             times.mark("probe")
-        return times.to_metrics() | {
+        verification = times.spent["checksum"] + times.spent["probe"]
+        return {f"sync/seconds_{step}": seconds for step, seconds in times.spent.items()} | {
+            "sync/verify_share": verification / sum(times.spent.values()),
             "sync/bytes": num_bytes,
             "sync/bytes_over_bound": num_bytes / session.bound,
             "sync/probe_logprob_gap": gap,
         }
 
-    def _transfer(self, times: "_Times") -> tuple[Session, float]:
-        """Move the weights; returns the session and the number of bytes that the server ranks received."""
+    def _transfer(self, times: _Times) -> tuple[Session, float]:
+        """Connect all ranks where they are not, and move the weights; returns the session and the number of bytes that
+        the server ranks received.
+        """
         try:
-            session = self._ranks.session or self._open()
+            session = self._ranks.session
+            if session is None:
+                session = self._ranks.handshake()
+                spec, (sources, targets) = self._describe_transport(session), session.num_ranks
+                self._ranks.call_both_sides("open", "open", [(spec,)] * sources, [{"transport": spec}] * targets)
             times.mark("open")
             num_bytes = self._move()
             times.mark("move")
@@ -107,14 +129,6 @@ class ShardSync:
     def close(self) -> None:
         self._ranks.close()
         self._remove_memory()
-
-    def _open(self) -> Session:
-        """Make the handshake with all ranks, and connect them."""
-        session = self._ranks.handshake()
-        transport = self._describe_transport(session)
-        sources, targets = session.num_ranks
-        self._ranks.call_both_sides("open", "open", [(transport,)] * sources, [{"transport": transport}] * targets)
-        return session
 
     def _describe_transport(self, session: Session) -> dict[str, Any]:
         """What `open_transport` of all ranks gets."""
@@ -167,27 +181,6 @@ class ShardSync:
         self._directories = []
 
 
-@dataclass
-class _Times:
-    """Measures the seconds of each step of a sync."""
-
-    last: float = field(default_factory=time.monotonic)
-    spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-
-    def mark(self, step: str) -> None:
-        now = time.monotonic()
-        self.spent[step] += now - self.last
-        note(step, self.last, now)
-        self.last = now
-
-    def to_metrics(self) -> Metrics:
-        total = sum(self.spent.values())
-        verification = self.spent["checksum"] + self.spent["probe"]
-        return {f"sync/seconds_{step}": seconds for step, seconds in self.spent.items()} | {
-            "sync/verify_share": verification / total
-        }
-
-
 class DiskSync:
     """WeightSync: the policy writes a checkpoint, every server loads it and is verified."""
 
@@ -214,14 +207,11 @@ class DiskSync:
 
         Each version is written to a subdirectory; the last one stays until the next publish or `close`.
         """
-        self._policy = policy
         self._offloader = offloader or ServerOffloader()
-        self._clients = list(clients)
-        self._config = config
+        self._policy, self._clients, self._config, self._ranks = policy, list(clients), config, ranks
         self._directory = directory
         self._probe = Probe(probe_tokens, config, policy_dtype, has_checksums=ranks is not None)
         self._check_processes = check_processes
-        self._ranks = ranks
 
     def publish(self, version: int) -> Metrics:
         """Export, load into every server as `version`, and verify.
@@ -244,14 +234,18 @@ class DiskSync:
         with VersionBump(version) as bump, explain_lost_servers(self._check_processes):
             with replacing_weights(self._clients, bump, self._offloader):
                 with span("load"):
-                    self._load_all(target)
+                    jobs = [partial(self._load, client, target) for client in self._clients]
+                    run_in_parallel(jobs, partial(abort_all, self._clients))
                 loaded = time.monotonic()
                 if self._ranks is not None:
                     with span("checksum"):
                         self._ranks.verify(self._ranks.session or self._ranks.handshake())
             with span("probe"):
                 gap = self._probe.measure(self._clients)
-        self._remove_others(target)
+        for old in self._directory.iterdir():
+            if old != target:
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.rmtree(old)
         return {
             "sync/bytes": float(sum(file.stat().st_size for file in target.iterdir() if file.is_file())),
             "sync/probe_logprob_gap": gap,
@@ -271,16 +265,6 @@ class DiskSync:
             self._ranks.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _load_all(self, directory: Path) -> None:
-        jobs = [partial(self._load, client, directory) for client in self._clients]
-        run_in_parallel(jobs, partial(abort_all, self._clients))
-
     def _load(self, client: SGLangClient, directory: Path, _stop: StopFlag) -> None:
         with sync_step(client, f"load of the weights in {directory}"):
             client.update_weights_from_disk(directory, deadline_s=self._config.sync_deadline_s)
-
-    def _remove_others(self, keep: Path) -> None:
-        for old in self._directory.iterdir():
-            if old != keep:
-                with contextlib.suppress(FileNotFoundError):
-                    shutil.rmtree(old)
