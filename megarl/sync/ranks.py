@@ -65,7 +65,7 @@ def explain_lost_servers(check_processes: Callable[[], None] | None) -> Iterator
 
 @contextlib.contextmanager
 def explaining(what: str) -> Iterator[None]:
-    """Turns a refused, lost or late call within the block into a SyncError that begins so; its cause names the server."""
+    """Turns a refused, lost or late call within the block into a SyncError that begins so and names its cause."""
     try:
         yield
     except (RequestError, ConnectionLostError, DeadlineError) as error:
