@@ -345,8 +345,7 @@ class Ranks:
                 client = self._clients[rank // tp]
                 raise SyncError(f"SGLang server {client.url}, rank {rank % tp}: {'; '.join(problems)}")
         dtypes = self._join_dtypes(described)
-        located = self.call_senders("locate")
-        nodes, pids = ([node for node, _ in located], self.call_receivers("locate")), [pid for _, pid in located]
+        nodes, pids = self._locate()
         try:
             plan = build_plan(sources, targets, dtypes, lambda source, target: nodes[0][source] == nodes[1][target])
         except LayoutError as error:
@@ -360,6 +359,12 @@ class Ranks:
         self._prepare(session, dtypes)
         self.session = session
         return session
+
+    def _locate(self) -> tuple[tuple[list[str], list[str]], list[int]]:
+        """The nodes of the training ranks and of the server ranks, and the process ids of the training ranks."""
+        located = self.call_senders("locate")
+        nodes, pids = [node for node, _ in located], [pid for _, pid in located]
+        return (nodes, self.call_receivers("locate")), pids
 
     def _join_dtypes(self, described: Sequence[Mapping[str, tuple[Sequence[int], str]]]) -> dict[str, str]:
         dtypes: dict[str, str] = {}
