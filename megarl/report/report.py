@@ -13,7 +13,6 @@ from megarl.report.critic_watch import CriticWatch
 from megarl.report.metrics import FILE_NAME, PRETRAINING_FILE_NAME, MetricsWriter, check_metrics
 from megarl.report.pace import Pace
 from megarl.report.progress import LOG_NAME, Progress
-from megarl.report.prometheus import PrometheusSink
 from megarl.report.run_watch import RunWatch
 from megarl.report.sinks import Sink, open_sinks
 from megarl.report.speed import measure_speed
@@ -149,16 +148,9 @@ class Report:
         if text.startswith(WARNING):
             self._progress.show_warning(f"{text.removeprefix(WARNING)} (iteration {self._iteration})")
 
-    def show_processes(self, describe: Callable[[], str], urls: Sequence[str] = ()) -> None:
-        """Have the live display ask for a line about servers and workers, and Prometheus find the servers.
-
-        describe: called from the display's thread. urls: of servers that answer /metrics.
-        """
+    def show_processes(self, describe: Callable[[], str]) -> None:
+        """Have the live display ask for a line about servers and workers. describe: called from its thread."""
         self._progress.show_processes(describe)
-        for sink in self._sinks:
-            if isinstance(sink, PrometheusSink):
-                sink.show_servers(urls)
-                self.message(f"Prometheus: {' '.join([sink.url, *(f'{url}/metrics' for url in urls)])}")
 
     def samples(self, samples: Sequence[Sample]) -> None:
         """Print logger.num_logged_samples of the samples, where possible a correct and a wrong one."""

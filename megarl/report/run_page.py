@@ -31,8 +31,6 @@ from megarl.report.text import format_number
 HERE = Path(__file__).resolve().parent
 MOST_OTHERS = 150
 """Charts under "All other metrics"; further metrics are in metrics.jsonl alone"""
-NOT_OVER_TIME = ("explained_variance", "error_against_mean")
-"""Pictures of the critic that the charts over the iterations show"""
 SHOWN = (LEARNING, POLICY, CRITIC_CHARTS, ENGINES, TIME_CHARTS)
 HEAD = (
     '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -176,8 +174,7 @@ def _format_nav(body: Sequence[str]) -> str:
 def _format_critic(runs: Sequence[RunFacts]) -> Iterator[str]:
     for run in runs:
         for picture in build_pictures(run.history.lines):
-            if picture.name not in NOT_OVER_TIME:
-                yield _format_picture(picture, name_run(run, runs))
+            yield _format_picture(picture, name_run(run, runs))
 
 
 def _format_positions(runs: Sequence[RunFacts]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Where the metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, a CSV file, Prometheus."""
+"""Where the metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -7,9 +7,7 @@ from typing import Any, Protocol
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.logger import LoggerConfig
-from megarl.report.csv_file import CsvSink
 from megarl.report.mlflow_sink import MlflowSink
-from megarl.report.prometheus import PrometheusSink
 from megarl.report.sink_checks import check_sinks, writes_tensorboard
 from megarl.report.tensorboard import DIRECTORY, TensorBoardWriter
 from megarl.report.wandb_sink import WandbSink
@@ -42,17 +40,12 @@ def open_sinks(logger: LoggerConfig, run_dir: Path, settings: Mapping[str, Any])
         raise ConfigError(problems)
     if writes_tensorboard(logger):
         yield TensorBoardWriter(run_dir / DIRECTORY)
-    if logger.csv:
-        yield CsvSink(run_dir)
     if logger.wandb is not None:
         with _naming("wandb", logger.wandb.name):
             yield WandbSink(run_dir, logger.wandb.name, logger.wandb_project, settings)
     if logger.mlflow is not None:
         with _naming("mlflow", logger.mlflow):
             yield MlflowSink(run_dir, logger.mlflow, logger.mlflow_experiment, settings)
-    if logger.prometheus_port is not None:
-        with _naming("prometheus_port", logger.prometheus_port):
-            yield PrometheusSink(run_dir, logger.prometheus_port)
 
 
 @contextlib.contextmanager

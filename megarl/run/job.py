@@ -11,7 +11,6 @@ from typing import Any
 from megarl.checkpoint.folder import RUN_FILE
 from megarl.checkpoint.lock import locking
 from megarl.cluster.opened import Cluster, open_ray
-from megarl.cluster.process import resolve_host
 from megarl.cluster.servers import Servers, running_servers
 from megarl.cluster.watch import Measured, Profiler, measure_peaks
 from megarl.cluster.workers import Turns, WorkerGroup
@@ -24,7 +23,6 @@ from megarl.data.critic_prompt import CriticPrompt
 from megarl.data.sampler import PromptSampler
 from megarl.interfaces import UNPUBLISHED, Done, Pending, RolloutServers, TrainBackend, wait_all
 from megarl.mcore.worker_spec import Role
-from megarl.ports import is_loopback
 from megarl.report import token_file
 from megarl.report.report import Report
 from megarl.reward.scorer import build_scorer
@@ -139,8 +137,6 @@ def open_resources(config: Config, inputs: Inputs, log_dir: Path) -> Iterator[Ru
     slots = place(config.cluster, groups)
     shares_gpus = is_sharing(slots)
     rollout = replace(config.rollout, offload=find_server_offload(config))
-    if serves_metrics(config):
-        rollout = replace(rollout, sglang={"enable_metrics": True} | rollout.sglang)
     with (
         open_ray(config.cluster, sum(group.num_processes for group in groups)) as cluster,
         running_servers(
@@ -158,13 +154,6 @@ def open_resources(config: Config, inputs: Inputs, log_dir: Path) -> Iterator[Ru
         if not shares_gpus:
             servers.start()
         yield RunResources(servers.start, servers.check_alive, cluster, servers.api_key, servers)
-
-
-def serves_metrics(config: Config) -> bool:
-    """Whether the servers answer /metrics: with logger.prometheus_port, where only this machine can ask, since SGLang
-    requires no key for it.
-    """
-    return config.logger.prometheus_port is not None and is_loopback(resolve_host(config.cluster.listen_host))
 
 
 @contextlib.contextmanager
@@ -194,8 +183,7 @@ def open_components(
         sync = build_sync(config, inputs, groups[Role.policy], engine.clients, resources, run_dir, offloader)
         stack.callback(sync.close)
         collector = build_collector(config, engine, scorer, inputs.conversation, journal, inputs.eval_sets)
-        urls = [client.url for client in engine.clients] if serves_metrics(config) else []
-        report.show_processes(partial(describe_processes, groups, engine.num_servers, collector), urls)
+        report.show_processes(partial(describe_processes, groups, engine.num_servers, collector))
         yield TrainerComponents(
             policy=groups[Role.policy],
             critic=groups.get(Role.critic),

@@ -50,7 +50,6 @@ COMMANDS = {
 ELSEWHERE = {
     "bench/claims.py --solvable": "unit/tools/test_claims_tasks.py",  # samples SmolLM2 for minutes
     "convert_checkpoint.py": "unit/tools/test_convert_command.py",
-    "critic_pictures.py": "unit/report/test_critic_pictures.py",
     "docs/generate.py": "docs/test_doc_commands.py",
     "docs/tutorial.py write": "docs/test_doc_texts.py",
     "import_roll.py": "unit/tools/roll_cases.py",

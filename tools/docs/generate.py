@@ -63,9 +63,9 @@ METRICS_INTRODUCTION = """\
 
 <!-- made by tools/docs/generate.py from megarl/report/metric_names.py; change the texts there -->
 
-Every number that a run logs, under the same name in `metrics.jsonl`, TensorBoard, Weights & Biases, MLflow and
-`metrics.csv` ([monitoring](monitoring.md)); Prometheus' names have `_` in place of `/`. An iteration has those that
-are defined for it: without a critic there is no `critic/*`, and held-out rewards only where `train.eval_every` is due.
+Every number that a run logs, under the same name in `metrics.jsonl`, TensorBoard, Weights & Biases and MLflow
+([monitoring](monitoring.md)). An iteration has those that are defined for it: without a critic there is no `critic/*`,
+and held-out rewards only where `train.eval_every` is due.
 The `pretrain/*` are in `value_pretrain.jsonl`. Formulas: [algorithms](algorithms.md#diagnostics). A name that ends in
 `_max` is the largest of the iteration's optimizer steps, and every other number of them is their mean.
 """

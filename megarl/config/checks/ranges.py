@@ -84,7 +84,6 @@ RANGES: dict[str, Range] = {
     "logger.num_logged_samples": _NOT_NEGATIVE,
     "logger.num_token_records": _NOT_NEGATIVE,
     "logger.token_record_kb": _ONE_OR_MORE,
-    "logger.prometheus_port": Range(0, high=65535, why="0 takes a free port"),
     "evaluate.num_samples": Range(1, high=65536, why="responses per problem"),
     "evaluate.num_problems": _ONE_OR_MORE,
 }

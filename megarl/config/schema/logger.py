@@ -20,8 +20,6 @@ class LoggerConfig:
     tensorboard: bool | None = None
     """Write the metrics to RUN_DIR/tensorboard, too. null: where the package is installed (extra `tensorboard`, which
     `make install` includes)."""
-    csv: bool = False
-    """Write the metrics to RUN_DIR/metrics.csv, too."""
     wandb: WandbMode | None = None
     """Write the metrics to Weights & Biases, too; null: no. Needs the extra `wandb`."""
     wandb_project: str = "megarl"
@@ -31,10 +29,6 @@ class LoggerConfig:
     file without one; null: no. Needs the extra `mlflow`."""
     mlflow_experiment: str = "megarl"
     """The experiment there; it is made where there is none."""
-    prometheus_port: int | None = None
-    """Port of 127.0.0.1 at which Prometheus gets the trainer's newest metrics; 0 takes a free port. The servers answer
-    under /metrics of their own port, where that is on a loopback address, too (SGLang's --enable-metrics).
-    RUN_DIR/prometheus_targets.json lists all of them. null: off."""
     terminal: bool = True
     """Show the run on the terminal: live where it is one, as lines of at most 80 columns in a file or pipe.
     RUN_DIR/train.log has the same, whatever this key says."""

@@ -1,22 +1,18 @@
 """Each sink with its real package, offline; a missing one is an error that names the key. Without the package of an
 extra its tests are skipped."""
 
-import csv
 import json
 import re
-import socket
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.logger import LoggerConfig, WandbMode
 from megarl.report import sink_checks
-from megarl.report.metrics import load_metrics
 from megarl.report.report import Report, build_report
 from megarl.report.run_ids import load_id
 
@@ -44,31 +40,6 @@ def log_and_resume(run_dir: Path, **options: object) -> None:
     report.rewind(2)
     report.log(2, {"reward/mean": 0.75, "length/mean": 3.0, "reward/heldout": 0.5})
     report.close()
-
-
-def read_csv(path: Path) -> list[dict[str, float]]:
-    with path.open(newline="") as file:
-        return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
-
-
-def test_the_csv_has_what_the_jsonl_has_also_after_a_resume_and_a_new_metric(tmp_path: Path) -> None:
-    log_and_resume(tmp_path, csv=True)
-    assert read_csv(tmp_path / "metrics.csv") == load_metrics(tmp_path / "metrics.jsonl")
-    assert read_csv(tmp_path / "value_pretrain.csv") == [{"iteration": 1, "pretrain/loss": 2.5}]
-    assert [line["iteration"] for line in read_csv(tmp_path / "metrics.csv")] == [0, 1, 2]
-
-
-def test_the_csv_is_appended_to_while_the_columns_stay_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    report = build(tmp_path, csv=True)
-    report.log(1, {"reward/mean": 0.1 + 0.2})
-    monkeypatch.setattr("megarl.report.csv_file.load_metrics", None)
-    report.log(2, {"reward/mean": 1e-300})
-    report.log(3, {})
-    report.close()
-    lines = (tmp_path / "metrics.csv").read_text().splitlines()
-    assert lines == ["iteration,reward/mean", f"1,{0.1 + 0.2!r}", "2,1e-300", "3,"]
 
 
 def read_wandb(folder: Path) -> Iterator[dict[str, float]]:
@@ -157,40 +128,12 @@ def test_an_address_that_mlflow_does_not_take_is_an_error_that_names_the_key(tmp
         build(tmp_path, mlflow="nonsense://x")
 
 
-def test_prometheus_gets_the_newest_values_with_unit_and_meaning_on_loopback_alone(tmp_path: Path) -> None:
-    report = build(tmp_path, prometheus_port=0)
-    sink = report._sinks[0]
-    shown = []
-    try:
-        for iteration in (1, 2):
-            report.log(iteration, {"reward/mean": iteration / 4, "policy/loss": -0.5})
-        report.show_processes(lambda: "", ["http://127.0.0.1:31234"])
-        shown = httpx.get(sink.url, trust_env=False).text.splitlines()
-        targets = json.loads((tmp_path / "prometheus_targets.json").read_text())
-    finally:
-        report.close()
-    assert "megarl_reward_mean 0.5" in shown
-    assert "megarl_policy_loss -0.5" in shown
-    assert "megarl_iteration 2.0" in shown
-    meaning = "Mean reward of the iteration's fresh responses that have one [reward]"
-    assert f"# HELP megarl_reward_mean {meaning}" in shown
-    assert sink.url.startswith("http://127.0.0.1:")
-    assert [(each["labels"]["job"], each["targets"]) for each in targets] == [
-        ("megarl_trainer", [f"127.0.0.1:{sink.port}"]),
-        ("sglang", ["127.0.0.1:31234"]),
-    ]
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(sink.url, trust_env=False)
-    assert not (tmp_path / "prometheus_targets.json").exists()
-
-
 @pytest.mark.parametrize(
     ("options", "key", "found"),
     [
         (["logger.wandb=offline"], "wandb", "offline"),
         (["logger.mlflow=sqlite:///x.db"], "mlflow", "sqlite:///x.db"),
         (["logger.tensorboard=true"], "tensorboard", "true"),
-        (["logger.prometheus_port=0"], "prometheus_port", "0"),
     ],
 )
 def test_a_missing_package_is_an_error_that_names_key_package_and_remedy(
@@ -198,8 +141,7 @@ def test_a_missing_package_is_an_error_that_names_key_package_and_remedy(
 ) -> None:
     monkeypatch.setattr(sink_checks, "is_installed", lambda _package: False)
     (problem,) = sink_checks.check_sinks(load_config(options).logger)
-    package = {"prometheus_port": "prometheus_client"}.get(key, key)
-    assert re.match(rf"logger\.{key}: found {re.escape(found)}, which needs the package {package}", problem)
+    assert re.match(rf"logger\.{key}: found {re.escape(found)}, which needs the package {key}", problem)
     assert "pip install" in problem
     assert f"or logger.{key}=" in problem
 
@@ -209,15 +151,6 @@ def test_with_tensorboard_null_it_is_written_where_it_is_installed(monkeypatch: 
     monkeypatch.setattr(sink_checks, "is_installed", lambda _package: False)
     assert not sink_checks.writes_tensorboard(LoggerConfig())
     assert not list(sink_checks.check_sinks(LoggerConfig()))
-
-
-def test_a_taken_port_is_an_error_that_names_the_key() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        (problem,) = sink_checks.check_sinks(LoggerConfig(prometheus_port=port))
-    assert problem.startswith(f"logger.prometheus_port: found {port}, on which this machine cannot listen")
 
 
 @pytest.mark.parametrize("key", ["logger.wandb_project=mine", "logger.mlflow_experiment=mine"])
