@@ -9,12 +9,11 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from megarl.report.metric_names import QUARTERS
 from megarl.report.metrics import ITERATION
 from megarl.report.svg import Curve
 
 EXPLAINED = "critic/explained_variance"
-QUARTERS = ("0_25", "25_50", "50_75", "75_100")
-"""Of a response, as metrics name them; `megarl.algo.diagnostics.QUARTERS`, which this room may not import"""
 LOWEST = -1.0
 """Explained variance below it is drawn there, so that a few responses of one length do not hide the rest."""
 GRAY = 3

@@ -26,8 +26,10 @@ UNITS = {
 }
 NAME = r"[^{}\s]+"
 """What a user's reward or environment may call its numbers"""
+QUARTERS = ("0_25", "25_50", "50_75", "75_100")
+"""Of a response, as metrics name them; `megarl.algo.diagnostics.QUARTERS`, which this room may not import"""
 PLACEHOLDERS = {
-    "quarter": r"0_25|25_50|50_75|75_100",
+    "quarter": "|".join(QUARTERS),
     "quartile": r"[1-4]",
     "state": r"first|middle",
     "baseline": r"group|batch",

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megarl.config.schema.logger import LoggerConfig
-from megarl.report.critic_watch import CriticWatch
 from megarl.report.metrics import FILE_NAME, PRETRAINING_FILE_NAME, MetricsWriter, check_metrics
 from megarl.report.pace import Pace
 from megarl.report.progress import LOG_NAME, Progress
-from megarl.report.run_watch import RunWatch
+from megarl.report.signs import Watch
 from megarl.report.sinks import Sink, open_sinks
 from megarl.report.speed import measure_speed
 from megarl.report.status import FILE_NAME as STATUS_NAME
@@ -60,8 +59,7 @@ class Report:
         self._decode = decode
         self._times: Metrics = {}
         self._closed = False
-        self._critic_watch = CriticWatch()
-        self._run_watch = RunWatch()
+        self._watch = Watch()
         self.measure: Callable[[], Metrics] = dict
         """Gives further metrics of the run's processes to each `log` of an iteration with responses"""
         self.after_log: Callable[[int], None] = lambda _iteration: None
@@ -87,8 +85,7 @@ class Report:
             self._times[TIME + name] = self._times.get(TIME + name, 0.0) + phase.seconds
 
     def log(self, iteration: int, metrics: Metrics) -> None:
-        """Write one iteration's metrics and the times of the phases since the last `log`; warn as `CriticWatch` and
-        `RunWatch` do.
+        """Write one iteration's metrics and the times of the phases since the last `log`; warn as `Watch` does.
 
         Raises:
             ValueError: a metric is NaN or infinite, or has the name of a phase's time; nothing is written.
@@ -107,9 +104,7 @@ class Report:
             sink.write(iteration, complete)
         self._progress.line(format_iteration(iteration, self._num_iterations, complete))
         self._progress.show_iteration(iteration, self._num_iterations, complete)
-        if warning := self._critic_watch.check(metrics):
-            self.message(warning)
-        for text in (*self._run_watch.check(metrics), *self._pace.check(iteration, speed)):
+        for text in (*self._watch.check(metrics), *self._pace.check(iteration, speed)):
             self.message(text)
         self.after_log(iteration)
 
@@ -129,8 +124,7 @@ class Report:
         """Make `iteration` the next one to be logged, in a run that resumes from a checkpoint."""
         self._times = {}
         self._iteration = iteration
-        self._critic_watch = CriticWatch()
-        self._run_watch = RunWatch()
+        self._watch = Watch()
         self._progress.forget_iterations()
         for sink in self._sinks:
             sink.rewind(iteration)

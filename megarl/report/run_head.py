@@ -6,9 +6,9 @@ from html import escape
 
 from megarl.config.errors import ConfigError
 from megarl.config.search_path import show_overrides
-from megarl.report.advice import NUM_RULES, list_warnings
 from megarl.report.history import SECONDS, History, Point, Range
 from megarl.report.run_facts import RunFacts
+from megarl.report.signs import NUM_RULES, list_warnings
 from megarl.report.sweep import UNFINISHED
 from megarl.report.text import format_number, format_seconds
 

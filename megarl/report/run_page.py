@@ -6,9 +6,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from megarl.report.critic_pictures import GRAY, QUARTERS, Picture, build_by_part, build_pictures
+from megarl.report.critic_pictures import GRAY, Picture, build_by_part, build_pictures
 from megarl.report.history import History
-from megarl.report.mismatch_cause import explain_mismatch
+from megarl.report.metric_names import QUARTERS
 from megarl.report.responses import bin_lengths
 from megarl.report.run_about import format_about, format_problems
 from megarl.report.run_charts import (
@@ -25,6 +25,7 @@ from megarl.report.run_charts import (
 from megarl.report.run_facts import RunFacts
 from megarl.report.run_head import format_head, format_warnings, mark_keys, name_run
 from megarl.report.run_svg import Drawn, Series, draw_bars, draw_series, draw_stack
+from megarl.report.signs import explain_mismatch
 from megarl.report.svg import draw_lines
 from megarl.report.text import format_number
 

@@ -3,7 +3,8 @@
 import pytest
 
 from megarl.algo import diagnostics
-from megarl.report.critic_pictures import LOWEST, QUARTERS, Picture, build_pictures
+from megarl.report.critic_pictures import LOWEST, Picture, build_pictures
+from megarl.report.metric_names import QUARTERS
 
 
 def make_line(iteration: int, **more: float) -> dict[str, float]:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[3] / "megarl"
 READERS = (
     *("report/wandb_sink.py", "report/live.py", "report/metric_names.py"),
     *("report/run_charts.py", "report/run_facts.py", "report/run_head.py", "report/run_page.py", "report/history.py"),
-    *("report/advice.py", "report/mismatch_cause.py", "report/responses.py", "report/sweep_page.py"),
+    *("report/signs.py", "report/responses.py", "report/sweep_page.py"),
     *("report/critic_pictures.py", "report/metric_peers.py"),
     "report/text.py",
 )

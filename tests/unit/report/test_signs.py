@@ -1,0 +1,218 @@
+"""What is said of a run that goes wrong: while it runs, and on its page, and of the gap between its two engines."""
+
+import io
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+from page_run import build_metrics
+
+from megarl.algo.registry import needs_critic
+from megarl.config.load import compose_config, load_config
+from megarl.config.schema.logger import LoggerConfig
+from megarl.config.values import list_values
+from megarl.report import run_charts, signs
+from megarl.report.history import History, derive_metrics
+from megarl.report.metric_names import QUARTERS
+from megarl.report.report import build_report
+from megarl.report.signs import BASELINES, NUM_RATIOS, PATIENCE, SIGNS, Watch, explain_mismatch, list_warnings
+
+FINE = {
+    **{"length/truncated_frac": 0.1, "length/max": 40.0},
+    **{"reward/mean": 0.5, "reward/shaped_mean": 0.5, "reward/min": 0.0, "reward/max": 1.0},
+}
+
+
+def watch(*iterations: Mapping[str, float]) -> list[list[str]]:
+    watch = Watch()
+    return [list(watch.check({**FINE, **metrics})) for metrics in iterations]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "text"),
+    [
+        ({"length/truncated_frac": 0.25}, "25% of the responses are cut at the limit: where.*rollout.response_length"),
+        ({"length/truncated_frac": 1.0}, "no response ends by itself, all 40 tokens are used: .*data.chat_template"),
+        ({"reward/min": 0.5, "reward/max": 0.5}, r"all rewards are equal \(0.5\).*train.responses_per_prompt"),
+        ({"reward/equal_groups_frac": 0.75}, "75% of the groups have equal rewards.*dynamic_sampling"),
+        ({"reward/format": 0.0}, "no response has the form.*data.instruction"),
+        ({"reward/block": 0.0}, "no response has a block of code.*data.instruction"),
+        ({"policy/grad_norm": 0.0, "advantage/max_abs": 1.0}, "the policy's gradient is 0 though.*model.lora"),
+    ],
+)
+def test_a_sign_is_said_once_after_three_iterations_in_a_row(metrics, text):
+    found = watch(*[metrics] * (PATIENCE + 3))
+    assert [len(lines) for lines in found] == [0, 0, 1, 0, 0, 0]
+    assert re.match(f"warning: {text}", found[2][0])
+    assert [len(lines) for lines in watch(metrics, metrics, {}, metrics, metrics, metrics)] == [0, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("more", [{"critic/loss": 0.1}, {"reward/correct": 0.95}, {"reward/shaped_mean": 0.4}])
+def test_equal_groups_are_no_sign_with_a_critic_or_a_penalty_or_once_the_task_is_solved(more):
+    assert not any(watch(*[{"reward/equal_groups_frac": 0.75, **more}] * 6))
+
+
+def make_critic(ratio: float, **more: float) -> dict[str, float]:
+    return {"critic/mse_vs_group": ratio, "policy/loss": 0.1, **more}
+
+
+def watch_critic(ratios: list[float]) -> dict[int, str]:
+    """The warnings by the number of the iteration."""
+    watch = Watch()
+    texts = [list(watch.check(make_critic(ratio))) for ratio in ratios]
+    return {number: text[0] for number, text in enumerate(texts) if text}
+
+
+BAD, HALF = [2.0] * NUM_RATIOS, NUM_RATIOS // 2
+
+
+@pytest.mark.parametrize(
+    ("ratios", "said_at"),
+    [
+        ([1.02 + 0.01 * number for number in range(3 * NUM_RATIOS)], [NUM_RATIOS - 1]),
+        # Clearly of no use in five of the first ten.
+        ([0.9, 1.3, 1.4, 1.5, 1.3, 1.6, 1.3, 1.3, 1.3], [5]),
+        # One good iteration is enough for silence.
+        (([1.2] * (NUM_RATIOS - 1) + [0.99]) * 5, []),
+        # Again only after the critic was better in half of the iterations.
+        (BAD + [0.5] * (HALF - 1) + BAD, [4]),
+        (BAD + [0.5] * HALF + BAD, [4, 2 * NUM_RATIOS + HALF - 1]),
+    ],
+)
+def test_a_critic_that_is_the_worse_baseline_is_said_once_for_each_stretch(ratios, said_at):
+    assert list(watch_critic(ratios)) == said_at
+
+
+def test_the_warning_of_the_critic_has_the_baseline_the_median_and_the_number_of_iterations():
+    text = watch_critic([1.02 + 0.01 * number for number in range(NUM_RATIOS)])[NUM_RATIOS - 1]
+    assert "the mean reward of the prompt's other responses (critic/mse_vs_group: 1.07 in the median" in text
+    text = watch_critic([0.9, 1.3, 1.4, 1.5, 1.3, 1.6])[5]
+    assert "in each of the last 5 iterations" in text
+    assert "1.4 in the median" in text
+    watch = Watch()
+    texts = [each for _ in BAD for each in watch.check({"critic/mse_vs_batch": 3.0, "policy/loss": 0.0})]
+    assert "the mean reward of the batch's other responses (critic/mse_vs_batch: 3" in texts[0]
+
+
+def test_iterations_that_do_not_update_the_policy_do_not_count():
+    watch = Watch()
+    assert not [text for _ in range(3 * NUM_RATIOS) for text in watch.check({"critic/mse_vs_group": 9.0})]
+    assert not [text for _ in range(NUM_RATIOS - 1) for text in watch.check(make_critic(1.2))]
+    assert list(watch.check(make_critic(1.2)))
+
+
+def test_the_report_prints_a_warning_below_the_iteration_and_counts_afresh_when_it_resumes(tmp_path: Path):
+    stream = io.StringIO()
+    report = build_report(LoggerConfig(tensorboard=False, terminal=True), tmp_path, 40, stream=stream)
+    for iteration in range(1, NUM_RATIOS):
+        report.log(iteration, make_critic(1.2))
+    report.rewind(NUM_RATIOS)
+    for iteration in range(NUM_RATIOS, 2 * NUM_RATIOS):
+        assert "warning" not in stream.getvalue()
+        report.log(iteration, make_critic(1.2))
+    report.close()
+    before, warning = stream.getvalue().split("warning: ")
+    assert before.splitlines()[-1].startswith(f"iteration {2 * NUM_RATIOS - 1}/40")
+    assert warning.startswith("in each of the last 10 iterations the critic's squared error was larger")
+
+
+def build_history(num_iterations: int = 40, **changes: object) -> History:
+    """changes: by the metric's name with __ for its slash; a value, or a function of the iteration."""
+    history = History()
+    for iteration in range(1, num_iterations + 1):
+        line = {"iteration": iteration, **build_metrics(iteration, num_iterations)}
+        for name, value in changes.items():
+            line[name.replace("__", "/")] = value(iteration) if callable(value) else value
+        history.add(derive_metrics(line, history.last) | line)
+    return history
+
+
+def list_titles(history: History) -> list[str]:
+    return [warned.title for warned in list_warnings(history, {})]
+
+
+def test_the_page_of_a_run_that_goes_well_has_no_warning():
+    assert list_titles(build_history()) == []
+    assert list_titles(History()) == []
+    assert list_titles(build_history(reward__equal_groups_frac=0.95, reward__correct=0.97)) == []
+
+
+@pytest.mark.parametrize("sign", [sign for sign in SIGNS if sign.fewest], ids=lambda sign: sign.title)
+def test_the_page_says_each_sign_beyond_its_bound_and_not_before(sign):
+    beyond = 2 * sign.above if 0 < sign.above < float("inf") else max(sign.below, 0) - 1
+    beyond = min(beyond, 0.9) if sign.title in ("Responses are cut off", "Few groups carry a signal") else beyond
+    changes: dict[str, object] = {"advantage__max_abs": 1.0, "length__max": 9.0, "reward__min": 0.5, "reward__max": 0.5}
+    name = sign.metric.replace("/", "__")
+    changes |= {name: beyond if sign.equal is None else sign.equal}
+    if sign.title == "All rewards are equal":
+        changes |= {"reward__mean": 0.5}
+    assert sign.title in list_titles(build_history(**changes))
+    assert sign.title not in list_titles(build_history(**changes, num_iterations=sign.fewest - 1))
+
+
+@pytest.mark.parametrize(
+    ("title", "changes"),
+    [
+        ("The training reward has not risen", {"reward__mean": lambda i: 0.5 - i / 1000}),
+        ("The held-out reward has fallen", {"reward__heldout": lambda i: min(i, 50 - i) / 25}),
+        ("The entropy has collapsed", {"policy__entropy": lambda i: 2 / i**2}),
+        ("The policy's gradient has spikes", {"policy__grad_norm": lambda i: 900.0 if i == 30 else 1.0}),
+        ("The critic is the worse baseline", {"critic__mse_vs_group": 1.5}),
+        ("Trainer and rollout engine disagree", {"mismatch__logprob_gap_mean": 0.4}),
+        ("Much time goes into sync", {"time__sync": 30.0}),
+    ],
+)
+def test_each_rule_warns_of_the_run_that_it_is_for(title, changes):
+    assert title in list_titles(build_history(**changes))
+
+
+def find_likely(config: Mapping[str, object] = MappingProxyType({}), **changes: object) -> str:
+    return " | ".join(cause.likely for cause in explain_mismatch(build_history(**changes), config))
+
+
+def test_the_cause_of_a_mismatch_follows_its_size_its_position_and_its_course():
+    assert find_likely(mismatch__logprob_gap_mean=1e-7) == "rounding of float32"
+    assert "low precision" in find_likely()
+    assert "do not compute the same model" in find_likely(mismatch__logprob_gap_mean=0.3)
+    assert "older weights" in find_likely(rollout__staleness_mean=1.0)
+    names = [f"mismatch__logprob_gap_at_{quarter}" for quarter in QUARTERS]
+    assert "errors add up" in find_likely(**dict(zip(names, (0.001, 0.002, 0.003, 0.004), strict=True)))
+    assert "the prompt is not the same" in find_likely(**dict(zip(names, (0.02, 0.001, 0.001, 0.001), strict=True)))
+    assert "sharper" in find_likely(mismatch__logprob_gap_mean=lambda i: 0.0005 * i)
+    assert explain_mismatch(History(), {}) == []
+
+
+def test_a_gap_of_rounding_is_explained_by_the_dtypes_of_the_run():
+    def build(policy: str, rollout: str) -> dict[str, str]:
+        return {"policy.dtype": policy, "rollout.dtype": rollout}
+
+    float32, mixed = build("float32", "float32"), build("float32", "bfloat16")
+    assert find_likely(float32, mismatch__logprob_gap_mean=1.7e-5) == "rounding of float32"
+    found = find_likely(mixed, mismatch__logprob_gap_mean=1.7e-5)
+    assert "low precision (policy.dtype=float32 and rollout.dtype=bfloat16)" in found
+    assert "do not compute the same model" in find_likely(float32, mismatch__logprob_gap_mean=0.01)
+    quantized = {**float32, "rollout.sglang": {"kv_cache_dtype": "fp8_e5m2"}}
+    assert "low precision (bfloat16 or FP8)" in find_likely(quantized, mismatch__logprob_gap_mean=0.01)
+
+
+@pytest.mark.parametrize("module", [signs, run_charts], ids=lambda module: module.__name__)
+def test_every_key_that_advice_names_is_one_of_the_configuration(module):
+    known = {key for key, _ in list_values(compose_config(["experiment=guess"]))} | {"train.log"}
+    groups = "algo|policy|critic|rollout|train|checkpoint|logger|reward|environment"
+    # Texts go on in the next line, with its quotation marks between.
+    text = re.sub(r'"\s*\n\s*f?"', "", Path(module.__file__).read_text())
+    named = set(re.findall(rf"(?<![\w./])(?:{groups})\.[a-z_.]*[a-z]8?", text))
+    assert named
+    assert sorted(name for name in named if name not in known) == []
+
+
+def test_every_value_and_preset_that_is_advised_is_one_that_the_key_takes():
+    advised = [each for sign in SIGNS for each in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+=[\w.]*\w", sign.do)]
+    assert "algo.overlong.penalty=1" in advised
+    alone = {"algo.mismatch.correction=tis", "algo.overlong.filter=true", "rollout.max_staleness=1"}
+    for override in advised:
+        compose_config([override]) if override in alone else load_config([override])
+    for _, preset in BASELINES.values():
+        assert not needs_critic(load_config([preset]).algo)
