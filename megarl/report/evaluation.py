@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.report.estimators import Estimate, Votes, compute_maj_at_k, compute_mean, compute_pass_at_k
 from megarl.report.failures import count_failed
-from megarl.report.turns import Decode, has_observations, list_turns
+from megarl.report.text import Decode, has_observations, list_turns
 from megarl.types import FinishReason, Sample
 
 FILE_NAME = "evaluation.json"

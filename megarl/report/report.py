@@ -10,15 +10,13 @@ from typing import Any, TextIO
 
 from megarl.config.schema.logger import LoggerConfig
 from megarl.report.metrics import FILE_NAME, PRETRAINING_FILE_NAME, MetricsWriter, check_metrics
-from megarl.report.pace import Pace
-from megarl.report.progress import LOG_NAME, Progress
 from megarl.report.signs import Watch
 from megarl.report.sinks import Sink, open_sinks
 from megarl.report.speed import measure_speed
 from megarl.report.status import FILE_NAME as STATUS_NAME
 from megarl.report.status import StatusFile
-from megarl.report.text import TIME, format_iteration, format_number, format_samples
-from megarl.report.turns import Decode
+from megarl.report.terminal import LOG_NAME, Progress
+from megarl.report.text import TIME, Decode, Pace, format_iteration, format_number, format_samples
 from megarl.timeline import span
 from megarl.types import Metrics, Sample
 
@@ -125,7 +123,7 @@ class Report:
         self._times = {}
         self._iteration = iteration
         self._watch = Watch()
-        self._progress.forget_iterations()
+        self._progress.view.forget_iterations()
         for sink in self._sinks:
             sink.rewind(iteration)
 
@@ -140,11 +138,11 @@ class Report:
         """Print one or more lines for the user; of those that begin with "warning: " the last one stays in view."""
         self._progress.line(text)
         if text.startswith(WARNING):
-            self._progress.show_warning(f"{text.removeprefix(WARNING)} (iteration {self._iteration})")
+            self._progress.view.warning = f"{text.removeprefix(WARNING)} (iteration {self._iteration})"
 
     def show_processes(self, describe: Callable[[], str]) -> None:
         """Have the live display ask for a line about servers and workers. describe: called from its thread."""
-        self._progress.show_processes(describe)
+        self._progress.view.describe_processes = describe
 
     def samples(self, samples: Sequence[Sample]) -> None:
         """Print logger.num_logged_samples of the samples, where possible a correct and a wrong one."""

@@ -1,11 +1,15 @@
-"""Metrics and samples as one line or a few."""
+"""Metrics, samples and durations as one line or a few."""
 
 import re
 import textwrap
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from megarl.report.turns import Decode, ShownTurn, has_observations, list_turns
-from megarl.types import Metrics, Sample
+from megarl.types import Metrics, Response, Sample
+
+Decode = Callable[[list[int]], str | list[str]]
+"""A tokenizer's `decode`; with special tokens, which show where an observation's messages begin"""
 
 TIME = "time/"
 KEY_METRICS = (
@@ -84,6 +88,38 @@ def format_iteration(iteration: int, num_iterations: int, metrics: Metrics) -> s
     return f"iteration {iteration}/{num_iterations}  " + " | ".join(shown)
 
 
+@dataclass(frozen=True)
+class ShownTurn:
+    """One turn, for people."""
+
+    action: str
+    observation: str
+    """Empty where there is none"""
+    reward: float
+
+
+def has_observations(response: Response) -> bool:
+    """Whether there is more to show than one action."""
+    return len(response.turns) > 1 or not bool(response.generated.all())
+
+
+def list_turns(response: Response, decode: Decode | None) -> list[ShownTurn]:
+    """The turns in order; without an action, one first where the response begins with an observation.
+
+    decode: reads an observation's tokens; None: their number stands in its place.
+    """
+
+    def read(start: int, end: int) -> str:
+        if start == end:
+            return ""
+        return str(decode(response.token_ids[start:end].tolist())) if decode else f"[{end - start} tokens]"
+
+    turns = response.turns
+    ends = [turn.start for turn in turns[1:]] + [len(response)]
+    shown = [ShownTurn(turn.text, read(turn.end, end), turn.reward) for turn, end in zip(turns, ends, strict=True)]
+    return [*([ShownTurn("", first, 0.0)] if (first := read(0, turns[0].start)) else []), *shown]
+
+
 def format_sample(sample: Sample, decode: Decode | None = None) -> str:
     """Verdict, prompt, response and expected answer in four lines, safe to print; a conversation has a line for each
     action and each observation in place of the response's. decode: as in `list_turns`.
@@ -132,6 +168,52 @@ def format_samples(samples: Sequence[Sample], num_samples: int, decode: Decode |
         if len(chosen) > 1 and others and all(s.score.correct is not wanted for s in chosen):
             chosen[-1] = others[0]
     return "\n".join(format_sample(sample, decode) for sample in chosen)
+
+
+class Pace:
+    """Says once, after the first iteration, how long the others take."""
+
+    def __init__(self, num_iterations: int, max_minutes: float | None = None):
+        """max_minutes: train.max_minutes, which counts from here; None: no limit."""
+        self._num_iterations, self._max_minutes = num_iterations, max_minutes
+        self._started: float | None = time.monotonic()
+
+    def check(self, iteration: int, metrics: Metrics) -> Iterator[str]:
+        """metrics: of the iteration, perf/time_per_step among them where it has responses."""
+        seconds, num_left = metrics.get("perf/time_per_step"), self._num_iterations - iteration
+        if self._started is None or seconds is None:
+            return
+        passed, self._started = time.monotonic() - self._started, None
+        if num_left > 0:
+            left_s = None if self._max_minutes is None else 60 * self._max_minutes - passed
+            yield format_pace(seconds, num_left, left_s)
+
+
+def format_pace(seconds: float, num_left: int, left_s: float | None = None) -> str:
+    """`pace: 34 s an iteration; the other 11 take about 6 min 14 s`, and how many of them there is time for.
+
+    seconds: of an iteration. left_s: until the limit of time; the iteration in which it is passed is the last.
+    """
+    text = f"pace: {format_seconds(seconds)} an iteration; the other {num_left} take about"
+    text += f" {format_seconds(num_left * seconds)}"
+    num_allowed = num_left if left_s is None else 1 + int(max(0.0, left_s) / seconds)
+    if num_allowed < num_left:
+        text += f"; train.max_minutes leaves time for about {num_allowed} of them"
+    return text
+
+
+def format_heldout(rewards: Sequence[tuple[int, float]]) -> str:
+    """`held-out reward: 0.0143 before training, 0.273 after iteration 17; best 0.28 after iteration 12`.
+
+    rewards: of the evaluations (iteration, reward), in order; one at least.
+    """
+
+    def show(point: tuple[int, float]) -> str:
+        return f"{format_number(point[1])} {'before training' if point[0] == 0 else f'after iteration {point[0]}'}"
+
+    first, last, best = rewards[0], rewards[-1], max(rewards, key=lambda point: point[1])
+    shown = [show(first), show(last)] if len(rewards) > 1 else [show(first)]
+    return f"held-out reward: {', '.join(shown)}" + (f"; best {show(best)}" if best not in (first, last) else "")
 
 
 def fill_block(page: str, begin: str, end: str, content: str, name: str) -> str:

@@ -37,9 +37,9 @@ from megarl.plan.search import check_plan
 from megarl.plan.seconds import find_peak_tflops
 from megarl.report.metrics import FILE_NAME as METRICS_NAME
 from megarl.report.metrics import load_metrics
-from megarl.report.pace import format_heldout
 from megarl.report.report import Report, build_report
 from megarl.report.starts import record_start
+from megarl.report.text import format_heldout
 from megarl.rollout import journal as rollout_journal
 from megarl.rollout.journal import Journal
 from megarl.rollout.saved_groups import SavedGroups

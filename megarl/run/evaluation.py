@@ -35,9 +35,8 @@ from megarl.report.evaluation import (
     write_evaluation,
 )
 from megarl.report.failures import check_failures, describe_failures
-from megarl.report.progress import Progress
-from megarl.report.text import format_seconds
-from megarl.report.turns import Decode
+from megarl.report.terminal import Progress
+from megarl.report.text import Decode, format_seconds
 from megarl.reward.build import reads_answers
 from megarl.reward.scorer import Scorer, build_scorer
 from megarl.rollout.collector import Collector

@@ -71,7 +71,7 @@ def test_no_name_is_a_key_of_ours_or_accepted_as_rolls():
 
 def test_no_counterpart_is_said_with_a_reason():
     for name, (project, ours) in PEER_NAMES.items():
-        assert project in ("TRL", "verl", "OpenRLHF"), name
+        assert project in ("TRL", "verl", "OpenRLHF", "an earlier megarl"), name
         assert ours.removeprefix(NONE), name
         assert ours.startswith(NONE) or not ours.startswith("none"), name
 

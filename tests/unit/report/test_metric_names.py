@@ -12,7 +12,7 @@ from megarl.report.metric_peers import PEERS
 
 PACKAGE = Path(__file__).resolve().parents[3] / "megarl"
 READERS = (
-    *("report/wandb_sink.py", "report/live.py", "report/metric_names.py"),
+    *("report/wandb_sink.py", "report/terminal.py", "report/metric_names.py"),
     *("report/run_charts.py", "report/run_facts.py", "report/run_head.py", "report/run_page.py", "report/history.py"),
     *("report/signs.py", "report/responses.py", "report/sweep_page.py"),
     *("report/critic_pictures.py", "report/metric_peers.py"),

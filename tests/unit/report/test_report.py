@@ -4,9 +4,7 @@ import io
 import json
 import math
 import os
-import pty
 import re
-import select
 import time
 from pathlib import Path
 
@@ -14,10 +12,9 @@ import pytest
 
 from megarl.config.schema.logger import LoggerConfig
 from megarl.report.metrics import MetricsWriter, load_metrics
-from megarl.report.progress import Progress
 from megarl.report.report import Report, build_report
 from megarl.report.status import StatusFile, load_status
-from megarl.report.text import LONGEST_TEXT, format_iteration, format_sample, format_samples, format_seconds
+from megarl.report.terminal import Progress
 from megarl.types import FinishReason, Prompt, Response, Sample, Score
 
 QUIET = LoggerConfig(tensorboard=False, terminal=False)
@@ -214,89 +211,6 @@ def test_a_log_file_gets_one_line_per_iteration_without_control_characters(tmp_p
     assert all(line.isprintable() for line in lines)
 
 
-def test_an_iteration_line_shows_the_key_metrics_in_order_and_only_those_there_are() -> None:
-    metrics = {
-        "time/rollout": 12.04,
-        "critic/explained_variance": -0.5,
-        "mismatch/kl": 3.1e-5,
-        "reward/heldout": 1.0,
-        "reward/mean": 0.5,
-        "length/mean": 1234.0,
-    }
-    expected = (
-        "iteration 3/20  reward 0.5 | held-out 1 | length 1234 | ev -0.5 | mismatch kl 3.1e-05 | seconds: rollout 12"
-    )
-    assert format_iteration(3, 20, metrics) == expected
-
-
-def test_a_long_phase_is_mentioned_in_a_log_file_while_it_runs(tmp_path: Path) -> None:
-    stream = io.StringIO()
-    report = Report(
-        MetricsWriter(tmp_path / "metrics.jsonl"),
-        (),
-        Progress(stream, reminder_s=0.1),
-        9,
-        2,
-        StatusFile(tmp_path / "status.json"),
-    )
-    report.log(1, {})
-    with report.phase("rollout"):
-        deadline = time.monotonic() + 10
-        while "rollout" not in stream.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.02)
-    report.close()
-    assert re.search(r"^iteration 2/9  rollout \.\.\. 0\.\d s$", stream.getvalue(), re.MULTILINE)
-
-
-def read_terminal(descriptor: int, wanted: str) -> str:
-    """What appears on a pseudo-terminal until `wanted` is there, for 10 s at most."""
-    seen, deadline = b"", time.monotonic() + 10
-    while wanted.encode() not in seen and time.monotonic() < deadline:
-        if select.select([descriptor], [], [], 0.1)[0]:
-            seen += os.read(descriptor, 65536)
-    return seen.decode()
-
-
-def test_a_terminal_shows_the_running_phase_live_and_the_cursor_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    control, terminal = pty.openpty()
-    try:
-        with os.fdopen(terminal, "w") as stream:
-            report = build_report(TEXT_ONLY, tmp_path, 2, stream=stream)
-            report.log(1, {"reward/mean": 0.5})
-            with report.phase("rollout"):
-                shown = read_terminal(control, "rollout ...")
-            report.close()
-            shown += read_terminal(control, "\x1b[?25h")
-    finally:
-        os.close(control)
-    assert "iteration 1/2  reward 0.5" in shown
-    assert "iteration 2/2  rollout ... " in shown
-    assert "\x1b[?25h" in shown, "the cursor stays hidden"
-
-
-def test_a_sampled_response_cannot_send_control_codes_to_the_terminal() -> None:
-    shown = format_sample(make_sample("[bold]one\x1b[2J\ntwo"))
-    assert r"response  [bold]one\x1b[2J\ntwo" in shown
-    assert shown.splitlines()[0] == "sample task-1: correct, reward 1, format 0.5, 17 tokens, ended by stop"
-    assert len(shown.splitlines()) == 4
-
-
-def test_the_middle_of_a_long_response_is_left_out_and_counted() -> None:
-    shown = format_sample(make_sample("a" * LONGEST_TEXT + "b" * 5))
-    assert "[... 5 characters ...]" in shown
-    assert shown.count("b") >= 5
-
-
-def test_printed_samples_show_both_a_correct_and_a_wrong_one_where_there_are_both() -> None:
-    right = [make_sample("4", name=f"right-{i}") for i in range(3)]
-    shown = format_samples([*right, make_sample("5", name="wrong-9", correct=False)], 2)
-    assert re.findall(r"sample (\S+):", shown) == ["right-0", "wrong-9"]
-    assert re.findall(r"sample (\S+):", format_samples(right, 2)) == ["right-0", "right-1"]
-
-
 def test_text_that_the_stream_cannot_encode_is_escaped_not_an_error(tmp_path: Path) -> None:
     raw = io.BytesIO()
     report = build_report(TEXT_ONLY, tmp_path, 1, stream=io.TextIOWrapper(raw, encoding="ascii"))
@@ -320,18 +234,3 @@ def test_a_report_can_be_closed_twice(tmp_path: Path) -> None:
     report.close()
     report.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text() or "null") is None
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.42, "0.4 s"),
-        (9.96, "10 s"),
-        (119.4, "119 s"),
-        (200, "3 min 20 s"),
-        (3840, "64 min 00 s"),
-        (7260, "2 h 01 min"),
-    ],
-)
-def test_durations_read_in_the_unit_that_fits(seconds: float, text: str) -> None:
-    assert format_seconds(seconds) == text
