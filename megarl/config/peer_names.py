@@ -292,15 +292,7 @@ _OPENRLHF = {
     "target_modules": "policy.lora.layers, attention and mlp",
 }
 
-_EARLIER = {
-    "logger.csv": "none; metrics.jsonl has every number, and pandas.read_json(path, lines=True) reads it as a table",
-    "logger.prometheus_port": "none; metrics.jsonl, TensorBoard, W&B and MLflow have the numbers, and"
-    " rollout.sglang={enable_metrics: true} has the servers answer Prometheus themselves",
-}
-"""Keys of megarl that there are no more"""
-
 PEER_NAMES: dict[str, tuple[str, str]] = {
-    **{name: ("an earlier megarl", ours) for name, ours in _EARLIER.items()},
     **{name: ("OpenRLHF", ours) for name, ours in _OPENRLHF.items()},
     **{name: ("verl", ours) for name, ours in _VERL.items()},
     **{name: ("TRL", ours) for name, ours in _TRL.items()},
