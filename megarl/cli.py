@@ -11,7 +11,7 @@ COMMANDS = {
     "evaluate": ("megarl.evaluate", "score a model on whole sets of problems"),
     "pretrain-value": ("megarl.pretrain_value", "train a critic before the first policy update"),
     "new": ("megarl.new", "a folder with a task of your own: data, reward, configuration"),
-    "doctor": ("megarl.doctor", "can this configuration run on this machine?"),
+    "doctor": ("megarl.plan.doctor", "can this configuration run on this machine?"),
     "plan": ("megarl.plan.command", "memory and time of a configuration on a cluster"),
     "report": ("megarl.tools.report", "the page of a run"),
     "convert": ("megarl.tools.convert_checkpoint", "checkpoints between Megatron-Core and Hugging Face"),

@@ -104,7 +104,7 @@ compose_job() {
 }
 
 check_composed() {
-  "$MEGARL_PYTHON" -m megarl.doctor.preflight job "--command=$command" "${arguments[@]}" | sed 's/^/    /'
+  "$MEGARL_PYTHON" -m megarl.plan.preflight job "--command=$command" "${arguments[@]}" | sed 's/^/    /'
 }
 
 # Seconds of a time as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S; 0 where there is none.

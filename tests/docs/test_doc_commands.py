@@ -34,7 +34,7 @@ from megarl.config.load import check_overrides, load_config
 from megarl.config.placement import list_contradictions
 from megarl.config.schema.cluster import ClusterConfig
 from megarl.config.search_path import take_config_dirs
-from megarl.doctor.judge import assume_allocation
+from megarl.plan.doctor import assume_allocation
 from megarl.run.command import EXIT_BAD_CONFIG, check_command_line
 from megarl.run.resume import save_run
 
@@ -210,7 +210,7 @@ def find_handler(words: Sequence[str]) -> Callable[[], object] | None:
             if {"--cfg", "--help", "--version"} & set(arguments):
                 return lambda: expect(run_process(words))
             return lambda: compose_run(module.split(".")[1], arguments)
-        case ["python", "-m", "megarl.doctor", *_]:
+        case ["python", "-m", "megarl.plan.doctor", *_]:
             return lambda: expect(run_process(words))
         case ["python", "tools/plan.py", *arguments]:
             return lambda: expect_code(plan(tuple(arguments))[0])
@@ -290,7 +290,7 @@ def test_a_command_prints_what_is_shown(
                 printed = "".join(capsys.readouterr())
             case ["python", "tools/plan.py", *arguments]:
                 printed = plan(tuple(arguments))[1]
-            case ["python", "-m", "megarl.doctor", *_] as words:
+            case ["python", "-m", "megarl.plan.doctor", *_] as words:
                 if shutil.which("nvidia-smi"):
                     pytest.skip("what is shown is the report of a machine without GPUs")
                 printed = run_process(words).stdout

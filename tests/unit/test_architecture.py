@@ -31,7 +31,7 @@ LAYERS = (
     {"run.job", "run.evaluation"},
     {"value_pretraining.job", "run.attempts"},
     {"run.recorded"},
-    {"pretrain_value", "evaluate", "serve", "doctor", "api", "new"},
+    {"pretrain_value", "evaluate", "serve", "api", "new"},
     {"train", "cli"},
 )
 """Rooms from the bottom up; of a room that stands both below and above others, its modules. A room imports itself and

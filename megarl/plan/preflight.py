@@ -1,4 +1,4 @@
-"""The checks of a Slurm job before Ray starts: `python -m megarl.doctor.preflight job|node|compare [key=value] ...`.
+"""The checks of a Slurm job before Ray starts: `python -m megarl.plan.preflight job|node|compare [key=value] ...`.
 
 job      checks the configuration against the allocation; prints settings for train.sh as NAME=VALUE
 node     prints what this node has, as one line of JSON; the first one, where the run itself will be, also reads the
@@ -31,7 +31,7 @@ from megarl.config.roll.rewrite import rewrite_overrides
 from megarl.config.schema.hardware import LEAST_OF_KIND, HardwareConfig
 from megarl.config.schema.root import Config
 from megarl.config.search_path import take_config_dirs
-from megarl.doctor.facts import ask_lines, find_checkpoints
+from megarl.plan.doctor import ask_lines, find_checkpoints
 from megarl.run.command import end_with_config_error
 from megarl.run.machine import check_object_store
 from megarl.run.resume import take_resume

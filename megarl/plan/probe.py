@@ -1,4 +1,4 @@
-"""`python -m megarl.doctor.probe MODULE ...`: imports each module and prints a line of JSON for it.
+"""`python -m megarl.plan.probe MODULE ...`: imports each module and prints a line of JSON for it.
 
 It is a process of its own, so that a package that hangs or crashes does not affect its caller. Modules that exist only
 for CUDA are skipped where torch is a CPU build. Without a GPU they are imported too, as on a login node: what is half

@@ -14,7 +14,7 @@ import pytest
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.hardware import HardwareConfig
-from megarl.doctor.preflight import (
+from megarl.plan.preflight import (
     NodeReport,
     find_input_problems,
     find_job_memory_problem,
@@ -181,10 +181,10 @@ def test_a_ray_of_a_living_job_or_of_another_slurm_is_not(programs: Path, raylet
 
 def test_a_job_is_refused_in_a_second_without_torch_or_ray(tmp_path: Path) -> None:
     heavy = "{'torch', 'ray', 'megatron'}"
-    code = f"import sys; from megarl.doctor import preflight; sys.exit(bool({heavy} & set(sys.modules)))"
+    code = f"import sys; from megarl.plan import preflight; sys.exit(bool({heavy} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     environment = os.environ | {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "1"}
-    command = [sys.executable, "-m", "megarl.doctor.preflight", "job", "cluster=slurm", "rollout.transport=split"]
+    command = [sys.executable, "-m", "megarl.plan.preflight", "job", "cluster=slurm", "rollout.transport=split"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
