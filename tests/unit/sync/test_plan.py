@@ -1,4 +1,4 @@
-"""The plan of the weight sync, carried out on real tensors, gives what SGLang would load of the checkpoint."""
+"""The plan of the weight sync, carried out on real tensors, gives what SGLang would load; checksums over parts."""
 
 import itertools
 import math
@@ -12,14 +12,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.config.checks.parallel import check_parallel
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
 from megarl.config.schema.model import RandomModelConfig
 from megarl.config.schema.roles import ParallelConfig
 from megarl.families.registry import FAMILIES, build_random_fields, parse_architecture
 from megarl.families.weights import Split
 from megarl.mcore.model.architecture import Architecture, check_layout
 from megarl.mcore.weights.entries import describe, list_entries, to_megatron
+from megarl.run.inputs import load_models, load_specs
 from megarl.sync.pieces import check_server_rank, find_layers, find_vocab_rows, predict_ranks, predict_server_rank
 from megarl.sync.plan import (
+    MASK,
+    Copy,
     LayoutError,
     Piece,
     TensorSlice,
@@ -27,11 +32,13 @@ from megarl.sync.plan import (
     build_plan,
     compute_bound,
     compute_broadcast,
+    compute_checksum,
     cut_buckets,
     decode_bucket,
     empty_bucket,
     encode_bucket,
     fill_bucket,
+    find_words,
     format_plan,
 )
 
@@ -320,3 +327,75 @@ def test_the_plan_can_be_read_as_a_table() -> None:
     assert lines[0] == "| training rank | server rank | copies | MB |"
     assert any(line.startswith("| 1 | server 0 rank 1 |") for line in lines)
     assert lines[-1].startswith("bytes / minimum: 1.0000; gather and broadcast would move ")
+
+
+def test_ranks_of_a_server_that_the_heads_do_not_divide_into_are_refused_with_the_nearest_number() -> None:
+    config = load_config(["model=tiny", "rollout.tp=3"])
+    with pytest.raises(ConfigError, match=r"rollout.tp: found 3, which does not divide .*; the nearest that does is 2"):
+        load_specs(config, load_models(config))
+
+
+def test_a_bucket_size_without_a_link_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollout.sync_bucket_mb: .*with rollout.transport=disk"):
+        load_config(["model=tiny", "rollout.transport=disk", "rollout.sync_bucket_mb=8"])
+
+
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+def whole(x: torch.Tensor, word: int) -> int:
+    return compute_checksum(x, TensorSlice(0, 0, *x.shape), word)
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.integers(2, 40),
+    cols=st.integers(2, 9),
+    row=st.integers(1, 39),
+    col=st.integers(1, 8),
+    dtype=st.sampled_from(DTYPES),
+    aligned=st.booleans(),
+)
+def test_the_checksum_of_a_tensor_is_the_sum_of_those_of_its_parts(
+    rows: int, cols: int, row: int, col: int, dtype: torch.dtype, aligned: bool
+) -> None:
+    size = torch.empty(0, dtype=dtype).element_size()
+    unit, word = (8 // size, 8) if aligned else (1, size)
+    x = torch.randn(rows, cols * unit, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    row, col = min(row, rows - 1), min(col, cols - 1) * unit
+    regions = [
+        TensorSlice(0, 0, row, col),
+        TensorSlice(0, col, row, x.shape[1] - col),
+        TensorSlice(row, 0, rows - row, col),
+        TensorSlice(row, col, rows - row, x.shape[1] - col),
+    ]
+    assert sum(compute_checksum(region.of(x), region, word) for region in regions) & MASK == whole(x, word)
+
+
+@pytest.mark.parametrize("word", [0, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_changed_bit_two_swapped_elements_rows_or_columns_change_it(dtype: torch.dtype, word: int) -> None:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    word = word or x.element_size()
+    before = whole(x, word)
+    assert whole(x.clone(), word) == before
+    for bit in range(8 * x.element_size()):
+        changed = x.clone()
+        bits = changed.view(torch.int16 if x.element_size() == 2 else torch.int32)
+        bits[17, 5] ^= -(1 << bit) if bit == 8 * x.element_size() - 1 else 1 << bit
+        assert whole(changed, word) != before, bit
+    swapped = x.clone()
+    swapped[3, 4], swapped[50, 9] = x[50, 9], x[3, 4]
+    rows, cols = x.clone(), x.clone()
+    rows[[1, 60]] = x[[60, 1]]
+    cols[:, [0, 31]] = x[:, [31, 0]]
+    for other in (swapped, rows, cols, x.roll(1, 0), x.roll(4, 1)):
+        assert whole(other, word) != before
+
+
+def test_words_are_of_eight_bytes_only_where_every_part_has_its_bounds_there() -> None:
+    def copy(name: str, col: int, num_cols: int, size: int) -> Copy:
+        return Copy("", TensorSlice(0, 0, 1, num_cols), name, TensorSlice(0, col, 1, num_cols), size)
+
+    copies = [copy("a", 0, 4, 2), copy("a", 4, 8, 2), copy("b", 0, 4, 2), copy("b", 4, 2, 2), copy("c", 0, 1, 4)]
+    assert find_words(copies) == {"a": 8, "b": 2, "c": 4}

@@ -1,12 +1,18 @@
-"""Buckets between processes over shared memory and a process group: more than slots, and with ends that are missing."""
+"""Buckets between ranks, over a process group and through memory: order, deadlines, and ends that are missing.
 
+In place of a GPU's memory that another process maps stands host memory.
+"""
+
+import mmap
 import os
 import shutil
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,21 +20,36 @@ import torch
 import torch.multiprocessing
 
 from megarl.sync.plan import Bucket, Copy, TensorSlice
-from megarl.sync.transport import BucketTransport, GroupTransport, TransportError, open_transport, without_watchdog
+from megarl.sync.transport import (
+    GroupTransport,
+    MemoryTransport,
+    TransportError,
+    Trial,
+    Way,
+    choose_way,
+    find_node,
+    find_refusal,
+    open_transport,
+    without_watchdog,
+)
 
+CPU = torch.device("cpu")
 NUM_SOURCES, NUM_TARGETS = 2, 2
+
+
+def make_bucket(source: int, target: int, size: int) -> Bucket:
+    """Of 4 `size` bytes."""
+    return Bucket(source, target, (Copy("w", TensorSlice(0, 0, 1, size), "w", TensorSlice(0, 0, 1, size), 4),))
 
 
 def make_buckets() -> list[Bucket]:
     """Five for each pair of ranks, of different sizes; pairs take turns."""
-    return [
-        Bucket(
-            source, target, (Copy("w", TensorSlice(turn, 0, 1, 4 + turn), "w", TensorSlice(turn, 0, 1, 4 + turn), 4),)
-        )
-        for turn in range(5)
-        for source in range(NUM_SOURCES)
-        for target in range(NUM_TARGETS)
-    ]
+    pairs = [(source, target) for source in range(NUM_SOURCES) for target in range(NUM_TARGETS)]
+    return [make_bucket(source, target, 4 + turn) for turn in range(5) for source, target in pairs]
+
+
+def take_own(source: int, target: int) -> list[Bucket]:
+    return [bucket for bucket in make_buckets() if (bucket.source, bucket.target) == (source, target)]
 
 
 def expected_bytes(bucket: Bucket) -> torch.Tensor:
@@ -38,7 +59,7 @@ def expected_bytes(bucket: Bucket) -> torch.Tensor:
 def run_end(number: int, spec: dict[str, Any], out: Path) -> None:
     is_source = number < NUM_SOURCES
     rank = number if is_source else number - NUM_SOURCES
-    transport = open_transport(spec, rank, is_source=is_source, device=torch.device("cpu"), peers=range(NUM_SOURCES))
+    transport = open_transport(spec, rank, is_source=is_source, device=CPU, peers=range(NUM_SOURCES))
     if is_source:
         own = [bucket for bucket in make_buckets() if bucket.source == rank]
         for _ in range(2):
@@ -77,71 +98,187 @@ def test_every_bucket_arrives_whole_and_in_order_time_after_time(kind: str, tmp_
         assert torch.load(tmp_path / f"{rank}.pt", weights_only=True) == wanted * 2
 
 
-def take_own(source: int, target: int) -> list[Bucket]:
-    return [bucket for bucket in make_buckets() if (bucket.source, bucket.target) == (source, target)]
+class HostMemoryError(RuntimeError):
+    """In place of GpuMemoryError."""
 
 
-def open_end(directory: Path, *, is_source: bool, deadline_s: float) -> BucketTransport:
-    """Of training rank 0 or of server rank 0, to each other alone."""
-    spec = make_spec("memory", directory, deadline_s)
-    return open_transport(spec, 0, is_source=is_source, device=torch.device("cpu"), peers=[0])
+class HostBuffer:
+    """In place of SharedBuffer: memory of this process, named by a handle of 64 bytes."""
+
+    num_open = 0
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._file = os.memfd_create("buffer")
+        os.truncate(self._file, num_bytes)
+        self.bytes = torch.frombuffer(mmap.mmap(self._file, num_bytes), dtype=torch.uint8)
+        self.handle = f"/proc/{os.getpid()}/fd/{self._file}".encode().ljust(64, b"\0")
+        HostBuffer.num_open += 1
+
+    def finish(self) -> None:
+        pass
+
+    def close(self) -> None:
+        assert MappedHostBuffer.num_open == 0, "memory that another end maps was freed"
+        os.close(self._file)
+        HostBuffer.num_open -= 1
 
 
-def test_ends_in_shared_memory_that_do_nothing_are_named_at_the_deadline(tmp_path: Path) -> None:
-    source = open_end(tmp_path, is_source=True, deadline_s=0.2)
-    target = open_end(tmp_path, is_source=False, deadline_s=0.2)
+class MappedHostBuffer:
+    num_open = 0
+
+    def __init__(self, handle: bytes, device: torch.device) -> None:
+        path = Path(handle.rstrip(b"\0").decode())
+        if not path.exists():
+            raise HostMemoryError("CUDA_ERROR_INVALID_VALUE")
+        with path.open("r+b") as file:
+            self._bytes = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+        MappedHostBuffer.num_open += 1
+
+    def copy_to(self, out: torch.Tensor, start: int) -> None:
+        out.copy_(self._bytes[start : start + out.numel()])
+
+    def close(self) -> None:
+        MappedHostBuffer.num_open -= 1
+
+
+GPU: Any = SimpleNamespace(SharedBuffer=HostBuffer, MappedBuffer=MappedHostBuffer, GpuMemoryError=HostMemoryError)
+
+
+@pytest.fixture(autouse=True)
+def all_closed() -> Iterator[None]:
+    yield
+    assert (HostBuffer.num_open, MappedHostBuffer.num_open) == (0, 0)
+
+
+def open_end(
+    directory: Path, way: str, rank: int = 0, *, is_source: bool, num_targets: int = 1, deadline_s: float = 30.0
+) -> MemoryTransport:
+    """Of training rank 0 or of a server rank."""
+    spec = {
+        "way": way,
+        "directories": [str(directory / "ring")],
+        "slot_bytes": 64,
+        "num_targets": num_targets,
+        "deadline_s": deadline_s,
+    }
+    return MemoryTransport(spec, rank, is_source=is_source, device=CPU, peers=[0], gpu=GPU)
+
+
+@pytest.mark.parametrize("way", ["pageable", "ipc"])
+def test_buckets_through_memory_arrive_in_order_time_after_time_and_the_slots_lose_their_names(
+    way: str, tmp_path: Path
+) -> None:
+    """The names are gone after the first sync, so that the slots end with the processes."""
+    buckets = [make_bucket(0, target, turn + 1) for turn in range(6) for target in range(2)]
+    source = open_end(tmp_path, way, is_source=True, num_targets=2)
+    targets = [open_end(tmp_path, way, rank, is_source=False, num_targets=2) for rank in range(2)]
+    received: list[list[tuple[int, bytes]]] = [[], []]
+    assert len(list((tmp_path / "ring").iterdir())) == 2
+
+    def fill(bucket: Bucket, message: torch.Tensor) -> None:
+        message.fill_(100 * bucket.target + bucket.num_bytes)
+
+    def receive(rank: int) -> None:
+        own = [bucket for bucket in buckets if bucket.target == rank]
+        targets[rank].receive(own, lambda bucket, x: received[rank].append((bucket.num_bytes, bytes(x.tolist()))))
+
+    for _ in range(2):
+        threads = [threading.Thread(target=receive, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        source.send(buckets, fill)
+        for thread in threads:
+            thread.join()
+        assert [path.name for path in (tmp_path / "ring").iterdir()] == ["counters"]
+    for rank in range(2):
+        sizes = [4 * turn for turn in range(1, 7)] * 2
+        assert received[rank] == [(size, bytes([100 * rank + size]) * size) for size in sizes]
+    for end in (*targets, source):
+        end.close()
+
+
+@pytest.mark.parametrize("way", ["pageable", "ipc"])
+def test_an_end_in_memory_that_is_lost_is_named_at_the_deadline_and_its_memory_is_freed(
+    way: str, tmp_path: Path
+) -> None:
+    with pytest.raises(TransportError, match=r"training rank 0 has not made its memory .*ring within 0.2 s"):
+        open_end(tmp_path, way, is_source=False, deadline_s=0.2)
+    source = open_end(tmp_path, way, is_source=True, deadline_s=0.2)
+    target = open_end(tmp_path, way, is_source=False, deadline_s=0.2)
     with pytest.raises(TransportError, match=r"training rank 0 has filled no bucket within 0.2 s"):
         target.receive(take_own(0, 0), pytest.fail)
     with pytest.raises(TransportError, match=r"server rank 0 has not read a bucket within 0.2 s"):
-        source.send(take_own(0, 0), lambda bucket, message: message.zero_())
+        source.send(take_own(0, 0), lambda *_: None)
+    target.receive(take_own(0, 0)[:1], lambda *_: None)
     with pytest.raises(TransportError, match=r"server rank 0 has not read its last bucket within 0.2 s"):
-        open_end(tmp_path, is_source=True, deadline_s=0.2).send(take_own(0, 0)[:2], lambda *_: None)
-
-
-def test_memory_that_a_training_rank_has_not_made_is_named_at_the_deadline(tmp_path: Path) -> None:
-    with pytest.raises(TransportError, match=r"training rank 0 has not made its memory .*ring-0 within 0.2 s"):
-        open_end(tmp_path, is_source=False, deadline_s=0.2)
+        source.send(take_own(0, 0)[:1], lambda *_: None)
+    target.close()
+    with pytest.raises(TransportError, match=r"server rank 0 has not read .* when the sync was aborted"):
+        source.send(take_own(0, 0)[:1], lambda *_: None)
+    source.close()
 
 
 @pytest.mark.parametrize("closes", ["owner", "other end"])
 def test_a_wait_in_shared_memory_ends_when_the_sync_is_given_up(closes: str, tmp_path: Path) -> None:
-    source = open_end(tmp_path, is_source=True, deadline_s=30.0)
-    target = open_end(tmp_path, is_source=False, deadline_s=30.0)
+    source, target = (open_end(tmp_path, "pageable", is_source=is_source) for is_source in (True, False))
     end = shutil.rmtree if closes == "owner" else lambda _: source.close()
-    threading.Timer(0.3, end, (tmp_path / "ring-0",)).start()
+    threading.Timer(0.3, end, (tmp_path / "ring",)).start()
     with pytest.raises(TransportError, match="training rank 0 has filled no bucket when the sync was aborted"):
         target.receive(take_own(0, 0), pytest.fail)
 
 
-def test_the_names_of_the_slots_are_gone_after_the_first_sync_so_that_they_end_with_the_processes(
-    tmp_path: Path,
-) -> None:
-    source = open_end(tmp_path, is_source=True, deadline_s=30.0)
-    target = open_end(tmp_path, is_source=False, deadline_s=30.0)
-    assert (tmp_path / "ring-0" / "slots").exists()
-    for _ in range(2):
-        thread = threading.Thread(target=target.receive, args=(take_own(0, 0), lambda *_: None))
-        thread.start()
-        source.send(take_own(0, 0), lambda bucket, message: message.zero_())
-        thread.join()
-        assert sorted(path.name for path in (tmp_path / "ring-0").iterdir()) == ["counters"]
+def test_a_training_rank_frees_its_memory_only_after_the_server_ranks_have_unmapped_it(tmp_path: Path) -> None:
+    source, target = (open_end(tmp_path, "ipc", is_source=is_source) for is_source in (True, False))
+    threading.Timer(0.3, target.close).start()
+    source.close()  # HostBuffer.close asserts it
+    assert MappedHostBuffer.num_open == 0
+
+
+def test_a_refused_mapping_names_the_handle_of_the_training_rank(tmp_path: Path) -> None:
+    source = open_end(tmp_path, "ipc", is_source=True)
+    (tmp_path / "ring" / "handle").write_text((b"/proc/nobody".ljust(64, b"\0")).hex())
+    with pytest.raises(TransportError, match="ring/handle: CUDA_ERROR_INVALID_VALUE"):
+        open_end(tmp_path, "ipc", is_source=False)
+    source.close()
+
+
+def test_a_server_rank_accepts_memory_whose_pattern_it_reads_and_says_what_it_cannot_read() -> None:
+    trial, other = Trial(CPU, GPU), Trial(CPU, GPU)
+    assert find_refusal({3: trial.offer, 4: other.offer}, CPU, GPU) is None
+    swapped = trial.offer | {"pattern": other.offer["pattern"]}
+    assert find_refusal({3: swapped}, CPU, GPU) == "training rank 3's memory has other contents here"
+    handle = trial.offer["handle"]
+    trial.close()
+    other.close()
+    refusal = find_refusal({5: {"handle": handle, "pattern": ""}}, CPU, GPU)
+    assert refusal == "training rank 5's memory: CUDA_ERROR_INVALID_VALUE"
+    assert "non-hexadecimal" in str(find_refusal({5: {"handle": "/etc/passwd", "pattern": ""}}, CPU, GPU))
+
+
+def test_cuda_ipc_is_the_way_unless_a_rank_refuses_and_plain_memory_without_gpus() -> None:
+    assert choose_way(True, [])[0] is Way.ipc
+    assert choose_way(True, ["server rank 1: no", "server rank 2: no"]) == (Way.pinned, "server rank 1: no")
+    assert choose_way(False, [])[0] is Way.pageable
+
+
+def test_processes_of_one_machine_that_see_the_same_shared_memory_name_the_same_node() -> None:
+    assert find_node() == find_node()
+    boot, device = find_node().split("/")
+    assert len(boot) == 36
+    assert int(device) == os.stat("/dev/shm").st_dev
 
 
 def test_a_group_that_does_not_meet_is_an_error_at_the_deadline(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match="the 4 ranks of the weight sync did not all join"):
-        open_transport(make_spec("group", tmp_path, 1.0), 0, is_source=True, device=torch.device("cpu"))
+        open_transport(make_spec("group", tmp_path, 1.0), 0, is_source=True, device=CPU)
 
 
 def open_pair(directory: Path, deadline_s: float) -> tuple[GroupTransport, GroupTransport]:
     """Training rank 0 and server rank 0 of a group of two, in threads of this process."""
     spec = make_spec("group", directory, deadline_s) | {"num_sources": 1, "num_targets": 1}
     with ThreadPoolExecutor(2) as pool:
-        ends = list(
-            pool.map(
-                lambda is_source: GroupTransport(spec, 0, is_source=is_source, device=torch.device("cpu")),
-                (True, False),
-            )
-        )
+        sides = (True, False)
+        ends = list(pool.map(lambda is_source: GroupTransport(spec, 0, is_source=is_source, device=CPU), sides))
     return ends[0], ends[1]
 
 
@@ -178,7 +315,7 @@ def test_a_group_of_loopback_listens_on_loopback_alone(tmp_path: Path) -> None:
 
     spec = make_spec("group", tmp_path) | {"num_sources": 1, "num_targets": 0}
     before = {c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
-    transport = open_transport(spec, 0, is_source=True, device=torch.device("cpu"))
+    transport = open_transport(spec, 0, is_source=True, device=CPU)
     found = {c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN} - before
     assert {address.ip for address in found} <= {"127.0.0.1", "::1"}
     transport.close()

@@ -1,5 +1,6 @@
-"""Which GPUs a process gets, and which cores are near them, with an nvidia-smi and a /sys made for the test."""
+"""What a process has on its node: GPUs and the cores near them, addresses, NCCL's settings; by real Ray and by hand."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 import ray
 import torch.distributed as dist
 
-from megarl.cluster.opened import Cluster, open_ray
+from megarl.cluster.opened import Cluster, Node, open_ray
 from megarl.cluster.process import (
     Gpu,
     NodeGpus,
@@ -23,14 +24,16 @@ from megarl.cluster.process import (
     bind_to_gpus,
     build_variables,
     choose_gpus,
+    find_interface,
     measure_gpus,
     read_cores,
     use_gpus,
+    use_interface,
 )
 from megarl.cluster.servers import Servers, ServerSpec
 from megarl.cluster.workers import WorkerGroup
 from megarl.config.errors import ConfigError
-from megarl.config.placement import Group, place
+from megarl.config.placement import DeviceSlot, Group, place
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.cluster import ClusterConfig, Placement
 from megarl.config.schema.roles import Dtype, ParallelConfig
@@ -95,8 +98,13 @@ def test_gpus_are_found_by_number_and_by_uuid_under_the_kernels_address() -> Non
     assert measure_gpus([Gpu("MIG-a", None)]) == measure_gpus([]) == []
 
 
-@pytest.mark.usefixtures("nvidia_smi")
-def test_a_thread_is_bound_to_the_cores_near_its_gpus(tmp_path: Path) -> None:
+def test_a_thread_is_bound_to_the_cores_near_its_gpus_where_they_are_known(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))  # without nvidia-smi
+        assert bind_in_thread(["0"], tmp_path) == os.sched_getaffinity(0)
+    request.getfixturevalue("nvidia_smi")
     allowed = os.sched_getaffinity(0)
     first = min(allowed)
     write_cores(tmp_path, "0000:18:00.0", str(first))
@@ -107,37 +115,27 @@ def test_a_thread_is_bound_to_the_cores_near_its_gpus(tmp_path: Path) -> None:
     assert os.sched_getaffinity(0) == allowed
 
 
-def test_without_nvidia_smi_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert bind_in_thread(["0"], tmp_path) == os.sched_getaffinity(0)
-
-
 @pytest.mark.parametrize(
-    ("value", "number", "expected"),
+    ("value", "shown", "expected"),
     [
-        (None, 2, [("0", "GPU-00"), ("1", "GPU-11")]),
-        ("4,5,6,7", 3, [("4", "GPU-44"), ("5", "GPU-55"), ("6", "GPU-66")]),
-        ("7, 2", 2, [("7", "GPU-77"), ("2", "GPU-22")]),
-        ("GPU-33,GPU-1", 2, [("GPU-33", "GPU-33"), ("GPU-1", "GPU-11")]),
-        ("MIG-a,MIG-b", 2, [("MIG-a", None), ("MIG-b", None)]),
+        (None, EIGHT, [("0", "GPU-00"), ("1", "GPU-11")]),
+        ("4,5,6,7", EIGHT, [("4", "GPU-44"), ("5", "GPU-55"), ("6", "GPU-66")]),
+        ("7, 2", EIGHT, [("7", "GPU-77"), ("2", "GPU-22")]),
+        ("GPU-33,GPU-1", EIGHT, [("GPU-33", "GPU-33"), ("GPU-1", "GPU-11")]),
+        ("MIG-a,MIG-b", EIGHT, [("MIG-a", None), ("MIG-b", None)]),
+        # Of a GPU in parts CUDA could be held to no UUID.
+        ("0", (replace(EIGHT[0], is_parted=True),), [("0", None)]),
+        # Where nvidia-smi shows nothing, the list is taken as it is, and else numbers.
+        (None, (), [("0", None), ("1", None), ("2", None)]),
+        ("", (), [("0", None), ("1", None), ("2", None)]),
+        ("4,5,6", (), [("4", None), ("5", None), ("6", None)]),
     ],
 )
 def test_the_jobs_gpus_are_those_of_its_list_in_its_order(
-    value: str | None, number: int, expected: list[tuple[str, str | None]]
+    value: str | None, shown: tuple[SmiGpu, ...], expected: list[tuple[str, str | None]]
 ) -> None:
-    found = choose_gpus("n1", NodeGpus("CUDA_VISIBLE_DEVICES", value, EIGHT), number)
+    found = choose_gpus("n1", NodeGpus("CUDA_VISIBLE_DEVICES", value, shown), len(expected))
     assert [(gpu.name, gpu.uuid) for gpu in found] == expected
-
-
-def test_a_gpu_in_parts_has_no_uuid_that_cuda_could_be_held_to() -> None:
-    shown = (replace(EIGHT[0], is_parted=True),)
-    assert choose_gpus("n1", NodeGpus("CUDA_VISIBLE_DEVICES", "0", shown), 1) == (Gpu("0", None),)
-
-
-@pytest.mark.parametrize("value", [None, "", "4,5,6"])
-def test_where_nvidia_smi_shows_nothing_the_list_is_taken_as_it_is_and_else_numbers(value: str | None) -> None:
-    found = choose_gpus("n1", NodeGpus("CUDA_VISIBLE_DEVICES", value, ()), 3)
-    assert found == tuple(Gpu(name, None) for name in (value or "0,1,2").split(","))
 
 
 @pytest.mark.parametrize(
@@ -290,3 +288,70 @@ def test_a_servers_processes_have_the_gpus_of_their_owner(tmp_path: Path, monkey
     environment = build_environment(RolloutConfig(), tmp_path)
     assert environment["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """What is set in a test is taken back after it."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "before")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    return monkeypatch
+
+
+def test_the_interface_of_the_loopback_address_is_lo(variables: pytest.MonkeyPatch) -> None:
+    assert find_interface("127.0.0.1") == "lo"
+    assert find_interface("192.0.2.77") is None
+    use_interface("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_seats_are_described_by_node_and_ranges_of_gpus() -> None:
+    cluster = Cluster((Node("n1", "x"), Node("n2", "y")), Path("/tmp"), "127.0.0.1", "auto")
+    slots = [DeviceSlot(0, (0,)), DeviceSlot(0, (1,)), DeviceSlot(0, (2,)), DeviceSlot(0, (5,)), DeviceSlot(1, (0, 1))]
+    assert cluster.describe(slots) == "n1 GPU 0-2, 5; n2 GPU 0-1"
+    assert cluster.describe([DeviceSlot()]) == ""
+
+
+AS_ACTORS = """
+import json, os, sys
+from pathlib import Path
+from megarl.cluster.servers import ServerActor, ServerSpec
+from megarl.cluster.workers import WorkerActor
+from megarl.config.placement import DeviceSlot
+from megarl.config.schema.rollout import RolloutConfig
+from megarl.rollout.server import build_environment
+
+kind, folder = sys.argv[1], Path(sys.argv[2])
+if kind == "rank":
+    WorkerActor.__ray_metadata__.modified_class(str(folder / "rank.log"), "127.0.0.1", ())
+    found = dict(os.environ)
+else:
+    (folder / "config.json").write_text("{}")
+    config = RolloutConfig(kv_cache_tokens=1)
+    spec = ServerSpec(config, folder, folder, 0, 1, DeviceSlot(), 0, None, False)
+    ServerActor.__ray_metadata__.modified_class(spec, "127.0.0.1", None, ())
+    found = build_environment(config, folder)
+(folder / kind).write_text(json.dumps({name: found.get(name) for name in sys.argv[3:]}))
+"""
+
+
+@pytest.mark.parametrize("given", [None, "1"])
+def test_training_ranks_and_servers_have_the_same_settings_of_nccl_and_the_jobs_own_count(
+    given: str | None, tmp_path: Path, variables: pytest.MonkeyPatch
+) -> None:
+    names = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+    for name in names:
+        variables.delenv(name, raising=False)
+        if given is not None:
+            variables.setenv(name, given)
+    for kind in ("rank", "server"):
+        words = [sys.executable, "-c", AS_ACTORS, kind, str(tmp_path), *names]
+        subprocess.run(words, check=True, timeout=300)
+    found = [json.loads((tmp_path / kind).read_text()) for kind in ("rank", "server")]
+    assert found == [dict.fromkeys(names, given or "0")] * 2
+    # What is set SGLang leaves; a release that does not would differ again.
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).with_name("srt").joinpath("entrypoints", "engine.py").read_text()
+    assert all(f'"{name}" not in os.environ' in source for name in names)

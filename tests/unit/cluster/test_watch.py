@@ -1,17 +1,20 @@
-"""train.profile: when the profiler begins and ends, and what it writes."""
+"""Peak memory of processes, and train.profile: when the profiler begins and ends, and what it writes."""
 
 import gzip
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fakes.backend import Done
 from fakes.run import World
 
-from megarl.cluster.watch import DIRECTORY, TIMELINE, Profiler, RankProfiler
+from megarl.cluster.watch import DIRECTORY, TIMELINE, Profiler, RankProfiler, find_own_peak, find_peak_of_tree
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.timeline import Recording, span
@@ -127,3 +130,23 @@ def test_a_rank_that_is_not_the_first_of_its_stage_writes_no_trace(tmp_path: Pat
 def test_an_iteration_that_the_run_does_not_have_is_refused(profile: int, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         load_config(["train.num_iterations=3", f"train.profile={profile}"])
+
+
+SIZE = 200 * 2**20
+
+
+def test_the_peak_stays_when_the_memory_is_given_back():
+    before = find_own_peak()
+    array = np.ones(before + SIZE, dtype=np.uint8)
+    del array
+    assert find_own_peak() >= before + SIZE
+
+
+def test_a_tree_has_the_memory_of_what_its_process_has_started():
+    child = f"import sys; x = b'1' * {SIZE}; print('ready', flush=True); sys.stdin.read()"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert find_peak_of_tree(process.pid) >= SIZE
+        process.stdin.close()
+    assert find_peak_of_tree(process.pid) == 0
