@@ -9,7 +9,7 @@ and a plan that does not fit is dropped.
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import ceil
@@ -146,15 +146,19 @@ def _try(config: Config, models: PlannedModels, known: set[str]) -> JobPlan | No
 
 def apply(config: Config, values: Values) -> Config:
     """A copy of the configuration with these values; what they do not touch is shared with it."""
-    changed = copy.copy(config)
     for key, value in values.items():
-        *path, name = key.split(".")
-        node: Any = changed
-        for part in path:
-            child = copy.copy(_get(node, part))
-            _set(node, part, child)
-            node = child
-        _set(node, name, value)
+        config = _replace(config, key.split("."), value)
+    return config
+
+
+def _replace(node: Any, path: Sequence[str], value: Any) -> Any:
+    name, *rest = path
+    changed = copy.copy(node)
+    new = _replace(_get(node, name), rest, value) if rest else value
+    if isinstance(changed, dict):
+        changed[name] = new
+    else:
+        setattr(changed, name, new)
     return changed
 
 
@@ -165,13 +169,6 @@ def read_value(config: Config, key: str) -> Any:
 
 def _get(node: Any, name: str) -> Any:
     return node.get(name) if isinstance(node, dict) else getattr(node, name)
-
-
-def _set(node: Any, name: str, value: Any) -> None:
-    if isinstance(node, dict):
-        node[name] = value
-    else:
-        setattr(node, name, value)
 
 
 def list_candidates(config: Config, plan: JobPlan, problem: Problem) -> Iterator[Values]:
@@ -451,51 +448,20 @@ def search(
     with the arguments and the plan's overrides. staleness: rollout.max_staleness.
     """
     base = load_config(arguments)
-    allows = keep_given(base, arguments)
     start: dict[str, Any] = {"rollout.max_staleness": staleness}
     if staleness and any(check_older_samples(base.algo, "")):
         start["algo.mismatch.correction"] = type(base.algo.mismatch.correction)["tis"]
-    config = apply(base, start)
+    given = tuple(text.split("=")[0].lstrip("+") for text in arguments if "." in text.split("=")[0] and "=" in text)
+    tries = _Tries(base, apply(base, start), given, models, mean_response)
     candidates: dict[tuple[Any, ...], list[tuple[float, Values]]] = {}
-    for division in list_divisions(config):
-        for way in list_ways(config, models, division, mean_response, allows):
-            for values, plan in join_servers(config, models, division, way, mean_response, allows):
+    for division in list_divisions(tries.config):
+        for way in tries.list_ways(division):
+            for values, plan in tries.join_servers(division, way):
                 key = (division, way.key, values.get("rollout.tp"))
-                found = (plan.seconds.iteration, {**start, **values})
-                candidates.setdefault(key, []).append(found)
+                candidates.setdefault(key, []).append((plan.seconds.iteration, {**start, **values}))
     best = sorted((min(each, key=lambda pair: pair[0]) for each in candidates.values()), key=lambda pair: pair[0])
-    checked = (_check(base, models, arguments, values, mean_response) for _, values in best)
+    checked = (tries.check(arguments, values) for _, values in best)
     return list(itertools.islice((found for found in checked if found is not None), NUM_BEST))
-
-
-def keep_given(config: Config, arguments: Sequence[str]) -> Callable[[Values], bool]:
-    """Whether values leave the keys alone that the command line sets."""
-    keys = [text.split("=")[0].lstrip("+") for text in arguments if "=" in text and "." in text.split("=")[0]]
-
-    def allows(values: Values) -> bool:
-        return all(
-            read_value(config, key) == value
-            for key, value in values.items()
-            if any(key == own or key.startswith(f"{own}.") for own in keys)
-        )
-
-    return allows
-
-
-def _check(
-    base: Config, models: PlannedModels, arguments: Sequence[str], values: Values, mean_response: float | None
-) -> Change | None:
-    """The plan of the job that the overrides make; None where a check of the configuration refuses them."""
-    changed = {key: value for key, value in values.items() if read_value(base, key) != value}
-    overrides = write_overrides(changed)
-    try:
-        config = load_config([*arguments, *overrides])
-        if list_contradictions(config):
-            return None
-        plan = build_plan(config, models, mean_response)
-    except ConfigError:
-        return None
-    return None if plan.problems else Change(overrides, plan)
 
 
 def compute_reserve(config: Config) -> float:
@@ -532,121 +498,136 @@ def _list_roles(config: Config) -> list[str]:
     return [group.name for group in list_groups(config) if group.name != SERVERS]
 
 
-def list_ways(
-    config: Config,
-    models: PlannedModels,
-    division: Division,
-    mean_response: float | None,
-    allows: Callable[[Values], bool],
-) -> list[Way]:
-    """The fastest ways to compute, one for each layout."""
-    roles, is_shared = _list_roles(config), division.placement is not Placement.apart
-    offloads: list[Offload | None] = [Offload.all] if division.placement is Placement.colocated else [None]
-    if division.placement is Placement.split and len(roles) > 1:
-        offloads.append(Offload.all)
-    best: dict[tuple[Any, ...], Way] = {}
-    for layout in list_layouts(models.policy, division.trained, config.cluster.gpus_per_node):
-        fixed = {"cluster.placement": division.placement, **layout.list_model_values(config)}
-        for name in roles:
-            number = division.reference if name == "reference" else division.trained
-            fixed |= layout.list_values(name, number)
-        if division.reference % layout.num_ranks or not allows(fixed):
-            continue
-        for saving, share, offload in itertools.product(_list_savings(config, models, layout), SHARES, offloads):
-            tokens = ceil(share * find_longest(config) / layout.cp)
-            values = {**fixed, **saving, "train.tokens_per_microbatch": tokens}
-            values |= {f"{name}.offload": offload for name in roles}
-            if not allows(values):
-                continue
-            seconds = _time_roles(apply(config, values), models, mean_response, is_shared)
-            key = (layout, offload)
-            if seconds is not None and (key not in best or seconds < best[key].seconds):
-                best[key] = Way(values, seconds, key)
-    return sorted(best.values(), key=lambda way: way.seconds)[:NUM_KEPT]
+@dataclass(frozen=True)
+class _Tries:
+    """What the search tries of one job."""
 
+    base: Config
+    """As on the command line"""
+    config: Config
+    """With what the search always sets"""
+    given: tuple[str, ...]
+    """Keys that the command line sets, whose values stay"""
+    models: PlannedModels
+    mean_response: float | None
 
-def _list_savings(config: Config, models: PlannedModels, layout: Layout) -> Iterator[dict[str, Any]]:
-    """Settings of recomputation, of the policy: none, the MLP, a part of the layers, all of them."""
-    has_critic = "critic" in _list_roles(config)
+    def allows(self, values: Values) -> bool:
+        return all(
+            read_value(self.base, key) == value
+            for key, value in values.items()
+            if any(key == own or key.startswith(f"{own}.") for own in self.given)
+        )
 
-    def write(recompute: Recompute, **others: Any) -> dict[str, Any]:
-        values = {"recompute": recompute, **others}
-        roles = ("policy", "critic") if has_critic else ("policy",)
-        return {f"{role}.{key}": value for role in roles for key, value in values.items()}
-
-    yield write(Recompute.none)
-    if models.policy.experts is None:
-        yield {**write(Recompute.selective), "model.megatron.recompute_modules": ["mlp"]}
-    layers = models.policy.num_layers // (layout.pp * layout.vpp)
-    for part in (4, 2):
-        if layers % part == 0:
-            number = layers // part
-            yield write(Recompute.full, recompute_method=RecomputeMethod.block, recompute_num_layers=number)
-    yield write(Recompute.full)
-
-
-def _time_roles(config: Config, models: PlannedModels, mean_response: float | None, is_shared: bool) -> float | None:
-    """Seconds of log-probs, values, update and offloading; None where no memory is left beside what servers keep."""
-    cluster, work = config.cluster, describe_work(config, mean_response)
-    forward, update = [], []
-    peaks, held = [], []
-    try:
-        jobs = build_jobs(config, models, on_gpu=True)
-        for job in jobs.values():
-            if job.is_trained and job.parallel.dp > work.minibatch:
+    def check(self, arguments: Sequence[str], values: Values) -> Change | None:
+        """The plan of the job that the overrides make; None where a check of the configuration refuses them."""
+        changed = {key: value for key, value in values.items() if read_value(self.base, key) != value}
+        overrides = write_overrides(changed)
+        try:
+            config = load_config([*arguments, *overrides])
+            if list_contradictions(config):
                 return None
-            stages = estimate_stages(job, count_quickly(config, job))
-            peaks.append(max(add_overhead(stage.peak) for stage in stages))
-            held.append(max(add_overhead(hold(stage, job, is_shared)) for stage in stages))
-            place = (cluster.hardware, cluster.gpus_per_node)
-            own = find_work(config, job, work)
-            passing = compute_forward(job, stages, own, *place) if scores_rollouts(config, job) else 0.0
-            forward.append(passing + compute_offload(config, job, stages))
-            if job.is_trained:
-                update.append(compute_update(job, stages, own, *place) * count_updates(config, job))
-    except ConfigError:
-        return None
-    needed = sum(held) + max(peak - least for peak, least in zip(peaks, held, strict=True)) if is_shared else max(peaks)
-    if cluster.placement is Placement.colocated:
-        needed += int(SERVER_GIB * GIB)
-    if needed > cluster.hardware.memory_gib * GIB - compute_reserve(config):
-        return None
-    return sum(forward) + sum(update) if is_shared else max(forward) + max(update)
+            plan = build_plan(config, self.models, self.mean_response)
+        except ConfigError:
+            return None
+        return None if plan.problems else Change(overrides, plan)
 
-
-def join_servers(
-    config: Config,
-    models: PlannedModels,
-    division: Division,
-    way: Way,
-    mean_response: float | None,
-    allows: Callable[[Values], bool],
-) -> Iterator[tuple[Values, JobPlan]]:
-    """The plans that fit with each size of a server, with the largest KV cache for which there is memory; without
-    servers the plan of the roles.
-    """
-    if division.servers == 0:
-        with contextlib.suppress(ConfigError):
-            plan = build_plan(apply(config, way.values), models, mean_response, count_quickly)
-            if not plan.problems and plan.left >= compute_reserve(config):
-                yield way.values, plan
-        return
-    per_node = config.cluster.gpus_per_node
-    is_colocated = division.placement is Placement.colocated
-    for tp in (tp for tp in (1, 2, 4, 8) if tp <= per_node and division.servers % tp == 0):
-        if any(check_serving_layout(models.policy, tp)):
-            continue
-        values = {**way.values, "rollout.tp": tp, "rollout.num_servers": division.servers // tp}
-        values["rollout.transport"] = Transport.colocated if is_colocated else Transport.split
-        values["rollout.offload"] = ServerOffload.all if is_colocated else None
-        for fraction in SEARCHED_FRACTIONS:
-            complete = {**values, "rollout.sglang.mem_fraction_static": fraction}
-            if not allows(complete):
+    def list_ways(self, division: Division) -> list[Way]:
+        """The fastest ways to compute, one for each layout."""
+        config, roles = self.config, _list_roles(self.config)
+        is_shared = division.placement is not Placement.apart
+        offloads: list[Offload | None] = [Offload.all] if division.placement is Placement.colocated else [None]
+        if division.placement is Placement.split and len(roles) > 1:
+            offloads.append(Offload.all)
+        best: dict[tuple[Any, ...], Way] = {}
+        for layout in list_layouts(self.models.policy, division.trained, config.cluster.gpus_per_node):
+            fixed = {"cluster.placement": division.placement, **layout.list_model_values(config)}
+            for name in roles:
+                number = division.reference if name == "reference" else division.trained
+                fixed |= layout.list_values(name, number)
+            if division.reference % layout.num_ranks or not self.allows(fixed):
                 continue
-            try:
-                plan = build_plan(apply(config, complete), models, mean_response, count_quickly)
-            except ConfigError:
-                break
-            if not plan.problems and plan.left >= compute_reserve(config):
-                yield complete, plan
-                break
+            for saving, share, offload in itertools.product(self._list_savings(layout), SHARES, offloads):
+                tokens = ceil(share * find_longest(config) / layout.cp)
+                values = {**fixed, **saving, "train.tokens_per_microbatch": tokens}
+                values |= {f"{name}.offload": offload for name in roles}
+                seconds = self._time_roles(apply(config, values), is_shared) if self.allows(values) else None
+                key = (layout, offload)
+                if seconds is not None and (key not in best or seconds < best[key].seconds):
+                    best[key] = Way(values, seconds, key)
+        return sorted(best.values(), key=lambda way: way.seconds)[:NUM_KEPT]
+
+    def _list_savings(self, layout: Layout) -> Iterator[dict[str, Any]]:
+        """Settings of recomputation, of the policy: none, the MLP, a part of the layers, all of them."""
+        roles = [name for name in _list_roles(self.config) if name != "reference"]
+
+        def write(recompute: Recompute, **others: Any) -> dict[str, Any]:
+            values = {"recompute": recompute, **others}
+            return {f"{role}.{key}": value for role in roles for key, value in values.items()}
+
+        yield write(Recompute.none)
+        if self.models.policy.experts is None:
+            yield {**write(Recompute.selective), "model.megatron.recompute_modules": ["mlp"]}
+        layers = self.models.policy.num_layers // (layout.pp * layout.vpp)
+        for part in (4, 2):
+            if layers % part == 0:
+                number = layers // part
+                yield write(Recompute.full, recompute_method=RecomputeMethod.block, recompute_num_layers=number)
+        yield write(Recompute.full)
+
+    def _time_roles(self, config: Config, is_shared: bool) -> float | None:
+        """Of log-probs, values, update and offloading; None where no memory is left beside what servers keep."""
+        cluster, work = config.cluster, describe_work(config, self.mean_response)
+        forward, update = [], []
+        peaks, held = [], []
+        try:
+            jobs = build_jobs(config, self.models, on_gpu=True)
+            for job in jobs.values():
+                if job.is_trained and job.parallel.dp > work.minibatch:
+                    return None
+                stages = estimate_stages(job, count_quickly(config, job))
+                peaks.append(max(add_overhead(stage.peak) for stage in stages))
+                held.append(max(add_overhead(hold(stage, job, is_shared)) for stage in stages))
+                place = (cluster.hardware, cluster.gpus_per_node)
+                own = find_work(config, job, work)
+                passing = compute_forward(job, stages, own, *place) if scores_rollouts(config, job) else 0.0
+                forward.append(passing + compute_offload(config, job, stages))
+                if job.is_trained:
+                    update.append(compute_update(job, stages, own, *place) * count_updates(config, job))
+        except ConfigError:
+            return None
+        needed = max(peaks)
+        if is_shared:
+            needed = sum(held) + max(peak - least for peak, least in zip(peaks, held, strict=True))
+        if cluster.placement is Placement.colocated:
+            needed += int(SERVER_GIB * GIB)
+        if needed > cluster.hardware.memory_gib * GIB - compute_reserve(config):
+            return None
+        return sum(forward) + sum(update) if is_shared else max(forward) + max(update)
+
+    def join_servers(self, division: Division, way: Way) -> Iterator[tuple[Values, JobPlan]]:
+        """The plans that fit with each size of a server, with the largest KV cache for which there is memory; without
+        servers the plan of the roles.
+        """
+        if division.servers == 0:
+            with contextlib.suppress(ConfigError):
+                yield from self._plan(way.values)
+            return
+        is_colocated = division.placement is Placement.colocated
+        for tp in (1, 2, 4, 8):
+            if tp > self.config.cluster.gpus_per_node or division.servers % tp:
+                continue
+            if any(check_serving_layout(self.models.policy, tp)):
+                continue
+            values = {**way.values, "rollout.tp": tp, "rollout.num_servers": division.servers // tp}
+            values["rollout.transport"] = Transport.colocated if is_colocated else Transport.split
+            values["rollout.offload"] = ServerOffload.all if is_colocated else None
+            fractions = ({**values, "rollout.sglang.mem_fraction_static": each} for each in SEARCHED_FRACTIONS)
+            with contextlib.suppress(ConfigError):
+                plans = (found for complete in fractions if self.allows(complete) for found in self._plan(complete))
+                yield from itertools.islice(plans, 1)
+
+    def _plan(self, values: Values) -> Iterator[tuple[Values, JobPlan]]:
+        """The plan of these values, where it fits with enough memory left. Raises ConfigError."""
+        plan = build_plan(apply(self.config, values), self.models, self.mean_response, count_quickly)
+        if not plan.problems and plan.left >= compute_reserve(self.config):
+            yield values, plan

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from apart_job import PRESET, QWEN32B
+from plan_jobs import PRESET, QWEN32B
 
 from megarl.config.load import load_config
 from megarl.plan.command import main

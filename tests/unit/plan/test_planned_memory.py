@@ -1,19 +1,17 @@
 """Bytes of activations, optimizer, KV cache and weight sync, computed by hand."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from plan_jobs import ARCH_32B, build_role
 
 from megarl.config.schema.roles import Dtype, LoraConfig, Offload, ParallelConfig, Recompute, RecomputeMethod, Trainable
 from megarl.config.schema.rollout import RolloutConfig
-from megarl.mcore.model.architecture import Architecture, Experts, parse_architecture
+from megarl.mcore.model.architecture import Architecture, Experts
 from megarl.mcore.worker_spec import StageParameters
-from megarl.plan.job import PUBLISHED
 from megarl.plan.memory import (
     Attention,
     MicroBatch,
-    RoleJob,
     Saving,
     choose_attention,
     compute_layer,
@@ -29,33 +27,13 @@ from megarl.sync.pieces import predict_ranks, predict_server_rank
 from megarl.sync.plan import build_plan
 
 GIB = 1 << 30
-QWEN32B = parse_architecture(PUBLISHED["Qwen/Qwen2.5-32B"], Path("qwen32b"))
 SMALL = Architecture("qwen2", 4, 64, 96, 4, 2, 16, 128, 512, 1e-6, 1e4, None, qkv_bias=True, qk_norm=False, tied=False)
 MOE = replace(SMALL, family="qwen3_moe", qkv_bias=False, experts=Experts(4, 2, 48, normalized=True))
 
 
-def build_job(arch: Architecture, parallel: ParallelConfig, **changes: object) -> RoleJob:
-    fields: dict[str, object] = {
-        "name": "policy",
-        "arch": arch,
-        "parallel": parallel,
-        "dtype": Dtype.bfloat16,
-        "is_trained": True,
-        "has_value_head": False,
-        "holds_reference": False,
-        "offload": None,
-        "saving": Saving(),
-        "batch": MicroBatch(1024, 1000, 512),
-        "num_microbatches": 8,
-        "on_gpu": True,
-        **changes,
-    }
-    return RoleJob(**fields)  # type: ignore[arg-type]
-
-
 def test_a_layer_of_qwen32b_keeps_what_its_operations_need() -> None:
     """Of each token: what each operation saves, in bfloat16 but for the norms' scales and the logsumexp."""
-    layer = compute_layer(QWEN32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1, 1, 1), Attention.flash)
+    layer = compute_layer(ARCH_32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1, 1, 1), Attention.flash)
     h, queries, keys, f = 5120, 40 * 128, 8 * 128, 27648
     norms = 2 * (2 * h + 4 + 2 * h)  # input, scale and output, twice
     attention = 2 * (queries + 2 * keys) + 2 * (queries + keys) + 4 * 2 * 128 + 2 * queries + 4 * 40
@@ -70,7 +48,7 @@ def test_tensor_and_sequence_parallel_ranks_divide_it() -> None:
 
     def total(parallel: ParallelConfig) -> int:
         # Rotary angles are on every rank, whole.
-        return compute_layer(QWEN32B, parallel, Dtype.bfloat16, batch, Attention.flash).total - 4 * 4096 * 128 * 2
+        return compute_layer(ARCH_32B, parallel, Dtype.bfloat16, batch, Attention.flash).total - 4 * 4096 * 128 * 2
 
     one, four = total(ParallelConfig()), total(ParallelConfig(num_processes=4, tp=4))
     norms = 2 * 4096 * (2 * 5120 + 4 + 2 * 5120)
@@ -80,7 +58,7 @@ def test_tensor_and_sequence_parallel_ranks_divide_it() -> None:
 
 def test_recomputed_layers_keep_their_inputs_alone() -> None:
     """2205.05198, section 5: 2 s b h a layer."""
-    layer = compute_layer(QWEN32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1024, 1, 1024), Attention.flash)
+    layer = compute_layer(ARCH_32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1024, 1, 1024), Attention.flash)
     one = 2 * 1024 * 5120
     assert sum_layers(layer, 64, Saving(Recompute.full))[0] == 64 * one
     pairs = sum_layers(layer, 64, Saving(Recompute.full, num_layers=2))
@@ -94,7 +72,7 @@ def test_recomputed_layers_keep_their_inputs_alone() -> None:
 
 def test_each_virtual_stage_is_cut_into_blocks_of_its_own() -> None:
     """Megatron recomputes recompute_num_layers of each piece of a stage (transformer_block.py)."""
-    layer = compute_layer(QWEN32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1024, 1, 1024), Attention.flash)
+    layer = compute_layer(ARCH_32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1024, 1, 1024), Attention.flash)
     one = 2 * 1024 * 5120
     three = Saving(Recompute.full, RecomputeMethod.block, num_layers=3)
     # 16 layers in 2 pieces of 8, 3 of each recomputed; in 4 of 4; in 8 of 2, where no piece keeps a layer.
@@ -142,17 +120,17 @@ def test_the_optimizer_is_cut_over_data_and_context_parallel_ranks_and_experts_o
     """1910.02054, P_os: 12 bytes a parameter over the replicas; of float32 weights, 8."""
     parameters = StageParameters(num_layers=4, dense=1000, experts=400, embedding=0, head=0)
     parallel = ParallelConfig(num_processes=16, tp=2, cp=2, ep=4)
-    (memory,) = estimate_stages(build_job(MOE, parallel), (parameters,))
+    (memory,) = estimate_stages(build_role(MOE, parallel), (parameters,))
     assert (memory.weights, memory.gradients) == (2 * 1400, 4 * 1400)
     assert memory.optimizer == 12 * 1000 // 8 + 12 * 400 // 4
-    (memory,) = estimate_stages(build_job(MOE, parallel, dtype=Dtype.float32), (parameters,))
+    (memory,) = estimate_stages(build_role(MOE, parallel, dtype=Dtype.float32), (parameters,))
     assert memory.optimizer == 8 * 1000 // 8 + 8 * 400 // 4
 
 
 def test_frozen_weights_have_neither_gradients_nor_an_optimizers_state_nor_a_copy_of_it_in_a_save() -> None:
     parameters = StageParameters(4, dense=1000, experts=400, embedding=100, head=50, mlp=300)
     parallel = ParallelConfig(num_processes=4, ep=2)
-    whole, partly = (build_job(MOE, parallel, trainable=trainable) for trainable in (Trainable.all, Trainable.mlp))
+    whole, partly = (build_role(MOE, parallel, trainable=trainable) for trainable in (Trainable.all, Trainable.mlp))
     before, (memory,) = estimate_stages(whole, (parameters,))[0], estimate_stages(partly, (parameters,))
     assert memory.weights == before.weights == 2 * 1400
     assert (memory.gradients, memory.optimizer) == (4 * 750, 12 * 350 // 4 + 12 * 400 // 2)
@@ -164,9 +142,9 @@ def test_frozen_weights_have_neither_gradients_nor_an_optimizers_state_nor_a_cop
 def test_of_a_policy_with_adapters_only_they_have_gradients_and_an_optimizers_state() -> None:
     arch, parameters = replace(MOE, experts=None), StageParameters(4, dense=10**6, experts=0, embedding=0, head=0)
     parallel = ParallelConfig(num_processes=2, tp=2)
-    job = build_job(arch, parallel, lora=LoraConfig(rank=3))
+    job = build_role(arch, parallel, lora=LoraConfig(rank=3))
     before, (memory,) = (
-        estimate_stages(build_job(arch, parallel), (parameters,))[0],
+        estimate_stages(build_role(arch, parallel), (parameters,))[0],
         estimate_stages(job, (parameters,)),
     )
     h, heads, kv_heads = arch.hidden_size, arch.num_heads * arch.head_size, arch.num_kv_heads * arch.head_size
@@ -181,7 +159,7 @@ def test_of_a_policy_with_adapters_only_they_have_gradients_and_an_optimizers_st
 def test_what_is_offloaded_is_not_resident() -> None:
     parameters, parallel = (StageParameters(4, 10**9, 0, 0, 0),), ParallelConfig()
     none, optimizer, everything = (
-        estimate_stages(build_job(SMALL, parallel, offload=offload), parameters)[0]
+        estimate_stages(build_role(SMALL, parallel, offload=offload), parameters)[0]
         for offload in (None, Offload.optimizer, Offload.all)
     )
     assert (none.resident, optimizer.resident, everything.resident) == (18 * 10**9, 2 * 10**9, 0)
@@ -193,27 +171,27 @@ def test_what_is_offloaded_is_not_resident() -> None:
 def test_fp8_copies_of_weights_and_transposes_stay_where_nothing_is_offloaded() -> None:
     """Of each parameter of the layers a byte, and one of the transpose; embedding and output layer have none."""
     parameters = (StageParameters(4, dense=1000, experts=400, embedding=100, head=200),)
-    without = estimate_stages(build_job(MOE, ParallelConfig()), parameters)[0]
-    cached = estimate_stages(build_job(MOE, ParallelConfig(), fp8=True, caches_fp8=True), parameters)[0]
+    without = estimate_stages(build_role(MOE, ParallelConfig()), parameters)[0]
+    cached = estimate_stages(build_role(MOE, ParallelConfig(), fp8=True, caches_fp8=True), parameters)[0]
     assert (without.fp8, cached.fp8) == (0, 2 * (1400 - 300))
     assert cached.update == without.update + 2200
     assert cached.forward == without.forward + 2200
     assert cached.resident == without.resident + 2200
-    dropped = estimate_stages(build_job(MOE, ParallelConfig(), caches_fp8=True, offload=Offload.all), parameters)[0]
+    dropped = estimate_stages(build_role(MOE, ParallelConfig(), caches_fp8=True, offload=Offload.all), parameters)[0]
     assert dropped.resident == 0
     assert (dropped.update, dropped.forward) == (cached.update, 2200 + dropped.forward_work + dropped.weights)
 
 
 def test_a_save_takes_a_copy_on_the_first_data_parallel_rank_and_bounded_buffers_on_the_gpu() -> None:
     dense, experts = StageParameters(4, 10**9, 0, 0, 0), StageParameters(4, 10**6, 4 * 10**6, 0, 0)
-    job = build_job(QWEN32B, ParallelConfig(num_processes=8, tp=2, cp=2))
+    job = build_role(ARCH_32B, ParallelConfig(num_processes=8, tp=2, cp=2))
     assert [compute_saved(job, dense, rank) for rank in range(8)] == [14 * 10**9] * 2 + [0] * 6
     # 256 MiB of all four ranks that share the state, and a quarter of it of this one.
     memory = estimate_stages(job, (dense,))[0]
     assert memory.gathered == (256 + 64) * 2**20
     assert memory.checkpoint == memory.resident + memory.gathered < memory.update + memory.gathered
     # Experts are sharded over the ranks with the same ones: the first four of the eight hold each once.
-    mixture = build_job(MOE, ParallelConfig(num_processes=8, ep=4), dtype=Dtype.float32)
+    mixture = build_role(MOE, ParallelConfig(num_processes=8, ep=4), dtype=Dtype.float32)
     saved = [compute_saved(mixture, experts, rank) for rank in range(8)]
     assert saved == [16 * 5 * 10**6, *[16 * 4 * 10**6] * 3, *[0] * 4]
     assert estimate_stages(mixture, (experts,))[0].gathered == 4 * (4 + 2) * 10**6
@@ -222,29 +200,29 @@ def test_a_save_takes_a_copy_on_the_first_data_parallel_rank_and_bounded_buffers
 def test_the_logits_and_their_gradient_are_at_the_last_stage() -> None:
     parallel = ParallelConfig(num_processes=2, pp=2)
     parameters = (StageParameters(2, 1, 0, 0, 0),) * 2
-    first, last = estimate_stages(build_job(QWEN32B, parallel, batch=MicroBatch(16384, 16000, 4096)), parameters)
+    first, last = estimate_stages(build_role(ARCH_32B, parallel, batch=MicroBatch(16384, 16000, 4096)), parameters)
     logits = 2 * 16000 * 152064
     assert first.head == 0
     assert logits < last.head < 1.1 * logits
     assert last.work == logits + 3 * 4 * (1 << 23)
     # Of few tokens, the gradients of the hidden states and of the output weights are more.
-    _, last = estimate_stages(build_job(QWEN32B, parallel, batch=MicroBatch(4096, 4000, 4096)), parameters)
+    _, last = estimate_stages(build_role(ARCH_32B, parallel, batch=MicroBatch(4096, 4000, 4096)), parameters)
     assert last.work == 2 * (4000 + 152064) * 5120
 
 
 def test_the_kv_cache_takes_what_the_weights_leave_of_the_static_share() -> None:
     rollout = RolloutConfig(tp=4, sglang={"mem_fraction_static": 0.88})
-    weights = compute_server_weights(QWEN32B, rollout.tp, rollout.dtype)
+    weights = compute_server_weights(ARCH_32B, rollout.tp, rollout.dtype)
     assert weights == pytest.approx(2 * 32_763_876_352 / 4, rel=1e-3)
-    memory = estimate_server(QWEN32B, rollout, weights, 80 * GIB, 17408)
+    memory = estimate_server(ARCH_32B, rollout, weights, 80 * GIB, 17408)
     # 64 layers, keys and values, 2 of the 8 heads, 128 elements of 2 bytes
     assert memory.bytes_per_token == 64 * 2 * 2 * 128 * 2 == 65536
     assert memory.kv_tokens == (int(0.88 * 80 * GIB) - weights) // 65536 == 903_449
     assert memory.num_longest == 903_449 // 17408 == 51
-    fixed = estimate_server(QWEN32B, replace(rollout, kv_cache_tokens=40_000), weights, 80 * GIB, 17408)
+    fixed = estimate_server(ARCH_32B, replace(rollout, kv_cache_tokens=40_000), weights, 80 * GIB, 17408)
     assert (fixed.kv_tokens, fixed.num_longest) == (40_000, 2)
     # With more ranks than heads each has one.
-    assert estimate_server(QWEN32B, replace(rollout, tp=16), weights, 80 * GIB, 1).bytes_per_token == 65536 // 2
+    assert estimate_server(ARCH_32B, replace(rollout, tp=16), weights, 80 * GIB, 1).bytes_per_token == 65536 // 2
 
 
 @pytest.mark.parametrize(
@@ -259,7 +237,7 @@ def test_the_bytes_of_a_sync_are_those_of_its_plan(arch: Architecture, parallel:
     from megarl.mcore.model.parameter_count import count_stages
 
     rollout = RolloutConfig(num_servers=3, tp=tp)
-    job = build_job(arch, parallel)
+    job = build_role(arch, parallel)
     stages = estimate_stages(job, count_stages(arch, parallel, Dtype.bfloat16, {}, False))
     found = estimate_transfer(job, stages, rollout, compute_server_weights(arch, tp, rollout.dtype))
     targets = {server * tp + rank: predict_server_rank(arch, tp, rank) for server in range(3) for rank in range(tp)}

@@ -4,18 +4,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from plan_jobs import ARCH_235B, H100, build_role
 
 from megarl.config.load import load_config
-from megarl.config.schema.hardware import HardwareConfig
-from megarl.config.schema.roles import Dtype, ParallelConfig
+from megarl.config.schema.roles import ParallelConfig
 from megarl.families.architecture import Architecture
 from megarl.mcore.model.architecture import parse_architecture
 from megarl.mcore.worker_spec import StageParameters
 from megarl.plan.job import PUBLISHED, JobPlan, build_plan, find_models
-from megarl.plan.memory import MicroBatch, RoleJob, Saving, estimate_stages
+from megarl.plan.memory import MicroBatch, estimate_stages
 from megarl.plan.seconds import Work, compute_update
 
-H100 = HardwareConfig("H100", 79.1, 989, 1979, 3350, 450, 50, host_memory_gib=2048)
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "results" / "planner.md"
 
 
@@ -26,20 +25,19 @@ def describe(layers: int, hidden: int, ffn: int, heads: int) -> Architecture:
 
 LLAMA_8B, LLAMA_70B = describe(32, 4096, 14336, 32), describe(80, 8192, 28672, 64)
 LLAMA_405B = describe(126, 16384, 53248, 128)
-QWEN_235B = parse_architecture(PUBLISHED["Qwen/Qwen3-235B-A22B"], Path("qwen"))
-assert QWEN_235B.experts is not None
+assert ARCH_235B.experts is not None
 QWEN_30B = replace(
-    QWEN_235B, num_layers=48, hidden_size=2048, num_heads=32, experts=replace(QWEN_235B.experts, ffn_size=768)
+    ARCH_235B, num_layers=48, hidden_size=2048, num_heads=32, experts=replace(ARCH_235B.experts, ffn_size=768)
 )
 OSS_120B = replace(
-    QWEN_235B,
+    ARCH_235B,
     num_layers=36,
     hidden_size=2880,
     num_kv_heads=8,
     head_size=64,
     vocab_size=201088,
     qk_norm=False,
-    experts=replace(QWEN_235B.experts, ffn_size=2880, top_k=4),
+    experts=replace(ARCH_235B.experts, ffn_size=2880, top_k=4),
 )
 
 
@@ -69,24 +67,21 @@ ROWS = (
     Row("Llama 3.1 405B, FP8", LLAMA_405B, layout(1024, 8, 8, 8, 2), 1536, 8192, 12582912 / 1024 / 311, True),
     Row("GPT-OSS 120B", OSS_120B, layout(64, 1, 4, ep=8), 1280, 4096, 1280 * 4096 / 64 / 5993),
     Row("Qwen3 30B-A3B, FP8", QWEN_30B, layout(16, 1, 2, 12, ep=8), 1024, 4096, 4194304 / 16 / 5113, True),
-    Row("Qwen3 235B-A22B", QWEN_235B, layout(256, 2, 8, 4, ep=32), 2048, 4096, 25.53),
+    Row("Qwen3 235B-A22B", ARCH_235B, layout(256, 2, 8, 4, ep=32), 2048, 4096, 25.53),
 )
 
 
 def plan_row(row: Row) -> float:
     arch, parallel, length = row.arch, row.parallel, row.length
     tokens = length // parallel.cp
-    job = RoleJob(
-        "policy", arch, parallel, Dtype.bfloat16, True, False, False, None, Saving(),
-        MicroBatch(tokens, tokens, length), row.samples // parallel.dp, True, row.fp8,
-    )  # fmt: skip
+    job = build_role(arch, parallel, batch=MicroBatch(tokens, tokens, length), fp8=row.fp8)
     layers, h = arch.num_layers / parallel.pp, arch.hidden_size
     projections = 2 * h * arch.head_size * (arch.num_heads + arch.num_kv_heads)
     dense = layers * (projections + (0 if arch.experts else 3 * h * arch.ffn_size)) / parallel.tp
     experts = layers * 3 * h * arch.experts.ffn_size * arch.experts.num_experts / parallel.ep if arch.experts else 0
     stages = (StageParameters(layers, int(dense), int(experts), 0, 0),) * parallel.pp  # type: ignore[arg-type]
     work = Work(row.samples, row.samples, 0, length, tokens)
-    return compute_update(job, estimate_stages(replace(job, saving=Saving()), stages), work, H100, 8)
+    return compute_update(job, estimate_stages(job, stages), work, H100, 8)
 
 
 def find_line(name: str) -> str:

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 import pytest
+from plan_jobs import plan
 
 from megarl.config.load import load_config
 from megarl.config.schema.cluster import Placement
 from megarl.plan.assumptions import GIB
-from megarl.plan.job import JobPlan, build_plan, find_models
+from megarl.plan.job import find_models
 from megarl.plan.search import NUM_BEST, Change, list_divisions, search
 from megarl.plan.tables import list_found
 
@@ -17,11 +18,6 @@ BIG = ("algo=dapo", "model=qwen32b", "cluster=h100x64")
 
 def find(arguments: Sequence[str], mean: float | None = None, staleness: int = 0) -> list[Change]:
     return search(arguments, find_models(load_config(arguments)), mean, staleness)
-
-
-def plan(*arguments: str) -> JobPlan:
-    config = load_config(arguments)
-    return build_plan(config, find_models(config))
 
 
 @pytest.fixture(scope="module")

@@ -6,20 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from apart_job import PRESET
-from apart_job import QWEN32B as JOB
+from plan_jobs import ARCH_32B, ARCH_235B, H100, PRESET, build_role
+from plan_jobs import QWEN32B as JOB
 
 from megarl.config.load import load_config
-from megarl.config.schema.hardware import HardwareConfig
-from megarl.config.schema.roles import Dtype, Offload, ParallelConfig, Recompute, RecomputeMethod
+from megarl.config.schema.roles import Offload, ParallelConfig, Recompute, RecomputeMethod
 from megarl.config.schema.root import Config
-from megarl.mcore.model.architecture import Architecture, parse_architecture
+from megarl.mcore.model.architecture import Architecture
 from megarl.mcore.worker_spec import StageParameters
 from megarl.plan import assumptions
 from megarl.plan.job import (
     FIRST,
     LAST,
-    PUBLISHED,
     JobPlan,
     build_jobs,
     build_plan,
@@ -27,7 +25,7 @@ from megarl.plan.job import (
     count_quickly,
     find_models,
 )
-from megarl.plan.memory import MicroBatch, RoleJob, Saving, StageMemory, estimate_stages
+from megarl.plan.memory import RoleJob, Saving, StageMemory, estimate_stages
 from megarl.plan.search import find_ends
 from megarl.plan.seconds import (
     Seconds,
@@ -43,17 +41,10 @@ from megarl.plan.seconds import (
 )
 from megarl.plan.tables import describe_pretraining, describe_stop
 
-H100 = HardwareConfig("H100", 79.1, 989, 1979, 3350, 450, 50, host_memory_gib=2048)
-QWEN32B = parse_architecture(PUBLISHED["Qwen/Qwen2.5-32B"], Path("qwen32b"))
-QWEN235B = parse_architecture(PUBLISHED["Qwen/Qwen3-235B-A22B"], Path("qwen3"))
 
-
-def build_job(arch: Architecture = QWEN32B, saving: Saving | None = None, **layout: int) -> RoleJob:
+def build_job(arch: Architecture = ARCH_32B, saving: Saving | None = None, **layout: int) -> RoleJob:
     parallel = ParallelConfig(**{"num_processes": 64, "sp": layout.get("tp", 1) > 1, **layout})  # type: ignore[arg-type]
-    return RoleJob(
-        "policy", arch, parallel, Dtype.bfloat16, True, False, False, None, saving or Saving(),
-        MicroBatch(1, 1, 1), 1, True,
-    )  # fmt: skip
+    return build_role(arch, parallel, saving=saving or Saving())
 
 
 def plan(*overrides: str) -> tuple[Config, JobPlan]:
@@ -87,8 +78,8 @@ def test_the_ring_of_context_parallelism_hides_behind_long_sequences_only() -> N
 
 
 def test_tokens_reach_experts_of_their_node_over_nvlink_and_others_over_the_network() -> None:
-    near = compute_layer_seconds(build_job(QWEN235B, ep=8), H100, 8, 4096, 4096).experts
-    far = compute_layer_seconds(build_job(QWEN235B, ep=16), H100, 8, 4096, 4096).experts
+    near = compute_layer_seconds(build_job(ARCH_235B, ep=8), H100, 8, 4096, 4096).experts
+    far = compute_layer_seconds(build_job(ARCH_235B, ep=16), H100, 8, 4096, 4096).experts
     routed = 2 * 4096 * 8 * 4096 * 2  # to the experts and back, 8 of them, 4,096 numbers of 2 bytes
     assert near == pytest.approx(routed * 7 / 8 / (0.8 * 450e9))
     assert far == pytest.approx(routed * 15 / 16 * 8 / 15 / (0.8 * 50e9))
@@ -177,10 +168,10 @@ def test_a_kv_cache_in_fp8_holds_twice_as_many_tokens() -> None:
 @pytest.mark.parametrize(
     ("arch", "layout", "megatron"),
     [
-        (replace(QWEN32B, num_layers=8), {"tp": 4, "pp": 4, "vpp": 2}, {}),
-        (replace(QWEN32B, num_layers=6, tied=True), {"tp": 2, "pp": 2, "cp": 2}, {}),
-        (replace(QWEN235B, num_layers=10), {"tp": 2, "pp": 4, "ep": 8}, {FIRST: 2, LAST: 2}),
-        (replace(QWEN235B, num_layers=4), {"pp": 2, "ep": 16}, {}),
+        (replace(ARCH_32B, num_layers=8), {"tp": 4, "pp": 4, "vpp": 2}, {}),
+        (replace(ARCH_32B, num_layers=6, tied=True), {"tp": 2, "pp": 2, "cp": 2}, {}),
+        (replace(ARCH_235B, num_layers=10), {"tp": 2, "pp": 4, "ep": 8}, {FIRST: 2, LAST: 2}),
+        (replace(ARCH_235B, num_layers=4), {"pp": 2, "ep": 16}, {}),
     ],
 )
 @pytest.mark.parametrize("is_critic", [False, True])
