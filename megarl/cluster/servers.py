@@ -228,9 +228,11 @@ class Servers:
         """Another owner in place of this one. The guard ends its server, should it still run."""
         ray.kill(self._actors[number])
         ready, _ = ray.wait([self._owners[number]], timeout=0)
-        with contextlib.suppress(ray.exceptions.RayError):
-            if ready:
-                kill_here(*ray.get(ready[0]))
+        with contextlib.suppress(ray.exceptions.RayError, psutil.NoSuchProcess):
+            # One that is stopped does not obey Ray. Its start tells it from a later process of this number.
+            host, started, pid = ray.get(ready[0]) if ready else ("", 0.0, 0)
+            if host == socket.gethostname() and psutil.Process(pid).create_time() == started:
+                psutil.Process(pid).kill()
         self._actors[number] = self._own(self._specs[number], port)
         self._owners[number] = self._actors[number].identify.remote()
 
@@ -251,16 +253,6 @@ class Servers:
             ray.wait(refs, num_returns=len(refs), timeout=self._stop_deadline_s)
 
         ask("end of the SGLang servers", stop, self._stop_deadline_s)
-
-
-def kill_here(host: str, started: float, pid: int) -> None:
-    """Kill the owner of a server where it is on this machine: one that is stopped does not obey Ray.
-
-    started: when it started, in seconds of its machine's clock, which tells it from a later process of this number.
-    """
-    with contextlib.suppress(psutil.NoSuchProcess):
-        if host == socket.gethostname() and psutil.Process(pid).create_time() == started:
-            psutil.Process(pid).kill()
 
 
 @contextmanager

@@ -96,6 +96,8 @@ CRITIC_FIELDS = ("mask", "loss_mask", "critic_mask", "old_values", "returns")
 POLICY_FIELDS = (
     *("mask", "loss_mask", "advantages", "rollout_logprobs", "old_logprobs", "sampling_logprobs", "ref_logprobs"),
 )
+UNPADDED = ("sequences", "positive", "critic_sequences")
+"""The fields of TrainingSamples that are not [B, T]"""
 OPTIONAL = ("critic_mask", "old_values", "returns", "sampling_logprobs", "ref_logprobs")
 """Where they are not sent, they are None; others are 0"""
 
@@ -237,7 +239,7 @@ class Sharer:
 
     def _fold(self, samples: TrainingSamples, sequences: SequenceShare, has_targets: bool) -> SampleShare:
         padded = {field.name: getattr(samples, field.name) for field in fields(samples)}
-        padded = {name: value.numpy() for name, value in padded.items() if is_padded(name) and value is not None}
+        padded = {name: each.numpy() for name, each in padded.items() if name not in UNPADDED and each is not None}
         read = CRITIC_FIELDS if self._spec.role is Role.critic else POLICY_FIELDS
         responses = (sequences.lengths - sequences.prompt_lengths).tolist()
         rows = [(row, responses[row]) for row in sequences.rows.tolist()]
@@ -248,11 +250,6 @@ class Sharer:
         }
         kinds = {name: str(values.dtype) for name, values in padded.items()}
         return SampleShare(sequences, samples.positive.numpy(), samples.mask.shape[1], targets, kinds)
-
-
-def is_padded(name: str) -> bool:
-    """Whether a field of TrainingSamples is [B, T]."""
-    return name not in ("sequences", "positive", "critic_sequences")
 
 
 def count_minibatches(samples: TrainingSamples, minibatches: Sequence[Tensor]) -> list[LossCounts]:

@@ -237,11 +237,12 @@ def call_ranks(
     Raises SyncError that names server, rank and verb where one fails or gives no answer, RequestError where the server
     refuses the call, and what the client raises for a server that is lost or late.
     """
-    addresses = [listener.expect() for _ in arguments]
-    payloads = [
-        encode_request({"verb": verb, "arguments": dict(own), "reply": reply})
-        for own, reply in zip(arguments, addresses, strict=True)
-    ]
+    addresses, payloads = [listener.expect() for _ in arguments], []
+    for own, reply in zip(arguments, addresses, strict=True):
+        request = json.dumps({"verb": verb, "arguments": dict(own), "reply": reply})
+        data = torch.frombuffer(bytearray(request.encode()), dtype=torch.uint8)
+        # As SGLang takes tensors from other processes.
+        payloads.append(base64.b64encode(pickle.dumps([(REQUEST, data)])).decode())
     end = time.monotonic() + deadline_s + ANSWER_GRACE_S
     try:
         client.update_weights_from_tensor(payloads, WEIGHT_LOADER, flush_cache=flush_cache, deadline_s=deadline_s)
@@ -256,12 +257,6 @@ def call_ranks(
             raise SyncError(f"SGLang server {client.url}, rank {rank}, asked to {verb} weights, {why}")
         results.append(answer["result"])
     return results
-
-
-def encode_request(request: Mapping[str, Any]) -> str:
-    """The request's bytes as SGLang takes tensors from other processes: a pickled uint8 tensor in base64."""
-    data = torch.frombuffer(bytearray(json.dumps(request).encode()), dtype=torch.uint8)
-    return base64.b64encode(pickle.dumps([(REQUEST, data)])).decode()
 
 
 @dataclass(frozen=True)

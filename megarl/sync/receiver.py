@@ -106,12 +106,9 @@ def receive(model: torch.nn.Module, named_tensors: Iterable[tuple[str, Tensor]])
         print(f"megarl: {request.get('verb')} failed: {error!r}", flush=True)
         answer = {"error": f"{type(error).__name__}: {error}"}
     try:
-        _reply(request["reply"], answer)
+        reply = request["reply"]
+        with socket.create_connection((reply["host"], reply["port"]), timeout=REPLY_DEADLINE_S) as connection:
+            connection.sendall(json.dumps({"token": reply["token"], **answer}).encode())
+            connection.shutdown(socket.SHUT_WR)
     except Exception as error:
         print(f"megarl: the answer to {request.get('verb')} could not be delivered: {error!r}", flush=True)
-
-
-def _reply(reply: Mapping[str, Any], answer: dict[str, Any]) -> None:
-    with socket.create_connection((reply["host"], reply["port"]), timeout=REPLY_DEADLINE_S) as connection:
-        connection.sendall(json.dumps({"token": reply["token"], **answer}).encode())
-        connection.shutdown(socket.SHUT_WR)
