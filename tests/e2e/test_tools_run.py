@@ -44,14 +44,12 @@ COMMANDS = {
     "bench/sync_at_scale.py --layers 12": r"\| qwen3_235b_a22b.*",
     "check_gpu.py --device cpu --only float32,transfer --out found.json": ".*nothing fails.*",
     "check_layouts.py --processes 2 --rows 8 algo=grpo model=tiny model.random.num_layers=2": "equal: all .*",
-    "docs/tutorial.py check": ".*is what the default configuration gives",
 }
 """Arguments of python, below tools/ and in the folder `place` -> what the last line that it prints is"""
 ELSEWHERE = {
     "bench/claims.py --solvable": "unit/tools/test_claims_tasks.py",  # samples SmolLM2 for minutes
     "convert_checkpoint.py": "unit/tools/test_convert_command.py",
     "docs/generate.py": "docs/test_doc_commands.py",
-    "docs/tutorial.py write": "docs/test_doc_texts.py",
     "import_roll.py": "unit/tools/roll_cases.py",
     "plan.py": "docs/test_doc_commands.py",
     "report.py": "unit/report/test_run_page.py",
@@ -143,7 +141,7 @@ def list_named(text: str) -> list[tuple[str, str]]:
     found = []
     for name, rest in re.findall(r"python3? (?:-m megarl\.tools\.|tools/)([\w./]+)((?:[^\n\\`#]|\\\n)*)", text):
         tool = f"{name.removesuffix('.py').replace('.', '/')}.py"
-        given = re.findall(r"(?<=\s)--[\w-]+", rest) + re.findall(r"^ (check|write|record)\b", rest)
+        given = re.findall(r"(?<=\s)--[\w-]+", rest)
         found += [(tool, option) for option in given or [""]]
     return found
 
