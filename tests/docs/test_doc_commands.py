@@ -342,7 +342,7 @@ def find_toys(text: str) -> list[str]:
 def test_no_text_gives_a_path_to_a_toys_settings() -> None:
     """Bash blocks are composed besides, and a path with a toy's preset is refused there."""
     # Fields and rules of the configuration name the key itself, and a bench trains a toy of its own by intention.
-    names_key = {"megarl/config/schema/model.py", "tools/bench/claims_bench/runs.py", "docs/configuration.md"}
+    names_key = {"megarl/config/schema/model.py", "tools/bench/experiments.py", "docs/configuration.md"}
     wrong = {
         str(path.relative_to(ROOT)): found
         for path in list_all_texts()

@@ -3,7 +3,6 @@
 Each runs in a copy of tools/ and docs/, so that the pages and pictures that it writes are not the checkout's.
 """
 
-import json
 import os
 import re
 import shlex
@@ -26,19 +25,18 @@ TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 DEADLINE_S = 500
 RATIO = r"ratio: (-?\d+\.\d+|nan) goal: \d+(\.\d+)?"
 """The last line of what measures"""
-SHORT = "train.num_iterations=1 train.eval_every=1 train.num_eval_prompts=4"
+EXPERIMENTS = r"\d+ experiments: .*"
+SHORT = "train.num_iterations=1 train.eval_every=1 train.num_eval_prompts=4 train.samples_per_iteration=32"
+SHORT += " train.samples_per_minibatch=32 algo.value_pretrain.steps=1"
 SMALL = "--rows 2 --layers 2 --tokens-per-microbatch 256 --repeats 1"
 
 COMMANDS = {
     "bench/against_trl.py --cells 4x2x4-float32 --iterations 1 --warm-up 0 --threads 1 --model model": RATIO,
     "bench/against_trl.py --table": "",
-    f"bench/algorithms.py --only grpo --seeds 9 --out out {SHORT} policy.optimizer.decay_iterations=1": RATIO,
-    "bench/calculator.py before run after": r"\| right answer \| .*",
-    "bench/claims.py --only decoupled --seeds 9": r"\d+ claims: .*",
-    "bench/claims.py --only decoupled --table": r"\d+ claims: .*",
+    f"bench/experiments.py decoupled:decoupled guess:vapo --seeds 9 --out out {SHORT}": EXPERIMENTS,
+    "bench/experiments.py --table": EXPERIMENTS,
     "bench/driver.py --rows 4 --length 64 --repeats 1": RATIO,
     "bench/driver_at_scale.py --rows 512 --length 16": RATIO,
-    f"bench/guess.py --only grpo --seeds 9 --out guessed {SHORT} policy.optimizer.decay_iterations=1": RATIO,
     f"bench/mfu.py {SMALL} --dtype float32 --only update generation": RATIO,
     "bench/sync.py --hidden 256 --layers 2 --repeats 1 --transport split": RATIO,
     "bench/sync_at_scale.py --layers 12": r"\| qwen3_235b_a22b.*",
@@ -47,7 +45,6 @@ COMMANDS = {
 }
 """Arguments of python, below tools/ and in the folder `place` -> what the last line that it prints is"""
 ELSEWHERE = {
-    "bench/claims.py --solvable": "unit/tools/test_claims_tasks.py",  # samples SmolLM2 for minutes
     "convert_checkpoint.py": "unit/tools/test_convert_command.py",
     "docs/generate.py": "docs/test_doc_commands.py",
     "import_roll.py": "unit/tools/roll_cases.py",
@@ -86,11 +83,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (place / "model").symlink_to(model)
     write_page_run(place / "run")
-    for name in ("before", "after"):
-        (place / name).mkdir()
-        record = {"problem": "2*3", "prompt": "2*3", "response": "6", "correct": name == "after", "reward": 0.5}
-        (place / name / "responses.jsonl").write_text(f"{json.dumps(record)}\n" * 2)
-    shorten_claim(place / "tools" / "bench" / "claims")
     # What against_trl.py finds instead of making it.
     bench = load_tool("bench/against_trl.py")
     stand_in = place / "stand_in"
@@ -103,20 +95,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     script.write_text(f'#!/bin/sh\nPYTHONPATH={shlex.quote(str(stand_in))} exec {shlex.quote(sys.executable)} "$@"\n')
     script.chmod(0o755)
     return place
-
-
-def shorten_claim(claims: Path) -> None:
-    """The first claim takes one small iteration."""
-    file = claims / "predictions.yaml"
-    text, sizes = file.read_text(), {"train.num_iterations=40": "train.num_iterations=1"}
-    sizes |= {
-        "train.samples_per_iteration=128": "train.samples_per_iteration=32",
-        "pretrain.steps=8": "pretrain.steps=1",
-    }
-    for size, smaller in sizes.items():
-        assert size in text
-        text = text.replace(size, smaller, 1)
-    file.write_text(text)
 
 
 def run(place: Path, words: Sequence[str]) -> str:

@@ -1,1 +1,0 @@
-"""Parts of tools/bench/claims.py: tasks, runs, verdicts and the page."""
