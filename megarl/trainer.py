@@ -27,10 +27,9 @@ from megarl.report.failures import TooManyFailuresError, check_failures, describ
 from megarl.report.report import Report
 from megarl.report.scores import compute_heldout_metrics, compute_score_metrics
 from megarl.rollout.collector import Collector
-from megarl.rollout.dynamic_sampling import join_groups
 from megarl.rollout.offload import ServerOffloader
-from megarl.rollout.rollout_file import RolloutWriter
-from megarl.rollout.saved_groups import SavedGroups, build_source
+from megarl.rollout.rollout_file import RolloutWriter, SavedGroups
+from megarl.rollout.source import build_source, join_groups
 from megarl.rollout.token_records import TokenRecorder
 from megarl.run.limits import Limit, find_goal, find_limit
 from megarl.run.recovery import Recovery

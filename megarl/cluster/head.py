@@ -2,7 +2,7 @@
 
     python -m megarl.cluster.head TEMP_DIR CPUS BYTES
 
-Started by `local.py` under `rollout/guard.py`, so that Ray's processes are no children of the driver: neither the
+Started by `local.py` under `megarl/guard.py`, so that Ray's processes are no children of the driver: neither the
 driver's signals nor its end, whatever ends it, leaves one of them behind.
 """
 

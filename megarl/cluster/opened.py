@@ -218,7 +218,7 @@ def _reload_key() -> None:
 
 
 def _start_head(scratch: Path, num_cpus: int, object_store_bytes: int) -> subprocess.Popen[bytes]:
-    guard = [sys.executable, "-S", "-E", str(GUARD), str(scratch)]
+    guard = [sys.executable, "-S", "-I", str(GUARD), str(scratch)]
     command = [sys.executable, "-m", "megarl.cluster.head"]
 
     def ignore_stops() -> None:

@@ -29,8 +29,7 @@ from megarl.cluster.watch import find_peak_of_tree, identify
 from megarl.config.placement import DeviceSlot
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import DeadlineError
-from megarl.rollout.liveness import CALL_DEADLINE_S, NUM_CALLS, find_loss
-from megarl.rollout.server import SGLangServer
+from megarl.rollout.server import CALL_DEADLINE_S, NUM_CALLS, SGLangServer, find_loss
 
 POLL_DEADLINE_S = 10.0
 LOSS_DEADLINE_S = NUM_CALLS * CALL_DEADLINE_S + POLL_DEADLINE_S

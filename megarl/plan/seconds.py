@@ -359,7 +359,7 @@ class Seconds:
     @property
     def iteration(self) -> float:
         """With max_staleness responses are generated while the roles compute, and wait during the sync
-        (megarl/rollout/scheduler.py): the slower of both decides.
+        (megarl/rollout/source.py): the slower of both decides.
         """
         if self.overlaps:
             return max(self.generation, self.training) + self.sync

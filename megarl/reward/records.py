@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megarl.per_token import RoutedExperts, WeightVersions
-from megarl.types import FinishReason, Message, Prompt, Response, Score, Turn
+from megarl.types import FinishReason, Message, Prompt, Response, RoutedExperts, Score, Turn, WeightVersions
 
 _ARRAYS: dict[str, type[np.generic]] = {"token_ids": np.int32, "rollout_logprobs": np.float32, "generated": np.bool_}
 

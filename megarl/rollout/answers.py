@@ -10,21 +10,26 @@ An answer of SGLang 0.5.23, which writes JSON without spaces, has each token twi
 What is as long as the response is cut out first: Arrow reads the numbers from the bytes, the json module the rest.
 """
 
+import base64
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from megarl.config.errors import ConfigError
 from megarl.families.architecture import Architecture
-from megarl.per_token import RoutedExperts, WeightVersions
+from megarl.families.registry import parse_architecture
 from megarl.rollout.client import RequestError
-from megarl.rollout.routed_experts import decode_answer
-from megarl.types import FinishReason, Response
+from megarl.rollout.server import load_json
+from megarl.types import FinishReason, Response, RoutedExperts, Sample, WeightVersions
 
 _LONG = re.compile(rb'"(output_ids|output_token_logprobs|routed_experts)":([\["])')
 _COMMA = ord(",")
@@ -185,3 +190,54 @@ def _find_versions(meta: Mapping[str, Any], length: int) -> WeightVersions:
     if end != length:
         raise RequestError(f"weight versions {spans} do not cover a response of {length} tokens")
     return WeightVersions(tuple(versions), tuple(ends))
+
+
+def load_expert_architecture(checkpoint: Path) -> Architecture:
+    """The architecture of a checkpoint directory. Raises ConfigError where the model has no experts."""
+    path = checkpoint / "config.json"
+    try:
+        arch = parse_architecture(load_json(path), path)
+    except ValueError as error:
+        raise ConfigError([f"model.path: {error}"]) from error
+    if arch.experts is None:
+        raise ConfigError([f"rollout.router_replay: found true, but the model of {checkpoint} has no experts"])
+    return arch
+
+
+def decode_answer(encoded: str | bytes | None, num_tokens: int, arch: Architecture) -> RoutedExperts:
+    """SGLang's routed_experts: base64 of int32 [num_tokens - 1, layers, experts of a token].
+
+    num_tokens: of prompt and response. Raises ValueError for another number of them, and for what no router chooses: a
+    number that is no expert's, or the same expert twice.
+    """
+    assert arch.experts is not None
+    if encoded is None:
+        raise ValueError("it has no routed_experts; the server needs --enable-return-routed-experts")
+    top_k, num_experts = arch.experts.top_k, arch.experts.num_experts
+    found = np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
+    expected = (num_tokens - 1, arch.num_layers, top_k)
+    if found.size != np.prod(expected):
+        raise ValueError(f"it has {found.size} routed experts; {' x '.join(map(str, expected))} were expected")
+    routed = found.reshape(expected)[:, arch.experts.num_dense_layers :]
+    # SGLang's own buffer begins as zeros, and it writes -1 for padding.
+    if routed.size and not 0 <= routed.min() <= routed.max() < num_experts:
+        raise ValueError(f"it has routed experts from {routed.min()} to {routed.max()} of {num_experts}")
+    if top_k > 1 and bool((routed[..., 0] == routed[..., 1]).any()):
+        raise ValueError("a token of it was routed to the same expert twice")
+    data = found.astype(np.uint8 if num_experts < 256 else np.int16).tobytes()
+    return RoutedExperts(data, arch.num_layers, top_k, num_experts)
+
+
+def build_routed_experts(samples: Sequence[Sample]) -> Tensor | None:
+    """`Sequences.routed_experts` of these samples: 0 for each one's last token, and for samples without; None where
+    no sample has any.
+    """
+    first = next((x for s in samples if (x := s.response.routed_experts)), None)
+    if first is None:
+        return None
+    lengths = [len(s.prompt.token_ids) + len(s.response.token_ids) for s in samples]
+    packed = torch.zeros(sum(lengths), first.num_layers, first.top_k, dtype=first.dtype)
+    for sample, rows in zip(samples, torch.split(packed, lengths), strict=True):
+        if sample.response.routed_experts is not None:
+            rows[:-1] = sample.response.routed_experts.to_tensor() + 1
+    return packed

@@ -1,22 +1,39 @@
-"""HTTP client of one SGLang server: every call has a deadline, and an error names the server and the call."""
+"""HTTP client of one SGLang server, parallel calls to several, and why a server was lost.
 
+Every call has a deadline, and an error names the server and the call.
+"""
+
+import asyncio
 import contextlib
 import socket
+import threading
 import time
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import httpx
 
 from megarl.interfaces import DeadlineError
 from megarl.timeline import span
 
+T = TypeVar("T")
+
+_left_over: WeakSet[threading.Thread] = WeakSet()
+"""Threads of abandoned calls; they may still be cleaning up on a server"""
+
 CONNECT_DEADLINE_S = 10.0
+FIND_DEADLINE_S = 3.0
+"""How long to wait for an exit status: a connection breaks before the process behind it has been reaped."""
 URGENT = 100
 """Priority of a request that preempts those without one, where the server schedules by priority"""
+ONLY_AT_THE_END = 1 << 30
+"""Tokens between two messages about a streamed response: it comes as a whole, after its first token"""
+UNFINISHED = b'"finish_reason":null'
+"""In a message about a response that goes on, and in no other: quotes within a text are escaped"""
 
 
 class RequestError(RuntimeError):
@@ -28,7 +45,7 @@ class ConnectionLostError(RuntimeError):
 
 
 class SGLangClient:
-    """Client of one server. Thread-safe.
+    """Client of one server. Thread-safe; its coroutines are for one event loop.
 
     Token ids are checked here: an id outside the vocabulary kills a server.
     """
@@ -42,10 +59,21 @@ class SGLangClient:
         # The servers are on this machine or in this cluster: a proxy from the environment does not apply.
         headers = {"Authorization": f"Bearer {api_key}"} if api_key is not None else {}
         self._http = httpx.Client(base_url=self.url, trust_env=False, headers=headers)
-        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._sockets: WeakSet[socket.socket] = WeakSet()
+        self._generation = httpx.AsyncClient(
+            base_url=self.url,
+            trust_env=False,
+            headers=headers,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            timeout=httpx.Timeout(None, connect=min(CONNECT_DEADLINE_S, deadline_s)),
+        )
 
     def close(self) -> None:
+        """Close the connections but for those of coroutines, which `close_generation` closes."""
         self._http.close()
+
+    async def close_generation(self) -> None:
+        await self._generation.aclose()
 
     def abort(self) -> None:
         """Break the calls in flight in other threads: each raises ConnectionLostError. Later calls reconnect."""
@@ -69,14 +97,58 @@ class SGLangClient:
         check_token_ids(input_ids, self._vocab_size)
         params = dict(sampling_params) if isinstance(sampling_params, Mapping) else list(sampling_params)
         body = {"input_ids": [list(ids) for ids in input_ids], "sampling_params": params, "stream": False}
-        answers = self._post("/generate", body | fields, deadline_s)
+        answers = self._call("/generate", body | fields, deadline_s)
         if not isinstance(answers, list):
             raise RequestError(f"{self.url}/generate answered with a {type(answers).__name__}; a list was expected")
         return answers
 
+    async def generate_turn(self, token_ids: Sequence[int], params: Mapping[str, Any], **fields: Any) -> bytes:
+        """SGLang's answer to one request, as JSON.
+
+        Raises ValueError for an empty prompt or a token id outside the vocabulary, RequestError, ConnectionLostError,
+        DeadlineError.
+        """
+        check_token_ids([token_ids], self._vocab_size)
+        body = {"input_ids": list(token_ids), "sampling_params": dict(params), "stream": False, **fields}
+        async with self._generating(body) as answer:
+            return await answer.aread()
+
+    async def generate_batch(
+        self, token_ids: Sequence[Sequence[int]], params: Sequence[Mapping[str, Any]], **fields: Any
+    ) -> AsyncIterator[bytes]:
+        """SGLang's answers to one batch of requests, each as JSON, in the order in which they are complete.
+
+        The batch reaches SGLang's scheduler as a whole, so that it is computed alike whenever it is sent. An answer's
+        place in the batch is its "index". Raises as `generate_turn`.
+        """
+        check_token_ids(token_ids, self._vocab_size)
+        streamed = [{**each, "stream_interval": ONLY_AT_THE_END} for each in params]
+        body = {"input_ids": [list(ids) for ids in token_ids], "sampling_params": streamed, "stream": True, **fields}
+        async with self._generating(body) as answer:
+            async for line in _read_lines(answer):
+                if line == b"data: [DONE]":
+                    return
+                if line.startswith(b'data: {"error"'):
+                    raise RequestError(f"{self.url}/generate: {line[6:].decode(errors='replace')[:2000]}")
+                if line.startswith(b"data: ") and UNFINISHED not in line:
+                    yield line[6:]
+        raise ConnectionLostError(f"{self.url}/generate: the answer ended before its last response")
+
+    @contextlib.asynccontextmanager
+    async def _generating(self, body: Mapping[str, Any]) -> AsyncIterator[httpx.Response]:
+        with self._explaining("/generate", self._deadline_s, "requests"):
+            async with (
+                asyncio.timeout(self._deadline_s),
+                self._generation.stream("POST", "/generate", json=body) as answer,
+            ):
+                if answer.status_code != 200:
+                    text = (await answer.aread()).decode(errors="replace")
+                    raise RequestError(f"{self.url}/generate answered {answer.status_code}: {text[:2000]}")
+                yield answer
+
     def flush_cache(self, wait_s: float = 30.0) -> None:
         """Drop all cached prefixes, once no request is left. Raises RequestError where some are left after `wait_s`."""
-        self._post(f"/flush_cache?timeout={wait_s:g}", None, None)
+        self._call(f"/flush_cache?timeout={wait_s:g}", {})
 
     def score(self, token_ids: Sequence[int], *, deadline_s: float | None = None) -> list[float]:
         """Log-probs (temperature 1) of token_ids[1:], each given the tokens before it; ahead of queued requests.
@@ -104,7 +176,7 @@ class SGLangClient:
             return False
 
     def load_model_info(self) -> dict[str, Any]:
-        return dict(self._call("GET", "/model_info", None, None))
+        return dict(self._call("/model_info", method="GET"))
 
     def load_weight_version(self) -> int:
         """The weight version that the server reports. Raises RequestError where it is not a number."""
@@ -116,14 +188,14 @@ class SGLangClient:
 
     def set_weight_version(self, version: int, *, deadline_s: float | None = None) -> None:
         """Label tokens generated from now on with `version`; earlier tokens of requests in flight keep theirs."""
-        self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, deadline_s)
+        self._call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, deadline_s)
 
     def pause(self, mode: str = "retract") -> None:
         """Stop generating. Mode retract: running requests wait, and their KV cache is recomputed on resume."""
-        self._post("/pause_generation", {"mode": mode}, None)
+        self._call("/pause_generation", {"mode": mode})
 
     def resume(self, *, deadline_s: float | None = None) -> None:
-        self._post("/continue_generation", {}, deadline_s)
+        self._call("/continue_generation", {}, deadline_s)
 
     def reset(self) -> None:
         """Clean up after a failed rollout or sync: abort requests, end an open update session, resume."""
@@ -138,61 +210,58 @@ class SGLangClient:
         self.resume()
 
     def abort_requests(self) -> None:
-        self._post("/abort_request", {"abort_all": True}, None)
+        self._call("/abort_request", {"abort_all": True})
 
     def release_memory(self, tags: Sequence[str]) -> None:
         """Give memory of the GPU back: of the KV cache, of the weights. The server must be idle."""
-        self._post("/release_memory_occupation", {"tags": list(tags)}, None)
+        self._call("/release_memory_occupation", {"tags": list(tags)})
 
     def resume_memory(self, tags: Sequence[str]) -> None:
         """Take memory again that was given back."""
-        self._post("/resume_memory_occupation", {"tags": list(tags)}, None)
+        self._call("/resume_memory_occupation", {"tags": list(tags)})
 
     def load_memory_use(self) -> dict[str, float]:
         """GiB of `weights` and of `kv_cache` on each of the server's GPUs, as SGLang counted them at its start."""
-        found = self._call("GET", "/server_info", None, None)["internal_states"][0]["memory_usage"]
+        found = self._call("/server_info", method="GET")["internal_states"][0]["memory_usage"]
         return {"weights": float(found["weight"]), "kv_cache": float(found["kvcache"])}
 
     def begin_update(self) -> None:
-        self._post("/begin_weight_update", {}, None)
+        self._call("/begin_weight_update", {})
 
     def end_update(self, *, deadline_s: float | None = None) -> None:
-        self._post("/end_weight_update", {}, deadline_s)
+        self._call("/end_weight_update", {}, deadline_s)
 
     def update_weights_from_disk(self, directory: Path, *, deadline_s: float | None = None) -> None:
         """Load a Hugging Face checkpoint directory into the running model and drop cached prefixes."""
         body = {"model_path": str(directory), "flush_cache": True}
-        self._post("/update_weights_from_disk", body, deadline_s)
+        self._call("/update_weights_from_disk", body, deadline_s)
 
     def update_weights_from_tensor(
         self, payloads: Sequence[str], load_format: str, *, flush_cache: bool, deadline_s: float | None = None
     ) -> None:
         """Pass every rank of the server its payload, for the loader `load_format`; within a weight update."""
         body = {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": flush_cache}
-        self._post("/update_weights_from_tensor", body, deadline_s)
+        self._call("/update_weights_from_tensor", body, deadline_s)
 
     def load_checksums(self) -> list[dict[str, str]]:
         """For each rank: 16 hex digits by SGLang's tensor name, on a CPU of SHA-256 over the raw bytes."""
-        answer = self._post("/weights_checker", {"action": "checksum"}, None)
+        answer = self._call("/weights_checker", {"action": "checksum"})
         return [dict(rank["checksums"]) for rank in answer["ranks"]]
 
-    def _post(self, path: str, body: Mapping[str, Any] | None, deadline_s: float | None) -> Any:
-        return self._call("POST", path, body, deadline_s)
-
-    def _call(self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float | None) -> Any:
+    def _call(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        *,
+        method: str = "POST",
+    ) -> Any:
         deadline_s = self._deadline_s if deadline_s is None else deadline_s
         timeout = httpx.Timeout(deadline_s, connect=min(CONNECT_DEADLINE_S, deadline_s))
-        started = time.monotonic()
-        try:
-            with span(path.partition("?")[0], process=f"SGLang server {self.url}", track="calls"):
-                answer = self._http.request(
-                    method, path, json=body, timeout=timeout, extensions={"trace": self._remember_socket}
-                )
-        except httpx.ReadTimeout as error:
-            raise DeadlineError(f"{self.url}{path} gave no answer within {deadline_s:g} s") from error
-        except (httpx.TransportError, OSError) as error:
-            lost_after = time.monotonic() - started
-            raise ConnectionLostError(f"{self.url}{path}: {error} (after {lost_after:.1f} s)") from error
+        with self._explaining(path, deadline_s, "calls"):
+            answer = self._http.request(
+                method, path, json=body, timeout=timeout, extensions={"trace": self._remember_socket}
+            )
         if answer.status_code == 404:
             raise RequestError(
                 f"{self.url}{path} answered 404: the server, SGLang {self._find_version()}, does not know this call;"
@@ -205,6 +274,21 @@ class SGLangClient:
         if isinstance(content, dict) and content.get("success") is False:
             raise RequestError(f"{self.url}{path} refused: {content.get('message')}")
         return content
+
+    @contextlib.contextmanager
+    def _explaining(self, path: str, deadline_s: float, track: str) -> Iterator[None]:
+        """Raises what goes wrong with a request as DeadlineError or ConnectionLostError, which name it."""
+        started = time.monotonic()
+        try:
+            with span(path.partition("?")[0], process=f"SGLang server {self.url}", track=track):
+                yield
+        except (httpx.ReadTimeout, TimeoutError) as error:
+            raise DeadlineError(f"{self.url}{path} gave no answer within {deadline_s:g} s") from error
+        except (httpx.TransportError, OSError) as error:
+            lost_after = time.monotonic() - started
+            raise ConnectionLostError(
+                f"{self.url}{path}: {error or type(error).__name__} (after {lost_after:.1f} s)"
+            ) from error
 
     def _find_version(self) -> str:
         """The SGLang version that the server reports."""
@@ -233,3 +317,102 @@ def abort_all(clients: Sequence[SGLangClient]) -> None:
     """Call `abort` of each client."""
     for client in clients:
         client.abort()
+
+
+async def _read_lines(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """The lines of an answer without their ends; a long line costs no more than its bytes."""
+    parts: list[bytes] = []
+    async for chunk in answer.aiter_bytes():
+        *complete, rest = chunk.split(b"\n")
+        for line in complete:
+            parts.append(line)
+            whole = b"".join(parts)
+            parts.clear()
+            if whole:
+                yield whole
+        parts.append(rest)
+
+
+class StopFlag:
+    """Set once the calls have been abandoned."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    def check(self) -> None:
+        """Raise CancelledError where the flag is set."""
+        if self._event.is_set():
+            raise CancelledError
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep; raises as `check`, at once when the flag is set meanwhile."""
+        self._event.wait(seconds)
+        self.check()
+
+
+def run_in_parallel(jobs: Sequence[Callable[[StopFlag], T]], abort: Callable[[], None]) -> list[T]:
+    """Run each job in a thread of its own; returns their results in order.
+
+    The first failure, or an exception in the waiting thread (Stopped), is raised at once: the flag is set and
+    `abort` is called, which must break the calls in flight. The threads are daemons, so that one that still hangs
+    (while it connects, say) does not keep the process from ending, as the threads of an executor would.
+    """
+    stop = StopFlag()
+    futures: list[Future[T]] = [Future() for _ in jobs]
+    threads = [
+        threading.Thread(target=_run, args=(job, stop, future), name="megarl-call", daemon=True)
+        for job, future in zip(jobs, futures, strict=True)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in futures:
+            if future in done:
+                future.result()
+        return [future.result() for future in futures]
+    except BaseException:
+        stop.set()
+        _left_over.update(threads)
+        abort()
+        raise
+
+
+def wait_left_over(deadline_s: float) -> None:
+    """Wait for the threads of abandoned calls; until they end, they may still call a server.
+
+    Raises DeadlineError where one is still running after `deadline_s`.
+    """
+    end = time.monotonic() + deadline_s
+    for thread in list(_left_over):
+        if thread.ident is not None:
+            thread.join(max(0.0, end - time.monotonic()))
+    num_left = sum(thread.is_alive() for thread in _left_over)
+    if num_left:
+        raise DeadlineError(f"{num_left} abandoned calls to SGLang servers have not ended within {deadline_s:g} s")
+
+
+def _run(job: Callable[[StopFlag], T], stop: StopFlag, future: Future[T]) -> None:
+    try:
+        stop.check()
+        future.set_result(job(stop))
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def find_cause(check_processes: Callable[[], None] | None, deadline_s: float = FIND_DEADLINE_S) -> RuntimeError | None:
+    """The error that `check_processes` raises for a server that is down, polled until the deadline; None: all run."""
+    if check_processes is None:
+        return None
+    end = time.monotonic() + deadline_s
+    while True:
+        try:
+            check_processes()
+        except RuntimeError as error:
+            return error
+        if time.monotonic() > end:
+            return None
+        time.sleep(0.2)

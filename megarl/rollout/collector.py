@@ -2,25 +2,212 @@
 
 import asyncio
 import contextlib
+import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Protocol
 
+from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config
-from megarl.interfaces import DeadlineError, RolloutEngine, Truncation
+from megarl.data.evaluation_set import build_evaluation_set
+from megarl.interfaces import DeadlineError, RolloutEngine, Truncation, TurnRequest
 from megarl.reward.scorer import Scorer
 from megarl.rollout.client import ConnectionLostError
-from megarl.rollout.engine import ATTEMPT_PAUSE_S, MAX_ATTEMPTS, compute_sampling_seed
+from megarl.rollout.engine import ATTEMPT_PAUSE_S, MAX_ATTEMPTS, compute_sampling_seed, gather_all
 from megarl.rollout.episodes import Conversation, Episode, EpisodeRequest, EpisodeRunner, draw_seed
-from megarl.rollout.eval_sets import EvalSet, compute_set_metrics
-from megarl.rollout.event_loop import gather_all
-from megarl.rollout.journal import Journal
-from megarl.rollout.sending import Independent, Lockstep, Sender
+from megarl.rollout.rollout_file import Journal
 from megarl.timeline import RESPONSES, span
-from megarl.types import Metrics, Prompt, Rollout, Sample, Score
+from megarl.toolbox.prompt import ToolPrompt
+from megarl.types import FinishReason, Metrics, Prompt, Response, Rollout, Sample, Score
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    name: str
+    prompts: tuple[Prompt, ...]
+    num_samples: int
+    """Responses to each prompt"""
+    temperature: float
+    """0 is greedy"""
+    truncation: Truncation | None = None
+    notes: tuple[str, ...] = ()
+    """How the data were read"""
+
+
+def build_eval_sets(
+    config: Config,
+    tokenizer: "PreTrainedTokenizerBase",
+    tools: ToolPrompt | None,
+    vocab_size: int | None = None,
+) -> tuple[EvalSet, ...]:
+    """Read all sets. vocab_size: rows of the model's embedding.
+
+    Raises ConfigError naming train.eval_sets.NAME for a file that cannot be read.
+    """
+    sets: list[EvalSet] = []
+    for name, each in config.train.eval_sets.items():
+        key, notes = f"train.eval_sets.{name}.path", list[str]()
+        try:
+            tokenized = build_evaluation_set(
+                *(config.data, tokenizer, config.seed),
+                name=name,
+                path=each.path,
+                num_problems=each.num_prompts,
+                tools=tools,
+                key=key,
+                vocab_size=vocab_size,
+                notes=notes,
+            )
+        except ConfigError as error:
+            problems = [text if text.startswith(key) else f"{key}: {text}" for text in error.problems]
+            raise ConfigError(problems) from error
+        truncation = Truncation(each.top_p, each.top_k)
+        prompts = tuple(prompt for _, prompt in tokenized)
+        sets.append(EvalSet(str(name), prompts, each.num_samples, each.temperature, truncation, tuple(notes)))
+    return tuple(sets)
+
+
+def compute_set_metrics(name: str, samples: Sequence[Sample]) -> Metrics:
+    """eval/NAME/* of the responses to one set; those without a reward count as wrong."""
+    scores, responses = [sample.score for sample in samples], [sample.response for sample in samples]
+    return {
+        f"eval/{name}/reward_mean": fmean(0.0 if score.failure else score.reward for score in scores),
+        f"eval/{name}/correct": fmean(score.correct and not score.failure for score in scores),
+        f"eval/{name}/failed_frac": fmean(score.failure is not None for score in scores),
+        f"eval/{name}/length_mean": fmean(int(response.generated.sum()) for response in responses),
+        f"eval/{name}/truncated_frac": fmean(each.finish_reason is FinishReason.length for each in responses),
+    }
+
+
+Wave = Sequence[tuple[TurnRequest, "asyncio.Future[Response]"]]
+
+
+class Sender(Protocol):
+    """Generates the turns of numbered episodes."""
+
+    async def send(self, episode: int, request: TurnRequest) -> Response:
+        """The generated turn."""
+        ...
+
+    def leave(self, episode: int) -> None:
+        """The episode asks for no further turn. Called once for each."""
+        ...
+
+
+class Lockstep:
+    """Sends a wave once every episode that has not left waits for its next turn.
+
+    A wave has the episodes' order, whatever the order in which they came, so that the same episodes are sent in the
+    same batches in every run. A turn is handed out as soon as it is there, while others of its wave go on.
+    """
+
+    def __init__(self, engine: RolloutEngine, num_episodes: int):
+        self._engine = engine
+        self._num_left = num_episodes
+        self._waiting: dict[int, tuple[TurnRequest, asyncio.Future[Response]]] = {}
+        self._waves: set[asyncio.Task[None]] = set()
+
+    async def send(self, episode: int, request: TurnRequest) -> Response:
+        future: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self._waiting[episode] = (request, future)
+        self._send_if_complete()
+        return await future
+
+    def leave(self, episode: int) -> None:
+        self._num_left -= 1
+        self._send_if_complete()
+
+    async def close(self) -> None:
+        """Break off the wave that is under way."""
+        for wave in self._waves:
+            wave.cancel()
+        await asyncio.gather(*self._waves, return_exceptions=True)
+
+    def _send_if_complete(self) -> None:
+        if self._waiting and len(self._waiting) == self._num_left:
+            wave = [self._waiting[episode] for episode in sorted(self._waiting)]
+            self._waiting = {}
+            task = asyncio.ensure_future(self._send_wave(wave))
+            self._waves.add(task)
+            task.add_done_callback(partial(self._end_wave, wave))
+
+    def _end_wave(self, wave: Wave, task: asyncio.Task[None]) -> None:
+        self._waves.discard(task)
+        error = None if task.cancelled() else task.exception()
+        for _, future in wave:
+            if not future.done():
+                future.cancel() if error is None else future.set_exception(error)
+
+    async def _send_wave(self, wave: Wave) -> None:
+        def take(index: int, response: Response) -> None:
+            if not wave[index][1].done():
+                wave[index][1].set_result(response)
+
+        await self._engine.generate_turns([request for request, _ in wave], take)
+
+
+class Independent:
+    """Sends each turn by itself, as many at a time as keep the servers full.
+
+    Where more wait, the turns of the episodes with the lowest numbers are sent first. Otherwise the second turn of an
+    episode would wait for the first turns of all that have been begun since.
+    """
+
+    SHARE_QUEUED = 0.25
+    """Requests that wait at the servers, as a share of those that run there: the next one is there when one ends."""
+
+    def __init__(self, engine: RolloutEngine):
+        self._engine = engine
+        self._num_free = int(engine.num_slots * (1 + self.SHARE_QUEUED)) + 1
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        """A heap: episode, order of the turns that wait, what gives the turn its slot"""
+        self._order = itertools.count()
+
+    async def send(self, episode: int, request: TurnRequest) -> Response:
+        if request.urgent:
+            return await self._generate(request)
+        await self._take_slot(episode)
+        try:
+            return await self._generate(request)
+        finally:
+            self._free_slot()
+
+    def leave(self, episode: int) -> None: ...
+
+    async def _take_slot(self, episode: int) -> None:
+        if self._num_free:
+            self._num_free -= 1
+            return
+        given: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (episode, next(self._order), given))
+        try:
+            await given
+        except asyncio.CancelledError:
+            if not given.cancelled():  # It was given to a turn that is broken off.
+                self._free_slot()
+            raise
+
+    def _free_slot(self) -> None:
+        while self._waiting:
+            given = heapq.heappop(self._waiting)[-1]
+            if not given.done():
+                given.set_result(None)
+                return
+        self._num_free += 1
+
+    async def _generate(self, request: TurnRequest) -> Response:
+        found: list[Response] = []
+        await self._engine.generate_turns([request], lambda _index, response: found.append(response))
+        return found[0]
 
 
 @dataclass(frozen=True)

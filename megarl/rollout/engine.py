@@ -3,25 +3,149 @@
 import asyncio
 import functools
 import hashlib
+import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.hf.checkpoint import load_tokenizer
 from megarl.interfaces import DeadlineError, TurnRequest
-from megarl.rollout.answers import parse_answer
-from megarl.rollout.calls import find_cause
-from megarl.rollout.client import URGENT, ConnectionLostError, RequestError, SGLangClient
-from megarl.rollout.event_loop import OnEventLoop, call_in_thread, gather_all
-from megarl.rollout.generation_client import GenerationClient
-from megarl.rollout.routed_experts import load_expert_architecture
-from megarl.rollout.served_model import find_stop_tokens, load_generation_spec
+from megarl.rollout.answers import load_expert_architecture, parse_answer
+from megarl.rollout.client import URGENT, ConnectionLostError, RequestError, SGLangClient, find_cause
+from megarl.rollout.server import find_stop_tokens, load_generation_spec
 from megarl.types import Response
+
+T = TypeVar("T")
+
+POLL_S = 0.2
+"""How long a wait sleeps at most before it sees that the loop has ended."""
+END_DEADLINE_S = 10.0
+"""How long cancelled work may take to end: it closes its connections and its environments."""
+
+
+class OnEventLoop:
+    """Runs coroutines on an event loop in a daemon thread, which the first one starts."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._running: set[Future[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Begin `work`; the future has its result. Cancelling the future cancels the work. Thread-safe."""
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=_run, args=(self._loop,), name="megarl-rollout", daemon=True)
+                self._thread.start()
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._running.add(future)
+            future.add_done_callback(self._running.discard)
+            return future
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`. Thread-safe, but not for the loop's own thread.
+
+        An exception in the waiting thread (a signal's) cancels the work and waits for its end. What `work` waits for
+        has deadlines. Raises CancelledError (concurrent.futures) after `cancel`.
+        """
+        ended = threading.Event()
+        future = self.start(_noting_end(work, ended))
+        try:
+            while True:
+                try:
+                    return future.result(timeout=POLL_S)
+                except TimeoutError:
+                    if future.done():  # The work itself ran out of time.
+                        raise
+        except BaseException:
+            future.cancel()
+            ended.wait(END_DEADLINE_S)
+            raise
+
+    def cancel(self) -> None:
+        """Cancel all work that other threads wait for: each wait raises CancelledError."""
+        with self._starting:  # Work that has begun is in `_running` by then.
+            running = list(self._running)
+        for future in running:
+            future.cancel()
+
+    def close(self) -> None:
+        """Cancel all work and end the thread."""
+        self.cancel()
+        if self._loop is not None and self._thread is not None:
+            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(END_DEADLINE_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(END_DEADLINE_S)
+            self._loop = None
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+async def _noting_end(work: Coroutine[Any, Any, T], ended: threading.Event) -> T:
+    try:
+        return await work
+    finally:
+        ended.set()
+
+
+async def _cancel_all() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.wait(others, timeout=END_DEADLINE_S / 2) if others else None
+
+
+async def gather_all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order. The first failure cancels the others, waits for their ends, and is raised as it is."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def call_in_thread(call: Callable[[], T]) -> T:
+    """The result of a blocking call in a daemon thread of its own, which may outlive the wait for it.
+
+    The threads of asyncio.to_thread are few and keep the process from ending.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def set_result(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def work() -> None:
+        try:
+            found, error = call(), None
+        except BaseException as raised:
+            # A future does not take a StopIteration.
+            found, error = None, RuntimeError(repr(raised)) if isinstance(raised, StopIteration) else raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(set_result, found, error)
+
+    threading.Thread(target=work, name="megarl-call", daemon=True).start()
+    return await future
+
 
 MAX_ATTEMPTS = 3
 """How often a request is sent before a lost connection becomes an error."""
@@ -73,13 +197,10 @@ class SGLangEngine(OnEventLoop):
         if not urls:
             raise ValueError("SGLangEngine: no server urls")
         spec = load_generation_spec(checkpoint)
-        keys: dict[str, Any] = {
-            "vocab_size": spec.vocab_size,
-            "deadline_s": config.request_deadline_s,
-            "api_key": api_key,
-        }
-        self.clients = [SGLangClient(url, **keys) for url in urls]
-        self._generators = [GenerationClient(url, **keys) for url in urls]
+        self.clients = [
+            SGLangClient(url, vocab_size=spec.vocab_size, deadline_s=config.request_deadline_s, api_key=api_key)
+            for url in urls
+        ]
         self._checkpoint, self._config = checkpoint, config
         self._architecture = load_expert_architecture(checkpoint) if config.router_replay else None
         self._shares_prefixes = not config.sglang.get("disable_radix_cache", config.router_replay)
@@ -119,7 +240,7 @@ class SGLangEngine(OnEventLoop):
 
     async def drop_cached_prefixes(self) -> None:
         """Have the servers forget what they have cached, once requests that a lost connection left are gone."""
-        await gather_all(generator.flush_cache() for generator in self._generators)
+        await gather_all(call_in_thread(client.flush_cache) for client in self.clients)
 
     def check_health(self) -> None:
         """Raise RuntimeError naming a server that is down, with its exit status and log where its process ended."""
@@ -132,24 +253,20 @@ class SGLangEngine(OnEventLoop):
                 raise cause or error from error
 
     def close(self) -> None:
-        self.run(self._close_generators())
+        self.run(gather_all(client.close_generation() for client in self.clients))
         super().close()
         for client in self.clients:
             client.close()
 
-    async def _close_generators(self) -> None:
-        for generator in self._generators:
-            await generator.close()
-
     async def _generate_one(self, request: TurnRequest) -> Response:
         """One turn, by the server that is asked or, where its connection is lost, by the next."""
-        generators = self._generators[request.server :] + self._generators[: request.server]
+        clients = self.clients[request.server :] + self.clients[: request.server]
         ids, params = request.token_ids.tolist(), self._build_params(request)
         for attempt in range(MAX_ATTEMPTS):
-            await asyncio.sleep(ATTEMPT_PAUSE_S if attempt >= len(generators) else 0.0)
+            await asyncio.sleep(ATTEMPT_PAUSE_S if attempt >= len(clients) else 0.0)
             try:
-                generator = generators[attempt % len(generators)]
-                raw = await generator.generate(ids, params, **self._build_fields(request))
+                client = clients[attempt % len(clients)]
+                raw = await client.generate_turn(ids, params, **self._build_fields(request))
                 return self._read(raw, [request])[1]
             except ConnectionLostError:
                 if attempt == MAX_ATTEMPTS - 1:
@@ -160,25 +277,23 @@ class SGLangEngine(OnEventLoop):
         self, requests: Sequence[TurnRequest], share: list[int], take: Callable[[int, Response], None]
     ) -> None:
         """The turns of one server, in as few calls as it takes well."""
-        generator = self._generators[requests[share[0]].server]
+        client = self.clients[requests[share[0]].server]
         step = REQUEST_ROWS_PER_SLOT * self._config.max_running_requests
         for start in range(0, len(share), step):
             rows = share[start : start + step]
             ids = [requests[row].token_ids.tolist() for row in rows]
             fields = self._build_fields(requests[rows[0]])
-            await self._prefill_shared(generator, ids, fields)
+            await self._prefill_shared(client, ids, fields)
             params = [self._build_params(requests[row]) for row in rows]
             answered = set()
-            async for answer in generator.generate_batch(ids, params, **fields):
+            async for answer in client.generate_batch(ids, params, **fields):
                 index, response = self._read(answer, [requests[row] for row in rows])
                 answered.add(index)
                 take(rows[index], response)
             if len(answered) != len(rows):
-                raise RequestError(f"asked {generator.url} for {len(rows)} responses, got {len(answered)}")
+                raise RequestError(f"asked {client.url} for {len(rows)} responses, got {len(answered)}")
 
-    async def _prefill_shared(
-        self, generator: GenerationClient, ids: Sequence[list[int]], fields: Mapping[str, Any]
-    ) -> None:
+    async def _prefill_shared(self, client: SGLangClient, ids: Sequence[list[int]], fields: Mapping[str, Any]) -> None:
         """Compute prompts that several requests have once, so that the responses find them in the server's cache."""
         if not self._shares_prefixes:
             return
@@ -186,7 +301,7 @@ class SGLangEngine(OnEventLoop):
         shared = [list(prompt) for prompt, count in counts.items() if count > 1]
         if shared:
             params = [{"max_new_tokens": 0, "temperature": 0.0}] * len(shared)
-            async for _ in generator.generate_batch(shared, params, **fields):
+            async for _ in client.generate_batch(shared, params, **fields):
                 pass
 
     def _build_params(self, request: TurnRequest) -> dict[str, Any]:

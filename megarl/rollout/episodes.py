@@ -26,12 +26,10 @@ from megarl.data.render import Renderer
 from megarl.environment.build import EnvironmentFactory, build_environment
 from megarl.environment.interface import Action, Environment, EpisodeSetting, Step
 from megarl.interfaces import Truncation, TurnRequest
-from megarl.per_token import WeightVersions
-from megarl.rollout.encoding import ObservationEncoder
-from megarl.rollout.event_loop import call_in_thread
-from megarl.rollout.tool_calls import build_tools
+from megarl.rollout.conversation import ObservationEncoder, build_tools
+from megarl.rollout.engine import call_in_thread
 from megarl.timeline import RESPONSES, span
-from megarl.types import FinishReason, Prompt, Response, Turn
+from megarl.types import FinishReason, Prompt, Response, Turn, WeightVersions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,8 +10,7 @@ from functools import partial
 
 from megarl.config.schema.rollout import ServerOffload
 from megarl.interfaces import UNPUBLISHED
-from megarl.rollout.calls import StopFlag, run_in_parallel
-from megarl.rollout.client import ConnectionLostError, SGLangClient, abort_all
+from megarl.rollout.client import ConnectionLostError, SGLangClient, StopFlag, abort_all, run_in_parallel
 
 CACHE = "kv_cache"
 WEIGHTS = "weights"

@@ -1,9 +1,11 @@
-"""One SGLang server: command line, process and health."""
+"""One SGLang server: its options, what it needs of a checkpoint, command line, process and health."""
 
+import ast
 import contextlib
 import functools
 import glob
 import importlib.util
+import json
 import os
 import re
 import secrets
@@ -14,22 +16,358 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 
-from megarl.config.errors import ConfigError
+from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
-from megarl.interfaces import DeadlineError
+from megarl.data.render import Renderer
+from megarl.families.registry import FAMILIES
+from megarl.interfaces import UNPUBLISHED, DeadlineError
+from megarl.json_text import parse_json
 from megarl.ports import pick_free_port
-from megarl.rollout.served_model import load_family_options
-from megarl.rollout.server_options import check_attention, check_options, check_variables, render_options
+from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient
+from megarl.rollout.conversation import find_turn_end
+
+OWN_OPTIONS = {
+    "model_path": "model.path",
+    "host": "cluster.listen_host",
+    "port": "no key: a free one is picked",
+    "dtype": "rollout.dtype",
+    "random_seed": "seed",
+    "max_running_requests": "rollout.max_running_requests",
+    "max_total_tokens": "rollout.kv_cache_tokens",
+    "skip_tokenizer_init": "no key: megarl sends and receives token ids",
+    "custom_weight_loader": "no key: weight syncs use it",
+    "weight_version": "no key: the trainer sets it",
+    "tp_size": "rollout.tp",
+    "enable_return_routed_experts": "rollout.router_replay",
+    "api_key": "no key: each run makes one",
+    "enable_memory_saver": "rollout.offload",
+    "admin_api_key": "no key: each run makes one",
+}
+"""Arguments that megarl sets itself, with the key that determines them"""
+
+
+REFUSED_VARIABLES = (
+    *("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_MAX_NEW_TOKENS_LIMIT", "SGLANG_MAX_THINK_TOKENS", "SGLANG_PLUGINS"),
+    *("SGLANG_SIMULATE_UNIFORM_EXPERTS", "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS", "SGLANG_RUST_SERVER"),
+    *("SGLANG_DISABLED_MODEL_ARCHS", "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES", "SGLANG_USE_MODELSCOPE"),
+)
+"""Variables of the environment by which servers report or generate something else than the trainer takes"""
+
+FLOAT32_ATTENTION = ("triton", "torch_native", "flex_attention")
+"""SGLang's attention backends that take float32; those of FlashAttention, FlashInfer and TensorRT-LLM do not"""
+
+
+def _is_number(value: Any, *types: type) -> bool:
+    return isinstance(value, types) and not isinstance(value, bool)
+
+
+_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "int": (lambda value: _is_number(value, int), "an integer"),
+    "float": (lambda value: _is_number(value, int, float), "a number"),
+    # A dictionary is written as JSON.
+    "str": (lambda value: _is_number(value, str, int, float, Mapping), "a text"),
+}
+"""The types of SGLang's options: which values have them, and their name in a message"""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One of SGLang's server arguments, as far as its source tells."""
+
+    flag: str
+    type: str
+    """As it is written there, without Optional: `int`, `bool`, `List[str]`, ..."""
+    choices: tuple[Any, ...] = ()
+    """The values that it takes; empty where they are not listed"""
+    is_parsed: bool = False
+    """SGLang has a parser of its own for the text"""
+
+
+@functools.cache
+def load_options() -> dict[str, Option]:
+    """SGLang's server arguments, by field name, read from the installed source.
+
+    Importing SGLang takes seconds and loads its whole runtime, so the source is parsed instead. Raises ConfigError
+    where SGLang is not installed or its source has another form.
+    """
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(["rollout: SGLang is not installed; `make install` brings the pinned release"])
+    root = Path(spec.submodule_search_locations[0]) / "srt"
+    options: dict[str, Option] = {}
+    for source in [root / "server_args.py", *sorted(root.glob("arg_groups/fields/*.py"))]:
+        if source.is_file():
+            options.update(_parse_fields(ast.parse(source.read_text())))
+    if "model_path" not in options:
+        raise ConfigError([f"rollout.sglang: found no server arguments in {root}; sglang 0.5.23 has them there"])
+    return options
+
+
+def _parse_fields(tree: ast.Module) -> dict[str, Option]:
+    """The options of class-body lines of the form `name: A[type, help or Arg(...)]` that have a flag."""
+    options: dict[str, Option] = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for line in node.body:
+            if not isinstance(line, ast.AnnAssign) or not isinstance(line.target, ast.Name):
+                continue
+            if not isinstance(line.annotation, ast.Subscript) or ast.unparse(line.annotation.value) != "A":
+                continue
+            keywords = _find_arg_keywords(line.annotation)
+            if keywords.get("no_cli") is True:
+                continue
+            flag = keywords.get("cli_name") or "--" + line.target.id.replace("_", "-")
+            parts = line.annotation.slice
+            kind = ast.unparse(parts.elts[0] if isinstance(parts, ast.Tuple) else parts)
+            if kind.startswith("Optional["):
+                kind = kind.removeprefix("Optional[").removesuffix("]")
+            listed = keywords.get("choices")
+            if kind.startswith("Literal["):
+                listed = ast.literal_eval(f"({kind.removeprefix('Literal[').removesuffix(']')},)")
+            choices = tuple(listed) if isinstance(listed, list | tuple) else ()
+            is_parsed = "type_parser" in keywords or "action_kwargs" in keywords
+            options[line.target.id] = Option(str(flag), kind, choices, is_parsed)
+    return options
+
+
+def _find_arg_keywords(annotation: ast.AST) -> dict[str, Any]:
+    """The keywords of `Arg(...)`; None as the value of one that is no literal."""
+    for call in ast.walk(annotation):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "Arg":
+            return {keyword.arg: _read_literal(keyword.value) for keyword in call.keywords if keyword.arg}
+    return {}
+
+
+def _read_literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
+def check_options(options: Mapping[str, Any]) -> list[str]:
+    """Problems of `rollout.sglang`, one message each: unknown keys, keys that megarl sets itself, wrong types."""
+    known = load_options()
+    problems = []
+    for key, value in options.items():
+        if key in OWN_OPTIONS:
+            problems.append(f"rollout.sglang.{key}: megarl sets it (by {OWN_OPTIONS[key]}); remove it here")
+        elif key not in known:
+            nearest = find_nearest_key(key, known)
+            hint = f"; did you mean rollout.sglang.{nearest}?" if nearest else ""
+            problems.append(f"rollout.sglang.{key}: SGLang has no such server argument{hint}")
+        elif value is not None and (right := _find_right(known[key], value)) is not None:
+            problems.append(f"rollout.sglang.{key}: found {value!r}; SGLang takes {right}")
+    return problems
+
+
+def check_variables(environment: Mapping[str, str]) -> Iterator[str]:
+    """One message for each variable by which servers would report something else than the policy's log-probs."""
+    for name in sorted(environment):
+        if name in REFUSED_VARIABLES or name.startswith(("SGLANG_SIMULATE_", "SGLANG_KV_CANARY_PERTURB_")):
+            value = environment[name]
+            if value.strip().lower() not in ("", "0", "false", "no", "off", "-1"):
+                yield (
+                    f"{name}: found {value!r} in the environment, with which servers report or generate something else"
+                    " than samples of the policy; unset it"
+                )
+
+
+def check_attention(config: RolloutConfig) -> Iterator[str]:
+    """One message for each attention backend of a GPU in `rollout.sglang` that does not take rollout.dtype=float32."""
+    if config.dtype is Dtype.float32:
+        for key in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
+            found = config.sglang.get(key)
+            if found is not None and found not in FLOAT32_ATTENTION:
+                yield (
+                    f"rollout.sglang.{key}: found {found!r} with rollout.dtype=float32, which it does not take;"
+                    f" {' or '.join(FLOAT32_ATTENTION)}, or rollout.dtype=bfloat16"
+                )
+
+
+def _find_right(option: Option, value: Any) -> str | None:
+    """What SGLang takes instead of this value; None where it takes it, as far as the source tells."""
+    if option.choices:
+        return None if value in option.choices else f"one of {', '.join(map(str, option.choices))}"
+    if option.type == "bool":
+        return None if isinstance(value, bool) else "true or false"
+    if option.is_parsed:
+        # A number may have a unit, as in 64K; true would be written as a flag without a value.
+        is_number = _is_number(value, int) or (isinstance(value, str) and re.match(r"\d", value) is not None)
+        if option.type == "int":
+            return None if is_number else "an integer, which may have a unit (64K)"
+        return "a value" if isinstance(value, bool) else None
+    element = re.fullmatch(r"[Ll]ist\[(\w+)\]", option.type)
+    if element is None:
+        is_right, right = _TYPES.get(option.type, (lambda _: True, ""))
+        return None if is_right(value) else right
+    is_right, right = _TYPES.get(element[1], (lambda _: True, ""))
+    values = value if isinstance(value, list | tuple) else [value]
+    return None if all(map(is_right, values)) else f"a list, each {right}"
+
+
+def render_options(options: Mapping[str, Any]) -> list[str]:
+    """The options as command-line arguments.
+
+    True: the bare flag. False or None: nothing. Lists: several arguments. Dictionaries: JSON.
+    """
+    known = load_options()
+    words: list[str] = []
+    for key, value in options.items():
+        if value is None or value is False:
+            continue
+        words.append(known[key].flag)
+        if isinstance(value, list | tuple):
+            words.extend(str(item) for item in value)
+        elif isinstance(value, Mapping):
+            words.append(json.dumps(dict(value)))
+        elif value is not True:
+            words.append(str(value))
+    return words
+
+
+@dataclass(frozen=True)
+class GenerationSpec:
+    vocab_size: int
+    """Rows of the embedding: every token id below it is safe to send."""
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end a response; they are its last token."""
+
+
+def load_generation_spec(checkpoint: Path) -> GenerationSpec:
+    """Read config.json and generation_config.json, of both of which servers take the end-of-sequence tokens. Raises
+    ConfigError naming file and key.
+    """
+    config = load_json(checkpoint / "config.json")
+    generation = checkpoint / "generation_config.json"
+    overrides = load_json(generation) if generation.is_file() else {}
+    vocab_size = config.get("vocab_size")
+    if type(vocab_size) is not int:
+        raise ConfigError([f"{checkpoint / 'config.json'}: vocab_size is {vocab_size!r}; a number was expected"])
+    found = [*_read_token_ids(generation, overrides), *_read_token_ids(checkpoint / "config.json", config)]
+    stop = list(dict.fromkeys(found))
+    if not stop:
+        raise ConfigError(
+            [f"{checkpoint}: no eos_token_id in generation_config.json or config.json; without it no response ends"]
+        )
+    outside = [token for token in stop if not 0 <= token < vocab_size]
+    if outside:
+        raise ConfigError([f"{checkpoint}: eos_token_id {outside} is outside the vocabulary of {vocab_size}"])
+    return GenerationSpec(vocab_size, tuple(stop))
+
+
+def _read_token_ids(file: Path, content: dict[str, Any]) -> list[int]:
+    """eos_token_id: a number, or a list of them; none where it is null."""
+    value = content.get("eos_token_id")
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    # true is a number to Python.
+    if any(type(token) is not int for token in tokens):
+        raise ConfigError([f"{file}: eos_token_id is {value!r}; a token's number was expected, or a list of them"])
+    return tokens
+
+
+def add_turn_end(config: RolloutConfig, spec: GenerationSpec, renderer: Renderer) -> tuple[RolloutConfig, str]:
+    """The configuration with the token among rollout.stop_token_ids with which the chat template ends an answer, and a
+    sentence on what ends responses. Base models have such templates without that token among their own.
+
+    Raises ConfigError as `find_stop_tokens`.
+    """
+    tokenizer = renderer.tokenizer
+    stop, end = find_stop_tokens(config, spec, tokenizer), find_turn_end(renderer)
+    names = {token: f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in stop}
+    if end is not None and end not in stop and end < spec.vocab_size:
+        names[end] = f"{tokenizer.convert_ids_to_tokens(end)} ({end}), with which the chat template ends an answer"
+        config = replace(config, stop_token_ids=[*config.stop_token_ids, end])
+    return config, f"responses end with {', '.join(names.values())}"
+
+
+def find_stop_tokens(config: RolloutConfig, spec: GenerationSpec, tokenizer: Any) -> tuple[int, ...]:
+    """All tokens that end a response, those of rollout.stop and rollout.stop_token_ids included.
+
+    Raises ConfigError for a text that is not one token of the tokenizer, and a number outside of the vocabulary.
+    """
+    found = dict.fromkeys(spec.stop_token_ids)
+    for text in config.stop:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1 or tokenizer.decode(ids) != text:
+            pieces = [tokenizer.decode([each]) for each in ids]
+            raise ConfigError(
+                [
+                    f"rollout.stop: found {text!r}, which the model's tokenizer writes as {pieces}; servers are"
+                    " sent and send tokens, so that a response can end at one token only"
+                ]
+            )
+        if ids[0] >= spec.vocab_size:
+            raise ConfigError(
+                [f"rollout.stop: found {text!r}, token {ids[0]}, outside the vocabulary of {spec.vocab_size}"]
+            )
+        found[ids[0]] = None
+    outside = [token for token in config.stop_token_ids if not 0 <= token < spec.vocab_size]
+    if outside:
+        raise ConfigError([f"rollout.stop_token_ids: found {outside}, outside the vocabulary of {spec.vocab_size}"])
+    return tuple(found | dict.fromkeys(config.stop_token_ids))
+
+
+def load_family_options(checkpoint: Path) -> dict[str, Any]:
+    """Arguments of the server that the model's family needs; none for a checkpoint of no family here.
+
+    Raises ConfigError where config.json does not name the class that the server is to load.
+    """
+    path = checkpoint / "config.json"
+    if not path.is_file():
+        return {}
+    config = load_json(path)
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        return {}
+    classes, usual = config.get("architectures"), f"{family.hf_class}ForCausalLM"
+    if not isinstance(classes, list) or not classes:
+        raise ConfigError(
+            [
+                f"{path}: architectures is {classes!r}; servers choose the class by it: write"
+                f' "architectures": ["{usual}"]'
+            ]
+        )
+    return dict(family.server_options)
+
+
+def check_served_class(checkpoint: Path) -> None:
+    """Raise ConfigError where the server would load a class of the family that does not generate."""
+    config = load_json(checkpoint / "config.json")
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is not None and config.get("architectures") != [usual := f"{family.hf_class}ForCausalLM"]:
+        found = config.get("architectures")
+        raise ConfigError(
+            [
+                f"{checkpoint / 'config.json'}: architectures is {found!r}; servers choose the class by it, and"
+                f' to generate it must be "architectures": ["{usual}"]'
+            ]
+        )
+
+
+def load_json(file: Path) -> dict[str, Any]:
+    """The object in a file. Raises ConfigError naming the file."""
+    try:
+        content = parse_json(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"{file}: {error}"]) from error
+    if not isinstance(content, dict):
+        raise ConfigError([f"{file}: holds a {type(content).__name__}; an object was expected"])
+    return content
+
 
 STANDINS = Path(__file__).parent / "standins"
 MODELS = Path(__file__).parent / "models"
-GUARD = Path(__file__).parent / "guard.py"
+GUARD = Path(__file__).parents[1] / "guard.py"
 TRACKER_WARNINGS = "ignore::UserWarning:multiprocessing.resource_tracker"
 GPU_DEVICES = Path("/dev/nvidiactl"), Path("/dev/dxg")
 """Of NVIDIA's driver on Linux, and in WSL"""
@@ -124,16 +462,13 @@ def build_command(
         # Requests that share cached tokens are all told the experts of the one that computed them last, which near a
         # tie are not those with which each sampled its first token.
         options |= {"enable_return_routed_experts": True, "disable_radix_cache": True}
-    options |= load_family_options(checkpoint) | choose_attention(config.dtype)
-    return [sys.executable, "-m", "sglang.launch_server", *render_options(options | config.sglang)]
-
-
-def choose_attention(dtype: Dtype) -> dict[str, str]:
-    """The options of the device and of its attention, where SGLang's own choice would not do."""
+    options |= load_family_options(checkpoint)
+    # Where SGLang's own choice would not do: on Hopper it takes FlashAttention 3, whatever the dtype.
     if not has_cuda():
-        return {"device": "cpu", "attention_backend": "torch_native"}
-    # On Hopper SGLang takes FlashAttention 3, whatever the dtype.
-    return {"attention_backend": "triton"} if dtype is Dtype.float32 else {}
+        options |= {"device": "cpu", "attention_backend": "torch_native"}
+    elif config.dtype is Dtype.float32:
+        options |= {"attention_backend": "triton"}
+    return [sys.executable, "-m", "sglang.launch_server", *render_options(options | config.sglang)]
 
 
 def build_environment(config: RolloutConfig, scratch: Path, *, shares_gpus: bool = False) -> dict[str, str]:
@@ -187,7 +522,11 @@ def prepare_memory_saver(environment: dict[str, str]) -> None:
     of those processes starts. It takes part in cudaMalloc, which expandable segments do without: for them it refuses to
     run, or, under the variable's new name, would give nothing back.
     """
-    folders = [*map(str, find_cuda_runtimes()), *filter(None, [environment.get("LD_LIBRARY_PATH")])]
+    spec = importlib.util.find_spec("nvidia")
+    places = spec.submodule_search_locations if spec else None
+    # The folders of libcudart among NVIDIA's wheels, such as site-packages/nvidia/cu13/lib.
+    runtimes = {str(path.parent) for place in places or () for path in Path(place).glob("*/lib/libcudart.so.*")}
+    folders = [*sorted(runtimes), *filter(None, [environment.get("LD_LIBRARY_PATH")])]
     if folders:
         environment["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
     for name in ALLOCATOR_SETTINGS:
@@ -195,13 +534,6 @@ def prepare_memory_saver(environment: dict[str, str]) -> None:
         kept = [each for each in settings if not each.strip().startswith("expandable_segments")]
         if kept:
             environment[name] = ",".join(kept)
-
-
-def find_cuda_runtimes() -> list[Path]:
-    """The folders of libcudart among NVIDIA's wheels, such as site-packages/nvidia/cu13/lib."""
-    spec = importlib.util.find_spec("nvidia")
-    places = spec.submodule_search_locations if spec else None
-    return sorted({path.parent for place in places or () for path in Path(place).glob("*/lib/libcudart.so.*")})
 
 
 def find_preload_problem() -> str | None:
@@ -241,11 +573,6 @@ def write_private(path: Path, text: str) -> Path:
     path.touch(0o600)
     path.write_text(text)
     return path
-
-
-def write_key(scratch: Path, api_key: str) -> list[str]:
-    """The arguments that tell a server its key: in a file, since every user of the machine sees command lines."""
-    return ["--config", str(write_private(scratch / "key.yaml", f"api-key: {api_key}\n"))]
 
 
 def link_model(command: Sequence[str], scratch: Path) -> list[str]:
@@ -328,9 +655,10 @@ class SGLangServer:
             log.write((" ".join(self._command) + "\n").encode())
             log.flush()
             command = link_model(self._command, self._scratch)
-            words = [str(self._scratch), *command, *write_key(self._scratch, self.api_key)]
+            # In a file, since every user of the machine sees command lines.
+            key = write_private(self._scratch / "key.yaml", f"api-key: {self.api_key}\n")
             self._process = subprocess.Popen(
-                [sys.executable, "-S", "-E", str(GUARD), *words],
+                [sys.executable, "-S", "-I", str(GUARD), str(self._scratch), *command, "--config", str(key)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -419,3 +747,44 @@ def read_tail(file: Path, num_lines: int = LOG_TAIL_LINES) -> str:
         stream.seek(max(0, file.stat().st_size - 65536))
         lines = stream.read().decode(errors="replace").splitlines()
     return "\n".join(lines[-num_lines:])
+
+
+CALL_DEADLINE_S = 60.0
+"""The deadline of each call; the first may have to wait for a weight load that was abandoned."""
+NUM_CALLS = 6
+EXIT_DEADLINE_S = 5.0
+"""How long to wait for an exit status: a connection breaks before the process behind it has been reaped."""
+
+
+def find_loss(server: SGLangServer, deadline_s: float = CALL_DEADLINE_S) -> str | None:
+    """Why the server is lost, in one line: its exit status, or the call that it did not answer within `deadline_s`.
+
+    None where it answers and generates (where it may have given memory back, answers); it then has no requests, no open
+    update session, and is not paused.
+    """
+    unanswered = None
+    if server.is_alive():
+        client = SGLangClient(server.url, vocab_size=1, deadline_s=deadline_s, api_key=server.api_key)
+        with contextlib.closing(client):
+            unanswered = _find_unanswered(client, deadline_s, gives_memory_back=server.config.offload is not None)
+        if unanswered is None:
+            return None
+    end = time.monotonic() + EXIT_DEADLINE_S
+    while server.is_alive() and time.monotonic() < end:
+        time.sleep(0.1)
+    if server.is_alive():
+        return f"{unanswered} (its log: {server.log_file})"
+    return f"it exited with status {server.exit_status} (its log: {server.log_file})"
+
+
+def _find_unanswered(client: SGLangClient, deadline_s: float, gives_memory_back: bool) -> str | None:
+    try:
+        client.reset()
+        # Its memory may be with the roles then, and a token would be its end.
+        is_away = gives_memory_back and client.load_weight_version() == UNPUBLISHED
+    except (RequestError, ConnectionLostError, DeadlineError) as error:
+        return str(error)
+    # It covers every rank, where /health covers the HTTP server alone.
+    if not client.is_healthy(deadline_s, generating=not is_away):
+        return f"{client.url}/health{'' if is_away else '_generate'} gave no healthy answer"
+    return None

@@ -1,29 +1,488 @@
 """The groups that each iteration learns from: fresh ones, sampled now or ahead of their use, and replayed ones."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+import random
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor
 
-from megarl.config.schema.algo import uses_topr
+from megarl.config.schema.algo import ReplayConfig, uses_topr
+from megarl.config.schema.algo_choices import SamplingBy
 from megarl.config.schema.root import Config
 from megarl.data.sampler import PromptSampler
 from megarl.interfaces import RolloutEngine
-from megarl.rollout.collector import Collector, check_versions, compute_staleness
-from megarl.rollout.dynamic_sampling import (
-    Group,
-    collect_groups_with_signal,
-    has_signal,
-    join_groups,
-    split_groups,
-    take_groups_with_signal,
-)
-from megarl.rollout.replay import ReplayBuffer, keep_logprobs
-from megarl.rollout.scheduler import CompleteGroup, GroupScheduler, GroupState
-from megarl.types import Metrics, Prompt, Sample
+from megarl.report.failures import describe_failures
+from megarl.rollout.collector import Collector, check_published, check_versions, compute_staleness
+from megarl.rollout.rollout_file import Journal, SavedGroups, name_group, read_group
+from megarl.types import Metrics, Prompt, Rollout, Sample
+
+Group = tuple[Sample, ...]
+
+
+SAME = 1e-6
+"""Rewards that differ by less are equal: what is left is rounding, which a standard deviation would make large."""
+
+
+class NoSignalError(RuntimeError):
+    """No group has a signal: the task is too easy or too hard for the policy; the message says which."""
+
+
+def split_groups(samples: Sequence[Sample]) -> list[Group]:
+    """The samples of each prompt, in order."""
+    return [tuple(group) for _, group in groupby(samples, key=lambda sample: sample.group)]
+
+
+def join_groups(groups: Sequence[Group], weight_version: int) -> Rollout:
+    """One rollout of these groups, renumbered from 0."""
+    samples = (replace(s, group=i) for i, group in enumerate(groups) for s in group)
+    return Rollout(tuple(samples), weight_version)
+
+
+def has_signal(group: Group, by: SamplingBy) -> bool:
+    """Whether the group's raw rewards differ and, by correctness, also some are correct and some are not; a sample
+    without a reward does not count."""
+    scores = [sample.score for sample in group if sample.score.failure is None]
+    if by is SamplingBy.correct and len({score.correct for score in scores}) < 2:
+        return False
+    return _differ([score.reward for score in scores])
+
+
+def _differ(rewards: Sequence[float]) -> bool:
+    return len(rewards) > 1 and max(rewards) - min(rewards) > SAME * max(1.0, *map(abs, rewards))
+
+
+def count_equal(groups: Sequence[Group]) -> tuple[int, int]:
+    """(correct, wrong) groups without a signal; one whose samples have all failed is neither."""
+    first = [next((s for s in group if s.score.failure is None), None) for group in groups]
+    num_correct = sum(sample is not None and sample.score.correct for sample in first)
+    return num_correct, sum(sample is not None for sample in first) - num_correct
+
+
+def collect_groups_with_signal(
+    draw: Callable[[int], Sequence[Prompt]],
+    collect: Callable[[Sequence[Prompt]], Sequence[Sample]],
+    num_groups: int,
+    max_rounds: int,
+    by: SamplingBy,
+) -> tuple[list[Group], Metrics]:
+    """Collect `num_groups` groups with a signal; returns them and the metrics sampling/*.
+
+    draw: `draw(n)` gives n further prompts. collect: samples responses to them. From the second round on the number
+    of prompts, `num_groups` at most, follows from the share of groups kept so far. After `max_rounds` the rest is
+    filled up with groups without one, with a warning. Raises NoSignalError where none has a signal.
+    """
+    kept: list[Group] = []
+    equal: list[Group] = []
+    num_rounds = 0
+    while len(kept) < num_groups and num_rounds < max_rounds:
+        num_rounds += 1
+        share = (len(kept) or 0.5) / max(1, len(kept) + len(equal)) if num_rounds > 1 else 1.0
+        prompts = draw(min(num_groups, math.ceil((num_groups - len(kept)) / share)))
+        for group in split_groups(collect(prompts)):
+            (kept if has_signal(group, by) else equal).append(group)
+    return _fill_up(kept, equal, num_groups, num_rounds, by)
+
+
+def take_groups_with_signal(
+    take: Callable[[], Group], num_groups: int, max_rounds: int, by: SamplingBy
+) -> tuple[list[Group], Metrics]:
+    """As `collect_groups_with_signal`, from groups that come one by one.
+
+    take: the next group. At most max_rounds * num_groups are taken; the metric sampling/rounds is their number in
+    units of `num_groups`, rounded up.
+    """
+    kept: list[Group] = []
+    equal: list[Group] = []
+    while len(kept) < num_groups and len(kept) + len(equal) < max_rounds * num_groups:
+        group = take()
+        (kept if has_signal(group, by) else equal).append(group)
+    return _fill_up(kept, equal, num_groups, math.ceil((len(kept) + len(equal)) / num_groups), by)
+
+
+def _fill_up(
+    kept: list[Group], equal: list[Group], num_groups: int, num_rounds: int, by: SamplingBy
+) -> tuple[list[Group], Metrics]:
+    wanted = "right and wrong responses" if by is SamplingBy.correct else "different rewards"
+    found = _describe(num_rounds, equal)
+    if not kept:
+        raise NoSignalError(f"dynamic sampling found no group with {wanted} {found}")
+    if len(kept) < num_groups:
+        warnings.warn(
+            f"dynamic sampling: {len(kept)} of {num_groups} groups have {wanted} {found};"
+            " the rest is filled up with others",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    num_asked = len(kept) + len(equal)
+    num_correct, num_wrong = count_equal(equal)
+    rewards = [s.score.reward for group in kept + equal for s in group if s.score.failure is None]
+    metrics = {
+        "sampling/reward_mean": sum(rewards) / len(rewards),
+        "sampling/rounds": float(num_rounds),
+        "sampling/num_prompts": float(num_asked),
+        "sampling/signal_frac": len(kept) / num_asked,
+        "sampling/equal_correct_frac": num_correct / num_asked,
+        "sampling/equal_wrong_frac": num_wrong / num_asked,
+    }
+    return (kept + equal)[:num_groups], metrics
+
+
+def _describe(num_rounds: int, equal: Sequence[Group]) -> str:
+    num_correct, num_wrong = count_equal(equal)
+    if failures := describe_failures([sample for group in equal for sample in group]):
+        failures = f" ({failures})"
+    text = (
+        f"in algo.dynamic_sampling.max_rounds={num_rounds} rounds; of the other groups"
+        f" {num_correct} are correct and {num_wrong} wrong{failures}"
+    )
+    rewards = [[s.score.reward for s in group if s.score.failure is None] for group in equal]
+    if num_graded := sum(map(_differ, rewards)):
+        text += f"; in {num_graded} of them rewards differ, which algo.dynamic_sampling.by=reward learns from"
+    if num_correct == num_wrong == 0:
+        return f"{text}: the verifier or the environment must be mended"
+    if num_correct > num_wrong:
+        return f"{text}: the data are too easy for this policy; harder prompts are needed, or training is done"
+    return f"{text}: the data are too hard for this policy; easier prompts, or more of train.responses_per_prompt"
+
+
+class ReplayBuffer:
+    """Keeps the fresh groups of the last `num_iterations` iterations."""
+
+    def __init__(self, config: ReplayConfig, seed: int):
+        self._config = config
+        self._seed = seed
+        self._iterations: deque[list[Group]] = deque(maxlen=config.num_iterations)
+
+    def draw(self, num_groups: int, iteration: int) -> list[Group]:
+        """Draw a random share `frac` of `num_groups` without replacement, at most what the buffer holds.
+
+        Their samples have their age, the iterations since they were sampled. The draw is the same for the same seed,
+        iteration and contents.
+        """
+        pool = [
+            (age, group)
+            for age, groups in zip(range(len(self._iterations), 0, -1), self._iterations, strict=True)
+            for group in groups
+        ]
+        wanted = self._count_wanted(len(pool), num_groups)
+        drawn = random.Random(f"replay/{self._seed}/{iteration}").sample(pool, wanted)
+        return [tuple(replace(sample, age=age) for sample in group) for age, group in drawn]
+
+    def plan_fresh(self, num_groups: int, num_iterations: int) -> list[int]:
+        """How many of their `num_groups` groups the next iterations do not draw from here."""
+        sizes = deque(map(len, self._iterations), maxlen=self._config.num_iterations)
+        planned = []
+        for _ in range(num_iterations):
+            planned.append(num_groups - self._count_wanted(sum(sizes), num_groups))
+            sizes.append(planned[-1])
+        return planned
+
+    def add(self, groups: list[Group]) -> None:
+        """Add an iteration's fresh groups; those of the oldest iteration are dropped."""
+        self._iterations.append(groups)
+
+    def _count_wanted(self, num_held: int, num_groups: int) -> int:
+        return max(0, min(num_held, num_groups - 1, round(self._config.frac * num_groups)))
+
+    def state(self) -> tuple[list[Group], ...]:
+        """The buffer's contents, iteration by iteration."""
+        return tuple(self._iterations)
+
+    def restore(self, state: Sequence[list[Group]]) -> None:
+        self._iterations = deque(state, maxlen=self._config.num_iterations)
+
+
+def keep_logprobs(groups: list[Group], old_logprobs: Tensor) -> None:
+    """Store in an iteration's fresh groups what the trainer says of them before it learns from them, in place.
+
+    The buffer and its states hold the same list, so that all of them have the log-probs.
+    old_logprobs: float32 [B, T], whose first rows are these samples.
+    """
+    rows = iter(old_logprobs)
+    for index, group in enumerate(groups):
+        groups[index] = tuple(
+            replace(sample, first_old_logprobs=next(rows)[: len(sample.response)].numpy(force=True).copy())
+            for sample in group
+        )
+
+
+POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """Which groups have been taken. A group has a number, from 0 in the order of the prompts, and once it is complete
+    a place, from 0 in the order in which groups are complete.
+    """
+
+    first: int = 0
+    """Number of the oldest group that has not been taken"""
+    taken: tuple[int, ...] = ()
+    """Numbers of the groups beyond it that have been"""
+    next_place: int = 0
+    """Place of the next group to be taken"""
+
+
+@dataclass(frozen=True)
+class CompleteGroup:
+    """A scored group, whose samples have its number."""
+
+    place: int
+    number: int
+    samples: Group = ()
+    """Empty before it is taken where it is in the journal, from an earlier start of the run"""
+    is_wanted: bool = True
+    """False: a further one may begin in its place"""
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    prompt: Prompt
+    before: Mapping[str, int | str]
+    """State of the sampler before this prompt"""
+
+
+class GroupScheduler:
+    """Keeps as many groups under way as it is allowed to; a thread begins them and journals each that is complete.
+
+    At most as many groups as `allow` says are under way or wait to be taken. Nobody waits for a slow group: the next
+    one to be taken is whichever is complete first. Resumed with its journal and a `GroupState`, it gives out the
+    groups that were complete in the same order, and begins the others again under the same numbers.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[Prompt, str], "Future[Group]"],
+        sampler: PromptSampler[Prompt],
+        num_responses: int,
+        journal: Journal | None,
+        state: GroupState,
+        is_wanted: Callable[[Group], bool] = lambda _group: True,
+    ):
+        """Arguments that need a word:
+
+        start: begins a group under the key that seeds it and returns at once. sampler: stands where `state` says; its
+        prompts are drawn by the scheduler's thread. is_wanted: False for a complete group in whose place a further one
+        may begin at once.
+        """
+        self._start, self._sampler, self._num_responses, self._journal = start, sampler, num_responses, journal
+        self._is_wanted = is_wanted
+        self._changed = threading.Condition()
+        self._allowed = 0
+        self._next_number, self._next_place = state.first, state.next_place
+        self._taken = set(state.taken)
+        """Numbers of the groups taken, from that of the oldest that is not taken on"""
+        self._drawn: dict[int, _Drawn] = {}
+        """The groups not taken, oldest first"""
+        self._again: set[int] = set()
+        """Those that were begun before, or by an earlier start of the run, and are not under way"""
+        self._under_way: dict[int, Future[Group] | None] = {}
+        """None: it is just being begun"""
+        self._ended: deque[tuple[int, Future[Group]]] = deque()
+        self._waiting: deque[CompleteGroup] = deque()
+        self._num_places = state.next_place
+        self._error: BaseException | None = None
+        self._is_held = True
+        """Whether nothing is begun before `take` is called again"""
+        self._is_closed = False
+        self._find_complete()
+        self._thread = threading.Thread(target=self._work, name="megarl-ahead", daemon=True)
+        self._thread.start()
+
+    def allow(self, num_groups: int) -> None:
+        """Let that many wanted groups be under way or wait to be taken; each that is taken counts off."""
+        with self._changed:
+            self._allowed = num_groups
+            self._changed.notify_all()
+
+    def take(self) -> CompleteGroup:
+        """Wait for the next group in the order in which they are complete.
+
+        Raises what a group has failed with; that group is begun again by the next call. The wait has no deadline of its
+        own: what a group waits for has one. A signal that raises in this thread ends the wait.
+        """
+        while True:
+            found = self._wait()
+            samples = found.samples or self._load(found)
+            with self._changed:
+                # `_wait` has counted it off before anybody knew what it is.
+                self._allowed += found.is_wanted and not (samples and self._is_wanted(samples))
+                self._changed.notify_all()
+                if not samples:
+                    self._again.add(found.number)
+                    continue
+                self._next_place = found.place + 1
+                del self._drawn[found.number]
+                self._taken.add(found.number)
+                oldest = next(iter(self._drawn), self._next_number)
+                self._taken = {number for number in self._taken if number >= oldest}
+            return replace(found, samples=samples)
+
+    def begin_again(self) -> None:
+        """Break off all that is under way, after servers were restarted; the next call of `take` begins it again."""
+        with self._changed:
+            self._is_held, self._error = True, None
+            broken_off = [future for future in self._under_way.values() if future is not None]
+            self._again |= self._under_way.keys()
+            self._under_way.clear()
+        for future in broken_off:
+            future.cancel()
+
+    def state(self) -> tuple[Mapping[str, int | str], GroupState]:
+        """The sampler's state before the oldest group that has not been taken, and which have been."""
+        with self._changed:
+            oldest = next(iter(self._drawn), None)
+            sampler = self._sampler.state() if oldest is None else self._drawn[oldest].before
+            first = self._next_number if oldest is None else oldest
+            return sampler, GroupState(first, tuple(sorted(self._taken)), self._next_place)
+
+    def close(self, deadline_s: float) -> int:
+        """Break off all that is under way and end the thread, a daemon; after the deadline it is left to itself.
+
+        Returns the number of groups that were begun and not taken.
+        """
+        with self._changed:
+            num_left = len(self._under_way) + len(self._waiting) + len(self._again)
+            self._is_closed = True
+            self._changed.notify_all()
+        self.begin_again()
+        self._thread.join(deadline_s)
+        return num_left
+
+    def _find_complete(self) -> None:
+        """What the journal has of an earlier start of the run; groups that it has not are begun again."""
+        for place, number in self._journal.list_groups(self._next_place) if self._journal else ():
+            while self._next_number <= number:
+                self._again.add(self._draw())
+            self._again -= self._taken
+            if number in self._again:
+                self._again.remove(number)
+                self._waiting.append(CompleteGroup(place, number))
+            self._num_places = place + 1
+
+    def _load(self, found: CompleteGroup) -> Group:
+        """A group from the journal; empty where it cannot be used, and is begun again at another place."""
+        assert self._journal is not None
+        key, prompt = name_group(found.place, found.number), self._drawn[found.number].prompt
+        samples = self._journal.load(key, [prompt], self._num_responses)
+        if samples is None:
+            self._journal.drop(key)
+        return _number(samples or (), found.number)
+
+    def _wait(self) -> CompleteGroup:
+        with self._changed:
+            if self._error is None:
+                self._is_held = False
+                self._changed.notify_all()
+            while self._error is None:
+                if self._waiting:
+                    found = self._waiting.popleft()
+                    self._allowed -= found.is_wanted
+                    return found
+                self._changed.wait(POLL_S)
+                if not self._thread.is_alive() and self._error is None:
+                    raise RuntimeError("the thread that begins groups has ended")
+            error, self._error = self._error, None
+        raise error
+
+    def _draw(self) -> int:
+        """Draw the next prompt; its number."""
+        number, before = self._next_number, self._sampler.state()
+        (prompt,) = self._sampler.next_batch(1)
+        self._next_number += 1
+        if number not in self._taken:
+            self._drawn[number] = _Drawn(prompt, before)
+        return number
+
+    def _may_begin(self) -> bool:
+        num_ahead = len(self._under_way) + sum(each.is_wanted for each in self._waiting)
+        return not self._is_held and self._error is None and num_ahead < self._allowed
+
+    def _work(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closed or self._ended or self._may_begin())
+                    if self._is_closed:
+                        return
+                    ended = self._ended.popleft() if self._ended else None
+                if ended is not None:
+                    self._settle(*ended)
+                else:
+                    self._begin_next()
+        except BaseException as error:  # Raised in the thread that takes the groups.
+            self._fail(error)
+
+    def _begin_next(self) -> None:
+        with self._changed:
+            if self._is_closed or not self._may_begin():
+                return
+            number = min(self._again, default=None)
+            while number is None or number in self._taken:
+                number = self._draw()
+            self._again.discard(number)
+            self._under_way[number] = None
+            prompt = self._drawn[number].prompt
+        try:
+            future = self._start(prompt, f"group-{number}")
+        except Exception as error:
+            self._fail(error, number)
+            return
+        with self._changed:
+            is_broken_off = number not in self._under_way
+            if not is_broken_off:
+                self._under_way[number] = future
+        if is_broken_off:
+            future.cancel()
+        future.add_done_callback(lambda future: self._note_end(number, future))
+
+    def _note_end(self, number: int, future: "Future[Group]") -> None:
+        with self._changed:
+            self._ended.append((number, future))
+            self._changed.notify_all()
+
+    def _settle(self, number: int, future: "Future[Group]") -> None:
+        """Journal a group that has ended, or note its failure; nothing where it was broken off."""
+        with self._changed:
+            if self._under_way.get(number) is not future:
+                return
+        try:
+            samples = _number(future.result(), number)
+            check_published(samples)
+        except Exception as error:  # CancelledError too: the engine's calls were cancelled.
+            self._fail(error, number)
+            return
+        place = self._num_places
+        if self._journal is not None:
+            self._journal.save(name_group(place, number), samples)
+        with self._changed:
+            self._num_places += 1
+            self._under_way.pop(number, None)
+            self._again.discard(number)
+            self._waiting.append(CompleteGroup(place, number, samples, self._is_wanted(samples)))
+            self._changed.notify_all()
+
+    def _fail(self, error: BaseException, number: int | None = None) -> None:
+        """Have `take` raise this; number: of the group that has failed, which is begun again after that."""
+        with self._changed:
+            if number in self._under_way:
+                del self._under_way[number]
+                self._again.add(number)
+            self._is_held, self._error = True, self._error or error
+            self._changed.notify_all()
+
+
+def _number(samples: Group, number: int) -> Group:
+    return tuple(replace(sample, group_number=number) for sample in samples)
+
 
 CLOSE_DEADLINE_S = 5.0
 
@@ -175,8 +634,12 @@ class GroupSource:
 
         def take() -> Group:
             complete: CompleteGroup = self._guard(ahead.take)
-            with self._dropping_failures(complete):
+            try:
                 check_versions(complete.samples, weight_version, may_be_older=True)
+            except RuntimeError:
+                if self._collector.journal:  # It would fail again.
+                    self._collector.journal.drop(name_group(complete.place, complete.number))
+                raise
             taken.append(complete.samples)
             return complete.samples
 
@@ -202,16 +665,87 @@ class GroupSource:
             partial(has_signal, by=self._sampling.by) if self._sampling.enabled else lambda _group: True,
         )
 
-    @contextlib.contextmanager
-    def _dropping_failures(self, complete: CompleteGroup) -> Iterator[None]:
-        """Where the block fails, removes the group from the journal: it would fail again."""
-        try:
-            yield
-        except Exception:
-            if self._collector.journal:
-                self._collector.journal.drop_group(complete.place, complete.number)
-            raise
-
     def _find_state(self) -> SourceState:
         sampler, groups = (self._sampler.state(), self._groups) if self._ahead is None else self._ahead.state()
         return SourceState(sampler, self._replay.state(), groups)
+
+
+class SavedSource:
+    """The groups of one iteration after the other, out of a file; used by the loop as a `GroupSource` is.
+
+    The responses count as sampled before the first iteration, by weights that this run never has: their age in
+    iteration n is n, and log mu is what the file recorded (`rollout_logprobs`), never the trainer's own log-probs.
+    Which weights of the run that sampled them generated a token (`weight_versions`) enters no ratio.
+
+    Each pass over the file takes every group once, in an order that follows from the seed and the number of the pass;
+    an iteration may reach from one pass into the next.
+    """
+
+    def __init__(self, saved: SavedGroups, num_groups: int, seed: int):
+        """num_groups: of an iteration."""
+        self._path, self._num_groups, self._num_saved = saved.path, num_groups, len(saved.groups)
+        self._sampler = PromptSampler(saved.groups, seed)
+
+    def state(self) -> SourceState:
+        """The state after the last iteration taken."""
+        return SourceState(self._sampler.state(), ())
+
+    def restore(self, state: SourceState) -> None:
+        """Resume after the iteration of `state`. Raises ValueError where the file has changed."""
+        self._sampler.restore(state.sampler)
+
+    def take(self, iteration: int, weight_version: int) -> IterationBatch:
+        """The groups of this iteration; iterations are taken in order.
+
+        Its metrics: saved/epoch, the number of passes over the file, whole and begun; saved/reward_mean and
+        saved/correct_frac of the responses with a reward, which say nothing of the present policy. Raises RuntimeError
+        where the file has changed since it was validated.
+        """
+        groups = [read_group(self._path, group) for group in self._sampler.next_batch(self._num_groups)]
+        aged = [tuple(_age(sample, iteration) for sample in group) for group in groups]
+        state = self._sampler.state()
+        metrics = {"saved/epoch": int(state["epoch"]) + int(state["position"]) / self._num_saved}
+        if scores := [s.score for group in groups for s in group if s.score.failure is None]:
+            metrics["saved/reward_mean"] = sum(score.reward for score in scores) / len(scores)
+            metrics["saved/correct_frac"] = sum(score.correct for score in scores) / len(scores)
+        return IterationBatch([], aged, (), metrics, self.state())
+
+    def keep_logprobs(self, old_logprobs: Tensor) -> None:
+        """Nothing is kept: log mu stays what the file recorded."""
+
+    def begin_again(self) -> None: ...
+
+    def close(self) -> int:
+        return 0
+
+
+def _age(sample: Sample, iteration: int) -> Sample:
+    """The sample as the loop takes it. What another run's trainer or router said of it is left out."""
+    response = replace(sample.response, routed_experts=None)
+    return replace(sample, response=response, age=iteration, first_old_logprobs=None, group_number=None)
+
+
+def build_source(
+    config: Config,
+    saved: SavedGroups | None,
+    engine: RolloutEngine | None,
+    collector: Collector | None,
+    sampler: PromptSampler[Prompt] | None,
+    with_servers: Callable[[Callable[[], Any]], Any],
+) -> GroupSource | SavedSource:
+    """Where the groups of each iteration come from: the file, or what generates, of which then nothing is None."""
+    if saved is not None:
+        return SavedSource(saved, config.train.num_prompts, config.seed)
+    assert engine is not None
+    assert collector is not None
+    assert sampler is not None
+    return GroupSource(config, engine, collector, sampler, with_servers)
+
+
+class NoSync:
+    """The `WeightSync` of a run without servers."""
+
+    def publish(self, version: int) -> Metrics:
+        return {}
+
+    def reconnect(self) -> None: ...

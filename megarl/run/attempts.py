@@ -40,9 +40,7 @@ from megarl.report.metrics import load_metrics
 from megarl.report.report import Report, build_report
 from megarl.report.starts import record_start
 from megarl.report.text import format_heldout
-from megarl.rollout import journal as rollout_journal
-from megarl.rollout.journal import Journal
-from megarl.rollout.saved_groups import SavedGroups
+from megarl.rollout.rollout_file import JOURNAL, Journal, SavedGroups
 from megarl.run.inputs import Inputs, describe_start, load_inputs
 from megarl.run.job import (
     RunResources,
@@ -170,7 +168,7 @@ class _Attempts:
         self.config, self.inputs, self.resources, self.run_dir, self.report = config, inputs, resources, run_dir, report
         self.pretrained, self.started = pretrained, started
         self.folder = open_folder(run_dir, config.checkpoint)
-        self.journal = Journal(run_dir / rollout_journal.NAME)
+        self.journal = Journal(run_dir / JOURNAL)
         self.is_saving = config.checkpoint.save_every is not None
 
     def run(self) -> Summary:

@@ -42,8 +42,7 @@ from megarl.reward.scorer import Scorer, build_scorer
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.episodes import Conversation, EpisodeRunner, build_conversation, check_conversation
-from megarl.rollout.served_model import add_turn_end, check_served_class, load_generation_spec
-from megarl.rollout.server import build_command
+from megarl.rollout.server import add_turn_end, build_command, check_served_class, load_generation_spec
 from megarl.run.recovery import Recovery
 from megarl.run.terminal import get_terminal
 from megarl.toolbox.prompt import build_tool_prompt

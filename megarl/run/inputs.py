@@ -26,12 +26,10 @@ from megarl.mcore.weights.hf_check import check_checkpoint
 from megarl.mcore.weights.hf_critic import check_critic_checkpoint, check_critic_prompt, check_value_range
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.reward.scorer import build_scorer
+from megarl.rollout.collector import EvalSet, build_eval_sets
 from megarl.rollout.episodes import Conversation, build_conversation, check_conversation
-from megarl.rollout.eval_sets import EvalSet, build_eval_sets
-from megarl.rollout.rollout_file import Limits, SavedRollouts, check_rollouts
-from megarl.rollout.saved_groups import SavedGroup, SavedGroups, find_groups
-from megarl.rollout.served_model import add_turn_end, check_served_class, load_generation_spec
-from megarl.rollout.server import build_command, has_cuda
+from megarl.rollout.rollout_file import Limits, SavedGroup, SavedGroups, SavedRollouts, check_rollouts, find_groups
+from megarl.rollout.server import add_turn_end, build_command, check_served_class, has_cuda, load_generation_spec
 from megarl.sync.pieces import check_serving_layout
 from megarl.sync.probe import build_probe_tokens
 from megarl.toolbox.prompt import build_tool_prompt

@@ -29,10 +29,9 @@ from megarl.reward.scorer import build_scorer
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.collector import Collector, build_collector
 from megarl.rollout.engine import SGLangEngine
-from megarl.rollout.journal import Journal
 from megarl.rollout.offload import ServerOffloader
-from megarl.rollout.rollout_file import FILE_NAME, RolloutWriter
-from megarl.rollout.saved_groups import NoSync, SavedGroups
+from megarl.rollout.rollout_file import FILE_NAME, Journal, RolloutWriter, SavedGroups
+from megarl.rollout.source import NoSync
 from megarl.rollout.token_records import TokenRecorder
 from megarl.run.inputs import Inputs
 from megarl.run.resume import load_run

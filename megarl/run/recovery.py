@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from megarl.interfaces import DeadlineError, RolloutServers
-from megarl.rollout.calls import wait_left_over
+from megarl.rollout.client import wait_left_over
 
 T = TypeVar("T")
 

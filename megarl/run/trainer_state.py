@@ -14,9 +14,7 @@ from megarl.json_text import parse_json
 from megarl.report import metrics as metrics_file
 from megarl.report import token_file
 from megarl.rollout import rollout_file
-from megarl.rollout.dynamic_sampling import join_groups, split_groups
-from megarl.rollout.scheduler import GroupState
-from megarl.rollout.source import SourceState
+from megarl.rollout.source import GroupState, SourceState, join_groups, split_groups
 from megarl.types import Metrics
 
 STATE = "state.json"

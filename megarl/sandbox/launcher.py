@@ -16,6 +16,7 @@ import sys
 import time
 from typing import Any
 
+from megarl.guard import list_descendants
 from megarl.sandbox import confinement, seccomp
 
 KILL_DEADLINE_S = 10.0
@@ -195,22 +196,6 @@ def end_descendants() -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.002)
-
-
-def list_descendants(root: int) -> list[int]:
-    """The process ids of all descendants of `root`, without `root` itself."""
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/stat") as stat:
-                parent = int(stat.read().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(name))
-    found, todo = [], [root]
-    while todo:
-        below = children.get(todo.pop(), [])
-        found += below
-        todo += below
-    return found
 
 
 if __name__ == "__main__":

@@ -25,8 +25,15 @@ import torch
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError, TrainBackend
 from megarl.mcore.model.architecture import Architecture
-from megarl.rollout.calls import StopFlag, find_cause, run_in_parallel
-from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient, abort_all
+from megarl.rollout.client import (
+    ConnectionLostError,
+    RequestError,
+    SGLangClient,
+    StopFlag,
+    abort_all,
+    find_cause,
+    run_in_parallel,
+)
 from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.server import WEIGHT_LOADER
 from megarl.sync.pieces import check_server_rank, predict_server_rank

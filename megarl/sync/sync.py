@@ -17,8 +17,7 @@ from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig, Transport
 from megarl.interfaces import TrainBackend
 from megarl.ports import is_loopback
-from megarl.rollout.calls import StopFlag, run_in_parallel
-from megarl.rollout.client import SGLangClient, abort_all
+from megarl.rollout.client import SGLangClient, StopFlag, abort_all, run_in_parallel
 from megarl.rollout.offload import ServerOffloader
 from megarl.sync.probe import Probe
 from megarl.sync.ranks import Ranks, Session, VersionBump, explain_lost_servers, replacing_weights, sync_step

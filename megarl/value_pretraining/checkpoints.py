@@ -24,8 +24,7 @@ from megarl.json_text import parse_json
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.report.metrics import ITERATION, PRETRAINING_FILE_NAME, load_metrics
 from megarl.report.report import Report
-from megarl.rollout import journal as rollout_journal
-from megarl.rollout.journal import Journal
+from megarl.rollout.rollout_file import JOURNAL, Journal
 from megarl.run.saving import CheckpointSaver, CheckpointWriter, LoopSaver, NoSaver, estimate_bytes
 from megarl.run.trainer_state import TrainerState, cut_files, load_trainer_state, measure_files
 from megarl.value_pretraining.inputs import find_differing, list_pretraining_inputs
@@ -63,7 +62,7 @@ def open_saver(
         open_pretraining(run_dir),
         {CRITIC: critic},
         {Role.critic: spec},
-        Journal(run_dir / rollout_journal.NAME).forget_pretraining,
+        Journal(run_dir / JOURNAL).forget_pretraining,
         say=report.message,
         kind="value pretraining under way",
         unit="value pretraining step",
@@ -123,7 +122,7 @@ def begin_job(config: Config, run_dir: Path, spec: WorkerSpec, report: Report) -
     if noted:
         cut_files(run_dir, noted["sizes"])
     else:
-        Journal(run_dir / rollout_journal.NAME).forget_pretraining()
+        Journal(run_dir / JOURNAL).forget_pretraining()
     if is_saving:
         path.parent.mkdir(parents=True, exist_ok=True)
         sizes = noted["sizes"] if noted else measure_files(run_dir)

@@ -23,9 +23,7 @@ from megarl.hf.checkpoint import load_tokenizer
 from megarl.interfaces import TrainBackend
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.report.report import Report, build_report
-from megarl.rollout import journal as rollout_journal
-from megarl.rollout.journal import Journal
-from megarl.rollout.rollout_file import SavedRollouts
+from megarl.rollout.rollout_file import JOURNAL, Journal, SavedRollouts
 from megarl.run.inputs import (
     build_critic_prompt,
     describe_start,
@@ -94,7 +92,7 @@ def _run_online(config: Config, run_dir: Path) -> PretrainingSummary:
     """Pretrain on fresh responses of the policy, which a training run's own processes sample and score."""
     inputs = load_inputs(config)
     spec = inputs.specs[Role.critic]
-    journal = Journal(run_dir / rollout_journal.NAME) if config.checkpoint.save_every is not None else None
+    journal = Journal(run_dir / JOURNAL) if config.checkpoint.save_every is not None else None
     with contextlib.ExitStack() as stack:
         report = _start_report(stack, config, run_dir)
         report.message(describe_sizes(config))

@@ -35,9 +35,8 @@ from megarl.report.metrics import PRETRAINING_FILE_NAME as PRETRAINING_CURVE
 from megarl.report.metrics import load_metrics
 from megarl.report.status import FILE_NAME as STATUS
 from megarl.report.status import load_status
-from megarl.rollout.journal import NAME as JOURNAL
-from megarl.rollout.journal import Journal
 from megarl.rollout.rollout_file import FILE_NAME as ROLLOUTS
+from megarl.rollout.rollout_file import JOURNAL, Journal
 
 LOGS = {
     "policy worker": "policy-0.log",

@@ -15,9 +15,9 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from megarl.guard import find_shared_memory
 from megarl.report.metric_names import find_metric
 from megarl.report.metrics import load_metrics
-from megarl.rollout.guard import find_shared_memory
 
 COMMAND = [sys.executable, "-m", "megarl.train", "algo.value_pretrain.steps=1", "train.eval_every=2"]
 

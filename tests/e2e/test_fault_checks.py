@@ -7,7 +7,7 @@ from pathlib import Path
 import fault_runs
 import pytest
 
-from megarl.rollout.journal import Journal
+from megarl.rollout.rollout_file import Journal, name_group
 from megarl.types import FinishReason, Prompt, Response, Sample, Score
 
 
@@ -45,6 +45,6 @@ def test_the_journal_is_listed_by_place(tmp_path):
         Prompt("a", "", (1,), ""), Response((2,), "", (-0.5,), (True,), (0,), FinishReason.stop), Score(0, False), 0
     )
     journal = Journal(tmp_path / "journal")
-    journal.save_group(4, 7, [sample])
-    journal.save_group(10, 3, [sample])
+    journal.save(name_group(4, 7), [sample])
+    journal.save(name_group(10, 3), [sample])
     assert fault_runs.list_complete(tmp_path) == {4: 7, 10: 3}

@@ -20,18 +20,17 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
+from megarl.guard import find_shared_memory
 from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError
-from megarl.per_token import WeightVersions
 from megarl.ports import pick_free_port
 from megarl.reward.scorer import Scorer
 from megarl.rollout.client import RequestError, SGLangClient
 from megarl.rollout.engine import SGLangEngine
-from megarl.rollout.guard import find_shared_memory
 from megarl.rollout.server import ServerError, SGLangServer
 from megarl.rollout.tensors import build_tensors
 from megarl.sync.probe import build_probe_tokens
 from megarl.sync.sync import DiskSync
-from megarl.types import FinishReason, Prompt, Score, Sequences
+from megarl.types import FinishReason, Prompt, Score, Sequences, WeightVersions
 
 EOS = 2
 pytestmark = [pytest.mark.server, pytest.mark.slow]

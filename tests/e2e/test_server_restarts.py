@@ -19,7 +19,7 @@ from megarl.report.metrics import load_metrics
 from megarl.reward.scorer import build_scorer
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.collector import Collector
-from megarl.rollout.liveness import find_loss
+from megarl.rollout.server import find_loss
 from megarl.rollout.tensors import build_tensors
 from megarl.run.inputs import load_inputs
 from megarl.run.job import open_resources

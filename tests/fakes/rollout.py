@@ -12,8 +12,7 @@ from fakes.backend import Done, FakeBackend
 from fakes.model import EOS, TableModel, build_policy
 from megarl.interfaces import UNPUBLISHED, SyncError, TurnRequest
 from megarl.rollout.client import ConnectionLostError
-from megarl.rollout.engine import compute_sampling_seed
-from megarl.rollout.event_loop import OnEventLoop, call_in_thread
+from megarl.rollout.engine import OnEventLoop, call_in_thread, compute_sampling_seed
 from megarl.rollout.offload import ServerOffloader
 from megarl.types import FinishReason, Metrics, Response
 

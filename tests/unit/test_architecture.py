@@ -13,7 +13,7 @@ PACKAGE = ROOT / "megarl"
 LAYERS = (
     {"config.errors", "config.cpu_dtype", "config.run_name"},
     {"config.schema", "config.user_code"},
-    {"json_text", "per_token", "ports", "timeline"},
+    {"guard", "json_text", "ports", "timeline"},
     {"types"},
     {"algo", "families"},
     {"config"},
@@ -40,11 +40,11 @@ LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in room
 SCHEMA = {"config.schema", "config.errors", "config.cpu_dtype", "config.run_name", "config.user_code"}
 ONLY_ROOMS = {
     "report": {"report", "config", "types", "json_text", "timeline", *SCHEMA},
-    "algo": {"algo", "types", "per_token", "json_text", *SCHEMA},
+    "algo": {"algo", "types", "json_text", *SCHEMA},
     # A check of the configuration reads what the algorithms' modules declare, without torch.
     "config": {"config", "algo", "json_text", *SCHEMA},
     "families": {"families", *SCHEMA},
-    "types": {"types", "per_token"},
+    "types": {"types"},
 }
 """Rooms that may import fewer of megarl's rooms than their layer allows."""
 ONLY_PACKAGES: dict[str, set[str]] = {room: {"omegaconf", "hydra"} for room in ("config", *SCHEMA)} | {

@@ -10,7 +10,7 @@ from megarl.config.load import check_overrides, list_options, load_config
 from megarl.config.open_keys import list_open_keys, open_overrides
 from megarl.config.schema.roles import LrDecay
 from megarl.config.search_path import CONF_DIR
-from megarl.rollout.server_options import load_options
+from megarl.rollout.server import load_options
 
 
 def problems_of(*overrides: str) -> str:

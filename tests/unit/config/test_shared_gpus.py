@@ -6,7 +6,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.placement import find_server_offload, take_turns
 from megarl.config.schema.rollout import ServerOffload
-from megarl.rollout.server_options import check_options
+from megarl.rollout.server import check_options
 
 SHARED = ("algo=vapo", "model=tiny", "cluster.gpus_per_node=1", "cluster.placement=colocated", "rollout.offload=all")
 ON_TWO_NODES = ("algo=vapo", "model=qwen3_8b", "cluster=h100x16", "cluster.placement=split", "rollout.transport=split")

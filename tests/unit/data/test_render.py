@@ -131,7 +131,7 @@ def test_the_date_of_a_template_is_always_the_same() -> None:
 
 
 def test_a_template_that_numbers_its_rounds_cannot_continue_a_conversation() -> None:
-    from megarl.rollout.encoding import ObservationEncoder
+    from megarl.rollout.conversation import ObservationEncoder
     from megarl.types import Prompt
 
     tokenizer = build_byte_tokenizer()

@@ -11,7 +11,7 @@ from megarl.config.schema.data import DataConfig
 from megarl.config.schema.environment import SingleTurnEnvironmentConfig, ToolsEnvironmentConfig
 from megarl.data.problem import ask
 from megarl.data.render import Renderer
-from megarl.rollout.encoding import ObservationEncoder
+from megarl.rollout.conversation import ObservationEncoder
 from megarl.toolbox.prompt import ToolPrompt, build_tool_prompt
 from megarl.types import Message
 

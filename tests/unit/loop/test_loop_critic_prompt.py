@@ -12,8 +12,7 @@ from fakes.run import World, load
 from safetensors.torch import load_file
 
 from megarl.report.metrics import load_metrics
-from megarl.rollout.journal import Journal
-from megarl.rollout.rollout_file import load_rollouts
+from megarl.rollout.rollout_file import Journal, load_rollouts
 from megarl.types import Prompt, Response, Score, Sequences, TrainingSamples
 from megarl.value_pretraining.loop import pretrain_critic
 

@@ -18,8 +18,8 @@ from megarl.data.sampler import PromptSampler
 from megarl.minibatches import split_minibatches
 from megarl.report.metrics import load_metrics
 from megarl.reward.scorer import Scorer
-from megarl.rollout.dynamic_sampling import NoSignalError
 from megarl.rollout.rollout_file import load_rollouts
+from megarl.rollout.source import NoSignalError
 from megarl.trainer import Trainer
 from megarl.types import Experience, Metrics, Prompt, Response, RewardFunction, Rollout, Score
 

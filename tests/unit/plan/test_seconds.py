@@ -130,7 +130,7 @@ def test_micro_batches_that_are_too_small_cost_the_time_between_them() -> None:
 
 
 def test_with_staleness_the_slower_of_generation_and_training_decides() -> None:
-    """rollout/scheduler.py: responses are generated while the roles compute; a sync pauses both."""
+    """rollout/source.py: responses are generated while the roles compute; a sync pauses both."""
     _, now = plan()
     _, ahead = plan("rollout.max_staleness=1", "algo.mismatch.correction=tis")
     parts = now.seconds

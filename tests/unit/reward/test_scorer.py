@@ -9,11 +9,10 @@ from reward_cases import build_prompt, build_response
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.reward import AdditionRewardConfig, ExactRewardConfig, FunctionRewardConfig, MathRewardConfig
-from megarl.per_token import RoutedExperts
 from megarl.reward.interface import AsyncReward
 from megarl.reward.records import decode_prompt, decode_response, encode_prompt, encode_response
 from megarl.reward.scorer import Scorer, build_scorer
-from megarl.types import FinishReason, Message, Prompt, Response, Score, Turn
+from megarl.types import FinishReason, Message, Prompt, Response, RoutedExperts, Score, Turn
 
 FUNCTIONS = """
 import asyncio, os, re, signal, time

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megarl.rollout.tool_call_parser import load_parser
+from megarl.rollout.conversation import load_parser
 from megarl.toolbox.toolbox import describe_tool
 
 

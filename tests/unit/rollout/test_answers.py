@@ -1,17 +1,31 @@
-"""SGLang's answers: what is read without an object per token is what the json module reads."""
+"""SGLang's answers are read as the json module reads them, without an object per token; the experts of their tokens."""
 
+import base64
 import json
 
 import numpy as np
 import orjson
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.per_token import WeightVersions
-from megarl.rollout.answers import parse_answer, parse_answers
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.families.registry import parse_architecture
+from megarl.rollout.answers import decode_answer, load_expert_architecture, parse_answer, parse_answers
 from megarl.rollout.client import RequestError
-from megarl.types import FinishReason, Response
+from megarl.rollout.rollout_file import (
+    Journal,
+    RolloutWriter,
+    experts_to_record,
+    load_rollouts,
+    read_experts,
+    write_rollouts,
+)
+from megarl.rollout.server import build_command
+from megarl.rollout.tensors import build_sequences
+from megarl.types import FinishReason, Prompt, Response, Rollout, RoutedExperts, Sample, Score, WeightVersions
 
 INT32 = st.integers(0, 2**31 - 1)
 
@@ -128,3 +142,179 @@ def test_what_sglang_does_not_write_is_refused(raw, message):
 def test_a_list_of_answers_is_not_one_object():
     with pytest.raises(RequestError, match="a list was expected"):
         parse_answers(write(make_answer()))
+
+
+CONFIG = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "moe_intermediate_size": 48,
+    "num_experts": 200,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 100,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+@pytest.fixture
+def arch(checkpoint):
+    return load_expert_architecture(checkpoint)
+
+
+def pick(num_tokens: int, num_layers: int = 2, seed: int = 0) -> np.ndarray:
+    """int32 [num_tokens, num_layers, 3] of 200 experts, none twice"""
+    generator = np.random.default_rng(seed)
+    rows = [generator.permutation(200)[:3] for _ in range(num_tokens * num_layers)]
+    return np.array(rows, dtype=np.int32).reshape(num_tokens, num_layers, 3)
+
+
+def encode(routed: np.ndarray) -> str:
+    return base64.b64encode(routed.tobytes()).decode()
+
+
+def build_sample(group: int, prompt: tuple[int, ...], response: tuple[int, ...], with_experts: bool = True) -> Sample:
+    routed = pick(len(prompt) + len(response) - 1, seed=group).astype(np.uint8)
+    experts = RoutedExperts(routed.tobytes(), 2, 3, 200) if with_experts else None
+    n = len(response)
+    answer = Response(response, "x", (-0.5,) * n, (True,) * n, (1,) * n, FinishReason.stop, experts)
+    return Sample(Prompt(f"p{group}", "x", prompt, "x"), answer, Score(1.0, True), group)
+
+
+def test_an_answers_experts_are_those_of_all_tokens_but_the_last(arch):
+    routed = pick(6)
+    found = decode_answer(encode(routed), 7, arch)
+    assert (found.num_layers, found.top_k, found.num_experts) == (2, 3, 200)
+    assert found.to_tensor().dtype == torch.uint8
+    assert found.to_tensor().tolist() == routed.tolist()
+    meta = {
+        "finish_reason": {"type": "stop"},
+        "output_token_logprobs": [[-0.1, 8, None], [-0.3, 2, None]],
+        "weight_version": "4",
+        "prompt_tokens": 5,
+    }
+    answer = {"text": "", "output_ids": [8, 2], "meta_info": {**meta, "routed_experts": encode(routed)}}
+    raw = orjson.dumps(answer)
+    assert parse_answer(raw, arch).build_response("x").routed_experts == found
+    assert parse_answer(raw).build_response("x").routed_experts is None
+    with pytest.raises(RequestError, match=r"needs --enable-return-routed-experts"):
+        parse_answer(orjson.dumps({**answer, "meta_info": meta}), arch)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x[:-1], "has 30 routed experts; 6 x 2 x 3 were expected"),
+        (lambda x: np.where(x == x[2, 1, 0], 200, x), "to 200 of 200"),
+        (lambda x: np.where(np.arange(6)[:, None, None] == 5, -1, x), "from -1 to"),
+        # SGLang's buffer before anything is written to it.
+        (lambda x: np.where(np.arange(6)[:, None, None] == 5, 0, x), "same expert twice"),
+    ],
+)
+def test_what_no_router_chooses_is_refused(arch, change, message):
+    with pytest.raises(ValueError, match=message):
+        decode_answer(encode(change(pick(6)).astype(np.int32)), 7, arch)
+
+
+def test_layers_without_experts_may_hold_anything(checkpoint):
+    dense_first = {**CONFIG, "model_type": "glm4_moe", "first_k_dense_replace": 1, "n_routed_experts": 200}
+    dense_first |= {
+        "num_experts": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "n_shared_experts": 1,
+    }
+    arch = parse_architecture(dense_first, checkpoint / "config.json")
+    routed = pick(6)
+    routed[:, 0] = 0
+    assert decode_answer(encode(routed), 7, arch).to_tensor().tolist() == routed.tolist()
+
+
+def test_more_than_255_experts_have_two_bytes_each(checkpoint):
+    (checkpoint / "config.json").write_text(json.dumps({**CONFIG, "num_experts": 300}))
+    routed = pick(6) + 100
+    found = decode_answer(encode(routed), 7, load_expert_architecture(checkpoint))
+    assert found.to_tensor().dtype == torch.int16
+    assert found.to_tensor().tolist() == routed.tolist()
+
+
+@given(
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.integers(1, 8),
+    st.sampled_from([1, 255, 256, 1000]),
+    st.randoms(use_true_random=False),
+)
+def test_what_is_written_is_read_back_byte_by_byte(num_tokens, num_layers, top_k, num_experts, random):
+    data = random.randbytes((1 if num_experts < 256 else 2) * (num_tokens - 1) * num_layers * top_k)
+    experts = RoutedExperts(data, num_layers, top_k, num_experts)
+    record = json.loads(json.dumps(experts_to_record(experts)))
+    assert read_experts(record, num_tokens) == experts
+    with pytest.raises(ValueError, match="numbers of torch"):
+        read_experts(record, num_tokens + 1)
+
+
+@pytest.mark.parametrize(
+    "change", [{"deflated": "AAAA"}, {"deflated": "?"}, {"top_k": 0}, {"deflated": 1}, {"more": 1}]
+)
+def test_a_record_that_is_damaged_is_refused(change):
+    record = experts_to_record(RoutedExperts(bytes(6), 2, 3, 8))
+    with pytest.raises(ValueError, match="routed_experts"):
+        read_experts({**record, **change}, 2)
+
+
+def test_a_resumed_run_and_a_replay_buffer_have_them_and_the_file_of_all_responses_has_not(tmp_path):
+    samples = (build_sample(0, (3, 4), (5, 2)), build_sample(1, (3,), (2,), with_experts=False))
+    journal = Journal(tmp_path / "journal")
+    journal.save("iteration-1/round-1", samples)
+    assert journal.load("iteration-1/round-1", [s.prompt for s in samples], 1) == samples
+    write_rollouts(tmp_path / "replay.jsonl", [Rollout(samples, 3)])
+    assert load_rollouts(tmp_path / "replay.jsonl")[0].samples == samples
+    writer = RolloutWriter(tmp_path / "rollouts.jsonl")
+    writer.write(Rollout(samples, 3), 1)
+    writer.close()
+    (rollout,) = load_rollouts(tmp_path / "rollouts.jsonl")
+    assert [s.response.routed_experts for s in rollout.samples] == [None, None]
+    assert "routed_experts" not in (tmp_path / "rollouts.jsonl").read_text()
+
+
+def test_the_policys_sequences_have_them_token_by_token_and_zero_where_it_chooses():
+    samples = (
+        build_sample(0, (3, 4), (5, 2)),
+        build_sample(1, (3,), (2,), with_experts=False),
+        build_sample(2, (3,), (6, 7)),
+    )
+    sequences = build_sequences(Rollout(samples, 3))
+    assert sequences.routed_experts.dtype == torch.uint8
+    none = [[0] * 3] * 2
+    expected = [*(1 + pick(3, seed=0)).tolist(), none, none, none, *(1 + pick(2, seed=2)).tolist(), none]
+    assert sequences.routed_experts.tolist() == expected
+    assert sequences.select(torch.tensor([2, 0])).routed_experts.tolist() == [*expected[6:], *expected[:4]]
+    assert sequences.without_routed_experts().routed_experts is None
+    assert build_sequences(Rollout(samples[1:2], 3)).routed_experts is None
+
+
+def test_the_server_is_told_and_a_dense_model_or_unbounded_chunks_are_refused(checkpoint):
+    overrides = ["model=tiny_moe", "rollout.router_replay=true"]
+    command = build_command(load_config(overrides).rollout, checkpoint, host="127.0.0.1", port=1, seed=1)
+    assert {"--enable-return-routed-experts", "--disable-radix-cache"} <= set(command)
+    command = build_command(load_config(overrides[:1]).rollout, checkpoint, host="127.0.0.1", port=1, seed=1)
+    assert not {"--enable-return-routed-experts", "--disable-radix-cache"} & set(command)
+    with pytest.raises(ConfigError, match=r"rollout\.sglang\.chunked_prefill_size: found -1 with"):
+        load_config([*overrides, "rollout.sglang={chunked_prefill_size: -1}"])
+    no_experts = dict.fromkeys(key for key in CONFIG if "exp" in key or key.startswith(("moe", "norm")))
+    (checkpoint / "config.json").write_text(json.dumps({**CONFIG, "model_type": "qwen3"} | no_experts))
+    with pytest.raises(ConfigError, match=r"rollout\.router_replay: found true, but the model .* has no experts"):
+        load_expert_architecture(checkpoint)

@@ -11,7 +11,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema.data import DataConfig
 from megarl.data.render import Renderer
 from megarl.environment import Observation
-from megarl.rollout.encoding import ObservationEncoder, find_turn_end
+from megarl.rollout.conversation import ObservationEncoder, find_turn_end
 from megarl.types import Message, Prompt
 
 THINKING = """

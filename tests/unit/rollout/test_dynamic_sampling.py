@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from megarl.config.schema.algo import ReplayConfig
 from megarl.config.schema.algo_choices import SamplingBy
-from megarl.rollout.dynamic_sampling import (
+from megarl.rollout.source import (
     NoSignalError,
+    ReplayBuffer,
     collect_groups_with_signal,
     has_signal,
     join_groups,
     split_groups,
     take_groups_with_signal,
 )
-from megarl.rollout.replay import ReplayBuffer
 from megarl.rollout.tensors import build_tensors
 from megarl.types import FinishReason, Prompt, Response, Sample, Score
 

@@ -12,10 +12,10 @@ from generation import generate_groups
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.rollout import RolloutConfig
-from megarl.interfaces import Truncation, TurnRequest
-from megarl.rollout.client import ConnectionLostError
+from megarl.interfaces import DeadlineError, Truncation, TurnRequest
+from megarl.rollout.client import ConnectionLostError, run_in_parallel, wait_left_over
 from megarl.rollout.engine import MAX_ATTEMPTS, SGLangEngine, compute_sampling_seed
-from megarl.rollout.served_model import find_stop_tokens, load_generation_spec
+from megarl.rollout.server import find_stop_tokens, load_generation_spec
 from megarl.types import Prompt
 
 
@@ -112,3 +112,23 @@ def test_texts_of_one_token_and_numbers_end_responses_too(tmp_path):
         find_stop_tokens(RolloutConfig(stop_token_ids=[len(tokenizer)]), spec, tokenizer)
     with pytest.raises(ConfigError, match=rf"rollout\.stop: found 'b', token {letter}, outside the vocabulary of 3"):
         find_stop_tokens(RolloutConfig(stop=["b"]), replace(spec, vocab_size=3), tokenizer)
+
+
+def test_calls_that_were_given_up_are_waited_for():
+    released, ended = threading.Event(), threading.Event()
+
+    def close_slowly(_stop):
+        released.wait(20)
+        ended.set()
+
+    def fail(_stop):
+        raise RuntimeError("a server was lost")
+
+    with pytest.raises(RuntimeError, match="a server was lost"):
+        run_in_parallel([close_slowly, fail], lambda: None)
+    with pytest.raises(DeadlineError, match=r"1 abandoned calls to SGLang servers have not ended within 0.1 s"):
+        wait_left_over(0.1)
+    threading.Timer(0.3, released.set).start()
+    wait_left_over(20)
+    assert ended.is_set()
+    wait_left_over(0.0)

@@ -14,10 +14,9 @@ from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.data.render import Renderer
 from megarl.environment import Action, Environment, EpisodeSetting, Observation, Step
 from megarl.interfaces import TurnRequest
-from megarl.per_token import WeightVersions
-from megarl.rollout.encoding import ObservationEncoder
+from megarl.rollout.conversation import ObservationEncoder
 from megarl.rollout.episodes import Conversation, Episode, EpisodeRequest, EpisodeRunner
-from megarl.types import FinishReason, Message, Prompt, Response
+from megarl.types import FinishReason, Message, Prompt, Response, WeightVersions
 
 TOKENIZER = build_char_tokenizer()
 PROMPT = Prompt("p", "1+1", tuple(TOKENIZER.encode("1+1", add_special_tokens=False)), "2")

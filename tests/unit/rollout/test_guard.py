@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.rollout import guard
+from megarl import guard
 
 # A server with a child in a session of its own, which ignores SIGTERM and holds a file and a semaphore in
 # shared memory; nothing cleans up after it, as after an SGLang scheduler that was killed.
@@ -45,7 +45,7 @@ def find_semaphore(shared_file: Path) -> Path:
 
 def start(scratch: Path, *command: str) -> subprocess.Popen:
     scratch.mkdir()
-    words = [sys.executable, "-S", "-E", guard.__file__, str(scratch), *command]
+    words = [sys.executable, "-S", "-I", guard.__file__, str(scratch), *command]
     return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
 
@@ -72,7 +72,7 @@ def test_nothing_outlives_the_owners_end(tmp_path, shared_file, end):
 
 
 def test_a_killed_owner_takes_its_server_along(tmp_path, shared_file):
-    words = [sys.executable, "-S", "-E", guard.__file__, str(tmp_path / "s"), sys.executable, "-c", PROGRAM]
+    words = [sys.executable, "-S", "-I", guard.__file__, str(tmp_path / "s"), sys.executable, "-c", PROGRAM]
     owner = f"""
 import subprocess, time
 subprocess.Popen({[*words, str(shared_file)]!r}, stdin=subprocess.PIPE, start_new_session=True)

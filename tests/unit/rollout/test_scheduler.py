@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from megarl.config.schema.algo_choices import SamplingBy
 from megarl.data.sampler import PromptSampler
-from megarl.rollout.dynamic_sampling import has_signal
-from megarl.rollout.journal import Journal
-from megarl.rollout.scheduler import CompleteGroup, GroupScheduler, GroupState
+from megarl.rollout.rollout_file import Journal
+from megarl.rollout.source import CompleteGroup, GroupScheduler, GroupState, has_signal
 from megarl.types import Prompt
 
 IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.interfaces import TurnRequest
-from megarl.rollout.sending import Independent, Lockstep
+from megarl.rollout.collector import Independent, Lockstep
 from megarl.types import FinishReason, Response
 
 

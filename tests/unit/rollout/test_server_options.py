@@ -1,12 +1,14 @@
-"""SGLang's passed-through server arguments."""
+"""A server's command line and environment: SGLang's passed-through arguments, the device, and what is refused."""
 
 import importlib.util
 import itertools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,17 +16,34 @@ import pytest
 from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig, ServerOffload
+from megarl.ports import LOCAL_PORTS, pick_free_port
 from megarl.rollout import server
-from megarl.rollout.served_model import check_served_class, load_family_options
-from megarl.rollout.server import ServerError, SGLangServer, build_command
-from megarl.rollout.server_options import (
+from megarl.rollout.server import (
     FLOAT32_ATTENTION,
     OWN_OPTIONS,
+    ServerError,
+    SGLangServer,
+    bind_ranks,
+    build_command,
     check_attention,
     check_options,
+    check_served_class,
+    load_family_options,
     load_options,
+    make_scratch,
     render_options,
 )
+
+SRT = Path(importlib.util.find_spec("sglang").origin).with_name("srt")
+FLOAT32 = {"dtype": Dtype.float32}
+GRAPHS = "cuda_graph_backend_prefill"
+SHARED = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
+(LEAK_CHECK,) = server.ON_GPU
+
+
+def build_words(directory: Path, **keys) -> list[str]:
+    config = RolloutConfig(**{"kv_cache_tokens": 1, **keys})
+    return build_command(config, directory, host="127.0.0.1", port=5, seed=11)
 
 
 def test_the_installed_releases_arguments_are_found_with_their_flags():
@@ -33,6 +52,15 @@ def test_the_installed_releases_arguments_are_found_with_their_flags():
     assert options["max_total_tokens"].flag == "--max-total-tokens"
     assert options["tp_size"].flag == "--tp-size"
     assert set(OWN_OPTIONS) <= set(options)
+
+
+def test_the_installed_sglang_has_the_variables_and_backends_that_servers_are_given():
+    """A release that has renamed one would do without it."""
+    variables = (SRT / "environ.py").read_text()
+    assert all(name in variables for name in ("SGLANG_FORCE_FUSED_OP_BACKEND", SHARED, LEAK_CHECK))
+    assert 'TORCH = "torch"' in (SRT.parent / "kernels" / "spec.py").read_text()
+    choices = (SRT / "arg_groups" / "choices.py").read_text()
+    assert all(f'"{name}",' in choices for name in FLOAT32_ATTENTION)
 
 
 @pytest.mark.parametrize(
@@ -59,15 +87,21 @@ def test_a_value_of_a_wrong_type_is_refused_with_what_sglang_takes(key, wrong, r
     assert check_options({key: right}) == []
 
 
-def test_an_unknown_key_is_refused_with_the_nearest_right_one():
+def test_unknown_keys_and_those_that_megarl_sets_are_refused_with_the_right_one():
     (problem,) = check_options({"mem_fraction_statik": 0.5, "chunked_prefill_size": 64})
     assert problem.startswith("rollout.sglang.mem_fraction_statik: SGLang has no such server argument")
     assert "did you mean rollout.sglang.mem_fraction_static?" in problem
-
-
-def test_a_key_that_megarl_sets_is_refused_with_the_key_that_decides_it():
     (problem,) = check_options({"random_seed": 3})
     assert problem == "rollout.sglang.random_seed: megarl sets it (by seed); remove it here"
+
+
+@pytest.mark.parametrize("key", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"])
+def test_an_attention_backend_that_takes_no_float32_is_refused_with_those_that_do(key):
+    (problem,) = check_attention(RolloutConfig(**FLOAT32, sglang={key: "fa3"}))
+    assert problem.startswith(f"rollout.sglang.{key}: found 'fa3' with rollout.dtype=float32")
+    assert "triton or torch_native or flex_attention" in problem
+    assert not list(check_attention(RolloutConfig(**FLOAT32, sglang={key: "triton"})))
+    assert not list(check_attention(RolloutConfig(dtype=Dtype.bfloat16, sglang={key: "fa3"})))
 
 
 def test_values_are_written_as_command_line_words():
@@ -85,15 +119,30 @@ def test_values_are_written_as_command_line_words():
     ]
 
 
-def test_the_command_holds_model_seed_dtype_and_the_passed_through_options(tmp_path):
-    config = RolloutConfig(dtype=Dtype.bfloat16, kv_cache_tokens=512, sglang={"chunked_prefill_size": 64})
-    words = build_command(config, tmp_path, host="127.0.0.1", port=5, seed=11)
-    pairs = dict(itertools.pairwise(words))
-    assert pairs["--model-path"] == str(tmp_path)
-    assert pairs["--random-seed"] == "11"
-    assert pairs["--dtype"] == "bfloat16"
-    assert pairs["--max-total-tokens"] == "512"
-    assert pairs["--chunked-prefill-size"] == "64"
+@pytest.mark.parametrize(
+    ("cuda", "keys", "flags"),
+    [
+        (
+            False,
+            {"dtype": Dtype.bfloat16, "kv_cache_tokens": 512, "sglang": {"chunked_prefill_size": 64}},
+            {"--random-seed": "11", "--dtype": "bfloat16", "--max-total-tokens": "512", "--chunked-prefill-size": "64"},
+        ),
+        (False, {}, {"--device": "cpu", "--cuda-graph-backend-prefill": None, "--enable-priority-scheduling": None}),
+        # Only where generation runs ahead.
+        (False, {"max_staleness": 1}, {"--enable-priority-scheduling": ...}),
+        (True, {}, {"--device": None, "--cuda-graph-backend-prefill": "disabled"}),
+        (True, {"sglang": {GRAPHS: "breakable"}}, {"--cuda-graph-backend-prefill": "breakable"}),
+        (True, FLOAT32, {"--attention-backend": "triton"}),
+        (True, {"dtype": Dtype.bfloat16}, {"--attention-backend": None}),
+    ],
+)
+def test_the_command_has_the_configurations_options_and_those_of_the_device(tmp_path, monkeypatch, cuda, keys, flags):
+    monkeypatch.setattr(server, "has_cuda", lambda: cuda)
+    words = build_words(tmp_path, **keys)
+    assert words[words.index("--model-path") + 1] == str(tmp_path)
+    found = dict(itertools.pairwise(words))
+    for flag, value in flags.items():
+        assert flag in words if value is ... else found.get(flag) == value
 
 
 @pytest.mark.parametrize("name", ["a[1]", "what?", "Mistral-Large-3-distilled"])
@@ -109,17 +158,23 @@ def test_a_model_in_whose_path_sglang_would_not_find_files_is_served_through_a_l
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("SGLANG_RETURN_ORIGINAL_LOGPROB", "1"), ("SGLANG_SIMULATE_ACC_LEN", "3"), ("SGLANG_MAX_NEW_TOKENS_LIMIT", "10")],
+    ("name", "value", "keys"),
+    [
+        ("SGLANG_RETURN_ORIGINAL_LOGPROB", "1", {}),
+        ("SGLANG_SIMULATE_ACC_LEN", "3", {}),
+        ("SGLANG_MAX_NEW_TOKENS_LIMIT", "10", {}),
+        (server.GRAPH_SAVER, "true", {"offload": ServerOffload.all}),
+    ],
 )
-def test_variables_by_which_servers_report_no_samples_of_the_policy_are_refused(tmp_path, monkeypatch, name, value):
-    sglang = Path(importlib.util.find_spec("sglang").origin).parent
-    assert name in (sglang / "srt" / "environ.py").read_text()
+def test_variables_by_which_servers_would_do_something_else_are_refused(tmp_path, monkeypatch, name, value, keys):
+    assert name in (SRT / "environ.py").read_text()
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=f"{name}: found '{value}' in the environment"):
-        build_command(RolloutConfig(kv_cache_tokens=1), tmp_path, host="127.0.0.1", port=5, seed=1)
+    with pytest.raises(ConfigError, match=f"{name}: found '?{value}'? in the environment"):
+        build_words(tmp_path, **keys)
+    if keys:
+        build_words(tmp_path)
     monkeypatch.setenv(name, "0")
-    build_command(RolloutConfig(kv_cache_tokens=1), tmp_path, host="127.0.0.1", port=5, seed=1)
+    build_words(tmp_path, **keys)
 
 
 @pytest.mark.parametrize(
@@ -134,121 +189,53 @@ def test_a_model_whose_class_does_not_generate_is_refused_with_the_class_that_do
             load_family_options(tmp_path)
 
 
-def test_on_a_cpu_the_kv_cache_must_have_a_size(tmp_path, monkeypatch):
+def test_a_cache_without_a_size_on_a_cpu_and_a_directory_without_a_model_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "has_cuda", lambda: False)
     with pytest.raises(ConfigError, match=r"rollout.kv_cache_tokens: null; on a CPU it must be a number"):
-        build_command(RolloutConfig(), tmp_path, host="127.0.0.1", port=5, seed=1)
-
-
-def test_the_stand_ins_are_used_only_without_cuda(tmp_path, monkeypatch):
-    for cuda in (True, False):
-        monkeypatch.setattr(server, "has_cuda", lambda cuda=cuda: cuda)
-        path = server.build_environment(RolloutConfig(), tmp_path)["PYTHONPATH"]
-        assert (str(server.STANDINS) in path.split(":")) == (not cuda)
-        words = build_command(RolloutConfig(kv_cache_tokens=1), tmp_path, host="127.0.0.1", port=5, seed=1)
-        assert ("--device" in words) == (not cuda)
-
-
-def test_servers_find_the_programs_of_the_environment_that_starts_them_although_it_is_not_activated(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    path = server.build_environment(RolloutConfig(), tmp_path)["PATH"]
-    assert path.split(":") == [str(Path(sys.executable).parent), "/usr/bin", "/bin"]
-    found = shutil.which("ninja", path=path)
-    assert found is None or Path(found).parent == Path(sys.executable).parent
-
-
-@pytest.mark.parametrize("dtype", list(Dtype))
-def test_float32_servers_on_a_gpu_use_kernels_that_take_float32(tmp_path, monkeypatch, dtype):
-    monkeypatch.setattr(server, "has_cuda", lambda: True)
-    for name in server.FLOAT32_ON_GPU:
-        monkeypatch.delenv(name, raising=False)
-    config = RolloutConfig(dtype=dtype, kv_cache_tokens=1)
-    pairs = dict(itertools.pairwise(build_command(config, tmp_path, host="127.0.0.1", port=5, seed=1)))
-    environment = server.build_environment(config, tmp_path)
-    is_float32 = dtype is Dtype.float32
-    assert pairs.get("--attention-backend") == ("triton" if is_float32 else None)
-    assert environment.get("SGLANG_FORCE_FUSED_OP_BACKEND") == ("torch" if is_float32 else None)
-    assert environment.get("TRITON_F32_DEFAULT") == ("ieee" if is_float32 else None)
-    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32")
-    assert server.build_environment(config, tmp_path)["TRITON_F32_DEFAULT"] == "tf32"
-
-
-def test_the_installed_sglang_has_the_switch_and_the_backends_for_float32():
-    sglang = Path(importlib.util.find_spec("sglang").origin).parent
-    assert "SGLANG_FORCE_FUSED_OP_BACKEND" in (sglang / "srt" / "environ.py").read_text()
-    assert 'TORCH = "torch"' in (sglang / "kernels" / "spec.py").read_text()
-    choices = (sglang / "srt" / "arg_groups" / "choices.py").read_text()
-    assert all(f'"{name}",' in choices for name in FLOAT32_ATTENTION)
-
-
-@pytest.mark.parametrize("key", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"])
-def test_an_attention_backend_that_takes_no_float32_is_refused_with_those_that_do(key):
-    (problem,) = check_attention(RolloutConfig(dtype=Dtype.float32, sglang={key: "fa3"}))
-    assert problem.startswith(f"rollout.sglang.{key}: found 'fa3' with rollout.dtype=float32")
-    assert "triton or torch_native or flex_attention" in problem
-    assert not list(check_attention(RolloutConfig(dtype=Dtype.float32, sglang={key: "triton"})))
-    assert not list(check_attention(RolloutConfig(dtype=Dtype.bfloat16, sglang={key: "fa3"})))
-
-
-def test_only_a_server_that_shares_gpus_bears_that_some_are_fuller_than_others(tmp_path, monkeypatch):
-    name = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
-    monkeypatch.delenv(name, raising=False)
-    # A release that has renamed it would refuse again.
-    assert name in Path(importlib.util.find_spec("sglang").origin).with_name("srt").joinpath("environ.py").read_text()
-    assert name not in server.build_environment(RolloutConfig(), tmp_path)
-    assert server.build_environment(RolloutConfig(), tmp_path, shares_gpus=True)[name] == "false"
-    monkeypatch.setenv(name, "true")
-    assert server.build_environment(RolloutConfig(), tmp_path, shares_gpus=True)[name] == "true"
-
-
-def test_a_server_has_priorities_only_where_generation_runs_ahead(tmp_path):
-    for staleness in (0, 1):
-        config = RolloutConfig(kv_cache_tokens=1, max_staleness=staleness)
-        words = build_command(config, tmp_path, host="127.0.0.1", port=5, seed=1)
-        assert ("--enable-priority-scheduling" in words) == (staleness > 0)
-
-
-def test_a_directory_without_config_is_not_a_checkpoint(tmp_path):
+        build_words(tmp_path, kv_cache_tokens=None)
     with pytest.raises(ConfigError, match=r"not a checkpoint directory: it has no config.json"):
         SGLangServer(RolloutConfig(kv_cache_tokens=1), tmp_path, log_file=tmp_path / "log", seed=1)
 
 
-def test_a_taken_port_is_an_error_that_names_it(tmp_path):
-    import socket
-
-    (tmp_path / "config.json").write_text("{}")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        made = SGLangServer(RolloutConfig(kv_cache_tokens=1), tmp_path, log_file=tmp_path / "log", seed=1, port=port)
-        with pytest.raises(ServerError, match=f"port {port} is taken"):
-            made.start()
-        assert not made.is_alive()
-
-
-def test_prefill_graphs_are_off_on_a_gpu_unless_the_user_wants_them(tmp_path, monkeypatch):
-    name = "cuda_graph_backend_prefill"
-    assert load_options()[name].flag == "--cuda-graph-backend-prefill"
-    for cuda, given, expected in ((True, {}, "disabled"), (True, {name: "breakable"}, "breakable"), (False, {}, None)):
-        monkeypatch.setattr(server, "has_cuda", lambda cuda=cuda: cuda)
-        config = RolloutConfig(kv_cache_tokens=1, sglang=given)
-        words = build_command(config, tmp_path, host="127.0.0.1", port=5, seed=1)
-        assert dict(itertools.pairwise(words)).get("--cuda-graph-backend-prefill") == expected
-
-
-def test_a_server_on_a_gpu_does_not_end_over_a_suspected_leak(tmp_path, monkeypatch):
-    (name,) = server.ON_GPU
-    monkeypatch.delenv(name, raising=False)
-    assert name in Path(importlib.util.find_spec("sglang").origin).with_name("srt").joinpath("environ.py").read_text()
+def test_servers_find_the_programs_of_the_environment_that_starts_them_and_without_cuda_the_stand_ins(
+    tmp_path, monkeypatch
+):
+    """Although it is not activated."""
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
     for cuda in (True, False):
         monkeypatch.setattr(server, "has_cuda", lambda cuda=cuda: cuda)
-        assert server.build_environment(RolloutConfig(), tmp_path).get(name) == ("false" if cuda else None)
-    monkeypatch.setattr(server, "has_cuda", lambda: True)
-    monkeypatch.setenv(name, "true")
-    assert server.build_environment(RolloutConfig(), tmp_path)[name] == "true"
+        environment = server.build_environment(RolloutConfig(), tmp_path)
+        assert environment["PATH"].split(":") == [str(Path(sys.executable).parent), "/usr/bin", "/bin"]
+        assert (str(server.STANDINS) in environment["PYTHONPATH"].split(":")) == (not cuda)
+    found = shutil.which("ninja", path=environment["PATH"])
+    assert found is None or Path(found).parent == Path(sys.executable).parent
+
+
+@pytest.mark.parametrize(
+    ("cuda", "keys", "options", "name", "expected", "own"),
+    [
+        # Kernels that take float32.
+        (True, FLOAT32, {}, "SGLANG_FORCE_FUSED_OP_BACKEND", "torch", None),
+        (True, FLOAT32, {}, "TRITON_F32_DEFAULT", "ieee", "tf32"),
+        (True, {"dtype": Dtype.bfloat16}, {}, "SGLANG_FORCE_FUSED_OP_BACKEND", None, None),
+        (True, {"dtype": Dtype.bfloat16}, {}, "TRITON_F32_DEFAULT", None, None),
+        # Only a server that shares GPUs bears that some are fuller than others.
+        (True, {}, {}, SHARED, None, None),
+        (True, {}, {"shares_gpus": True}, SHARED, "false", "true"),
+        # On a GPU a server does not end over a suspected leak.
+        (False, {}, {}, LEAK_CHECK, None, None),
+        (True, {}, {}, LEAK_CHECK, "false", "true"),
+    ],
+)
+def test_the_environment_has_the_settings_of_the_device_where_the_job_has_none(
+    tmp_path, monkeypatch, cuda, keys, options, name, expected, own
+):
+    monkeypatch.setattr(server, "has_cuda", lambda: cuda)
+    monkeypatch.delenv(name, raising=False)
+    assert server.build_environment(RolloutConfig(**keys), tmp_path, **options).get(name) == expected
+    if own is not None:
+        monkeypatch.setenv(name, own)
+        assert server.build_environment(RolloutConfig(**keys), tmp_path, **options)[name] == own
 
 
 @pytest.fixture
@@ -265,11 +252,10 @@ def wheels(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("offload", [None, *ServerOffload])
 def test_servers_with_offload_find_the_cuda_runtime_of_the_wheels(wheels, tmp_path, monkeypatch, offload):
-    config = RolloutConfig(offload=offload)
     monkeypatch.setenv("LD_LIBRARY_PATH", "/site/lib")
     for cuda in (True, False):
         monkeypatch.setattr(server, "has_cuda", lambda cuda=cuda: cuda)
-        found = server.build_environment(config, tmp_path)["LD_LIBRARY_PATH"].split(":")
+        found = server.build_environment(RolloutConfig(offload=offload), tmp_path)["LD_LIBRARY_PATH"].split(":")
         assert found[-1] == "/site/lib"
         assert (str(wheels) in found[:-1]) == (cuda and offload is not None)
 
@@ -279,25 +265,15 @@ def test_expandable_segments_are_taken_from_servers_with_offload_and_from_nobody
     wheels, tmp_path, monkeypatch, name
 ):
     monkeypatch.setattr(server, "has_cuda", lambda: True)
-    offloading, other = RolloutConfig(offload=ServerOffload.all), RolloutConfig()
     for given, expected in (
         ("expandable_segments:True", None),
         ("max_split_size_mb:64,expandable_segments:True", "max_split_size_mb:64"),
     ):
         monkeypatch.setenv(name, given)
-        assert server.build_environment(offloading, tmp_path).get(name) == expected
-        assert server.build_environment(other, tmp_path)[name] == given
+        found = server.build_environment(RolloutConfig(offload=ServerOffload.all), tmp_path)
+        assert found.get(name) == expected
+        assert server.build_environment(RolloutConfig(), tmp_path)[name] == given
         assert os.environ[name] == given
-
-
-def test_graphs_that_nobody_would_ask_back_are_refused_by_the_name_of_the_variable(tmp_path, monkeypatch):
-    monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "true")
-    config = RolloutConfig(kv_cache_tokens=1, offload=ServerOffload.all)
-    with pytest.raises(ConfigError, match="SGLANG_MEMORY_SAVER_CUDA_GRAPH: found true in the environment"):
-        build_command(config, tmp_path, host="127.0.0.1", port=5, seed=1)
-    build_command(RolloutConfig(kv_cache_tokens=1), tmp_path, host="127.0.0.1", port=5, seed=1)
-    monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "0")
-    build_command(config, tmp_path, host="127.0.0.1", port=5, seed=1)
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="compiles two small libraries")
@@ -319,3 +295,49 @@ def test_a_memory_saver_whose_libraries_are_not_found_is_told_by_the_loaders_wor
     assert server.find_preload_problem() is None
     needed.rename(tmp_path / "elsewhere")
     assert "libcudart.so.77: cannot open shared object file" in server.find_preload_problem()
+
+
+def test_a_picked_port_is_free_and_none_that_the_kernel_gives_away():
+    first, last = map(int, LOCAL_PORTS.read_text().split())
+    for _ in range(20):
+        port = pick_free_port("127.0.0.1")
+        assert not first <= port <= last
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+
+
+def test_every_rank_has_a_cpu_and_ranks_share_where_there_are_fewer():
+    assert bind_ranks([4, 7, 9], 2) == "4|7"
+    assert bind_ranks([0, 1], 4) == "0|1|0|1"
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, 0.5])
+def test_a_port_taken_meanwhile_is_an_error_that_names_it(tmp_path, deadline_s):
+    (tmp_path / "config.json").write_text("{}")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port, config = taken.getsockname()[1], RolloutConfig(kv_cache_tokens=1)
+        made = SGLangServer(config, tmp_path, log_file=tmp_path / "log", seed=1, port=port)
+        with pytest.raises(ServerError, match=rf"127.0.0.1:{port}: port {port} is taken"):
+            made.start(deadline_s)
+    assert not made.is_alive()
+    assert made.exit_status is None
+
+
+@pytest.mark.parametrize("num_characters", [8, 20, 33, 34, 35, 60, 200])
+def test_every_socket_of_a_server_fits_its_scratch_folder_however_long_tmpdir_is(num_characters, monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        parent = Path(short) / ("x" * num_characters)
+        parent.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(parent))
+        scratch = make_scratch()
+        try:
+            assert scratch.parent in (parent, Path("/tmp"))
+            assert scratch.parent == parent or num_characters > 8
+            longest = scratch / server.LONGEST_IN_SCRATCH.partition("/")[2]
+            longest.parent.mkdir()
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(longest))
+        finally:
+            shutil.rmtree(scratch)

@@ -10,9 +10,8 @@ from fakes.groups import DEADLINE_S, GroupMaker, make_group
 
 from megarl.config.load import load_config
 from megarl.data.sampler import PromptSampler
-from megarl.rollout.dynamic_sampling import NoSignalError
-from megarl.rollout.journal import Journal
-from megarl.rollout.source import GroupSource, IterationBatch
+from megarl.rollout.rollout_file import Journal
+from megarl.rollout.source import GroupSource, IterationBatch, NoSignalError
 from megarl.types import Prompt, Sample
 
 PROMPTS = [Prompt(str(i), str(i), (i + 1,), "") for i in range(20)]

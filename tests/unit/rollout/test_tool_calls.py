@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.tool_call_parser import count_markers
+from megarl.rollout.conversation import count_markers
 from megarl.sandbox.function_process import FunctionProcess
 
 CALL = '{"name": "calculator", "arguments": {"expression": "2*3"}}'

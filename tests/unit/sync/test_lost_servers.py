@@ -19,8 +19,7 @@ from generation import generate_groups
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError
-from megarl.rollout.calls import find_cause, run_in_parallel
-from megarl.rollout.client import SGLangClient
+from megarl.rollout.client import SGLangClient, find_cause, run_in_parallel
 from megarl.rollout.engine import SGLangEngine
 from megarl.sync.sync import DiskSync
 from megarl.types import Prompt

@@ -1,13 +1,14 @@
 """Runs one server process and makes sure that none of its processes outlives its owner.
 
-    python guard.py SCRATCH_DIR COMMAND...
+    python -S -I guard.py SCRATCH_DIR COMMAND...
 
 The owner holds the other end of this process's standard input. When that closes (the owner stopped the server or died),
 on SIGTERM, or when the server exits, the guard kills every descendant process of the server, removes what they left in
 /dev/shm and in SCRATCH_DIR, and exits with the server's status. Kills, because SGLang has nothing to save, takes up to
 11 s to end by itself, and takes a SIGTERM that reaches all of its processes for a crash.
 
-Standard library only, so that it starts at once. Linux only.
+Standard library only, so that it starts at once, without this folder on the path (-I), whose types.py is not Python's.
+Linux only.
 """
 
 import contextlib

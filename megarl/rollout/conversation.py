@@ -1,11 +1,30 @@
-"""Observations as tokens: only what is new is encoded, and what was generated is never encoded again."""
+"""What answers the policy between its turns: observations as tokens, and tools with SGLang's parser of their calls."""
 
-from collections.abc import Sequence
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.errors import ConfigError
+from megarl.config.schema.data import DataConfig
+from megarl.config.schema.environment import ToolsEnvironmentConfig, VerifiersEnvironmentConfig
 from megarl.data.render import Renderer
-from megarl.environment.interface import Observation
+from megarl.environment.interface import Environment, Observation
+from megarl.environment.tools import FoundCalls, ToolsEnvironment
+from megarl.environment.verifiers import VerifiersEnvironment
+from megarl.sandbox.function_process import CallError, FunctionProcess, StartError
+from megarl.sandbox.program import warn_of_gaps
+from megarl.toolbox.prompt import ToolPrompt, build_tool_prompt
+from megarl.toolbox.toolbox import Toolbox
 from megarl.types import Message, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 QUESTION, ANSWER, OBSERVATION, THOUGHT = "QUESTION", "MEGARL-ANSWER", "MEGARL-OBSERVATION", "MEGARL-THOUGHT"
 """Contents of the conversation in which a chat template shows what stands between an answer and the next one"""
@@ -173,3 +192,149 @@ class ObservationEncoder:
         if messages and messages[-1].role == "assistant":
             raise ConfigError(["environment: an observation ends with a message of assistant, which the policy writes"])
         return messages
+
+
+FALLBACK = "hermes"
+"""The format that the description asks for where the chat template knows no tools"""
+TIMEOUT_S = 5.0
+"""Of reading one action, which takes a millisecond; SGLang's expressions can take for ever"""
+MEMORY_GB = 4.0
+
+
+class ToolCallReader:
+    """Reads tool calls with SGLang's parser, in one process. Thread-safe."""
+
+    def __init__(self, prompt: ToolPrompt, parser: str | None, tokenizer: "PreTrainedTokenizerBase"):
+        """Starts the process. parser: SGLang's name of it; None: the one for the tokenizer's chat template.
+
+        Raises ConfigError naming environment.parser.
+        """
+        options = {
+            "tools": list(prompt.schemas),
+            "parser": parser if prompt.text is None else parser or FALLBACK,
+            "template": tokenizer.chat_template,
+            "tokens": sorted(tokenizer.get_added_vocab()),
+        }
+        self._end = str(tokenizer.eos_token or "")
+        self._process = _share_process(json.dumps(options))
+        try:
+            self._process.start()
+        except StartError as error:
+            raise ConfigError([f"environment.parser: {error}"]) from error
+
+    @property
+    def name(self) -> str:
+        """SGLang's name of the parser."""
+        return str(self._process.call({"text": ""})["parser"])
+
+    def find_calls(self, text: str) -> FoundCalls:
+        """The calls in an action's text, special tokens included. What SGLang's parser cannot stand is malformed."""
+        try:
+            found = self._process.call({"text": text.removesuffix(self._end)})
+        except CallError:
+            return FoundCalls((), num_malformed=1)
+        return FoundCalls(tuple((name, arguments) for name, arguments in found["calls"]), found["num_malformed"])
+
+
+@functools.lru_cache(maxsize=4)
+def _share_process(options: str) -> FunctionProcess:
+    """One for all the sets of an evaluation: each would take seconds and hundreds of megabytes."""
+    return FunctionProcess(
+        "megarl.rollout.conversation:load_parser",
+        timeout_s=TIMEOUT_S,
+        memory_gb=MEMORY_GB,
+        options=json.loads(options),
+    )
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a run: how the prompts describe them, and what answers their calls."""
+
+    prompt: ToolPrompt
+    make_environment: Callable[[], Environment]
+
+
+def build_tools(
+    config: ToolsEnvironmentConfig | VerifiersEnvironmentConfig, data: DataConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> Tools | None:
+    """None where the environment has none. Starts the processes.
+
+    Raises ConfigError naming environment.tools, environment.id or environment.parser.
+    """
+    prompt = build_tool_prompt(config, data, tokenizer)
+    if prompt is None:
+        return None
+    reader = ToolCallReader(prompt, config.parser, tokenizer)
+    if isinstance(config, VerifiersEnvironmentConfig):
+        return Tools(prompt, partial(VerifiersEnvironment, config.id, config.args, prompt, reader.find_calls))
+    if "python" in config.tools:
+        warn_of_gaps("environment.tools=[python]")
+    return Tools(prompt, partial(ToolsEnvironment, config, Toolbox(config), prompt, reader.find_calls))
+
+
+Answer = dict[str, Any]
+
+
+def load_parser(
+    tools: Sequence[Mapping[str, Any]], parser: str | None, template: str | None, tokens: list[str]
+) -> Callable[..., Answer]:
+    """The function text -> {"parser", "calls": [[name, arguments as JSON], ...], "num_malformed"}.
+
+    tools: their schemas. parser: SGLang's name; None: as `find_parser` finds it for the chat template `template` and
+    the tokenizer's added `tokens`. Raises ValueError for a parser that SGLang does not have, or where none is found.
+    """
+    from megarl.rollout.server import STANDINS  # The server reads a chat template with what stands here.
+
+    os.environ["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "true"  # A call of an unknown tool is answered, too.
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # This process sees no GPU.
+    sys.path.insert(0, str(STANDINS))
+    from sglang.srt.entrypoints.openai.protocol import Tool
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+    from sglang.srt.parser.template_detection import detect_reasoning_parser, detect_reasoning_pattern
+
+    vocabulary = SimpleNamespace(get_vocab=lambda: dict.fromkeys(tokens, 0))
+    forced, toggle = detect_reasoning_pattern(template)
+    reasoning = detect_reasoning_parser(template, vocabulary, toggle, forced)
+    name = parser or find_parser(template, vocabulary, forced, toggle)
+    known = FunctionCallParser.ToolCallParserEnum
+    if name not in known:
+        found = f"found {name!r}; it must be" if name else "found null, and the chat template does not tell it; name"
+        raise ValueError(f"{found} one of SGLang's parsers: {', '.join(sorted(known))}")
+    described = [Tool.model_validate(tool) for tool in tools]
+
+    def read(text: str) -> Answer:
+        if reasoning is not None:
+            _, text = ReasoningParser(reasoning, stream_reasoning=False).parse_non_stream(text)
+        found = FunctionCallParser(described, name)
+        calls: list[list[str]] = []
+        num_malformed = 0
+        if text and found.has_tool_call(text):
+            parsed = found.parse_non_stream(text)[1]
+            calls = [[call.name, call.parameters] for call in parsed if call.name]
+            num_begun = max(len(parsed), count_markers(text, found.detector.bot_token))
+            num_malformed = num_begun - len(calls)
+        return {"parser": name, "calls": calls, "num_malformed": num_malformed}
+
+    return read
+
+
+def find_parser(template: str | None, vocabulary: Any, forced: bool, toggle: Any) -> str | None:
+    """SGLang's name of the tool-call parser for a chat template, as its servers find it.
+
+    They do not know Qwen2.5's, Hermes' and Llama 3's templates, which are told by the tags that they write.
+    """
+    from sglang.srt.parser.template_detection import detect_tool_call_parser
+
+    found: str | None = detect_tool_call_parser(template, vocabulary, toggle, forced)
+    if found is not None or template is None:
+        return found
+    if "<tool_call>" in template:
+        return "hermes"
+    return "llama3" if "ipython" in template else None
+
+
+def count_markers(text: str, marker: str) -> int:
+    """How many calls a text begins, as far as its format has a marker for each; at least one."""
+    return max(1, text.count(marker.strip())) if marker.strip() else 1
