@@ -1,6 +1,9 @@
 """The words of a command line that are no override that Hydra could read: one message each, before Hydra sees them."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from megarl.config.errors import ConfigError
 from megarl.config.search_path import CONF_DIR, list_config_dirs, list_options
@@ -50,3 +53,22 @@ def _list_options(group: str, overrides: Sequence[str]) -> list[str]:
     # Reading hydra.searchpath of a word that cannot be parsed would raise; only good words are looked at.
     good = [text for text in overrides if "=" in text]
     return list_options(group, good) if (CONF_DIR / group).is_dir() and group.isidentifier() else []
+
+
+def list_set_keys(override: str) -> list[str]:
+    """The dotted keys that an override sets, those of a dictionary one by one; none for an option of a group."""
+    key, equals, value = override.lstrip("+").partition("=")
+    if not equals or key.startswith(("~", "-", "hydra.")):
+        return []
+    if value.lstrip().startswith("{"):
+        parsed = OverridesParser.create().parse_override(override).value()
+        return [f"{key}.{name}" for name in _walk(parsed)] if isinstance(parsed, dict) else []
+    return [key] if "." in key or key == "seed" else []
+
+
+def _walk(tree: dict[Any, Any]) -> Iterator[str]:
+    for name, child in tree.items():
+        if isinstance(child, dict) and child:
+            yield from (f"{getattr(name, 'text', name)}.{rest}" for rest in _walk(child))
+        else:
+            yield str(getattr(name, "text", name))

@@ -27,7 +27,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.evaluation_sets import expand_sets, load_configs
 from megarl.config.load import load_config
 from megarl.config.placement import DeviceSlot, check_cluster, count_nodes, list_groups, place
-from megarl.config.roll.rewrite import rewrite_overrides
+from megarl.config.roll import rewrite_overrides
 from megarl.config.schema.hardware import LEAST_OF_KIND, HardwareConfig
 from megarl.config.schema.root import Config
 from megarl.config.search_path import take_config_dirs

@@ -21,9 +21,9 @@ from megarl.checkpoint.folder import open_pretraining, remove_pretraining
 from megarl.checkpoint.manifest import NAME as MANIFEST
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.checks.unused import find_unused
-from megarl.config.roll.rewrite import list_set_keys
 from megarl.config.run_name import digest
 from megarl.config.schema.root import Config
+from megarl.config.words import list_set_keys
 from megarl.report.outcome import Outcome, State, clear_outcome, write_outcome
 from megarl.report.sweep import PRETRAINING_PREFIX
 from megarl.value_pretraining.inputs import list_pretraining_inputs

@@ -47,7 +47,7 @@ ONLY_ROOMS = {
     "types": {"types"},
 }
 """Rooms that may import fewer of megarl's rooms than their layer allows."""
-ONLY_PACKAGES: dict[str, set[str]] = {room: {"omegaconf", "hydra"} for room in ("config", *SCHEMA)} | {
+ONLY_PACKAGES: dict[str, set[str]] = {room: {"omegaconf", "hydra", "yaml"} for room in ("config", *SCHEMA)} | {
     "families": set()
 }
 """Rooms that may use these packages besides the standard library and no others."""

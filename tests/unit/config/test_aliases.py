@@ -6,8 +6,8 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import check_overrides, load_config
-from megarl.config.roll.aliases import ALIASES
-from megarl.config.roll.rewrite import rewrite_overrides
+from megarl.config.names import ALIASES
+from megarl.config.roll import rewrite_overrides
 
 GROUPED = "train.responses_per_prompt=4"
 WORKING: dict[str, list[tuple[list[str], dict[str, object]]]] = {

@@ -9,9 +9,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from megarl.config.load import load_config
+from megarl.config.roll_import import Outcome, get_exit_code, import_roll, list_losses, list_overrides, read_roll_file
 from megarl.config.schema.root import Config
-from megarl.tools.import_roll import Outcome, get_exit_code, import_roll, list_losses, list_overrides
-from megarl.tools.roll_file import read_roll_file
 
 ROOT = Path(__file__).resolve().parents[3]
 FILES = Path(__file__).parent / "roll"

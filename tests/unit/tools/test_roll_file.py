@@ -4,7 +4,7 @@ import pytest
 from roll_cases import run_import, write
 from yaml import YAMLError
 
-from megarl.tools.roll_file import read_roll_file
+from megarl.config.roll_import import read_roll_file
 
 BOMB = "a: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"b{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)

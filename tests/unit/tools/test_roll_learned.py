@@ -3,7 +3,7 @@
 import pytest
 from roll_cases import CODE, PG_WORKER, STRATEGY, import_tree, load_tree, make
 
-from megarl.tools.import_roll import get_exit_code, list_losses
+from megarl.config.roll_import import get_exit_code, list_losses
 
 
 def test_topr_of_the_policy_gradient_worker_is_topr_here_with_its_token_ratio(tmp_path):

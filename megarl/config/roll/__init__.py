@@ -1,1 +1,0 @@
-"""ROLL's names (github.com/alibaba/ROLL) for our keys."""
