@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from megarl.algo.advantages.tether import update_rho
+from megarl.algo.advantages import update_rho
 from megarl.algo.diagnostics import compute_batch_metrics, compute_engine_taper, measure_engine_noise
-from megarl.algo.kl import KlController
 from megarl.algo.registry import load_state, read_state
-from megarl.algo.rewards import update_reward_moments
+from megarl.algo.rewards import KlController, update_reward_moments
 from megarl.algo.statistics import RunningMoments
-from megarl.algo.targets import compute_targets
-from megarl.algo.value_range import warn_of_returns
+from megarl.algo.targets import compute_targets, warn_of_returns
 from megarl.config.old_logprobs import reuses_logprobs
 from megarl.config.schema.algo import AlgoConfig, needs_reward_moments, uses_topr
 from megarl.config.schema.environment import MultiTurnEnvironmentConfig

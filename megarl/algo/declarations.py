@@ -1,7 +1,7 @@
 """What an advantage estimator, a policy loss or a term of the loss declares beside its function.
 
-Importing this file, or a module of `advantages/`, `policy_losses/` or `loss_terms/`, imports no torch: a configuration
-is checked and its objective printed without it. Their functions import it when they run.
+Importing this file, `advantages.py`, `policy_losses.py` or `loss_terms.py` imports no torch: a configuration is checked
+and its objective printed without it. Their functions import it when they run.
 Suffixes: B samples, T response positions, R flat response tokens of a micro-batch.
 """
 

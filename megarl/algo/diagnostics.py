@@ -6,13 +6,14 @@ Suffixes: B samples, T response positions. Everything is over the generated toke
 import math
 import warnings
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from megarl.algo.blocks import count_generated, split_blocks
-from megarl.algo.finite import check_finite
-from megarl.algo.mismatch import compute_log_ratio, compute_outside
+from megarl.algo.blocks import Block, check_finite, count_generated, split_blocks
 from megarl.algo.statistics import Mean, Summary, compute_group_index, compute_moments
+from megarl.algo.tokens import compute_log_ratio, compute_outside
 from megarl.config.schema.algo import MismatchConfig
 from megarl.config.schema.algo_choices import NormScope, RatioLevel
 from megarl.types import Experience, Metrics, TrainingSamples
@@ -310,3 +311,274 @@ def _expect_taper(mean: Tensor, deviation: Tensor) -> Tensor:
     s = deviation.clamp(min=1e-12)
     below = (mean + s**2 / 2).exp() * torch.special.ndtr(-(mean + s**2) / s)
     return torch.where(deviation > 0, below + torch.special.ndtr(mean / s), 1.0)
+
+
+# How much of an advantage is about its token, and how the critic stands to the mean of the group or of the batch.
+#
+# The signal of token t is its true advantage, A* = Q(s_t, a_t) - V*(s_t); the rest of an advantage is noise: what other
+# tokens did. Where the next state is known once the token is, r_t + gamma V*(s_t+1) is Q, and with M_t = G_t - V*(s_t),
+# G_t the discounted sum of the rewards from t on, M_t = A*_t + gamma M_t+1. M_t+1 has mean 0 whatever happened up to
+# t+1:
+#
+#     E[A*_t^2] = E[M_t^2] - gamma^2 E[M_t+1^2]
+#
+# In words: the critic's squared error falls by what the token has decided. The square of the TD error has the same mean
+# where V is exact, but takes a critic's random errors for signal; here they cancel, as long as they are as large at t
+# as at t + 1, and a critic that is one constant finds no signal at all. At the last token of a response no state
+# follows: all that the critic has not foreseen would count as that token's signal, so it is left out.
+#
+# Suffixes: B samples, K rows of a block, R its generated tokens, N responses with a token.
+
+_ROUNDING = 1e-12
+"""Mean squares up to this share of the largest squared outcome or error of a first state are rounding."""
+
+
+class SignalSummary:
+    """advantage/signal_frac_* and critic/mse_vs_*, from blocks of rows that come in the batch's order.
+
+    The baseline of a response is the mean outcome of the others of its group, which has the name `group`, over the
+    responses that have such others; where no response has any (K = 1), that of the others of the batch, `batch`.
+
+    advantage/signal_frac_at_0_25 .. at_75_100: sum of A*^2 / sum of A^2 over the tokens in that quarter of their
+    response (`compute_quarters`) that are not its last; A as estimated, before whitening and clipping. With the
+    signal-to-noise ratio SNR it is SNR^2 / (1 + SNR^2). An estimate: it can be below 0 and above 1.
+    advantage/signal_frac_group_at_.. (or _batch_at_..): the same of the advantage outcome - baseline.
+    critic/mse_vs_group (or _batch): mean squared error of the critic over all tokens, over that of the baseline.
+    critic/mse_vs_group_first (or _batch_first): the same at the first state of each response.
+    What is not defined is left out.
+    """
+
+    def __init__(self, groups_B: Tensor, lengths_B: Tensor, gamma: float):
+        """groups_B: int64 [B]. lengths_B: int64 [B], generated tokens of each response."""
+        self._groups_B, self._lengths_B, self._gamma = groups_B, lengths_B, gamma
+        self._parts: list[dict[str, NDArray[np.float64]]] = []
+        # One for all blocks: fresh memory costs several times what the sums do.
+        self._squares = torch.empty(0, dtype=torch.float64)
+
+    def add(self, block: Block, values_R: Tensor, outcomes_R: Tensor, advantages_R: Tensor) -> None:
+        """values (V), outcomes (G) and advantages (A): float64 [R]."""
+        lengths = block.lengths[block.lengths > 0]
+        if not len(lengths):
+            return
+        starts = lengths.cumsum(0) - lengths
+        # Five parts of each row: the quarters without the last token, and that token.
+        ends_K4 = find_quarter_ends(lengths).minimum(lengths[:, None] - 1)
+        bounds_K5 = (starts[:, None] + torch.nn.functional.pad(ends_K4, (1, 0))).numpy()
+        if len(self._squares) < len(values_R):
+            self._squares = torch.empty_like(values_R)
+        squares_R = self._squares[: len(values_R)]
+        torch.sub(outcomes_R, values_R, out=squares_R).square_()
+        errors_K5, at_bounds_K5 = _sum_parts(squares_R.numpy(), bounds_K5), squares_R.numpy()[bounds_K5]
+        torch.mul(advantages_R, advantages_R, out=squares_R)
+        advantages_K5 = _sum_parts(squares_R.numpy(), bounds_K5)
+        decay = self._gamma**2
+        signal_K4 = (1 - decay) * errors_K5[:, :4] + decay * (at_bounds_K5[:, :4] - at_bounds_K5[:, 1:])
+        self._parts.append(
+            {
+                "signal": signal_K4,
+                "power": advantages_K5[:, :4],
+                "error": errors_K5.sum(1),
+                "first_error": at_bounds_K5[:, 0],
+                "first_outcome": outcomes_R.numpy()[bounds_K5[:, 0]],
+            }
+        )
+
+    def compute_metrics(self) -> Metrics:
+        if not self._parts:
+            return {}
+        parts = {key: torch.from_numpy(np.concatenate([part[key] for part in self._parts])) for key in self._parts[0]}
+        lengths_N, groups_N = (x[self._lengths_B > 0] for x in (self._lengths_B, self._groups_B))
+        counts_N4 = find_quarter_ends(lengths_N).minimum(lengths_N[:, None] - 1)
+        counts_N4 = counts_N4.diff(dim=1, prepend=torch.zeros(len(counts_N4), 1, dtype=torch.int64))
+        smallest = _ROUNDING * float(parts["first_outcome"].square().maximum(parts["first_error"]).max())
+        signal_4, power_4, num_4 = parts["signal"].sum(0), parts["power"].sum(0), counts_N4.sum(0)
+        metrics = _divide_by_quarter("advantage/signal_frac", signal_4, power_4, num_4 * smallest)
+        name, compared_N, error_N = _compute_baseline_error(parts["first_outcome"], groups_N)
+        if not bool(compared_N.any()):
+            return metrics
+        error_N, lengths_N, counts_N4 = error_N[compared_N], lengths_N[compared_N], counts_N4[compared_N]
+        signal_4, power_4 = parts["signal"][compared_N].sum(0), (error_N[:, None] * counts_N4).sum(0)
+        num_4 = counts_N4.sum(0)
+        metrics |= _divide_by_quarter(f"advantage/signal_frac_{name}", signal_4, power_4, num_4 * smallest)
+        for suffix, key, weights_N in (("", "error", lengths_N), ("_first", "first_error", torch.ones_like(lengths_N))):
+            baseline = float((error_N * weights_N).sum())
+            if baseline > smallest * int(weights_N.sum()):
+                metrics[f"critic/mse_vs_{name}{suffix}"] = float(parts[key][compared_N].sum()) / baseline
+        return metrics
+
+
+def _sum_parts(x_R: NDArray[np.float64], bounds_K5: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Sums of x from each bound to the next, float64 [K, 5]."""
+    flat = bounds_K5.reshape(-1)
+    sums = np.add.reduceat(x_R, flat)
+    # Of an empty part reduceat gives the entry at its start.
+    sums[:-1][flat[1:] == flat[:-1]] = 0.0
+    return sums.reshape(bounds_K5.shape)
+
+
+def _compute_baseline_error(outcomes_N: Tensor, groups_N: Tensor) -> tuple[str, Tensor, Tensor]:
+    """Name of the baseline; which responses it has others for, bool [N]; (outcome - mean of the others)^2, float64."""
+    index, sizes = compute_group_index(groups_N)
+    name = "group"
+    if int(sizes.max()) == 1:
+        name, index, sizes = "batch", torch.zeros_like(index), torch.tensor([len(index)])
+    sums = torch.zeros(len(sizes), dtype=torch.float64).index_add(0, index, outcomes_N)
+    num_others = sizes[index] - 1
+    others = (sums[index] - outcomes_N) / num_others.clamp(min=1)
+    return name, num_others > 0, (outcomes_N - others).square()
+
+
+def _divide_by_quarter(name: str, signal_4: Tensor, power_4: Tensor, smallest_4: Tensor) -> Metrics:
+    """signal / power of each quarter that has some power."""
+    numbers = zip(QUARTERS, signal_4.tolist(), power_4.tolist(), smallest_4.tolist(), strict=True)
+    return {f"{name}_at_{quarter}": signal / power for quarter, signal, power, smallest in numbers if power > smallest}
+
+
+# How well the critic knows what is to come: by position, by length, and against the outcome.
+#
+# Suffixes: B samples, T response positions, N predictions. Everything is over the generated tokens of the global batch,
+# in float64; none of it enters a gradient. V is the critic's value before the update, G the return it learns
+# (lambda_critic), the outcome the discounted sum of the rewards that followed (G with lambda 1).
+
+NUM_BINS = 10
+"""Most bins of a calibration error."""
+PREDICTIONS_PER_BIN = 8
+"""Fewer would show the outcomes' noise instead of the critic's error."""
+
+
+class CriticSummary:
+    """critic/*, from blocks of rows that come in the batch's order.
+
+    critic/explained_variance: 1 - Var(G - V) / Var(G) over all tokens; value_mean, return_mean: of V and G.
+    critic/ev_at_0_25 .. ev_at_75_100: explained variance over the tokens in that quarter of their response.
+    critic/ev_length_q1 .. q4: over the responses in that quartile of length, the shortest first.
+    critic/calibration_error_first, _slope_first, _corr_first, and .._middle: the value of the first (middle)
+    state of each response against the outcome from there on; see `compute_calibration`.
+    critic/value_first_q1 .. q4, outcome_first_q1 .. q4, and .._middle: mean value and mean outcome of these states in
+    each quartile of value, the lowest first: the points of a reliability diagram.
+    advantage/signal_frac_*, critic/mse_vs_*: see `SignalSummary`.
+    What is not defined is left out: an empty part, or one whose G (V, outcomes) are all equal.
+    """
+
+    def __init__(self, lengths_B: Tensor, groups_B: Tensor, gamma: float):
+        """lengths_B: int64 [B], generated tokens of each response. groups_B: int64 [B], equal for the responses to a
+        prompt. gamma: algo.gamma.
+        """
+        lengths = lengths_B.double()
+        self._quartiles_B = find_quantiles(lengths[lengths > 0], lengths, 4) if bool(lengths_B.any()) else lengths
+        self._signal = SignalSummary(groups_B, lengths_B, gamma)
+        self._all, self._value = ExplainedVariance(), Mean()
+        self._quarters = [ExplainedVariance() for _ in QUARTERS]
+        self._quartiles = [ExplainedVariance() for _ in range(4)]
+        self._states: dict[str, list[Tensor]] = {"first": [], "middle": []}
+
+    def add(self, block: Block, values_R: Tensor, returns_R: Tensor, outcomes_R: Tensor, advantages_R: Tensor) -> None:
+        """values (V), returns (G), outcomes and the policy's advantages: float64 [R]."""
+        self._signal.add(block, values_R, outcomes_R, advantages_R)
+        self._all.add(values_R, returns_R)
+        self._value.add(values_R)
+        quartiles = block.spread(self._quartiles_B)
+        for kinds_R, summaries in ((compute_quarters(block.lengths), self._quarters), (quartiles, self._quartiles)):
+            for kind, summary in enumerate(summaries):
+                here = (kinds_R == kind).numpy()
+                summary.add(*(torch.from_numpy(x.numpy()[here]) for x in (values_R, returns_R)))
+        some = block.lengths > 0
+        starts = (block.ends - block.lengths)[some]
+        for name, states in (("first", starts), ("middle", starts + block.lengths[some] // 2)):
+            self._states[name].append(torch.stack([values_R[states], outcomes_R[states]]))
+
+    def compute_metrics(self) -> Metrics:
+        if not self._value.count:
+            return {}
+        metrics = {
+            "critic/explained_variance": self._all.value,
+            "critic/value_mean": self._value.value,
+            "critic/return_mean": self._all.returns.mean,
+        }
+        parts = {f"at_{name}": part for name, part in zip(QUARTERS, self._quarters, strict=True)}
+        parts |= {f"length_q{number}": part for number, part in enumerate(self._quartiles, start=1)}
+        metrics |= {f"critic/ev_{name}": part.value for name, part in parts.items() if part.is_defined}
+        for name, states in self._states.items():
+            predicted, outcomes = torch.cat(states, dim=1)
+            calibration = compute_calibration(predicted, outcomes)
+            metrics |= {f"critic/calibration_{key}_{name}": value for key, value in calibration.items()}
+            for quartile, (value, outcome) in compute_reliability(predicted, outcomes).items():
+                metrics |= {f"critic/value_{name}_q{quartile}": value, f"critic/outcome_{name}_q{quartile}": outcome}
+        return metrics | self._signal.compute_metrics()
+
+
+def compute_critic_metrics(
+    values: Tensor,
+    returns: Tensor,
+    outcomes: Tensor,
+    mask: Tensor,
+    advantages: Tensor | None = None,
+    groups: Tensor | None = None,
+    gamma: float = 1.0,
+) -> Metrics:
+    """`CriticSummary` of a batch. values (V), returns (G), outcomes, advantages (None: returns - values): float [B, T];
+    mask: bool [B, T]; groups: int64 [B] (None: one response each). Raises NonFiniteError.
+    """
+    tensors = {"values": values, "returns": returns, "outcomes": outcomes}
+    tensors["advantages"] = returns - values if advantages is None else advantages
+    for name, tensor in tensors.items():
+        check_finite(name, tensor, mask)
+    summary = CriticSummary(count_generated(mask), torch.arange(len(mask)) if groups is None else groups, gamma)
+    for block in split_blocks(mask):
+        summary.add(block, *(block.flatten(tensor).double() for tensor in tensors.values()))
+    return summary.compute_metrics()
+
+
+def compute_calibration(predicted_N: Tensor, outcomes_N: Tensor) -> Metrics:
+    """How predictions stand to outcomes, float64 [N] both; {} for N = 0.
+
+    error: expected calibration error sum_b n_b/N |mean prediction - mean outcome| over bins b of equal count, in order
+    of the prediction, as many as give each 8 predictions, at most 10; equal predictions share a bin. 0 is perfect, the
+    unit is that of the reward.
+    slope: Cov(prediction, outcome) / Var(prediction); 1 is perfect, below 1 the predictions vary too much.
+    corr: Pearson's correlation.
+    Slope and corr are left out where the predictions (corr: or the outcomes) are all equal.
+    """
+    num = predicted_N.numel()
+    if num == 0:
+        return {}
+    num_bins = min(NUM_BINS, max(1, num // PREDICTIONS_PER_BIN))
+    bins = find_quantiles(predicted_N, predicted_N, num_bins)
+    gaps = torch.zeros(num_bins, dtype=torch.float64).index_add(0, bins, predicted_N - outcomes_N)
+    metrics = {"error": float(gaps.abs().sum() / num)}
+    if _is_constant(predicted_N):
+        return metrics
+    v, g = predicted_N - predicted_N.mean(), outcomes_N - outcomes_N.mean()
+    metrics["slope"] = float((v * g).sum() / v.square().sum())
+    if not _is_constant(outcomes_N):
+        metrics["corr"] = float((v * g).sum() / (v.square().sum() * g.square().sum()).sqrt())
+    return metrics
+
+
+def compute_reliability(predicted_N: Tensor, outcomes_N: Tensor) -> dict[int, tuple[float, float]]:
+    """Mean prediction and mean outcome in each quartile of the predictions, 1 to 4, float64 [N] both; equal predictions
+    share a quartile, and one without any is left out.
+    """
+    if predicted_N.numel() == 0:
+        return {}
+    quartiles = find_quantiles(predicted_N, predicted_N, 4)
+    means = {}
+    for quartile in range(4):
+        here = quartiles == quartile
+        if bool(here.any()):
+            means[quartile + 1] = (float(predicted_N[here].mean()), float(outcomes_N[here].mean()))
+    return means
+
+
+def find_quantiles(values_N: Tensor, values_M: Tensor, num: int) -> Tensor:
+    """Which of the `num` quantiles of the first numbers each of the second lies in, from 0; int64 [M].
+
+    Both float64. A number at a limit belongs below it: equal numbers are never split.
+    """
+    limits = torch.quantile(values_N, torch.arange(1, num, dtype=torch.float64) / num)
+    return torch.searchsorted(limits, values_M.contiguous())
+
+
+def _is_constant(numbers: Tensor) -> bool:
+    low, high = numbers.aminmax()
+    return is_constant(float(low), float(high))

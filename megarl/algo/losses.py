@@ -1,20 +1,27 @@
 """Policy and critic losses of one micro-batch.
 
-The policy's is the one that algo.surrogate names (`policy_losses/`) and the terms of `loss_terms/`. Suffix: R response
-tokens of a micro-batch, flat. Positions that the policy did not generate may hold anything: they are replaced before
-any arithmetic, so that neither their value nor a gradient through them gets anywhere.
+The policy's is the one that algo.surrogate names (`policy_losses.py`) and the terms of `loss_terms.py`. Suffix: R
+response tokens of a micro-batch, flat. Positions that the policy did not generate may hold anything: they are replaced
+before any arithmetic, so that neither their value nor a gradient through them gets anywhere.
 """
 
 import torch
 from torch import Tensor
 
-from megarl.algo.aggregation import aggregate
-from megarl.algo.finite import check_finite
-from megarl.algo.mismatch import compute_log_ratio, compute_mismatch_weight
-from megarl.algo.registry import find_policy_loss, list_loss_terms
-from megarl.algo.tokens import LossCounts, LossOutput, PolicyTokens, TokenTargets, count_minibatch
+from megarl.algo.blocks import check_finite
+from megarl.algo.loss_terms import LOSS_TERMS
+from megarl.algo.registry import find_policy_loss
+from megarl.algo.tokens import (
+    LossCounts,
+    LossOutput,
+    PolicyTokens,
+    TokenTargets,
+    compute_log_ratio,
+    compute_mismatch_weight,
+    count_minibatch,
+)
 from megarl.config.schema.algo import AlgoConfig
-from megarl.config.schema.algo_choices import MismatchCorrection
+from megarl.config.schema.algo_choices import LossAggMode, MismatchCorrection
 
 __all__ = [
     "LossCounts",
@@ -59,7 +66,7 @@ def policy_loss(
 
     loss, size = aggregated(token_loss), aggregated(token_loss.detach().abs())
     maxima = {"policy/ratio_max": _largest_ratio(tokens)}
-    for term in list_loss_terms():
+    for term in LOSS_TERMS:
         if term.count is not None and term.is_used(config):
             values, weight = torch.where(targets.loss_mask, term.compute(tokens, config), 0.0), term.weight(config)
             mean = values.sum() / max(count := term.count(counts, config), 1)
@@ -81,7 +88,7 @@ def _sum_token_losses(tokens: PolicyTokens, config: AlgoConfig, counts: LossCoun
             surrogate = surrogate * _mismatch_weight(tokens, config)
         total = total + config.rl_loss_coef * surrogate
         sums = {name: _token_mean(value, mask, counts.num_tokens) for name, value in metrics.items()}
-    for term in list_loss_terms():
+    for term in LOSS_TERMS:
         if not term.is_used(config):
             continue
         if term.count is None:
@@ -172,3 +179,42 @@ def _largest_ratio(tokens: PolicyTokens) -> Tensor:
     if inside.numel() == 0:
         return torch.zeros((), dtype=inside.dtype, device=inside.device)
     return inside.max().exp()
+
+
+# How a minibatch's token losses become one number (`loss_agg_mode`).
+#
+# Suffix: R flat response tokens of one micro-batch. N_tok and N_seq are counted over the global minibatch, so that the
+# sum over micro-batches and ranks does not depend on how the minibatch was cut.
+
+_TOKEN_MEAN = LossAggMode["token-mean"]
+_SEQ_TOKEN_MEAN = LossAggMode["seq-mean-token-mean"]
+_SEQ_TOKEN_SUM_NORM = LossAggMode["seq-mean-token-sum-norm"]
+
+
+def aggregate(
+    token_loss_R: Tensor,
+    mode: LossAggMode,
+    rows: Tensor,
+    row_lengths: Tensor,
+    num_tokens: int,
+    num_sequences: int,
+    response_length: int | None = None,
+) -> Tensor:
+    """This micro-batch's part of the aggregate, a scalar.
+
+    token_loss_R: float [R], 0 where the token has no loss. row_lengths: int64 [rows], l_i.
+    token-mean: sum / N_tok; seq-mean-token-sum: sum / N_seq; seq-mean-token-mean: sum_i (sum_t / l_i) /
+    N_seq; seq-mean-token-sum-norm: sum / (N_seq * response_length), the configured maximum.
+    """
+    if mode is _TOKEN_MEAN:
+        return token_loss_R.sum() / max(num_tokens, 1)
+    num_sequences = max(num_sequences, 1)
+    if mode is _SEQ_TOKEN_MEAN:
+        sums = torch.zeros(row_lengths.shape, dtype=token_loss_R.dtype, device=token_loss_R.device)
+        sums = sums.index_add(0, rows, token_loss_R)
+        return (sums / row_lengths.clamp(min=1)).sum() / num_sequences
+    if mode is _SEQ_TOKEN_SUM_NORM:
+        if response_length is None:
+            raise ValueError("response_length: none found; loss_agg_mode=seq-mean-token-sum-norm divides by it")
+        return token_loss_R.sum() / (num_sequences * response_length)
+    return token_loss_R.sum() / num_sequences

@@ -1,7 +1,7 @@
 """The effective objective of a configuration, printed as formulas with its numbers in them."""
 
-from megarl.algo.loss_terms.reference_kl import format_kl
-from megarl.algo.registry import find_advantage, find_policy_loss, list_loss_terms, needs_critic
+from megarl.algo.loss_terms import LOSS_TERMS, format_kl
+from megarl.algo.registry import find_advantage, find_policy_loss, needs_critic
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.algo_choices import LossAggMode, MismatchCorrection, NormScope
 from megarl.config.schema.roles import CriticConfig, PolicyConfig, Trainable
@@ -41,7 +41,7 @@ def format_critic(policy: PolicyConfig, critic: CriticConfig) -> str | None:
 def _format_policy_loss(algo: AlgoConfig) -> str:
     inner = _weighted(algo.rl_loss_coef, _format_surrogate(algo)) if algo.rl_loss_coef != 0 else ""
     outer = ""
-    for term in list_loss_terms():
+    for term in LOSS_TERMS:
         if not term.is_used(algo):
             continue
         if term.count is None:

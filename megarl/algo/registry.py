@@ -1,26 +1,21 @@
-"""Advantage estimators, policy losses and terms of the loss by the names that the configuration gives them.
+"""Advantage estimators and policy losses by the names that the configuration gives them.
 
-A plain name is a module of megarl/algo/advantages or megarl/algo/policy_losses, which declares ADVANTAGE or
-POLICY_LOSS; FILE.py:NAME or package.module:NAME is a declaration of the user's own.
+A plain name is one of ADVANTAGES or POLICY_LOSSES; FILE.py:NAME or package.module:NAME is a declaration of the user's
+own.
 """
 
-import importlib
 import json
-import pkgutil
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeVar
 
-from megarl.algo.declarations import AdvantageEstimator, LossTerm, PolicyLoss
+from megarl.algo.advantages import ADVANTAGES
+from megarl.algo.declarations import AdvantageEstimator, PolicyLoss
+from megarl.algo.policy_losses import POLICY_LOSSES
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.schema.algo import AlgoConfig, needs_reference, uses_topr
 from megarl.config.user_code import load_named
 from megarl.json_text import check_state
-
-_ADVANTAGES = "megarl.algo.advantages"
-_POLICY_LOSSES = "megarl.algo.policy_losses"
-_TERMS = ("topr", "reference_kl", "entropy", "positive_lm")
-"""Modules of megarl/algo/loss_terms, in the order in which they are added up and printed."""
 
 Declaration = TypeVar("Declaration")
 
@@ -28,24 +23,13 @@ Declaration = TypeVar("Declaration")
 @cache
 def find_advantage(name: str) -> AdvantageEstimator:
     """What algo.advantage names. Raises ConfigError."""
-    return _find("algo.advantage", name, _ADVANTAGES, "ADVANTAGE", AdvantageEstimator)
+    return _find("algo.advantage", name, ADVANTAGES, AdvantageEstimator)
 
 
 @cache
 def find_policy_loss(name: str) -> PolicyLoss:
     """What algo.surrogate names. Raises ConfigError."""
-    return _find("algo.surrogate", name, _POLICY_LOSSES, "POLICY_LOSS", PolicyLoss)
-
-
-@cache
-def list_loss_terms() -> tuple[LossTerm, ...]:
-    """All terms, in the order in which they are added up, used or not."""
-    terms = []
-    for name in _TERMS:
-        module = importlib.import_module(f"megarl.algo.loss_terms.{name}")
-        assert isinstance(module.TERM, LossTerm)
-        terms.append(module.TERM)
-    return tuple(terms)
+    return _find("algo.surrogate", name, POLICY_LOSSES, PolicyLoss)
 
 
 def read_state(algo: AlgoConfig) -> Any:
@@ -71,16 +55,6 @@ def load_state(algo: AlgoConfig, state: Any = None) -> None:
         kept.load_state_dict(declared if state is None else state)
 
 
-def list_advantages() -> dict[str, AdvantageEstimator]:
-    """Those of this package, by name."""
-    return {name: find_advantage(name) for name in _list_modules(_ADVANTAGES)}
-
-
-def list_policy_losses() -> dict[str, PolicyLoss]:
-    """Those of this package, by name."""
-    return {name: find_policy_loss(name) for name in _list_modules(_POLICY_LOSSES)}
-
-
 def needs_critic(algo: AlgoConfig) -> bool:
     return find_advantage(algo.advantage).needs_critic
 
@@ -100,12 +74,12 @@ def reads_old_logprobs(algo: AlgoConfig) -> bool:
 
 def name_policy_losses(**facts: bool) -> str:
     """The names of this package's policy losses with these facts, as "dis or dppo"."""
-    return _name(list_policy_losses(), facts)
+    return _name(POLICY_LOSSES, facts)
 
 
 def name_advantages(**facts: bool) -> str:
     """The names of this package's estimators with these facts, as "gae or reinforce"."""
-    return _name(list_advantages(), facts)
+    return _name(ADVANTAGES, facts)
 
 
 def _name(declared: Mapping[str, Any], facts: Mapping[str, bool]) -> str:
@@ -113,26 +87,19 @@ def _name(declared: Mapping[str, Any], facts: Mapping[str, bool]) -> str:
     return " or ".join(name for name, it in found if all(getattr(it, fact) is value for fact, value in facts.items()))
 
 
-def _find(key: str, name: str, package: str, attribute: str, kind: type[Declaration]) -> Declaration:
-    if ":" in name:
-        declared, place = load_named(key, name), name
-    elif name in (names := _list_modules(package)):
-        place = f"{package}.{name}.{attribute}"
-        declared = getattr(importlib.import_module(f"{package}.{name}"), attribute, None)
-    else:
-        nearest = find_nearest_key(name, names)
+def _find(key: str, name: str, known: Mapping[str, Declaration], kind: type[Declaration]) -> Declaration:
+    if name in known:
+        return known[name]
+    if ":" not in name:
+        nearest = find_nearest_key(name, known)
         raise ConfigError(
             [
                 f"{key}: found {name!r}" + (f", did you mean {nearest}?" if nearest else "") + "; it must be one of"
-                f" {', '.join(names)}, or FILE.py:NAME or package.module:NAME for a declaration of your own"
+                f" {', '.join(known)}, or FILE.py:NAME or package.module:NAME for a declaration of your own"
             ]
         )
+    declared = load_named(key, name)
     if not isinstance(declared, kind):
         found = "nothing" if declared is None else f"a {type(declared).__name__}"
-        raise ConfigError([f"{key}: found {name!r}; {place} is {found}; it must be {kind.__name__}(...)"])
+        raise ConfigError([f"{key}: found {name!r}; {name} is {found}; it must be {kind.__name__}(...)"])
     return declared
-
-
-@cache
-def _list_modules(package: str) -> tuple[str, ...]:
-    return tuple(sorted(info.name for info in pkgutil.iter_modules(importlib.import_module(package).__path__)))

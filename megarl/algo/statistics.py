@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algo.blocks import Block, split_blocks
-from megarl.algo.finite import check_finite
+from megarl.algo.blocks import Block, check_finite, split_blocks
 from megarl.config.schema.algo_choices import NormScope
 
 STD_EPS = 1e-6

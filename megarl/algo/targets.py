@@ -3,18 +3,18 @@
 Suffixes: B samples, T response positions.
 """
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
-from megarl.algo.blocks import Block, allocate_zeros, count_generated, split_blocks
+from megarl.algo.blocks import Block, allocate_zeros, check_finite, count_generated, split_blocks
 from megarl.algo.declarations import AdvantageInputs, Advantages
 from megarl.algo.diagnostics import QUARTERS, compute_mismatch_metrics, compute_quarters, compute_replay_metrics
-from megarl.algo.finite import check_finite
-from megarl.algo.kl import compute_token_kl
 from megarl.algo.registry import find_advantage, name_advantages, needs_critic, reads_old_logprobs
-from megarl.algo.rewards import compute_shaped_rewards, compute_turn_rewards, drop_failed
+from megarl.algo.rewards import compute_shaped_rewards, compute_token_kl, compute_turn_rewards, drop_failed
 from megarl.algo.statistics import RunningMoments, Summary, Whitening
 from megarl.config.schema.algo import AlgoConfig, needs_reference, uses_topr
 from megarl.config.schema.algo_choices import KLEstimator
@@ -234,3 +234,28 @@ def _compute_metrics(samples: TrainingSamples, rewards_B: Tensor, fresh_B: Tenso
         "advantage/std": inside.std,
         "advantage/max_abs": max(abs(inside.low), abs(inside.high)),
     }
+
+
+# Returns that a critic whose values are bounded (critic.value_range) cannot predict.
+
+ROUNDING = 1e-6
+"""Of float32 returns, as a share of the range"""
+
+
+def warn_of_returns(samples: TrainingSamples, value_range: Sequence[float] | None) -> None:
+    """RuntimeWarning where a return is outside of the range. The checks before the run know the scores of most rewards,
+    and not those of a function or a reward model, or what an environment gives in turns.
+    """
+    if value_range is None or samples.returns is None:
+        return
+    (low, high), found = value_range, Summary()
+    for block in split_blocks(samples.mask):
+        found.add(block.flatten(samples.returns).double())
+    room = ROUNDING * (high - low)
+    if found.count and not low - room <= found.low <= found.high <= high + room:
+        warnings.warn(
+            f"critic.value_range: found [{low:g}, {high:g}] and returns from {found.low:.3g} to {found.high:.3g}; the"
+            " critic's values cannot leave its range",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -11,8 +11,7 @@ from megarl.algo.diagnostics import compute_explained_variance
 from megarl.algo.registry import load_state, read_state
 from megarl.algo.rewards import update_reward_moments
 from megarl.algo.statistics import RunningMoments
-from megarl.algo.targets import compute_targets, monte_carlo
-from megarl.algo.value_range import warn_of_returns
+from megarl.algo.targets import compute_targets, monte_carlo, warn_of_returns
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.schema.algo import AlgoConfig, ValuePretrainConfig, needs_reward_moments
 from megarl.config.schema.root import Config

@@ -64,7 +64,7 @@ def list_sources(*directories: str) -> list[Path]:
 
 
 def name_module(path: Path) -> str:
-    """megarl/algo/kl.py -> megarl.algo.kl; a package's __init__.py has the package's name."""
+    """megarl/algo/rewards.py -> megarl.algo.rewards; a package's __init__.py has the package's name."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -170,11 +170,11 @@ def test_imports_point_only_downward_and_packages_stay_in_their_rooms() -> None:
         ("megarl.rollout.client", "megarl.mcore.model.build"),
         ("megarl.mcore.worker", "megarl.rollout.engine"),
         ("megarl.types", "megarl.interfaces"),
-        ("megarl.algo.kl", "megarl.data.sampler"),
+        ("megarl.algo.rewards", "megarl.data.sampler"),
         ("megarl.report.report", "megarl.interfaces"),
         ("megarl.config.schema.train", "megarl.types"),
         ("megarl.config.schema.train", "megarl.config.load"),
-        ("megarl.algo.kl", "megarl.config.load"),
+        ("megarl.algo.rewards", "megarl.config.load"),
         ("megarl.config.load", "megarl.types"),
         ("megarl.config.load", "torch"),
         ("megarl.config.schema.train", "torch"),
@@ -200,8 +200,8 @@ def test_the_import_check_refuses(importer: str, imported: str) -> None:
         ("megarl.trainer", "megarl.report.report"),
         ("megarl.trainer", "megarl.run.signals"),
         ("megarl.run.attempts", "megarl.run.job"),
-        ("megarl.algo.kl", "megarl.algo.losses"),
-        ("megarl.algo.kl", "torch"),
+        ("megarl.algo.rewards", "megarl.algo.losses"),
+        ("megarl.algo.rewards", "torch"),
         ("megarl.config.checks.algo", "megarl.algo.registry"),
         ("megarl.config.load", "hydra.errors"),
         ("megarl.config.load", "difflib"),

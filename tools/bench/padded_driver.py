@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algo.advantages.gae import compute_adaptive_lambda
-from megarl.algo.critic_diagnostics import compute_calibration
-from megarl.algo.diagnostics import QUARTERS
-from megarl.algo.scan import BLOCK, compute_discounted_sums
+from megarl.algo.advantages import compute_adaptive_lambda
+from megarl.algo.blocks import BLOCK, compute_discounted_sums
+from megarl.algo.diagnostics import QUARTERS, compute_calibration
 from megarl.config.schema.algo import AlgoConfig
 from megarl.types import Metrics, Prompt, Sequences, TrainingSamples
 

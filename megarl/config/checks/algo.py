@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from math import inf, isfinite
 
+from megarl.algo.loss_terms import LOSS_TERMS
 from megarl.algo.registry import (
     find_advantage,
     find_policy_loss,
     has_ratio_to_rollout,
-    list_loss_terms,
     name_advantages,
     name_policy_losses,
     needs_critic,
@@ -37,7 +37,7 @@ def check_algo(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps_per_
     checks = [find_advantage(algo.advantage).check]
     if algo.rl_loss_coef != 0:
         checks.append(find_policy_loss(algo.surrogate).check)
-    checks += [term.check for term in list_loss_terms() if term.is_used(algo)]
+    checks += [term.check for term in LOSS_TERMS if term.is_used(algo)]
     return [
         *_check_ranges(algo),
         *find_contradictions(algo),

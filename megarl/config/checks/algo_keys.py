@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+from megarl.algo.advantages import ADVANTAGES
 from megarl.algo.declarations import Reads, is_on
+from megarl.algo.loss_terms import LOSS_TERMS
+from megarl.algo.policy_losses import POLICY_LOSSES
 from megarl.algo.registry import (
     find_advantage,
     find_policy_loss,
-    list_advantages,
-    list_loss_terms,
-    list_policy_losses,
     name_advantages,
     name_policy_losses,
     needs_critic,
@@ -42,13 +42,13 @@ class Dead:
 
 def find_dead_keys(algo: AlgoConfig) -> Iterator[Dead]:
     """The keys that the chosen estimator, policy loss and terms do not read."""
-    advantages = {name: it.reads for name, it in list_advantages().items()}
+    advantages = {name: it.reads for name, it in ADVANTAGES.items()}
     advantages[algo.advantage] = find_advantage(algo.advantage).reads
-    losses = {name: it.reads for name, it in list_policy_losses().items()}
+    losses = {name: it.reads for name, it in POLICY_LOSSES.items()}
     losses[algo.surrogate] = find_policy_loss(algo.surrogate).reads
     yield from _find_unread(algo, "algo.advantage", algo.advantage, advantages)
     yield from _find_unread(algo, "algo.surrogate", algo.surrogate, losses, weighted=True)
-    for term in list_loss_terms():
+    for term in LOSS_TERMS:
         for reads in term.reads:
             if not reads.when(algo):
                 reason = f"without {reads.needs}; it counts with {reads.needs}"
@@ -72,9 +72,9 @@ def find_contradictions(algo: AlgoConfig) -> Iterator[str]:
 
 def list_declared_keys() -> set[str]:
     """Every key that an estimator, a policy loss or a term of this package reads."""
-    declared = [it.reads for it in list_advantages().values()]
-    declared += [it.reads for it in list_policy_losses().values()]
-    declared += [it.reads for it in list_loss_terms()]
+    declared = [it.reads for it in ADVANTAGES.values()]
+    declared += [it.reads for it in POLICY_LOSSES.values()]
+    declared += [it.reads for it in LOSS_TERMS]
     return {key for every in declared for reads in every for key in reads.keys}
 
 

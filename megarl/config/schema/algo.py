@@ -168,7 +168,7 @@ class AlgoConfig:
     name: str = "custom"
     """The preset's name, in the run's directory and in the printed objective."""
     advantage: str = "gae"
-    """The advantage estimator: the name of a module of megarl/algo/advantages, or FILE.py:NAME of your own."""
+    """The advantage estimator: one of megarl/algo/advantages.py, or FILE.py:NAME of your own."""
     gamma: float = 1.0
     """Discount of later rewards."""
     lambda_policy: float | int | str = 0.95
@@ -195,7 +195,7 @@ class AlgoConfig:
     """For the positive-example LM loss, a response is correct when the verifier's score is at least this,
     whatever reward.wrong is."""
     surrogate: str = "clip"
-    """The policy loss: the name of a module of megarl/algo/policy_losses, or FILE.py:NAME of your own."""
+    """The policy loss: one of megarl/algo/policy_losses.py, or FILE.py:NAME of your own."""
     rl_loss_coef: float = 1.0
     """Weight of the surrogate."""
     clip_low: float = 0.2

@@ -14,8 +14,7 @@ from algo_cases import configure, experiences, f64, make_experience, some
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo.critic_diagnostics import compute_critic_metrics, compute_reliability
-from megarl.algo.diagnostics import QUARTERS
+from megarl.algo.diagnostics import QUARTERS, compute_critic_metrics, compute_reliability
 from megarl.algo.targets import compute_targets
 from megarl.config.schema.algo import ADAPTIVE
 

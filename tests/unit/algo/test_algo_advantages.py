@@ -7,12 +7,14 @@ from algo_cases import as_lists, experiences, few, some
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo.advantages.gae import compute_adaptive_lambda, compute_gae
-from megarl.algo.advantages.group import compute_group_relative
-from megarl.algo.advantages.reinforce import compute_reward_to_go
-from megarl.algo.advantages.rloo import compute_rloo
-from megarl.algo.finite import NonFiniteError
-from megarl.algo.scan import compute_discounted_sums
+from megarl.algo.advantages import (
+    compute_adaptive_lambda,
+    compute_gae,
+    compute_group_relative,
+    compute_reward_to_go,
+    compute_rloo,
+)
+from megarl.algo.blocks import NonFiniteError, compute_discounted_sums
 from megarl.algo.statistics import compute_whitened
 from megarl.config.schema.algo_choices import AdvantageStd, StdOf
 

@@ -10,16 +10,17 @@ from algo_cases import configure, experiences, f64, make_experience, some, with_
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo.critic_diagnostics import compute_calibration, compute_critic_metrics
+from megarl.algo.blocks import NonFiniteError
 from megarl.algo.diagnostics import (
     QUARTERS,
     compute_batch_metrics,
+    compute_calibration,
+    compute_critic_metrics,
     compute_explained_variance,
     compute_mismatch_metrics,
     compute_quarters,
     compute_replay_metrics,
 )
-from megarl.algo.finite import NonFiniteError
 from megarl.algo.targets import compute_targets
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.algo_choices import RatioLevel

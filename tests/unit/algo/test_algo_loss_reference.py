@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
-from megarl.algo.registry import list_policy_losses
+from megarl.algo.policy_losses import POLICY_LOSSES
 from megarl.config.schema.algo_choices import (
     KLEstimator,
     LossAggMode,
@@ -66,7 +66,7 @@ def policy_configs():
         st.sampled_from(MismatchCorrection),
         st.sampled_from(RatioLevel),
         st.sampled_from([None, 1.5]),
-        st.sampled_from(sorted(list_policy_losses())),
+        st.sampled_from(sorted(POLICY_LOSSES)),
         st.sampled_from([0.0, 0.1]),
         st.sampled_from(PositiveLMMean),
         st.booleans(),

@@ -18,11 +18,9 @@ from algo_cases import (
     whole,
 )
 
-from megarl.algo.aggregation import aggregate
-from megarl.algo.finite import NonFiniteError
-from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
-from megarl.algo.mismatch import compute_log_ratio, compute_mismatch_weight, compute_outside
-from megarl.algo.tokens import LossCounts
+from megarl.algo.blocks import NonFiniteError
+from megarl.algo.losses import aggregate, count_minibatch, critic_loss, policy_loss
+from megarl.algo.tokens import LossCounts, compute_log_ratio, compute_mismatch_weight, compute_outside
 from megarl.config.schema.algo_choices import (
     KLEstimator,
     LossAggMode,

@@ -10,14 +10,17 @@ from algo_cases import as_lists, configure, experiences, make_experience, norm, 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo.blocks import split_blocks
-from megarl.algo.finite import NonFiniteError
-from megarl.algo.kl import KlController, compute_adapted_coef, compute_kl, compute_mean_kl, compute_token_kl
+from megarl.algo.blocks import NonFiniteError, split_blocks
 from megarl.algo.rewards import (
+    KlController,
+    compute_adapted_coef,
+    compute_kl,
+    compute_mean_kl,
     compute_normalised_rewards,
     compute_overlong_penalty,
     compute_scaled_rewards,
     compute_shaped_rewards,
+    compute_token_kl,
     compute_token_rewards,
     update_reward_moments,
 )

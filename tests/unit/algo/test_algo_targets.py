@@ -11,9 +11,9 @@ from algo_cases import as_lists, configure, experiences, few, make_experience, n
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.algo.advantages import ADVANTAGES
+from megarl.algo.blocks import NonFiniteError
 from megarl.algo.diagnostics import compute_batch_metrics
-from megarl.algo.finite import NonFiniteError
-from megarl.algo.registry import list_advantages
 from megarl.algo.targets import compute_targets, measure_learned, monte_carlo
 from megarl.config.schema.algo_choices import AdvantageStd, KLEstimator, StdOf
 
@@ -225,7 +225,7 @@ def test_missing_and_misshapen_inputs_are_errors():
 
 @pytest.mark.parametrize("lengths", [[0, 0], [0, 3]])
 def test_samples_without_generated_tokens_give_numbers(lengths):
-    for advantage in list_advantages():
+    for advantage in ADVANTAGES:
         check(make_experience([0, 0], lengths, [1.0, 0.0], [False] * 2, 0), configure(advantage=advantage))
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from megarl.algo import blocks
 from megarl.algo.blocks import count_generated, split_blocks
 from megarl.algo.diagnostics import compute_engine_taper, measure_engine_noise
-from megarl.algo.kl import KlController
+from megarl.algo.rewards import KlController
 from megarl.algo.statistics import Summary
 from megarl.algo.targets import compute_targets
 from megarl.config.load import list_options, load_config

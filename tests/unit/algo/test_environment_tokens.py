@@ -19,11 +19,12 @@ from algo_presets import NAMES, load_preset
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.algo.advantages import ADVANTAGES
 from megarl.algo.diagnostics import compute_batch_metrics, compute_engine_taper, measure_engine_noise
-from megarl.algo.kl import KlController
 from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
-from megarl.algo.registry import list_advantages, list_policy_losses, needs_critic
-from megarl.algo.rewards import update_reward_moments
+from megarl.algo.policy_losses import POLICY_LOSSES
+from megarl.algo.registry import needs_critic
+from megarl.algo.rewards import KlController, update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets
 from megarl.config.schema.algo import uses_topr
@@ -138,8 +139,8 @@ def test_environment_tokens_change_nothing_under_any_preset(name, poison):
 
 
 CHOICES = {
-    **{f"advantage={name}": {"advantage": name} for name in list_advantages()},
-    **{f"surrogate={name}": {"surrogate": name} for name in list_policy_losses()},
+    **{f"advantage={name}": {"advantage": name} for name in ADVANTAGES},
+    **{f"surrogate={name}": {"surrogate": name} for name in POLICY_LOSSES},
     "gamma": {"gamma": 0.9, "lambda_policy": "adaptive", "kl__in_reward": True},
     "reward to go": {"advantage": "reinforce", "gamma": 0.9, "kl__in_reward": True, "whiten_advantages": True},
     "group std": {"advantage": "group", "advantage_std": AdvantageStd.group},

@@ -12,17 +12,18 @@ from algo_cases import build_targets, configure, make_experience
 from algo_presets import load_preset_text
 from omegaconf import OmegaConf
 
-import megarl.algo.advantages
-from megarl.algo import registry
+from megarl.algo.advantages import ADVANTAGES
 from megarl.algo.losses import count_minibatch, policy_loss
 from megarl.algo.objective import format_objective
-from megarl.algo.registry import find_advantage, find_policy_loss, list_advantages, list_loss_terms, list_policy_losses
+from megarl.algo.policy_losses import POLICY_LOSSES
+from megarl.algo.registry import find_advantage, find_policy_loss
 from megarl.algo.targets import compute_targets
 from megarl.config.checks.algo import check_algo
 from megarl.config.checks.algo_keys import list_declared_keys
 from megarl.config.errors import ConfigError
 from megarl.config.load import list_keys, load_config
 from megarl.config.schema.algo import AlgoConfig
+from megarl.config.user_code import load_named
 
 ROOT = Path(__file__).parents[3]
 GUIDE = (ROOT / "docs" / "extending" / "algorithm.md").read_text()
@@ -52,7 +53,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def forget_declarations() -> None:
-    for found in (registry.find_advantage, registry.find_policy_loss, registry._list_modules):
+    for found in (find_advantage, find_policy_loss):
         found.cache_clear()
 
 
@@ -95,11 +96,9 @@ def test_what_the_guide_says_is_refused_is_refused(folder):
         load_config([*shlex.split(COMMAND)[3:], "algo.gamma=0.9"])
 
 
-def test_an_estimator_of_the_package_is_one_module_and_nothing_else(folder, monkeypatch):
-    (folder / "median.py").write_text(MODULE.replace("MEDIAN =", "ADVANTAGE ="))
-    monkeypatch.setattr(megarl.algo.advantages, "__path__", [*megarl.algo.advantages.__path__, str(folder)])
-    registry._list_modules.cache_clear()
-    assert set(list_advantages()) == {"gae", "group", "median", "reinforce", "rloo", "tether"}
+def test_an_estimator_of_the_package_is_a_declaration_and_its_name(folder, monkeypatch):
+    (folder / "my_estimators.py").write_text(MODULE)
+    monkeypatch.setitem(ADVANTAGES, "median", load_named("algo.advantage", "my_estimators.py:MEDIAN"))
     config = load_config(["algo=lite_ppo", "algo.advantage=median", "algo.advantage_std=none"])
     assert compute_rewards_relative(config.algo)[2][0] == 4.0
     with pytest.raises(ConfigError, match=r"the topr terms .* must be group or median or rloo"):
@@ -165,17 +164,17 @@ def test_every_declared_key_is_one_of_the_configuration():
 
 def test_every_choice_is_found_by_its_name_and_has_a_formula():
     algo = AlgoConfig()
-    assert all(find_advantage(name).formula(algo, 2) for name in list_advantages())
-    assert all(find_policy_loss(name).formula(algo) for name in list_policy_losses())
-    modules = {path.stem for path in (ROOT / "megarl" / "algo" / "loss_terms").glob("[a-z]*.py")}
-    assert len(list_loss_terms()) == len(modules)
+    assert all(find_advantage(name).formula(algo, 2) for name in ADVANTAGES)
+    assert all(find_policy_loss(name).formula(algo) for name in POLICY_LOSSES)
 
 
 def test_a_configuration_is_checked_and_its_objective_printed_without_torch():
     code = """
 import sys
+from megarl.algo.advantages import ADVANTAGES
+from megarl.algo.loss_terms import LOSS_TERMS
 from megarl.algo.objective import format_objective
-from megarl.algo.registry import list_advantages, list_loss_terms, list_policy_losses
+from megarl.algo.policy_losses import POLICY_LOSSES
 from megarl.config.errors import ConfigError
 from megarl.config.load import list_options, load_config
 
@@ -187,7 +186,7 @@ try:
     raise SystemExit("no error")
 except ConfigError:
     pass
-assert list_advantages() and list_policy_losses() and list_loss_terms()
+assert ADVANTAGES and POLICY_LOSSES and LOSS_TERMS
 assert "torch" not in sys.modules
 """
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

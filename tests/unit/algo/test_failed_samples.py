@@ -9,11 +9,11 @@ from algo_presets import NAMES, load_preset
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.algo.advantages import ADVANTAGES
 from megarl.algo.diagnostics import compute_batch_metrics, measure_engine_noise
-from megarl.algo.kl import KlController
 from megarl.algo.losses import count_minibatch, critic_loss, policy_loss
-from megarl.algo.registry import list_advantages, needs_critic
-from megarl.algo.rewards import update_reward_moments
+from megarl.algo.registry import needs_critic
+from megarl.algo.rewards import KlController, update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets
 from megarl.config.schema.algo_choices import KLEstimator, LossAggMode
@@ -120,7 +120,7 @@ def test_a_minibatch_without_any_token_has_no_loss_and_finite_metrics(name, mode
         assert not gradient.any()
 
 
-@pytest.mark.parametrize("advantage", sorted(list_advantages()))
+@pytest.mark.parametrize("advantage", sorted(ADVANTAGES))
 def test_an_iteration_in_which_all_have_failed_has_targets_without_tokens(advantage):
     e = with_failures(make_experience([0, 0], [2, 4], [1.0, 0.0], [False] * 2, 0), [True] * 2)
     algo = configure(advantage=advantage, whiten_advantages=True, reward_norm=norm("running", "running"))

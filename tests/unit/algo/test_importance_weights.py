@@ -9,14 +9,11 @@ from algo_cases import LIMIT, at_responses, configure, experiences, f64, few, lo
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo.finite import NonFiniteError
+from megarl.algo.blocks import NonFiniteError
 from megarl.algo.losses import count_minibatch, policy_loss
 from megarl.algo.objective import format_objective
-from megarl.algo.policy_losses.cispo import compute_cispo
-from megarl.algo.policy_losses.clip import compute_clipped
-from megarl.algo.policy_losses.dis import compute_dis
-from megarl.algo.policy_losses.dppo import compute_dppo
-from megarl.algo.registry import list_policy_losses, reads_old_logprobs
+from megarl.algo.policy_losses import POLICY_LOSSES, compute_cispo, compute_clipped, compute_dis, compute_dppo
+from megarl.algo.registry import reads_old_logprobs
 from megarl.config.schema.algo_choices import KLEstimator
 
 LN2 = math.log(2)
@@ -151,7 +148,7 @@ def test_the_losses_with_a_ratio_to_the_rollout_read_no_old_logprobs(e, seed, va
 
 
 def test_old_logprobs_are_read_by_everything_but_a_ratio_to_the_rollout_alone():
-    assert [name for name, it in list_policy_losses().items() if it.ratio_to_rollout] == ["dis", "dppo"]
+    assert [name for name, it in POLICY_LOSSES.items() if it.ratio_to_rollout] == ["dis", "dppo"]
     for values in OF_ROLLOUT:
         assert not reads_old_logprobs(configure(**values))
         assert not reads_old_logprobs(configure(**values, kl__in_loss=True, kl__loss_estimator=KLEstimator.full))

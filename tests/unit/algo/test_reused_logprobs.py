@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algo.losses import count_minibatch, policy_loss
-from megarl.algo.registry import list_policy_losses
+from megarl.algo.policy_losses import POLICY_LOSSES
 from megarl.algo.targets import compute_targets, measure_old_logprobs
 from megarl.config.schema.algo_choices import KLEstimator, LossAggMode, MismatchCorrection, RatioLevel
 
-READING = sorted(name for name, loss in list_policy_losses().items() if not loss.ratio_to_rollout)
+READING = sorted(name for name, loss in POLICY_LOSSES.items() if not loss.ratio_to_rollout)
 CORRECTIONS = [
     {},
     *(

@@ -10,7 +10,7 @@ from algo_cases import as_lists, configure, experiences, make_experience, some, 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algo.advantages.tether import fit_rho, update_rho
+from megarl.algo.advantages import fit_rho, update_rho
 from megarl.algo.objective import format_objective
 from megarl.algo.targets import compute_targets
 from megarl.config.checks.algo import check_algo

@@ -10,7 +10,7 @@ from fakes.disturbed import add_engine_noise
 from fakes.run import World, reward_length
 from generation import build_collector
 
-from megarl.algo.finite import NonFiniteError
+from megarl.algo.blocks import NonFiniteError
 from megarl.algo.registry import needs_critic
 from megarl.config.load import list_options
 from megarl.config.schema.algo import needs_reference

@@ -1,0 +1,364 @@
+"""Advantage estimators: what algo.advantage names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from megarl.algo.declarations import AdvantageEstimator, AdvantageInputs, Advantages, Reads, is_on
+from megarl.config.schema.algo import ADAPTIVE, AlgoConfig, TetherConfig
+from megarl.config.schema.algo_choices import AdvantageStd, NormScope, StdOf
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.algo.blocks import Block
+
+GAMMA = Reads(("algo.gamma",), refused=lambda gamma: gamma != 1)
+
+
+def compute_reward_to_go(rewards_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
+    """A_t = sum_{k >= t} gamma^(k - t) r_k over the generated tokens, [B, T]; 0 outside the mask.
+
+    rewards_BT: float [B, T]. mask_BT: bool [B, T]. Raises NonFiniteError for NaN or infinity inside the mask.
+    """
+    import torch
+
+    from megarl.algo.blocks import check_finite, split_blocks
+
+    check_finite("rewards", rewards_BT, mask_BT)
+    out = torch.zeros_like(rewards_BT)
+    for block in split_blocks(mask_BT):
+        block.put(sum_rewards_to_go(block.flatten(rewards_BT).double(), block.lengths, gamma), out)
+    return out
+
+
+def sum_rewards_to_go(rewards_R: Tensor, lengths_B: Tensor, gamma: float) -> Tensor:
+    """As `compute_reward_to_go`, for the generated tokens of rows end to end; float64 [R] in and out."""
+    import torch
+
+    from megarl.algo.blocks import sum_discounted
+
+    return sum_discounted(rewards_R, lengths_B, torch.tensor([gamma], dtype=torch.float64))
+
+
+def _estimate_reinforce(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
+
+    from megarl.algo.blocks import allocate_zeros, split_blocks
+
+    advantages = allocate_zeros(inputs.mask_BT.shape, inputs.dtype)
+    for block in split_blocks(inputs.mask_BT):
+        block.put(sum_rewards_to_go(inputs.place_rewards(block), block.lengths, algo.gamma), advantages)
+    return Advantages(advantages)
+
+
+def _format_reinforce(algo: AlgoConfig, responses_per_prompt: int) -> str:
+    return f"sum_k>=t {algo.gamma:g}^(k-t) reward_k"
+
+
+REINFORCE = AdvantageEstimator(_format_reinforce, _estimate_reinforce, reads=(GAMMA,))
+
+
+# Group-relative advantages: GRPO (2402.03300) and LitePPO (2508.08221).
+
+
+def compute_group_relative(returns_B: Tensor, groups_B: Tensor, std: AdvantageStd, std_of: StdOf) -> Tensor:
+    """A_i = R_i - mean of its group, over 1, the group's std (GRPO) or the batch's (LitePPO), float64 [B].
+
+    The batch's std is of the rewards (std_of=raw) or of R - mu_g (centered), and of the population (1/n). A group of
+    equal rewards gives 0. returns_B: float [B]. groups_B: int64 [B]. Raises NonFiniteError.
+    """
+    import torch
+
+    from megarl.algo.blocks import check_finite
+    from megarl.algo.statistics import STD_EPS, compute_moments
+
+    check_finite("rewards", returns_B)
+    group = compute_moments(returns_B, groups_B, NormScope.group)
+    centered = torch.where(group.constant, 0.0, returns_B.double() - group.mean)
+    if std is AdvantageStd.none:
+        return centered
+    if std is AdvantageStd.group:
+        return centered / (group.std + STD_EPS)
+    batch = compute_moments(centered if std_of is StdOf.centered else returns_B, groups_B, NormScope.batch)
+    return centered / (batch.std + STD_EPS)
+
+
+def _estimate_group(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
+    return Advantages(compute_group_relative(inputs.returns_B, inputs.groups_B, algo.advantage_std, algo.std_of))
+
+
+def _format_group(algo: AlgoConfig, responses_per_prompt: int) -> str:
+    text = f"R - mean R of the prompt's {responses_per_prompt} responses"
+    if algo.advantage_std is AdvantageStd.group:
+        return f"({text}) / (std of their R + 1e-6)"
+    if algo.advantage_std is AdvantageStd.batch:
+        what = "centered R" if algo.std_of is StdOf.centered else "R"
+        return f"({text}) / (std of the batch's {what} + 1e-6)"
+    return text
+
+
+GROUP = AdvantageEstimator(
+    _format_group,
+    _estimate_group,
+    reads=(
+        Reads(("algo.advantage_std",), switch=True, refused=is_on),
+        Reads(
+            ("algo.std_of",),
+            when=lambda algo: algo.advantage_std is AdvantageStd.batch,
+            needs="algo.advantage_std=batch",
+            switch=True,
+            refused=is_on,
+        ),
+    ),
+    per_response=True,
+    compares_group=True,
+)
+
+
+# RLOO (2402.14740): each reward against the mean of the others of its group.
+
+
+def compute_rloo(returns_B: Tensor, groups_B: Tensor) -> Tensor:
+    """A_i = R_i - mean of the other R_j of its group, float64 [B]; 0 in a group of one, where the others have failed.
+
+    returns_B: float [B]. groups_B: int64 [B]. Raises NonFiniteError.
+    """
+    import torch
+
+    from megarl.algo.blocks import check_finite
+    from megarl.algo.statistics import compute_group_index, compute_moments
+
+    check_finite("rewards", returns_B)
+    index, sizes = compute_group_index(groups_B)
+    moments = compute_moments(returns_B, groups_B, NormScope.group)
+    scale = (sizes.double() / (sizes - 1).clamp(min=1))[index]
+    return torch.where(moments.constant, 0.0, (returns_B.double() - moments.mean) * scale)
+
+
+def _estimate_rloo(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
+    return Advantages(compute_rloo(inputs.returns_B, inputs.groups_B))
+
+
+def _format_rloo(algo: AlgoConfig, responses_per_prompt: int) -> str:
+    return f"R - mean R of the other {responses_per_prompt - 1} responses to the prompt"
+
+
+RLOO = AdvantageEstimator(_format_rloo, _estimate_rloo, per_response=True, compares_group=True)
+
+
+# Generalised advantage estimation (1506.02438), with a lambda of its own for policy and critic (2503.01491), the
+# policy's adapted to the length of the response (2504.05118).
+
+
+def compute_gae(
+    rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor, gamma: float, lambda_: float | Tensor
+) -> Tensor:
+    """Generalised advantage estimates [B, T] in the dtype of `values_BT`, 0 outside the mask.
+
+    delta_t = r_t + gamma * V_{t+1} - V_t;  A_t = delta_t + gamma * lambda * A_{t+1}, over the generated tokens only; V
+    after the last of them is 0. lambda_: a number, or float [B], one per sample. Computed in float64. Raises
+    NonFiniteError for NaN or infinity inside the mask.
+    """
+    import torch
+
+    from megarl.algo.blocks import check_finite, split_blocks
+
+    check_finite("rewards", rewards_BT, mask_BT)
+    check_finite("values", values_BT, mask_BT)
+    out = torch.zeros_like(values_BT)
+    for block in split_blocks(mask_BT):
+        rewards, values = block.flatten(rewards_BT).double(), block.flatten(values_BT).double()
+        block.put(sum_gae(rewards, values, block, gamma, lambda_), out)
+    return out
+
+
+def sum_gae(rewards_R: Tensor, values_R: Tensor, block: Block, gamma: float, lambda_: float | Tensor) -> Tensor:
+    """As `compute_gae`, for the generated tokens of a block of rows; float64 [R] in and out."""
+    import torch
+
+    from megarl.algo.blocks import sum_discounted
+
+    following = values_R.roll(-1)
+    following[block.ends[block.lengths > 0] - 1] = 0.0
+    delta = (rewards_R - values_R).add_(following, alpha=gamma)
+    decay = gamma * torch.as_tensor(lambda_, dtype=torch.float64).reshape(-1)
+    return sum_discounted(delta, block.lengths, decay if decay.numel() == 1 else decay[block.rows])
+
+
+def compute_adaptive_lambda(lengths_B: Tensor, length_alpha: float, lambda_min: float) -> Tensor:
+    """lambda_i = clip(1 - 1/(length_alpha * l_i), lambda_min, 1), float64 [B] (VAPO, section 4.2).
+
+    lengths_B: int64 [B], generated tokens per response; 0 gives lambda_min.
+    """
+    lambdas = 1.0 - 1.0 / (length_alpha * lengths_B.double().clamp(min=1.0))
+    return lambdas.clamp(min=lambda_min, max=1.0)
+
+
+def _estimate_gae(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
+
+    from megarl.algo.blocks import allocate_zeros, count_generated, split_blocks
+    from megarl.algo.diagnostics import CriticSummary
+
+    assert inputs.values_BT is not None  # compute_targets refuses an experience without them
+    lengths_B = count_generated(inputs.mask_BT)
+    lambda_, metrics = _choose_lambda(lengths_B, algo)
+    advantages, returns = (allocate_zeros(inputs.mask_BT.shape, inputs.dtype) for _ in range(2))
+    summary = CriticSummary(lengths_B, inputs.groups_B, algo.gamma)
+    for block in split_blocks(inputs.mask_BT):
+        values, rewards = block.flatten(inputs.values_BT).double(), inputs.place_rewards(block)
+        found = for_policy = sum_gae(rewards, values, block, algo.gamma, lambda_)
+        block.put(for_policy, advantages)
+        if algo.lambda_policy != algo.lambda_critic:
+            found = sum_gae(rewards, values, block, algo.gamma, algo.lambda_critic)
+        found = found + values
+        block.put(found, returns)
+        outcomes = found if algo.lambda_critic == 1 else sum_rewards_to_go(rewards, block.lengths, algo.gamma)
+        summary.add(block, values, found, outcomes, for_policy)
+    return Advantages(advantages, returns, metrics | summary.compute_metrics())
+
+
+HIGH_LAMBDA = 0.9
+"""From here on the lower bound of the adaptive lambda is as good as a lambda that is chosen"""
+
+
+def _choose_lambda(lengths_B: Tensor, algo: AlgoConfig) -> tuple[float | Tensor, dict[str, float]]:
+    if not isinstance(algo.lambda_policy, str):
+        return float(algo.lambda_policy), {}
+    if algo.lambda_policy != ADAPTIVE:
+        raise ValueError(f"algo.lambda_policy: {algo.lambda_policy!r} found; must be a number or {ADAPTIVE}")
+    lambdas = compute_adaptive_lambda(lengths_B, algo.length_alpha, algo.lambda_min)
+    clipped = float((lambdas <= algo.lambda_min).double().mean()) if lambdas.numel() else 0.0
+    if clipped > 0.5 and algo.lambda_min < HIGH_LAMBDA:
+        warnings.warn(
+            "length-adaptive GAE: more than half of the responses are so short that lambda is at"
+            f" algo.lambda_min={algo.lambda_min:g}; raise algo.length_alpha ({algo.length_alpha:g}), whose formula"
+            f" 1 - 1/(length_alpha * length) was made for long responses, or algo.lambda_min to {HIGH_LAMBDA:g}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    mean = float(lambdas.mean()) if lambdas.numel() else 0.0
+    return lambdas, {"advantage/lambda_mean": mean, "advantage/lambda_at_min_frac": clipped}
+
+
+def _format_gae(algo: AlgoConfig, responses_per_prompt: int) -> str:
+    lambda_ = algo.lambda_policy
+    if lambda_ == ADAPTIVE:
+        lambda_ = f"clip(1 - 1/({algo.length_alpha:g} l), {algo.lambda_min:g}, 1)"
+    return f"GAE(gamma = {algo.gamma:g}, lambda = {lambda_})"
+
+
+def _check_gae(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: int) -> Iterator[str]:
+    number = algo.lambda_policy
+    if isinstance(number, str):
+        if number != ADAPTIVE:
+            yield f"algo.lambda_policy: {number!r} found; must be a number from 0 to 1, or {ADAPTIVE}"
+    elif not 0 <= number <= 1:
+        yield f"algo.lambda_policy: {number} found; must be from 0 to 1, or {ADAPTIVE}"
+
+
+GAE = AdvantageEstimator(
+    _format_gae,
+    _estimate_gae,
+    reads=(
+        GAMMA,
+        Reads(("algo.lambda_policy", "algo.lambda_critic")),
+        Reads(
+            ("algo.length_alpha", "algo.lambda_min"),
+            when=lambda algo: algo.lambda_policy == ADAPTIVE,
+            needs=f"algo.lambda_policy={ADAPTIVE}",
+        ),
+    ),
+    check=_check_gae,
+    needs_critic=True,
+)
+
+
+# TETHER (2608.16739, section 5 and appendix C): a baseline between the mean of the group's others and the critic's
+# value, weighted by how well each of them has predicted the returns of the batches before.
+
+RHO, BATCH_RHO = "advantage/tether_rho", "advantage/tether_rho_batch"
+
+
+def update_rho(rho: float, metrics: Mapping[str, float], config: TetherConfig) -> float:
+    """rho_k = d rho_{k-1} + (1 - d) rho_hat, of the next batch (equation 17); rho itself where the batch gives none.
+
+    metrics: of the batch whose advantages were computed with `rho`.
+    """
+    found = metrics.get(BATCH_RHO)
+    return rho if found is None else config.decay * rho + (1 - config.decay) * found
+
+
+def fit_rho(product: float, square: float) -> float | None:
+    """rho_hat = clip(sum A_B D / sum D^2, 0, 1), the least squares of equations 16 and 22 over tokens; None where D is
+    0 at each. A_B is the advantage over the group's others, D = V - (their mean) how far the two baselines are apart.
+    """
+    return min(max(product / square, 0.0), 1.0) if square > 0 else None
+
+
+def _estimate_tether(inputs: AdvantageInputs, algo: AlgoConfig) -> Advantages:
+    from megarl.algo.blocks import allocate_zeros, count_generated, split_blocks
+    from megarl.algo.diagnostics import CriticSummary
+
+    assert inputs.values_BT is not None  # compute_targets refuses an experience without them
+    rho = algo.tether.initial if inputs.tether_rho is None else inputs.tether_rho
+    by_group_B, in_company_B = compute_rloo(inputs.returns_B, inputs.groups_B), _find_in_company(inputs.groups_B)
+    advantages, returns = (allocate_zeros(inputs.mask_BT.shape, inputs.dtype) for _ in range(2))
+    summary = CriticSummary(count_generated(inputs.mask_BT), inputs.groups_B, gamma=1.0)
+    product = square = 0.0
+    for block in split_blocks(inputs.mask_BT):
+        values, rewards = block.flatten(inputs.values_BT).double(), inputs.place_rewards(block)
+        outcomes = sum_rewards_to_go(rewards, block.lengths, 1.0)
+        by_group, by_value = block.spread(by_group_B), outcomes - values
+        mixed = (1 - rho) * by_group + rho * by_value
+        block.put(mixed, advantages)
+        apart = (by_group - by_value) * block.spread(in_company_B)
+        product, square = product + float((by_group * apart).sum()), square + float(apart.square().sum())
+        found = sum_gae(rewards, values, block, 1.0, algo.lambda_critic) + values
+        block.put(found, returns)
+        summary.add(block, values, found, outcomes, mixed)
+    fitted = fit_rho(product, square)
+    metrics = {RHO: rho} if fitted is None else {RHO: rho, BATCH_RHO: fitted}
+    return Advantages(advantages, returns, metrics | summary.compute_metrics())
+
+
+def _find_in_company(groups_B: Tensor) -> Tensor:
+    """bool [B]: another response to the prompt has a reward too."""
+    from megarl.algo.statistics import compute_group_index
+
+    index, sizes = compute_group_index(groups_B)
+    return (sizes > 1)[index]
+
+
+def _format_tether(algo: AlgoConfig, responses_per_prompt: int) -> str:
+    others = f"mean R of the other {responses_per_prompt - 1} responses to the prompt"
+    return (
+        f"R - (1 - rho) ({others}) - rho V, rho = {algo.tether.initial:g} at first, then"
+        f" {algo.tether.decay:g} rho + {1 - algo.tether.decay:g} (the last batch's)"
+    )
+
+
+def _check_tether(algo: AlgoConfig, responses_per_prompt: int, optimizer_steps: int) -> Iterator[str]:
+    if responses_per_prompt < 2:
+        yield (
+            f"train.responses_per_prompt: {responses_per_prompt} found; algo.advantage=tether compares the responses of"
+            " a group, so it must be at least 2"
+        )
+    if algo.reward_norm.mean is NormScope.group:
+        yield (
+            "algo.reward_norm.mean: group found; algo.advantage=tether compares the rewards of a group already, so it"
+            " must be none (or batch, running)"
+        )
+
+
+TETHER = AdvantageEstimator(
+    _format_tether,
+    _estimate_tether,
+    reads=(Reads(("algo.tether", "algo.lambda_critic")),),
+    check=_check_tether,
+    needs_critic=True,
+)
+
+ADVANTAGES = {"gae": GAE, "group": GROUP, "reinforce": REINFORCE, "rloo": RLOO, "tether": TETHER}
+"""By the values of algo.advantage"""

@@ -1,1 +1,0 @@
-"""Policy losses: one module for each choice of algo.surrogate, which declares it as POLICY_LOSS."""
