@@ -101,7 +101,7 @@ def test_an_estimator_of_the_package_is_a_declaration_and_its_name(folder, monke
     monkeypatch.setitem(ADVANTAGES, "median", load_named("algo.advantage", "my_estimators.py:MEDIAN"))
     config = load_config(["algo=lite_ppo", "algo.advantage=median", "algo.advantage_std=none"])
     assert compute_rewards_relative(config.algo)[2][0] == 4.0
-    with pytest.raises(ConfigError, match=r"the topr terms .* must be group or median or rloo"):
+    with pytest.raises(ConfigError, match=r"the topr terms .* must be group or rloo or median"):
         load_config(["algo=ppo", "algo.topr.positive_loss_coef=1"])
 
 
