@@ -211,7 +211,7 @@ def write_biased_checkpoint(source: Path, target: Path, biases: Mapping[str, flo
 
 
 def _compute_sequence_is(tokens: PolicyTokens, algo: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    from megarl.algo.mismatch import compute_log_ratio
+    from megarl.algo.tokens import compute_log_ratio
 
     targets = tokens.targets
     log_ratio = compute_log_ratio(tokens.log_ratio, targets.rows, targets.row_lengths, RatioLevel.sequence)

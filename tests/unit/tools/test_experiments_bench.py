@@ -19,7 +19,7 @@ import experiment_page as page
 import experiment_tasks as tasks
 from experiment_page import Verdict
 
-from megarl.algo.advantages.group import compute_group_relative
+from megarl.algo.advantages import compute_group_relative
 from megarl.config.load import load_config
 from megarl.config.schema.algo_choices import AdvantageStd, StdOf
 from megarl.environment import Action, EpisodeSetting
