@@ -12,8 +12,8 @@ from pathlib import Path
 from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
-from megarl.hf.checkpoint import find_checkpoint
 from megarl.interfaces import DeadlineError
+from megarl.models.checkpoint import find_checkpoint
 from megarl.rollout.server import WEIGHT_LOADER, ServerError, SGLangServer, has_cuda, write_private
 
 LEFT_OUT = (["--skip-tokenizer-init"], ["--custom-weight-loader", WEIGHT_LOADER])

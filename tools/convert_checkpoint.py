@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 
-from megarl.hf.checkpoint import load_tokenizer
 from megarl.mcore.weights.compare import LOGITS_BOUND, compare_outputs, compare_tensors
 from megarl.mcore.weights.convert import hf_to_megatron, megatron_to_hf
 from megarl.mcore.weights.source import HfSource, MegatronSource, WeightSource, list_roles, open_source
 from megarl.mcore.worker_spec import Role
+from megarl.models.checkpoint import load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SHOWN = 10

@@ -22,8 +22,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megarl.config.schema.roles import LoraConfig
-from megarl.families.architecture import Architecture
-from megarl.families.weights import Split
 from megarl.mcore.model.build import PackedGPT
 from megarl.mcore.weights.adapters import (
     AdapterFactors,
@@ -37,6 +35,8 @@ from megarl.mcore.weights.adapters import (
 from megarl.mcore.weights.bridge import named_entries
 from megarl.mcore.weights.entries import Entry
 from megarl.mcore.worker_spec import WorkerSpec
+from megarl.models.architecture import Architecture
+from megarl.models.family import Split
 
 
 class Adapter(torch.nn.Module):

@@ -278,7 +278,7 @@ def find_checkpoints(config: Config) -> Iterator[Checkpoint]:
     if model.source is ModelSource.path:
         yield locate("model.path", model.path)
     elif model.source is ModelSource.smollm2:
-        from megarl.hf.smollm2 import find_gguf
+        from megarl.models.checkpoint import find_gguf
 
         yield Checkpoint("model.source", "smollm2", get_problem(find_gguf))
     else:
@@ -288,7 +288,7 @@ def find_checkpoints(config: Config) -> Iterator[Checkpoint]:
 
 
 def locate(key: str, path: str | None) -> Checkpoint:
-    from megarl.hf.checkpoint import find_checkpoint
+    from megarl.models.checkpoint import find_checkpoint
 
     problem = get_problem(lambda: find_checkpoint(path, key, may_download=False))
     is_name = path is not None and re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None

@@ -26,12 +26,11 @@ from megarl.config.schema.roles import (
     TrainedRoleConfig,
 )
 from megarl.config.schema.root import Config
-from megarl.families.registry import build_random_fields
-from megarl.hf.checkpoint import default_cache_dir, resolve_checkpoint
-from megarl.hf.random_model import SPECIAL_TOKENS
 from megarl.mcore.model.architecture import Architecture, check_layout, parse_architecture, read_architecture
 from megarl.mcore.role_fields import check_router_replay
 from megarl.mcore.worker_spec import StageParameters
+from megarl.models.checkpoint import SPECIAL_TOKENS, default_cache_dir, resolve_checkpoint
+from megarl.models.families import build_random_fields
 from megarl.plan.assumptions import GIB, HOST_PROCESS_GIB, SERVER_GIB
 from megarl.plan.memory import (
     GpuPlan,

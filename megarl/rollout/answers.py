@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.config.errors import ConfigError
-from megarl.families.architecture import Architecture
-from megarl.families.registry import parse_architecture
+from megarl.models.architecture import Architecture
+from megarl.models.families import parse_architecture
 from megarl.rollout.client import RequestError
 from megarl.rollout.server import load_json
 from megarl.types import FinishReason, Response, RoutedExperts, Sample, WeightVersions

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from megarl.config.schema.rollout import RolloutConfig
-from megarl.hf.checkpoint import load_tokenizer
 from megarl.interfaces import DeadlineError, TurnRequest
+from megarl.models.checkpoint import load_tokenizer
 from megarl.rollout.answers import load_expert_architecture, parse_answer
 from megarl.rollout.client import URGENT, ConnectionLostError, RequestError, SGLangClient, find_cause
 from megarl.rollout.server import find_stop_tokens, load_generation_spec

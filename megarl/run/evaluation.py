@@ -22,9 +22,9 @@ from megarl.config.schema.root import Config
 from megarl.config.threads import settle_threads
 from megarl.data.evaluation_set import build_evaluation_set, build_heldout, find_training_questions
 from megarl.data.render import Renderer, use_chat_template
-from megarl.hf.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
 from megarl.interfaces import DeadlineError, RolloutEngine
 from megarl.mcore.weights.hf_check import check_files
+from megarl.models.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
 from megarl.report.evaluation import (
     FILE_NAME,
     RESPONSES_FILE_NAME,

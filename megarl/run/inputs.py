@@ -17,14 +17,20 @@ from megarl.data.build import DataSplits, build_data
 from megarl.data.critic_prompt import CriticPrompt
 from megarl.data.render import Renderer, use_chat_template
 from megarl.data.sampler import PromptSampler
-from megarl.families.registry import list_unknown_keys
-from megarl.hf.checkpoint import check_config, default_cache_dir, find_checkpoint, load_tokenizer, resolve_checkpoint
 from megarl.json_text import load_json_object
 from megarl.mcore.model.architecture import Architecture, check_layout, read_architecture
 from megarl.mcore.role_fields import ROLE_KEYS, check_role_fields
 from megarl.mcore.weights.hf_check import check_checkpoint
 from megarl.mcore.weights.hf_critic import check_critic_checkpoint, check_critic_prompt, check_value_range
 from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.models.checkpoint import (
+    check_config,
+    default_cache_dir,
+    find_checkpoint,
+    load_tokenizer,
+    resolve_checkpoint,
+)
+from megarl.models.families import list_unknown_keys
 from megarl.reward.scorer import build_scorer
 from megarl.rollout.collector import EvalSet, build_eval_sets
 from megarl.rollout.episodes import Conversation, build_conversation, check_conversation

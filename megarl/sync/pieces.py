@@ -2,7 +2,7 @@
 
 SGLang (0.5.23) stacks query, key and value heads and gate and up rows of a rank, pads the vocabulary, repeats key-value
 heads where there are fewer than ranks, and keeps the experts of a layer in two tensors: [E, gate and up rows, h] and
-[E, h, rows]. The tensors and their names are in the tables of the families (megarl/families).
+[E, h, rows]. The tensors and their names are in the tables of the families (megarl/models/families.py).
 """
 
 import math
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from megarl.config.schema.roles import ParallelConfig
-from megarl.families.architecture import Architecture
-from megarl.families.weights import Split
 from megarl.mcore.weights.entries import EMBEDDING, FINAL_NORM, HEAD, Entry, describe, list_layer, to_megatron
+from megarl.models.architecture import Architecture
+from megarl.models.family import Split
 from megarl.sync.plan import ITEM_SIZES, Piece, TensorSlice, find_runs
 
 VOCAB_MULTIPLE = 64

@@ -19,9 +19,9 @@ from megarl.config.schema.root import Config
 from megarl.config.threads import describe_threads, settle_threads
 from megarl.config.values import list_values
 from megarl.data.critic_prompt import CriticPrompt
-from megarl.hf.checkpoint import load_tokenizer
 from megarl.interfaces import TrainBackend
 from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.models.checkpoint import load_tokenizer
 from megarl.report.report import Report, build_report
 from megarl.rollout.rollout_file import JOURNAL, Journal, SavedRollouts
 from megarl.run.inputs import (

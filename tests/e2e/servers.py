@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megarl.config.schema.rollout import RolloutConfig
-from megarl.hf.random_model import build_character_tokenizer
+from megarl.models.checkpoint import build_character_tokenizer
 from megarl.rollout.server import SGLangServer
 from megarl.serve import KEY
 

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-from megarl.hf.checkpoint import default_cache_dir, load_tokenizer
-from megarl.hf.smollm2 import NEEDED, build_smollm2_checkpoint
+from megarl.models.checkpoint import NEEDED, build_smollm2_checkpoint, default_cache_dir, load_tokenizer
 from megarl.report.metrics import load_metrics
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.types import Response

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.hf.smollm2 import NEEDED
+from megarl.models.checkpoint import NEEDED
 from megarl.report.metrics import load_metrics
 from megarl.report.outcome import State, load_outcome
 

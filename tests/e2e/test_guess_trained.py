@@ -7,7 +7,7 @@ import pytest
 
 from megarl.environment import Action, EpisodeSetting
 from megarl.environment.guess import Guess, compute_best_without_answers
-from megarl.hf.random_model import build_character_tokenizer
+from megarl.models.checkpoint import build_character_tokenizer
 from megarl.report.estimators import compute_mean
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.types import FinishReason, Sample

@@ -16,8 +16,8 @@ from megarl.cluster.workers import WorkerGroup
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.placement import DeviceSlot
-from megarl.hf.checkpoint import load_tokenizer
 from megarl.mcore.worker_spec import Role
+from megarl.models.checkpoint import load_tokenizer
 from megarl.report.metrics import load_metrics
 from megarl.report.report import build_report
 from megarl.rollout.rollout_file import RolloutWriter, load_rollouts

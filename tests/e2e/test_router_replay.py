@@ -11,7 +11,7 @@ from servers import ALPHABET, running_server
 
 from megarl.config.schema.model import RandomModelConfig
 from megarl.config.schema.rollout import RolloutConfig
-from megarl.hf.random_model import build_random_checkpoint
+from megarl.models.checkpoint import build_random_checkpoint
 from megarl.types import Rollout
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from page_run import write_page_run
 from tool_loading import load_tool
 
 from megarl.config.schema.model import RandomModelConfig
-from megarl.hf.random_model import build_random_checkpoint
+from megarl.models.checkpoint import build_random_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("verifiers", reason="needs the extra: make install EXTRAS=verifiers")
 
-from megarl.hf.random_model import build_character_tokenizer
+from megarl.models.checkpoint import build_character_tokenizer
 from megarl.report.metrics import load_metrics
 from megarl.rollout.rollout_file import load_rollouts
 

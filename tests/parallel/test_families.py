@@ -1,4 +1,4 @@
-"""Every family of megarl/families against transformers and against one process: values, weights, training, pieces."""
+"""Every family against transformers and against one process: values, weights, training, pieces."""
 
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from tiny_checkpoints import build_samples, build_sequences, padded_reference_logprobs, write_checkpoint
 
 from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
-from megarl.families.registry import FAMILIES
 from megarl.mcore.compare_layouts import LayoutRun, compare_runs, run_layouts
 from megarl.mcore.model.architecture import check_layout, read_architecture
 from megarl.mcore.weights.hf_reader import CheckpointReader
 from megarl.mcore.worker_spec import Role
+from megarl.models.families import FAMILIES
 from megarl.sync.pieces import predict_ranks
 from megarl.sync.plan import TensorSlice
 

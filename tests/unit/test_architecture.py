@@ -15,11 +15,11 @@ LAYERS = (
     {"config.schema", "config.user_code"},
     {"guard", "json_text", "ports", "timeline"},
     {"types"},
-    {"algo", "families"},
+    {"algo", "models"},
     {"config"},
     {"interfaces", "minibatches", "sandbox", "verifiers_package", "run.terminal", "run.limits"},
     {"toolbox"},
-    {"data", "environment", "reward", "hf", "report", "checkpoint", "run.signals", "run.arguments", "run.machine"},
+    {"data", "environment", "reward", "report", "checkpoint", "run.signals", "run.arguments", "run.machine"},
     {"mcore", "rollout", "run.directory"},
     {"sync"},
     {"cluster", "run.inputs", "run.command", "run.recovery", "run.resume", "run.trainer_state", "run.ended"},
@@ -43,13 +43,11 @@ ONLY_ROOMS = {
     "algo": {"algo", "types", "json_text", *SCHEMA},
     # A check of the configuration reads what the algorithms' modules declare, without torch.
     "config": {"config", "algo", "json_text", *SCHEMA},
-    "families": {"families", *SCHEMA},
+    "models": {"models", *SCHEMA},
     "types": {"types"},
 }
 """Rooms that may import fewer of megarl's rooms than their layer allows."""
-ONLY_PACKAGES: dict[str, set[str]] = {room: {"omegaconf", "hydra", "yaml"} for room in ("config", *SCHEMA)} | {
-    "families": set()
-}
+ONLY_PACKAGES: dict[str, set[str]] = {room: {"omegaconf", "hydra", "yaml"} for room in ("config", *SCHEMA)}
 """Rooms that may use these packages besides the standard library and no others."""
 HOMES = {
     "ray": {"cluster"},

@@ -36,8 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from trl_table import GOAL, PHASES, compute_ratio, format_row, write_page
 
 from megarl.config.load import load_config
-from megarl.hf.cache import build_once, default_cache_dir
-from megarl.hf.smollm2 import build_smollm2_checkpoint
+from megarl.models.checkpoint import build_once, build_smollm2_checkpoint, default_cache_dir
 from megarl.report.metrics import load_metrics
 from megarl.report.report import build_report
 from megarl.report.starts import find_hardware

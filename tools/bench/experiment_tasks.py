@@ -186,7 +186,7 @@ def write_biased_checkpoint(source: Path, target: Path, biases: Mapping[str, flo
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM
 
-    from megarl.hf.checkpoint import load_tokenizer
+    from megarl.models.checkpoint import load_tokenizer
 
     shutil.copytree(source, target, dirs_exist_ok=True)
     weights = load_file(source / "model.safetensors")

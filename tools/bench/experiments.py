@@ -48,8 +48,7 @@ from megarl.config.load import load_config
 from megarl.config.placement import list_groups
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.root import Config
-from megarl.hf.cache import build_once
-from megarl.hf.checkpoint import default_cache_dir, resolve_checkpoint
+from megarl.models.checkpoint import build_once, default_cache_dir, resolve_checkpoint
 from megarl.report.metrics import load_metrics
 from megarl.report.report import build_report
 from megarl.run.inputs import load_inputs

@@ -16,11 +16,11 @@ from megarl.config.load import load_config
 from megarl.config.schema.model import ModelSource, RandomModelConfig
 from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig, TrainedRoleConfig
 from megarl.config.schema.root import Config
-from megarl.families.architecture import Architecture
-from megarl.families.registry import FAMILIES, build_random_fields, list_weights, parse_architecture
-from megarl.hf.random_model import SPECIAL_TOKENS
 from megarl.mcore.role_fields import ROLE_KEYS
 from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.models.architecture import Architecture
+from megarl.models.checkpoint import SPECIAL_TOKENS
+from megarl.models.families import FAMILIES, build_random_fields, list_weights, parse_architecture
 from megarl.plan.job import PUBLISHED, find_architecture, find_in_cache
 from megarl.types import Sequences, TrainingSamples
 

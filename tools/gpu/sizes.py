@@ -13,10 +13,10 @@ import torch
 from megarl.config.load import load_config
 from megarl.config.schema.hardware import HardwareConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig, Recompute
-from megarl.families.architecture import Architecture
-from megarl.families.registry import parse_architecture
 from megarl.mcore.row_costs import compute_row_costs
 from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.models.architecture import Architecture
+from megarl.models.families import parse_architecture
 from megarl.plan.assumptions import ALLOCATOR_SHARE, GIB, PROCESS_GIB
 from megarl.plan.job import PlannedModels, build_jobs, count_job
 from megarl.plan.memory import RoleJob, StageMemory, compute_saved, estimate_stages

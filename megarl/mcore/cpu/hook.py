@@ -11,8 +11,8 @@ from importlib.machinery import BYTECODE_SUFFIXES, ModuleSpec, PathFinder, Sourc
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from megarl.hf.cache import default_cache_dir
 from megarl.mcore.cpu import fixes as cpu_fixes
+from megarl.models.checkpoint import default_cache_dir
 
 ROOTS = ("megatron.core",)
 NEED_GPU = ("transformer_engine", "flash_mla")

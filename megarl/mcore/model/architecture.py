@@ -6,9 +6,9 @@ from typing import Any
 
 from megarl.config.checks.parallel import find_nearest_divisor
 from megarl.config.schema.roles import ParallelConfig
-from megarl.families.architecture import Architecture, Experts
-from megarl.families.registry import parse_architecture
 from megarl.json_text import load_json_object
+from megarl.models.architecture import Architecture, Experts
+from megarl.models.families import parse_architecture
 
 __all__ = ["Architecture", "Experts", "check_layout", "parse_architecture", "read_architecture"]
 

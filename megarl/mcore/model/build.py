@@ -25,8 +25,6 @@ from torch.nn import functional as F
 
 from megarl.config.errors import find_nearest_key
 from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
-from megarl.families.architecture import Architecture
-from megarl.families.registry import FAMILIES
 from megarl.mcore.batch import PackedParams
 from megarl.mcore.device import device
 from megarl.mcore.model.architecture import check_layout
@@ -37,6 +35,8 @@ from megarl.mcore.model.layers import ValueHead
 from megarl.mcore.role_fields import ROLE_KEYS
 from megarl.mcore.weights.entries import padded_vocab_size
 from megarl.mcore.worker_spec import WorkerSpec
+from megarl.models.architecture import Architecture
+from megarl.models.families import FAMILIES
 
 DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 

@@ -7,8 +7,8 @@ import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
 from megarl.config.schema.roles import ParallelConfig
-from megarl.families.architecture import Architecture
 from megarl.mcore.model.layer_spec import uses_transformer_engine
+from megarl.models.architecture import Architecture
 
 
 def build_expert_fields(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:

@@ -18,10 +18,10 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe import moe_utils
 
 from megarl.config.schema.roles import OptimizerConfig, ParallelConfig
-from megarl.families.architecture import Architecture
-from megarl.families.registry import FAMILIES
 from megarl.mcore.model.layer_spec import uses_transformer_engine
 from megarl.mcore.worker_spec import WorkerSpec
+from megarl.models.architecture import Architecture
+from megarl.models.families import FAMILIES
 
 _PERMUTE = ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute")
 _NO_GPU = "there is no GPU"

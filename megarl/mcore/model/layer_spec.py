@@ -20,11 +20,11 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from megarl.families.architecture import Architecture
-from megarl.families.registry import list_weights
 from megarl.mcore.model.layers import PackedAttention, RMSNorm, add_output_norm, swiglu
 from megarl.mcore.model.router import ExpertLayer, Router
 from megarl.mcore.role_fields import has_transformer_engine
+from megarl.models.architecture import Architecture
+from megarl.models.families import list_weights
 
 
 def uses_transformer_engine() -> bool:

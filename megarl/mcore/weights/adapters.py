@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.config.schema.roles import LoraConfig, LoraLayers
-from megarl.families.architecture import Architecture
-from megarl.families.weights import Split
 from megarl.json_text import load_json_object
 from megarl.mcore.weights.entries import Entry, list_layer, to_hf
+from megarl.models.architecture import Architecture
+from megarl.models.family import Split
 
 PREFIX = "adapters."
 """Keys of adapters in Megatron's checkpoints and names of their parameters begin so"""

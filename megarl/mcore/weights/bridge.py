@@ -11,13 +11,13 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megarl.config.errors import ConfigError
-from megarl.families.architecture import Architecture
-from megarl.families.weights import Split
 from megarl.mcore.model.build import PackedGPT
 from megarl.mcore.weights.adapters import PREFIX
 from megarl.mcore.weights.entries import Entry, describe, to_hf, to_megatron
 from megarl.mcore.weights.hf_critic import VALUE_HEAD
 from megarl.mcore.weights.hf_reader import CheckpointReader, is_finite
+from megarl.models.architecture import Architecture
+from megarl.models.family import Split
 
 # Of an expert's weight on its rank: the local layers' name and that of Transformer Engine's grouped layers.
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc\d)\.weight|(linear_fc\d)\.weight(\d+))")

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.config.schema.roles import Dtype, ParallelConfig
-from megarl.families.architecture import Architecture
 from megarl.mcore.weights.entries import Entry, compute_megatron_shape
 from megarl.mcore.worker_spec import Role
+from megarl.models.architecture import Architecture
 
 KIND = "megatron"
 DESCRIPTION = "hf"

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megarl.config.schema.roles import ParallelConfig
-from megarl.families.architecture import Architecture
-from megarl.families.weights import Split
 from megarl.mcore.weights.dist_format import BACKENDS, COMMON, CONTENT, METADATA, compute_global_shapes, locate
 from megarl.mcore.weights.entries import Entry, split_gate_up, to_megatron
+from megarl.models.architecture import Architecture
+from megarl.models.family import Split
 
 _AXES = {Split.columns: 1}
 

@@ -1,7 +1,7 @@
 """The parameters of a whole model: their names in Megatron and in Hugging Face checkpoints, and how they are split.
 
-What a layer has is the table of its family (megarl/families). Experts lie over expert-parallel ranks, each split over
-the expert-tensor-parallel ones. Imports no Megatron.
+What a layer has is the table of its family (megarl/models/families.py). Experts lie over expert-parallel ranks, each
+split over the expert-tensor-parallel ones. Imports no Megatron.
 """
 
 import math
@@ -13,10 +13,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megarl.families.architecture import Architecture
-from megarl.families.registry import list_weights
-from megarl.families.weights import Shape, Split, Weight
 from megarl.mcore.weights.hf_critic import VALUE_HEAD
+from megarl.models.architecture import Architecture
+from megarl.models.families import list_weights
+from megarl.models.family import Shape, Split, Weight
 
 VOCAB_MULTIPLE = 64
 """The vocabulary is padded to a multiple of this, so that checkpoints of different layouts have the same shapes."""

@@ -8,12 +8,12 @@ import torch
 from safetensors import SafetensorError
 
 from megarl.checkpoint.manifest import name_some
-from megarl.families.architecture import Architecture
 from megarl.mcore.weights.entries import list_entries
 from megarl.mcore.weights.hf_critic import VALUE_HEAD
 from megarl.mcore.weights.hf_reader import INDEX, SINGLE, CheckpointReader, is_finite
 from megarl.mcore.weights.safetensors_writer import DTYPE_NAMES
 from megarl.mcore.worker_spec import Role
+from megarl.models.architecture import Architecture
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 CONSOLIDATED = "consolidated.safetensors"

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from megarl.families.architecture import Architecture
-from megarl.families.registry import FAMILIES
 from megarl.json_text import load_json_object
 from megarl.mcore.weights.hf_reader import CheckpointReader
 from megarl.mcore.worker_spec import CRITIC_PROMPT, VALUE_RANGE
+from megarl.models.architecture import Architecture
+from megarl.models.families import FAMILIES
 
 VALUE_HEAD = "score.weight"
 """Hugging Face name of the value head: float [1, hidden size]"""

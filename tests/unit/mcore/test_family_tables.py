@@ -10,11 +10,11 @@ from tiny_checkpoints import build_fields
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.model import RandomModelConfig
-from megarl.families.config_json import EFFECTIVE, ONLY_VALUES, SECTIONS, WITHOUT_EFFECT
-from megarl.families.registry import FAMILIES, list_unknown_keys, list_weights, parse_architecture
-from megarl.hf.random_model import build_random_checkpoint
 from megarl.mcore.model.architecture import Architecture
 from megarl.mcore.weights.entries import describe, list_entries
+from megarl.models.architecture import EFFECTIVE, ONLY_VALUES, SECTIONS, WITHOUT_EFFECT
+from megarl.models.checkpoint import build_random_checkpoint
+from megarl.models.families import FAMILIES, list_unknown_keys, list_weights, parse_architecture
 
 
 def read(family: str, **changes: Any) -> Architecture:

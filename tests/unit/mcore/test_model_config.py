@@ -9,7 +9,6 @@ import torch
 
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig
-from megarl.families.registry import FAMILIES
 from megarl.mcore.model.architecture import Architecture, read_architecture
 from megarl.mcore.model.build import build_config, check_options
 from megarl.mcore.weights.entries import padded_vocab_size
@@ -17,6 +16,7 @@ from megarl.mcore.weights.hf_files import write_hf_checkpoint
 from megarl.mcore.weights.hf_reader import CheckpointReader
 from megarl.mcore.weights.safetensors_writer import write_unknown_safetensors
 from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.models.families import FAMILIES
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

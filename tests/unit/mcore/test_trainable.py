@@ -5,11 +5,11 @@ import pytest
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.model import RandomModelConfig
 from megarl.config.schema.roles import Dtype, Fp8, LoraConfig, LoraLayers, OptimizerConfig, ParallelConfig, Trainable
-from megarl.families.registry import FAMILIES
 from megarl.mcore.model.trainable import is_mlp
 from megarl.mcore.role_fields import check_role_fields
 from megarl.mcore.weights.entries import list_entries
 from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.models.families import FAMILIES
 from megarl.plan.job import describe_random
 
 LAYER = "decoder.layers.3."

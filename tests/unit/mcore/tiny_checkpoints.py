@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megarl.config.schema.model import RandomModelConfig
-from megarl.families.registry import FAMILIES, build_random_fields
+from megarl.models.families import FAMILIES, build_random_fields
 from megarl.types import Sequences, TrainingSamples
 
 VOCAB = 53

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.config.load import load_config
 from megarl.config.schema.model import RandomModelConfig
-from megarl.hf.random_model import build_random_checkpoint
+from megarl.models.checkpoint import build_random_checkpoint
 from megarl.plan import doctor
 from megarl.plan.doctor import (
     FOR_CUDA,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.families.registry import parse_architecture
+from megarl.models.families import parse_architecture
 from megarl.rollout.answers import decode_answer, load_expert_architecture, parse_answer, parse_answers
 from megarl.rollout.client import RequestError
 from megarl.rollout.rollout_file import (

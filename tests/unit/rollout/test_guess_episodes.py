@@ -10,8 +10,8 @@ import pytest
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.data.build import build_data
-from megarl.hf.random_model import build_character_tokenizer
 from megarl.interfaces import TurnRequest
+from megarl.models.checkpoint import build_character_tokenizer
 from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner, build_conversation, check_conversation
 from megarl.types import FinishReason, Prompt, Response
 

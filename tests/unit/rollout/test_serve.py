@@ -6,7 +6,7 @@ import pytest
 
 from megarl import serve
 from megarl.config.schema.model import RandomModelConfig
-from megarl.hf.random_model import build_random_checkpoint
+from megarl.models.checkpoint import build_random_checkpoint
 from megarl.rollout.server import build_command
 
 

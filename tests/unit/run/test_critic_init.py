@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.families.registry import FAMILIES
-from megarl.hf.checkpoint import load_tokenizer
 from megarl.mcore.weights.hf_files import copy_description, write_hf_checkpoint
 from megarl.mcore.worker_spec import Role
+from megarl.models.checkpoint import load_tokenizer
+from megarl.models.families import FAMILIES
 from megarl.rollout.rollout_file import RolloutWriter
 from megarl.run.inputs import (
     build_critic_prompt,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.errors import ConfigError
-from megarl.hf.cache import build_once
+from megarl.models.checkpoint import build_once
 from megarl.run.machine import LEAST_OPEN_FILES, check_surroundings
 
 CODE = """

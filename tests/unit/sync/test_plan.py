@@ -16,10 +16,10 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.model import RandomModelConfig
 from megarl.config.schema.roles import ParallelConfig
-from megarl.families.registry import FAMILIES, build_random_fields, parse_architecture
-from megarl.families.weights import Split
 from megarl.mcore.model.architecture import Architecture, check_layout
 from megarl.mcore.weights.entries import describe, list_entries, to_megatron
+from megarl.models.families import FAMILIES, build_random_fields, parse_architecture
+from megarl.models.family import Split
 from megarl.run.inputs import load_models, load_specs
 from megarl.sync.pieces import check_server_rank, find_layers, find_vocab_rows, predict_ranks, predict_server_rank
 from megarl.sync.plan import (

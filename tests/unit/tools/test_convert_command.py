@@ -18,10 +18,10 @@ import torch
 from tool_loading import TOOLS, load_tool
 
 from megarl.config.schema.model import RandomModelConfig
-from megarl.hf.random_model import build_random_checkpoint
 from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.weights.entries import list_entries
 from megarl.mcore.weights.safetensors_writer import TensorSpec, write_safetensors
+from megarl.models.checkpoint import build_random_checkpoint
 
 FILE = "convert_checkpoint.py"
 COMMAND = [sys.executable, str(TOOLS / FILE)]

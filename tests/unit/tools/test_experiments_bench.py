@@ -23,7 +23,7 @@ from megarl.algo.advantages import compute_group_relative
 from megarl.config.load import load_config
 from megarl.config.schema.algo_choices import AdvantageStd, StdOf
 from megarl.environment import Action, EpisodeSetting
-from megarl.hf.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
+from megarl.models.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
 from megarl.types import FinishReason, Prompt, Response, Sample, Score, Turn
 
 TOOL = load_tool("bench/experiments.py")

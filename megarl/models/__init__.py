@@ -1,0 +1,1 @@
+"""Models: their families, and their checkpoints on this machine."""

