@@ -9,9 +9,9 @@ from megarl.algo.targets import measure_old_logprobs
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.algo_choices import KLEstimator
 from megarl.config.schema.root import Config
-from megarl.data.critic_prompt import CriticPrompt
 from megarl.interfaces import Pending, TrainBackend, wait_all
 from megarl.rollout.tensors import build_tensors, find_too_stale
+from megarl.task.render import CriticPrompt
 from megarl.types import Experience, Metrics, Rollout
 
 

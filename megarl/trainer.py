@@ -16,8 +16,6 @@ from megarl.config.old_logprobs import reuses_logprobs
 from megarl.config.schema.algo import AlgoConfig, needs_reward_moments, uses_topr
 from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.config.schema.root import Config
-from megarl.data.critic_prompt import CriticPrompt
-from megarl.data.sampler import PromptSampler
 from megarl.experience import add_old_logprobs, compute_experience
 from megarl.interfaces import Pending, RolloutEngine, RolloutServers, TrainBackend, WeightSync, wait_all
 from megarl.minibatches import average_steps, split_minibatches
@@ -34,6 +32,8 @@ from megarl.run.recovery import Recovery
 from megarl.run.saving import LoopSaver, NoSaver
 from megarl.run.signals import deferring_stops
 from megarl.run.trainer_state import TrainerState
+from megarl.task.data import PromptSampler
+from megarl.task.render import CriticPrompt
 from megarl.types import Experience, Metrics, Prompt, Rollout, Sample, TrainingSamples
 
 T = TypeVar("T")

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from megarl.interfaces import RolloutEngine
-from megarl.reward.scorer import Scorer
 from megarl.rollout.collector import Collector, Sampling
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.episodes import EpisodeRunner
+from megarl.task.scorer import Scorer
 from megarl.types import Prompt, Response, Score
 
 

@@ -5,8 +5,8 @@ It needs no Megatron: the driver plans as the ranks do.
 
 from collections.abc import Sequence
 
-from megarl.data.packing import pack
 from megarl.mcore.model.architecture import Architecture
+from megarl.mcore.packing import pack
 from megarl.mcore.row_costs import compute_row_costs, count_layer_work
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.types import Sequences

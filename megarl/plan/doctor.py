@@ -40,7 +40,7 @@ from megarl.config.schema.root import Config
 from megarl.config.search_path import take_config_dirs
 from megarl.run.arguments import end_with_closed_pipe
 from megarl.run.command import end_with_config_error
-from megarl.sandbox.program import PROTECTIONS, find_protections
+from megarl.task.sandbox import PROTECTIONS, find_protections
 
 LOCKS = Path(__file__).resolve().parents[1] / "tools" / "install"
 PLATFORMS = ("cpu", "cuda")
@@ -140,7 +140,7 @@ class Facts:
     hub_cache: Path
     num_cached_models: int
     sandbox: tuple[str, ...] = ()
-    """What keeps programs that a model wrote from the machine, of megarl.sandbox.program.PROTECTIONS"""
+    """What keeps programs that a model wrote from the machine, of megarl.task.sandbox.PROTECTIONS"""
     torch_version: str | None = None
     """By its import; None: torch is not installed, or is broken"""
     torch_cuda: str | None = None

@@ -181,7 +181,7 @@ def find_longest(config: Config, is_critic: bool = False) -> int:
 
 
 def find_microbatch(config: Config, parallel: ParallelConfig, longest: int) -> tuple[MicroBatch, int]:
-    """The largest micro-batch that packing makes (megarl/data/packing.py), nearly all of it response tokens, and the
+    """The largest micro-batch that packing makes (megarl/mcore/packing.py), nearly all of it response tokens, and the
     number of micro-batches per minibatch on a data-parallel rank if every sequence has its maximum length, `longest`.
     """
     train = config.train

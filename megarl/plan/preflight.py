@@ -179,9 +179,8 @@ def check_first_problems(config: Config, name: str) -> None:
     name: of the set in an evaluation, which may have a path of its own.
     """
     # Imported here: these import torch, for which the checks of the other nodes need not wait.
-    from megarl.data.build import build_source
-    from megarl.data.evaluation_set import use_local_path
-    from megarl.reward.scorer import build_scorer
+    from megarl.task.data import build_source, use_local_path
+    from megarl.task.scorer import build_scorer
     from megarl.types import Prompt
 
     data, path = config.data, config.evaluate.paths.get(name)

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config
-from megarl.data.evaluation_set import build_evaluation_set
 from megarl.interfaces import DeadlineError, RolloutEngine, Truncation, TurnRequest
-from megarl.reward.scorer import Scorer
 from megarl.rollout.client import ConnectionLostError
 from megarl.rollout.engine import ATTEMPT_PAUSE_S, MAX_ATTEMPTS, compute_sampling_seed, gather_all
 from megarl.rollout.episodes import Conversation, Episode, EpisodeRequest, EpisodeRunner, draw_seed
 from megarl.rollout.rollout_file import Journal
+from megarl.task.data import build_evaluation_set
+from megarl.task.scorer import Scorer
+from megarl.task.tools import ToolPrompt
 from megarl.timeline import RESPONSES, span
-from megarl.toolbox.prompt import ToolPrompt
 from megarl.types import FinishReason, Metrics, Prompt, Response, Rollout, Sample, Score
 
 if TYPE_CHECKING:

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 from megarl.config.errors import ConfigError
 from megarl.config.schema.data import DataConfig
 from megarl.config.schema.environment import ToolsEnvironmentConfig, VerifiersEnvironmentConfig
-from megarl.data.render import Renderer
-from megarl.environment.interface import Environment, Observation
-from megarl.environment.tools import FoundCalls, ToolsEnvironment
-from megarl.environment.verifiers import VerifiersEnvironment
-from megarl.sandbox.function_process import CallError, FunctionProcess, StartError
-from megarl.sandbox.program import warn_of_gaps
-from megarl.toolbox.prompt import ToolPrompt, build_tool_prompt
-from megarl.toolbox.toolbox import Toolbox
+from megarl.environment import Environment, Observation
+from megarl.task.environments import build_tool_prompt
+from megarl.task.process import CallError, FunctionProcess, StartError
+from megarl.task.render import Renderer
+from megarl.task.sandbox import warn_of_gaps
+from megarl.task.tools import FoundCalls, Toolbox, ToolPrompt, ToolsEnvironment
+from megarl.task.verifiers import VerifiersEnvironment
 from megarl.types import Message, Prompt
 
 if TYPE_CHECKING:

@@ -22,12 +22,12 @@ from megarl.config.schema.environment import (
 )
 from megarl.config.schema.root import Config
 from megarl.config.user_code import describe_error
-from megarl.data.render import Renderer
-from megarl.environment.build import EnvironmentFactory, build_environment
-from megarl.environment.interface import Action, Environment, EpisodeSetting, Step
+from megarl.environment import Action, Environment, EpisodeSetting, Step
 from megarl.interfaces import Truncation, TurnRequest
 from megarl.rollout.conversation import ObservationEncoder, build_tools
 from megarl.rollout.engine import call_in_thread
+from megarl.task.environments import EnvironmentFactory, build_environment
+from megarl.task.render import Renderer
 from megarl.timeline import RESPONSES, span
 from megarl.types import FinishReason, Prompt, Response, Turn, WeightVersions
 

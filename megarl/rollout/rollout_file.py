@@ -40,10 +40,10 @@ from numpy.typing import NDArray
 from megarl.algo.rewards import check_score
 from megarl.checkpoint.manifest import write_atomically
 from megarl.config.errors import ConfigError
-from megarl.data.critic_prompt import CriticPrompt
 from megarl.json_text import parse_strict_json
 from megarl.report.failures import count_failed
 from megarl.report.metrics import LineFile
+from megarl.task.render import CriticPrompt
 from megarl.types import FinishReason, Prompt, Response, Rollout, RoutedExperts, Sample, Score, Turn, WeightVersions
 
 FILE_NAME = "rollouts.jsonl"

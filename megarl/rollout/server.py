@@ -26,13 +26,13 @@ import httpx
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
-from megarl.data.render import Renderer
 from megarl.interfaces import UNPUBLISHED, DeadlineError
 from megarl.json_text import parse_json
 from megarl.models.families import FAMILIES
 from megarl.ports import pick_free_port
 from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient
 from megarl.rollout.conversation import find_turn_end
+from megarl.task.render import Renderer
 
 OWN_OPTIONS = {
     "model_path": "model.path",

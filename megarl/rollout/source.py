@@ -17,11 +17,11 @@ from torch import Tensor
 from megarl.config.schema.algo import ReplayConfig, uses_topr
 from megarl.config.schema.algo_choices import SamplingBy
 from megarl.config.schema.root import Config
-from megarl.data.sampler import PromptSampler
 from megarl.interfaces import RolloutEngine
 from megarl.report.failures import describe_failures
 from megarl.rollout.collector import Collector, check_published, check_versions, compute_staleness
 from megarl.rollout.rollout_file import Journal, SavedGroups, name_group, read_group
+from megarl.task.data import PromptSampler
 from megarl.types import Metrics, Prompt, Rollout, Sample
 
 Group = tuple[Sample, ...]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megarl.algo.blocks import allocate_zeros
-from megarl.data.critic_prompt import CriticPrompt
 from megarl.rollout.answers import build_routed_experts
+from megarl.task.render import CriticPrompt
 from megarl.types import FinishReason, Rollout, RolloutTensors, Sample, Sequences
 
 

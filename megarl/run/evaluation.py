@@ -20,8 +20,6 @@ from megarl.config.schema.evaluate import EvaluateConfig, get_temperature, list_
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.config.schema.root import Config
 from megarl.config.threads import settle_threads
-from megarl.data.evaluation_set import build_evaluation_set, build_heldout, find_training_questions
-from megarl.data.render import Renderer, use_chat_template
 from megarl.interfaces import DeadlineError, RolloutEngine
 from megarl.mcore.weights.hf_check import check_files
 from megarl.models.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
@@ -37,15 +35,16 @@ from megarl.report.evaluation import (
 from megarl.report.failures import check_failures, describe_failures
 from megarl.report.terminal import Progress
 from megarl.report.text import Decode, format_seconds
-from megarl.reward.build import reads_answers
-from megarl.reward.scorer import Scorer, build_scorer
 from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.episodes import Conversation, EpisodeRunner, build_conversation, check_conversation
 from megarl.rollout.server import add_turn_end, build_command, check_served_class, load_generation_spec
 from megarl.run.recovery import Recovery
 from megarl.run.terminal import get_terminal
-from megarl.toolbox.prompt import build_tool_prompt
+from megarl.task.data import build_evaluation_set, build_heldout, find_training_questions
+from megarl.task.environments import build_tool_prompt
+from megarl.task.render import Renderer, use_chat_template
+from megarl.task.scorer import Scorer, build_scorer, reads_answers
 from megarl.types import Prompt, Sample
 
 if TYPE_CHECKING:

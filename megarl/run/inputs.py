@@ -13,10 +13,6 @@ from megarl.config.kinds import name_data, name_reward
 from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.roles import ReferenceConfig, TrainedRoleConfig
 from megarl.config.schema.root import Config
-from megarl.data.build import DataSplits, build_data
-from megarl.data.critic_prompt import CriticPrompt
-from megarl.data.render import Renderer, use_chat_template
-from megarl.data.sampler import PromptSampler
 from megarl.json_text import load_json_object
 from megarl.mcore.model.architecture import Architecture, check_layout, read_architecture
 from megarl.mcore.role_fields import ROLE_KEYS, check_role_fields
@@ -31,14 +27,16 @@ from megarl.models.checkpoint import (
     resolve_checkpoint,
 )
 from megarl.models.families import list_unknown_keys
-from megarl.reward.scorer import build_scorer
 from megarl.rollout.collector import EvalSet, build_eval_sets
 from megarl.rollout.episodes import Conversation, build_conversation, check_conversation
 from megarl.rollout.rollout_file import Limits, SavedGroup, SavedGroups, SavedRollouts, check_rollouts, find_groups
 from megarl.rollout.server import add_turn_end, build_command, check_served_class, has_cuda, load_generation_spec
 from megarl.sync.pieces import check_serving_layout
 from megarl.sync.probe import build_probe_tokens
-from megarl.toolbox.prompt import build_tool_prompt
+from megarl.task.data import DataSplits, PromptSampler, build_data
+from megarl.task.environments import build_tool_prompt
+from megarl.task.render import CriticPrompt, Renderer, use_chat_template
+from megarl.task.scorer import build_scorer
 from megarl.types import Prompt
 
 if TYPE_CHECKING:

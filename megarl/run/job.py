@@ -19,13 +19,10 @@ from megarl.config.errors import ConfigError
 from megarl.config.placement import SERVERS, find_server_offload, is_sharing, list_groups, place, take_turns
 from megarl.config.schema.rollout import Transport
 from megarl.config.schema.root import Config
-from megarl.data.critic_prompt import CriticPrompt
-from megarl.data.sampler import PromptSampler
 from megarl.interfaces import UNPUBLISHED, Done, Pending, RolloutServers, TrainBackend, wait_all
 from megarl.mcore.worker_spec import Role
 from megarl.report import token_file
 from megarl.report.report import Report
-from megarl.reward.scorer import build_scorer
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.collector import Collector, build_collector
 from megarl.rollout.engine import SGLangEngine
@@ -38,6 +35,9 @@ from megarl.run.resume import load_run
 from megarl.run.terminal import get_terminal
 from megarl.sync.ranks import Ranks
 from megarl.sync.sync import DiskSync, ShardSync
+from megarl.task.data import PromptSampler
+from megarl.task.render import CriticPrompt
+from megarl.task.scorer import build_scorer
 from megarl.trainer import TrainerComponents
 from megarl.types import Prompt
 

@@ -18,7 +18,6 @@ from megarl.config.placement import list_groups, place
 from megarl.config.schema.root import Config
 from megarl.config.threads import describe_threads, settle_threads
 from megarl.config.values import list_values
-from megarl.data.critic_prompt import CriticPrompt
 from megarl.interfaces import TrainBackend
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.models.checkpoint import load_tokenizer
@@ -35,6 +34,7 @@ from megarl.run.inputs import (
 from megarl.run.job import describe_data, lock_run_dir, open_components, open_resources
 from megarl.run.saving import LoopSaver
 from megarl.run.terminal import get_terminal, show_warnings
+from megarl.task.render import CriticPrompt
 from megarl.trainer import Trainer
 from megarl.value_pretraining import result as pretrained
 from megarl.value_pretraining.checkpoints import ResumePoint, begin_job, load_threads, open_saver

@@ -15,7 +15,6 @@ from megarl.algo.targets import compute_targets, monte_carlo, warn_of_returns
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.schema.algo import AlgoConfig, ValuePretrainConfig, needs_reward_moments
 from megarl.config.schema.root import Config
-from megarl.data.critic_prompt import CriticPrompt
 from megarl.interfaces import TrainBackend
 from megarl.minibatches import average_steps, split_minibatches
 from megarl.report.report import Report
@@ -25,6 +24,7 @@ from megarl.rollout.tensors import build_tensors
 from megarl.run.saving import LoopSaver, NoSaver
 from megarl.run.signals import deferring_stops
 from megarl.run.trainer_state import TrainerState
+from megarl.task.render import CriticPrompt
 from megarl.trainer import Trainer
 from megarl.types import Experience, Rollout, TrainingSamples
 from megarl.value_pretraining.checkpoints import EXPLAINED, ResumePoint

@@ -12,9 +12,9 @@ from megarl.config.schema.evaluate import EvaluateConfig
 from megarl.interfaces import DeadlineError
 from megarl.report.evaluation import RESPONSES_FILE_NAME
 from megarl.report.terminal import Progress
-from megarl.reward.scorer import Scorer
 from megarl.rollout.engine import SGLangEngine
 from megarl.run.evaluation import EvaluationSet, evaluate_sets
+from megarl.task.scorer import Scorer
 from megarl.types import FinishReason, Prompt, Response, Score
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]

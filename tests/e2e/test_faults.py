@@ -96,7 +96,7 @@ REWARD = """
 import os
 from pathlib import Path
 from megarl.config.schema.reward import LetterCountRewardConfig
-from megarl.reward.letter_count import LetterCountReward
+from megarl.task.letter_count import LetterCountReward
 
 letter_count = LetterCountReward(LetterCountRewardConfig())
 

@@ -9,9 +9,9 @@ import torch
 from servers import serving, write_chat_checkpoint
 
 from megarl.config.schema.reward import JudgeRewardConfig, Verdict
-from megarl.reward.judge import ASK_FOR_WORD, fill_rubric
-from megarl.reward.scorer import build_scorer
 from megarl.serve import KEY
+from megarl.task.scorer import build_scorer
+from megarl.task.served_rewards import ASK_FOR_WORD, fill_rubric
 from megarl.types import FinishReason, Message, Prompt, Response
 
 pytestmark = pytest.mark.slow

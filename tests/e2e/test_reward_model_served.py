@@ -8,8 +8,8 @@ import torch
 from servers import serving, write_chat_checkpoint
 
 from megarl.config.schema.reward import ScalarModelRewardConfig
-from megarl.reward.scorer import build_scorer
 from megarl.serve import KEY
+from megarl.task.scorer import build_scorer
 from megarl.types import FinishReason, Message, Prompt, Response
 
 pytestmark = pytest.mark.slow

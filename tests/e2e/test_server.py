@@ -23,13 +23,13 @@ from megarl.config.schema.rollout import RolloutConfig
 from megarl.guard import find_shared_memory
 from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError
 from megarl.ports import pick_free_port
-from megarl.reward.scorer import Scorer
 from megarl.rollout.client import RequestError, SGLangClient
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.server import ServerError, SGLangServer
 from megarl.rollout.tensors import build_tensors
 from megarl.sync.probe import build_probe_tokens
 from megarl.sync.sync import DiskSync
+from megarl.task.scorer import Scorer
 from megarl.types import FinishReason, Prompt, Score, Sequences, WeightVersions
 
 EOS = 2

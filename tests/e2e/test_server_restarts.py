@@ -16,13 +16,13 @@ from servers import API_KEY
 from megarl.config.load import load_config
 from megarl.interfaces import UNPUBLISHED
 from megarl.report.metrics import load_metrics
-from megarl.reward.scorer import build_scorer
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.collector import Collector
 from megarl.rollout.server import find_loss
 from megarl.rollout.tensors import build_tensors
 from megarl.run.inputs import load_inputs
 from megarl.run.job import open_resources
+from megarl.task.scorer import build_scorer
 from megarl.trainer import Trainer
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]

@@ -17,12 +17,12 @@ from loop_parts import hosts_of, open_trainer
 from servers import API_KEY, running_server
 from test_server import TransformersPolicy, build_sync
 
-from megarl.data.sampler import PromptSampler
 from megarl.rollout.engine import SGLangEngine
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.rollout.server import SGLangServer
 from megarl.run.inputs import load_inputs
 from megarl.sync.probe import build_probe_tokens
+from megarl.task.data import PromptSampler
 from megarl.types import Prompt
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]

@@ -13,8 +13,8 @@ import torch
 from loop_parts import hosts_of, open_trainer
 
 from megarl.report.metrics import load_metrics
-from megarl.reward.scorer import Scorer
 from megarl.run.job import RunResources
+from megarl.task.scorer import Scorer
 from megarl.types import Prompt, Response, Score
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]

@@ -15,17 +15,17 @@ from fakes.rollout import FakeClient, FakeEngine, FakeServers, FakeSync
 from megarl.cluster.opened import Cluster
 from megarl.config.load import load_config
 from megarl.config.schema.root import Config
-from megarl.data.sampler import PromptSampler
 from megarl.mcore.worker_spec import Role
 from megarl.report.report import Report, build_report
-from megarl.reward.interface import AsyncReward
-from megarl.reward.scorer import Scorer
 from megarl.rollout.collector import build_collector
 from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import Journal
 from megarl.run import attempts
 from megarl.run.inputs import Inputs, load_inputs
 from megarl.run.job import RunResources, build_saved_components, open_rollout_file, open_token_recorder
+from megarl.task.data import PromptSampler
+from megarl.task.reward import AsyncReward
+from megarl.task.scorer import Scorer
 from megarl.trainer import Trainer, TrainerComponents
 from megarl.types import Prompt, Response, RewardFunction, Score
 from megarl.value_pretraining import job as pretraining_job

@@ -14,9 +14,9 @@ from tiny_checkpoints import write_checkpoint
 from megarl.config.schema.algo import AlgoConfig, KLConfig, MismatchConfig, ToprConfig
 from megarl.config.schema.algo_choices import LossAggMode, MismatchCorrection, RatioLevel
 from megarl.config.schema.roles import OptimizerConfig, ParallelConfig
-from megarl.data.packing import pack
 from megarl.mcore.compare_layouts import LayoutRun, compare_runs, describe_layout, run_layouts
 from megarl.mcore.model.architecture import read_architecture
+from megarl.mcore.packing import pack
 from megarl.mcore.row_costs import compute_row_costs
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.types import TrainingSamples

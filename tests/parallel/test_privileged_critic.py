@@ -13,9 +13,9 @@ from privileged_runs import train_on
 from tiny_checkpoints import build_samples, write_checkpoint
 
 from megarl.config.schema.data import DataConfig
-from megarl.data.critic_prompt import CriticPrompt
 from megarl.mcore.worker_spec import Role
 from megarl.rollout.tensors import build_tensors
+from megarl.task.render import CriticPrompt
 from megarl.types import FinishReason, Prompt, Response, Rollout, RolloutTensors, Sample, Score, TrainingSamples
 
 LAYOUTS = ("tp2_sp", "pp2", "dp2", "cp2")

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from megarl.config.errors import ConfigError
-from megarl.data.files import read_jsonl
 from megarl.json_text import load_json_object, naming_file, parse_json, parse_strict_json
 from megarl.mcore.model.architecture import read_architecture
 from megarl.report.metrics import MetricsWriter, load_metrics
@@ -14,6 +13,7 @@ from megarl.report.status import load_status
 from megarl.report.sweep import load_sweep
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.run.resume import load_run
+from megarl.task.sources import read_jsonl
 
 DEEP = '{"a": ' * 200_000
 

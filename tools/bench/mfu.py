@@ -65,7 +65,7 @@ DEADLINE_S = 900.0
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
 ATTENTION = ("aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention")
 BACKWARD = "autograd::engine::evaluate_function: "
-NAMED = ("megarl/mcore/", "megarl/algo/", "megarl/data/", "megatron/core/")
+NAMED = ("megarl/mcore/", "megarl/algo/", "megarl/task/", "megatron/core/")
 
 
 @dataclass(frozen=True)

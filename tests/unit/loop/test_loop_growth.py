@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fakes.run import World
 
-from megarl.environment.interface import Action, Environment, Step
+from megarl.environment import Action, Environment, Step
 from megarl.report.metrics import load_metrics
 
 FIRST, LAST = 9, 29

@@ -14,12 +14,12 @@ from megarl.algo.blocks import NonFiniteError
 from megarl.algo.registry import needs_critic
 from megarl.config.load import list_options
 from megarl.config.schema.algo import needs_reference
-from megarl.data.sampler import PromptSampler
 from megarl.minibatches import split_minibatches
 from megarl.report.metrics import load_metrics
-from megarl.reward.scorer import Scorer
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.rollout.source import NoSignalError
+from megarl.task.data import PromptSampler
+from megarl.task.scorer import Scorer
 from megarl.trainer import Trainer
 from megarl.types import Experience, Metrics, Prompt, Response, RewardFunction, Rollout, Score
 

@@ -10,10 +10,10 @@ import torch
 from fakes.rollout import FakeServers
 from fakes.run import World, load
 
-from megarl.data.sampler import PromptSampler
 from megarl.interfaces import UNPUBLISHED
 from megarl.report.metrics import load_metrics
 from megarl.rollout.rollout_file import load_rollouts
+from megarl.task.data import PromptSampler
 from megarl.trainer import Trainer
 
 DEADLINE_S = 30.0

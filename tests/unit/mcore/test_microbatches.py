@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from test_row_costs import build_architecture, build_spec
 
 from megarl.config.schema.roles import ParallelConfig
-from megarl.data.packing import pack
 from megarl.mcore.microbatches import LONGEST_SHARING, group_rows, plan_microbatches
 from megarl.mcore.model.architecture import Experts
+from megarl.mcore.packing import pack
 from megarl.mcore.row_costs import compute_row_costs
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.types import Sequences

@@ -3,12 +3,12 @@
 from typing import Any
 
 from megarl.rollout.conversation import load_parser
-from megarl.toolbox.toolbox import describe_tool
+from megarl.task.tools import describe_tool
 
 
 def read_all(cases: list[list[Any]]) -> list[Any]:
     """What each case (parser, template, tokens, text) is read as; an error's text where it raises ValueError."""
-    tools = [describe_tool("megarl.toolbox.calculator:calculator")]
+    tools = [describe_tool("megarl.task.calculator:calculator")]
     answers: list[Any] = []
     for parser, template, tokens, text in cases:
         try:

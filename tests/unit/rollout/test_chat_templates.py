@@ -9,9 +9,9 @@ from tokenizers import AddedToken
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.data import DataConfig
-from megarl.data.render import Renderer
 from megarl.environment import Observation
 from megarl.rollout.conversation import ObservationEncoder, find_turn_end
+from megarl.task.render import Renderer
 from megarl.types import Message, Prompt
 
 THINKING = """

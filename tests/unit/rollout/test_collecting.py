@@ -9,12 +9,12 @@ import pytest
 from generation import build_collector
 
 from megarl.interfaces import Truncation
-from megarl.reward.scorer import Scorer
 from megarl.rollout import collector as collector_module
 from megarl.rollout.client import ConnectionLostError
 from megarl.rollout.collector import Collector, EvalSet
 from megarl.rollout.engine import OnEventLoop, call_in_thread
 from megarl.rollout.episodes import EpisodeRunner
+from megarl.task.scorer import Scorer
 from megarl.types import FinishReason, Prompt, Response, Score, Turn
 
 PROMPTS = [Prompt(name, name, (number + 3,), "") for number, name in enumerate("abcd")]

@@ -11,11 +11,11 @@ from data_cases import build_char_tokenizer
 
 from megarl.config.schema.data import DataConfig
 from megarl.config.schema.environment import MultiTurnEnvironmentConfig
-from megarl.data.render import Renderer
 from megarl.environment import Action, Environment, EpisodeSetting, Observation, Step
 from megarl.interfaces import TurnRequest
 from megarl.rollout.conversation import ObservationEncoder
 from megarl.rollout.episodes import Conversation, Episode, EpisodeRequest, EpisodeRunner
+from megarl.task.render import Renderer
 from megarl.types import FinishReason, Message, Prompt, Response, WeightVersions
 
 TOKENIZER = build_char_tokenizer()

@@ -11,7 +11,6 @@ from generation import build_collector
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.reward.scorer import Scorer
 from megarl.rollout.engine import OnEventLoop
 from megarl.rollout.rollout_file import (
     Journal,
@@ -22,6 +21,7 @@ from megarl.rollout.rollout_file import (
     name_group,
     write_rollouts,
 )
+from megarl.task.scorer import Scorer
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
 WIDE = Limits(vocab_size=1000, max_length=100, response_length=50)

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.schema.algo_choices import SamplingBy
-from megarl.data.sampler import PromptSampler
 from megarl.rollout.rollout_file import Journal
 from megarl.rollout.source import CompleteGroup, GroupScheduler, GroupState, has_signal
+from megarl.task.data import PromptSampler
 from megarl.types import Prompt
 
 IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None

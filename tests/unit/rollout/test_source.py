@@ -9,9 +9,9 @@ import pytest
 from fakes.groups import DEADLINE_S, GroupMaker, make_group
 
 from megarl.config.load import load_config
-from megarl.data.sampler import PromptSampler
 from megarl.rollout.rollout_file import Journal
 from megarl.rollout.source import GroupSource, IterationBatch, NoSignalError
+from megarl.task.data import PromptSampler
 from megarl.types import Prompt, Sample
 
 PROMPTS = [Prompt(str(i), str(i), (i + 1,), "") for i in range(20)]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megarl.rollout.conversation import count_markers
-from megarl.sandbox.function_process import FunctionProcess
+from megarl.task.process import FunctionProcess
 
 CALL = '{"name": "calculator", "arguments": {"expression": "2*3"}}'
 HERMES = f"<tool_call>{CALL}</tool_call>"

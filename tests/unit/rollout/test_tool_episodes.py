@@ -6,10 +6,10 @@ import pytest
 from data_cases import QWEN, build_byte_tokenizer
 
 from megarl.api import compose
-from megarl.data.build import build_data
 from megarl.interfaces import TurnRequest
 from megarl.rollout.episodes import Conversation, Episode, EpisodeRequest, EpisodeRunner, build_conversation
-from megarl.toolbox.prompt import build_tool_prompt
+from megarl.task.data import build_data
+from megarl.task.environments import build_tool_prompt
 from megarl.types import FinishReason, Response, Turn
 
 CONFIG = compose(

@@ -1,1 +1,0 @@
-"""Prompt sources, the resumable sampler, and packing into micro-batches."""

@@ -1,1 +1,0 @@
-"""Verifiers: from a prompt and a response to a Score."""

@@ -1,0 +1,485 @@
+"""What the kernel keeps a program from (namespaces, Landlock, seccomp, limits), and the launcher that starts one.
+
+`megarl.task.sandbox` starts the launcher and holds the other end of its standard input: one line of JSON comes from
+there, and when it closes, because the owner is done or dead, the program is killed. One line of JSON goes back.
+
+The filter of system calls (x86-64 and aarch64) refuses new processes (threads are not), sockets, signals to others, and
+calls that change the machine, look into other processes, make files without a name, or get around such a filter.
+
+Standard library only, so that the launcher starts at once. Linux only; each function raises OSError where the kernel or
+its administrator refuses.
+"""
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import platform
+import resource
+import select
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from megarl.guard import list_descendants
+
+MIB = 2**20
+_USER, _PID, _NET, _IPC, _UTS, _MOUNTS = 0x10000000, 0x20000000, 0x40000000, 0x08000000, 0x04000000, 0x00020000
+_BIND, _RECURSIVE, _PRIVATE, _REMOUNT, _READ_ONLY, _NO_SUID, _NO_DEV = 4096, 16384, 1 << 18, 32, 1, 2, 4
+_DETACH = 2
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
+INSIDE_ID = 1000
+"""User and group of the program within its namespace"""
+NOBODY = 65534
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+_LIBRARY = ctypes.CDLL(None, use_errno=True)
+
+
+def set_parent_death_signal(number: int) -> None:
+    """This process gets the signal when its parent ends."""
+    _check(_LIBRARY.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0))
+
+
+def adopt_descendants() -> None:
+    """Processes below this one whose parent ends become its children."""
+    _check(_LIBRARY.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+
+
+def enter_namespaces() -> None:
+    """User, mount, network, IPC and host name of this process become its own, and its children's process numbers."""
+    uid, gid = os.getuid(), os.getgid()
+    go_read, go_write = os.pipe()
+    done_read, done_write = os.pipe()
+    # Only a process outside may map two users; root's program shall run as nobody.
+    helper = os.fork() if uid == 0 else None
+    if helper == 0:
+        try:
+            os.read(go_read, 1)
+            for kind in ("uid", "gid"):
+                with open(f"/proc/{os.getppid()}/{kind}_map", "w") as file:
+                    file.write(f"0 0 1\n{INSIDE_ID} {NOBODY} 1\n")
+            os.write(done_write, b"1")
+        finally:
+            os._exit(0)
+    try:
+        _check(_LIBRARY.unshare(_USER | _PID | _NET | _IPC | _UTS | _MOUNTS))
+        if helper is None:
+            _write("/proc/self/setgroups", "deny")
+            _write("/proc/self/uid_map", f"{INSIDE_ID} {uid} 1")
+            _write("/proc/self/gid_map", f"{INSIDE_ID} {gid} 1")
+    finally:
+        if helper is not None:
+            os.write(go_write, b"1")
+            os.close(done_write)
+            done = os.read(done_read, 1)
+            os.waitpid(helper, 0)
+        for descriptor in (go_read, go_write, done_read, *(() if helper is not None else (done_write,))):
+            os.close(descriptor)
+    if helper is not None and not done:
+        raise OSError("the users of the namespace could not be mapped")
+
+
+def build_root(readable: Iterable[str], files_mb: int) -> None:
+    """A file system with nothing but `readable`, some devices, and an empty /tmp of files_mb MiB.
+
+    In a mount namespace of this process's own.
+    """
+    _LIBRARY.unshare(_MOUNTS)
+    root = "/sys"  # Any directory that is everywhere and of which the program needs nothing.
+    _mount(None, "/", None, _RECURSIVE | _PRIVATE)
+    _mount("tmpfs", root, "tmpfs", _NO_SUID | _NO_DEV, "size=4m,mode=755")
+    for path in readable:
+        _show(path, root)
+    for path in DEVICES:
+        _show(path, root, writable=True)
+    os.makedirs(f"{root}/tmp", exist_ok=True)
+    _mount("tmpfs", f"{root}/tmp", "tmpfs", _NO_SUID | _NO_DEV, f"size={files_mb}m,nr_inodes=10k,mode=1777")
+    os.chdir(root)
+    _check(_LIBRARY.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."))
+    _check(_LIBRARY.umount2(b".", _DETACH))
+    _mount(None, "/", None, _REMOUNT | _BIND | _READ_ONLY | _NO_SUID | _NO_DEV)
+
+
+def become_nobody() -> None:
+    """Where this process is root within its namespace, it becomes a user without rights."""
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setresgid(INSIDE_ID, INSIDE_ID, INSIDE_ID)
+        os.setresuid(INSIDE_ID, INSIDE_ID, INSIDE_ID)
+
+
+def allow_files(readable: Sequence[str], writable: str | None) -> None:
+    """Landlock: nothing but `readable`, the devices and the folder `writable`; no TCP, no signals to others."""
+    abi = _LIBRARY.syscall(_LANDLOCK_CREATE, 0, 0, 1)
+    _check(abi)
+    everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
+    of_files = everything & (1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15)
+    read = 1 << 0 | 1 << 2 | 1 << 3
+    network, scopes = 3 if abi >= 4 else 0, 3 if abi >= 6 else 0
+    attributes = struct.pack("=QQQ", everything, network, scopes)[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
+    rules = _LIBRARY.syscall(_LANDLOCK_CREATE, attributes, len(attributes), 0)
+    _check(rules)
+    allowed = {**dict.fromkeys(readable, read), **dict.fromkeys(DEVICES, everything)}
+    if writable is not None:
+        allowed[writable] = everything
+    for path, access in allowed.items():
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            access &= everything if os.path.isdir(path) else of_files
+            _check(_LIBRARY.syscall(_LANDLOCK_ADD, rules, 1, struct.pack("=Qi", access, descriptor), 0))
+            os.close(descriptor)
+    _check(_LIBRARY.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    _check(_LIBRARY.syscall(_LANDLOCK_RESTRICT, rules, 0))
+    os.close(rules)
+
+
+def limit_resources(*, cpu_s: int, memory_mb: int, files_mb: int, open_files: int, threads: int | None) -> None:
+    """The limits that every kernel has; threads: None where the kernel would count those of other programs too."""
+    limits = {
+        resource.RLIMIT_CPU: cpu_s,
+        resource.RLIMIT_AS: memory_mb * MIB,
+        resource.RLIMIT_FSIZE: files_mb * MIB,
+        resource.RLIMIT_NOFILE: open_files,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        **({} if threads is None else {resource.RLIMIT_NPROC: threads}),
+    }
+    for number, limit in limits.items():
+        _, hard = resource.getrlimit(number)
+        lower = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(number, (lower, lower))
+
+
+def make_folder() -> str:
+    """A folder for a program that shares the machine's file system."""
+    return tempfile.mkdtemp(prefix="megarl-sandbox-")
+
+
+def _show(path: str, root: str, writable: bool = False) -> None:
+    """Makes `path` visible at the same place below `root`."""
+    if not os.path.lexists(path) or os.path.lexists(root + path):
+        return
+    os.makedirs(os.path.dirname(root + path), exist_ok=True)
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), root + path)
+        return
+    if os.path.isdir(path):
+        os.mkdir(root + path)
+    else:
+        os.close(os.open(root + path, os.O_CREAT | os.O_WRONLY, 0o644))
+    _mount(path, root + path, None, _BIND | _RECURSIVE)
+    if not writable:
+        attributes = struct.pack("=QQQQ", _READ_ONLY | _NO_SUID | _NO_DEV, 0, 0, 0)
+        arguments = (_AT_FDCWD, (root + path).encode(), _AT_RECURSIVE, attributes, len(attributes))
+        _check(_LIBRARY.syscall(_MOUNT_SETATTR, *arguments))
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    texts = [None if text is None else text.encode() for text in (source, target, kind, data)]
+    _check(_LIBRARY.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3]), f"mount {target}")
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def _check(result: int, what: str = "") -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}" if what else os.strerror(number))
+
+
+_PR_SET_SECCOMP, _MODE_FILTER = 22, 2
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+_X32 = 0x40000000
+"""From this number on x86-64 has its calls a second time."""
+_CLONE_THREAD = 0x10000
+_ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+"""Column in the tables below and the kernel's number"""
+
+_REFUSED: dict[str, tuple[int | None, int | None]] = {
+    "fork": (57, None), "vfork": (58, None), "socket": (41, 198),
+    "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424),
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "perf_event_open": (298, 241), "bpf": (321, 280),
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
+    "setns": (308, 268), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
+    "move_mount": (429, 429), "open_tree": (428, 428), "mount_setattr": (442, 442),
+    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "quotactl": (179, 60), "acct": (163, 89),
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    "userfaultfd": (323, 282), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "reboot": (169, 142), "swapon": (167, 224),
+    "swapoff": (168, 225), "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "semget": (64, 190),
+    "msgget": (68, 186), "mq_open": (240, 180), "setpriority": (141, 140), "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+}  # fmt: skip
+_CHANGES_FILES: dict[str, tuple[int | None, int | None]] = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
+    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
+}  # fmt: skip
+"""Owner, rights and times of files, which Landlock does not keep"""
+_CLONE, _CLONE3 = (56, 220), (435, 435)
+_OWN_PROCESS_ONLY = {"kill": (62, 129), "tgkill": (234, 131), "prlimit64": (302, 261)}
+"""Allowed where the first argument, a process, is the caller or 0"""
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def build_filter(machine: str, pid: int, own_files: bool) -> bytes:
+    """The filter's instructions (classic BPF, 8 bytes each). Raises KeyError for a machine without a table."""
+    column, architecture = _ARCHITECTURES[machine]
+    refuse = _ERRNO | errno.EPERM
+    code = [
+        _emit(_LOAD, _ARCHITECTURE),
+        _emit(_EQUAL, architecture, 1, 0),
+        _emit(_RETURN, _KILL),
+        _emit(_LOAD, _NUMBER),
+    ]
+    if machine == "x86_64":
+        code += [_emit(_AT_LEAST, _X32, 0, 1), _emit(_RETURN, refuse)]
+    for numbers in (_REFUSED if own_files else {**_REFUSED, **_CHANGES_FILES}).values():
+        if (number := numbers[column]) is not None:
+            code += [_emit(_EQUAL, number, 0, 1), _emit(_RETURN, refuse)]
+    # The C library then takes clone, whose flags can be seen.
+    code += [_emit(_EQUAL, _CLONE3[column], 0, 1), _emit(_RETURN, _ERRNO | errno.ENOSYS)]
+    code += [
+        _emit(_EQUAL, _CLONE[column], 0, 4),
+        _emit(_LOAD, _FIRST_ARGUMENT),
+        _emit(_ANY_BIT, _CLONE_THREAD, 0, 1),
+        _emit(_RETURN, _ALLOW),
+        _emit(_RETURN, refuse),
+    ]
+    for numbers in _OWN_PROCESS_ONLY.values():
+        code += [
+            _emit(_EQUAL, numbers[column], 0, 5),
+            _emit(_LOAD, _FIRST_ARGUMENT),
+            _emit(_EQUAL, 0, 1, 0),
+            _emit(_EQUAL, pid, 0, 1),
+            _emit(_RETURN, _ALLOW),
+            _emit(_RETURN, refuse),
+        ]
+    return b"".join([*code, _emit(_RETURN, _ALLOW)])
+
+
+def refuse_calls(pid: int, own_files: bool) -> None:
+    """Put the filter on this process and what it becomes; it cannot be taken off.
+
+    pid: the number under which the process knows itself. own_files: it has a file system of its own; else it may not
+    change owner, rights and times of files. Raises OSError where the kernel has no such filters.
+    """
+    try:
+        instructions = build_filter(platform.machine(), pid, own_files)
+    except KeyError:
+        raise OSError(errno.ENOSYS, f"no table of system calls for {platform.machine()}") from None
+    library = ctypes.CDLL(None, use_errno=True)
+    program = _Program(len(instructions) // 8, instructions)
+    for arguments in ((_PR_SET_NO_NEW_PRIVS, 1, 0), (_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program))):
+        if library.prctl(*arguments, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"seccomp: {os.strerror(ctypes.get_errno())}")
+
+
+def _emit(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", operation, if_true, if_false, value)
+
+
+KILL_DEADLINE_S = 10.0
+INSIDE = "/tmp"
+"""The program's own folder, where it has a file system of its own"""
+
+
+def main() -> None:
+    """Serve one program. SIGTERM ends it, and what is left of it is removed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    line = b""
+    while not line.endswith(b"\n"):
+        chunk = os.read(0, 65536)
+        if not chunk:
+            return
+        line += chunk
+    answer = run(json.loads(line))
+    with contextlib.suppress(BrokenPipeError):
+        write_line(1, answer)
+
+
+def run(task: dict[str, Any]) -> dict[str, Any]:
+    """{"stdout", "stderr", "status", "stopped"}, or {"error"} where the program could not be started as asked.
+
+    status: exit status, or minus the signal's number. stopped: null, "time" or "output".
+    """
+    adopt_descendants()
+    own_files = "namespaces" in task["protections"]
+    folder = INSIDE
+    try:
+        if own_files:
+            enter_namespaces()
+        else:
+            folder = make_folder()
+        return supervise(task, folder, own_files)
+    except OSError as error:
+        return {"error": str(error)}
+    finally:
+        end_descendants()
+        if not own_files:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def supervise(task: dict[str, Any], folder: str, own_files: bool) -> dict[str, Any]:
+    """Start the program, and watch it until it ends or has to."""
+    reports, outputs, errors = os.pipe(), os.pipe(), os.pipe()
+    text = os.memfd_create("stdin")
+    with os.fdopen(os.dup(text), "wb") as file:
+        file.write(task["stdin"].encode())
+    os.lseek(text, 0, os.SEEK_SET)
+    child = os.fork()
+    if child == 0:
+        become_first(task, folder, own_files, (text, outputs[1], errors[1]), reports[1])
+    for descriptor in (reports[1], outputs[1], errors[1], text):
+        os.close(descriptor)
+    streams = {outputs[0]: bytearray(), errors[0]: bytearray(), reports[0]: bytearray()}
+    stopped = watch(streams, task["limits"]["wall_s"], task["limits"]["output_kb"] * 1024, reports[0])
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    end_descendants()
+    report: dict[str, Any] = json.loads(streams[reports[0]].partition(b"\n")[0] or "{}")
+    if "error" in report:
+        return report
+    if not stopped:
+        # What was in the pipes when the program ended.
+        stopped = watch(streams, KILL_DEADLINE_S, task["limits"]["output_kb"] * 1024, None)
+    status = report.get("status", -signal.SIGKILL)
+    return {
+        "stdout": streams[outputs[0]].decode(errors="replace"),
+        "stderr": streams[errors[0]].decode(errors="replace"),
+        "status": status,
+        "stopped": "time" if status == -signal.SIGXCPU else stopped,
+    }
+
+
+def watch(streams: dict[int, bytearray], seconds: float, limit: int, until: int | None) -> str | None:
+    """Read until all streams end, or the stream `until`; why it was broken off, else None."""
+    deadline = time.monotonic() + seconds
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    open_streams = set(streams)
+    for descriptor in streams:
+        poll.register(descriptor, select.POLLIN)
+    while open_streams and (until is None or until in open_streams):
+        ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        if not ready or time.monotonic() > deadline:
+            return "time"
+        for descriptor, _ in ready:
+            if descriptor == 0:
+                return "owner"
+            chunk = os.read(descriptor, 65536)
+            if not chunk:
+                poll.unregister(descriptor)
+                open_streams.discard(descriptor)
+            streams[descriptor] += chunk[: limit - len(streams[descriptor])]
+            if descriptor != until and len(streams[descriptor]) >= limit:
+                return "output"
+    return None
+
+
+def become_first(
+    task: dict[str, Any], folder: str, own_files: bool, streams: tuple[int, int, int], report: int
+) -> None:
+    """The first process of the program's namespace: makes its file system, starts it and reports its exit status."""
+    try:
+        set_parent_death_signal(signal.SIGKILL)
+        for number, descriptor in enumerate(streams):
+            os.dup2(descriptor, number)
+        os.dup2(report, 3)
+        os.closerange(4, 1 << 16)
+        os.set_inheritable(3, False)
+        report = 3
+        if own_files:
+            build_root(task["readable"], task["limits"]["files_mb"])
+        for name, text in task["files"].items():
+            with open(f"{folder}/{name}", "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(file.name, 0o644)
+        program = os.fork()
+        if program == 0:
+            become_program(task, folder, own_files)
+        for number in range(3):
+            os.close(number)
+        while True:
+            pid, status = os.wait()
+            if pid == program:
+                break
+        write_line(report, {"status": os.waitstatus_to_exitcode(status)})
+    except Exception as error:
+        # Of the program before it runs, too: the first line counts.
+        write_line(report, {"error": f"{type(error).__name__}: {error}"})
+    finally:
+        os._exit(0)
+
+
+def become_program(task: dict[str, Any], folder: str, own_files: bool) -> None:
+    limits = task["limits"]
+    os.setsid()
+    os.umask(0o077)
+    os.chdir(folder)
+    if own_files:
+        become_nobody()
+    set_parent_death_signal(signal.SIGKILL)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    limit_resources(
+        cpu_s=limits["cpu_s"],
+        memory_mb=limits["memory_mb"],
+        files_mb=limits["files_mb"],
+        open_files=limits["open_files"],
+        threads=limits["threads"] if own_files else None,
+    )
+    if "landlock" in task["protections"]:
+        allow_files(task["readable"], folder)
+    if "seccomp" in task["protections"]:
+        refuse_calls(os.getpid(), own_files)
+    environment = {"HOME": folder, "TMPDIR": folder, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **task["environment"]}
+    os.execve(task["arguments"][0], task["arguments"], environment)
+
+
+def write_line(descriptor: int, message: dict[str, Any]) -> None:
+    line = memoryview(json.dumps(message).encode() + b"\n")
+    while line:
+        line = line[os.write(descriptor, line) :]
+
+
+def end_descendants() -> None:
+    """Kill everything below this process until nothing is left."""
+    deadline = time.monotonic() + KILL_DEADLINE_S
+    while time.monotonic() < deadline:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        for pid in list_descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)

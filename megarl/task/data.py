@@ -1,0 +1,464 @@
+"""From the `data` group to tokenized prompts: of a run, of an evaluation, of each iteration."""
+
+import hashlib
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema.data import (
+    AdditionDataConfig,
+    CalculatorDataConfig,
+    DataConfig,
+    FileDataConfig,
+    GuessDataConfig,
+    HuggingFaceDataConfig,
+    JsonlDataConfig,
+    LetterCountDataConfig,
+    ParquetDataConfig,
+    ReasoningGymDataConfig,
+    VerifiersDataConfig,
+)
+from megarl.task.problems import Problem, ProblemSplits, Source
+from megarl.task.reasoning import ReasoningGymSource
+from megarl.task.render import Renderer
+from megarl.task.sources import HuggingFaceSource, JsonlSource, ParquetSource
+from megarl.task.tasks import AdditionSource, CalculatorSource, GuessSource, LetterCountSource
+from megarl.task.tools import ToolPrompt
+from megarl.task.verifiers import VerifiersSource
+from megarl.types import Message, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+MOST_HELDOUT_BY_DEFAULT = 256
+
+SOURCES: Mapping[type[DataConfig], Callable[[Any], Source]] = {
+    LetterCountDataConfig: LetterCountSource,
+    AdditionDataConfig: AdditionSource,
+    CalculatorDataConfig: CalculatorSource,
+    GuessDataConfig: GuessSource,
+    ReasoningGymDataConfig: ReasoningGymSource,
+    JsonlDataConfig: JsonlSource,
+    ParquetDataConfig: ParquetSource,
+    HuggingFaceDataConfig: HuggingFaceSource,
+    VerifiersDataConfig: VerifiersSource,
+}
+"""The source that each configuration asks for; a new source is a new entry."""
+
+Tokenized = tuple[Problem, Prompt]
+
+
+@dataclass(frozen=True)
+class DataSplits:
+    train: tuple[Prompt, ...]
+    heldout: tuple[Prompt, ...]
+    num_dropped: int
+    """Problems left out: longer than data.prompt_length, or for training and held out as well."""
+    num_repeated: int = 0
+    """Of these, repeats of a held-out question"""
+    notes: tuple[str, ...] = ()
+    """How the data were read: columns, chat template, special tokens"""
+
+
+def build_data(
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    tools: ToolPrompt | None = None,
+    vocab_size: int | None = None,
+) -> DataSplits:
+    """The prompts of a run, the same for the same seed. No question is on both sides, unless the source shares them.
+
+    tools: those that the prompts describe. vocab_size: rows of the model's embedding.
+
+    Raises ConfigError for bad keys, unreadable or malformed files, and where no prompt is short enough.
+    """
+    return split_problems(config, tokenizer, seed, tools, vocab_size)[0]
+
+
+def split_problems(
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    tools: ToolPrompt | None = None,
+    vocab_size: int | None = None,
+) -> tuple[DataSplits, ProblemSplits]:
+    """As `build_data`, with the problems that the prompts are made of, in the prompts' order."""
+    problems = build_source(config).load(seed)
+    renderer = Renderer(config, tokenizer, tools, vocab_size)
+    notes = list(problems.notes)
+    train = tokenize_problems(problems.train, renderer, "training", notes)
+    num_too_long = len(problems.train) - len(train)
+    if problems.heldout is None:
+        num_read = len(problems.train)
+        train, heldout = split_heldout(train, config.num_heldout, seed)
+    else:
+        num_read = len(problems.train) + len(problems.heldout)
+        heldout = tokenize_problems(problems.heldout, renderer, "held-out", notes)
+        unused = len(heldout)
+        num_too_long += len(problems.heldout) - unused
+        heldout = choose_heldout(heldout, config.num_heldout, seed)
+        num_read -= unused - len(heldout)
+        if not problems.shares_questions:
+            train = remove_questions(train, heldout)
+    notes.append(describe_prompts(renderer, [prompt for _, prompt in train]))
+    num_dropped = num_read - len(train) - len(heldout)
+    splits = DataSplits(
+        train=tuple(prompt for _, prompt in train),
+        heldout=tuple(prompt for _, prompt in heldout),
+        num_dropped=num_dropped,
+        num_repeated=num_dropped - num_too_long,
+        notes=tuple(notes),
+    )
+    kept = replace(problems, train=[problem for problem, _ in train], heldout=[problem for problem, _ in heldout])
+    return splits, kept
+
+
+def describe_prompts(renderer: Renderer, prompts: Sequence[Prompt]) -> str:
+    """How the prompts are rendered, and the first one's answer."""
+    return f"{renderer.describe(prompts[0].token_ids)}; the first answer is {prompts[0].answer[:60]!r}"
+
+
+def build_source(config: DataConfig) -> Source:
+    """The source of this configuration. Raises ConfigError for the base class, which names none."""
+    if type(config) not in SOURCES:
+        raise ConfigError([f"data: {type(config).__name__} is not a source; choose one with data=letter_count, ..."])
+    return SOURCES[type(config)](config)
+
+
+def tokenize_problems(problems: Sequence[Problem], renderer: Renderer, side: str, notes: list[str]) -> list[Tokenized]:
+    """Problems of at most data.prompt_length tokens with their prompts, in order. notes: grows by what was done.
+
+    Raises ConfigError where none is short enough, for one that has no tokens at all or does not end with a question,
+    and for tokens that the model does not have.
+    """
+    for problem in problems:
+        if (role := problem.messages[-1].role) != "user":
+            raise ConfigError(
+                [
+                    f"{_locate(problem)}: the last message is of {role}, {problem.messages[-1].content[:60]!r};"
+                    " expected one of the user, which the model answers"
+                ]
+            )
+    asked, problems = problems, _settle_special(problems, renderer, side, notes)
+    texts = [renderer.render(problem) for problem in problems]
+    tokens = renderer.tokenize(texts, names=[_locate(problem) for problem in problems])
+    limit = renderer.config.prompt_length
+    begin, end = renderer.tokenizer.bos_token_id, renderer.tokenizer.eos_token_id
+    for problem, ids in zip(problems, tokens, strict=True):
+        if not ids:
+            raise ConfigError(
+                [f"{_locate(problem)}: the tokenizer makes no tokens of {problem.messages[-1].content!r}"]
+            )
+        if begin is not None and ids[:2] == (begin, begin):
+            raise ConfigError(
+                [f"{_locate(problem)}: the prompt begins with {renderer.tokenizer.bos_token} twice; it must be once"]
+            )
+        if ids[-1] == end and not renderer.uses_template:
+            raise ConfigError(
+                [
+                    f"{_locate(problem)}: the prompt ends with {renderer.tokenizer.eos_token}, behind which a model"
+                    " writes another text; take it out of the data"
+                ]
+            )
+    if not any(len(ids) <= limit for ids in tokens):
+        found = f"the shortest has {min(map(len, tokens))} tokens" if tokens else "the source has none"
+        raise ConfigError([f"data.prompt_length: found {limit}; no {side} prompt is left, {found}"])
+    repeats: Counter[str] = Counter()
+    kept: list[Tokenized] = []
+    for own, problem, text, ids in zip(asked, problems, texts, tokens, strict=True):
+        digest = identify(own)
+        repeats[digest] += 1
+        if len(ids) <= limit:
+            name = digest if repeats[digest] == 1 else f"{digest}-{repeats[digest]}"
+            messages = renderer.build_messages(problem)
+            kept.append((problem, Prompt(name, text, ids, problem.answer, problem.metadata, messages, problem.columns)))
+    return kept
+
+
+def _locate(problem: Problem) -> str:
+    return problem.metadata.get("location", "data")
+
+
+def _settle_special(problems: Sequence[Problem], renderer: Renderer, side: str, notes: list[str]) -> Sequence[Problem]:
+    """The problems without special tokens in their texts, which would end a message of a chat template; plain text may
+    have them.
+
+    Raises ConfigError where most problems have some: a chat template has been applied to them before.
+    """
+    found = {i: special for i, p in enumerate(problems) if (special := _find_special(p, renderer))}
+    if not found:
+        return problems
+    names = ", ".join(dict.fromkeys(token for special in found.values() for token in special))
+    if not renderer.uses_template:
+        notes.append(f"{len(found)} {side} prompts have special tokens of their own: {names}")
+        return problems
+    if 2 * len(found) > len(problems):
+        raise ConfigError(
+            [
+                f"{_locate(problems[next(iter(found))])}: found {names} in the messages of {len(found)} of"
+                f" {len(problems)} {side} problems; the chat template writes these tokens itself."
+                " data.chat_template=false takes the texts as they are"
+            ]
+        )
+    notes.append(f"in {len(found)} {side} prompts special tokens are read as text, with a space in each: {names}")
+    return [
+        replace(p, messages=tuple(Message(m.role, renderer.defuse(m.content)) for m in p.messages)) if i in found else p
+        for i, p in enumerate(problems)
+    ]
+
+
+def _find_special(problem: Problem, renderer: Renderer) -> list[str]:
+    return [token for message in problem.messages for token in renderer.find_special(message.content)]
+
+
+def identify(problem: Problem) -> str:
+    """A stable name: 16 hex digits of the SHA-256 of messages and answer."""
+    parts = [part for m in problem.messages for part in (m.role, m.content)]
+    return hashlib.sha256("\0".join([*parts, problem.answer]).encode()).hexdigest()[:16]
+
+
+def split_heldout(
+    problems: list[Tokenized], num_heldout: int | None, seed: int
+) -> tuple[list[Tokenized], list[Tokenized]]:
+    """(training, held-out): a random part, repeats of a question kept on one side.
+
+    Raises ConfigError where `num_heldout` would leave a side empty.
+    """
+    keys = list(dict.fromkeys(problem.question_key for problem, _ in problems))
+    if len(keys) < 2:
+        raise ConfigError(
+            ["data: all problems ask the same question; one to train on and another to hold out are needed"]
+        )
+    if num_heldout is None:
+        num_heldout = max(1, min(MOST_HELDOUT_BY_DEFAULT, len(keys) // 10))
+    if not 1 <= num_heldout < len(keys):
+        raise ConfigError(
+            [
+                f"data.num_heldout: found {num_heldout}; there are {len(keys)} different questions to split"
+                " into training and held-out, each side needs one or more"
+            ]
+        )
+    random.Random(f"heldout/{seed}").shuffle(keys)
+    chosen = set(keys[:num_heldout])
+    held: dict[str, Tokenized] = {}
+    for item in problems:
+        if item[0].question_key in chosen:
+            held.setdefault(item[0].question_key, item)
+    return [item for item in problems if item[0].question_key not in chosen], list(held.values())
+
+
+def choose_heldout(problems: list[Tokenized], num_heldout: int | None, seed: int) -> list[Tokenized]:
+    """All, or a random `num_heldout` of them in their order. Raises ConfigError for a number under 1."""
+    if num_heldout is None or num_heldout >= len(problems):
+        return problems
+    if num_heldout < 1:
+        raise ConfigError([f"data.num_heldout: found {num_heldout}; it must be 1 or more"])
+    rows = random.Random(f"heldout/{seed}").sample(range(len(problems)), num_heldout)
+    return [problems[row] for row in sorted(rows)]
+
+
+def remove_questions(train: list[Tokenized], heldout: list[Tokenized]) -> list[Tokenized]:
+    """Training problems whose question is not held out. Raises ConfigError where none is left."""
+    asked = {problem.question_key for problem, _ in heldout}
+    left = [item for item in train if item[0].question_key not in asked]
+    if not left:
+        raise ConfigError(["data: every training question is held out as well; the two files or splits must differ"])
+    return left
+
+
+Each = TypeVar("Each")
+
+
+def build_evaluation_set(
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    *,
+    name: str,
+    path: str | None = None,
+    num_problems: int | None = None,
+    tools: ToolPrompt | None = None,
+    key: str | None = None,
+    vocab_size: int | None = None,
+    notes: list[str] | None = None,
+) -> tuple[Tokenized, ...]:
+    """The problems of data=`name`, in their order: every one, or `num_problems` drawn at random under `seed`.
+
+    path: a file or directory in place of the one the configuration names. tools: those that the prompts describe. key:
+    of the path; None: evaluate.paths.NAME. vocab_size: rows of the model's embedding. notes: grows by how the set was
+    read. Raises ConfigError that names the key, also for a prompt longer than
+    data.prompt_length: a set without its long problems is another set.
+    """
+    key = key or f"evaluate.paths.{name}"
+    try:
+        chosen = _whole(config if path is None else use_local_path(config, path, key))
+        found = build_source(chosen).load(seed)
+    except ConfigError as error:
+        hint = ""
+        if isinstance(config, HuggingFaceDataConfig) and path is None:
+            hint = f"; {key}=FILE reads a local .jsonl or .parquet file, or a dataset's directory"
+        raise ConfigError([f"data={name}: {problem}{hint}" for problem in error.problems]) from error
+    problems = _draw(found.train if found.heldout is None else found.heldout, num_problems, seed)
+    unlimited = replace(chosen, prompt_length=sys.maxsize)
+    renderer, notes = Renderer(unlimited, tokenizer, tools, vocab_size), [] if notes is None else notes
+    notes += found.notes
+    tokenized = tuple(tokenize_problems(problems, renderer, name, notes))
+    notes.append(describe_prompts(renderer, [prompt for _, prompt in tokenized]))
+    longest = max(len(prompt.token_ids) for _, prompt in tokenized)
+    if longest > config.prompt_length:
+        raise ConfigError(
+            [
+                f"data.prompt_length: found {config.prompt_length}; the longest prompt of data={name} has {longest}"
+                " tokens, and an evaluation leaves no problem out"
+            ]
+        )
+    return tokenized
+
+
+def build_heldout(
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    seed: int,
+    *,
+    most: int,
+    num_problems: int | None = None,
+    tools: ToolPrompt | None = None,
+    vocab_size: int | None = None,
+    notes: list[str] | None = None,
+) -> tuple[Tokenized, ...]:
+    """The prompts of these data on which a run evaluates itself, in the run's order; of them `num_problems` at random.
+
+    most: train.num_eval_prompts. notes: gets a text for each thing to be said of how they are read. Raises ConfigError.
+    """
+    splits, problems = split_problems(config, tokenizer, seed, tools, vocab_size)
+    if notes is not None:
+        notes += splits.notes
+    heldout = list(zip(problems.heldout or (), splits.heldout, strict=True))
+    return tuple(_draw(heldout[:most], num_problems, seed))
+
+
+def find_training_questions(
+    config: DataConfig, tokenizer: "PreTrainedTokenizerBase", seed: int, tools: ToolPrompt | None = None
+) -> frozenset[str]:
+    """Of the prompts that a run with these data trains on: `Problem.question_key`.
+
+    None of data whose held-out part asks the same by intention. Raises ConfigError where they cannot be read.
+    """
+    _, kept = split_problems(config, tokenizer, seed, tools)
+    return frozenset() if kept.shares_questions else frozenset(problem.question_key for problem in kept.train)
+
+
+def use_local_path(config: DataConfig, path: str, key: str) -> DataConfig:
+    """The same set out of a .jsonl or .parquet file or a dataset's directory. Raises ConfigError naming `key`."""
+    if not isinstance(config, FileDataConfig):
+        if key.startswith("evaluate."):
+            raise ConfigError([f"{key}: found {path}; this set is generated, and reads no file"])
+        shared = {field.name: getattr(config, field.name) for field in fields(DataConfig)}
+        config = FileDataConfig(**shared)
+    place = Path(path).expanduser()
+    if place.is_dir():
+        known = {field.name: getattr(config, field.name) for field in fields(config)}
+        names = {field.name for field in fields(HuggingFaceDataConfig)}
+        return HuggingFaceDataConfig(**{k: v for k, v in known.items() if k in names} | {"path": path})
+    kinds = {".jsonl": JsonlDataConfig, ".json": JsonlDataConfig, ".parquet": ParquetDataConfig}
+    if not place.is_file():
+        raise ConfigError([f"{key}: {path} does not exist (from {Path.cwd()})"])
+    if place.suffix not in kinds:
+        raise ConfigError([f"{key}: found {path}; it must be a .jsonl or .parquet file, or a dataset's directory"])
+    common = {field.name: getattr(config, field.name) for field in fields(FileDataConfig)}
+    return kinds[place.suffix](**common | {"path": path})
+
+
+def _whole(config: DataConfig) -> DataConfig:
+    """The held-out part as the only one, so that the training part need not be read."""
+    if isinstance(config, HuggingFaceDataConfig) and config.heldout_split is not None:
+        return replace(config, split=config.heldout_split, heldout_split=None)
+    if isinstance(config, JsonlDataConfig | ParquetDataConfig) and config.heldout_path is not None:
+        return replace(config, path=config.heldout_path, heldout_path=None)
+    return config
+
+
+def _draw(problems: Sequence[Each], number: int | None, seed: int) -> list[Each]:
+    if number is None or number >= len(problems):
+        return list(problems)
+    rows = random.Random(f"evaluate/{seed}").sample(range(len(problems)), number)
+    return [problems[row] for row in sorted(rows)]
+
+
+class HasId(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+T = TypeVar("T", bound=HasId)
+
+
+class PromptSampler(Generic[T]):
+    """Draws prompts, or groups of saved responses, without replacement within an epoch; a batch may span epochs.
+
+    The order depends on the prompts, the seed and the epoch only.
+    """
+
+    def __init__(self, prompts: Sequence[T], seed: int):
+        if not prompts:
+            raise ValueError("the sampler needs at least one prompt")
+        self._prompts = tuple(prompts)
+        self._seed = seed
+        self._fingerprint = hashlib.sha256("\n".join(p.id for p in self._prompts).encode()).hexdigest()
+        self._start_epoch(0)
+
+    def next_batch(self, n: int) -> list[T]:
+        """The next `n` prompts (1 or more)."""
+        if n < 1:
+            raise ValueError(f"a batch needs at least one prompt, asked for {n}")
+        batch: list[T] = []
+        while len(batch) < n:
+            if self._position == len(self._order):
+                self._start_epoch(self._epoch + 1)
+            taken = self._order[self._position : self._position + n - len(batch)]
+            batch.extend(self._prompts[i] for i in taken)
+            self._position += len(taken)
+        return batch
+
+    def state(self) -> dict[str, int | str]:
+        """Where the sampler stands, as plain values."""
+        return {
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "position": self._position,
+            "prompts": self._fingerprint,
+        }
+
+    def restore(self, state: Mapping[str, int | str]) -> None:
+        """Continue where `state()` was taken.
+
+        Raises ValueError where the state is of other prompts or another seed, or is not one at all.
+        """
+        missing = self.state().keys() - state.keys()
+        if missing:
+            raise ValueError(f"the sampler's state lacks {', '.join(sorted(missing))}; found {dict(state)}")
+        for key, own in (("seed", self._seed), ("prompts", self._fingerprint)):
+            if state[key] != own:
+                raise ValueError(
+                    f"the sampler's state is of another run: its {key} is {state[key]!r}, here it is {own!r}"
+                )
+        epoch, position = int(state["epoch"]), int(state["position"])
+        if epoch < 0 or not 0 <= position <= len(self._prompts):
+            raise ValueError(
+                f"the sampler's state has epoch {epoch} and position {position}; there are {len(self._prompts)} prompts"
+            )
+        self._start_epoch(epoch)
+        self._position = position
+
+    def _start_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._position = 0
+        self._order = list(range(len(self._prompts)))
+        random.Random(f"sampler/{self._seed}/{epoch}").shuffle(self._order)

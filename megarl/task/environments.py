@@ -1,0 +1,102 @@
+"""From the `environment` group to what makes an environment for each episode, and how its tools are described."""
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema.data import DataConfig
+from megarl.config.schema.environment import (
+    ClassEnvironmentConfig,
+    EnvironmentConfig,
+    GuessEnvironmentConfig,
+    MultiTurnEnvironmentConfig,
+    SingleTurnEnvironmentConfig,
+    ToolsEnvironmentConfig,
+    VerifiersEnvironmentConfig,
+)
+from megarl.config.user_code import describe_error, load_named
+from megarl.environment import Environment
+from megarl.task.guess import Guess
+from megarl.task.tools import HERMES, TOOLS_PLACEHOLDER, ToolPrompt, describe_tool, find_tools
+from megarl.task.verifiers import VerifiersEnvironment, load_verifiers_environment
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+EnvironmentFactory = Callable[[], Environment]
+
+
+def build_environment(config: EnvironmentConfig) -> tuple[MultiTurnEnvironmentConfig, EnvironmentFactory] | None:
+    """The limits of an episode and what makes its environment; None where the first turn is the whole episode.
+
+    Makes one environment, to see that it can be made. Raises ConfigError naming the key that is wrong.
+    """
+    if isinstance(config, SingleTurnEnvironmentConfig):
+        return None
+    assert isinstance(config, MultiTurnEnvironmentConfig)
+    make = _find_factory(config)
+    try:
+        made = make()
+    except ConfigError:
+        raise
+    except Exception as error:  # The user's own code.
+        raise ConfigError([f"environment: making one raised {describe_error(error)}"]) from error
+    if not isinstance(made, Environment):
+        raise ConfigError(
+            [f"environment: found a {type(made).__name__}; expected one derived from megarl.environment.Environment"]
+        )
+    return config, make
+
+
+def _find_factory(config: MultiTurnEnvironmentConfig) -> EnvironmentFactory:
+    match config:
+        case ClassEnvironmentConfig():
+            target = load_named("environment.path", config.path)
+            if not callable(target):
+                raise ConfigError([f"environment.path: found {config.path!r}; a class was expected"])
+            return partial(target, **config.options)
+        case GuessEnvironmentConfig():
+            return partial(Guess, config.max_turns, config.higher, config.lower)
+        case VerifiersEnvironmentConfig():
+            return partial(VerifiersEnvironment, config.id, config.args)
+    raise ConfigError([f"environment: found a {type(config).__name__}; megarl/task/environments.py has none for it"])
+
+
+def build_tool_prompt(
+    config: EnvironmentConfig, data: DataConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> ToolPrompt | None:
+    """How the tools of this configuration are described; None where there are none.
+
+    Raises ConfigError naming environment.tools, or environment.id.
+    """
+    schemas: tuple[Mapping[str, Any], ...] = ()
+    text = None
+    if isinstance(config, ToolsEnvironmentConfig):
+        schemas, text = tuple(describe_tool(path) for path in find_tools(config.tools)), config.description
+    elif isinstance(config, VerifiersEnvironmentConfig):
+        schemas = tuple(load_verifiers_environment(config.id, config.args).oai_tools or ())
+    if not schemas:
+        return None
+    if text is None and not (data.chat_template and knows_tools(tokenizer)):
+        text = HERMES
+    if text is not None:
+        text = text.replace(TOOLS_PLACEHOLDER, "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas))
+    return ToolPrompt(schemas, text)
+
+
+def knows_tools(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Whether the chat template describes tools and takes messages of role tool. Many ignore what they do not know."""
+    name = "megarl_probe"
+    parameters = {"type": "object", "properties": {}}
+    schema = {"type": "function", "function": {"name": name, "description": "A probe.", "parameters": parameters}}
+    asked, answered = {"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}
+    result = {"role": "tool", "content": "RESULT"}
+    if not tokenizer.chat_template:
+        return False
+    try:
+        text = str(tokenizer.apply_chat_template([asked, answered, result], tools=[schema], tokenize=False))
+    except Exception:  # A template is a program of the checkpoint's author.
+        return False
+    return name in text and "RESULT" in text

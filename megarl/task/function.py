@@ -1,0 +1,397 @@
+"""The user's own reward function, called in processes of its own.
+
+It takes megarl's (prompt, response), TRL's or verl's parameters, told apart by their names. Prompts, responses and
+scores go between the processes as JSON.
+"""
+
+import base64
+import inspect
+import json
+import math
+import re
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from decimal import Decimal
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megarl.config.schema.reward import FunctionRewardConfig
+from megarl.config.user_code import DescribedError, describe_error
+from megarl.json_text import check_state
+from megarl.task.process import call, load_callable
+from megarl.types import FinishReason, Message, Prompt, Response, RoutedExperts, Score, Turn, WeightVersions
+
+RESERVED_NAMES = frozenset(
+    {
+        *("mean", "std", "min", "max", "correct", "positive_frac", "shaped_mean", "equal_groups_frac", "failed_frac"),
+        "heldout",
+    }
+)
+"""What the trainer itself logs under reward/."""
+
+
+def serve_function(path: str, state: Any = None) -> Callable[..., dict[str, Any]]:
+    """What the process calls: the user's function, from and to JSON; without a prompt it gives the function's state.
+
+    state: what the function is to go on from; None: nothing. Raises ValueError where it cannot be loaded, takes other
+    parameters than megarl, TRL or verl give, or has no place for a state that is given.
+    """
+    target: Any = load_callable(path)
+    function = adapt(path, target)
+    keeps = hasattr(target, "state_dict") and hasattr(target, "load_state_dict")
+    if state is not None:
+        if not keeps:
+            raise ValueError(f"the checkpoint has a state of {path}, which has no state_dict and load_state_dict now")
+        target.load_state_dict(state)
+
+    def score(prompt: dict[str, Any] | None = None, response: dict[str, Any] | None = None) -> dict[str, Any]:
+        if prompt is None or response is None:
+            return {"state": check_state(f"reward.path={path}", target.state_dict())} if keeps else {}
+        asked = decode_prompt(prompt)
+        try:
+            score, left_out = function(asked, decode_response(response))
+            return encode_score(score) | {"left_out": left_out}
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise DescribedError(_explain(path, error, asked)) from error
+
+    return score
+
+
+def _explain(path: str, error: Exception, prompt: Prompt) -> str:
+    text = describe_error(error, path)
+    if isinstance(error, TypeError | AttributeError) and re.search(r"'(Prompt|Response)'", str(error)):
+        text += "; the texts are prompt.text and response.text, the reference answer is prompt.answer"
+    columns = list_columns(prompt)
+    if isinstance(error, KeyError) and columns and error.args[:1] not in [(name,) for name in columns]:
+        text += f"; the columns of the data are {', '.join(sorted(columns))}"
+    return text
+
+
+class FunctionVerifier:
+    """Holds what the user's function returns to what the means under reward/ need.
+
+    Every Score must have the same names in `details` as the first one, that of the check before the start, and none of
+    RESERVED_NAMES.
+    """
+
+    path = f"{serve_function.__module__}:{serve_function.__name__}"
+    key = "reward.path"
+    is_users = True
+
+    def __init__(self, config: FunctionRewardConfig):
+        self.options = {"path": config.path}
+        self.timeout_s, self.memory_gb = config.timeout_s, config.memory_gb
+        self._lock = threading.Lock()
+        self._names: frozenset[str] | None = None
+        """The names in `details` of the first Score"""
+        self._left_out: set[str] = set()
+        """Entries of the function's dicts that are texts"""
+
+    def ask(self, prompt: Prompt, response: Response) -> dict[str, Any]:
+        return {"prompt": encode_prompt(prompt), "response": encode_response(response)}
+
+    def read(self, answer: Any, prompt: Prompt) -> Score:
+        """Raises ValueError for other names in `details`."""
+        self._left_out |= set(answer.get("left_out", ()))
+        score = Score(**{name: value for name, value in answer.items() if name != "left_out"})
+        if score.failure is None:
+            self._check_names(frozenset(score.details))
+        return score
+
+    @property
+    def notes(self) -> list[str]:
+        left_out = ", ".join(sorted(self._left_out))
+        return [f"of what {self.options['path']} returns, texts are not logged: {left_out}"] if left_out else []
+
+    def give_up(self) -> None:
+        """What runs out of time or memory is the function, not the response."""
+
+    def _check_names(self, names: frozenset[str]) -> None:
+        found = f"reward.path={self.options['path']}: found details {_list_names(names)}"
+        reserved = names & RESERVED_NAMES
+        if reserved:
+            raise ValueError(f"{found}; megarl's own metrics have the names {_list_names(reserved)} under reward/")
+        with self._lock:
+            expected = self._names = names if self._names is None else self._names
+        if names != expected:
+            raise ValueError(
+                f"{found}; the first response had {_list_names(expected)}, and every response must have the same"
+                " (0.0 for a part that does not apply)"
+            )
+
+
+def _list_names(names: frozenset[str]) -> str:
+    return ", ".join(sorted(names)) or "no names"
+
+
+ACCEPTED = (
+    "(prompt, response), TRL's (prompts, completions, **columns)"
+    " or verl's (data_source, solution_str, ground_truth, extra_info)"
+)
+RESULTS = 'a number, True or False, a dict with "score" (or "reward"), or a megarl.types.Score'
+CORRECT_AT = 1.0
+"""The least score that counts as correct, where the function says nothing about it"""
+_SCORE_KEYS = ("score", "reward")
+_TRL_ONLY = ("prompts", "completions", "completion_ids")
+_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+Parameters = Mapping[str, inspect.Parameter]
+
+
+def adapt(path: str, function: Callable[..., Any]) -> Callable[[Prompt, Response], tuple[Score, list[str]]]:
+    """The function as one from (prompt, response) to a Score and the names of the entries that are not in it; what it
+    returns may be awaited.
+
+    Raises ValueError for parameters of another sort, naming those found and what is accepted, and the function that
+    comes out TypeError for another result.
+    """
+    arguments = _find_arguments(path, function)
+
+    def score(prompt: Prompt, response: Response) -> tuple[Score, list[str]]:
+        positional, keywords, is_batch = arguments(prompt, response)
+        result = call(function, *positional, **keywords)
+        return read_result(path, _take_only(path, result) if is_batch else result)
+
+    return score
+
+
+Arguments = Callable[[Prompt, Response], tuple[tuple[Any, ...], dict[str, Any], bool]]
+"""(positional, by name, whether all are lists of one)"""
+
+
+def _find_arguments(path: str, function: Callable[..., Any]) -> Arguments:
+    try:
+        parameters: Parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # Some builtins have none.
+        return lambda prompt, response: ((prompt, response), {}, False)
+    if "completions" in parameters:
+        _check_names(path, parameters)
+        return lambda prompt, response: ((), _build_trl(path, parameters, prompt, response), True)
+    if "solution_str" in parameters:
+        unknown = [name for name in _list_required(parameters) if name not in _VERL]
+        if unknown:
+            raise ValueError(_refuse(path, parameters, f"; verl gives no {', '.join(unknown)}"))
+        return lambda prompt, response: ((), _choose(parameters, _build_verl(prompt, response)), False)
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        raise ValueError(_refuse(path, parameters)) from None
+    return lambda prompt, response: ((prompt, response), {}, False)
+
+
+def _build_trl(path: str, parameters: Parameters, prompt: Prompt, response: Response) -> dict[str, Any]:
+    """TRL's keywords, each a list of one: the columns of the data, prompts and completions as chats where the data's
+    are. Raises ValueError for a column that the data do not have."""
+    is_chat = any(map(_is_chat, prompt.columns.values()))
+    chat = [vars(message) for message in prompt.messages]
+    columns = {"answer": prompt.answer, **list_columns(prompt)}
+    given = {
+        **{name: [value] for name, value in columns.items() if name not in ("prompt", "completion")},
+        "prompts": [chat if is_chat else prompt.messages[-1].content if prompt.messages else prompt.text],
+        "completions": [[{"role": "assistant", "content": response.text}] if is_chat else response.text],
+        "completion_ids": [response.token_ids.tolist()],
+    }
+    missing = [name for name in _list_required(parameters) if name not in given]
+    if missing:
+        raise ValueError(
+            f"reward.path={path} asks for {', '.join(missing)}; the columns of the data are"
+            f" {', '.join(sorted(set(given) - set(_TRL_ONLY)))}"
+        )
+    return _choose(parameters, given)
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping) and "content" in value[0]
+
+
+def _build_verl(prompt: Prompt, response: Response) -> dict[str, Any]:
+    """verl's keywords: columns of the data with verl's names where there are such, else what stands for them."""
+    columns = list_columns(prompt)
+    stated = columns.get("reward_model")
+    truth = columns.get("ground_truth", prompt.answer)
+    extra = columns.get("extra_info")
+    return {
+        "data_source": columns.get("data_source", ""),
+        "solution_str": response.text,
+        "ground_truth": stated.get("ground_truth", truth) if isinstance(stated, Mapping) else truth,
+        "extra_info": extra if isinstance(extra, Mapping) else columns,
+    }
+
+
+def list_columns(prompt: Prompt) -> dict[str, Any]:
+    """The record as the data have it; of generated problems, what they have besides question and answer."""
+    return dict(prompt.columns or prompt.metadata)
+
+
+def _choose(parameters: Parameters, given: dict[str, Any]) -> dict[str, Any]:
+    """Those that the function takes."""
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    return given if takes_all else {name: value for name, value in given.items() if name in parameters}
+
+
+def _check_names(path: str, parameters: Parameters) -> None:
+    """Raises ValueError where a parameter cannot be given by its name."""
+    if any(each.kind is inspect.Parameter.POSITIONAL_ONLY for each in parameters.values()):
+        raise ValueError(_refuse(path, parameters, "; TRL gives them by name"))
+
+
+def _list_required(parameters: Parameters) -> list[str]:
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return [
+        name
+        for name, each in parameters.items()
+        if each.default is inspect.Parameter.empty and each.kind not in variable
+    ]
+
+
+def _refuse(path: str, parameters: Parameters, why: str = "") -> str:
+    return f"{path} takes ({', '.join(map(str, parameters.values()))}){why}; accepted are {ACCEPTED}"
+
+
+def _take_only(path: str, results: Any) -> Any:
+    """The one result of TRL's list."""
+    if not isinstance(results, list | tuple) or len(results) != 1:
+        raise TypeError(
+            f"reward.path={path} returned {_show(results)} for one completion; TRL's functions return a list with as"
+            " many numbers as there are completions"
+        )
+    return results[0]
+
+
+def read_result(path: str, result: Any) -> tuple[Score, list[str]]:
+    """The Score that a function's result means, and the names of a dict's texts, which are not in it. Raises TypeError
+    for what is none.
+    """
+    if isinstance(result, Score):
+        return result, []
+    if isinstance(result, Mapping):
+        return _read_dict(path, result)
+    number = _read_number(result)
+    if number is None:
+        raise TypeError(f"reward.path={path} returned {_show(result)}; it must return {RESULTS}")
+    return Score(number, _is_correct(result, number)), []
+
+
+def _read_dict(path: str, result: Mapping[Any, Any]) -> tuple[Score, list[str]]:
+    """ "score", "correct" or verl's "acc", and every other number as a detail; texts and None are left out."""
+    name = next((name for name in _SCORE_KEYS if name in result), None)
+    number = None if name is None else _read_number(result[name])
+    if number is None:
+        raise TypeError(f"reward.path={path} returned {_show(dict(result))}; it must return {RESULTS}")
+    details, left_out = {}, []
+    for key, value in result.items():
+        part = _read_number(value)
+        if key == "correct" and value is not None and part not in (0.0, 1.0):
+            raise TypeError(f"reward.path={path} returned {key!r}: {_show(value)}; it must be True or False")
+        if part is None and not (value is None or (isinstance(value, str) and key != "acc")):
+            raise TypeError(
+                f"reward.path={path} returned {key!r}: {_show(value)}; beside {name!r} there may be numbers, which are"
+                " logged as means, and texts, which are not"
+            )
+        if part is None:
+            left_out += [str(key)] if value is not None else []
+        elif key not in (name, "correct"):
+            details[str(key)] = part
+    stated = next((_read_number(result[key]) for key in ("correct", "acc") if result.get(key) is not None), None)
+    correct = _is_correct(result[name], number) if stated is None else stated >= CORRECT_AT
+    return Score(number, correct, details), left_out
+
+
+def _read_number(value: Any) -> float | None:
+    """Also an array or tensor of one number; None for what is no number."""
+    if not isinstance(value, Real) and getattr(value, "shape", None) in ((), (1,)):
+        value = value.item()
+    try:
+        return float(value) if isinstance(value, Real | Decimal) else None
+    except OverflowError:  # An integer of hundreds of digits.
+        return math.inf if value > 0 else -math.inf
+
+
+def _is_correct(result: Any, number: float) -> bool:
+    return result if isinstance(result, bool) else number >= CORRECT_AT
+
+
+def _show(value: Any, length: int = 60) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= length else text[:length] + '...'} ({type(value).__name__})"
+
+
+_ARRAYS: dict[str, type[np.generic]] = {"token_ids": np.int32, "rollout_logprobs": np.float32, "generated": np.bool_}
+
+
+def encode_prompt(prompt: Prompt) -> dict[str, Any]:
+    """All that a prompt has."""
+    return {
+        **vars(prompt),
+        "token_ids": _encode(prompt.token_ids, np.int32),
+        "metadata": dict(prompt.metadata),
+        # May hold what JSON has no type for, such as dates.
+        "columns": json.dumps(dict(prompt.columns), default=str),
+        "messages": [vars(message) for message in prompt.messages],
+    }
+
+
+def decode_prompt(record: dict[str, Any]) -> Prompt:
+    """The prompt that `encode_prompt` was given."""
+    token_ids = tuple(_decode(record["token_ids"], np.int32).tolist())
+    messages = tuple(Message(**message) for message in record["messages"])
+    columns = json.loads(record["columns"])
+    return Prompt(**{**record, "token_ids": token_ids, "messages": messages, "columns": columns})
+
+
+def encode_response(response: Response) -> dict[str, Any]:
+    """All that a response has; arrays are base64 of their bytes, which costs 14 bytes a token."""
+    versions, experts = response.weight_versions, response.routed_experts
+    return {
+        **{name: _encode(getattr(response, name), dtype) for name, dtype in _ARRAYS.items()},
+        "text": response.text,
+        "weight_versions": vars(versions),
+        "finish_reason": response.finish_reason.value,
+        "routed_experts": experts and {**vars(experts), "data": base64.b64encode(experts.data).decode()},
+        "turns": [{**vars(turn), "details": dict(turn.details)} for turn in response.turns],
+    }
+
+
+def decode_response(record: dict[str, Any]) -> Response:
+    """The response that `encode_response` was given."""
+    experts = record["routed_experts"]
+    versions = {name: tuple(values) for name, values in record["weight_versions"].items()}
+    return Response(
+        **{name: _decode(record[name], dtype) for name, dtype in _ARRAYS.items()},
+        text=record["text"],
+        weight_versions=WeightVersions(**versions),
+        finish_reason=FinishReason(record["finish_reason"]),
+        routed_experts=experts and RoutedExperts(**{**experts, "data": base64.b64decode(experts["data"])}),
+        turns=tuple(Turn(**turn) for turn in record["turns"]),
+    )
+
+
+def encode_score(score: Score) -> dict[str, Any]:
+    """All that a score has, as plain numbers. Raises TypeError and ValueError for what is not a number."""
+    return {
+        **{field.name: getattr(score, field.name) for field in fields(score)},
+        "reward": float(score.reward),
+        "correct": _read_truth(score.correct),
+        "details": {str(name): float(value) for name, value in score.details.items()},
+    }
+
+
+def _read_truth(value: Any) -> bool:
+    # The text "False" is true to Python, and so is NaN.
+    if isinstance(value, str) or value not in (0, 1):
+        raise TypeError(f"a Score has the correct {value!r}; it must be True or False")
+    return bool(value)
+
+
+def _encode(values: ArrayLike, dtype: type[np.generic]) -> str:
+    return base64.b64encode(np.ascontiguousarray(values, dtype=dtype).tobytes()).decode()
+
+
+def _decode(text: str, dtype: type[np.generic]) -> NDArray[Any]:
+    return np.frombuffer(base64.b64decode(text), dtype=dtype)

@@ -1,0 +1,365 @@
+"""Problems as a source of prompts gives them, before any tokenizer sees them; records with named fields as problems."""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema.data import AnswerPart, FileDataConfig
+from megarl.json_text import parse_json
+from megarl.types import Message
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A task to solve. The last user message is its question."""
+
+    messages: tuple[Message, ...]
+    answer: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The record that it was read from, as it was; empty for generated problems"""
+
+    @property
+    def question_key(self) -> str:
+        """Equal for problems that ask the same: all messages but for the spacing."""
+        return "\n".join(f"{m.role}: {' '.join(m.content.split())}" for m in self.messages)
+
+
+@dataclass(frozen=True)
+class ProblemSplits:
+    train: Sequence[Problem]
+    heldout: Sequence[Problem] | None
+    """Held-out problems; None: the source has no held-out part of its own."""
+    shares_questions: bool = False
+    """Whether both parts ask the same: what differs is hidden in the environment, where no policy can memorize it"""
+    notes: tuple[str, ...] = ()
+    """What was chosen in reading them, for the reader of a log"""
+
+
+def note_parts(train: str, heldout: str) -> tuple[str, ...]:
+    """The notes on both parts, one where they are alike."""
+    return (train,) if train == heldout else (f"for training {train}", f"held out {heldout}")
+
+
+class Source(Protocol):
+    def load(self, seed: int) -> ProblemSplits:
+        """All problems of the source; the same for the same seed. Raises ConfigError."""
+        ...
+
+
+def ask(question: str, answer: str, metadata: Mapping[str, str] | None = None) -> Problem:
+    """A problem of one question."""
+    return Problem((Message("user", question),), answer, metadata or {})
+
+
+PROMPT_FIELDS = (
+    "question",
+    "problem",
+    "prompt",
+    "query",
+    "instruction",
+    "input",
+    "messages",
+    "conversations",
+)
+ANSWER_FIELDS = (
+    # verl's column, which is made for it; label and target often mean something else.
+    "reward_model.ground_truth",
+    "answer",
+    "final_answer",
+    "expected_answer",
+    "ground_truth",
+    "gold",
+    "label",
+    "target",
+    "output",
+    "response",
+    "completion",
+    "solution",
+)
+ROLES = {"human": "user", "gpt": "assistant", "developer": "system"}
+"""Names of roles in other data sets, and ours."""
+MEDIA = re.compile(r"(image|img|picture|photo|video|audio)s?(_(\d+|path|url|file|bytes)s?)?", re.IGNORECASE)
+"""Names of columns with what a model of text does not read"""
+UNREAD = ("tool_calls", "function_call", "images", "audio")
+"""Parts of a message that would be lost"""
+HASHES = re.compile(r"^####(.*)$", re.MULTILINE)
+NUMBER_BEHIND_HASHES = re.compile(r"####[ \t]*[-+]?\$?[\d,.]*\d%?")
+
+Located = tuple[str, Mapping[str, Any]]
+"""Where a record was found ("train.jsonl:17"), and the record."""
+
+
+def read_problems(records: Iterable[Located], config: FileDataConfig) -> tuple[list[Problem], str]:
+    """One problem per record, and a sentence on which fields they are from. Fields that the configuration does not name
+    are the first of the usual names that any record has a value for.
+
+    Raises ConfigError that says where, what was found and what would be right.
+    """
+    located = list(_refuse_media(records))
+    if not located:
+        return [], ""
+    prompt_field, answer_field, others = find_fields(located, config)
+    chats = [_read_chat(where, record, prompt_field, answer_field) for where, record in located]
+    values = [
+        get_field(record, answer_field) if answer_field else last and last.content
+        for (_, record), (_, last) in zip(located, chats, strict=True)
+    ]
+    part = config.answer_part or _choose_part(located, values)
+    problems: list[Problem] = []
+    for (where, record), (messages, _), value in zip(located, chats, values, strict=True):
+        name = answer_field or prompt_field
+        answer = read_answer(value, part)
+        if not answer:
+            expected = f"a text with {PARTS[part]}" if part is not AnswerPart.whole else "a text or number"
+            raise ConfigError([_bad_field(where, record, name, f"{expected} that is not blank", "data.answer_field")])
+        used = {prompt_field.split(".")[0], answer_field}
+        if prompt_field == "instruction" and answer_field != "input" and isinstance(record.get("input"), str):
+            used.add("input")
+        metadata = {k: v if isinstance(v, str) else _dump(v) for k, v in record.items() if k not in used}
+        problems.append(Problem(messages, answer, {**metadata, "location": where}, record))
+    left_out = 0
+    if answer_field is not None:
+        left_out = _check_left_out([(p, last.content) for p, (_, last) in zip(problems, chats, strict=True) if last])
+    source = f"column {answer_field}" if answer_field else "the chats' last messages"
+    note = f"questions from column {prompt_field}, answers from {source}"
+    note += "" if part is AnswerPart.whole else f", of each {PARTS[part]}"
+    note += f" (not from {', '.join(others)})" if others else ""
+    if left_out:
+        note += f"; the assistant's message at the end of {left_out} chats is left out as an answer"
+    return problems, note
+
+
+def find_fields(records: Sequence[Located], config: FileDataConfig) -> tuple[str, str | None, list[str]]:
+    """(prompt field, answer field, other fields that could be the answer's); None: the answer is the last message of
+    the chat.
+    """
+    prompt = config.prompt_field or next(_list_present(records, PROMPT_FIELDS), None)
+    if prompt is None:
+        raise ConfigError([_no_field(records, "question", PROMPT_FIELDS, "data.prompt_field")])
+    names = [name for name in ANSWER_FIELDS if name != prompt]
+    if config.answer_field is not None:
+        return prompt, config.answer_field, []
+    found = list(_list_present(records, names))
+    if not found and not any(_ends_with_assistant(_decode_chat(get_field(record, prompt))) for _, record in records):
+        raise ConfigError([_no_field(records, "answer", names, "data.answer_field")])
+    return prompt, found[0] if found else None, found[1:]
+
+
+def _list_present(records: Sequence[Located], names: Iterable[str]) -> Iterator[str]:
+    return (name for name in names if any(get_field(record, name) is not None for _, record in records))
+
+
+def _refuse_media(records: Iterable[Located]) -> Iterator[Located]:
+    """The records. Raises ConfigError for pictures and sounds, of which the model would read nothing."""
+    for where, record in records:
+        for name, value in record.items():
+            if (MEDIA.fullmatch(str(name)) and value) or _holds_bytes(value):
+                raise ConfigError(
+                    [
+                        f"{where}: {name}: found {_shorten(value)}; the model reads text alone and would not see it."
+                        " Take the column out of the data where the questions can be answered without it"
+                    ]
+                )
+        yield where, record
+
+
+def _holds_bytes(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_bytes, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_bytes, value))
+    # datasets gives pictures as PIL's objects.
+    return isinstance(value, bytes | bytearray) or type(value).__module__.startswith("PIL.")
+
+
+def _read_chat(
+    where: str, record: Mapping[str, Any], prompt_field: str, answer_field: str | None
+) -> tuple[tuple[Message, ...], Message | None]:
+    """The messages, without the assistant's one at the end, which is returned too: it must not be shown to the model.
+
+    Raises ConfigError where there is no question, or no such message and no answer field.
+    """
+    value = _decode_chat(get_field(record, prompt_field))
+    if isinstance(value, list):
+        messages = read_messages(where, prompt_field, value)
+    elif isinstance(value, str) and value.strip():
+        if prompt_field == "instruction" and isinstance(record.get("input"), str) and answer_field != "input":
+            value = f"{value}\n\n{record['input']}".strip()
+        messages = (Message("user", value),)
+    else:
+        expected = "a text that is not blank, or messages"
+        raise ConfigError([_bad_field(where, record, prompt_field, expected, "data.prompt_field")])
+    last = messages[-1] if messages[-1].role == "assistant" else None
+    if last is None and answer_field is None:
+        role = messages[-1].role
+        raise ConfigError([f"{where}: {prompt_field}: the last message is of {role}; expected the assistant's answer"])
+    messages = messages if last is None else messages[:-1]
+    if not any(m.role == "user" for m in messages):
+        raise ConfigError([f"{where}: {prompt_field}: found no user message; expected one before the answer"])
+    return messages, last
+
+
+def _check_left_out(left_out: Sequence[tuple[Problem, str]]) -> int:
+    """The number of chats with a last message of the assistant beside an answer. Raises ConfigError where most of these
+    messages do not state the answer: they may be meant as its beginning.
+    """
+    silent = [(p, text) for p, text in left_out if "".join(p.answer.split()) not in "".join(text.split())]
+    if 2 * len(silent) > len(left_out):
+        problem, text = silent[0]
+        raise ConfigError(
+            [
+                f"{problem.metadata['location']}: the last message is the assistant's, {_shorten(text)}, and does not"
+                f" state the answer {_shorten(problem.answer)}; {len(silent)} chats end like this. Take the message out"
+                " of the data; where it is the beginning of an answer, data.response_prefix begins every answer"
+            ]
+        )
+    return len(left_out)
+
+
+def read_messages(where: str, field: str, value: list[Any]) -> tuple[Message, ...]:
+    """A chat: records of role and content (or from and value)."""
+    messages = []
+    for number, item in enumerate(value):
+        entry = item if isinstance(item, Mapping) else {}
+        role, content = entry.get("role", entry.get("from")), entry.get("content", entry.get("value"))
+        role = ROLES.get(role, role) if isinstance(role, str) else role
+        unread = [name for name in UNREAD if entry.get(name)]
+        if role not in ("system", "user", "assistant") or not isinstance(content, str) or unread:
+            raise ConfigError(
+                [
+                    f"{where}: {field}[{number}]: found {_shorten(item)}; expected"
+                    ' {"role": "system", "user" or "assistant", "content": text}'
+                    + (f" without {' and '.join(unread)}" if unread else "")
+                ]
+            )
+        messages.append(Message(role, content))
+    if not messages:
+        raise ConfigError([f"{where}: {field}: found no messages; expected one or more"])
+    return tuple(messages)
+
+
+def _decode_chat(value: Any) -> Any:
+    """A chat that is written as JSON within a text, as ROLL's data sets have it; every other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        decoded = parse_json(value)
+    except ValueError:
+        return value
+    chat = isinstance(decoded, list) and decoded and all(_is_message(item) for item in decoded)
+    return decoded if chat else value
+
+
+def _is_message(item: Any) -> bool:
+    return isinstance(item, dict) and ({"role", "content"} <= item.keys() or {"from", "value"} <= item.keys())
+
+
+def read_answer(value: Any, part: AnswerPart = AnswerPart.whole) -> str:
+    """The answer as text: the only element of a list, 27.0 as 27, of texts the part. "" for a value that is no answer,
+    and for a text that has no such part.
+    """
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
+        return ""
+    text = str(value).strip()
+    if not isinstance(value, str) or part is AnswerPart.whole:
+        return text
+    if part is AnswerPart.boxed:
+        return find_boxed(text) or ""
+    final: list[str] = HASHES.findall(text)
+    text = final[-1].strip() if final else ""
+    return text.replace(",", "") if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", text) else text
+
+
+def _choose_part(records: Sequence[Located], values: Sequence[Any]) -> AnswerPart:
+    """What of the answers is meant where data.answer_part is null. Raises ConfigError where that is in doubt."""
+    texts = [value if isinstance(value, str) else "" for value in values]
+    # One line of hashes, which ends the text: headings of Markdown look otherwise.
+    lines = [text.rstrip().splitlines()[-1:] if len(HASHES.findall(text)) == 1 else [] for text in texts]
+    found = {
+        AnswerPart.after_hashes: [bool(line and NUMBER_BEHIND_HASHES.fullmatch(line[0])) for line in lines],
+        AnswerPart.boxed: [find_boxed(text) is not None for text in texts],
+    }
+    if all(found[AnswerPart.after_hashes]):
+        return AnswerPart.after_hashes
+    for part, has in found.items():
+        if 2 * sum(has) >= len(has):
+            raise ConfigError(
+                [
+                    f"data.answer_part: found null; {sum(has)} of {len(has)} answers, as that of"
+                    f" {records[has.index(True)][0]}, have {PARTS[part]}: {part.value} takes that part, whole takes the"
+                    " answer as it is"
+                ]
+            )
+    return AnswerPart.whole
+
+
+PARTS = {
+    AnswerPart.whole: "everything",
+    AnswerPart.after_hashes: "what stands behind ####",
+    AnswerPart.boxed: "what stands in the last \\boxed{}",
+}
+
+
+def find_boxed(text: str) -> str | None:
+    """The content of the last \\boxed{...} with balanced braces."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    start += len("\\boxed{")
+    depth = 1
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start:end].strip()
+    return None
+
+
+def get_field(record: Mapping[str, Any], name: str) -> Any:
+    """The value under a name, or under a dotted path of names; None where there is none."""
+    if name in record:
+        return record[name]
+    value: Any = record
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _ends_with_assistant(value: Any) -> bool:
+    last = value[-1] if isinstance(value, list) and value else None
+    role = last.get("role", last.get("from")) if isinstance(last, Mapping) else None
+    return isinstance(role, str) and ROLES.get(role, role) == "assistant"
+
+
+def _no_field(records: Sequence[Located], what: str, names: Iterable[str], key: str) -> str:
+    where, record = records[0]
+    found = ", ".join(map(str, record)) or "no fields"
+    return f"{where}: found {found}; expected a field with the {what} ({', '.join(names)}), or set {key}"
+
+
+def _bad_field(where: str, record: Mapping[str, Any], name: str, expected: str, key: str) -> str:
+    value, hint = get_field(record, name), ""
+    if value is not None:
+        found = f"found {_shorten(value)}"
+    elif name in record or (isinstance(get_field(record, name.rpartition(".")[0]), Mapping) and "." in name):
+        found, hint = "found null", f"; take such rows out of the data, or name another column with {key}"
+    else:
+        found = f"found only {', '.join(map(str, record))}"
+    return f"{where}: {name}: {found}; expected {expected}{hint}"
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

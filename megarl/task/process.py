@@ -1,0 +1,418 @@
+"""A process of its own for a function that may hang, use up memory or take its process down: both ends of it.
+
+Its time limit holds in any thread and inside C code (a power of powers), which a signal handler's would not.
+Only JSON goes between the two processes. The other end is python -m megarl.task.process: it reads the task and then one
+call a line from standard input, and writes one answer a line, until its input ends or its parent does.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.config.errors import ConfigError
+from megarl.config.user_code import DescribedError, load_named
+from megarl.task import confinement
+
+START_DEADLINE_S = 180.0
+"""Seconds for importing the function's packages on a busy machine"""
+GRACE_S = 20.0
+"""Seconds beyond the process's own time limit before it is killed: it must have been stopped or swapped out"""
+OUT_OF_MEMORY = 77
+"""Exit status of a process whose function ran out of memory"""
+GIB = 2**30
+SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
+"""What programs need of the system, to read"""
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = sorted({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+
+
+class CallError(Exception):
+    """A call without a result; the message is one line."""
+
+
+class CallTimeoutError(CallError):
+    """The function took longer than its time limit."""
+
+
+class CallMemoryError(CallError):
+    """The function needed more memory than its limit."""
+
+
+class CallDiedError(CallError):
+    """The function took its process down."""
+
+
+class CallKilledError(CallError):
+    """The process was killed from outside, twice, or closed."""
+
+
+class CallRaisedError(CallError):
+    """The function raised; the message is the exception's type and text."""
+
+
+class StartError(Exception):
+    """The process could not load its function."""
+
+
+class FunctionProcess:
+    """Calls one function in a process of its own, one call at a time. Thread-safe.
+
+    The process is started by `start` or the first call, and again by the first call after it ended. It and what it
+    started end when this object is closed or collected, and when this process ends in any way.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        timeout_s: float,
+        memory_gb: float,
+        options: Mapping[str, Any] | None = None,
+        show_output: bool = False,
+        sealed: bool = False,
+    ):
+        """path: the function, as package.module:function. options, JSON: where given, `path` is called once with them
+        as keywords and returns the function. memory_gb: address space in GiB beyond what the process has after loading.
+        show_output: what the function prints goes to this process's standard error; else it is dropped. sealed: after
+        loading, the function can only read Python's own folders, as far as the kernel grants it: no other files, no
+        network, no processes."""
+        self._task = {
+            "path": path,
+            "options": options,
+            "timeout_s": timeout_s,
+            "memory_bytes": int(memory_gb * GIB),
+            "sealed": sealed,
+        }
+        self._path, self._timeout_s, self._memory_gb, self._show_output = path, timeout_s, memory_gb, show_output
+        self._lock = threading.Lock()
+        self._closed = self._has_answered = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    def start(self) -> None:
+        """Start the process, where it does not run. Raises StartError saying why the function cannot be loaded."""
+        with self._lock:
+            if self._process is None:
+                self._start()
+
+    def call(self, arguments: Mapping[str, Any]) -> Any:
+        """The function's result for these keywords; both are JSON.
+
+        A process that was killed from outside (SIGKILL, as by the kernel where memory is short) is replaced once, and
+        so is one that has answered before and ran out of memory: calls before may have kept it.
+        Raises CallError, and StartError where the process has to be started and cannot be.
+        """
+        question = json.dumps(arguments).encode() + b"\n"
+        with self._lock:
+            try:
+                answer = self._ask(question)
+            except (_KilledError, CallMemoryError) as first:
+                if isinstance(first, CallMemoryError) and not self._has_answered:
+                    raise
+                try:
+                    answer = self._ask(question)
+                except _KilledError as error:
+                    raise CallKilledError("its process was killed (SIGKILL) twice") from error
+        if "error" in answer:
+            raise CallRaisedError(answer["error"])
+        return answer["result"]
+
+    def stop(self) -> None:
+        """End the process, once no call is under way; the next call starts it again."""
+        with self._lock:
+            if self._process is not None:
+                self._stop()
+
+    def close(self) -> None:
+        """End the process, also in the middle of a call, and start none again."""
+        self._closed = True
+        # Beside a call only the kill: the pipes are the call's until it has noticed.
+        if (process := self._process) is not None and process.poll() is None:
+            kill_group(process)
+        with self._lock:
+            if self._process is not None:
+                self._stop()
+
+    def _ask(self, question: bytes) -> dict[str, Any]:
+        if self._closed:
+            raise CallKilledError("its process was closed")
+        process = self._process or self._start()
+        try:
+            line = exchange(process, question, self._timeout_s + GRACE_S)
+        except TimeoutError:
+            self._stop()
+            raise CallTimeoutError(self._describe_timeout()) from None
+        if line is not None:
+            answer: dict[str, Any] = json.loads(line)
+            self._has_answered = True
+            return answer
+        status = self._stop()
+        if self._closed:
+            raise CallKilledError("its process was closed")
+        if status == -signal.SIGALRM:
+            raise CallTimeoutError(self._describe_timeout())
+        if status == OUT_OF_MEMORY:
+            raise CallMemoryError(f"it needed more than {self._memory_gb:g} GiB of memory")
+        if status == -signal.SIGKILL:
+            raise _KilledError
+        raise CallDiedError(f"its process died ({describe_status(status)})")
+
+    def _describe_timeout(self) -> str:
+        return f"it took longer than {self._timeout_s:g} s"
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        # A session of its own: Ctrl-C at the terminal is the parent's to handle, and the whole group can be killed.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "megarl.task.process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if self._show_output else subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        )
+        self._process, self._has_answered = process, False
+        self._finalizer = weakref.finalize(self, end_process, process)
+        if self._closed:  # `close` may have looked before there was a process to kill.
+            self._stop()
+            raise CallKilledError("its process was closed")
+        try:
+            # The same modules are found as here.
+            task = json.dumps({**self._task, "sys_path": [os.path.abspath(entry) for entry in sys.path]})
+            line = exchange(process, task.encode() + b"\n", START_DEADLINE_S)
+        except TimeoutError:
+            self._stop()
+            raise StartError(f"loading {self._path} took longer than {START_DEADLINE_S:.0f} s") from None
+        if line is None:
+            status = self._stop()
+            if self._closed:
+                raise CallKilledError("its process was closed")
+            raise StartError(f"the process that loads {self._path} died ({describe_status(status)})")
+        message = json.loads(line)
+        if "error" in message:
+            self._stop()
+            raise StartError(message["error"])
+        return process
+
+    def _stop(self) -> int:
+        """End the process; returns its exit status."""
+        process = self._process
+        assert process is not None
+        # Its end of the pipe closes before it is gone: its own status says more than that of a kill.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if not _is_open(process):
+                process.wait(timeout=5)
+        if self._finalizer is not None:
+            self._finalizer()
+        self._process = self._finalizer = None
+        return process.wait(timeout=30)
+
+
+class _KilledError(Exception):
+    """The process was killed from outside."""
+
+
+def describe_status(status: int) -> str:
+    """An exit status in words: "signal SIGSEGV" or "exit status 3"."""
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"signal {signal.Signals(-status).name}"
+    except ValueError:
+        return f"signal {-status}"
+
+
+def exchange(process: "subprocess.Popen[bytes]", line: bytes, seconds: float) -> bytes | None:
+    """Write a line and read one without its end; None where the process closed its end. Raises TimeoutError."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    reader, writer, received, deadline = (
+        process.stdout.fileno(),
+        process.stdin.fileno(),
+        b"",
+        time.monotonic() + seconds,
+    )
+    os.set_blocking(writer, False)
+    unwritten = memoryview(line)
+    while not received.endswith(b"\n"):
+        poll = select.poll()  # Unlike select(), with descriptors above 1023 too.
+        poll.register(reader, select.POLLIN | select.POLLHUP)
+        if unwritten:
+            poll.register(writer, select.POLLOUT)
+        ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+        if not ready:
+            raise TimeoutError
+        if writer in ready:
+            try:
+                unwritten = unwritten[os.write(writer, unwritten[:65536]) :]
+            except BrokenPipeError:
+                return None
+        if reader in ready:
+            chunk = os.read(reader, 65536)
+            if not chunk:
+                return None
+            received += chunk
+    return received[:-1]
+
+
+def _is_open(process: "subprocess.Popen[bytes]") -> bool:
+    """Whether the process still holds its end of the pipe."""
+    assert process.stdout is not None
+    poll = select.poll()
+    poll.register(process.stdout.fileno(), select.POLLIN)
+    return not any(event & select.POLLHUP for _, event in poll.poll(0))
+
+
+def end_process(process: "subprocess.Popen[bytes]") -> None:
+    """Kill the process and its group, and close its pipes."""
+    kill_group(process)
+    process.wait(timeout=30)
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+def kill_group(process: "subprocess.Popen[bytes]") -> None:
+    """Kill the process and its group, before it is reaped: until then the number is still the group's."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def load_callable(path: str) -> Callable[..., Any]:
+    """The callable named "file.py:name" or "package.module:name".
+
+    Raises ValueError saying what was found and why it cannot be called.
+    """
+    try:
+        target = load_named("path", path)
+    except ConfigError as error:
+        raise ValueError(error.problems[0].removeprefix("path: ")) from error
+    if not callable(target):
+        raise ValueError(f"found {path!r}, a {type(target).__name__}; a callable was expected")
+    return target
+
+
+def describe(error: BaseException) -> str:
+    """An exception as one line: its type and its text."""
+    if isinstance(error, DescribedError):
+        return str(error)
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def limit_memory(more: int) -> None:
+    """Limits the address space to what the process has and `more` bytes."""
+    with open("/proc/self/statm") as statm:
+        now = int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = now + more if hard == resource.RLIM_INFINITY else min(now + more, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def seal() -> None:
+    """From now on this thread reads Python's own folders and megarl's, and nothing else of the machine.
+
+    What the kernel does not grant is left out: it was said before the start (`megarl.task.sandbox.list_gaps`).
+    """
+    with contextlib.suppress(OSError):
+        confinement.allow_files([*list_readable(), str(ROOT / "megarl")], None)
+    with contextlib.suppress(OSError):
+        confinement.refuse_calls(os.getpid(), own_files=False)
+
+
+def list_readable() -> list[str]:
+    """The folders that a program may read, none within another."""
+    own = {sys.prefix, sys.base_prefix, sys.exec_prefix, *PACKAGES, os.path.dirname(os.path.realpath(sys.executable))}
+    found: list[str] = []
+    for path in [*SYSTEM, *sorted(own)]:
+        if not any(path == other or path.startswith(f"{other}/") for other in found):
+            found.append(path)
+    return found
+
+
+def end_with_parent(descriptor: int) -> None:
+    """Kill this process's group as soon as the other end of this pipe is closed."""
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(descriptor, 0)  # POLLHUP is always reported, whatever there is to read.
+        poll.poll()
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def call(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """The function's result; a coroutine is awaited."""
+    result = function(*args, **keywords)
+    return asyncio.run(_await(result)) if inspect.isawaitable(result) else result
+
+
+async def _await(result: Any) -> Any:
+    return await result
+
+
+def main() -> None:
+    """Serve until standard input ends. A call that runs out of time ends the process, without an answer."""
+    # What functions print must not mix with the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    # What functions read must not be the calls.
+    questions = os.fdopen(os.dup(0), "r")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    end_with_parent(questions.fileno())
+    # No handler: the kernel ends the process, also where Python would not come to run one.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    def write(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    task = json.loads(questions.readline())
+    sys.path[:] = task["sys_path"]
+    try:
+        function = load_callable(task["path"])
+        if task["options"] is not None:
+            function = function(**task["options"])
+    except ValueError as error:
+        write({"error": " ".join(str(error).split())})
+        return
+    except Exception as error:
+        write({"error": describe(error)})
+        return
+    limit_memory(task["memory_bytes"])
+    if task["sealed"]:
+        seal()
+    write({"ready": True})
+    served_by = os.getpid()
+    for line in questions:
+        signal.setitimer(signal.ITIMER_REAL, task["timeout_s"])
+        try:
+            answer = json.dumps({"result": call(function, **json.loads(line))})
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
+        except Exception as error:
+            answer = json.dumps({"error": describe(error)})
+        if os.getpid() != served_by:  # A function that forked: its copy would answer too, and that the next call.
+            os._exit(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        answers.write(answer + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""What processes of their own run of megarl's: scorers of other packages, regular expressions, tools.
+
+sympy turns text into Python source and evaluates it, and some of reasoning-gym's scorers call eval(). Both are narrowed
+here to what mathematics and lists need; changed only in the scoring process. torch is not imported here, which takes
+seconds.
+"""
+
+import ast
+import json
+import re
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from megarl.task.process import call, load_callable
+from megarl.task.sandbox import find_protections, python
+
+SCORERS_WITH_EVAL = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
+"""reasoning-gym modules (last part of the name) that call eval() on an answer, to read a list."""
+TEXT_TAKERS = frozenset({"Float", "Function", "Integer", "Rational", "Symbol"})
+"""The only calls that may hold a string: sympy's own way of writing a name or a number."""
+FUNCTIONS = TEXT_TAKERS.union(
+    *(["Abs", "Add", "Mul", "Pow", "Max", "Min"], ["Eq", "Ne", "Lt", "Le", "Gt", "Ge", "Not", "And", "Or"]),
+    *(["sin", "cos", "tan", "cot", "sec", "csc"], ["sinh", "cosh", "tanh", "coth"]),
+    *(["asin", "acos", "atan", "acot", "atan2"], ["asinh", "acosh", "atanh"]),
+    *(["exp", "ln", "log", "sqrt", "cbrt", "root"], ["factorial", "binomial", "gamma", "erf"]),
+    *(["ceiling", "floor", "sign"], ["re", "im", "conjugate"]),
+)
+NODES: tuple[type[ast.AST], ...] = (
+    *(ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.operator, ast.unaryop, ast.cmpop),
+    *(ast.Constant, ast.Name, ast.Tuple, ast.List, ast.keyword, ast.expr_context),
+)
+"""What may stand in the source besides calls."""
+
+
+def guard_sympy() -> None:
+    """Make sympy evaluate only arithmetic, names and common functions; other text raises ValueError."""
+    from sympy.parsing import sympy_parser
+
+    stringify = sympy_parser.stringify_expr
+
+    def guarded_stringify(*args: Any, **kwargs: Any) -> str:
+        source: str = stringify(*args, **kwargs)
+        check_source(source)
+        return source
+
+    sympy_parser.stringify_expr = guarded_stringify
+
+
+def guard_module(module: ModuleType) -> None:
+    """eval() inside a scorer's module reads literals only, where the scorer calls it on an answer."""
+    if module.__name__.rsplit(".", 1)[-1] in SCORERS_WITH_EVAL:
+        module.eval = ast.literal_eval  # type: ignore[attr-defined]
+
+
+def check_source(source: str) -> None:
+    """Raises ValueError unless the source is nothing but operators, numbers, names and calls of FUNCTIONS."""
+    try:
+        tree = ast.parse(source.strip(), mode="eval")
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"not an expression: {error}") from error
+    texts: set[int] = set()
+    for node in ast.walk(tree):  # Parents come before their children.
+        if isinstance(node, ast.Call):
+            if not _is_allowed(node.func):
+                raise ValueError(f"{ast.unparse(node.func)} is not a function that an answer may use")
+            if isinstance(node.func, ast.Name) and node.func.id in TEXT_TAKERS:
+                texts.update(map(id, node.args))
+        elif not isinstance(node, NODES):
+            raise ValueError(f"{type(node).__name__} is not part of an answer")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str | bytes) and id(node) not in texts:
+            raise ValueError("text is not part of an answer")
+
+
+def _is_allowed(function: ast.expr) -> bool:
+    """Whether f(...) may be called; Function('f')(...) is how sympy writes a function it does not know."""
+    if isinstance(function, ast.Call):
+        return isinstance(function.func, ast.Name) and function.func.id == "Function"
+    return isinstance(function, ast.Name) and function.id in FUNCTIONS
+
+
+Scorer = Callable[..., dict[str, Any]]
+
+
+def build_math_scorer() -> Scorer:
+    """(gold, text, mode, thinking) -> {"correct", "read", "answer"}; see megarl.task.math_grading."""
+    from megarl.task.math_grading import grade
+
+    guard_sympy()
+
+    def score(gold: str, text: str, mode: str, thinking: bool) -> dict[str, Any]:
+        verdict = grade(gold, text, mode, thinking=thinking)
+        return {"correct": verdict.is_right, "read": verdict.is_read, "answer": verdict.answer}
+
+    return score
+
+
+def build_reasoning_gym_scorer() -> Scorer:
+    """(task, entry, config, text) -> {"score"}."""
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    guard_sympy()
+    datasets: dict[str, Any] = {}
+
+    def score(task: str, entry: dict[str, Any], config: dict[str, Any], text: str) -> dict[str, Any]:
+        if task not in DATASETS:
+            raise ValueError(f"reasoning-gym has no task {task!r}; it has {', '.join(sorted(DATASETS))}")
+        options = {"seed": 0, "size": 1, **config}
+        key = json.dumps([task, options], sort_keys=True)
+        if key not in datasets:
+            guard_module(sys.modules[DATASETS[task][0].__module__])
+            datasets[key] = create_dataset(task, **options)
+        return {"score": float(datasets[key].score_answer(answer=text, entry=entry))}
+
+    return score
+
+
+def build_pattern_searcher(pattern: str, where: str) -> Callable[..., str | None]:
+    """(text) -> what the pattern finds, None for nothing.
+
+    where: "whole": the text but for white space at its ends; "anywhere": its first match; "last": the last one, of
+    which the first group counts where the pattern has one.
+    """
+    compiled = re.compile(pattern, re.DOTALL)
+
+    def search(text: str) -> str | None:
+        if where == "last":
+            last = deque(compiled.finditer(text), maxlen=1)
+            return last[0].group(1 if compiled.groups else 0) if last else None
+        match = compiled.fullmatch(text.strip()) if where == "whole" else compiled.search(text)
+        return None if match is None else match.group()
+
+    return search
+
+
+def load_tools(paths: Mapping[str, str], result_length: int) -> Callable[..., str]:
+    """The function (name, arguments) -> result as text, of the tools at `paths`, package.module:function by name.
+
+    A result that is no text is given as JSON; results are cut to `result_length` characters. Raises ValueError for a
+    path that names no function.
+    """
+    functions = {name: load_callable(path) for name, path in paths.items()}
+    if functions.get("python") is python:
+        find_protections()  # Tries what the machine has, which takes a second: no call's time.
+
+    def run(name: str, arguments: dict[str, Any]) -> str:
+        result = call(functions[name], **arguments)
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        return shorten(text, result_length)
+
+    return run
+
+
+def shorten(text: str, length: int) -> str:
+    """The beginning of a text, which says what was cut off."""
+    if len(text) <= length:
+        return text
+    return f"{text[:length]}\n... ({len(text) - length} more characters)"

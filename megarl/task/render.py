@@ -1,0 +1,431 @@
+"""From a problem to what the model reads (instruction, chat template, tokens), and text that the critic alone reads.
+
+The latter is data.critic_prompt with a prompt's answer and metadata in it. A critic may know what the policy does not
+(BPCO 2608.23566; Le Critique 2608.16739, section 3): V(h_t, z) remains a baseline that does not bias the policy
+gradient where z does not depend on the response (its equation 5). The fields are therefore those of the prompt, which
+are fixed before a response is sampled.
+
+The papers do not say where z stands. The implementation of the second one (prime-values) puts a closed system message
+in front of the conversation, behind a token that begins every text, and so does this; without a chat template the text
+stands there as it is. All tokens of prompt and response then attend to it, and they are the policy's own, so that V of
+response token t stands at the same response position.
+"""
+
+import re
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import datetime
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema.data import DataConfig
+from megarl.task.problems import Problem
+from megarl.task.tools import ToolPrompt
+from megarl.types import Message, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+PLACEHOLDER = "{question}"
+SEPARATOR = "\n\n"
+"""Between turns where no chat template parts them."""
+DATE = datetime(2024, 7, 26)
+"""What a chat template is told that asks for the date, so that a run reads the same prompts on the day that it is
+resumed, and an evaluation those of its run. It is the date that Llama 3's templates have where they are told none"""
+RANDOM = re.compile(r"\|\s*random\b|\blipsum\b")
+"""What Jinja has of chance"""
+
+
+class Renderer:
+    """Renders problems for one tokenizer. Raises ConfigError for an instruction without {question}, and for a chat
+    template with chance in it.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: "PreTrainedTokenizerBase",
+        tools: ToolPrompt | None = None,
+        vocab_size: int | None = None,
+    ):
+        """tools: those that the prompts describe; None without environment=tools. vocab_size: rows of the model's
+        embedding, beyond which no token is accepted; None: not known."""
+        config = _read_instruction(config)
+        if config.instruction is not None and PLACEHOLDER not in config.instruction:
+            raise ConfigError([f"data.instruction: found {config.instruction!r}; it must contain {PLACEHOLDER}"])
+        self.config = config
+        self.tokenizer = tokenizer
+        self.tools = tools
+        self.vocab_size = vocab_size
+        self.uses_template = config.chat_template and bool(tokenizer.chat_template)
+        self._asks_date = False
+        self._left_out = ""
+        """What the tokenizer would add at the end of a text"""
+        if self.uses_template and RANDOM.search(str(tokenizer.chat_template)):
+            raise ConfigError(
+                ["data.chat_template: the template has random or lipsum in it; a resumed run would read other prompts"]
+            )
+
+    def render(self, problem: Problem) -> str:
+        """The text whose tokens are the prompt."""
+        return self.render_messages(self.build_messages(problem)) + self._render_prefix(problem)
+
+    def build_messages(self, problem: Problem) -> tuple[Message, ...]:
+        """The problem's messages with data.instruction, data.system and what the tools' prompt adds."""
+        messages = self._add_instruction(problem.messages)
+        if self.config.system is not None:
+            messages = (Message("system", self.config.system), *(m for m in messages if m.role != "system"))
+        return messages if self.tools is None else self.tools.add_to(messages)
+
+    def _render_prefix(self, problem: Problem) -> str:
+        """What the assistant's turn begins with; the policy continues it."""
+        if self.config.response_prefix is None:
+            return ""
+        prefix = self.config.response_prefix.replace(PLACEHOLDER, _get_last_question(problem.messages))
+        return prefix if self.uses_template else SEPARATOR + prefix
+
+    def render_messages(self, messages: Sequence[Message], for_answer: bool = True) -> str:
+        """The text of the messages, up to where the assistant's next one begins.
+
+        for_answer: whether one follows them; False: the text ends with the last message.
+        Raises ConfigError where the chat template refuses them.
+        """
+        if not self.uses_template:
+            return SEPARATOR.join(m.content for m in messages if m.content)
+        chat = [{"role": m.role, "content": m.content} for m in messages]
+        schemas: list[dict[Any, Any] | Callable[..., Any]] | None = None
+        if self.tools is not None and self.tools.text is None:
+            schemas = [dict(schema) for schema in self.tools.schemas]
+
+        def apply(chat: list[dict[str, str]]) -> str:
+            keywords: dict[str, Any] = {"strftime_now": self._format_date}
+            return str(
+                self.tokenizer.apply_chat_template(
+                    chat, schemas, tokenize=False, add_generation_prompt=for_answer, **keywords
+                )
+            )
+
+        roles = ", ".join(m.role for m in messages)
+        try:
+            text = apply(chat)
+        except Exception as error:  # a template is a program of the checkpoint's author
+            raise ConfigError(
+                [f"data.chat_template: the tokenizer's template refuses messages of {roles}: {error}"]
+            ) from error
+        for i, message in enumerate(messages):
+            if message.content.strip() in text:
+                continue
+            # It may be changed, such as SmolLM3's "/no_think"; it must not be lost.
+            try:
+                has_effect = apply([*chat[:i], {"role": message.role, "content": ""}, *chat[i + 1 :]]) != text
+            except Exception:
+                has_effect = True
+            if not has_effect:
+                raise ConfigError(
+                    [
+                        f"data.chat_template: of messages of {roles} the tokenizer's template leaves out number"
+                        f" {i + 1}, {message.content[:60]!r}; data.chat_template_path names a file with another"
+                    ]
+                )
+        return text
+
+    def _format_date(self, format: str) -> str:
+        self._asks_date = True
+        return DATE.strftime(format)
+
+    def tokenize(
+        self, texts: Sequence[str], add_special_tokens: bool | None = None, names: Sequence[str] = ()
+    ) -> list[tuple[int, ...]]:
+        """Token ids of each text.
+
+        add_special_tokens: those that the tokenizer adds in front of a text; None: where no chat template is used. A
+        chat template writes its own special tokens; plain text gets those the tokenizer adds by itself, except for
+        those behind the text, where the response begins, and those that it begins with already. names: where each text
+        is from, for messages. Raises ConfigError for a text that cannot be read, or not by the model.
+        """
+        if not texts:
+            return []
+        try:
+            encoded = self.tokenizer(
+                list(texts), add_special_tokens=False, return_offsets_mapping=self.tokenizer.is_fast
+            )
+        except Exception as error:  # tokenizers has no class of its own for an unknown character
+            raise ConfigError(
+                [
+                    f"data: the model's tokenizer cannot read the prompts ({error}), the first of which is"
+                    f" {texts[0][:80]!r}; choose data that it can read, or another model"
+                ]
+            ) from error
+        if self.tokenizer.is_fast:
+            for text, ids, offsets in zip(texts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+                self._check_nothing_lost(text, ids, offsets)
+        found = [tuple(ids) for ids in encoded["input_ids"]]
+        if not self.uses_template if add_special_tokens is None else add_special_tokens:
+            begin = self._find_begin(texts, found)
+            found = [ids if begin == ids[: len(begin)] else begin + ids for ids in found]
+        for i, ids in enumerate(found):
+            outside = [token for token in ids if self.vocab_size is not None and token >= self.vocab_size]
+            if outside:
+                where = names[i] if names else "data"
+                raise ConfigError(
+                    [
+                        f"{where}: the text {texts[i][:80]!r} has the token {outside[0]}"
+                        f" ({self.tokenizer.convert_ids_to_tokens(outside[0])!r}); the model's embedding has"
+                        f" {self.vocab_size} rows. Tokens that were added to the tokenizer need rows in the model"
+                    ]
+                )
+        return found
+
+    def _find_begin(self, texts: Sequence[str], found: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """The tokens that the tokenizer adds in front of a text by itself."""
+        # A text that begins with a special token would hide where the added ones end.
+        special = set(self.tokenizer.all_special_ids)
+        plain = [(text, ids) for text, ids in zip(texts, found, strict=True) if ids and ids[0] not in special]
+        text, ids = plain[0] if plain else (texts[0], found[0])
+        whole = tuple(self.tokenizer(text)["input_ids"])
+        for start in range(len(whole) - len(ids) + 1):
+            end = start + len(ids)
+            if whole[start:end] == ids:
+                self._left_out = " ".join(self.tokenizer.convert_ids_to_tokens(list(whole[end:])))
+                return whole[:start]
+        raise ConfigError(
+            [f"data: the model's tokenizer reads {text[:80]!r} as other tokens with its special tokens than without"]
+        )
+
+    @cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The texts that the tokenizer reads as special tokens, the longest first; the chat template's tokens around a
+        message are among them, also where the tokenizer does not call them special.
+        """
+        added = self.tokenizer.added_tokens_decoder
+        found = {str(token) for token in added.values() if token.special} | set(self.tokenizer.all_special_tokens)
+        if self.uses_template:
+            try:
+                around = self.render_messages([Message("user", "QUESTION")], for_answer=False)
+            except ConfigError:  # It is refused where the prompts are rendered.
+                around = ""
+            found |= {str(token) for token in added.values() if not token.special and str(token) in around}
+        return tuple(sorted((token for token in found if len(token.strip()) > 1), key=len, reverse=True))
+
+    @cached_property
+    def _beginnings(self) -> frozenset[str]:
+        return frozenset(token[0] for token in self.special_tokens)
+
+    def find_special(self, content: str) -> list[str]:
+        """The special tokens that a text has."""
+        # Some tokenizers have thousands.
+        may_have = any(character in content for character in self._beginnings)
+        return [token for token in self.special_tokens if token in content] if may_have else []
+
+    def defuse(self, content: str) -> str:
+        """The content with a space in what the tokenizer would read as a special token: it may not end its message."""
+        for token in self.special_tokens:
+            content = content.replace(token, f"{token[0]} {token[1:]}")
+        return content
+
+    def describe(self, prompt: Sequence[int]) -> str:
+        """Which template and which special tokens the prompts have. prompt: the tokens of one that was rendered."""
+        if not self.uses_template:
+            why = "data.chat_template is false" if self.tokenizer.chat_template else "the tokenizer has none"
+            text = f"prompts without a chat template ({why})"
+        elif self.config.chat_template_path is not None:
+            text = f"prompts in the chat template of {self.config.chat_template_path}"
+        else:
+            text = "prompts in the tokenizer's chat template"
+        names = dict.fromkeys(self.tokenizer.convert_ids_to_tokens(list(prompt)))
+        special = ", ".join(name for name in names if name in self.special_tokens)
+        text += f"; special tokens of the first: {special or 'none'}"
+        if self._left_out:
+            text += f"; {self._left_out}, which the tokenizer puts at the end of a text, is left out"
+        if self._asks_date:
+            text += f"; the template asks for the date and is always told {DATE:%d %b %Y}"
+        return text
+
+    def _check_nothing_lost(self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> None:
+        """Raises ConfigError for characters without a token, which tokenizers leave out silently."""
+        covered = set[int]()
+        for token, (start, end) in zip(ids, offsets, strict=True):
+            if not self._is_unknown(token, text[start:end]):
+                covered.update(range(start, end))
+        if all(i in covered or not _is_visible(text[i]) for i in range(len(text))):
+            return
+        # Past a character left out, the offsets may be wrong: each character is asked for alone.
+        lost = sorted(c for c in set(text) if _is_visible(c) and not self._has_token(c))
+        if lost:
+            raise ConfigError(
+                [
+                    f"data: the model's tokenizer has no token for {' '.join(lost)} in the prompt {text[:80]!r};"
+                    " choose data (or data.instruction) that it can read, or another model"
+                ]
+            )
+
+    def _has_token(self, character: str) -> bool:
+        ids: list[int] = self.tokenizer(character, add_special_tokens=False)["input_ids"]
+        return bool(ids) and not any(self._is_unknown(token, character) for token in ids)
+
+    def _is_unknown(self, token: int, text: str) -> bool:
+        """The text may also name the unknown token itself, where it serves as another (<|endoftext|>)."""
+        return bool(token == self.tokenizer.unk_token_id and text != self.tokenizer.unk_token)
+
+    def _add_instruction(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        instruction = self.config.instruction
+        if instruction is None:
+            return messages
+        last = _find_last_question(messages)
+        # Not str.format: questions and instructions may contain braces.
+        question = Message("user", instruction.replace(PLACEHOLDER, messages[last].content))
+        return (*messages[:last], question, *messages[last + 1 :])
+
+
+def use_chat_template(config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Give the tokenizer the chat template of data.chat_template_path, where that is set. Raises ConfigError."""
+    if config.chat_template_path is None:
+        return
+    if not config.chat_template:
+        raise ConfigError(["data.chat_template_path: has no effect with data.chat_template=false"])
+    tokenizer.chat_template = _read_text("data.chat_template_path", config.chat_template_path)
+
+
+def _read_instruction(config: DataConfig) -> DataConfig:
+    """The configuration with the text of data.instruction_path as data.instruction."""
+    if config.instruction_path is None:
+        return config
+    if config.instruction is not None:
+        raise ConfigError(["data.instruction_path: found beside data.instruction; give one, the other is null"])
+    text = _read_text("data.instruction_path", config.instruction_path).rstrip("\n")
+    return replace(config, instruction=text, instruction_path=None)
+
+
+def _read_text(key: str, name: str) -> str:
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{key}: {name} cannot be read (from {Path.cwd()}): {error}"]) from error
+
+
+def _find_last_question(messages: Sequence[Message]) -> int:
+    return max(i for i, message in enumerate(messages) if message.role == "user")
+
+
+def _get_last_question(messages: Sequence[Message]) -> str:
+    return messages[_find_last_question(messages)].content
+
+
+def _is_visible(character: str) -> bool:
+    return character.isprintable() and not character.isspace()
+
+
+KEY = "data.critic_prompt"
+NUM_CACHED = 4096
+"""Texts whose tokens are kept: the responses to one prompt have the same one"""
+ROLES = ("system", "user")
+"""Roles of the message, by preference: some chat templates refuse or leave out a system message without a question"""
+
+
+class CriticPrompt:
+    """What the critic reads of a prompt: the text's tokens, then the prompt's."""
+
+    def __init__(self, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None = None):
+        """vocab_size: rows of the critic's embedding. Raises ConfigError where data.critic_prompt is blank or no
+        template.
+        """
+        self._parts = parse(config.critic_prompt or "")
+        self._limit = config.critic_prompt_length
+        # Without the policy's tools.
+        self._renderer = Renderer(config, tokenizer, vocab_size=vocab_size)
+        self._first_token = tokenizer.bos_token_id
+        self._encode = lru_cache(NUM_CACHED)(lambda text: self._tokenize([text])[0])
+
+    def fill(self, prompt: Prompt) -> str:
+        """The text for this prompt. Raises ConfigError for a field that the prompt does not have."""
+        values = {**prompt.metadata, "answer": prompt.answer}
+        for _, name in self._parts:
+            if name is not None and name not in values:
+                where = prompt.metadata.get("location", f"prompt {prompt.id}")
+                raise ConfigError([f"{KEY}: found {{{name}}}; the fields of {where} are {', '.join(sorted(values))}"])
+        if self._renderer.uses_template:
+            values = {name: self._renderer.defuse(value) for name, value in values.items()}
+        return "".join(text + ("" if name is None else values[name]) for text, name in self._parts)
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """The text's tokens. Raises ConfigError as `fill` and where they are above data.critic_prompt_length."""
+        tokens = self._encode(self.fill(prompt))
+        self._check_length(len(tokens))
+        return tokens
+
+    def extend(self, prompt: Prompt) -> tuple[int, ...]:
+        """The text's tokens and then the prompt's, with one token in front of both that begins every text. Raises as
+        `encode`.
+        """
+        own, first = self.encode(prompt), (self._first_token,)
+        # Of some models it begins every message.
+        if prompt.token_ids[:1] == first and prompt.token_ids.count(self._first_token) == 1:
+            return (*first, *(own[1:] if own[:1] == first else own), *prompt.token_ids[1:])
+        return (*own, *prompt.token_ids)
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Check all prompts that are trained on. Raises ConfigError as `encode`."""
+        texts = list(dict.fromkeys(map(self.fill, prompts)))
+        self._check_length(max(map(len, self._tokenize(texts)), default=0))
+
+    def _check_length(self, found: int) -> None:
+        if found > self._limit:
+            raise ConfigError(
+                [
+                    f"data.critic_prompt_length: found {self._limit}; the longest text that {KEY} gives has {found}"
+                    " tokens, and none is cut"
+                ]
+            )
+
+    def _tokenize(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Tokens of each text, also one that begins every text where a chat template writes it."""
+        rendered = list(map(self._render, texts))
+        try:
+            return self._renderer.tokenize(rendered, add_special_tokens=False)
+        except ConfigError as error:
+            raise ConfigError([f"{KEY}: {problem.removeprefix('data: ')}" for problem in error.problems]) from error
+
+    def _render(self, text: str) -> str:
+        if not self._renderer.uses_template:
+            return text
+        for role in ROLES:
+            try:
+                rendered = self._renderer.render_messages([Message(role, text)], for_answer=False)
+            except ConfigError:
+                continue
+            if text.strip() in rendered:
+                return rendered
+        raise ConfigError(
+            [
+                f"{KEY}: the tokenizer's chat template shows neither a system message nor a user message that stands"
+                " alone; data.chat_template=false does without it"
+            ]
+        )
+
+
+def parse(template: str) -> list[tuple[str, str | None]]:
+    """(text, name of the field after it) of each part, as Python's templates are written; None: no field follows.
+
+    A name is never evaluated: dots and brackets are part of it. Raises ConfigError naming data.critic_prompt for what
+    is no template.
+    """
+    if not template.strip():
+        raise ConfigError([f"{KEY}: found {template!r}; it must be a text, for example 'Reference answer: {{answer}}'"])
+    parts: list[tuple[str, str | None]] = []
+    try:
+        for text, name, specification, conversion in string.Formatter().parse(template):
+            if name == "" or specification or conversion:
+                raise ValueError("a field is a name between braces and nothing else")
+            parts.append((text, name))
+    except ValueError as error:
+        raise ConfigError(
+            [
+                f"{KEY}: found {template!r}: {error}; a field is {{answer}} or another one of the prompt's, and a"
+                " brace that is text is written twice"
+            ]
+        ) from error
+    return parts

@@ -1,0 +1,243 @@
+"""Rewards by a rule: equality of texts, numbers and mathematics, form, length, and the environment's own."""
+
+import importlib.util
+import math
+import re
+from collections import deque
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema.reward import (
+    EnvironmentRewardConfig,
+    FormatRewardConfig,
+    MathRewardConfig,
+    NumericRewardConfig,
+)
+from megarl.task.math_text import ends_in_open_thinking
+from megarl.types import Prompt, Response, Score
+
+
+def score_exact(prompt: Prompt, response: Response) -> Score:
+    """1 where the normalised response is the normalised answer, else 0."""
+    answer = normalize_text(response.text)
+    equal = answer == normalize_text(prompt.answer)
+    return Score(reward=float(equal), correct=equal, answer=answer or None)
+
+
+def normalize_text(text: str) -> str:
+    """The text in lower case, runs of white space as one space, none at the ends, no full stop at the end."""
+    return " ".join(text.casefold().split()).rstrip(".").rstrip()
+
+
+class FormatVerifier:
+    """1 where the response, white space at its ends aside, matches reward.pattern, else 0; its content does not count.
+
+    With reward.anywhere a part that matches suffices.
+    """
+
+    path = "megarl.task.process_functions:build_pattern_searcher"
+    key = "reward.pattern"
+    is_users = False
+
+    def __init__(self, config: FormatRewardConfig):
+        """Raises ConfigError for a pattern that is none."""
+        check_pattern(config.pattern)
+        where = "anywhere" if config.anywhere else "whole"
+        self.options: dict[str, Any] = {"pattern": config.pattern, "where": where}
+        self.timeout_s, self.memory_gb = config.timeout_s, config.memory_gb
+
+    def ask(self, prompt: Prompt, response: Response) -> dict[str, Any]:
+        return {"text": response.text}
+
+    def read(self, answer: Any, prompt: Prompt) -> Score:
+        return Score(float(answer is not None), answer is not None)
+
+    def give_up(self) -> None:
+        """What does not end is the pattern."""
+
+
+def check_pattern(pattern: str) -> None:
+    """Raises ConfigError naming reward.pattern where Python cannot read it."""
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ConfigError([f"reward.pattern: found {pattern!r}; not a regular expression: {error}"]) from error
+
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|\.\d+"
+NUMBER = re.compile(rf"(?<![\w.])[-+−]?\$?(?:{_DIGITS})(?:[eE][-+]?\d{{1,4}}(?!\d)|/\d+(?![.\d]))?", re.ASCII)
+"""An integer or decimal, thousands with commas, scientific notation with up to 4 digits, or a/b"""
+MAX_CHARACTERS = 1000
+"""A longer number is not read."""
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The number that the text is, exactly; None where it is none. $ before and % after it are left out."""
+    text = text.strip().removesuffix("%").rstrip()
+    if len(text) > MAX_CHARACTERS or not NUMBER.fullmatch(text):
+        return None
+    numerator, _, denominator = text.replace(",", "").replace("$", "").replace("−", "-").partition("/")
+    if denominator:
+        return Fraction(int(numerator), int(denominator)) if int(denominator) else None
+    return Fraction(Decimal(numerator))
+
+
+def find_last_number(text: str) -> Fraction | None:
+    """The last number of the text."""
+    last = deque(NUMBER.finditer(text), maxlen=1)
+    return parse_number(last[0].group()) if last else None
+
+
+def format_number(number: Fraction) -> str:
+    """The same text for equal numbers: a decimal where it is exact with 28 digits, else a/b."""
+    decimal = (Decimal(number.numerator) / Decimal(number.denominator)).normalize()
+    if Fraction(decimal) != number:
+        small = max(abs(number.numerator), number.denominator) < 10**MAX_CHARACTERS
+        return f"{number.numerator}/{number.denominator}" if small else str(decimal)
+    return f"{decimal:f}" if -30 < decimal.adjusted() < 30 else str(decimal)
+
+
+@dataclass(frozen=True)
+class NumericReward:
+    """1 where the response's number is the prompt's answer, within the tolerances, else 0.
+
+    details: "format" is 1 where the response has a number.
+    """
+
+    tolerance: Fraction
+    relative_tolerance: Fraction
+
+    @classmethod
+    def of(cls, config: NumericRewardConfig) -> "NumericReward":
+        # As written: 0.1 is a tenth.
+        return cls(Fraction(repr(config.tolerance)), Fraction(repr(config.relative_tolerance)))
+
+    def __call__(self, prompt: Prompt, response: Response) -> Score:
+        """Of the response's last number. Raises ValueError, naming the prompt, where its answer is no number."""
+        return self.compare(read_answer(prompt), find_last_number(response.text))
+
+    def compare(self, expected: Fraction, found: Fraction | None) -> Score:
+        """The score of a response with the number `found`."""
+        if found is None:
+            return Score(0.0, False, {"format": 0.0})
+        margin = max(self.tolerance, self.relative_tolerance * abs(expected))
+        correct = abs(found - expected) <= margin
+        return Score(float(correct), correct, {"format": 1.0}, format_number(found))
+
+
+def read_answer(prompt: Prompt) -> Fraction:
+    """The expected number. Raises ValueError naming the prompt."""
+    expected = parse_number(prompt.answer)
+    if expected is None:
+        raise ValueError(
+            f"prompt {prompt.id!r}: answer {prompt.answer!r} found; reward=numeric needs a number, such as 85, 1,234.5"
+            " or 3/4"
+        )
+    return expected
+
+
+class NumericPatternVerifier:
+    """As `NumericReward`, of the number that reward.pattern finds, which is searched in a process of its own."""
+
+    path = "megarl.task.process_functions:build_pattern_searcher"
+    key = "reward.pattern"
+    is_users = False
+
+    def __init__(self, config: NumericRewardConfig):
+        """Raises ConfigError for a pattern that is none."""
+        pattern = config.pattern or NUMBER.pattern
+        check_pattern(pattern)
+        self.options: dict[str, Any] = {"pattern": pattern, "where": "last"}
+        self.timeout_s, self.memory_gb = config.timeout_s, config.memory_gb
+        self._reward = NumericReward.of(config)
+
+    def ask(self, prompt: Prompt, response: Response) -> dict[str, Any]:
+        return {"text": response.text}
+
+    def read(self, answer: Any, prompt: Prompt) -> Score:
+        return self._reward.compare(read_answer(prompt), None if answer is None else parse_number(answer))
+
+    def give_up(self) -> None:
+        """What does not end is the pattern."""
+
+
+class MathVerifier:
+    """1 where the response states the prompt's answer and no other one, else 0.
+
+    The prompt's answer is LaTeX or plain (with or without $); one that cannot be read as mathematics is compared as
+    text. What states an answer is reward.answer; the rules are in docs/environments-and-rewards.md. details: "format"
+    is 1 where the response states one answer that can be read; "timeout" is 1 where time or memory ran out, which
+    counts as wrong.
+    """
+
+    path = "megarl.task.process_functions:build_math_scorer"
+    key = "reward"
+    is_users = False
+
+    def __init__(self, config: MathRewardConfig):
+        """Raises ConfigError without math-verify."""
+        if importlib.util.find_spec("math_verify") is None:
+            raise ConfigError(["reward: math found, but math-verify is not installed; `make install` brings it"])
+        self.options: dict[str, Any] = {}
+        self.timeout_s, self.memory_gb = config.timeout_s, config.memory_gb
+        self._mode = config.answer.value
+
+    def ask(self, prompt: Prompt, response: Response) -> dict[str, Any]:
+        return {
+            "gold": prompt.answer,
+            "text": response.text,
+            "mode": self._mode,
+            "thinking": ends_in_open_thinking(prompt.text),
+        }
+
+    def read(self, answer: Any, prompt: Prompt) -> Score:
+        correct, details = bool(answer["correct"]), {"format": float(answer["read"]), "timeout": 0.0}
+        return Score(float(correct), correct, details, answer["answer"])
+
+    def give_up(self) -> Score:
+        """A response that cannot be compared in time is wrong."""
+        return Score(0.0, False, {"format": 0.0, "timeout": 1.0})
+
+
+@dataclass(frozen=True)
+class LengthReward:
+    """1 for a response of min_length to max_length tokens, falling linearly to 0 at `falloff` tokens outside.
+
+    Tokens are those that the policy generated. Correct within the range. details: {"tokens": their number}.
+    """
+
+    min_length: int
+    max_length: int
+    falloff: int
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for an empty range."""
+        if self.min_length > self.max_length:
+            allowed = f"at most reward.max_length ({self.max_length})"
+            raise ConfigError([f"reward.min_length: found {self.min_length}; it must be {allowed}"])
+
+    def __call__(self, prompt: Prompt, response: Response) -> Score:
+        length = int(response.generated.sum())
+        outside = max(self.min_length - length, length - self.max_length, 0)
+        # Without a falloff everything outside is 0.
+        reward = max(0.0, 1.0 - outside / self.falloff) if self.falloff else float(outside == 0)
+        return Score(reward, outside == 0, {"tokens": float(length)})
+
+
+class EnvironmentReward:
+    """Adds nothing to the rewards of the turns; correct where their sum is at least correct_at.
+
+    The rewards of the turns are part of every sample's reward, whatever `reward=` is: the score here is 0.
+    """
+
+    def __init__(self, config: EnvironmentRewardConfig):
+        """Raises ConfigError for a correct_at that is not finite."""
+        if not math.isfinite(config.correct_at):
+            raise ConfigError([f"reward.correct_at: found {config.correct_at}; it must be a finite number"])
+        self._correct_at = config.correct_at
+
+    def __call__(self, prompt: Prompt, response: Response) -> Score:
+        return Score(0.0, sum(turn.reward for turn in response.turns) >= self._correct_at)

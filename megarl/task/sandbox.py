@@ -1,0 +1,200 @@
+"""Runs Python programs that a model wrote: a process with limits on time, memory, processes, files, and no network.
+
+Three means of the kernel are used, as far as it grants them without root: namespaces (a file system, network and
+process numbers of its own), Landlock (files), and seccomp (system calls), beside the limits that every kernel has.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from megarl.task.process import PACKAGES, ROOT, describe_status, end_process, exchange, list_readable
+
+PROTECTIONS = ("namespaces", "landlock", "seccomp")
+START_S = 60.0
+"""Seconds beyond a program's own time for starting and ending it on a busy machine"""
+_LAUNCH = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from megarl.task.confinement import main; main()"
+_RUN = (
+    f"import runpy, sys; sys.path += {PACKAGES!r}; sys.argv = ['main.py']; runpy.run_path('main.py', None, '__main__')"
+)
+
+
+class SandboxError(Exception):
+    """The program was not run: the sandbox could not be made."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use."""
+
+    wall_s: float = 10.0
+    cpu_s: int | None = None
+    """Seconds of computing; None: as wall_s, rounded up"""
+    memory_mb: int = 1024
+    """Address space in MiB"""
+    files_mb: int = 64
+    """MiB of files that it writes, together, or of each where it has no file system of its own"""
+    open_files: int = 64
+    threads: int = 64
+    output_kb: int = 256
+    """KiB that it may print, on each of standard output and error"""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a program ended."""
+
+    stdout: str
+    stderr: str
+    status: int
+    """Exit status, or minus the number of the signal that ended it"""
+    stopped: str | None
+    """Why it was ended: "time", "output"; None: it ended by itself"""
+    limits: Limits = field(repr=False)
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it ended by itself with status 0."""
+        return self.stopped is None and self.status == 0
+
+    def describe(self) -> str:
+        """How it ended, as one line."""
+        match self.stopped:
+            case "time":
+                return f"it took longer than {self.limits.wall_s:g} s"
+            case "output":
+                return f"it printed more than {self.limits.output_kb} KiB"
+        last = self.stderr.strip().rpartition("\n")[2].strip()
+        if self.status == 0:
+            return "it ended well"
+        return last if self.status == 1 and last else f"it ended with {describe_status(self.status)}"
+
+
+def run_python(
+    source: str,
+    *,
+    stdin: str = "",
+    limits: Limits | None = None,
+    files: Mapping[str, str] | None = None,
+    protections: tuple[str, ...] | None = None,
+    running: set["subprocess.Popen[bytes]"] | None = None,
+) -> Finished:
+    """Run a Python program in a folder of its own, which is removed with all that the program started.
+
+    It may import what is installed beside megarl, read Python's own folders and the system's libraries, write to its
+    folder, and start threads but no processes; its environment is empty. files: texts of the folder, by name.
+    protections: of PROTECTIONS; None: all that this machine has. running: has the program while it runs; terminate() on
+    what is in it, from any thread, ends it. Raises SandboxError where the protections cannot be had, and where it was
+    ended so.
+    """
+    limits = limits or Limits()
+    used = find_protections() if protections is None else protections
+    bounds = asdict(replace(limits, cpu_s=limits.cpu_s or int(limits.wall_s) + 1))
+    task = {
+        "arguments": [os.path.realpath(sys.executable), "-P", "-s", "-S", "-B", "-c", _RUN],
+        # The order of a set of texts is the same in each run.
+        "environment": {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
+        "files": {**(files or {}), "main.py": source},
+        "stdin": stdin,
+        "limits": bounds,
+        "readable": list_readable(),
+        "protections": used,
+    }
+    return Finished(**_launch(task, limits.wall_s + START_S, set() if running is None else running), limits=limits)
+
+
+@functools.cache
+def find_protections() -> tuple[str, ...]:
+    """Those of PROTECTIONS that this machine has, each found by running a program with it."""
+    return tuple(name for name in PROTECTIONS if _works(name))
+
+
+def list_gaps(protections: tuple[str, ...] | None = None) -> list[str]:
+    """What is not kept from a program on this machine, as sentences; empty where everything is."""
+    has = set(find_protections() if protections is None else protections)
+    gaps = []
+    if not has & {"namespaces", "landlock"}:
+        gaps.append("it can read and write the files of this user (neither user namespaces nor Landlock)")
+    if not has & {"namespaces", "seccomp"}:
+        gaps.append("it can reach the network (neither user namespaces nor seccomp)")
+    if "seccomp" not in has:
+        gaps.append("it can start processes, and the memory limit is that of each (no seccomp)")
+    if "namespaces" not in has:
+        gaps.append("the size of its files is limited for each, not together (no user namespaces)")
+    return gaps
+
+
+def warn_of_gaps(key: str) -> None:
+    """A RuntimeWarning where this machine does not keep programs from something; key: the setting that runs them."""
+    gaps = list_gaps()
+    if gaps:
+        warnings.warn(
+            f"{key}: programs that the policy writes run here, and not everything is kept from one: {'; '.join(gaps)}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _works(name: str) -> bool:
+    try:
+        done = run_python("print(6 * 7)", limits=Limits(wall_s=30.0), protections=(name,))
+    except SandboxError:
+        return False
+    return done.is_well and done.stdout == "42\n"
+
+
+def _launch(task: dict[str, Any], seconds: float, running: set["subprocess.Popen[bytes]"]) -> dict[str, Any]:
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-B", "-c", _LAUNCH],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env={},
+        cwd="/",
+    )
+    running.add(process)
+    try:
+        line = exchange(process, json.dumps(task).encode() + b"\n", seconds)
+    except TimeoutError:
+        raise SandboxError(f"the sandbox did not answer within {seconds:g} s") from None
+    finally:
+        running.discard(process)
+        _close(process)
+    if line is None:
+        raise SandboxError(f"the sandbox ended without an answer ({describe_status(process.returncode)})")
+    answer: dict[str, Any] = json.loads(line)
+    if "error" in answer:
+        raise SandboxError(f"the sandbox could not be made: {answer['error']}")
+    return answer
+
+
+def _close(process: "subprocess.Popen[bytes]") -> None:
+    """Let the launcher end its program and itself; kill it where it does not."""
+    assert process.stdin is not None
+    process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=START_S)
+    end_process(process)
+
+
+WALL_S = 5.0
+
+
+def python(code: str) -> str:
+    """Run a Python program and return what it prints.
+
+    Args:
+        code: The program. It has the standard library, no files and no network; what it prints is returned.
+    """
+    done = run_python(code, limits=Limits(wall_s=WALL_S))
+    if done.is_well:
+        return done.stdout
+    return f"{done.stdout}error: {done.describe()}"

@@ -1,0 +1,154 @@
+"""Problems from files, one JSON object a line or parquet, and from Hugging Face datasets."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema.data import FileDataConfig, HuggingFaceDataConfig, JsonlDataConfig, ParquetDataConfig
+from megarl.json_text import parse_json
+from megarl.task.problems import Located, Problem, ProblemSplits, note_parts, read_problems
+
+Reader = Callable[[Path], Iterator[Located]]
+
+
+class JsonlSource:
+    def __init__(self, config: JsonlDataConfig):
+        self.config = config
+
+    def load(self, seed: int) -> ProblemSplits:
+        """The problems of data.path and, where it is given, data.heldout_path. Raises ConfigError."""
+        return _load_both(self.config, self.config.heldout_path, read_jsonl)
+
+
+class ParquetSource:
+    def __init__(self, config: ParquetDataConfig):
+        self.config = config
+
+    def load(self, seed: int) -> ProblemSplits:
+        """The problems of data.path and, where it is given, data.heldout_path. Raises ConfigError."""
+        return _load_both(self.config, self.config.heldout_path, read_parquet)
+
+
+def read_jsonl(path: Path) -> Iterator[Located]:
+    """("FILE:LINE", object) for every line that is not blank. Raises ConfigError for what is no object."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                # "utf-8-sig" takes the byte-order mark that some editors put first.
+                record = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except UnicodeDecodeError as error:
+                raise ConfigError([f"{where}: found bytes that are not UTF-8 ({error}); expected JSON"]) from None
+            except ValueError as error:
+                start = line[:60].decode("utf-8", "replace").strip()
+                raise ConfigError([f"{where}: found {start!r} ({error}); expected one JSON object a line"]) from None
+            if not isinstance(record, dict):
+                raise ConfigError([f"{where}: found a JSON {type(record).__name__}; expected one JSON object a line"])
+            yield where, record
+
+
+def read_parquet(path: Path) -> Iterator[Located]:
+    """("FILE: row N", record), rows numbered from 0. Raises ConfigError for what is no parquet file."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches(batch_size=1024):
+                for record in batch.to_pylist():
+                    yield f"{path}: row {number}", record
+                    number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError([f"{path}: expected a parquet file: {error}"]) from error
+
+
+def _load_both(config: FileDataConfig, heldout_path: str | None, read: Reader) -> ProblemSplits:
+    train, note = _load_file(config, "data.path", config.path, read)
+    if heldout_path is None:
+        return ProblemSplits(train, None, notes=(note,))
+    heldout, other = _load_file(config, "data.heldout_path", heldout_path, read)
+    return ProblemSplits(train, heldout, notes=note_parts(note, other))
+
+
+def _load_file(config: FileDataConfig, key: str, name: str | None, read: Reader) -> tuple[list[Problem], str]:
+    if not name:
+        raise ConfigError([f"{key}: found nothing; it must be a file, {key}=FILE"])
+    path = Path(name).expanduser()
+    if not path.is_file():
+        what = "is a directory" if path.is_dir() else f"does not exist (from {Path.cwd()})"
+        raise ConfigError([f"{key}: {name} {what}; it must be a file"])
+    try:
+        problems, note = read_problems(read(path), config)
+    except OSError as error:
+        raise ConfigError([f"{key}: {name} cannot be read: {error}"]) from error
+    if not problems:
+        raise ConfigError([f"{key}: {name} holds no problems; expected one or more records"])
+    return problems, note
+
+
+class HuggingFaceSource:
+    def __init__(self, config: HuggingFaceDataConfig):
+        self.config = config
+
+    def load(self, seed: int) -> ProblemSplits:
+        """The problems of data.split and, where it is given, data.heldout_split. Raises ConfigError."""
+        train, note = self._load_split("data.split", self.config.split)
+        if self.config.heldout_split is None:
+            return ProblemSplits(train, None, notes=(note,))
+        heldout, other = self._load_split("data.heldout_split", self.config.heldout_split)
+        return ProblemSplits(train, heldout, notes=note_parts(note, other))
+
+    def _load_split(self, key: str, split: str) -> tuple[list[Problem], str]:
+        if not self.config.path:
+            raise ConfigError(["data.path: found nothing; it must be a dataset's name or directory"])
+        dataset = open_dataset(self.config.path, self.config.subset, split, key)
+        problems, note = read_problems(_locate(dataset, f"{self.config.path}[{split}]"), self.config)
+        if not problems:
+            raise ConfigError([f"{key}: {split!r} of {self.config.path} holds no problems"])
+        return problems, note
+
+
+def open_dataset(path: str, subset: str | None, split: str, key: str) -> Any:
+    """One split as a datasets.Dataset. Code inside a dataset is never run. Raises ConfigError."""
+    import datasets
+
+    directory = Path(path).expanduser()
+    local = directory.is_dir()
+    try:
+        if (directory / "dataset_dict.json").is_file():
+            found = datasets.load_from_disk(str(directory))
+            if split not in found:
+                raise ConfigError([f"{key}: found {split!r}; {path} has {', '.join(found)}"])
+            return found[split]
+        if (directory / "state.json").is_file():
+            return _only_split(datasets.load_from_disk(str(directory)), path, split, key)
+        return datasets.load_dataset(str(directory) if local else path, name=subset, split=split)
+    except ConfigError:
+        raise
+    except Exception as error:  # the library raises its own, the hub's and the network's
+        detail = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if local or isinstance(error, ValueError):
+            reason = f"cannot read {split!r} (data.subset {subset})"
+        else:
+            reason = (
+                "no directory here, not in the local cache, and the hub was not reached or does not have it;"
+                " offline, give a local directory, or a file with data=jsonl or data=parquet"
+            )
+        raise ConfigError([f"data.path: {path}: {reason}: {detail}"]) from error
+
+
+def _only_split(dataset: Any, path: str, split: str, key: str) -> Any:
+    """A dataset saved alone; its split may have a name."""
+    own = str(dataset.split) if dataset.split is not None else split
+    if own != split:
+        raise ConfigError([f"{key}: found {split!r}; {path} holds only {own!r}"])
+    return dataset
+
+
+def _locate(dataset: Any, name: str) -> Iterator[Located]:
+    for number, record in enumerate(dataset):
+        yield f"{name}: row {number}", record

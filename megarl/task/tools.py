@@ -1,0 +1,265 @@
+"""Tools that a policy may call: their descriptions, the processes that call them, and environment=tools."""
+
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema.environment import (
+    ToolsEnvironmentConfig,
+)
+from megarl.config.user_code import load_named
+from megarl.environment import Action, Environment, Step
+from megarl.json_text import parse_json
+from megarl.task.process import (
+    CallError,
+    CallMemoryError,
+    CallRaisedError,
+    CallTimeoutError,
+    FunctionProcess,
+    StartError,
+)
+from megarl.types import FinishReason, Message
+
+if TYPE_CHECKING:
+    pass
+
+
+BUILT_IN: Mapping[str, str] = {
+    "calculator": "megarl.task.calculator:calculator",
+    "python": "megarl.task.sandbox:python",
+}
+ToolSchema = Mapping[str, Any]
+"""A tool's description for a chat template: {"type": "function", "function": {"name", "description", "parameters"}}"""
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    text: str
+    """What the policy reads"""
+    failed: bool
+
+
+class Toolbox:
+    """Answers tool calls, each in one of environment.num_processes processes with limits. Thread-safe.
+
+    What a tool does wrong is a result that says so.
+    """
+
+    def __init__(self, config: ToolsEnvironmentConfig):
+        """Loads the tools. Raises ConfigError naming environment.tools."""
+        paths = find_tools(config.tools)
+        self.schemas: tuple[ToolSchema, ...] = tuple(describe_tool(path) for path in paths)
+        by_name = {schema["function"]["name"]: path for schema, path in zip(self.schemas, paths, strict=True)}
+        if len(by_name) < len(paths):
+            raise ConfigError([f"environment.tools: found {', '.join(config.tools)}; two tools have the same name"])
+        self._validators = {
+            schema["function"]["name"]: Draft202012Validator(schema["function"]["parameters"])
+            for schema in self.schemas
+        }
+        # The last one used is the first one taken: further ones start only where they are needed.
+        self._free: queue.LifoQueue[FunctionProcess] = queue.LifoQueue()
+        self._processes = [
+            FunctionProcess(
+                "megarl.task.process_functions:load_tools",
+                timeout_s=config.call_timeout_s,
+                memory_gb=config.memory_gb,
+                options={"paths": by_name, "result_length": config.result_length},
+            )
+            for _ in range(config.num_processes)
+        ]
+        try:
+            self._processes[-1].start()
+        except StartError as error:
+            raise ConfigError([f"environment.tools: {error}"]) from error
+        for process in self._processes:
+            self._free.put(process)
+
+    def call(self, name: str, arguments: str) -> ToolResult:
+        """The result of one call. arguments: a JSON object, as the policy wrote it."""
+        if name not in self._validators:
+            return _fail(f"there is no tool {name!r}; there is {', '.join(self._validators)}")
+        try:
+            given = parse_json(arguments)
+        except ValueError as error:
+            return _fail(f"{name}: the arguments are not JSON: {error}")
+        wrong = best_match(self._validators[name].iter_errors(given))
+        if wrong is not None:
+            return _fail(f"{name}: wrong arguments: {_shorten_line(wrong.message)}")
+        return self._run(name, given)
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.close()
+
+    def _run(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        process = self._free.get()
+        try:
+            return ToolResult(str(process.call({"name": name, "arguments": arguments})), failed=False)
+        except CallRaisedError as error:
+            return _fail(f"{name}: {_shorten_line(str(error))}")
+        except (CallTimeoutError, CallMemoryError) as error:
+            return _fail(f"{name}: {error}")
+        except (CallError, StartError):
+            return _fail(f"{name}: its process ended")
+        finally:
+            self._free.put(process)
+
+
+def find_tools(names: Sequence[str]) -> list[str]:
+    """The path, package.module:function, of each tool. Raises ConfigError for a name that is neither."""
+    if not names:
+        raise ConfigError(
+            ["environment.tools: found none; name one or more, for example environment.tools=[calculator]"]
+        )
+    wrong = [name for name in names if name not in BUILT_IN and ":" not in name]
+    if wrong:
+        raise ConfigError(
+            [
+                f"environment.tools: found {name!r}; it must be one of {', '.join(BUILT_IN)} or a function of your own,"
+                " as FILE.py:NAME or package.module:NAME"
+                for name in wrong
+            ]
+        )
+    return [BUILT_IN.get(name, name) for name in names]
+
+
+def describe_tool(path: str) -> ToolSchema:
+    """The schema of the function "package.module:function", from its signature and its docstring.
+
+    Raises ConfigError naming environment.tools where it has none: types for all arguments and, in the docstring, a
+    description and an entry under "Args:" for each argument are needed.
+    """
+    from transformers.utils.chat_template_utils import (
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
+    function = load_named("environment.tools", path)
+    if not callable(function):
+        raise ConfigError(
+            [f"environment.tools: found {path!r}, of type {type(function).__name__}; a function was expected"]
+        )
+    try:
+        schema: ToolSchema = get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            [
+                f"environment.tools: {path} cannot be described: {error} (an argument needs a type, and the docstring a"
+                ' description and "Args:" with a line for each argument)'
+            ]
+        ) from error
+    return schema
+
+
+def _fail(reason: str) -> ToolResult:
+    return ToolResult(f"error: {reason}", failed=True)
+
+
+def _shorten_line(text: str, length: int = 300) -> str:
+    return text if len(text) <= length else f"{text[:length]}..."
+
+
+TOOLS_PLACEHOLDER = "{tools}"
+HERMES = """You may call these functions, described by JSON schemas:
+{tools}
+To call one, write {"name": its name, "arguments": its arguments as a JSON object} between <tool_call> and \
+</tool_call>. You are given the result. An answer without a call is your final answer."""
+"""For chat templates that know no tools; the format is that of Hermes and of Qwen's models (SGLang's parser hermes)."""
+
+
+@dataclass(frozen=True)
+class ToolPrompt:
+    """The tools as the prompts have them."""
+
+    schemas: tuple[Mapping[str, Any], ...]
+    text: str | None
+    """What describes them in the system message; None: the chat template does, by `tools=`"""
+
+    def add_to(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """The messages with `text` at the end of the system message, which is added where there is none."""
+        if self.text is None:
+            return tuple(messages)
+        if messages and messages[0].role == "system":
+            first, *others = messages
+            content = "\n\n".join(part for part in (first.content, self.text) if part)
+            return (Message("system", content), *others)
+        return (Message("system", self.text), *messages)
+
+    def answer(self, results: Sequence[str]) -> tuple[Message, ...]:
+        """The messages that give the policy the results of an action's calls, in order.
+
+        Of role tool where the chat template describes tools; else one user's message, for many templates take neither
+        another role nor two messages of one role in a row.
+        """
+        if self.text is None:
+            return tuple(Message("tool", result) for result in results)
+        return (Message("user", "\n".join(results)),)
+
+
+@dataclass(frozen=True)
+class FoundCalls:
+    """The tool calls of one action."""
+
+    calls: tuple[tuple[str, str], ...]
+    """The name and the arguments, a JSON object as text, of each, in order"""
+    num_malformed: int = 0
+    """Calls that were begun and could not be read"""
+
+
+FindCalls = Callable[[str], FoundCalls]
+"""Reads the calls in an action's text, special tokens included"""
+
+
+class ToolsEnvironment(Environment):
+    """Answers each call with the tool's result or with what is wrong with it. An action without a call is final.
+
+    details of each turn: tool_calls (calls begun, malformed ones included) and tool_errors (answered with an error).
+    """
+
+    def __init__(self, config: ToolsEnvironmentConfig, toolbox: Toolbox, prompt: ToolPrompt, find_calls: FindCalls):
+        self._config = config
+        self._toolbox = toolbox
+        self._prompt = prompt
+        self._find_calls = find_calls
+        self._rewarded = False
+
+    def step(self, action: Action) -> Step:
+        """Runs the calls one after the other."""
+        if action.finish_reason is FinishReason.length:  # The episode ends here: nobody would read the results.
+            return Step(done=True, details=_count(0, 0))
+        found = self._find_calls(action.raw_text)
+        num_calls = len(found.calls) + found.num_malformed
+        if not num_calls:
+            return Step(done=True, details=_count(0, 0))
+        limit = self._config.max_calls
+        results, num_errors = [], 0
+        for name, arguments in found.calls[:limit]:
+            result = self._toolbox.call(name, arguments)
+            results.append(result.text)
+            num_errors += result.failed
+        if len(found.calls) > limit:
+            results.append(f"error: {len(found.calls) - limit} calls were not run; {limit} at most are run at a time")
+        if found.num_malformed:
+            results.append(
+                f"error: {found.num_malformed} of the calls could not be read; a call is the tool's name and its"
+                " arguments, in the format that was described"
+            )
+        num_errors += max(0, len(found.calls) - limit) + found.num_malformed
+        return Step(self._prompt.answer(results), self._reward(num_errors), details=_count(num_calls, num_errors))
+
+    def _reward(self, num_errors: int) -> float:
+        if num_errors or self._rewarded:
+            return 0.0
+        self._rewarded = True
+        return self._config.call_reward
+
+
+def _count(calls: int, errors: int) -> dict[str, float]:
+    return {"tool_calls": float(calls), "tool_errors": float(errors)}

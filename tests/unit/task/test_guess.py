@@ -1,0 +1,127 @@
+"""environment=guess: its answers, and the best scores of policies that ignore or read them."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import pytest
+
+from megarl.environment import Action, EpisodeSetting, Step
+from megarl.task.guess import Guess, compute_best_with_answers, compute_best_without_answers, read_guess
+from megarl.types import FinishReason, Prompt
+
+
+def begin(number: int | str, max_turns: int = 3) -> Guess:
+    environment = Guess(max_turns, ">", "<")
+    environment.reset(EpisodeSetting(Prompt("p", "1-7", (1,), str(number)), seed=1))
+    return environment
+
+
+def act(environment: Guess, text: str, turn: int, finish_reason: FinishReason = FinishReason.stop) -> Step:
+    return environment.step(Action(text, text, (1,), turn, finish_reason))
+
+
+def play(policy: Callable[[Sequence[str]], int], number: int, max_turns: int) -> float:
+    """The reward of an episode; policy: from the answers so far to a guess."""
+    environment, answers, reward = begin(number, max_turns), [], 0.0
+    for turn in range(max_turns):
+        step = act(environment, str(policy(answers)), turn)
+        reward += step.reward
+        if step.done:
+            break
+        answers.append(str(step.observation))
+    return reward
+
+
+def score(policy: Callable[[Sequence[str]], int], max_number: int, max_turns: int) -> float:
+    return sum(play(policy, number, max_turns) for number in range(1, max_number + 1)) / max_number
+
+
+def test_each_guess_is_answered_with_higher_or_lower_until_it_is_right():
+    environment = begin(5)
+    details = {"ruled_out": 0.0, "unreadable": 0.0}
+    assert act(environment, "4", 0) == Step(">", details=details)
+    assert act(environment, "6", 1) == Step("<", details=details)
+    assert act(environment, "5", 2) == Step(reward=1.0, done=True, details=details)
+
+
+def test_the_last_wrong_guess_ends_the_episode_without_a_reward():
+    environment = begin(5, max_turns=2)
+    assert not act(environment, "1", 0).done
+    last = act(environment, "2", 1)
+    assert (last.done, last.reward) == (True, 0.0)
+
+
+def test_an_action_without_a_number_ends_the_episode():
+    assert act(begin(5), "<>", 0) == Step(done=True, details={"ruled_out": 0.0, "unreadable": 1.0})
+
+
+def test_a_number_that_is_cut_at_a_limit_is_no_guess():
+    step = act(begin(5), "5", 0, FinishReason.length)
+    assert step == Step(done=True, details={"ruled_out": 0.0, "unreadable": 1.0})
+
+
+@pytest.mark.parametrize(("guesses", "ruled_out"), [("46", 0), ("43", 1), ("44", 1), ("17", 0), ("11", 1)])
+def test_a_guess_that_an_earlier_answer_ruled_out_is_counted(guesses, ruled_out):
+    environment = begin(5)
+    found = [act(environment, text, turn).details["ruled_out"] for turn, text in enumerate(guesses)]
+    assert found == [0, ruled_out]
+
+
+@pytest.mark.parametrize(
+    ("text", "guess"),
+    [
+        ("4", 4),
+        ("1 to 7? I guess 4.", 4),
+        ("47", 47),
+        ("004", 4),
+        ("0", 0),
+        ("", None),
+        ("four", None),
+        ("٤", None),
+        ("9" * 100_000, 10**18 - 1),
+    ],
+)
+def test_the_guess_is_the_last_whole_number(text, guess):
+    assert read_guess(text) == guess
+
+
+@pytest.mark.parametrize("answer", ["b12", "", "-1", "3.5", "1" * 19])
+def test_data_without_numbers_are_refused_naming_the_prompt(answer):
+    with pytest.raises(ValueError, match=r"prompt 'p': answer .* needs a whole number"):
+        begin(answer)
+
+
+@pytest.mark.parametrize(("max_number", "max_turns"), [(7, 3), (4, 2), (5, 1), (3, 3), (2, 3)])
+def test_no_sequence_of_guesses_is_better_than_the_best_policy_that_ignores_the_answers(max_number, max_turns):
+    sequences = itertools.product(range(1, max_number + 1), repeat=max_turns)
+    scores = [score(lambda answers, s=sequence: s[len(answers)], max_number, max_turns) for sequence in sequences]
+    assert max(scores) == compute_best_without_answers(max_number, max_turns)
+
+
+@pytest.mark.parametrize("max_number", [2, 3, 4, 5, 6])
+def test_no_policy_of_two_turns_is_better_than_the_best_that_reads_the_answers(max_number):
+    numbers = range(1, max_number + 1)
+    trees = itertools.product(numbers, repeat=3)
+    policies = [{(): first, ("<",): low, (">",): high} for first, low, high in trees]
+    scores = [score(lambda answers, p=policy: p[tuple(answers)], max_number, 2) for policy in policies]
+    assert max(scores) == compute_best_with_answers(max_number, 2)
+
+
+@cache
+def search(size: int, turns: int) -> int:
+    """The most of `size` numbers in a row that `turns` guesses find."""
+    if not size or not turns:
+        return 0
+    return 1 + max(search(left, turns - 1) + search(size - 1 - left, turns - 1) for left in range(size))
+
+
+@pytest.mark.parametrize("max_turns", [1, 2, 3, 4])
+def test_the_best_score_with_answers_is_that_of_a_search_over_all_first_guesses(max_turns):
+    for max_number in range(1, 20):
+        assert compute_best_with_answers(max_number, max_turns) == search(max_number, max_turns) / max_number
+
+
+def test_binary_search_guesses_every_number_from_1_to_7_in_three_turns():
+    guesses = {(): 4, ("<",): 2, (">",): 6, ("<", "<"): 1, ("<", ">"): 3, (">", "<"): 5, (">", ">"): 7}
+    assert score(lambda answers: guesses[tuple(answers)], 7, 3) == 1.0 == compute_best_with_answers(7, 3)

@@ -1,0 +1,301 @@
+"""Programs that attack the machine: what each protection of the kernel keeps from them, and that nothing is left."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.task.sandbox import (
+    PROTECTIONS,
+    Limits,
+    SandboxError,
+    find_protections,
+    list_gaps,
+    run_python,
+    warn_of_gaps,
+)
+
+LIMITS = Limits(wall_s=20.0, memory_mb=256, files_mb=8, output_kb=64)
+QUICK = Limits(wall_s=1.0, memory_mb=256, files_mb=8)
+WITHOUT_NAMESPACES = ("landlock", "seccomp")
+MEANS = [PROTECTIONS, WITHOUT_NAMESPACES]
+
+
+@pytest.fixture(params=MEANS, ids="+".join)
+def means(request):
+    missing = set(request.param) - set(find_protections())
+    if missing:
+        pytest.skip(f"this kernel does not grant {', '.join(missing)} to this user")
+    return request.param
+
+
+def list_processes(mark):
+    """Processes whose command line has the mark."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def list_folders():
+    return set(Path("/tmp").glob("megarl-sandbox-*"))
+
+
+def test_a_program_reads_its_input_and_its_files_and_prints(means):
+    done = run_python(
+        "import math, sys\nprint(sum(map(int, sys.stdin)), open('data.txt').read(), math.pi > 3, file=sys.stderr)\n"
+        "print(__name__, sys.argv)",
+        stdin="1\n2\n" * 50_000,
+        files={"data.txt": "é"},
+        protections=means,
+        limits=LIMITS,
+    )
+    assert (done.stderr, done.stdout) == ("150000 é True\n", "__main__ ['main.py']\n")
+    assert done.is_well
+
+
+def test_installed_packages_can_be_imported_and_threads_started(means):
+    source = (
+        "import numpy, threading\nfound = []\n"
+        "t = threading.Thread(target=lambda: found.append(int(numpy.arange(4).sum())))\n"
+        "t.start(); t.join(); print(found)"
+    )
+    assert run_python(source, protections=means).stdout == "[6]\n"
+
+
+def test_an_exception_is_described_by_its_last_line(means):
+    done = run_python("1 / 0", protections=means, limits=LIMITS)
+    assert (done.is_well, done.describe()) == (False, "ZeroDivisionError: division by zero")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "while True: pass",
+        "import time; time.sleep(600)",
+        "import signal\nsignal.pthread_sigmask(0, range(1, 65))\nwhile 1: 1",
+    ],
+)
+def test_a_program_that_does_not_end_is_ended(means, source):
+    done = run_python(source, protections=means, limits=QUICK)
+    assert (done.stopped, done.describe()) == ("time", "it took longer than 1 s")
+
+
+def test_a_fork_bomb_starts_no_process(means):
+    source = (
+        "import os, subprocess\nfailed = 0\nfor start in (os.fork, lambda: subprocess.run(['/bin/true']),"
+        " lambda: os.posix_spawn('/bin/true', ['true'], {})):\n"
+        "    try: start()\n    except OSError: failed += 1\nprint(failed)\nwhile True: os.fork()"
+    )
+    done = run_python(source, protections=means, limits=LIMITS)
+    assert done.stdout == "3\n"
+    assert "PermissionError" in done.stderr
+
+
+def test_a_memory_bomb_runs_into_its_own_limit(means):
+    sources = ["x = []\nwhile True: x.append(bytearray(2 ** 20))", "import mmap; mmap.mmap(-1, 2 ** 30)"]
+    for source in sources:
+        done = run_python(source, protections=means, limits=LIMITS)
+        assert done.status == 1
+        assert "emory" in done.stderr
+
+
+def test_a_file_has_a_limited_size(means):
+    done = run_python(
+        "with open('big', 'wb') as f:\n    while True: f.write(bytes(2 ** 20)); f.flush()",
+        protections=means,
+        limits=LIMITS,
+    )
+    assert not done.is_well
+    assert not done.stopped
+
+
+@pytest.mark.skipif("namespaces" not in find_protections(), reason="needs user namespaces")
+def test_all_files_together_have_a_limited_size():
+    source = (
+        "n = 0\ntry:\n    while True:\n        open(f'{n}', 'wb').write(bytes(2 ** 20)); n += 1\n"
+        "except OSError as e: print(n, e.errno)"
+    )
+    number, error = run_python(source, limits=LIMITS).stdout.split()
+    assert int(number) <= 8
+    assert error == "28"
+
+
+def test_a_gigabyte_of_output_is_cut_and_ends_the_program(means):
+    done = run_python(
+        "import sys\nfor _ in range(1024): sys.stdout.write('x' * 2 ** 20)", protections=means, limits=LIMITS
+    )
+    assert (done.stopped, len(done.stdout)) == ("output", 64 * 1024)
+    assert done.describe() == "it printed more than 64 KiB"
+
+
+def test_the_network_cannot_be_reached(means):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        source = (
+            f"import socket\ntry: socket.create_connection(('127.0.0.1', {port}), 2); print('reached')\n"
+            "except OSError as e: print(type(e).__name__)"
+        )
+        assert run_python(source, protections=means, limits=LIMITS).stdout == "PermissionError\n"
+
+
+@pytest.mark.skipif("namespaces" not in find_protections(), reason="needs user namespaces")
+def test_the_namespace_alone_has_no_network():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        source = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)"
+        done = run_python(source, protections=("namespaces",), limits=LIMITS)
+        assert done.describe().startswith("OSError: [Errno 101]")
+
+
+def test_a_secret_of_the_parent_cannot_be_read_and_nothing_be_written(means, tmp_path, monkeypatch):
+    secret = tmp_path / "secret"
+    secret.write_text("hunter2")
+    monkeypatch.setenv("SECRET_OF_TEST", "hunter2")
+    paths = [str(secret), str(Path.home() / ".bashrc"), "/etc/passwd", f"/proc/{os.getpid()}/environ", __file__]
+    written = [str(secret), str(tmp_path / "new"), f"{sys.prefix}/new", f"{sys.base_prefix}/new", "/new", "/usr/new"]
+    source = f"""
+import os
+for path, mode in [(path, "r") for path in {paths!r}] + [(path, "w") for path in {written!r}]:
+    try: print(path, open(path, mode))
+    except OSError: pass
+for act in (os.listdir, os.rmdir, lambda path: os.chmod(path, 0)):
+    try: print(act({str(tmp_path)!r}))
+    except OSError: pass
+print("hunter2" in str(os.environ), os.getcwd() in os.environ["HOME"])
+"""
+    done = run_python(source, protections=means, limits=LIMITS)
+    assert done.stdout == "False True\n", done.stderr
+    assert secret.read_text() == "hunter2"
+
+
+def test_other_processes_get_no_signal(means):
+    victim = subprocess.Popen(["sleep", "600"])
+    source = (
+        f"import ctypes, os\nfor act in (lambda: os.kill({victim.pid}, 9), lambda: os.kill(-1, 9)):\n"
+        "    try: act()\n    except OSError: print('refused')\n"
+        f"print(ctypes.CDLL(None).syscall(234, {victim.pid}, {victim.pid}, 9))"
+    )
+    try:
+        assert run_python(source, protections=means, limits=LIMITS).stdout == "refused\nrefused\n-1\n"
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+@pytest.mark.parametrize("number", [161, 165, 272, 308, 321, 425, 435])
+def test_calls_that_lead_out_of_the_sandbox_are_refused(means, number):
+    """chroot, mount, unshare, setns, bpf, io_uring_setup, clone3 on x86-64."""
+    if os.uname().machine != "x86_64":
+        pytest.skip("numbers of x86-64")
+    source = (
+        "import ctypes\nlibrary = ctypes.CDLL(None, use_errno=True)\n"
+        f"print(library.syscall({number}, 0, 0, 0, 0, 0), ctypes.get_errno())"
+    )
+    expected = "-1 38\n" if number == 435 else "-1 1\n"
+    assert run_python(source, protections=means, limits=LIMITS).stdout == expected
+
+
+def test_closing_every_descriptor_ends_nothing_but_the_program(means):
+    done = run_python(
+        "import os, time\nos.closerange(0, 1000)\ntime.sleep(0.1)\nos._exit(7)", protections=means, limits=LIMITS
+    )
+    assert (done.stdout, done.status, done.stopped) == ("", 7, None)
+
+
+@pytest.mark.parametrize("protections", [(), ("namespaces",)], ids=["none", "namespaces"])
+def test_processes_that_hide_end_with_the_program(protections):
+    """Without seccomp processes can be started; those in a session of their own whose parent is gone end too."""
+    if not set(protections) <= set(find_protections()):
+        pytest.skip("needs user namespaces")
+    mark = f"mark{os.getpid()}x{len(protections)}"
+    source = (
+        "import os, subprocess, sys\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
+        f"        os.execv(sys.executable, [sys.executable, '-S', '-c', 'import time; time.sleep(600)', '{mark}'])\n"
+        "    os._exit(0)\nprint('well')"
+    )
+    done = run_python(source, protections=protections, limits=LIMITS)
+    assert done.stdout == "well\n"
+    assert not list_processes(mark)
+
+
+@pytest.mark.parametrize("killed", ["parent", "launcher"])
+def test_nothing_is_left_when_the_parent_or_the_launcher_is_killed(means, killed):
+    before = list_folders()
+    code = (
+        "from megarl.task.sandbox import Limits, run_python\n"
+        f"run_python('import time; time.sleep(600)', limits=Limits(wall_s=600), protections={means!r})"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    children = f"/proc/{parent.pid}/task/{parent.pid}/children"
+    while not (found := Path(children).read_text().split()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    launcher = int(found[0])
+    while len(below := list_below(launcher)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if killed == "parent":
+        parent.kill()
+    else:
+        os.kill(launcher, 9)
+    parent.wait(timeout=60)
+    for pid in [launcher, *below]:
+        while os.path.exists(f"/proc/{pid}") and not is_zombie(pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not os.path.exists(f"/proc/{pid}") or is_zombie(pid)
+    if killed == "parent":
+        assert list_folders() <= before
+
+
+def list_below(pid):
+    try:
+        below = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+    return [*below, *(grandchild for child in below for grandchild in list_below(child))]
+
+
+def is_zombie(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_sandbox_that_cannot_be_made_runs_nothing(monkeypatch):
+    monkeypatch.setattr("megarl.task.sandbox.list_readable", lambda: ["/usr", "/nowhere"])
+    with pytest.raises(SandboxError, match=r"could not be made: .*No such file"):
+        run_python("print(1)", protections=("namespaces",))
+
+
+@pytest.mark.parametrize(
+    ("protections", "words"),
+    [
+        (PROTECTIONS, []),
+        (("landlock", "seccomp"), ["limited for each"]),
+        (("seccomp",), ["files of this user", "limited for each"]),
+        ((), ["files of this user", "the network", "start processes", "limited for each"]),
+    ],
+)
+def test_what_is_not_kept_from_programs_is_said(protections, words):
+    gaps = list_gaps(protections)
+    assert len(gaps) == len(words)
+    assert all(word in gap for word, gap in zip(words, gaps, strict=True))
+
+
+def test_gaps_are_warned_of_once_at_the_start(monkeypatch, recwarn):
+    monkeypatch.setattr("megarl.task.sandbox.find_protections", lambda: ("landlock", "seccomp"))
+    with pytest.warns(RuntimeWarning, match=r"^reward=code: programs that the policy writes.*limited for each"):
+        warn_of_gaps("reward=code")
+    monkeypatch.setattr("megarl.task.sandbox.find_protections", lambda: PROTECTIONS)
+    warn_of_gaps("reward=code")
+    assert not recwarn.list

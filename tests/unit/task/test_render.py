@@ -1,0 +1,142 @@
+import pytest
+from data_cases import build_byte_tokenizer, build_char_tokenizer
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema.data import DataConfig
+from megarl.task.problems import Message, Problem, ask
+from megarl.task.render import Renderer, use_chat_template
+
+CHAT = Problem(
+    (
+        Message("system", "Be brief."),
+        Message("user", "One?"),
+        Message("assistant", "1"),
+        Message("user", "Two?"),
+    ),
+    "2",
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (DataConfig(), "<|system|>default\n<|user|>Why?\n<|assistant|>"),
+        (DataConfig(system=""), "<|system|>\n<|user|>Why?\n<|assistant|>"),
+        (DataConfig(system="Think."), "<|system|>Think.\n<|user|>Why?\n<|assistant|>"),
+        (DataConfig(instruction="{question} {x}"), "<|system|>default\n<|user|>Why? {x}\n<|assistant|>"),
+        (DataConfig(chat_template=False), "Why?"),
+        (DataConfig(chat_template=False, system=""), "Why?"),
+        (DataConfig(chat_template=False, system="Think.", instruction="Q: {question}"), "Think.\n\nQ: Why?"),
+    ],
+)
+def test_a_question_is_rendered_as_configured(config: DataConfig, expected: str) -> None:
+    assert Renderer(config, build_byte_tokenizer(chat=True)).render(ask("Why?", "")) == expected
+
+
+def test_an_instruction_goes_around_the_last_user_message_and_a_system_key_replaces_the_chats() -> None:
+    config = DataConfig(system="New.", instruction="<{question}>")
+    text = Renderer(config, build_byte_tokenizer(chat=True)).render(CHAT)
+    assert text == "<|system|>New.\n<|user|>One?\n<|assistant|>1\n<|user|><Two?>\n<|assistant|>"
+
+
+def test_the_response_prefix_begins_the_assistants_turn_with_the_bare_question() -> None:
+    config = DataConfig(instruction="Solve {question}", response_prefix="{question} =", system="")
+    problem = ask("1+2", "3")
+    assert Renderer(config, build_byte_tokenizer()).render(problem) == "Solve 1+2\n\n1+2 ="
+    chat = Renderer(config, build_byte_tokenizer(chat=True)).render(problem)
+    assert chat == "<|system|>\n<|user|>Solve 1+2\n<|assistant|>1+2 ="
+
+
+def test_plain_text_gets_the_tokenizers_special_tokens_and_a_template_does_not() -> None:
+    plain = Renderer(DataConfig(), build_byte_tokenizer())
+    chat = Renderer(DataConfig(), build_byte_tokenizer(chat=True))
+    assert plain.tokenize(["ab"])[0][0] == 0
+    assert chat.tokenize(["ab"])[0] == plain.tokenize(["ab"])[0][1:]
+    assert len(Renderer(DataConfig(), build_char_tokenizer()).tokenize(["ab"])[0]) == 2
+    assert len(Renderer(DataConfig(), build_char_tokenizer(add_bos=True)).tokenize(["ab"])[0]) == 3
+
+
+@pytest.mark.parametrize("unknown", [False, True])
+@pytest.mark.parametrize(("text", "lost"), [("Abc", "A"), ("ab_c~", "_ ~"), ("aé", "é")])
+def test_a_character_that_the_tokenizer_would_drop_silently_is_an_error(text: str, lost: str, unknown: bool) -> None:
+    renderer = Renderer(DataConfig(), build_char_tokenizer(unknown=unknown))
+    with pytest.raises(ConfigError, match=f"no token for {lost} in the prompt '{text}'"):
+        renderer.tokenize(["abc", text])
+
+
+def test_every_text_survives_a_byte_level_tokenizer() -> None:
+    texts = ["", "a\nb  c", "naïve 数学 🙂 e\u0301 \u200b", "$\\frac{1}{2}$<bos>"]
+    tokenizer = build_byte_tokenizer()
+    tokens = Renderer(DataConfig(), tokenizer).tokenize(texts)
+    assert [tokenizer.decode(ids[1:]) for ids in tokens] == texts
+
+
+def test_a_template_that_refuses_the_messages_is_named() -> None:
+    tokenizer = build_byte_tokenizer()
+    tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    with pytest.raises(ConfigError, match=r"data.chat_template: .* system, user: no system"):
+        Renderer(DataConfig(system="x"), tokenizer).render(ask("Why?", ""))
+
+
+def test_an_instruction_and_a_chat_template_may_be_files(tmp_path) -> None:
+    (tmp_path / "ask.txt").write_text("Think.\n{question}\nAnswer:\n")
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    config = DataConfig(
+        system="", instruction_path=str(tmp_path / "ask.txt"), chat_template_path=str(tmp_path / "chat.jinja")
+    )
+    tokenizer = build_byte_tokenizer(chat=True)
+    use_chat_template(config, tokenizer)
+    assert Renderer(config, tokenizer).render(ask("Why?", "")) == "<><Think.\nWhy?\nAnswer:>"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DataConfig(instruction_path="gone.txt"), r"data\.instruction_path: gone\.txt cannot be read \(from /"),
+        (DataConfig(instruction_path="a", instruction="{question}"), "found beside data.instruction"),
+        (DataConfig(chat_template_path="gone.jinja"), r"data\.chat_template_path: gone\.jinja cannot be read"),
+        (DataConfig(chat_template_path="a", chat_template=False), "has no effect with data.chat_template=false"),
+    ],
+)
+def test_files_that_cannot_be_used_are_named_with_their_key(config: DataConfig, message: str) -> None:
+    tokenizer = build_byte_tokenizer(chat=True)
+    use = use_chat_template if config.chat_template_path else Renderer
+    with pytest.raises(ConfigError, match=message):
+        use(config, tokenizer)
+
+
+def test_plain_text_begins_with_bos_once_and_never_ends_with_eos() -> None:
+    from tokenizers import processors
+
+    tokenizer = build_byte_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<eos>"})
+    end = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 0), ("<eos>", end)]
+    )
+    plain, begun = Renderer(DataConfig(), tokenizer).tokenize(["ab", "<bos>ab"])
+    assert plain == begun
+    assert (plain[0], len(plain)) == (0, 3)
+
+
+def test_a_token_beyond_the_embedding_is_refused_with_its_text() -> None:
+    with pytest.raises(ConfigError, match=r"^f:1: the text 'ab' has the token \d+ .* has 1 rows"):
+        Renderer(DataConfig(), build_byte_tokenizer(), vocab_size=1).tokenize(["ab"], names=["f:1"])
+
+
+def test_the_date_of_a_template_is_always_the_same() -> None:
+    tokenizer = build_byte_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}"
+    assert Renderer(DataConfig(), tokenizer).render(ask("Why?", "")) == "26 Jul 2024 Why?"
+
+
+def test_a_template_that_numbers_its_rounds_cannot_continue_a_conversation() -> None:
+    from megarl.rollout.conversation import ObservationEncoder
+    from megarl.types import Prompt
+
+    tokenizer = build_byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ loop.index }}]{{ m.content }}\n{% endfor %}"
+    with pytest.raises(
+        ConfigError, match="cannot continue a conversation turn by turn with messages of user: behind answer 2"
+    ):
+        ObservationEncoder(Renderer(DataConfig(), tokenizer)).check(Prompt("p", "", (1,), ""))

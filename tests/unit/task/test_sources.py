@@ -1,0 +1,190 @@
+import json
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+from data_cases import build_byte_tokenizer, build_char_tokenizer
+
+from megarl.config.errors import ConfigError
+from megarl.config.schema.data import (
+    AdditionDataConfig,
+    CalculatorDataConfig,
+    DataConfig,
+    GuessDataConfig,
+    LetterCountDataConfig,
+    ReasoningGymDataConfig,
+)
+from megarl.task.data import DataSplits, build_data
+from megarl.task.tasks import CalculatorSource, LetterCountSource
+
+
+def build_small(config: DataConfig, seed: int = 1) -> DataSplits:
+    return build_data(config, build_byte_tokenizer(), seed)
+
+
+def test_letter_count_holds_every_pair_of_letter_and_number_of_dots_once() -> None:
+    data = build_data(LetterCountDataConfig(), build_char_tokenizer(), seed=1)
+    answers = [prompt.answer for prompt in (*data.train, *data.heldout)]
+    assert sorted(answers) == sorted(f"{c}{n}" for c in "abcdef" for n in range(4, 65, 4))
+    assert (len(data.train), len(data.heldout), data.num_dropped) == (72, 24, 0)
+    for prompt in (*data.train, *data.heldout):
+        assert prompt.text == f"{prompt.answer[0]}{'.' * (int(prompt.answer[1:]) // 4)}="
+    assert all(len(prompt.token_ids) == len(prompt.text) for prompt in data.train)
+
+
+@pytest.mark.parametrize(("num_heldout", "least"), [(24, 4), (27, 4), (5, 0), (95, 15)])
+def test_letter_count_holds_out_as_many_of_each_letter_within_one(num_heldout: int, least: int) -> None:
+    config = LetterCountDataConfig(num_heldout=num_heldout)
+    for seed in range(20):
+        splits = LetterCountSource(config).load(seed)
+        assert splits.heldout is not None
+        counts = Counter(problem.answer[0] for problem in splits.heldout)
+        assert sum(counts.values()) == len({problem.answer for problem in splits.heldout}) == num_heldout
+        assert all(least <= counts[letter] <= least + 1 for letter in config.letters)
+        assert len({problem.answer for problem in splits.train} | {p.answer for p in splits.heldout}) == 96
+
+
+def test_letter_count_holds_out_one_number_of_each_quarter_of_the_range_for_every_letter() -> None:
+    for seed in range(20):
+        heldout = LetterCountSource(LetterCountDataConfig()).load(seed).heldout
+        assert heldout is not None
+        quarters = {(problem.answer[0], (int(problem.answer[1:]) - 1) // 16) for problem in heldout}
+        assert quarters == {(letter, quarter) for letter in "abcdef" for quarter in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LetterCountDataConfig(letters="aa"), "data.letters"),
+        (LetterCountDataConfig(letters=""), "data.letters"),
+        (LetterCountDataConfig(letters="a1"), "data.letters"),
+        (LetterCountDataConfig(max_dots=0), "data.max_dots"),
+        (LetterCountDataConfig(letters_per_dot=0), "data.letters_per_dot"),
+        (LetterCountDataConfig(num_heldout=96), "data.num_heldout: found 96; of 96 .* between 1 and 95"),
+        (AdditionDataConfig(num_heldout=0), "data.num_heldout"),
+        (AdditionDataConfig(num_train=7200), "data.num_train: found 7200; .* between 1 and 71"),
+        (AdditionDataConfig(instruction="Add."), r"data.instruction: found 'Add.'; .*\{question\}"),
+        (GuessDataConfig(max_number=1), "data.max_number: found 1; it must be 2 or more"),
+        (DataConfig(), "DataConfig is not a source"),
+    ],
+)
+def test_a_bad_value_is_named_with_what_would_be_right(config: DataConfig, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        build_small(config)
+
+
+def test_guess_hides_each_number_once_in_prompts_that_are_alike_also_in_the_heldout_ones() -> None:
+    data = build_small(GuessDataConfig())
+    for split in (data.train, data.heldout):
+        assert [prompt.answer for prompt in split] == list("1234567")
+        assert {prompt.text for prompt in split} == {"1-7"}
+        assert len({prompt.id for prompt in split}) == 7
+    assert data.num_dropped == 0
+    assert len(build_small(GuessDataConfig(max_number=100, num_heldout=10)).heldout) == 10
+
+
+def test_a_heldout_sum_is_not_in_training_even_with_its_numbers_swapped() -> None:
+    data = build_small(AdditionDataConfig())
+    assert (len(data.train), len(data.heldout)) == (4096, 500)
+
+    def numbers(split: tuple[object, ...]) -> list[tuple[int, int]]:
+        return [tuple(map(int, re.findall(r"\d+", p.text)[:2])) for p in split]  # type: ignore[attr-defined,misc]
+
+    train, heldout = numbers(data.train), numbers(data.heldout)
+    assert not {frozenset(pair) for pair in train} & {frozenset(pair) for pair in heldout}
+    assert len(set(train)) == 4096
+    assert len({frozenset(pair) for pair in heldout}) == 500
+    assert all(10 <= n <= 99 for pair in train + heldout for n in pair)
+    found = [(str(a + b), p.answer) for (a, b), p in zip(train + heldout, data.train + data.heldout, strict=True)]
+    assert all(left == right for left, right in found)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LetterCountDataConfig(),
+        AdditionDataConfig(num_train=50),
+        ReasoningGymDataConfig(size=20, num_heldout=10),
+    ],
+)
+def test_the_same_seed_gives_the_same_data_and_another_seed_another_split(config: DataConfig) -> None:
+    first, again, other = build_small(config), build_small(config), build_small(config, seed=2)
+    assert first == again
+    assert {p.id for p in first.heldout} != {p.id for p in other.heldout}
+    shared = {p.text: p.id for p in first.train}
+    assert all(shared.get(p.text, p.id) == p.id for p in (*other.train, *other.heldout))
+    assert len({p.id for p in (*first.train, *first.heldout)}) == len(first.train) + len(first.heldout)
+
+
+def test_reasoning_gym_scores_its_own_answers_from_the_stored_problem() -> None:
+    from reasoning_gym import get_score_answer_fn
+
+    config = ReasoningGymDataConfig(task="chain_sum", size=30, num_heldout=10, options={"max_terms": 3})
+    data = build_small(config)
+    assert (len(data.train), len(data.heldout)) == (30, 10)
+    assert not {p.text for p in data.train} & {p.text for p in data.heldout}
+    for prompt in (*data.train, *data.heldout):
+        stored = json.loads(prompt.metadata["reasoning_gym"])
+        score = get_score_answer_fn(stored["task"])
+        assert stored["task"] == "chain_sum"
+        assert stored["config"] == {"max_terms": 3}
+        assert stored["entry"]["question"] in prompt.text
+        assert score(prompt.answer, stored["entry"]) == 1.0
+        assert score(prompt.answer + "1", stored["entry"]) < 1.0
+        assert stored["entry"]["metadata"]["num_terms"] <= 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"task": "chainsum"}, "data.task: found 'chainsum'; did you mean chain_sum?"),
+        ({"options": {"max_term": 3}}, "data.options.max_term: .*did you mean max_terms?"),
+        ({"options": {"seed": 3}}, "data.options.seed: no such option"),
+        ({"options": {"max_terms": -1}}, "data.options: chain_sum refuses"),
+        ({"task": "arc_agi"}, "data.task: arc_agi cannot be scored"),
+        ({"size": 0}, "data.size: found 0"),
+        (
+            {"options": {"min_terms": 2, "max_terms": 2, "max_digits": 1}, "size": 900},
+            "data.size: found 900; .*gave only",
+        ),
+    ],
+)
+def test_a_bad_reasoning_gym_key_is_named(keys: dict[str, object], expected: str) -> None:
+    config = ReasoningGymDataConfig(num_heldout=2, size=2)
+    for key, value in keys.items():
+        setattr(config, key, value)
+    with pytest.raises(ConfigError, match=expected):
+        build_small(config)
+
+
+def test_products_are_asked_after_examples_with_a_call() -> None:
+    config = CalculatorDataConfig(num_train=300, num_heldout=50, num_examples=2, example_call="<{question}>")
+    found = CalculatorSource(config).load(1)
+    assert found.heldout is not None
+    assert (len(found.train), len(found.heldout)) == (300, 50)
+    problem = found.train[0]
+    left, right = map(int, problem.messages[-1].content.split(" * "))
+    assert problem.answer == str(left * right)
+    assert {len(str(left)), len(str(right))} == {3}
+    written = [(m.role, m.content) for m in problem.messages[:4]]
+    assert written == [("user", "123 * 456"), ("assistant", "<123 * 456>"), ("user", "56088"), ("assistant", "56088")]
+    assert len(problem.messages) == 9
+    asked = [frozenset(p.messages[-1].content.split(" * ")) for p in (*found.train, *found.heldout)]
+    assert len(set(asked)) == 350
+    assert CalculatorSource(config).load(1) == found
+    assert CalculatorSource(config).load(2) != found
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"num_examples": 5}, "data.num_examples: found 5"),
+        ({"example_call": "call"}, "data.example_call: found 'call'"),
+        ({"digits": 1}, "data.num_train: found 4096"),
+        ({"num_heldout": 0}, "data.num_heldout: found 0"),
+    ],
+)
+def test_products_that_cannot_be_made_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CalculatorSource(CalculatorDataConfig(**keys)).load(1)
