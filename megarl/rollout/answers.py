@@ -72,16 +72,7 @@ def parse_answer(raw: bytes, arch: Architecture | None = None) -> ParsedAnswer:
     arch: of the model whose routed experts the answer has; None: it has none.
     Raises RequestError for an answer that was aborted, is inconsistent or cannot be read.
     """
-    content, cut = _cut_out(raw)
-    return _build(content, cut, arch)
-
-
-def parse_answers(raw: bytes, arch: Architecture | None = None) -> list[ParsedAnswer]:
-    """The answers to several prompts, in order: a JSON list of objects. Otherwise as `parse_answer`."""
-    content, cut = _cut_out(raw)
-    if not isinstance(content, list):
-        raise RequestError(f"/generate answered with a {type(content).__name__}; a list was expected")
-    return [_build(answer, cut, arch) for answer in content]
+    return _build(*_cut_out(raw), arch)
 
 
 def _cut_out(raw: bytes) -> tuple[Any, list[memoryview]]:

@@ -313,12 +313,6 @@ def check_token_ids(input_ids: Sequence[Sequence[int]], vocab_size: int) -> None
             raise ValueError(f"generate: prompt {row} has token id {bad}; the largest is {vocab_size - 1}")
 
 
-def abort_all(clients: Sequence[SGLangClient]) -> None:
-    """Call `abort` of each client."""
-    for client in clients:
-        client.abort()
-
-
 async def _read_lines(answer: httpx.Response) -> AsyncIterator[bytes]:
     """The lines of an answer without their ends; a long line costs no more than its bytes."""
     parts: list[bytes] = []
@@ -333,38 +327,27 @@ async def _read_lines(answer: httpx.Response) -> AsyncIterator[bytes]:
         parts.append(rest)
 
 
-class StopFlag:
-    """Set once the calls have been abandoned."""
+def run_in_parallel(jobs: Sequence[Callable[[], T]], clients: Sequence[SGLangClient]) -> list[T]:
+    """Run each job in a thread of its own; returns their results in order. clients: what the jobs call.
 
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def set(self) -> None:
-        self._event.set()
-
-    def check(self) -> None:
-        """Raise CancelledError where the flag is set."""
-        if self._event.is_set():
-            raise CancelledError
-
-    def sleep(self, seconds: float) -> None:
-        """Sleep; raises as `check`, at once when the flag is set meanwhile."""
-        self._event.wait(seconds)
-        self.check()
-
-
-def run_in_parallel(jobs: Sequence[Callable[[StopFlag], T]], abort: Callable[[], None]) -> list[T]:
-    """Run each job in a thread of its own; returns their results in order.
-
-    The first failure, or an exception in the waiting thread (Stopped), is raised at once: the flag is set and
-    `abort` is called, which must break the calls in flight. The threads are daemons, so that one that still hangs
+    The first failure, or an exception in the waiting thread (Stopped), is raised at once; jobs that have not begun do
+    not begin then, and the clients' calls in flight are broken. The threads are daemons, so that one that still hangs
     (while it connects, say) does not keep the process from ending, as the threads of an executor would.
     """
-    stop = StopFlag()
+    is_abandoned = threading.Event()
     futures: list[Future[T]] = [Future() for _ in jobs]
+
+    def run(job: Callable[[], T], future: Future[T]) -> None:
+        try:
+            if is_abandoned.is_set():
+                raise CancelledError
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)
+
     threads = [
-        threading.Thread(target=_run, args=(job, stop, future), name="megarl-call", daemon=True)
-        for job, future in zip(jobs, futures, strict=True)
+        threading.Thread(target=run, args=pair, name="megarl-call", daemon=True)
+        for pair in zip(jobs, futures, strict=True)
     ]
     try:
         for thread in threads:
@@ -375,9 +358,10 @@ def run_in_parallel(jobs: Sequence[Callable[[StopFlag], T]], abort: Callable[[],
                 future.result()
         return [future.result() for future in futures]
     except BaseException:
-        stop.set()
+        is_abandoned.set()
         _left_over.update(threads)
-        abort()
+        for client in clients:
+            client.abort()
         raise
 
 
@@ -393,14 +377,6 @@ def wait_left_over(deadline_s: float) -> None:
     num_left = sum(thread.is_alive() for thread in _left_over)
     if num_left:
         raise DeadlineError(f"{num_left} abandoned calls to SGLang servers have not ended within {deadline_s:g} s")
-
-
-def _run(job: Callable[[StopFlag], T], stop: StopFlag, future: Future[T]) -> None:
-    try:
-        stop.check()
-        future.set_result(job(stop))
-    except BaseException as error:
-        future.set_exception(error)
 
 
 def find_cause(check_processes: Callable[[], None] | None, deadline_s: float = FIND_DEADLINE_S) -> RuntimeError | None:

@@ -17,8 +17,9 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config
 from megarl.interfaces import DeadlineError, RolloutEngine, Truncation, TurnRequest
 from megarl.rollout.client import ConnectionLostError
+from megarl.rollout.conversation import Conversation
 from megarl.rollout.engine import ATTEMPT_PAUSE_S, MAX_ATTEMPTS, compute_sampling_seed, gather_all
-from megarl.rollout.episodes import Conversation, Episode, EpisodeRequest, EpisodeRunner, draw_seed
+from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner, draw_seed
 from megarl.rollout.rollout_file import Journal
 from megarl.task.data import build_evaluation_set
 from megarl.task.scorer import Scorer

@@ -11,10 +11,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.data import DataConfig
-from megarl.config.schema.environment import ToolsEnvironmentConfig, VerifiersEnvironmentConfig
-from megarl.environment import Environment, Observation
-from megarl.task.environments import build_tool_prompt
+from megarl.config.schema.environment import (
+    MultiTurnEnvironmentConfig,
+    ToolsEnvironmentConfig,
+    VerifiersEnvironmentConfig,
+)
+from megarl.config.schema.root import Config
+from megarl.environment import Observation
+from megarl.task.environments import EnvironmentFactory, build_environment, build_tool_prompt
 from megarl.task.process import CallError, FunctionProcess, StartError
 from megarl.task.render import Renderer
 from megarl.task.sandbox import warn_of_gaps
@@ -247,29 +251,40 @@ def _share_process(options: str) -> FunctionProcess:
 
 
 @dataclass(frozen=True)
-class Tools:
-    """The tools of a run: how the prompts describe them, and what answers their calls."""
+class Conversation:
+    """What answers the policy, and within which limits."""
 
-    prompt: ToolPrompt
-    make_environment: Callable[[], Environment]
+    make: EnvironmentFactory
+    config: MultiTurnEnvironmentConfig
+    encoder: ObservationEncoder
 
 
-def build_tools(
-    config: ToolsEnvironmentConfig | VerifiersEnvironmentConfig, data: DataConfig, tokenizer: "PreTrainedTokenizerBase"
-) -> Tools | None:
-    """None where the environment has none. Starts the processes.
+def build_conversation(
+    config: Config, tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None = None
+) -> Conversation | None:
+    """What answers the policy in this configuration; None for environment=single_turn. Starts the tools' processes.
 
-    Raises ConfigError naming environment.tools, environment.id or environment.parser.
+    vocab_size: rows of the model's embedding. Raises ConfigError naming environment.KEY or data.KEY.
     """
-    prompt = build_tool_prompt(config, data, tokenizer)
+    environment = config.environment
+    prompt: ToolPrompt | None = None
+    found: tuple[MultiTurnEnvironmentConfig, EnvironmentFactory] | None = None
+    if isinstance(environment, ToolsEnvironmentConfig | VerifiersEnvironmentConfig):
+        prompt = build_tool_prompt(environment, config.data, tokenizer)
+        if prompt is not None:
+            find_calls = ToolCallReader(prompt, environment.parser, tokenizer).find_calls
+            if isinstance(environment, VerifiersEnvironmentConfig):
+                found = environment, partial(VerifiersEnvironment, environment.id, environment.args, prompt, find_calls)
+            else:
+                if "python" in environment.tools:
+                    warn_of_gaps("environment.tools=[python]")
+                found = environment, partial(ToolsEnvironment, environment, Toolbox(environment), prompt, find_calls)
     if prompt is None:
+        found = build_environment(environment)
+    if found is None:
         return None
-    reader = ToolCallReader(prompt, config.parser, tokenizer)
-    if isinstance(config, VerifiersEnvironmentConfig):
-        return Tools(prompt, partial(VerifiersEnvironment, config.id, config.args, prompt, reader.find_calls))
-    if "python" in config.tools:
-        warn_of_gaps("environment.tools=[python]")
-    return Tools(prompt, partial(ToolsEnvironment, config, Toolbox(config), prompt, reader.find_calls))
+    limits, make = found
+    return Conversation(make, limits, ObservationEncoder(Renderer(config.data, tokenizer, prompt, vocab_size)))
 
 
 Answer = dict[str, Any]

@@ -15,57 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.environment import (
-    MultiTurnEnvironmentConfig,
-    ToolsEnvironmentConfig,
-    VerifiersEnvironmentConfig,
-)
-from megarl.config.schema.root import Config
 from megarl.config.user_code import describe_error
 from megarl.environment import Action, Environment, EpisodeSetting, Step
 from megarl.interfaces import Truncation, TurnRequest
-from megarl.rollout.conversation import ObservationEncoder, build_tools
+from megarl.rollout.conversation import Conversation
 from megarl.rollout.engine import call_in_thread
-from megarl.task.environments import EnvironmentFactory, build_environment
-from megarl.task.render import Renderer
 from megarl.timeline import RESPONSES, span
 from megarl.types import FinishReason, Prompt, Response, Turn, WeightVersions
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 T = TypeVar("T")
 NUM_CALLS = 64
 """Blocking calls of environments at a time, each in a thread of its own"""
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """What answers the policy, and within which limits."""
-
-    make: EnvironmentFactory
-    config: MultiTurnEnvironmentConfig
-    encoder: ObservationEncoder
-
-
-def build_conversation(
-    config: Config, tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None = None
-) -> Conversation | None:
-    """What answers the policy in this configuration; None for environment=single_turn.
-
-    vocab_size: rows of the model's embedding. Raises ConfigError naming environment.KEY or data.KEY.
-    """
-    environment = config.environment
-    if isinstance(environment, ToolsEnvironmentConfig | VerifiersEnvironmentConfig):
-        tools = build_tools(environment, config.data, tokenizer)
-        if tools is not None:
-            encoder = ObservationEncoder(Renderer(config.data, tokenizer, tools.prompt, vocab_size))
-            return Conversation(tools.make_environment, environment, encoder)
-    found = build_environment(environment)
-    if found is None:
-        return None
-    limits, make = found
-    return Conversation(make, limits, ObservationEncoder(Renderer(config.data, tokenizer, None, vocab_size)))
 
 
 @dataclass(frozen=True)

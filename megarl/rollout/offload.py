@@ -10,7 +10,7 @@ from functools import partial
 
 from megarl.config.schema.rollout import ServerOffload
 from megarl.interfaces import UNPUBLISHED
-from megarl.rollout.client import ConnectionLostError, SGLangClient, StopFlag, abort_all, run_in_parallel
+from megarl.rollout.client import ConnectionLostError, SGLangClient, run_in_parallel
 
 CACHE = "kv_cache"
 WEIGHTS = "weights"
@@ -99,10 +99,7 @@ class ServerOffloader:
             self._released.remove(tag)
 
     def _call_all(self, ask: Callable[[SGLangClient], None]) -> None:
-        def call(client: SGLangClient, _stop: StopFlag) -> None:
-            ask(client)
-
-        run_in_parallel([partial(call, client) for client in self._clients], partial(abort_all, self._clients))
+        run_in_parallel([partial(ask, client) for client in self._clients], self._clients)
 
 
 def _release(client: SGLangClient, tags: Sequence[str]) -> None:

@@ -36,8 +36,9 @@ from megarl.report.failures import check_failures, describe_failures
 from megarl.report.terminal import Progress
 from megarl.report.text import Decode, format_seconds
 from megarl.rollout.collector import Collector
+from megarl.rollout.conversation import Conversation, build_conversation
 from megarl.rollout.engine import SGLangEngine
-from megarl.rollout.episodes import Conversation, EpisodeRunner, build_conversation, check_conversation
+from megarl.rollout.episodes import EpisodeRunner, check_conversation
 from megarl.rollout.server import add_turn_end, build_command, check_served_class, load_generation_spec
 from megarl.run.recovery import Recovery
 from megarl.run.terminal import get_terminal

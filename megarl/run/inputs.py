@@ -28,7 +28,8 @@ from megarl.models.checkpoint import (
 )
 from megarl.models.families import list_unknown_keys
 from megarl.rollout.collector import EvalSet, build_eval_sets
-from megarl.rollout.episodes import Conversation, build_conversation, check_conversation
+from megarl.rollout.conversation import Conversation, build_conversation
+from megarl.rollout.episodes import check_conversation
 from megarl.rollout.rollout_file import Limits, SavedGroup, SavedGroups, SavedRollouts, check_rollouts, find_groups
 from megarl.rollout.server import add_turn_end, build_command, check_served_class, has_cuda, load_generation_spec
 from megarl.sync.pieces import check_serving_layout

@@ -29,8 +29,6 @@ from megarl.rollout.client import (
     ConnectionLostError,
     RequestError,
     SGLangClient,
-    StopFlag,
-    abort_all,
     find_cause,
     run_in_parallel,
 )
@@ -441,7 +439,7 @@ class Ranks:
 
     def call_receivers(self, verb: str, arguments: Sequence[Mapping[str, Any]] | None = None) -> list[Any]:
         """The results of a verb on all server ranks; arguments: of each rank (None: none)."""
-        return _join(run_in_parallel(self._build_calls(verb, arguments), partial(abort_all, self._clients)))
+        return _join(run_in_parallel(self._build_calls(verb, arguments), self._clients))
 
     def call_both_sides(
         self,
@@ -453,17 +451,17 @@ class Ranks:
     ) -> tuple[list[Any], list[Any]]:
         """The results of training ranks and of server ranks, called in parallel; the first failure of any is raised."""
         calls = self._build_calls(receiving, to_receivers, flush_cache)
-        calls.append(lambda _stop: self.call_senders(sending, to_senders))
-        *received, sent = run_in_parallel(calls, partial(abort_all, self._clients))
+        calls.append(lambda: self.call_senders(sending, to_senders))
+        *received, sent = run_in_parallel(calls, self._clients)
         return sent, _join(received)
 
     def _build_calls(
         self, verb: str, arguments: Sequence[Mapping[str, Any]] | None, flush_cache: bool = False
-    ) -> list[Callable[[Any], list[Any]]]:
+    ) -> list[Callable[[], list[Any]]]:
         """One call for each server."""
         tp = self._config.tp
 
-        def call(number: int, _stop: StopFlag) -> list[Any]:
+        def call(number: int) -> list[Any]:
             client = self._clients[number]
             own = [{}] * tp if arguments is None else arguments[number * tp : (number + 1) * tp]
             with sync_step(client, f"{verb} of weights"):

@@ -17,7 +17,7 @@ from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig, Transport
 from megarl.interfaces import TrainBackend
 from megarl.ports import is_loopback
-from megarl.rollout.client import SGLangClient, StopFlag, abort_all, run_in_parallel
+from megarl.rollout.client import SGLangClient, run_in_parallel
 from megarl.rollout.offload import ServerOffloader
 from megarl.sync.probe import Probe
 from megarl.sync.ranks import Ranks, Session, VersionBump, explain_lost_servers, replacing_weights, sync_step
@@ -234,7 +234,7 @@ class DiskSync:
             with replacing_weights(self._clients, bump, self._offloader):
                 with span("load"):
                     jobs = [partial(self._load, client, target) for client in self._clients]
-                    run_in_parallel(jobs, partial(abort_all, self._clients))
+                    run_in_parallel(jobs, self._clients)
                 loaded = time.monotonic()
                 if self._ranks is not None:
                     with span("checksum"):
@@ -264,6 +264,6 @@ class DiskSync:
             self._ranks.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _load(self, client: SGLangClient, directory: Path, _stop: StopFlag) -> None:
+    def _load(self, client: SGLangClient, directory: Path) -> None:
         with sync_step(client, f"load of the weights in {directory}"):
             client.update_weights_from_disk(directory, deadline_s=self._config.sync_deadline_s)

@@ -26,7 +26,7 @@ from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig, Transport
 from megarl.interfaces import UNPUBLISHED, SyncError
 from megarl.mcore.model.architecture import read_architecture
-from megarl.rollout.client import SGLangClient, StopFlag
+from megarl.rollout.client import SGLangClient
 from megarl.sync.ranks import Ranks
 from megarl.sync.sync import DiskSync, ShardSync
 
@@ -52,8 +52,8 @@ class PlantingDisk(DiskSync):
 
     plant: Callable[[SGLangClient], None] | None = None
 
-    def _load(self, client: SGLangClient, directory: Path, stop: StopFlag) -> None:
-        super()._load(client, directory, stop)
+    def _load(self, client: SGLangClient, directory: Path) -> None:
+        super()._load(client, directory)
         if self.plant is not None:
             self.plant(client)
 

@@ -173,7 +173,8 @@ def test_a_call_whose_connection_broke_is_repeated_bit_by_bit(first_responses, e
     found: list[list[list[Response]]] = []
     thread = threading.Thread(target=lambda: found.append(generate(engine)))
     thread.start()
-    while count_flushes() == before:
+    pool = engine.clients[0]._generation._transport._pool
+    while count_flushes() == before or all(connection.is_idle() for connection in pool.connections):
         thread.join(0.01)
     thread.join(0.05)
     break_connections(first_server)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.models.families import parse_architecture
-from megarl.rollout.answers import decode_answer, load_expert_architecture, parse_answer, parse_answers
+from megarl.rollout.answers import decode_answer, load_expert_architecture, parse_answer
 from megarl.rollout.client import RequestError
 from megarl.rollout.rollout_file import (
     Journal,
@@ -52,21 +52,17 @@ def write(content) -> bytes:
 @given(
     tokens=st.lists(st.tuples(INT32, st.floats(-1e30, 1e30) | st.floats(-50, 0, width=32)), min_size=1),
     text=st.text() | st.sampled_from(['"output_ids":[1,2]', '\\"output_token_logprobs":[[', '"routed_experts":"']),
-    num_answers=st.integers(1, 3),
 )
-def test_ids_and_logprobs_are_bit_for_bit_those_of_the_json_module(tokens, text, num_answers):
+def test_ids_and_logprobs_are_bit_for_bit_those_of_the_json_module(tokens, text):
     ids, logprobs = zip(*tokens, strict=True)
-    raw = write([make_answer(ids, logprobs, text)] * num_answers)
-    expected = json.loads(raw)
-    found = parse_answers(raw)
-    assert len(found) == num_answers
-    for answer, other in zip(found, expected, strict=True):
-        assert other["text"] == text
-        assert answer.token_ids.dtype == np.int32
-        assert answer.token_ids.tolist() == other["output_ids"]
-        with np.errstate(over="ignore"):
-            values = np.float32([entry[0] for entry in other["meta_info"]["output_token_logprobs"]])
-        assert answer.logprobs.tobytes() == values.tobytes()
+    raw = write(make_answer(ids, logprobs, text))
+    answer, other = parse_answer(raw), json.loads(raw)
+    assert other["text"] == text
+    assert answer.token_ids.dtype == np.int32
+    assert answer.token_ids.tolist() == other["output_ids"]
+    with np.errstate(over="ignore"):
+        values = np.float32([entry[0] for entry in other["meta_info"]["output_token_logprobs"]])
+    assert answer.logprobs.tobytes() == values.tobytes()
 
 
 @pytest.mark.parametrize("written", ["-0.0", "0", "-1e-7", "-1.5E+2", "-12", "-0.30000001192092896", "5e-324"])
@@ -137,11 +133,6 @@ def test_an_answer_that_was_aborted_or_is_inconsistent_is_refused(changes, messa
 def test_what_sglang_does_not_write_is_refused(raw, message):
     with pytest.raises(RequestError, match=message):
         parse_answer(raw)
-
-
-def test_a_list_of_answers_is_not_one_object():
-    with pytest.raises(RequestError, match="a list was expected"):
-        parse_answers(write(make_answer()))
 
 
 CONFIG = {

@@ -117,15 +117,15 @@ def test_texts_of_one_token_and_numbers_end_responses_too(tmp_path):
 def test_calls_that_were_given_up_are_waited_for():
     released, ended = threading.Event(), threading.Event()
 
-    def close_slowly(_stop):
+    def close_slowly():
         released.wait(20)
         ended.set()
 
-    def fail(_stop):
+    def fail():
         raise RuntimeError("a server was lost")
 
     with pytest.raises(RuntimeError, match="a server was lost"):
-        run_in_parallel([close_slowly, fail], lambda: None)
+        run_in_parallel([close_slowly, fail], [])
     with pytest.raises(DeadlineError, match=r"1 abandoned calls to SGLang servers have not ended within 0.1 s"):
         wait_left_over(0.1)
     threading.Timer(0.3, released.set).start()

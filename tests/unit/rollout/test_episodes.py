@@ -13,8 +13,8 @@ from megarl.config.schema.data import DataConfig
 from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.environment import Action, Environment, EpisodeSetting, Observation, Step
 from megarl.interfaces import TurnRequest
-from megarl.rollout.conversation import ObservationEncoder
-from megarl.rollout.episodes import Conversation, Episode, EpisodeRequest, EpisodeRunner
+from megarl.rollout.conversation import Conversation, ObservationEncoder
+from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner
 from megarl.task.render import Renderer
 from megarl.types import FinishReason, Message, Prompt, Response, WeightVersions
 

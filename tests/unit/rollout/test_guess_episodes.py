@@ -11,7 +11,8 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.interfaces import TurnRequest
 from megarl.models.checkpoint import build_character_tokenizer
-from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner, build_conversation, check_conversation
+from megarl.rollout.conversation import build_conversation
+from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner, check_conversation
 from megarl.task.data import build_data
 from megarl.types import FinishReason, Prompt, Response
 

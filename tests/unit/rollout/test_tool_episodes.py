@@ -7,7 +7,8 @@ from data_cases import QWEN, build_byte_tokenizer
 
 from megarl.api import compose
 from megarl.interfaces import TurnRequest
-from megarl.rollout.episodes import Conversation, Episode, EpisodeRequest, EpisodeRunner, build_conversation
+from megarl.rollout.conversation import Conversation, build_conversation
+from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner
 from megarl.task.data import build_data
 from megarl.task.environments import build_tool_prompt
 from megarl.types import FinishReason, Response, Turn

@@ -16,7 +16,8 @@ from megarl.config.schema.data import VerifiersDataConfig
 from megarl.config.schema.environment import VerifiersEnvironmentConfig
 from megarl.environment import Action, EpisodeSetting
 from megarl.models.checkpoint import build_character_tokenizer
-from megarl.rollout.episodes import EpisodeRequest, EpisodeRunner, build_conversation, check_conversation
+from megarl.rollout.conversation import build_conversation
+from megarl.rollout.episodes import EpisodeRequest, EpisodeRunner, check_conversation
 from megarl.task.data import build_data
 from megarl.task.environments import build_tool_prompt
 from megarl.task.tools import FoundCalls
