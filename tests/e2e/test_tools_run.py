@@ -25,21 +25,19 @@ TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 DEADLINE_S = 500
 RATIO = r"ratio: (-?\d+\.\d+|nan) goal: \d+(\.\d+)?"
 """The last line of what measures"""
+SMALL = "--rows 2 --layers 2 --tokens-per-microbatch 256 --repeats 1"
 EXPERIMENTS = r"\d+ experiments: .*"
 SHORT = "train.num_iterations=1 train.eval_every=1 train.num_eval_prompts=4 train.samples_per_iteration=32"
 SHORT += " train.samples_per_minibatch=32 algo.value_pretrain.steps=1"
-SMALL = "--rows 2 --layers 2 --tokens-per-microbatch 256 --repeats 1"
 
 COMMANDS = {
-    "bench/against_trl.py --cells 4x2x4-float32 --iterations 1 --warm-up 0 --threads 1 --model model": RATIO,
-    "bench/against_trl.py --table": "",
     f"bench/experiments.py decoupled:decoupled guess:vapo --seeds 9 --out out {SHORT}": EXPERIMENTS,
     "bench/experiments.py --table": EXPERIMENTS,
-    "bench/driver.py --rows 4 --length 64 --repeats 1": RATIO,
-    "bench/driver_at_scale.py --rows 512 --length 16": RATIO,
-    f"bench/mfu.py {SMALL} --dtype float32 --only update generation": RATIO,
-    "bench/sync.py --hidden 256 --layers 2 --repeats 1 --transport split": RATIO,
-    "bench/sync_at_scale.py --layers 12": r"\| qwen3_235b_a22b.*",
+    "bench/speed.py driver --rows 32 --length 64 --repeats 1 --warm-up 0": RATIO,
+    f"bench/speed.py mfu {SMALL} --dtype float32 --only update generation": RATIO,
+    "bench/speed.py sync --hidden 256 --layers 2 --repeats 1 --transport split": RATIO,
+    "bench/speed.py sync_plan --layers 12": RATIO,
+    "bench/speed.py trl --cell 4x2x4-float32 --repeats 1 --warm-up 0 --threads 1 --model model": RATIO,
     "check_gpu.py --device cpu --only float32,transfer --out found.json": ".*nothing fails.*",
     "check_layouts.py --processes 2 --rows 8 algo=grpo model=tiny model.random.num_layers=2": "equal: all .*",
 }
@@ -68,7 +66,7 @@ class GRPOTrainer:
             self._generate_and_score_completions(None)
             for callback in self.callbacks: callback.on_step_end()
 """
-"""In place of TRL, whose own environment tools/bench/against_trl.py would download: as far as trl_grpo.py calls it"""
+"""In place of TRL, whose own environment tools/bench/beside_trl.py would download: as far as trl_grpo.py calls it"""
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +81,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (place / "model").symlink_to(model)
     write_page_run(place / "run")
-    # What against_trl.py finds instead of making it.
-    bench = load_tool("bench/against_trl.py")
+    # What beside_trl.py finds instead of making it.
+    sys.path.insert(0, str(ROOT / "tools" / "bench"))
+    import beside_trl as bench
+
     stand_in = place / "stand_in"
     (stand_in / "trl").mkdir(parents=True)
     (stand_in / "trl" / "__init__.py").write_text(TRL)
@@ -126,7 +126,7 @@ def list_named(text: str) -> list[tuple[str, str]]:
 
 def test_every_tool_and_option_that_docs_name_is_run_by_a_test() -> None:
     named = {each for text in TEXTS for each in list_named(text.read_text())}
-    assert len({tool for tool, _ in named}) > 15
+    assert len({tool for tool, _ in named}) > 8
     run_here = [shlex.split(command) for command in COMMANDS]
     missing = [
         f"tools/{tool} {option}"
@@ -143,5 +143,7 @@ def test_every_tool_and_option_that_docs_name_is_run_by_a_test() -> None:
 
 def test_every_bench_is_run_by_a_test() -> None:
     benches = {f"bench/{file.name}" for file in ROOT.glob("tools/bench/*.py") if "__main__" in file.read_text()}
-    # Another Python runs it, for against_trl.py.
+    # Another Python runs it, for beside_trl.py.
     assert benches - {"bench/trl_grpo.py"} == {c.split()[0] for c in COMMANDS if c.startswith("bench/")}
+    subjects = {c.split()[1] for c in COMMANDS if c.startswith("bench/speed.py")}
+    assert subjects == load_tool("bench/speed.py").SUBJECTS.keys()

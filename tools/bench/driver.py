@@ -1,63 +1,71 @@
-"""CPU time and memory of the driver from the servers' answers to TrainingSamples, beside a Python object per token.
+"""The driver's own work in one iteration with recorded answers, from the servers' answers to what the ranks are sent.
 
-Run: python tools/bench/driver.py [--rows 512] [--length 8192] [--repeats 5] [--threads 1]
+What lies between, for VAPO on qwen32b as planned for 64 GPUs (8,192 samples of 8,192 tokens on average): parse and
+decode the answers, write the journal, build the tensors, merge the log-probs and values that the ranks report, metrics
+and targets, minibatches and their counts, and what each rank of policy and critic is sent (megarl/cluster/shares.py). A
+few answers are recorded and parsed over and over; the models' results are made in between and cost no time here, but
+count as memory. Not included: verifiers, which run in processes of their own, and Ray's copying. Seconds are CPU time
+on one thread. In a run most of the answers are parsed, decoded and journaled while others are still generated; here all
+of it counts. Responses of one length and, with as many tokens, lengths that vary 20 times, each in a process of its
+own.
 
-What the driver does with a rollout of VAPO (GAE with a lambda for each length, a critic's values, all metrics): parse
-SGLang's answers, build the tensors, compute targets and metrics. The models' log-probs and values are made in between
-and cost no time here, but count as memory, as do the responses; the answers do not. The other way is that of the json
-module, a tuple entry per token and float64 matrices padded to the longest response. Both are given the same bytes and
-must agree. All is done for responses of one length and, with as many tokens, for lengths that vary 20 times. Each way
-is measured in a process of its own; seconds are those of the process (CPU time: with one thread, what a step takes on a
-quiet machine). The journal, which each rollout is written to, is timed apart. Not included: the tokenizer's decoding of
-each response for its verifier.
+The ratio is the smaller of 2% of the planned iteration over the driver's time, and of 8 GB over its memory, for the
+number of tokens that was measured. --rows 8192 is the whole of that iteration.
 """
 
 import argparse
-import json
-import math
-import statistics
-import subprocess
-import sys
+import concurrent.futures
+import multiprocessing
+import pickle
+import random
+import string
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
+import tokenizers
 import torch
+from speed import Result, find_medians, find_status, take_turns
+from transformers import PreTrainedTokenizerFast
 
 from megarl.algo.blocks import allocate_zeros
 from megarl.algo.diagnostics import compute_batch_metrics
 from megarl.algo.targets import compute_targets
+from megarl.cluster.workers import Sharer, count_minibatches, merge_rows
 from megarl.config.load import load_config
-from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.roles import ParallelConfig
+from megarl.config.schema.root import Config
+from megarl.mcore.worker_spec import Role, RowsResult, WorkerSpec
+from megarl.minibatches import split_minibatches
+from megarl.plan.job import PUBLISHED, build_plan, count_quickly, find_models
 from megarl.rollout.answers import parse_answer
-from megarl.rollout.rollout_file import load_rollouts, write_rollouts
+from megarl.rollout.rollout_file import write_rollouts
 from megarl.rollout.tensors import build_tensors
-from megarl.types import Metrics, Prompt, Response, Rollout, Sample, Score, TrainingSamples
+from megarl.types import Prompt, Response, Rollout, Sample, Score, Sequences, TrainingSamples
 
-sys.path.insert(0, str(Path(__file__).parent))
-import padded_driver
-
-GOAL_NS, GOAL_BYTES = 300.0, 60.0
+JOB = ["algo=vapo", "model=qwen32b"]
+JOB_TOKENS = 8192 * 8192
+SHARE, MOST_BYTES = 0.02, 8e9
 SPREAD = 20
 """Longest response over the shortest, where lengths vary"""
+KINDS = {"one length": False, f"lengths vary {SPREAD} x": True}
+NUM_RECORDED = 32
+"""Different answers of one length"""
+VOCABULARY = 49_152
 GROUP = 16
 PROMPT = Prompt("p", "What?", tuple(range(100, 164)), "42")
 WEIGHT_VERSION = 3
-DEADLINE_S = 3600
-LENGTHS = {"equal": "one length", "varied": f"{SPREAD} x"}
 
 
-def choose_lengths(kind: str, num_rows: int, longest: int) -> list[int]:
+def choose_lengths(varies: bool, num_rows: int, longest: int) -> list[int]:
     """num_rows * longest tokens in all; varied: log-uniform lengths down to longest / SPREAD, in more rows."""
-    total = num_rows * longest
-    if kind == "equal":
+    if not varies:
         return [longest] * num_rows
-    generator, lengths, left = np.random.default_rng(0), [longest], total - longest
+    generator, lengths, left = np.random.default_rng(0), [longest], (num_rows - 1) * longest
     while left:
         drawn = int(longest * SPREAD ** -generator.random())
         lengths.append(min(left, max(drawn, longest // SPREAD)))
@@ -65,18 +73,13 @@ def choose_lengths(kind: str, num_rows: int, longest: int) -> list[int]:
     return lengths
 
 
-def make_answers(lengths: list[int]) -> list[bytes]:
-    """As SGLang 0.5.23 sends them."""
-    generator = np.random.default_rng(1)
-    return [make_answer(generator, length) for length in lengths]
-
-
 def make_answer(generator: np.random.Generator, length: int) -> bytes:
-    ids = generator.integers(0, 151_000, length).tolist()
+    """As SGLang 0.5.23 sends it."""
+    ids = generator.integers(0, VOCABULARY, length).tolist()
     logprobs = (-generator.exponential(0.5, length)).astype(np.float32).tolist()
     meta = {
         "id": "0123456789abcdef0123456789abcdef",
-        "finish_reason": {"type": "stop", "matched": 151_645},
+        "finish_reason": {"type": "stop", "matched": 2},
         "prompt_tokens": len(PROMPT.token_ids),
         "weight_version": str(WEIGHT_VERSION),
         "num_retractions": 0,
@@ -92,9 +95,28 @@ def make_answer(generator: np.random.Generator, length: int) -> bytes:
     return orjson.dumps({"output_ids": ids, "meta_info": meta})
 
 
-@cache
-def load_algo() -> AlgoConfig:
-    return load_config(["algo=vapo"]).algo
+def record_answers(lengths: Sequence[int]) -> list[bytes]:
+    """An answer for each row; of one length at most NUM_RECORDED are different."""
+    generator = np.random.default_rng(1)
+    recorded: dict[int, list[bytes]] = {}
+    answers = []
+    for row, length in enumerate(lengths):
+        own = recorded.setdefault(length, [])
+        if len(own) < NUM_RECORDED:
+            own.append(make_answer(generator, length))
+        answers.append(own[row % len(own)])
+    return answers
+
+
+def build_tokenizer() -> Any:
+    """A byte-level one of words of letters, to decode with: what a model's has costs as much."""
+    generator = random.Random(0)
+    words = {"".join(generator.choices(string.ascii_lowercase, k=1 + n % 6)) for n in range(3 * VOCABULARY)}
+    vocabulary = {word: number for number, word in enumerate(sorted(words)[:VOCABULARY])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    fast: Any = PreTrainedTokenizerFast
+    return fast(tokenizer_object=tokenizer)
 
 
 class Clock:
@@ -107,167 +129,144 @@ class Clock:
     def lap(self, name: str | None = None) -> None:
         now = time.process_time()
         if name is not None:
-            self.seconds[name] = now - self._last
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = time.process_time()
 
 
-def build_rollout(responses: Iterator[Response]) -> Rollout:
-    samples = [Sample(PROMPT, r, Score(i % 3 / 2, i % 3 == 2), i // GROUP) for i, r in enumerate(responses)]
-    return Rollout(tuple(samples), WEIGHT_VERSION)
+def read_answers(answers: Sequence[bytes], tokenizer: Any, clock: Clock) -> Iterator[Response]:
+    for raw in answers:
+        answer = parse_answer(raw)
+        clock.lap("answers")
+        text = str(tokenizer.decode(answer.token_ids, skip_special_tokens=True))
+        clock.lap("decoding")
+        yield answer.build_response(text)
 
 
-def ask_models(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What policy and critic would say: old_logprobs and values, float32 [B, T]."""
+def report_rows(sequences: Sequences, center: float, num_ranks: int) -> list[RowsResult]:
+    """What the data-parallel ranks of a role report, each of an equal part of the rows."""
+    longest, found = int(sequences.response_lengths.max()), []
     generator = np.random.default_rng(2)
-    both = []
-    for center in (-0.5, 0.3):
-        padded = allocate_zeros((len(lengths), max(lengths)), torch.float32)
-        for row, length in enumerate(lengths):
-            padded[row, :length] = torch.from_numpy(center + 0.1 * generator.standard_normal(length, np.float32))
-        both.append(padded)
-    return both[0], both[1]
+    for rows in torch.arange(sequences.num_samples).tensor_split(num_ranks):
+        values = allocate_zeros((len(rows), longest), torch.float32)
+        for place, row in enumerate(rows.tolist()):
+            length = int(sequences.response_lengths[row])
+            values[place, :length] = torch.from_numpy(center + 0.1 * generator.standard_normal(length, np.float32))
+        found.append(RowsResult(rows, values))
+    return found
 
 
-def run_arrays(answers: list[bytes], lengths: list[int], clock: Clock) -> tuple[TrainingSamples, Metrics, Rollout]:
-    clock.lap()
-    rollout = build_rollout(parse_answer(raw).build_response("") for raw in answers)
+def build_spec(config: Config, role: Role, checkpoint: Path, num_ranks: int) -> WorkerSpec:
+    """As planned for 64 GPUs, with so many data-parallel ranks."""
+    own = config.policy if role is Role.policy else config.critic
+    parallel = own.parallel
+    size = parallel.tp * parallel.pp * parallel.cp
+    return WorkerSpec(
+        role=role,
+        checkpoint=str(checkpoint),
+        parallel=ParallelConfig(num_ranks * size, parallel.tp, parallel.sp, parallel.pp, parallel.vpp, parallel.cp),
+        optimizer=own.optimizer,
+        dtype=own.dtype,
+        algo=config.algo,
+        temperature=1.0,
+        response_length=config.rollout.response_length,
+        tokens_per_microbatch=config.train.tokens_per_microbatch,
+    )
+
+
+def count_bytes(share: Any) -> int:
+    """As Ray writes it: what is pickled, and the arrays beside it, of which no copy is made."""
+    buffers: list[pickle.PickleBuffer] = []
+    text = pickle.dumps(share, protocol=5, buffer_callback=buffers.append)
+    return len(text) + sum(buffer.raw().nbytes for buffer in buffers)
+
+
+def share_batch(samples: TrainingSamples, config: Config, checkpoint: Path, num_ranks: int, clock: Clock) -> list[str]:
+    """Divide the batch over the ranks of critic and policy, one after the other; what each is sent, in words."""
+    minibatches, lines = split_minibatches(config, samples.sequences.num_samples, 1), []
+    for role, own in ((Role.critic, samples.for_critic()), (Role.policy, samples.for_policy())):
+        sharer = Sharer(build_spec(config, role, checkpoint, num_ranks))
+        count_minibatches(own, minibatches)
+        shares = sharer.share_samples(own, minibatches)
+        sizes = {last: max(count_bytes(s) for (_, own), s in shares.items() if own == last) for _, last in shares}
+        clock.lap("shares")
+        lines.append(
+            f"{role.value}, {num_ranks} data-parallel ranks: a rank of the last stage is sent {sizes[True] / 1e9:.3f}"
+            f" GB, one of another {sizes.get(False, 0) / 1e9:.3f}"
+        )
+    return lines
+
+
+def work(
+    answers: Sequence[bytes], config: Config, num_ranks: int, tokenizer: Any, folder: Path
+) -> tuple[Clock, list[str]]:
+    """The whole of it; the seconds of each step, and what the ranks are sent."""
+    clock = Clock()
+    responses = read_answers(answers, tokenizer, clock)
+    samples = [Sample(PROMPT, r, Score(i % 3 / 2, i % 3 == 2), i // GROUP) for i, r in enumerate(responses)]
+    rollout = Rollout(tuple(samples), WEIGHT_VERSION)
     clock.lap("answers")
+    write_rollouts(folder / "journal", [rollout])
+    clock.lap("journal")
     tensors = build_tensors(rollout)
     clock.lap("tensors")
-    old_logprobs, values = ask_models(lengths)
+    reported = [report_rows(tensors.sequences, center, num_ranks) for center in (-0.5, 0.3)]
     clock.lap()
-    experience = tensors.build_experience(old_logprobs, values=values)
-    metrics = compute_batch_metrics(experience)
-    samples, found = compute_targets(experience, load_algo(), 0.0)
+    old, values = (merge_rows(tensors.sequences)(each) for each in reported)
+    del reported
+    clock.lap("merging")
+    experience = tensors.build_experience(old, values=values)
+    compute_batch_metrics(experience)
+    targets, _ = compute_targets(experience, config.algo, 0.0, response_length=config.rollout.response_length)
     clock.lap("targets")
-    return samples, metrics | found, rollout
+    return clock, share_batch(targets, config, folder, num_ranks, clock)
 
 
-def run_objects(answers: list[bytes], lengths: list[int], clock: Clock) -> tuple[TrainingSamples, Metrics, Rollout]:
-    clock.lap()
-    responses = [padded_driver.build_response(json.loads(raw)) for raw in answers]
-    rollout = padded_driver.build_rollout(responses, PROMPT, GROUP, WEIGHT_VERSION)
-    clock.lap("answers")
-    tensors = padded_driver.build_tensors(rollout)
-    clock.lap("tensors")
-    old_logprobs, values = ask_models(lengths)
-    clock.lap()
-    samples, metrics = padded_driver.compute(tensors, old_logprobs, values, load_algo())
-    clock.lap("targets")
-    return samples, metrics, rollout
+def measure(lengths: Sequence[int], num_ranks: int, repeats: int) -> tuple[dict[str, float], float, list[str]]:
+    """Meant for a process of its own: CPU nanoseconds of each step and bytes at the worst moment, per token."""
+    torch.set_num_threads(1)
+    tokenizer, config, lines = build_tokenizer(), load_config(JOB), list[str]()
+    small, answers = record_answers([64] * GROUP), record_answers(lengths)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        (folder / "config.json").write_bytes(orjson.dumps(PUBLISHED["Qwen/Qwen2.5-32B"]))
+
+        def run_once(own: Sequence[bytes]) -> dict[str, float]:
+            clock, lines[:] = work(own, config, num_ranks, tokenizer, folder)
+            return clock.seconds
+
+        # Imports and the allocator's first pages are not the driver's work.
+        run_once(small)
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        before = find_status("VmRSS")
+        calls = take_turns({"all": lambda: run_once(answers)}, repeats, 0)["all"]
+    peak, num_tokens = find_status("VmHWM") - before, sum(lengths)
+    found = {name: seconds / num_tokens * 1e9 for name, seconds in find_medians(calls).items() if name != "seconds"}
+    return found, peak / num_tokens, lines
 
 
-WAYS: dict[str, Callable[[list[bytes], list[int], Clock], tuple[TrainingSamples, Metrics, Rollout]]] = {
-    "objects": run_objects,
-    "arrays": run_arrays,
-}
+def measure_apart(lengths: Sequence[int], args: argparse.Namespace) -> tuple[dict[str, float], float, list[str]]:
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(measure, lengths, args.ranks, args.repeats).result()
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Of one way with one kind of lengths, per token."""
-
-    ns: dict[str, float]
-    """CPU nanoseconds of each step"""
-    bytes: float
-    """Held at the worst moment"""
-    mean_advantage: float
-    journal_ns: tuple[float, float] = (0.0, 0.0)
-    """To write, to read"""
-
-    @property
-    def total_ns(self) -> float:
-        return sum(self.ns.values())
-
-
-def read_status(field: str) -> int:
-    """Bytes of a field of /proc/self/status."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{field}:")]
-    return int(line.split()[1]) * 1024
-
-
-def measure(way: str, kind: str, num_rows: int, length: int, repeats: int) -> Measured:
-    """Meant for a process of its own."""
-    # Imports, kernels and the allocator's first pages are not the driver's.
-    small = choose_lengths(kind, 4, 64)
-    WAYS[way](make_answers(small), small, Clock())
-    lengths = choose_lengths(kind, num_rows, length)
-    answers, num_tokens = make_answers(lengths), sum(lengths)
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    before, clocks = read_status("VmRSS"), [Clock() for _ in range(repeats)]
-    result = WAYS[way](answers, lengths, clocks[0])
-    peak = read_status("VmHWM") - before
-    mean_advantage = result[1]["advantage/mean"]
-    journal = time_journal(result[2], num_tokens) if way == "arrays" else (0.0, 0.0)
-    del result
-    for clock in clocks[1:]:
-        WAYS[way](answers, lengths, clock)
-    ns = {name: statistics.median(c.seconds[name] for c in clocks) / num_tokens * 1e9 for name in clocks[0].seconds}
-    return Measured(ns, peak / num_tokens, mean_advantage, journal)
-
-
-def time_journal(rollout: Rollout, num_tokens: int) -> tuple[float, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        path, clock = Path(folder) / "journal", Clock()
-        clock.lap()
-        write_rollouts(path, [rollout])
-        clock.lap("write")
-        load_rollouts(path)
-        clock.lap("read")
-    return clock.seconds["write"] / num_tokens * 1e9, clock.seconds["read"] / num_tokens * 1e9
-
-
-def measure_apart(way: str, kind: str, args: argparse.Namespace) -> Measured:
-    repeats = args.repeats if way == "arrays" else 1
-    case = json.dumps([way, kind, args.rows, args.length, repeats, args.threads])
-    command = [sys.executable, __file__, "--case", case]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=DEADLINE_S)
-    return Measured(**json.loads(done.stdout))
-
-
-def describe(way: str, kind: str, found: Measured) -> None:
-    steps = "".join(f"{ns:9.0f}" for ns in found.ns.values())
-    print(f"{way:8} {LENGTHS[kind]:11}{steps}{found.total_ns:9.0f}{found.bytes:9.0f}", flush=True)
-
-
-def say(claim: str, is_met: bool) -> None:
-    print(f"{claim}: {'met' if is_met else 'NOT MET'}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=512, help="responses of one length")
     parser.add_argument("--length", type=int, default=8192, help="tokens of the longest response")
-    parser.add_argument("--repeats", type=int, default=5, help="of the arrays; the objects are timed once")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.case is not None:
-        *case, num_threads = args.case
-        torch.set_num_threads(num_threads)
-        print(json.dumps(vars(measure(*case))))
-        return
-    print(f"{args.rows * args.length} tokens, at most {args.length} a response, threads: {args.threads}; per token")
-    print(f"{'way':8} {'lengths':11}{'answers':>9}{'tensors':>9}{'targets':>9}{'ns':>9}{'bytes':>9}")
-    found = {}
-    for kind in LENGTHS:
-        for way in WAYS:
-            found[way, kind] = measure_apart(way, kind, args)
-            describe(way, kind, found[way, kind])
-        means = [found[way, kind].mean_advantage for way in WAYS]
-        if not math.isclose(*means, rel_tol=1e-5, abs_tol=1e-7):
-            raise RuntimeError(f"the two ways have mean advantages of {means}; they must agree")
-    equal, varied = (found["arrays", kind] for kind in LENGTHS)
-    write, read = equal.journal_ns
-    print(f"journal: {write:.0f} ns a token to write, {read:.0f} to read")
-    growth = varied.total_ns / equal.total_ns
-    slower = found["objects", "varied"].total_ns / found["objects", "equal"].total_ns
-    print(f"lengths that vary {SPREAD} times cost {growth:.2f} of equal ones; as padded objects {slower:.2f}")
-    say(f"at most {GOAL_NS:g} ns a token", max(equal.total_ns, varied.total_ns) <= GOAL_NS)
-    say(f"at most {GOAL_BYTES:g} bytes a token", equal.bytes <= GOAL_BYTES)
-    ratios = [GOAL_NS / max(equal.total_ns, varied.total_ns), GOAL_BYTES / equal.bytes]
-    print(f"ratio: {min(ratios):.2f} goal: 1")
+    parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks; 1 as planned")
 
 
-if __name__ == "__main__":
-    main()
+def run(args: argparse.Namespace) -> Result:
+    config = load_config(JOB)
+    planned = build_plan(config, find_models(config), count=count_quickly).seconds.iteration
+    most_ns, most_bytes = SHARE * planned / JOB_TOKENS * 1e9, MOST_BYTES / JOB_TOKENS
+    rows: list[dict[str, Any]] = []
+    ratios: list[float] = []
+    notes: list[str] = []
+    for kind, varies in KINDS.items():
+        ns, num_bytes, notes = measure_apart(choose_lengths(varies, args.rows, args.length), args)
+        total = sum(ns.values())
+        rows.append({"ns a token": kind, **ns, "all": total, "bytes a token": num_bytes})
+        ratios.append(min(most_ns / total, most_bytes / num_bytes))
+    notes.append(f"2% of the planned iteration of {planned:,.0f} s: {most_ns:.0f} ns; 8 GB: {most_bytes:.0f} bytes")
+    return Result(rows, min(ratios), 1, notes)

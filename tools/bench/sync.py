@@ -1,20 +1,16 @@
-"""Bytes and seconds of the weight sync beside full gather and broadcast and beside a checkpoint on disk, in one run.
+"""Seconds and bytes of the weight sync beside full gather and broadcast and beside a checkpoint on disk.
 
-    python tools/bench/sync.py [--hidden 768] [--layers 12] [--repeats 5] [--transport colocated]
-
-Four training processes (TP2 x PP2, bfloat16) and an SGLang server of two ranks, real ones, on this machine; the three
-ways take turns, and the median is reported. Full gather and broadcast is the peers' way, written here as they write it:
-rank 0 gathers whole tensors and broadcasts them in buckets to every server rank (/update_weights_from_distributed), and
-nothing is verified. Disk: a checkpoint is written and every server rank reads it. Ours includes verification.
+Four training processes (TP2 x PP2, bfloat16) and an SGLang server of two ranks, real ones, on this machine. Full gather
+and broadcast is the peers' way, written here as they write it: rank 0 gathers whole tensors and broadcasts them in
+buckets to every server rank (/update_weights_from_distributed), and nothing is verified. Disk: a checkpoint is written
+and every server rank reads it. Ours includes verification. The ratio is ours over gather and broadcast.
 """
 
 import argparse
 import multiprocessing as mp
 import os
-import statistics
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +22,7 @@ from typing import Any, cast
 import httpx
 import torch
 import torch.distributed as dist
+from speed import Result, describe_range, find_medians, take_turns
 from torch import Tensor
 
 from megarl.cluster.workers import merge_rows
@@ -97,22 +94,20 @@ class Broadcaster:
         )
         c10d._world.pg_group_ranks[self._group] = {i: i for i in range(size)}
 
-    def send(self, url: str, api_key: str) -> int:
-        """Bytes that were broadcast."""
+    def send(self, url: str, api_key: str) -> None:
         from megarl.mcore.weights.bridge import export_hf
 
-        total, size = 0, 0
+        size = 0
         bucket: list[tuple[str, Tensor]] = []
         for name, tensor in export_hf(self._worker.chunks, self._worker.arch):
             if bucket and size + tensor.nbytes > BUCKET:
                 self._broadcast(url, api_key, bucket)
                 bucket, size = [], 0
             bucket.append((name, tensor))
-            size, total = size + tensor.nbytes, total + tensor.nbytes
+            size += tensor.nbytes
         if bucket:
             self._broadcast(url, api_key, bucket)
         dist.barrier()
-        return total
 
     def _broadcast(self, url: str, api_key: str, bucket: list[tuple[str, Tensor]]) -> None:
         body = {
@@ -226,13 +221,13 @@ def write_checkpoint(directory: Path, args: argparse.Namespace) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-def broadcast_once(policy: Policy, client: SGLangClient, api_key: str) -> int:
+def broadcast_once(policy: Policy, client: SGLangClient, api_key: str) -> dict[str, float]:
     client.pause()
     client.begin_update()
-    sent = policy.call("broadcast", "send", [(client.url, api_key)] * NUM_RANKS).result()[0]
+    policy.call("broadcast", "send", [(client.url, api_key)] * NUM_RANKS).result()
     client.end_update()
     client.resume()
-    return int(sent)
+    return {}
 
 
 def start_post(url: str, api_key: str, body: dict[str, Any]) -> threading.Thread:
@@ -257,59 +252,59 @@ def join_broadcast(policy: Policy, client: SGLangClient, api_key: str) -> None:
 
 
 def measure(
-    policy: Policy, server: SGLangServer, config: RolloutConfig, checkpoint: Path, args: Any, scratch: Path
-) -> float:
-    """Prints the table; the share of the seconds of gather and broadcast that ours takes."""
+    policy: Policy,
+    server: SGLangServer,
+    config: RolloutConfig,
+    checkpoint: Path,
+    args: Any,
+    scratch: Path,
+) -> Result:
     client = SGLangClient(server.url, vocab_size=VOCAB, deadline_s=DEADLINE_S, api_key=server.api_key)
-    probe = list(range(3, 3 + CHARACTERS))
-    host = "127.0.0.1"
+    probe, host = list(range(3, 3 + CHARACTERS)), "127.0.0.1"
     backend = cast(TrainBackend, policy)  # of whose verbs a sync needs these alone
     ranks = Ranks(backend, [client], config, read_architecture(checkpoint), host)
     ours = ShardSync(backend, [client], config, ranks, probe, scratch=scratch, host=host, policy_dtype=Dtype.bfloat16)
     disk = DiskSync(backend, [client], config, scratch / "disk", probe, policy_dtype=Dtype.bfloat16)
     join_broadcast(policy, client, server.api_key)
     versions = iter(range(1, 1000))
+    name = f"ours ({args.transport})"
     ways: dict[str, Callable[[], Any]] = {
-        f"ours ({args.transport})": lambda: ours.publish(next(versions)),
+        name: lambda: ours.publish(next(versions)),
         "gather and broadcast": lambda: broadcast_once(policy, client, server.api_key),
         "disk": lambda: disk.publish(next(versions)),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    metrics: list[dict[str, float]] = []
-    for repeat in range(args.repeats + 1):
-        for name, way in ways.items():
-            start = time.perf_counter()
-            found = way()
-            if repeat:  # the first is the warm-up
-                seconds[name].append(time.perf_counter() - start)
-                if name.startswith("ours"):
-                    metrics.append(found)
+    calls = take_turns(ways, args.repeats, args.warm_up)
     session = ranks.session
     assert session is not None
     whole = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     moved = dict(zip(ways, (session.plan.num_bytes, session.broadcast, whole + TP * whole), strict=True))
-    print("| | MB moved | over the least possible | seconds | least to most |\n| --- | --- | --- | --- | --- |")
-    for name, found in seconds.items():
-        middle = statistics.median(found)
-        print(f"| {name} | {moved[name] / 1e6:.1f} | {moved[name] / session.bound:.2f} | {middle:.3f} |", end="")
-        print(f" {min(found):.3f} to {max(found):.3f} |")
+    rows = [
+        {
+            "way": way,
+            "MB moved": moved[way] / 1e6,
+            "over the least possible": moved[way] / session.bound,
+            "seconds": find_medians(found)["seconds"],
+            "least to most": describe_range([call["seconds"] for call in found]),
+        }
+        for way, found in calls.items()
+    ]
     steps = ("move", "checksum", "probe", "pause", "resume")
-    parts = ", ".join(f"{step} {statistics.median(m[f'sync/seconds_{step}'] for m in metrics):.3f}" for step in steps)
+    medians = find_medians(calls[name])
+    parts = ", ".join(f"{step} {medians[f'sync/seconds_{step}']:.3f}" for step in steps)
     wire = sum(bucket.num_bytes for bucket in session.buckets) / session.bound
-    print(f"ours, seconds: {parts}; messages over the least possible: {wire:.4f}")
-    medians = [statistics.median(found) for found in seconds.values()]
     ours.close()
     disk.close()
-    return medians[0] / medians[1]
+    notes = [f"ours, seconds: {parts}; messages over the least possible: {wire:.4f}"]
+    return Result(rows, rows[0]["seconds"] / rows[1]["seconds"], GOAL, notes)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--transport", choices=["colocated", "split"], default="colocated")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> Result:
     config = RolloutConfig(
         response_length=CHARACTERS,
         dtype=Dtype.bfloat16,
@@ -328,11 +323,6 @@ def main() -> None:
         try:
             with open_policy(scratch / "model", scratch) as policy:
                 server.wait_healthy(DEADLINE_S)
-                ratio = measure(policy, server, config, scratch / "model", args, scratch)
+                return measure(policy, server, config, scratch / "model", args, scratch)
         finally:
             server.stop()
-    print(f"ratio: {ratio:.2f} goal: {GOAL:g}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,10 @@
-"""TRL's GRPOTrainer for tools/bench/against_trl.py, which runs this with the Python of TRL's own environment.
+"""TRL's GRPOTrainer for tools/bench/beside_trl.py, which runs this with the Python of TRL's own environment.
 
 Run: PYTHON tools/bench/trl_grpo.py SPEC.json, where SPEC has the keys that are read here. An iteration waits for the
 line `go` on standard input and is then answered by one line of JSON on standard output; everything else that is printed
 goes to standard error. Imports nothing of megarl.
 """
 
-import importlib.util
 import json
 import os
 import sys
@@ -106,10 +105,7 @@ def main() -> None:
             callbacks=[turns],
         )
         trainer.turns = turns
-        answer(
-            versions={"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__},
-            has_ppo=hasattr(trl, "PPOTrainer") or importlib.util.find_spec("trl.experimental.ppo") is not None,
-        )
+        answer(versions={"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__})
         trainer.train()
 
 

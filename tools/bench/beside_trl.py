@@ -1,17 +1,12 @@
-"""Samples per second of TRL's GRPO and of megarl's on the same SmolLM2-135M, taking turns in one run.
+"""Samples per second of TRL's GRPO and of megarl's on the same SmolLM2-135M, iterations of the two in turns.
 
-Run: python tools/bench/against_trl.py [--cells 4x8x32-float32 ...] [--iterations N] [--model DIR] [--table]
-
-A cell is prompts x responses x tokens and a precision; default: 4x8x32 and 16x16x128, each in float32 and bfloat16.
-Both sides have the same checkpoint, prompts, group size, one optimizer step per iteration over micro-batches of equally
-many rows, a learning rate near 0, no KL and no reference, all cores, and responses that are all of full length (end of
-sequence ignored or impossible). megarl's samples are held to its usual checks, weight sync and its verification
-included. TRL generates with transformers, keeps its activations (gradient_checkpointing=False, in its favour), and in
-bfloat16 has neither float32 weights nor float32 optimizer states (in its favour). An iteration of one side runs while
-the other one waits; the first of each does not count where there are more. TRL runs in an environment of its own under
-$MEGARL_CACHE/trl, made where it is missing with the pins of tools/install, the same torch among them. A cell's numbers
-are a file under --out, and docs/results/against-trl.md is made of all that are there; --table does only that. The ratio
-is that of the slowest cell of the run.
+A cell is prompts x responses x tokens and a precision. Both sides have the same checkpoint, prompts, group size, one
+optimizer step per iteration over micro-batches of equally many rows, a learning rate near 0, no KL and no reference,
+all cores, and responses that are all of full length (end of sequence ignored or impossible). megarl's samples are held
+to its usual checks, weight sync and its verification included. TRL generates with transformers, keeps its activations
+(gradient_checkpointing=False, in its favour), and in bfloat16 has neither float32 weights nor float32 optimizer states
+(in its favour). TRL runs in an environment of its own under $MEGARL_CACHE/trl, made where it is missing with the pins
+of tools/install, the same torch among them. The ratio is TRL's seconds over megarl's, the median of neighbours.
 """
 
 import argparse
@@ -24,36 +19,31 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from trl_table import GOAL, PHASES, compute_ratio, format_row, write_page
+from speed import Result, describe_range, find_medians, take_turns
 
 from megarl.config.load import load_config
 from megarl.models.checkpoint import build_once, build_smollm2_checkpoint, default_cache_dir
 from megarl.report.metrics import load_metrics
 from megarl.report.report import build_report
-from megarl.report.starts import find_hardware
 from megarl.run.inputs import load_inputs
 from megarl.run.job import open_components, open_resources
 from megarl.trainer import Trainer
 from megarl.types import Prompt
 
-ROOT = Path(__file__).resolve().parents[2]
-INSTALL = ROOT / "tools" / "install"
+INSTALL = Path(__file__).resolve().parents[1] / "install"
 TRL = "1.16.0"
-CELLS = tuple(f"{size}-{dtype}" for size in ("4x8x32", "16x16x128") for dtype in ("float32", "bfloat16"))
 ROWS_PER_MICROBATCH = 8
 LEARNING_RATE = 1e-7
-SMALL = 64
-"""Responses of an iteration up to which by default five are measured after a warm-up, beyond it two without one"""
+PROMPT_LENGTH = 64
 DEADLINE_S = 3600.0
+GOAL = 2.0
+PHASES = ("rollout", "experience", "update", "sync")
 
 
 @dataclass(frozen=True)
@@ -64,10 +54,6 @@ class Cell:
     dtype: str
 
     @property
-    def name(self) -> str:
-        return f"{self.num_prompts}x{self.num_responses}x{self.response_length}-{self.dtype}"
-
-    @property
     def num_samples(self) -> int:
         return self.num_prompts * self.num_responses
 
@@ -76,7 +62,7 @@ def parse_cell(text: str) -> Cell:
     """Raises ArgumentTypeError."""
     found = re.fullmatch(r"(\d+)x(\d+)x(\d+)-(float32|bfloat16)", text)
     if found is None:
-        raise argparse.ArgumentTypeError(f"found {text!r}; it must be like {CELLS[0]}")
+        raise argparse.ArgumentTypeError(f"found {text!r}; it must be like 4x8x32-float32")
     cell = Cell(int(found[1]), int(found[2]), int(found[3]), found[4])
     if cell.num_samples % ROWS_PER_MICROBATCH or cell.num_responses < 2:
         raise argparse.ArgumentTypeError(
@@ -106,12 +92,12 @@ def find_trl_python() -> Path:
 class TrlRun:
     """TRL's process, which computes an iteration when it is told to."""
 
-    def __init__(self, spec: Mapping[str, Any], directory: Path, log: Path):
-        self.log = log
+    def __init__(self, spec: Mapping[str, Any], directory: Path, num_tokens: int):
+        self.log, self.num_tokens = directory / "trl.log", num_tokens
         file = directory / "spec.json"
         file.write_text(json.dumps(spec))
         environment = {**os.environ, "OMP_NUM_THREADS": str(spec["threads"]), "HF_HUB_OFFLINE": "1"}
-        with log.open("w") as output:
+        with self.log.open("w") as output:
             self.process = subprocess.Popen(
                 [str(find_trl_python()), str(Path(__file__).with_name("trl_grpo.py")), str(file)],
                 stdin=subprocess.PIPE,
@@ -120,12 +106,16 @@ class TrlRun:
                 env=environment,
                 bufsize=0,
             )
-        self.facts = self._read("start")
+        self.versions = self._read("start")["versions"]
 
-    def step(self) -> dict[str, Any]:
+    def step(self) -> dict[str, float]:
+        """One iteration: its seconds and those of generation and training."""
         assert self.process.stdin is not None
         self.process.stdin.write(b"go\n")
-        return self._read("iteration")
+        found = self._read("iteration")
+        if (lengths := found.pop("lengths")) != [self.num_tokens] * 2:
+            raise RuntimeError(f"TRL's responses have {lengths} tokens; {self.num_tokens} are right")
+        return found
 
     def _read(self, what: str) -> dict[str, Any]:
         """The next line of TRL's process. Raises RuntimeError with the end of its log."""
@@ -150,7 +140,7 @@ class TrlRun:
 
 
 def list_overrides(cell: Cell, prompts: Path, args: argparse.Namespace) -> list[str]:
-    longest = args.prompt_length + cell.response_length
+    longest = PROMPT_LENGTH + cell.response_length
     return [
         "model=smollm2_135m",
         "model.source=path",
@@ -158,7 +148,7 @@ def list_overrides(cell: Cell, prompts: Path, args: argparse.Namespace) -> list[
         "data=jsonl",
         f"data.path={prompts}",
         "data.num_heldout=1",
-        f"data.prompt_length={args.prompt_length}",
+        f"data.prompt_length={PROMPT_LENGTH}",
         "data.system=''",
         "reward=letter_count",
         "algo=grpo",
@@ -215,23 +205,40 @@ def opening(cell: Cell, args: argparse.Namespace, directory: Path) -> Iterator[t
 
 
 def run_ours(trainer: Trainer, cell: Cell, directory: Path) -> dict[str, float]:
-    """One iteration: its seconds and those of its phases."""
-    start = time.perf_counter()
+    """One iteration: the seconds of its phases."""
     trainer.train(trainer.iteration + 1)
     trainer.publish_and_evaluate()
-    seconds = time.perf_counter() - start
     line = load_metrics(directory / "metrics.jsonl")[-1]
     if line["length/mean"] != cell.response_length:
         raise RuntimeError(f"responses of {line['length/mean']:g} tokens found; all should have {cell.response_length}")
-    return {"seconds": seconds, **{phase: line[f"time/{phase}"] for phase in PHASES}}
+    return {phase: line[f"time/{phase}"] for phase in PHASES}
 
 
-def measure(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
-    """The cell's numbers: seconds of each iteration that counts, of both sides."""
-    is_small = cell.num_samples <= SMALL
-    num_iterations = args.iterations or (5 if is_small else 2)
-    warm_up = args.warm_up if args.warm_up is not None else int(is_small)
-    iterations = []
+def find_costly(trl: Mapping[str, float], ours: Mapping[str, float]) -> tuple[str, float]:
+    """The phase whose seconds are most beyond the GOAL-th part of TRL's counterpart, and by how many.
+
+    Generation is the counterpart of the rollout, training that of the update; the others have none.
+    """
+    excess = {
+        "rollout": ours["rollout"] - trl["generation"] / GOAL,
+        "update": ours["update"] - trl["training"] / GOAL,
+        "experience": ours["experience"],
+        "sync": ours["sync"],
+        "rest": ours["seconds"] - sum(ours[phase] for phase in PHASES),
+    }
+    name = max(excess, key=lambda phase: excess[phase])
+    return name, excess[name]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cell", type=parse_cell, default="4x8x32-float32", help="default: 4x8x32-float32")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
+    parser.add_argument("--model", type=Path, help="a checkpoint of SmolLM2-135M; default: that of EXTRAS=smollm2")
+
+
+def run(args: argparse.Namespace) -> Result:
+    cell: Cell = args.cell
+    args.model = (args.model or build_smollm2_checkpoint(default_cache_dir())).resolve()
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         directory = Path(scratch)
         trainer, prompts = stack.enter_context(opening(cell, args, directory))
@@ -245,57 +252,26 @@ def measure(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
             "dtype": cell.dtype,
             "threads": args.threads,
             "learning_rate": LEARNING_RATE,
-            "num_iterations": num_iterations + warm_up + 1,
+            "num_iterations": args.repeats + args.warm_up + 1,
         }
-        trl = stack.enter_context(contextlib.closing(TrlRun(spec, directory, directory / "trl.log")))
-        for number in range(num_iterations + warm_up):
-            theirs, ours = trl.step(), run_ours(trainer, cell, directory)
-            if theirs["lengths"] != [cell.response_length] * 2:
-                raise RuntimeError(f"TRL's responses have {theirs['lengths']} tokens; {cell.response_length} are right")
-            print(f"{cell.name}: TRL {theirs['seconds']:.1f} s, megarl {ours['seconds']:.1f} s", flush=True)
-            if number >= warm_up:
-                iterations.append({"trl": theirs, "megarl": ours})
-    return {
-        **asdict(cell),
-        "prompt_tokens": statistics.fmean(len(prompt.token_ids) for prompt in prompts),
-        "threads": args.threads,
-        "load_average": os.getloadavg()[2],
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "hardware": find_hardware(),
-        "megarl": {name: metadata.version(name) for name in ("torch", "megatron-core", "sglang", "ray")},
-        "trl": trl.facts,
-        "iterations": iterations,
-    }
-
-
-def read_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", type=parse_cell, nargs="+", default=[parse_cell(name) for name in CELLS])
-    parser.add_argument("--iterations", type=int, help="measured ones of each side; default: 5, in large cells 2")
-    parser.add_argument("--warm-up", type=int, help="iterations before them; default: 1, in large cells 0")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
-    parser.add_argument("--model", type=Path, help="a checkpoint of SmolLM2-135M; default: that of EXTRAS=smollm2")
-    parser.add_argument("--prompt-length", type=int, default=64, help="maximum tokens of a prompt")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(""))
-    parser.add_argument("--table", action="store_true", help="only write the page from the finished cells")
-    return parser.parse_args()
-
-
-def main() -> None:
-    args = read_arguments()
-    ratios = []
-    if not args.table:
-        args.model = (args.model or build_smollm2_checkpoint(default_cache_dir())).resolve()
-        args.out.mkdir(parents=True, exist_ok=True)
-        for cell in args.cells:
-            result = measure(cell, args)
-            (args.out / f"{cell.name}.json").write_text(json.dumps(result, indent=1) + "\n")
-            print(format_row(result), flush=True)
-            ratios.append(compute_ratio(result))
-    write_page(args.out, CELLS)
-    if ratios:
-        print(f"ratio: {min(ratios):.2f} goal: {GOAL:g}")
-
-
-if __name__ == "__main__":
-    main()
+        trl = stack.enter_context(contextlib.closing(TrlRun(spec, directory, cell.response_length)))
+        ways = {"trl": trl.step, "megarl": lambda: run_ours(trainer, cell, directory)}
+        calls = take_turns(ways, args.repeats, args.warm_up)
+        versions = ", ".join(f"{name} {version}" for name, version in trl.versions.items())
+    medians = {name: find_medians(found) for name, found in calls.items()}
+    rows = [
+        {
+            "": name,
+            "samples/s": cell.num_samples / medians[name]["seconds"],
+            "seconds": medians[name]["seconds"],
+            "least to most": describe_range([call["seconds"] for call in found]),
+            **{part: medians[name].get(part, "") for part in ("generation", "training", *PHASES)},
+        }
+        for name, found in calls.items()
+    ]
+    pairs = zip(calls["trl"], calls["megarl"], strict=True)
+    ratio = statistics.median(theirs["seconds"] / ours["seconds"] for theirs, ours in pairs)
+    notes = [f"{cell.num_prompts} x {cell.num_responses} x {cell.response_length}, {cell.dtype}; {versions}"]
+    if ratio < GOAL:
+        notes.append("below the goal by {}, {:.1f} s too many".format(*find_costly(medians["trl"], medians["megarl"])))
+    return Result(rows, ratio, GOAL, notes)
