@@ -9,7 +9,6 @@ import megarl
 COMMANDS = {
     "train": ("megarl.train", "train with one composed configuration, or a sweep (-m)"),
     "evaluate": ("megarl.evaluate", "score a model on whole sets of problems"),
-    "pretrain-value": ("megarl.pretrain_value", "train a critic before the first policy update"),
     "new": ("megarl.new", "a folder with a task of your own: data, reward, configuration"),
     "doctor": ("megarl.plan.doctor", "can this configuration run on this machine?"),
     "plan": ("megarl.plan.command", "memory and time of a configuration on a cluster"),
@@ -19,6 +18,8 @@ COMMANDS = {
     "serve": ("megarl.serve", "an SGLang server for reward=judge and reward=reward_model"),
 }
 """The module and one line about each"""
+RENAMED = dict.fromkeys(("pretrain-value", "pretrain_value"), "megarl train train.num_iterations=0")
+"""What takes the place of a command that there is no more"""
 EXIT_USAGE = 2
 
 
@@ -45,6 +46,8 @@ def _describe() -> str:
 
 
 def _hint(name: str) -> str:
+    if name in RENAMED:
+        return f"{RENAMED[name]} does it"
     known = ", ".join(COMMANDS)
     return f"megarl train {name} ..." if "=" in name else f"the commands are {known}"
 

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megarl.algo.registry import reads_old_logprobs
 from megarl.algo.targets import measure_old_logprobs
-from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.algo import AlgoConfig, needs_reference
 from megarl.config.schema.algo_choices import KLEstimator
 from megarl.config.schema.root import Config
 from megarl.interfaces import Pending, TrainBackend, wait_all
@@ -17,27 +16,26 @@ from megarl.types import Experience, Metrics, Rollout
 
 def compute_experience(
     config: Config,
+    algo: AlgoConfig,
     rollout: Rollout,
-    policy: TrainBackend,
+    policy: TrainBackend | None,
     critic: TrainBackend | None,
     reference: TrainBackend | None,
     critic_prompt: CriticPrompt | None = None,
     *,
-    reuses_logprobs: bool = False,
+    scores_policy: bool,
 ) -> Experience:
-    """The responses with log-probs and values of policy, reference and critic, computed in parallel, or in turns on
-    shared GPUs.
+    """The responses with log-probs and values of policy, reference and critic, as far as `algo` needs them, computed in
+    parallel, or in turns on shared GPUs.
 
-    old_logprobs are the rollout engine's where nothing reads the policy's own, or the update computes them itself
-    (reuses_logprobs).
+    scores_policy: whether old_logprobs are the policy's, not the rollout engine's.
     """
     tensors = build_tensors(rollout, critic_prompt)
-    sequences, temperature, algo = tensors.sequences, config.rollout.temperature, config.algo
+    sequences, temperature = tensors.sequences, config.rollout.temperature
     full_kl = algo.kl.in_reward and algo.kl.reward_estimator is KLEstimator.full
-    scores = reads_old_logprobs(algo) and not reuses_logprobs
-    old = policy.logprobs(sequences, temperature) if scores else None
-    ref_kl = policy.reference_kl(sequences, temperature) if full_kl else None
-    ref = reference.logprobs(sequences, temperature) if reference else None
+    old = policy.logprobs(sequences, temperature) if policy and scores_policy else None
+    ref_kl = policy.reference_kl(sequences, temperature) if policy and full_kl else None
+    ref = reference.logprobs(sequences, temperature) if reference and needs_reference(algo) else None
     values = critic.values(tensors.critic_input) if critic else None
     wait_all([call for call in (old, ref_kl, ref, values) if call])
     experience = tensors.build_experience(

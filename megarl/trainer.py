@@ -1,4 +1,7 @@
-"""The training loop: rollout, experience, targets, update, checkpoint, publish; the same for every algorithm."""
+"""The training loop: rollout, experience, targets, update, checkpoint, publish; the same for every algorithm.
+
+Value pretraining is its iterations up to 0: the policy is frozen, and the critic regresses Monte-Carlo returns.
+"""
 
 import math
 import time
@@ -7,11 +10,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from megarl.algo.advantages import update_rho
-from megarl.algo.diagnostics import compute_batch_metrics, compute_engine_taper, measure_engine_noise
-from megarl.algo.registry import load_state, read_state
+from megarl.algo.diagnostics import (
+    compute_batch_metrics,
+    compute_engine_taper,
+    compute_explained_variance,
+    measure_engine_noise,
+)
+from megarl.algo.registry import load_state, read_state, reads_old_logprobs
 from megarl.algo.rewards import KlController, update_reward_moments
 from megarl.algo.statistics import RunningMoments
 from megarl.algo.targets import compute_targets, warn_of_returns
+from megarl.algo.value_pretraining import build_pretraining_algo, describe_end, find_end
 from megarl.config.old_logprobs import reuses_logprobs
 from megarl.config.schema.algo import AlgoConfig, needs_reward_moments, uses_topr
 from megarl.config.schema.environment import MultiTurnEnvironmentConfig
@@ -37,13 +46,15 @@ from megarl.task.render import CriticPrompt
 from megarl.types import Experience, Metrics, Prompt, Rollout, Sample, TrainingSamples
 
 T = TypeVar("T")
+EXPLAINED = "critic/explained_variance"
 
 
 @dataclass(frozen=True)
 class TrainerComponents:
     """The components of the loop; all but the sampler and the report run in other processes."""
 
-    policy: TrainBackend
+    policy: TrainBackend | None
+    """None: nothing but the critic learns, from saved rollouts"""
     critic: TrainBackend | None
     reference: TrainBackend | None
     engine: RolloutEngine | None
@@ -70,7 +81,7 @@ class TrainerComponents:
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended. heldout_reward: NaN with rollout.file, without servers to evaluate on."""
+    """How a run ended. num_iterations: without value pretraining's. heldout_reward: NaN where no server evaluates."""
 
     num_iterations: int
     heldout_reward: float
@@ -100,11 +111,16 @@ class Trainer:
         self.reuses_logprobs = False
         """Whether the update of this iteration computes old_logprobs itself"""
         generation = components.engine, components.collector, components.sampler
-        self.source = build_source(config, components.saved, *generation, self.with_servers)
+        say = components.report.message
+        self.source = build_source(config, components.saved, *generation, self.with_servers, say)
         self.version, self.num_samples, self.heldout_reward = 0, 0, float("nan")
         self.published: int | None = None
+        self.explained: tuple[float, ...] = ()
+        """Of each step of value pretraining so far"""
+        self.first = -config.algo.value_pretrain.num_steps
+        """The iteration that the run starts from"""
         self.started = time.monotonic() if started is None else started
-        self.commit(self.get_state(0, {}))
+        self.commit(self.get_state(self.first, {}))
 
     @property
     def iteration(self) -> int:
@@ -128,10 +144,13 @@ class Trainer:
             num_dropped = self.source.close()
         if num_dropped:
             self.report.message(f"{num_dropped} responses that ran ahead of iteration {self.iteration} are dropped")
-        return Summary(self.iteration, self.heldout_reward, self.find_end())
+        return Summary(max(self.iteration, 0), self.heldout_reward, self.find_end())
 
     def train(self, iteration: int) -> None:
         """One iteration up to its update; `publish_and_evaluate` does the rest."""
+        if iteration <= 0:
+            self.pretrain(iteration)
+            return
         rollout, metrics = self.collect(iteration)
         self.saver.proceed()
         self.reuses_logprobs = reuses_logprobs(self.config, len(rollout.samples), iteration)
@@ -145,6 +164,7 @@ class Trainer:
             self.saver.begin_update()
             metrics |= self.update(samples, iteration)
             if self.reuses_logprobs:
+                assert self.components.policy is not None
                 experience, found = add_old_logprobs(experience, self.components.policy, self.config.algo)
                 metrics |= found
             self.components.token_recorder.finish(record, experience, samples, iteration)
@@ -153,15 +173,37 @@ class Trainer:
                 self.kl = kl
             self.commit(self.get_state(iteration, metrics | kl_metrics))
 
+    def pretrain(self, iteration: int) -> None:
+        """One step of value pretraining; the one that ends it is iteration 0, whatever its number."""
+        algo = build_pretraining_algo(self.config.algo)
+        rollout, metrics = self.collect(iteration)
+        self.saver.proceed()
+        experience = self.score(rollout, algo, scores_policy=algo.kl.in_reward)
+        samples, found = self.compute_targets(experience, algo)
+        assert experience.values is not None
+        assert samples.returns is not None
+        metrics |= {name: value for name, value in found.items() if name.startswith("critic/")}
+        metrics[EXPLAINED] = compute_explained_variance(experience.values, samples.returns, samples.mask)
+        explained = (*self.explained, metrics[EXPLAINED])
+        end = find_end(self.config.algo.value_pretrain, explained)
+        with deferring_stops():
+            self.saver.begin_update()
+            metrics |= self.update(samples, iteration)
+            self.explained = explained
+            self.commit(self.get_state(iteration if end is None else 0, metrics))
+        if end is not None:
+            self.report.message(describe_end(explained, end))
+
     def publish_and_evaluate(self) -> None:
         """Publish the iteration's weights, if they are new, evaluate where it is due, and log the iteration."""
         metrics, version = self.state.metrics, self.config.policy.count_versions(self.iteration)
         if version != self.published:
             found, self.published = self.publish(version), version
             # A resumed run publishes a frozen policy once more, and its metrics are those of an uninterrupted one.
-            if self.iteration == 0 or not self.config.policy.is_frozen(self.iteration):
+            if self.iteration == self.first or not self.config.policy.is_frozen(self.iteration):
                 metrics = metrics | found
-        if self.components.collector and (self.is_last() or self.iteration % self.config.train.eval_every == 0):
+        is_due = self.iteration >= 0 and self.iteration % self.config.train.eval_every == 0
+        if self.components.collector and (is_due or self.is_last()):
             metrics |= self.evaluate(self.components.collector)
         self.report.log(self.iteration, metrics)
         self.saver.score(metrics.get(self.config.checkpoint.best_metric))
@@ -180,12 +222,13 @@ class Trainer:
             reward=self.reward_state(),
             source=self.source.state(),
             sizes=self.saver.measure_files(),
+            explained=self.explained,
         )
 
     def restore(self, state: TrainerState) -> None:
         """Resume from `state`; the roles have been loaded."""
         self.num_samples, self.reward_moments = state.num_samples, state.reward_moments
-        self.tether_rho, self.published = state.tether_rho, None
+        self.tether_rho, self.explained, self.published = state.tether_rho, state.explained, None
         self.heldout_reward = float("nan") if state.heldout_reward is None else state.heldout_reward
         self.kl = replace(self.kl, coef=state.kl_coef)
         self.load_own_state(state)
@@ -211,31 +254,23 @@ class Trainer:
     def collect(self, iteration: int) -> tuple[Rollout, Metrics]:
         """The groups of one iteration and their metrics.
 
-        With `algo.dynamic_sampling` only groups whose rewards differ; with `algo.replay` also older groups.
+        With `algo.dynamic_sampling` only groups whose rewards differ; with `algo.replay` also older groups. Value
+        pretraining has neither.
         """
         with self.report.phase("rollout"):
             batch = self.source.take(iteration, self.version)
         for samples in batch.sampled:
-            self.record(Rollout(samples, self.version), iteration)
+            self.record(Rollout(samples, self.version), max(iteration, 0))
         self.check_failures([s for samples in batch.sampled for s in samples], f"iteration-{iteration}")
         rollout, fresh = join_groups(batch.fresh + batch.replayed, self.version), [s for g in batch.fresh for s in g]
-        metrics = batch.metrics | compute_score_metrics(fresh, with_environment=self.has_turns)
-        return rollout, metrics | {"sampling/total_samples": self.num_samples}
+        metrics = batch.metrics | {"sampling/total_samples": self.num_samples}
+        if iteration > 0:
+            metrics |= compute_score_metrics(fresh, with_environment=self.has_turns)
+        return rollout, metrics
 
     def is_last(self) -> bool:
         """Whether the number of iterations, or the limit of time or samples, allows no further iteration."""
         return self.iteration >= self.config.train.num_iterations or self.find_limit() is not None
-
-    def generate(self, prompts: Sequence[Prompt], key: str) -> Rollout:
-        """Scored responses of the policy before its first update; key: as in `RolloutEngine.generate`."""
-        num_responses, collector = self.config.train.responses_per_prompt, self.components.collector
-        assert collector is not None
-        rollout = self.with_servers(
-            lambda: collector.collect(prompts, num_responses, weight_version=self.version, key=key)
-        )
-        self.record(rollout, 0)
-        self.check_failures(rollout.samples, key)
-        return rollout
 
     def check_failures(self, samples: Sequence[Sample], key: str) -> None:
         """Say which responses have no reward, and why. Raises TooManyFailuresError; resumed, they are sampled again."""
@@ -254,11 +289,6 @@ class Trainer:
         self.num_samples += len(rollout.samples)
         if self.components.rollout_file:
             self.components.rollout_file.write(rollout, iteration)
-
-    def check_servers(self) -> None:
-        """Check that every server answers, and restart lost ones. Raises RuntimeError naming a server that is down."""
-        assert self.components.engine is not None
-        self.with_servers(self.components.engine.check_health)
 
     def with_servers(self, ask: Callable[[], T]) -> T:
         """The result of `ask`, repeated where servers were lost, once they run again with the current weights.
@@ -282,13 +312,29 @@ class Trainer:
 
     def build_experience(self, rollout: Rollout) -> tuple[Experience, Metrics]:
         """The responses with what the roles say of them, and metrics."""
+        algo = self.config.algo
+        experience = self.score(rollout, algo, scores_policy=reads_old_logprobs(algo) and not self.reuses_logprobs)
+        return experience, compute_batch_metrics(experience)
+
+    def score(self, rollout: Rollout, algo: AlgoConfig, *, scores_policy: bool) -> Experience:
+        """What the roles say of the responses, as far as `algo` needs it."""
         it = self.components
         with self.report.phase("experience"):
             roles = it.policy, it.critic, it.reference, it.critic_prompt
-            experience = compute_experience(self.config, rollout, *roles, reuses_logprobs=self.reuses_logprobs)
-        return experience, compute_batch_metrics(experience)
+            return compute_experience(self.config, algo, rollout, *roles, scores_policy=scores_policy)
 
     def build_targets(self, experience: Experience, algo: AlgoConfig) -> tuple[TrainingSamples, Metrics]:
+        """As `compute_targets`; takes from them what the next iteration needs."""
+        samples, metrics = self.compute_targets(experience, algo)
+        self.tether_rho = update_rho(self.tether_rho, metrics, algo.tether)
+        if uses_topr(algo):
+            # Iterations without a token of the present weights go by the last one that had some.
+            noise = measure_engine_noise(experience)
+            self.engine_noise = self.engine_noise if noise is None else noise
+            metrics |= compute_engine_taper(samples, experience.scored, algo.topr.ratio_level, self.engine_noise)
+        return samples, metrics
+
+    def compute_targets(self, experience: Experience, algo: AlgoConfig) -> tuple[TrainingSamples, Metrics]:
         """Advantages and returns over the global batch, with the running statistics over the iterations."""
         length, wrong = self.config.rollout.response_length, self.config.reward.wrong
         if needs_reward_moments(algo):
@@ -303,13 +349,7 @@ class Trainer:
             tether_rho=self.tether_rho,
             has_old_logprobs=not self.reuses_logprobs,
         )
-        self.tether_rho = update_rho(self.tether_rho, metrics, algo.tether)
         warn_of_returns(samples, self.config.critic.value_range)
-        if uses_topr(algo):
-            # Iterations without a token of the present weights go by the last one that had some.
-            noise = measure_engine_noise(experience)
-            self.engine_noise = self.engine_noise if noise is None else noise
-            metrics |= compute_engine_taper(samples, experience.scored, algo.topr.ratio_level, self.engine_noise)
         return samples, metrics
 
     def update(self, samples: TrainingSamples, iteration: int) -> Metrics:
@@ -317,13 +357,14 @@ class Trainer:
 
         A frozen policy makes none: neither its weights nor its learning rate's schedule move.
         """
-        minibatches = split_minibatches(self.config, samples.sequences.num_samples, iteration)
+        number = iteration if iteration > 0 else -self.config.algo.value_pretrain.count_step(iteration)
+        minibatches = split_minibatches(self.config, samples.sequences.num_samples, number)
         running: list[Pending[list[Metrics]]] = []
         with self.report.phase("update"):
             if self.components.critic is not None:
                 repeats = self.config.critic.updates_per_policy_update
                 running.append(self.components.critic.update(samples.for_critic(), minibatches * repeats))
-            if not self.config.policy.is_frozen(iteration):
+            if self.components.policy is not None and not self.config.policy.is_frozen(iteration):
                 running.append(self.components.policy.update(samples.for_policy(), minibatches))
             wait_all(running)
             return {name: value for call in running for name, value in average_steps(call.result()).items()}

@@ -15,8 +15,8 @@ note() {
   [[ ! -f $run_dir/train.log ]] || echo "$(date '+%F %T') job $job: $*" >>"$run_dir/train.log" || true
 }
 
-# The newest checkpoints, of training and of value pretraining.
-read_newest() { (cd "$run_dir" && grep -s '' {checkpoints,value_pretraining}/latest | sed 's,/latest:,/,' | xargs) || true; }
+# The newest checkpoint.
+read_newest() { (cd "$run_dir" && sed 's,^,checkpoints/,' checkpoints/latest 2>/dev/null) || true; }
 
 # A line for each start, with the checkpoint that it goes on from; Slurm itself may have queued the job again.
 count_start() {
@@ -116,7 +116,7 @@ give_up() {
   exit "$2"
 }
 
-# Value pretraining and evaluation are started again by the command that they were started with.
+# An evaluation is started again by the command that it was started with.
 tell_again() {
   if [[ -f $run_dir/run.json ]]; then
     echo "sbatch slurm/train.sh resume=$run_dir"

@@ -2,7 +2,7 @@
 # sbatch --signal=B:USR1@3000 slurm/train.sh algo=vapo model=qwen32b [overrides]   train over the nodes of one job; how
 #                                                               early the signal must come megarl.tools.plan says
 # sbatch --nodes=2 slurm/train.sh resume=RUN_DIR                resume a run
-# sbatch slurm/train.sh --command=evaluate model=... data=...   another command: train, pretrain_value or evaluate
+# sbatch slurm/train.sh --command=evaluate model=... data=...   another command: train or evaluate
 # slurm/train.sh --submit [--nodes=N ...] [...]                 check that first, then sbatch
 # slurm/train.sh --local [--nodes=N --gpus-per-node=N] [...]    print what that would do, and do nothing
 # slurm/train.sh --attach JOBID [COMMAND ...]                   a shell beside a running job's driver, in its Ray
@@ -33,7 +33,7 @@ HEAD_S=${MEGARL_HEAD_S:-300}           # until the first node's Ray answers; it 
 WITHOUT_NODES_S=60 # the driver may take to end, after a node's Ray has
 TEARDOWN_S=15      # of the steps that hold Ray
 EXIT_USR1=138
-COMMANDS='train pretrain_value evaluate'
+COMMANDS='train evaluate'
 
 find_home() {
   # sbatch runs a copy of this file, from its spool folder.

@@ -60,11 +60,11 @@ def write_page_run(folder: Path, num_iterations: int = 40, *, overrides: tuple[s
     """A run that is done; the configuration is what the overrides compose to."""
     folder.mkdir(parents=True)
     with (folder / "metrics.jsonl").open("w") as file:
-        file.write(json.dumps({"iteration": 0, "reward/heldout": 0.0, "time/start": 30.0, "sync/bytes": 4e8}) + "\n")
+        file.write(json.dumps({"iteration": -1, "time/start": 30.0, "sync/bytes": 4e8}) + "\n")
+        pretrained = {"critic/explained_variance": 0.1, "critic/loss": 0.1}
+        file.write(json.dumps({"iteration": 0, "reward/heldout": 0.0, **pretrained}) + "\n")
         for iteration in range(1, num_iterations + 1):
             file.write(json.dumps({"iteration": iteration, **build_metrics(iteration, num_iterations)}) + "\n")
-    lines = [{"iteration": step, "pretrain/explained_variance": 0.1 * step, "pretrain/loss": 0.1} for step in (1, 2)]
-    (folder / "value_pretrain.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = dict(list_values(compose_config(overrides)))
     (folder / "run.json").write_text(json.dumps({"overrides": overrides, "config": config}))
     start = {

@@ -114,11 +114,6 @@ def measure_old_logprobs(experience: Experience, algo: AlgoConfig) -> Metrics:
     return metrics
 
 
-def monte_carlo(algo: AlgoConfig) -> AlgoConfig:
-    """The same algorithm with Monte-Carlo returns for the critic: what value pretraining regresses on."""
-    return replace(algo, lambda_critic=1.0)
-
-
 def _check_experience(experience: Experience, algo: AlgoConfig) -> None:
     shape = experience.mask.shape
     names = ("old_logprobs", "rollout_logprobs", "sampling_logprobs", "ref_logprobs", "ref_kl", "values")

@@ -4,7 +4,6 @@ A checkpoint is built under a name that begins with a dot and renamed once its m
 without the dot is complete. `latest` is replaced after that.
 """
 
-import contextlib
 import json
 import re
 import shutil
@@ -23,8 +22,6 @@ from megarl.checkpoint.manifest import (
 from megarl.json_text import parse_json
 
 NAME = "checkpoints"
-PRETRAINING_NAME = "value_pretraining"
-"""The folder for an unfinished value pretraining, whose iterations are its steps"""
 LATEST = "latest"
 RECORD = ".newest_checkpoint"
 """In the run directory: the name of the newest checkpoint, by which a run whose checkpoints were removed is told from
@@ -32,7 +29,8 @@ one that has saved none"""
 SCORE = "score.json"
 RUN_FILE = "run.json"
 """The overrides that the run was started with and its configuration; in the run directory and in every checkpoint"""
-_PATTERN = re.compile(r"iteration-(\d{6,})")
+_PATTERN = re.compile(r"iteration-(\d{6,}|-\d{5,})")
+"""Value pretraining's are iteration--00003, iteration--00002, ..."""
 
 
 class Folder:
@@ -159,20 +157,6 @@ class Folder:
     def find_building(self, iteration: int) -> Path:
         """The folder in which the checkpoint of this iteration is built."""
         return self.path / f".{name_checkpoint(iteration)}"
-
-
-def open_pretraining(run_dir: Path) -> Folder:
-    """The folder of an unfinished value pretraining's checkpoints, of which the newest is kept."""
-    return Folder(run_dir / PRETRAINING_NAME, keep_last=1)
-
-
-def remove_pretraining(run_dir: Path) -> None:
-    """Remove the folder; it is renamed first, so that a partly removed one does not look damaged."""
-    going = run_dir / f".{PRETRAINING_NAME}"
-    shutil.rmtree(going, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        (run_dir / PRETRAINING_NAME).rename(going)
-    shutil.rmtree(going, ignore_errors=True)
 
 
 def name_checkpoint(iteration: int) -> str:

@@ -58,11 +58,10 @@ def list_groups(config: Config, command: str = "train") -> list[Group]:
     servers = Group(SERVERS, config.rollout.num_servers, tp, tp)
     if command == "evaluate":
         return [servers]
-    if command == "train" and config.rollout.file is not None:
+    if not config.has_servers:
         servers = Group(SERVERS, 0, 1, 1)
-    if command == "pretrain_value" and config.algo.value_pretrain.rollouts is not None:
-        # The critic alone learns, from a file.
-        roles, servers = {"critic": config.critic.parallel}, Group(SERVERS, 0, tp, tp)
+    if config.has_critic_alone:
+        roles = {"critic": config.critic.parallel}
     return [*(Group(name, each.num_processes, 1, each.tp) for name, each in roles.items()), servers]
 
 
@@ -125,7 +124,7 @@ def is_sharing(slots: Mapping[str, Sequence[DeviceSlot]]) -> bool:
 
 def find_server_offload(config: Config) -> ServerOffload | None:
     """rollout.offload where it has an effect: where servers share GPUs with roles, or GPUs are not counted."""
-    if config.rollout.file is not None:
+    if not config.has_servers:
         return None
     is_counted = config.cluster.gpus_per_node > 0
     slots = place(config.cluster, list_groups(config))
@@ -167,7 +166,7 @@ def check_cluster(config: Config, command: str = "train") -> Iterator[str]:
     if cluster.gpus_per_node:
         yield from _check_size(cluster, groups)
     is_colocated = cluster.placement is Placement.colocated and cluster.gpus_per_node > 0
-    syncs = command == "train" and config.rollout.file is None
+    syncs = command == "train" and config.has_servers
     if syncs and is_colocated and cluster.hardware.gpu is not None and config.rollout.transport is Transport.split:
         yield (
             "rollout.transport: found split with cluster.placement=colocated, where policy and servers share GPUs: NCCL"

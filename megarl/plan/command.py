@@ -91,7 +91,7 @@ def show_search(arguments: Sequence[str], config: Config, mean: float | None) ->
 
     models = find_models(config)
     found = search(arguments, models, mean)
-    if config.rollout.file is not None:
+    if not config.has_servers:
         print("\n".join(list_found("The fastest plans, on saved rollouts", found)))
         return 0 if found else DOES_NOT_FIT
     print("\n".join(list_found("The fastest plans, on-policy", found)))

@@ -404,7 +404,7 @@ def find_need(config: Config, overrides: Sequence[str], assumed: Sequence[str] =
     if cluster is not None and cluster not in CLUSTERS_OF_ANY_NODES:
         cuda = [f"cluster={cluster}"]
     cuda += [f"{name}.fp8={kind}" for name, kind, _ in fp8]
-    if config.rollout.kv_cache_tokens is None and config.rollout.file is None:
+    if config.rollout.kv_cache_tokens is None and config.has_servers:
         cuda.append("rollout.kv_cache_tokens=null")
     return Need(
         cluster=cluster,

@@ -135,7 +135,7 @@ def build_jobs(config: Config, models: PlannedModels, on_gpu: bool) -> dict[str,
         jobs["critic"] = _build_job(config, "critic", config.critic, models.critic, on_gpu)
     if needs_reference(config.algo):
         jobs["reference"] = _build_job(config, "reference", config.reference, models.policy, on_gpu)
-    problems = [] if config.rollout.file is not None else list(check_serving_layout(models.policy, config.rollout.tp))
+    problems = list(check_serving_layout(models.policy, config.rollout.tp)) if config.has_servers else []
     for name, job in jobs.items():
         problems += check_layout(job.arch, job.parallel, f"{name}.parallel", config.model.megatron)
     if config.rollout.router_replay:

@@ -163,9 +163,12 @@ def load_job_configs(overrides: Sequence[str], command: str) -> Mapping[str, Con
 def find_input_problems(configs: Mapping[str, Config]) -> Iterator[str]:
     """Problems with the data and with the reward, read and tried as the run will; no tokenizer is needed for these."""
     for name, config in configs.items():
-        if config.rollout.file is not None:
-            if not Path(config.rollout.file).expanduser().is_file():
-                yield f"rollout.file: {config.rollout.file} is no file"
+        if not config.has_servers:
+            key, file = "algo.value_pretrain.rollouts", config.algo.value_pretrain.rollouts
+            if not config.has_critic_alone:
+                key, file = "rollout.file", config.rollout.file
+            if file is not None and not Path(file).expanduser().is_file():
+                yield f"{key}: {file} is no file"
             continue
         try:
             check_first_problems(config, name)

@@ -477,7 +477,7 @@ def list_divisions(config: Config) -> Iterator[Division]:
     total = config.cluster.num_nodes * per_node
     step = max(per_node, total // 16) if total > per_node else 1
     trained = 2 if "critic" in _list_roles(config) else 1
-    if config.rollout.file is not None:
+    if not config.has_servers:
         yield Division(Placement.split, total, total, 0)
         for size in range(step, total, step) if trained + has_reference > 1 else ():
             references = {size, step} if has_reference else {0}

@@ -321,7 +321,7 @@ def compute_sync_seconds(config: Config, transfer: Transfer) -> float:
 
 @dataclass(frozen=True)
 class PretrainingStep:
-    """One rollout of value pretraining (megarl/value_pretraining/loop.py)."""
+    """One iteration of value pretraining."""
 
     generation: float
     """0 with saved rollouts"""
@@ -400,7 +400,7 @@ def estimate_seconds(
     scoring = join([forward[name] for name, job in jobs.items() if scores_rollouts(config, job)] or [0.0])
     pretraining = None
     settings = config.algo.value_pretrain
-    if "critic" in jobs and settings.num_steps > 0 and settings.taken_from is None:
+    if "critic" in jobs and settings.num_steps > 0:
         pretraining = PretrainingStep(
             generation=generation if settings.rollouts is None else 0.0,
             scoring=scoring if config.algo.kl.in_reward else forward["critic"],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megarl.report.sweep import RunRecord
 
 SEED = "seed"
-BOOKKEEPING = ("algo.value_pretrain.taken_from", "cluster.", "logger.", "checkpoint.", "evaluate.")
+BOOKKEEPING = ("cluster.", "logger.", "checkpoint.", "evaluate.")
 """Prefixes of keys that have no effect on what a run learns"""
 ABSENT = "—"
 

@@ -105,7 +105,8 @@ class History:
 
     @property
     def num_iterations(self) -> int:
-        return self.points[-1].last if self.points else 0
+        """Without those of value pretraining."""
+        return max(0, self.points[-1].last) if self.points else 0
 
     @property
     def names(self) -> list[str]:

@@ -255,7 +255,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("sync/seconds_load", SECONDS, "With rollout.transport=disk: loading it"),
     Metric("sync/seconds_verify", SECONDS, "With rollout.transport=disk: verification"),
     Metric("time/start", SECONDS, "Start of Ray, servers and workers"),
-    Metric("time/load", SECONDS, "Loading a checkpoint, or the critic's pretraining"),
+    Metric("time/load", SECONDS, "Loading a checkpoint"),
     Metric("time/rollout", SECONDS, "Generation and rewards"),
     Metric("time/experience", SECONDS, "Log-probs and values of policy, reference and critic"),
     Metric("time/update", SECONDS, "Optimizer steps of policy and critic"),
@@ -278,8 +278,6 @@ METRICS: tuple[Metric, ...] = (
         "The same of the server with the most, in resident memory, the sum over its processes; what it has of a GPU is"
         " fixed by rollout.sglang.mem_fraction_static",
     ),
-    Metric("pretrain/loss", ONE, "The critic's loss in a step of value pretraining"),
-    Metric("pretrain/explained_variance", ONE, "Explained variance of that step's returns, before its update"),
 )
 """In the order of docs/metrics.md: by the part before the first slash."""
 

@@ -10,8 +10,6 @@ from megarl.json_text import naming_file, parse_strict_json
 from megarl.types import Metrics
 
 FILE_NAME = "metrics.jsonl"
-PRETRAINING_FILE_NAME = "value_pretrain.jsonl"
-"""A file of the same format, where "iteration" counts the rollouts of value pretraining"""
 ITERATION = "iteration"
 
 

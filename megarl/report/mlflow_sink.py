@@ -58,9 +58,6 @@ class MlflowSink:
                 stacklevel=2,
             )
 
-    def write_pretraining(self, step: int, metrics: Metrics) -> None:
-        self.write(step, metrics)
-
     def rewind(self, iteration: int) -> None:
         """Nothing: each value has its iteration."""
 

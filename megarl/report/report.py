@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megarl.config.schema.logger import LoggerConfig
-from megarl.report.metrics import FILE_NAME, PRETRAINING_FILE_NAME, MetricsWriter, check_metrics
+from megarl.report.metrics import FILE_NAME, MetricsWriter, check_metrics
 from megarl.report.signs import Watch
 from megarl.report.sinks import Sink, open_sinks
 from megarl.report.speed import measure_speed
 from megarl.report.status import FILE_NAME as STATUS_NAME
 from megarl.report.status import StatusFile
 from megarl.report.terminal import LOG_NAME, Progress
-from megarl.report.text import TIME, Decode, Pace, format_iteration, format_number, format_samples
+from megarl.report.text import TIME, Decode, Pace, format_iteration, format_samples
 from megarl.timeline import span
 from megarl.types import Metrics, Sample
 
@@ -49,7 +49,6 @@ class Report:
         self._pace = pace or Pace(num_iterations)
         self._status = status
         self._iteration = 0
-        self._pretraining: MetricsWriter | None = None
         self._sinks = tuple(sinks)
         self._progress = progress
         self._num_iterations = num_iterations
@@ -106,18 +105,6 @@ class Report:
             self.message(text)
         self.after_log(iteration)
 
-    def log_pretraining(self, step: int, num_steps: int, metrics: Metrics) -> None:
-        """Write the metrics of one step of value pretraining to value_pretrain.jsonl; otherwise as `log`."""
-        check_metrics(metrics)
-        times, self._times = self._times, {}
-        if self._pretraining is None:
-            self._pretraining = MetricsWriter(self._metrics.path.with_name(PRETRAINING_FILE_NAME))
-        self._pretraining.write(step, {**metrics, **times})
-        for sink in self._sinks:
-            sink.write_pretraining(step, metrics)
-        shown = ", ".join(f"{name} {format_number(value)}" for name, value in metrics.items())
-        self._progress.line(f"value pretraining {step}/{num_steps}  {shown} | {format_number(sum(times.values()))} s")
-
     def rewind(self, iteration: int) -> None:
         """Make `iteration` the next one to be logged, in a run that resumes from a checkpoint."""
         self._times = {}
@@ -126,13 +113,6 @@ class Report:
         self._progress.view.forget_iterations()
         for sink in self._sinks:
             sink.rewind(iteration)
-
-    def rewind_pretraining(self, step: int) -> None:
-        """Make the step of value pretraining after `step` the next one to be logged."""
-        self._times = {}
-        self._iteration = 0
-        for sink in self._sinks:
-            sink.rewind(step + 1)
 
     def message(self, text: str) -> None:
         """Print one or more lines for the user; of those that begin with "warning: " the last one stays in view."""
@@ -157,8 +137,6 @@ class Report:
         for sink in self._sinks:
             sink.close()
         self._progress.close()
-        if self._pretraining:
-            self._pretraining.close()
         self._metrics.close()
 
 

@@ -30,8 +30,6 @@ class Chart:
     floor: float = float("-inf")
     """Values below are drawn there."""
     is_stack: bool = False
-    file: str = "metrics"
-    """metrics or pretraining"""
     without: Sequence[str] = field(default_factory=tuple)
     """Metrics that a * does not stand for"""
 
@@ -215,15 +213,6 @@ CRITIC_CHARTS = (
         "in the baseline",
         {"advantage/tether_rho": "rho", "advantage/tether_rho_batch": "best of the batch"},
     ),
-    Chart(
-        "Value pretraining",
-        "explained variance, over its own steps",
-        {"pretrain/explained_variance": "explained variance"},
-        turn_on="algo.value_pretrain.enabled=true",
-        file="pretraining",
-        floor=-1.0,
-    ),
-    Chart("Value pretraining's loss", "over its own steps", {"pretrain/loss": "loss"}, file="pretraining"),
 )
 
 ENGINES = (

@@ -11,7 +11,7 @@ from megarl.config.load import find_choices, list_preset_values
 from megarl.config.search_path import CONF_DIR, is_search_path
 from megarl.json_text import load_json_object
 from megarl.report.history import History, add_mfu, load_history
-from megarl.report.metrics import FILE_NAME, PRETRAINING_FILE_NAME
+from megarl.report.metrics import FILE_NAME
 from megarl.report.responses import (
     LoggedWarning,
     SampledResponse,
@@ -44,7 +44,6 @@ class RunFacts:
     """(preset's, this run's) value of each key that differs from what `choices` alone give; None: not known"""
     starts: Sequence[Start]
     history: History
-    pretraining: History
     responses: Sequence[SampledResponse]
     logged: Sequence[LoggedWarning]
     problems: Sequence[str]
@@ -69,9 +68,7 @@ def load_run_facts(directory: Path) -> RunFacts:
     problems: list[str] = []
     state, why = load_state(directory, problems)
     config, overrides = load_run_config(directory, problems), _load_kept_overrides(directory, problems)
-    pretraining = load_history(directory / PRETRAINING_FILE_NAME, problems)
-    # A run of value pretraining alone has no other metrics.
-    history = load_history(directory / FILE_NAME, problems, needed=state == "done" and not pretraining.points)
+    history = load_history(directory / FILE_NAME, problems, needed=state == "done")
     responses = sample_responses(directory, problems)
     add_entropy_estimate(history, responses)
     starts = load_starts(directory, problems)
@@ -90,7 +87,6 @@ def load_run_facts(directory: Path) -> RunFacts:
         find_changes(config, [*choices, *filter(is_search_path, overrides)], problems),
         starts,
         history,
-        pretraining,
         responses,
         list(read_warnings(directory / LOG_NAME)),
         problems,

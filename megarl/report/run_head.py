@@ -79,7 +79,7 @@ def list_tiles(run: RunFacts) -> dict[str, str]:
         tiles["training reward, mean of the last iterations"] = _format_mean(recent)
     of = "" if run.num_iterations is None else f" of {run.num_iterations}"
     tiles["iterations"] = f"{history.num_iterations}{of}"
-    tiles["time, all phases"] = format_seconds(history.seconds + run.pretraining.seconds)
+    tiles["time, all phases"] = format_seconds(history.seconds)
     if "sampling/total_samples" in history.last:
         tiles["responses sampled"] = f"{history.last['sampling/total_samples']:,.0f}"
     if rates := history.list_recent("derived/generated_tokens_per_second", 20):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from megarl.report.critic_pictures import GRAY, Picture, build_by_part, build_pictures
-from megarl.report.history import History
 from megarl.report.metric_names import QUARTERS
 from megarl.report.responses import bin_lengths
 from megarl.report.run_about import format_about, format_problems
@@ -81,15 +80,14 @@ class _Charts:
             yield f'<p class="missing">Without values: {shown}.</p>'
 
     def has_values(self, chart: Chart) -> bool:
-        return any(name_metrics(chart, _find_history(run, chart).last) for run in self.runs)
+        return any(name_metrics(chart, run.history.last) for run in self.runs)
 
     def format_chart(self, chart: Chart) -> Iterator[str]:
         """Its cards: one, or one for each run where the runs cannot lie over one another."""
-        names = dict.fromkeys(name for run in self.runs for name in _find_history(run, chart).last)
+        names = dict.fromkeys(name for run in self.runs for name in run.history.last)
         metrics = name_metrics(chart, names)
         found = [
-            build_series(_find_history(run, chart), metrics, number, is_stack=chart.is_stack)
-            for number, run in enumerate(self.runs)
+            build_series(run.history, metrics, number, is_stack=chart.is_stack) for number, run in enumerate(self.runs)
         ]
         if chart.is_stack:
             for run, series in zip(self.runs, found, strict=True):
@@ -99,16 +97,13 @@ class _Charts:
             yield self.format_card(chart, metrics, [each for series in found for each in series], "")
 
     def format_card(self, chart: Chart, metrics: Mapping[str, str], series: Sequence[Series], suffix: str) -> str:
-        is_shared = chart.file == "metrics"
-        domain = self.domain if is_shared else _find_domain(series)
-        drawn = draw_stack(series, domain) if chart.is_stack else draw_series(series, domain, chart.floor)
-        number = self.add(drawn) if is_shared else None
+        drawn = draw_stack(series, self.domain) if chart.is_stack else draw_series(series, self.domain, chart.floor)
+        number = self.add(drawn)
         unit = f"{chart.unit} (log scale)".strip() if drawn.is_log else chart.unit
         names = ", ".join(dict.fromkeys(metrics))
-        attributes = f' data-chart="{number}"' if is_shared else ""
         note = f'<p class="note">{mark_keys(chart.note)}</p>' if chart.note else ""
         head = f"<h3>{escape(chart.title)}{suffix} <span>{escape(unit)}</span><small>{escape(names)}</small></h3>"
-        return f'<div class="card"{attributes}>{head}{drawn.svg}{_format_keys(series)}{note}</div>'
+        return f'<div class="card" data-chart="{number}">{head}{drawn.svg}{_format_keys(series)}{note}</div>'
 
     def add(self, drawn: Drawn) -> int:
         self.data.append(drawn.data)
@@ -227,10 +222,6 @@ def _format_lengths(run: RunFacts, runs: Sequence[RunFacts]) -> Iterator[str]:
         note = f"{len(recent)} sampled responses of iterations {recent[0].iteration} to {recent[-1].iteration}."
         bars = draw_bars(bins, (2, 6))
         yield f'<div class="card">{head}{bars}<div class="keys">{keys}</div><p class="note">{note}</p></div>'
-
-
-def _find_history(run: RunFacts, chart: Chart) -> History:
-    return run.history if chart.file == "metrics" else run.pretraining
 
 
 def _find_domain(series: Sequence[Series]) -> tuple[int, int]:

@@ -19,12 +19,8 @@ class Sink(Protocol):
 
     def write(self, iteration: int, metrics: Metrics) -> None: ...
 
-    def write_pretraining(self, step: int, metrics: Metrics) -> None:
-        """The metrics of one step of value pretraining."""
-        ...
-
     def rewind(self, iteration: int) -> None:
-        """`iteration`, or the step of value pretraining, is the next one to be written, also where it was already."""
+        """`iteration` is the next one to be written, also where it was already."""
         ...
 
     def close(self) -> None: ...

@@ -10,13 +10,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from megarl.json_text import parse_json
-from megarl.report.metrics import FILE_NAME, PRETRAINING_FILE_NAME, parse_line
+from megarl.report.metrics import FILE_NAME, parse_line
 from megarl.report.outcome import load_outcome
 from megarl.report.status import FILE_NAME as STATUS_NAME
 
 RUN_FILE = "run.json"
 HYDRA_FOLDER = ".hydra"
-PRETRAINING_PREFIX = "value_pretrain_"
 UNFINISHED = "unfinished"
 """The state of a run that is in progress or was killed: it has no outcome.json"""
 HELDOUT = "reward/heldout"
@@ -38,8 +37,6 @@ class RunRecord:
     overrides: Sequence[str]
     lines: Sequence[Line]
     """The lines of metrics.jsonl"""
-    pretraining: Sequence[Line]
-    """The lines of value_pretrain.jsonl"""
     problems: Sequence[str]
     """Messages about files that are missing or damaged"""
 
@@ -52,7 +49,8 @@ class RunRecord:
 
     @property
     def num_iterations(self) -> int:
-        return int(self.lines[-1]["iteration"]) if self.lines else 0
+        """Without those of value pretraining."""
+        return max(0, int(self.lines[-1]["iteration"])) if self.lines else 0
 
     @property
     def seconds(self) -> float:
@@ -65,8 +63,6 @@ class Sweep:
     directory: Path
     runs: Sequence[RunRecord]
     """Sorted by name"""
-    pretrainings: Sequence[RunRecord]
-    """The value pretrainings that runs have shared"""
 
 
 def load_sweep(directory: Path) -> Sweep:
@@ -77,8 +73,7 @@ def load_sweep(directory: Path) -> Sweep:
         for path in folders
         if ((path / HYDRA_FOLDER).is_dir() or (path / RUN_FILE).is_file()) and ".aside-" not in path.name
     ]
-    shared = [record for record in records if record.name.startswith(PRETRAINING_PREFIX)]
-    return Sweep(directory, [record for record in records if record not in shared], shared)
+    return Sweep(directory, records)
 
 
 def load_run_record(folder: Path) -> RunRecord:
@@ -92,7 +87,6 @@ def load_run_record(folder: Path) -> RunRecord:
         config=load_run_config(folder, problems),
         overrides=load_overrides(folder, problems),
         lines=lines,
-        pretraining=_load_lines(folder / PRETRAINING_FILE_NAME, problems),
         problems=problems,
     )
 

@@ -31,7 +31,6 @@ CHARTS = (
     ("policy/approx_kl", "Step of the policy", "KL, before to after"),
     ("policy/grad_norm", "Gradient norm", "policy"),
     ("mismatch/kl", "Mismatch", "KL to the rollout engine"),
-    ("pretrain/explained_variance", "Value pretraining", "explained variance"),
 )
 """(metric, title, unit) of each chart; those that some run has are drawn"""
 NUM_COLOURS = 8
@@ -110,8 +109,6 @@ def _format_head(sweep: Sweep, scores: Mapping[str, float]) -> Iterator[str]:
         best = max(scores.values())
         tiles += [(f"{best:.3f}", "best held-out reward, at the end")]
         tiles += [(f"{min(scores.values()):.3f}", "worst of a run that is done")]
-    if sweep.pretrainings:
-        tiles += [(str(len(sweep.pretrainings)), "value pretraining, shared")]
     tiles += [(format_seconds(sum(run.seconds for run in sweep.runs)), "of training, all runs")]
     yield '<div class="tiles">'
     yield from (f'<div class="tile"><b>{escape(number)}</b><span>{escape(text)}</span></div>' for number, text in tiles)
@@ -146,7 +143,7 @@ def _format_chart(
 ) -> Iterator[str]:
     curves = []
     for run in runs:
-        lines = [line for line in (*run.lines, *run.pretraining) if metric in line]
+        lines = [line for line in run.lines if metric in line]
         points = [(line["iteration"], line[metric]) for line in lines]
         if points:
             label = f"{name_setting(run, parameters)}: {format_number(points[-1][1])} at iteration {points[-1][0]}"
@@ -220,7 +217,7 @@ def _format_runs(
 
 
 def _format_failures(sweep: Sweep) -> Iterator[str]:
-    failed = [run for run in (*sweep.pretrainings, *sweep.runs) if run.state != "done"]
+    failed = [run for run in sweep.runs if run.state != "done"]
     if not failed:
         return
     yield "<h2>Not done, and why</h2>"
@@ -233,7 +230,7 @@ def _format_failures(sweep: Sweep) -> Iterator[str]:
 
 
 def _format_problems(sweep: Sweep) -> Iterator[str]:
-    problems = [problem for run in (*sweep.pretrainings, *sweep.runs) for problem in run.problems]
+    problems = [problem for run in sweep.runs for problem in run.problems]
     if problems:
         yield "<h2>Files that are missing or damaged</h2><ul>"
         yield from (f"<li><code>{escape(problem)}</code></li>" for problem in problems)

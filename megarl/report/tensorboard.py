@@ -23,9 +23,6 @@ class TensorBoardWriter:
             self._writer.add_scalar(name, value, global_step=iteration)
         self._writer.flush()
 
-    def write_pretraining(self, step: int, metrics: Metrics) -> None:
-        self.write(step, metrics)
-
     def rewind(self, iteration: int) -> None:
         """Hide what was written for this iteration and later ones."""
         self._writer.close()

@@ -11,8 +11,8 @@ from megarl.report.run_ids import load_id, save_id
 from megarl.types import Metrics
 
 NAME = "wandb"
-STEP, PRETRAINING_STEP = "iteration", "pretrain/step"
-"""The axes of the charts: wandb's own step must not go back, as a resumed run's iterations do"""
+STEP = "iteration"
+"""The axis of the charts: wandb's own step must not go back, as a resumed run's iterations do"""
 
 
 class WandbSink:
@@ -41,13 +41,10 @@ class WandbSink:
             settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
         )
         for group in {metric.name.split("/")[0] for metric in METRICS}:
-            self._run.define_metric(f"{group}/*", step_metric=PRETRAINING_STEP if group == "pretrain" else STEP)
+            self._run.define_metric(f"{group}/*", step_metric=STEP)
 
     def write(self, iteration: int, metrics: Metrics) -> None:
         self._run.log({STEP: iteration, **metrics})
-
-    def write_pretraining(self, step: int, metrics: Metrics) -> None:
-        self._run.log({PRETRAINING_STEP: step, **metrics})
 
     def rewind(self, iteration: int) -> None:
         """Nothing: the axis is a number of ours."""

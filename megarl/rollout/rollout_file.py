@@ -536,6 +536,10 @@ class SavedGroups:
         return sum(group.num_samples for group in self.groups)
 
 
+NO_GROUPS = SavedGroups(Path(), (SavedGroup("", "", 0, 0, 0),), 0, 0, False, (), ())
+"""Where nothing but the critic learns, from algo.value_pretrain.rollouts; nobody takes the one group"""
+
+
 def find_groups(path: Path, limits: Limits, wrong: float = 0.0) -> SavedGroups:
     """Validate the whole file, with one rollout at a time in memory. wrong: reward.wrong.
 
@@ -635,23 +639,21 @@ class Journal:
             if any(sample.score.failure is not None for sample in rollout.samples):
                 path.unlink()
 
-    def forget(self, through: int, num_groups: int = 0) -> None:
-        """Remove the samples of value pretraining, of iterations up to this one and of the first `num_groups` groups
-        in the order in which they were complete."""
+    def forget(self, through: int, num_groups: int = 0, num_steps: float = math.inf) -> None:
+        """Remove the samples of iterations up to this one, of the first `num_groups` groups in the order in which they
+        were complete, and of the first `num_steps` steps of value pretraining."""
+        kept = {r"iteration-(\d+)-.*": through + 1, _GROUP.pattern: num_groups, r"pretraining-(\d+)": num_steps + 1}
         for path in self._directory.glob("*.jsonl"):
-            iteration, group = re.match(r"iteration-(\d+)-", path.name), _GROUP.fullmatch(path.stem)
-            is_kept = int(iteration[1]) > through if iteration else group is not None and int(group[1]) >= num_groups
-            if not is_kept:
-                path.unlink()
-
-    def forget_pretraining(self, through: float = math.inf) -> None:
-        """Remove the samples of value pretraining, up to the step `through` where it is given."""
-        for path in self._directory.glob("pretraining-*.jsonl"):
-            if int(path.stem.removeprefix("pretraining-")) <= through:
+            if not any((m := re.fullmatch(name, path.stem)) and int(m[1]) >= first for name, first in kept.items()):
                 path.unlink()
 
     def _find(self, key: str) -> Path:
         return self._directory / f"{key.replace('/', '-')}.jsonl"
+
+
+def name_pretraining(step: int) -> str:
+    """The key of the responses of a step of value pretraining, counted from 1."""
+    return f"pretraining-{step}"
 
 
 def name_group(place: int, number: int) -> str:

@@ -5,11 +5,12 @@ import random
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
+from itertools import count, groupby, islice
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from megarl.config.schema.root import Config
 from megarl.interfaces import RolloutEngine
 from megarl.report.failures import describe_failures
 from megarl.rollout.collector import Collector, check_published, check_versions, compute_staleness
-from megarl.rollout.rollout_file import Journal, SavedGroups, name_group, read_group
+from megarl.rollout.rollout_file import Journal, SavedGroups, name_group, name_pretraining, read_group, read_rollouts
 from megarl.task.data import PromptSampler
 from megarl.types import Metrics, Prompt, Rollout, Sample
 
@@ -517,7 +518,8 @@ class GroupSource:
     """Samples the groups of one iteration after the other; with rollout.max_staleness = n up to n iterations ahead.
 
     With n = 0 an iteration's groups are those of the next prompts. With n > 0 they are those that are complete first:
-    nobody waits for a slow one, which a later iteration learns from.
+    nobody waits for a slow one, which a later iteration learns from. Value pretraining, iterations up to 0, has all
+    groups of the next prompts, sampled now.
     """
 
     def __init__(
@@ -532,7 +534,7 @@ class GroupSource:
         are under way, `begin_again` is to be called then.
         """
         self._train = config.train
-        self._sampling = config.algo.dynamic_sampling
+        self._pretraining, self._sampling = config.algo.value_pretrain, config.algo.dynamic_sampling
         self._max_staleness = config.rollout.max_staleness
         self._engine = engine
         self._guard = with_servers
@@ -563,7 +565,9 @@ class GroupSource:
         no version of the trainer's, or with max_staleness=0 of another than this one; NoSignalError; and what
         the engine and the reward raise.
         """
-        if self._max_staleness == 0:
+        if iteration <= 0:
+            batch = self._sample_to_pretrain(iteration, weight_version)
+        elif self._max_staleness == 0:
             batch = self._sample(iteration, weight_version)
         else:
             batch = self._take_complete(iteration, weight_version)
@@ -591,6 +595,15 @@ class GroupSource:
         self._ahead = None
         self.restore(self._state)
         return num_dropped
+
+    def _sample_to_pretrain(self, iteration: int, weight_version: int) -> IterationBatch:
+        self._guard(self._engine.check_health)
+        prompts, num_responses = self._sampler.next_batch(self._train.num_prompts), self._train.responses_per_prompt
+        key = name_pretraining(self._pretraining.count_step(iteration))
+        rollout = self._guard(
+            lambda: self._collector.collect(prompts, num_responses, weight_version=weight_version, key=key)
+        )
+        return IterationBatch(split_groups(rollout.samples), [], (rollout.samples,), {}, self._find_state())
 
     def _sample(self, iteration: int, weight_version: int) -> IterationBatch:
         """With max_staleness=0: sample the iteration's groups now."""
@@ -725,6 +738,56 @@ def _age(sample: Sample, iteration: int) -> Sample:
     return replace(sample, response=response, age=iteration, first_old_logprobs=None, group_number=None)
 
 
+class PretrainingSource:
+    """Value pretraining from algo.value_pretrain.rollouts: the file's rollouts in order, repeated endlessly, in the
+    iterations up to 0. In those after them the groups are those of `then`.
+    """
+
+    def __init__(self, config: Config, then: GroupSource | SavedSource, say: Callable[[str], None]):
+        """say: called with a message at the end of each pass over the file."""
+        self._settings, self._then, self._say = config.algo.value_pretrain, then, say
+        self._rollouts: Iterator[Rollout] = iter(())
+        self._num_taken = -1
+
+    def take(self, iteration: int, weight_version: int) -> IterationBatch:
+        """The groups of this iteration. Raises as `read_rollouts` and as `then` does."""
+        if iteration > 0:
+            return self._then.take(iteration, weight_version)
+        step = self._settings.count_step(iteration)
+        if self._num_taken != step - 1:
+            self._rollouts = islice(self._repeat(), step - 1, None)
+        self._num_taken = step
+        return IterationBatch(split_groups(next(self._rollouts).samples), [], (), {}, self.state())
+
+    def _repeat(self) -> Iterator[Rollout]:
+        assert self._settings.rollouts is not None
+        path = Path(self._settings.rollouts).expanduser()
+        for number in count(1):
+            num_rollouts = 0
+            for rollout in read_rollouts(path):
+                num_rollouts += 1
+                yield rollout
+            self._say(
+                f"pass {number} over the {num_rollouts} rollouts of {path} is complete; from here on explained variance"
+                " is of responses that the critic has learned from"
+            )
+
+    def state(self) -> SourceState:
+        return self._then.state()
+
+    def restore(self, state: SourceState) -> None:
+        self._then.restore(state)
+
+    def keep_logprobs(self, old_logprobs: Tensor) -> None:
+        self._then.keep_logprobs(old_logprobs)
+
+    def begin_again(self) -> None:
+        self._then.begin_again()
+
+    def close(self) -> int:
+        return self._then.close()
+
+
 def build_source(
     config: Config,
     saved: SavedGroups | None,
@@ -732,14 +795,20 @@ def build_source(
     collector: Collector | None,
     sampler: PromptSampler[Prompt] | None,
     with_servers: Callable[[Callable[[], Any]], Any],
-) -> GroupSource | SavedSource:
-    """Where the groups of each iteration come from: the file, or what generates, of which then nothing is None."""
+    say: Callable[[str], None],
+) -> GroupSource | SavedSource | PretrainingSource:
+    """Where the groups of each iteration come from: a file, or what generates, of which then nothing is None."""
+    source: GroupSource | SavedSource
     if saved is not None:
-        return SavedSource(saved, config.train.num_prompts, config.seed)
-    assert engine is not None
-    assert collector is not None
-    assert sampler is not None
-    return GroupSource(config, engine, collector, sampler, with_servers)
+        source = SavedSource(saved, config.train.num_prompts, config.seed)
+    else:
+        assert engine is not None
+        assert collector is not None
+        assert sampler is not None
+        source = GroupSource(config, engine, collector, sampler, with_servers)
+    pretraining = config.algo.value_pretrain
+    pretrains = pretraining.num_steps > 0 and pretraining.rollouts is not None
+    return PretrainingSource(config, source, say) if pretrains else source
 
 
 class NoSync:

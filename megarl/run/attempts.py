@@ -10,14 +10,7 @@ from pathlib import Path
 from megarl.algo.objective import format_critic, format_objective
 from megarl.algo.registry import needs_critic
 from megarl.checkpoint import folder as checkpoints
-from megarl.checkpoint.folder import (
-    RUN_FILE,
-    Folder,
-    check_space,
-    name_checkpoint,
-    open_pretraining,
-    remove_pretraining,
-)
+from megarl.checkpoint.folder import RUN_FILE, Folder, check_space, name_checkpoint
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.cluster.calls import WorkerError
 from megarl.config.brought import MODEL_FILE
@@ -57,9 +50,6 @@ from megarl.run.signals import Stopped
 from megarl.run.terminal import get_terminal, show_warnings
 from megarl.run.trainer_state import TRACKED, TrainerState, count_taken_groups, cut_files, load_trainer_state
 from megarl.trainer import Summary, Trainer, TrainerComponents
-from megarl.value_pretraining.checkpoints import ResumePoint, find_checkpoint, open_saver, resume_from
-from megarl.value_pretraining.loop import pretrain_critic, start_pretrained
-from megarl.value_pretraining.result import PretrainedState, load_pretrained
 
 
 def run_job(
@@ -76,11 +66,9 @@ def run_job(
     folder = open_folder(run_dir, config.checkpoint)
     folder.check_kept()
     inputs = load_inputs(config)
-    # It is not needed where there is a checkpoint.
-    pretrained = None if folder.list_complete() else load_pretrained(config)
     critic = inputs.specs.get(Role.critic)
     own = read_architecture(Path(critic.checkpoint)) if critic else inputs.architecture
-    problems = check_plan(config, PlannedModels(inputs.architecture, own))
+    problems = [] if config.has_critic_alone else check_plan(config, PlannedModels(inputs.architecture, own))
     if problems:
         raise ConfigError(problems)
     if config.checkpoint.save_every is not None:
@@ -103,7 +91,7 @@ def run_job(
         stack.enter_context(_saying_nothing_is_saved(folder, run_dir, report))
         with report.phase("start"):
             resources = stack.enter_context(open_resources(config, inputs, run_dir / "logs"))
-        return _Attempts(config, inputs, resources, run_dir, report, pretrained, started).run()
+        return _Attempts(config, inputs, resources, run_dir, report, started).run()
 
 
 @contextlib.contextmanager
@@ -112,7 +100,7 @@ def _saying_nothing_is_saved(folder: Folder, run_dir: Path, report: Report) -> I
     try:
         yield
     except Stopped:
-        if not any(find_progress(folder, run_dir)):
+        if not folder.list_complete():
             report.message("there is no checkpoint yet, so there is nothing to resume")
         raise
 
@@ -121,11 +109,6 @@ def open_folder(run_dir: Path, keep: CheckpointConfig) -> Folder:
     """The folder of a run's checkpoints."""
     record = run_dir / checkpoints.RECORD
     return Folder(run_dir / checkpoints.NAME, keep_last=keep.keep_last, keep_best=keep.keep_best, record=record)
-
-
-def find_progress(folder: Folder, run_dir: Path) -> tuple[list[int], list[int]]:
-    """Iteration and step of the newest checkpoints of training and of value pretraining, where there are any."""
-    return folder.list_complete()[-1:], open_pretraining(run_dir).list_complete()[-1:]
 
 
 def _open_report(config: Config, run_dir: Path, inputs: Inputs) -> Report:
@@ -161,24 +144,23 @@ class _Attempts:
         resources: RunResources,
         run_dir: Path,
         report: Report,
-        pretrained: tuple[PretrainedState, Path] | None,
         started: float,
     ):
         """started: of the run, on time.monotonic's clock; each attempt's train.max_minutes counts from it."""
         self.config, self.inputs, self.resources, self.run_dir, self.report = config, inputs, resources, run_dir, report
-        self.pretrained, self.started = pretrained, started
+        self.started = started
         self.folder = open_folder(run_dir, config.checkpoint)
         self.journal = Journal(run_dir / JOURNAL)
         self.is_saving = config.checkpoint.save_every is not None
 
     def run(self) -> Summary:
         """Repeat attempts until one succeeds; a lost process starts the next, at most max_restarts in a row."""
-        num_restarts, newest = 0, find_progress(self.folder, self.run_dir)
+        num_restarts, newest = 0, self.folder.list_complete()[-1:]
         while True:
             try:
                 return self.attempt()
             except RuntimeError as error:
-                before, newest = newest, find_progress(self.folder, self.run_dir)
+                before, newest = newest, self.folder.list_complete()[-1:]
                 num_restarts = 1 if newest > before else num_restarts + 1
                 if not self.is_saving:
                     raise
@@ -201,7 +183,6 @@ class _Attempts:
     def attempt(self) -> Summary:
         """Train from the newest checkpoint, or from the start where there is none."""
         found = self.find_state()
-        resume_point = self.find_resume_point() if found is None else None
         with open_components(
             self.config,
             self.inputs,
@@ -213,16 +194,17 @@ class _Attempts:
             roles = list_roles(components)
             with contextlib.closing(self.build_saver(roles)) as saver:
                 trainer = Trainer(self.config, replace(components, saver=saver), self.started)
-                if found is None:
-                    self.start(trainer, resume_point)
-                else:
+                if found is not None:
                     state, directory = found
                     with self.report.phase("load"):
                         wait_all([role.load(directory / name) for name, role in roles.items()])
                     trainer.restore(state)
+                elif Role.critic in self.inputs.specs:
+                    critic = self.inputs.specs[Role.critic]
+                    self.report.message(describe_start(self.config, critic, self.inputs.saved_rollouts))
                 summary = trainer.run()
             wait_all([role.export_weights(self.run_dir / name) for name, role in roles.items()])
-        if (self.run_dir / RUN_FILE).is_file():
+        if (self.run_dir / RUN_FILE).is_file() and components.policy is not None:
             shutil.copyfile(self.run_dir / RUN_FILE, self.run_dir / Role.policy.value / MODEL_FILE)
         self.say_end(summary)
         return summary
@@ -236,57 +218,29 @@ class _Attempts:
         lines = load_metrics(self.run_dir / METRICS_NAME)
         if rewards := [(int(line["iteration"]), line["reward/heldout"]) for line in lines if "reward/heldout" in line]:
             self.report.message(format_heldout(rewards))
-        self.report.message(format_places(self.run_dir))
-
-    def start(self, trainer: Trainer, resume_point: ResumePoint | None) -> None:
-        """Prepare training: value pretraining, resumed where there is a resume_point."""
-        specs = self.inputs.specs
-        pretrained = self.pretrained or load_pretrained(self.config)
-        if pretrained is not None:
-            state, directory = pretrained
-            self.report.message(f"critic: starts from the value pretraining in {directory}")
-            start_pretrained(trainer, state, directory, self.run_dir)
-            return
-        if Role.critic in specs:
-            self.report.message(describe_start(self.config, specs[Role.critic], self.inputs.saved_rollouts))
-        with open_saver(
-            self.config,
-            self.run_dir,
-            trainer.components.critic,
-            specs.get(Role.critic),
-            self.report,
-            f"resume={self.run_dir}",
-        ) as saver:
-            pretrain_critic(trainer, saver, resume_point)
+        self.report.message(format_places(self.run_dir, has_critic_alone=self.config.train.num_iterations == 0))
 
     def find_state(self) -> tuple[TrainerState, Path] | None:
-        """The newest checkpoint of training; the run's files are truncated to it."""
+        """The newest checkpoint; the run's files are truncated to it, or emptied where there is none."""
         if not self.is_saving:
             return None
         self.folder.clean()
         found = self.folder.find_newest(self.report.message)
         if found is None:
+            cut_files(self.run_dir, {})
+            self.report.rewind(-self.config.algo.value_pretrain.num_steps)
             return None
-        remove_pretraining(self.run_dir)
         state = load_trainer_state(found[1])
+        if Role.policy in self.inputs.specs and not (found[1] / Role.policy.value).is_dir():
+            raise CheckpointError(
+                f"{found[1]}: has no policy, since the critic learned from saved rollouts alone; a new run starts from"
+                f" that critic with critic.init={self.run_dir}/critic algo.value_pretrain.enabled=false"
+            )
         self.check_prompts(state)
         cut_files(self.run_dir, state.sizes)
         self.report.rewind(state.iteration)
         self.report.message(f"resuming from {found[1]}")
         return state, found[1]
-
-    def find_resume_point(self) -> ResumePoint | None:
-        """The value pretraining to resume; the run's files are truncated to it, or emptied where there is none."""
-        if not self.is_saving:
-            return None
-        is_taken = self.config.algo.value_pretrain.taken_from is not None
-        found = None if is_taken else find_checkpoint(self.run_dir, self.report.message)
-        if found is None:
-            cut_files(self.run_dir, {})
-            self.report.rewind(0)
-            return None
-        self.check_prompts(found[0])
-        return resume_from(self.run_dir, *found, self.report)
 
     def check_prompts(self, state: TrainerState) -> None:
         try:
@@ -299,8 +253,8 @@ class _Attempts:
             return NoSaver()
 
         def forget(through: int) -> None:
-            self.journal.forget(through, count_taken_groups(self.folder.path / name_checkpoint(through)))
-            remove_pretraining(self.run_dir)
+            num_groups = count_taken_groups(self.folder.path / name_checkpoint(through))
+            self.journal.forget(through, num_groups, self.config.algo.value_pretrain.count_step(through))
 
         writer = CheckpointWriter(self.run_dir, self.folder, roles, self.inputs.specs, forget, say=self.report.message)
         return CheckpointSaver(self.config.checkpoint, writer, self.report, f"resume={self.run_dir}")
@@ -321,6 +275,5 @@ def is_loss(error: BaseException | None) -> bool:
 
 def list_roles(components: TrainerComponents) -> Mapping[str, TrainBackend]:
     """The trained roles, by name."""
-    return {Role.policy.value: components.policy} | (
-        {Role.critic.value: components.critic} if components.critic else {}
-    )
+    roles = {Role.policy.value: components.policy, Role.critic.value: components.critic}
+    return {name: role for name, role in roles.items() if role is not None}

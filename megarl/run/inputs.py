@@ -30,7 +30,15 @@ from megarl.models.families import list_unknown_keys
 from megarl.rollout.collector import EvalSet, build_eval_sets
 from megarl.rollout.conversation import Conversation, build_conversation
 from megarl.rollout.episodes import check_conversation
-from megarl.rollout.rollout_file import Limits, SavedGroup, SavedGroups, SavedRollouts, check_rollouts, find_groups
+from megarl.rollout.rollout_file import (
+    NO_GROUPS,
+    Limits,
+    SavedGroup,
+    SavedGroups,
+    SavedRollouts,
+    check_rollouts,
+    find_groups,
+)
 from megarl.rollout.server import add_turn_end, build_command, check_served_class, has_cuda, load_generation_spec
 from megarl.sync.pieces import check_serving_layout
 from megarl.sync.probe import build_probe_tokens
@@ -92,7 +100,7 @@ def load_inputs(config: Config) -> Inputs:
     """Load all inputs. Raises ConfigError, for example for a missing checkpoint, an unreadable file or a wrong size."""
     models = load_models(config)
     architecture = models.architecture
-    if config.rollout.file is not None:
+    if not config.has_servers:
         return _load_saved_inputs(config, models)
     check_served_class(models.checkpoint)
     # Raises for unknown options; the real command is built where the server starts.
@@ -132,12 +140,12 @@ def build_critic_prompt(config: Config, models: Models, tokenizer: "PreTrainedTo
 
 
 def _load_saved_inputs(config: Config, models: Models) -> Inputs:
-    """With rollout.file: no data, reward, environment and servers."""
+    """With rollout.file, or where only the critic learns: no data, reward, environment and servers."""
     specs = load_specs(config, models)
     tokenizer = load_tokenizer(models.checkpoint)
     critic_prompt = build_critic_prompt(config, models, tokenizer)
-    saved = load_saved_groups(config, models, tokenizer, critic_prompt)
     pretraining = load_saved_rollouts(config, models, critic_prompt)
+    saved = NO_GROUPS if config.has_critic_alone else load_saved_groups(config, models, tokenizer, critic_prompt)
     nothing = DataSplits((), (), 0)
     start, architecture = models.checkpoint, models.architecture
     return Inputs(start, architecture, tokenizer, nothing, None, specs, (), pretraining, critic_prompt, (), saved)
@@ -287,6 +295,8 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
         )
 
     policy, critic, reference = config.policy, config.critic, config.reference
+    if config.has_critic_alone:
+        return {Role.critic: build(Role.critic, critic, critic_checkpoint or checkpoint)}
     specs = {Role.policy: build(Role.policy, policy, checkpoint)}
     if needs_critic(config.algo):
         specs[Role.critic] = build(Role.critic, critic, critic_checkpoint or checkpoint)
@@ -343,7 +353,7 @@ def _check_model(config: Config, models: Models) -> Iterator[str]:
             f"data.critic_prompt_length: found {own}; with data.prompt_length and rollout.response_length the critic"
             f" reads up to {longest + own} tokens; it has {positions} positions"
         )
-    if config.rollout.file is None:
+    if config.has_servers:
         yield from check_serving_layout(architecture, config.rollout.tp)
 
 
@@ -352,7 +362,7 @@ def _check_megatron_options(config: Config, specs: dict[Role, WorkerSpec], model
     for role, spec in specs.items():
         yield from check_layout(architectures[role], spec.parallel, f"{role.value}.parallel", spec.megatron)
         yield from check_role_fields(architectures[role], spec, on_gpu=config.cluster.gpus_per_node > 0)
-    if specs[Role.policy].megatron:
+    if config.model.megatron:
         from megarl.mcore.model.build import check_options  # imports Megatron, which takes seconds
 
         for role, spec in specs.items():

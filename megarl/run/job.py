@@ -59,7 +59,9 @@ def describe_processes_to_start(config: Config, log_dir: Path) -> str:
 
 
 def describe_data(config: Config, inputs: Inputs) -> str:
-    """What the run learns from, in a line or more."""
+    """What the run learns from, in a line or more; empty where `describe_start` says it."""
+    if config.has_critic_alone:
+        return ""
     if inputs.saved_groups is not None:
         lines = list(describe_saved(config, inputs.saved_groups))
         if inputs.critic_prompt is not None:
@@ -129,7 +131,7 @@ def open_resources(config: Config, inputs: Inputs, log_dir: Path) -> Iterator[Ru
     """Ray, and the servers, started without waiting unless the roles come first; all is shut down on leaving."""
     stop_s = config.cluster.shutdown_deadline_s / 3
     groups = list_groups(config)
-    if config.rollout.file is not None:
+    if not config.has_servers:
         with open_ray(config.cluster, sum(group.num_processes for group in groups)) as cluster:
             yield RunResources(lambda: Done([]), lambda: None, cluster)
         return
@@ -173,7 +175,7 @@ def open_components(
         turns = Turns(take_turns(config))
         groups = _start_groups(stack, config, inputs, resources, run_dir / "logs", report, turns)
         if inputs.saved_groups is not None:
-            recorder = open_token_recorder(stack, config, inputs, groups[Role.policy], run_dir)
+            recorder = open_token_recorder(stack, config, inputs, groups.get(Role.policy), run_dir)
             yield build_saved_components(groups, inputs, report, recorder)
             return
         engine = stack.enter_context(contextlib.closing(_build_engine(config, inputs, resources)))
@@ -214,9 +216,9 @@ def describe_processes(groups: Mapping[Role, WorkerGroup], num_servers: int, col
 def build_saved_components(
     groups: Mapping[Role, TrainBackend], inputs: Inputs, report: Report, token_recorder: TokenRecorder
 ) -> TrainerComponents:
-    """The components of a loop over rollout.file: the roles, and nothing that generates."""
+    """The components of a loop over saved responses: the roles, and nothing that generates."""
     return TrainerComponents(
-        policy=groups[Role.policy],
+        policy=groups.get(Role.policy),
         critic=groups.get(Role.critic),
         reference=groups.get(Role.reference),
         engine=None,
@@ -326,11 +328,11 @@ def open_rollout_file(stack: contextlib.ExitStack, run_dir: Path) -> RolloutWrit
 
 
 def open_token_recorder(
-    stack: contextlib.ExitStack, config: Config, inputs: Inputs, policy: TrainBackend, run_dir: Path
+    stack: contextlib.ExitStack, config: Config, inputs: Inputs, policy: TrainBackend | None, run_dir: Path
 ) -> TokenRecorder:
     """What writes RUN_DIR/tokens.jsonl, closed with the stack; with logger.num_token_records=0 nothing is written."""
     logger = config.logger
-    if logger.num_token_records == 0:
+    if logger.num_token_records == 0 or policy is None:
         return TokenRecorder()
     path, max_bytes = run_dir / token_file.FILE_NAME, 1000 * logger.token_record_kb
     file = token_file.TokenFile(path, logger.num_token_records, max_bytes, inputs.tokenizer.decode)

@@ -46,9 +46,12 @@ def format_resume(limit: Limit, run_dir: Path) -> str:
     return f"go on with megarl train resume={run_dir} {limit.go_on}"
 
 
-def format_places(run_dir: Path) -> str:
-    """Where the trained model is and what shows the run."""
+def format_places(run_dir: Path, *, has_critic_alone: bool = False) -> str:
+    """Where the trained model is and what shows the run. has_critic_alone: nothing but the critic was trained."""
     model = run_dir / "policy"
+    if has_critic_alone:
+        use = f"critic.init={run_dir / 'critic'} algo.value_pretrain.enabled=false"
+        return f"trained critic: {run_dir / 'critic'} (megarl train {use}); page: megarl report {run_dir}"
     return (
         f"trained model: {model} (megarl evaluate model=checkpoint model.path={model}); page: megarl report {run_dir}"
     )

@@ -163,7 +163,7 @@ def _check_memory(config: Config, command: str) -> Iterator[str]:
 def _check_cores(config: Config, command: str) -> Iterator[str]:
     """Threads beyond the cores only wait for one another, and processes beyond the memory are killed."""
     cores = os.cpu_count() or 1
-    trains, serves = command != "evaluate", command != "train" or config.rollout.file is None
+    trains, serves = command != "evaluate", command != "train" or config.has_servers
     for key, is_used, found in (
         ("cluster.cpu_threads_per_worker", trains, config.cluster.cpu_threads_per_worker),
         ("rollout.num_threads", serves, config.rollout.num_threads),

@@ -28,7 +28,7 @@ MAY_CHANGE = (
         "train.deterministic",
     ),
     "train.profile",
-    *("algo.value_pretrain.taken_from", "data.critic_prompt_length"),
+    "data.critic_prompt_length",
     *("checkpoint.", "cluster.", "evaluate.", "logger."),
     *(f"{role}.{name}" for role in ("policy", "critic") for name in _LAYOUT),
     *(f"{role}.optimizer.overlap_{what}" for role in ("policy", "critic") for what in ("grad_reduce", "param_gather")),

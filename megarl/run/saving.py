@@ -45,24 +45,19 @@ class CheckpointWriter:
         forget: Callable[[int], None],
         *,
         say: Callable[[str], None],
-        kind: str = "training",
-        unit: str = "iteration",
     ):
         """Arguments that need a word:
 
         specs: of these roles at least. forget: called when a checkpoint is complete with the oldest iteration kept,
-        removes what is no longer needed. say: prints a line, called from a thread of its own. kind: recorded in the
-        manifest. unit: the iterations' name in messages.
+        removes what is no longer needed. say: prints a line, called from a thread of its own.
         """
         self.run_dir = run_dir
         self.folder = folder
-        self.unit = unit
         self.last: int | None = None
         """Iteration of the newest checkpoint that is complete or in progress"""
         self._roles, self._forget, self._say = roles, forget, say
         self._specs = {name: specs[Role(name)] for name in roles}
         self._num_bytes = estimate_bytes(self._specs.values())
-        self._kind = kind
         self._under_way: int | None = None
         self._publishing: Future[Path] | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="megarl-publish")
@@ -101,7 +96,7 @@ class CheckpointWriter:
             if self._publishing.done():
                 self._complete()
             elif end is not None and time.monotonic() > end:
-                raise DeadlineError(f"checkpoint of {self.unit} {self._under_way}: hashing is not finished")
+                raise DeadlineError(f"checkpoint of iteration {self._under_way}: hashing is not finished")
             else:
                 time.sleep(POLL_S)
 
@@ -118,7 +113,7 @@ class CheckpointWriter:
             if self._under_way is not None:
                 self.folder.abandon(self._under_way)
         elif error := self._publishing.exception():
-            self._say(f"the checkpoint of {self.unit} {self._under_way} is not complete: {error}")
+            self._say(f"the checkpoint of iteration {self._under_way} is not complete: {error}")
         self._pool.shutdown(wait=False)
 
     def _complete(self) -> None:
@@ -133,16 +128,16 @@ class CheckpointWriter:
         building = self.folder.find_building(iteration)
         for name, spec in self._specs.items():
             write_manifest(building / name, describe_role(spec.role, spec.dtype, spec.parallel, iteration))
-        write_manifest(building, {"kind": self._kind, "iteration": iteration, "roles": sorted(self._roles)})
+        write_manifest(building, {"kind": "training", "iteration": iteration, "roles": sorted(self._roles)})
         final = self.folder.publish(iteration)
         # Here, and not when the loop comes by: what it prints in between is later.
-        self._say(f"checkpoint of {self.unit} {iteration}: {final}")
+        self._say(f"checkpoint of iteration {iteration}: {final}")
         self._forget(self.folder.list_newest()[0])
         return final
 
 
 class LoopSaver(Protocol):
-    """What training and value pretraining tell of their state, so that half an update is never saved."""
+    """What the loop tells of its state, so that half an update is never saved."""
 
     def measure_files(self) -> dict[str, int]:
         """Bytes of each growing file of the run (`trainer_state.TRACKED`), to which a resumed run cuts them back."""
@@ -229,6 +224,8 @@ class CheckpointSaver:
         """how: what resumes from the checkpoints, in messages."""
         self._settings, self._writer, self._report, self._how = settings, writer, report, how
         self._state: TrainerState | None = None
+        self._first: int | None = None
+        """The iteration that the run starts from"""
         self._is_whole = True
         self._has_failed = False
         """Whether writing a checkpoint has failed; it is then not tried again"""
@@ -250,6 +247,7 @@ class CheckpointSaver:
 
     def commit(self, state: TrainerState) -> None:
         self._state, self._is_whole = state, True
+        self._first = state.iteration if self._first is None else self._first
 
     def score(self, value: float | None) -> None:
         assert self._state is not None
@@ -265,8 +263,7 @@ class CheckpointSaver:
         assert self._state is not None
         iteration = self._state.iteration
         if not self._is_whole:
-            message = f"the update of {self._writer.unit} {iteration + 1} was aborted: its weights cannot be saved"
-            raise RuntimeError(message)
+            raise RuntimeError(f"the update of iteration {iteration + 1} was aborted: its weights cannot be saved")
         with self._report.phase("checkpoint"), self._noting_failure():
             if self._writer.last != iteration:
                 self._writer.begin(self._state, end)
@@ -295,7 +292,7 @@ class CheckpointSaver:
             yield
         except Stopped as stopped:
             if self._state is not None:
-                self._save_stopped(stopped, f"{self._writer.unit} {self._state.iteration}")
+                self._save_stopped(stopped, f"iteration {self._state.iteration}")
             raise
         except Exception as error:
             if self._state is not None:
@@ -320,20 +317,20 @@ class CheckpointSaver:
 
         Within an update the roles hold no whole state; a checkpoint that is in progress is then completed.
         """
-        unit, deadline_s = self._writer.unit, self._settings.stop_deadline_s
+        deadline_s = self._settings.stop_deadline_s
         end = time.monotonic() + deadline_s
         try:
             if not self._is_whole:
-                error.add_note(f"the update of {unit} {iteration + 1} was not finished: its weights are not saved")
-            if self._has_failed or (iteration == 0 and self._writer.last is None):
+                error.add_note(f"the update of iteration {iteration + 1} was not finished: its weights are not saved")
+            if self._has_failed or (iteration == self._first and self._writer.last is None):
                 pass  # The disk, or the processes, would fail again; the start needs no checkpoint.
             elif self._is_whole:
-                self._report.message(f"{type(error).__name__}: saving {unit} {iteration}, within {deadline_s:g} s")
+                self._report.message(f"{type(error).__name__}: saving iteration {iteration}, within {deadline_s:g} s")
                 self.save(end=end)
             else:
                 self._writer.settle(end)
         except (Exception, Stopped) as problem:
-            error.add_note(f"{unit} {iteration} was not saved: {problem}")
+            error.add_note(f"iteration {iteration} was not saved: {problem}")
         newest = self._writer.folder.list_complete()[-1:]
-        where = [f"resumes after {unit} {n}: {self._writer.folder.path / name_checkpoint(n)}" for n in newest]
-        error.add_note(f"{self._how} {where[0] if where else f'begins with {unit} 1: there is no checkpoint yet'}")
+        where = [f"resumes after iteration {n}: {self._writer.folder.path / name_checkpoint(n)}" for n in newest]
+        error.add_note(f"{self._how} {where[0] if where else 'begins anew: there is no checkpoint yet'}")

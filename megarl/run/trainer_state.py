@@ -19,10 +19,7 @@ from megarl.types import Metrics
 
 STATE = "state.json"
 REPLAY = "replay.jsonl"
-TRACKED = (
-    *(metrics_file.FILE_NAME, metrics_file.PRETRAINING_FILE_NAME),
-    *(rollout_file.FILE_NAME, token_file.FILE_NAME),
-)
+TRACKED = (*(metrics_file.FILE_NAME, rollout_file.FILE_NAME, token_file.FILE_NAME),)
 """Files that a run appends to; a resumed run truncates them to their size at the checkpoint"""
 
 
@@ -31,6 +28,7 @@ class TrainerState:
     """The loop's state after the update of an iteration, before its weights are published and its metrics logged."""
 
     iteration: int
+    """0 is before the first update of the policy; of value pretraining's steps all but the last are below it"""
     metrics: Metrics
     """Metrics of the iteration so far"""
     num_samples: int
@@ -47,6 +45,8 @@ class TrainerState:
     """What an advantage estimator of the user's keeps, JSON; None: nothing"""
     reward: Any = None
     """What a reward of the user's keeps, JSON; None: nothing"""
+    explained: tuple[float, ...] = ()
+    """Explained variance of each step of value pretraining so far"""
 
 
 def save_trainer_state(directory: Path, state: TrainerState) -> None:
@@ -70,7 +70,8 @@ def load_trainer_state(directory: Path) -> TrainerState:
         sampler, groups = content["source"]["sampler"], content.pop("source")["groups"]
         source = SourceState(sampler, replay, GroupState(groups["first"], tuple(groups["taken"]), groups["next_place"]))
         moments = RunningMoments(**content.pop("reward_moments"))
-        return TrainerState(**content, reward_moments=moments, source=source)
+        explained = tuple(content.pop("explained"))
+        return TrainerState(**content, reward_moments=moments, source=source, explained=explained)
     except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
         raise CheckpointError(f"{directory / STATE}: is not the state of a run: {error!r}") from error
 

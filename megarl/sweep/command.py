@@ -13,14 +13,7 @@ from megarl.report.sweep import format_outcomes, load_sweep
 from megarl.run.command import end_with_config_error
 from megarl.run.resume import quote
 from megarl.run.signals import Stopped, stopping_on_signals
-from megarl.sweep.slurm import (
-    RefusedError,
-    check_notice,
-    list_live_jobs,
-    submit_pretrainings,
-    submitting,
-    wait_for_live_jobs,
-)
+from megarl.sweep.slurm import RefusedError, check_notice, list_live_jobs, submitting, wait_for_live_jobs
 
 SWEEP_DIR = "hydra.sweep.dir="
 EXIT_FAILED = 1
@@ -81,7 +74,6 @@ def start_runs(start: Callable[[], object], sweep_dir: Path) -> None:
     check_notice([text for text in sys.argv[1:] if not text.startswith("-")])
     with submitting(sweep_dir):
         wait_for_live_jobs(sweep_dir)
-        sys.argv[1:] += submit_pretrainings(sys.argv[1:], sweep_dir)
         start()
 
 

@@ -19,12 +19,10 @@ from megarl.run.command import Results, format_results, list_overrides
 from megarl.run.ended import write_if_ours
 from megarl.run.resume import quote
 from megarl.sweep.process import LOG, explain_exit, run_process
-from megarl.sweep.sharing import OTHERS_DEADLINE_S, share_pretraining
 
 SLURM_SCRIPT = (Path(__file__).resolve().parents[1] / "slurm").resolve() / "train.sh"
 END_MARGIN_S = 60.0
 """Time for the processes of a run to end, beyond its own deadlines"""
-TRAIN, PRETRAIN = "train", "pretrain_value"
 HOME_VARIABLE = "MEGARL_HOME"
 """Environment variable: the repository's folder, for slurm/train.sh"""
 
@@ -32,7 +30,7 @@ HOME_VARIABLE = "MEGARL_HOME"
 def run_one() -> Results | None:
     """The composed run's results; None where it failed. Raises Stopped for a signal, once the run has ended."""
     hydra = HydraConfig.get()
-    run_dir, sweep_dir = Path(hydra.runtime.output_dir), Path(hydra.sweep.dir).resolve()
+    run_dir = Path(hydra.runtime.output_dir)
     known = read_outcome(run_dir)
     if known is not None and known.state is State.done:
         _say(f"{run_dir.name}: already done: {format_results(known.results)}")
@@ -47,12 +45,10 @@ def run_one() -> Results | None:
     runner = Runner(config, on_slurm=hydra.runtime.choices.get("hydra/launcher", "") == "slurm")
     arguments = resume_arguments(run_dir, config, overrides)
     if arguments is None:
-        taken = share_pretraining(config, overrides, sweep_dir, runner.pretrain, _say, wait_s=runner.wait_s)
         arguments = [*overrides, f"hydra.run.dir={quote(run_dir)}"]
-        arguments += [f"++algo.value_pretrain.taken_from={quote(taken)}"] if taken else []
     write_if_ours(run_dir, None)
     _say(f"{run_dir.name}: {'resumes' if arguments[0].startswith('resume=') else 'starts'}; {run_dir / LOG}")
-    code = runner.run(TRAIN, arguments, run_dir)
+    code = runner.run(arguments, run_dir)
     outcome = read_outcome(run_dir)
     if outcome is None or (code != 0 and outcome.state is State.done):
         outcome = Outcome(State.failed, explain_exit(code, run_dir / LOG))
@@ -74,26 +70,16 @@ class Runner:
             cluster.call_deadline_s + config.checkpoint.stop_deadline_s + cluster.shutdown_deadline_s + END_MARGIN_S
         )
 
-    @property
-    def wait_s(self) -> float:
-        """How long to wait for another run's value pretraining: not at all on Slurm, where it is a job of its own."""
-        return 0.0 if self.on_slurm else OTHERS_DEADLINE_S
-
-    def run(self, name: str, arguments: Sequence[str], folder: Path) -> int:
-        """Run `python -m megarl.NAME` with these arguments; returns the exit code.
+    def run(self, arguments: Sequence[str], folder: Path) -> int:
+        """Run `python -m megarl.train` with these arguments; returns the exit code.
 
         Signals are passed on: train.sh queues the job again after SIGUSR1, which Slurm sends before the time limit.
         """
-        command = [sys.executable, "-m", f"megarl.{name}", *arguments]
+        command = [sys.executable, "-m", "megarl.train", *arguments]
         if self.on_slurm:
             home = f"{HOME_VARIABLE}={SLURM_SCRIPT.parents[1]}"
-            command = ["env", home, "bash", str(SLURM_SCRIPT), f"--command={name}", *arguments]
+            command = ["env", home, "bash", str(SLURM_SCRIPT), "--command=train", *arguments]
         return run_process(command, folder / LOG, self.stop_deadline_s)
-
-    def pretrain(self, overrides: Sequence[str], folder: Path) -> str | None:
-        """Run value pretraining; returns why it failed, None where it succeeded."""
-        code = self.run(PRETRAIN, [*overrides, f"hydra.run.dir={quote(folder)}"], folder)
-        return explain_exit(code, folder / LOG) if code else None
 
 
 def resume_arguments(run_dir: Path, config: Config, overrides: Sequence[str]) -> list[str] | None:

@@ -1,7 +1,7 @@
-"""A sweep's jobs on Slurm: those of its runs, and those of value pretraining, on which they depend.
+"""A sweep's jobs on Slurm.
 
-All are submitted with the parameters of hydra-submitit-launcher, and SWEEP_DIR/.jobs.jsonl has their ids: the same
-command again waits for those that are still in the queue. A run whose value pretraining has failed does its own.
+They are submitted by hydra-submitit-launcher, and SWEEP_DIR/.jobs.jsonl has their ids: the same command again waits for
+those that are still in the queue.
 """
 
 import contextlib
@@ -19,19 +19,13 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from megarl.config.errors import ConfigError
-from megarl.config.load import expand_sweep, load_config
 from megarl.config.schema.root import register
 from megarl.config.search_path import CONF_DIR
-from megarl.sweep.run import Runner
-from megarl.sweep.sharing import find_folder, is_complete, share_pretraining
 
 JOBS = ".jobs.jsonl"
 ASK_S, POLL_S, NUM_TRIES = 30.0, 5.0, 20
 """How long squeue may take, how long to wait before it is asked again, and how often where it fails"""
-DEPENDENCY = "++hydra.launcher.additional_parameters.dependency="
 OF_THE_PLUGIN = ("_target_", "submitit_folder")
-OF_ALL_EXECUTORS = ("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes", "name")
-"""Parameters that submitit takes without the executor's name as a prefix"""
 
 
 class RefusedError(BaseException):
@@ -135,31 +129,6 @@ def check_notice(overrides: Sequence[str]) -> None:
         )
 
 
-def submit_pretrainings(arguments: Sequence[str], sweep_dir: Path) -> list[str]:
-    """Submit the missing value pretrainings of this command line's runs; returns the override that makes runs wait."""
-    overrides = [text for text in arguments if not text.startswith("-")]
-    missing: dict[Path, list[str]] = {}
-    for run in expand_sweep(overrides):
-        folder = find_folder(load_config(run), sweep_dir)
-        if folder is not None and not is_complete(folder):
-            missing.setdefault(folder, run)
-    if not missing:
-        return []
-    executor = build_executor(overrides, sweep_dir)
-    jobs = {folder: executor.submit(pretrain_in_job, run, sweep_dir) for folder, run in missing.items()}
-    for folder, job in jobs.items():
-        print(f"{folder.name}: value pretraining, job {job.job_id}; the runs that share it start after it", flush=True)
-    # afterany: with afterok a failed job would leave the runs in the queue forever.
-    return [f"{DEPENDENCY}'afterany:{':'.join(job.job_id for job in jobs.values())}'"]
-
-
-def pretrain_in_job(overrides: Sequence[str], sweep_dir: Path) -> None:
-    """The function that the job runs."""
-    config = load_config(overrides)
-    runner = Runner(config, on_slurm=True)
-    share_pretraining(config, overrides, sweep_dir, runner.pretrain, lambda text: print(text, flush=True))
-
-
 def compose_launcher(overrides: Sequence[str]) -> dict[str, Any]:
     """The parameters that Hydra's launcher will use, without its own folder."""
     register()
@@ -175,18 +144,3 @@ def compose_launcher(overrides: Sequence[str]) -> dict[str, Any]:
     container = OmegaConf.to_container(launcher, resolve=True)
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items() if key not in OF_THE_PLUGIN}
-
-
-def build_executor(overrides: Sequence[str], sweep_dir: Path) -> Any:
-    """submitit's executor, with the parameters that Hydra's launcher will use."""
-    import submitit
-
-    executor = submitit.AutoExecutor(folder=str(sweep_dir / ".submitit" / "%j"), cluster="slurm")
-    executor.update_parameters(
-        **{
-            key if key in OF_ALL_EXECUTORS or key == "stderr_to_stdout" else f"slurm_{key}": value
-            for key, value in compose_launcher(overrides).items()
-            if value is not None
-        }
-    )
-    return executor

@@ -3,7 +3,7 @@
 A fenced block of bash, console or python is one of:
 - run: the doctor, the planner, --help and --cfg, examples of errors, python; a console block's output is compared,
   where `...` stands for any text and a line of it for any lines;
-- composed: megarl.train, pretrain_value, evaluate and sbatch, whose overrides are checked as the command would; make,
+- composed: megarl.train, evaluate and sbatch, whose overrides are checked as the command would; make,
   pytest and the other tools, whose targets, paths and options must exist;
 - marked as neither, by a comment above the block: <!-- not run: REASON -->.
 
@@ -206,7 +206,7 @@ def normalize(words: Sequence[str]) -> list[str]:
 def find_handler(words: Sequence[str]) -> Callable[[], object] | None:
     """What runs or composes the command; None: nothing does."""
     match list(words):
-        case ["python", "-m", "megarl.train" | "megarl.pretrain_value" | "megarl.evaluate" as module, *arguments]:
+        case ["python", "-m", "megarl.train" | "megarl.evaluate" as module, *arguments]:
             if {"--cfg", "--help", "--version"} & set(arguments):
                 return lambda: expect(run_process(words))
             return lambda: compose_run(module.split(".")[1], arguments)

@@ -31,7 +31,6 @@ from typing import Any
 import psutil
 
 from megarl.report.metrics import FILE_NAME as METRICS
-from megarl.report.metrics import PRETRAINING_FILE_NAME as PRETRAINING_CURVE
 from megarl.report.metrics import load_metrics
 from megarl.report.status import FILE_NAME as STATUS
 from megarl.report.status import load_status
@@ -65,7 +64,7 @@ OVERRIDES = (
     "logger.tensorboard=false",
 )
 PRETRAINING = "value pretraining"
-"""A phase beside those of training: the update of one of its steps, which a plan's iteration then is"""
+"""A phase beside those of training: the update of one of its iterations"""
 MEASURED = ("time/", "perf/", "sync/seconds", "sync/verify_share")
 """Beginnings of the metrics that clocks decide"""
 RUN_DEADLINE_S = 600.0
@@ -144,7 +143,7 @@ def _find_child(run_dir: Path, process: str, driver: int) -> psutil.Process | No
 def wait_for_phase(run: subprocess.Popen[bytes], run_dir: Path, plan: Plan, max_staleness: int = 0) -> None:
     """Return once the run is in the planned phase of the planned iteration."""
     generates = plan.phase == "generation" and max_staleness > 0
-    phases = GENERATING if generates else (PHASES.get(plan.phase),)
+    phases = GENERATING if generates else (PHASES.get(plan.phase, PHASES["update"]),)
     end = time.monotonic() + PHASE_DEADLINE_S
     while time.monotonic() < end:
         if run.poll() is not None:
@@ -157,11 +156,7 @@ def wait_for_phase(run: subprocess.Popen[bytes], run_dir: Path, plan: Plan, max_
 
 def _is_in(run_dir: Path, plan: Plan, phases: tuple[str | None, ...]) -> bool:
     status = load_status(run_dir / STATUS)
-    if plan.phase != PRETRAINING:
-        return bool(status and status["iteration"] == plan.iteration and status["phase"] in phases)
-    curve = run_dir / PRETRAINING_CURVE
-    num_done = len(curve.read_bytes().splitlines()) if curve.is_file() else 0
-    return bool(status and status["phase"] == PHASES["update"] and num_done == plan.iteration - 1)
+    return bool(status and status["iteration"] == plan.iteration and status["phase"] in phases)
 
 
 def describe(status: dict[str, Any]) -> str:
@@ -214,7 +209,7 @@ def strike(plan: Plan, out: Path, reference: dict[str, Any], overrides: list[str
     text = log.read_text(errors="replace")
     if problem is None:
         shutil.rmtree(run_dir)
-    begun = [int(n) for n in re.findall(r"resuming from \S*iteration-(\d+)", text)]
+    begun = [int(n) for n in re.findall(r"resuming from \S*iteration-(-?\d+)", text)]
     reached = int(hit.split()[-1]) if hit else 0
     return Outcome(
         asdict(plan),
@@ -263,7 +258,7 @@ def compare(run_dir: Path, reference: dict[str, Any], complete: Mapping[int, int
         sizes = {"num_iterations": NUM_ITERATIONS, "num_groups": NUM_GROUPS, "max_staleness": max_staleness}
         return find_problem(run_dir, **sizes, complete=complete or {})
     found = json.loads(json.dumps(summarize(run_dir)))
-    wrong = [name for name in ("weights", "rollouts", "metrics", PRETRAINING) if found[name] != reference[name]]
+    wrong = [name for name in ("weights", "rollouts", "metrics") if found[name] != reference[name]]
     return f"other {', '.join(wrong)} than the run that nobody touched" if wrong else None
 
 
@@ -274,7 +269,6 @@ def summarize(run_dir: Path) -> dict[str, Any]:
         "weights": {role: hash_file(run_dir / role / "model.safetensors") for role in ("policy", "critic")},
         "rollouts": hash_file(run_dir / "rollouts.jsonl"),
         "metrics": drop_measured(lines),
-        PRETRAINING: drop_measured(load_metrics(run_dir / PRETRAINING_CURVE)),
     }
 
 
@@ -299,10 +293,10 @@ def find_problem(
     num_groups: of an iteration. complete: the journal at the kill, as `list_complete` gives it.
     """
     lines = load_metrics(run_dir / METRICS)
-    found = [line["iteration"] for line in lines]
+    found = [line["iteration"] for line in lines if line["iteration"] >= 0]
     if found != list(range(num_iterations + 1)):
         return f"metrics.jsonl has the iterations {found}"
-    oldest = max(line["rollout/staleness_max"] for line in lines[1:])
+    oldest = max(line["rollout/staleness_max"] for line in lines if line["iteration"] > 0)
     if oldest > max_staleness:
         return f"tokens of {oldest:g} versions behind were learned from"
     taken: dict[int, list[int]] = {}
@@ -356,11 +350,11 @@ def load_reference(out: Path, overrides: list[str]) -> dict[str, Any]:
         code = wait_end(start(run_dir, out / "reference.log", *overrides, f"hydra.run.dir={run_dir}"))
         if code:
             sys.exit(f"the run that nobody touches ended with {code}: see {out}/reference.log")
-        lines = load_metrics(run_dir / METRICS)[1:]
+        lines = load_metrics(run_dir / METRICS)
         usual = {
             title: max((line.get(f"time/{name}", 0.0) for line in lines), default=0.0) for title, name in PHASES.items()
         }
-        usual[PRETRAINING] = max(line["time/update"] for line in load_metrics(run_dir / PRETRAINING_CURVE))
+        usual[PRETRAINING] = usual["update"]
         path.write_text(json.dumps(summarize(run_dir) | {"seconds": usual, "overrides": overrides}))
     found = dict(json.loads(path.read_text()))
     if found["overrides"] != overrides:

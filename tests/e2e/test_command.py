@@ -54,12 +54,11 @@ def test_a_run_trains_logs_and_ends_with_the_done_line_leaving_nothing(short_pat
     assert re.fullmatch(rf"done: iterations=2 reward/heldout=0\.\d{{4}} run_dir={short_path}/run", last)
     assert "16 prompts x 16 responses = 256 samples" in output
     assert "clip(w, 0.8, 1.28) A" in output
-    lines = load_metrics(short_path / "run" / "metrics.jsonl")
-    assert [line["iteration"] for line in lines] == [0, 1, 2]
+    pretraining, lines = (found := load_metrics(short_path / "run" / "metrics.jsonl"))[:-3], found[-3:]
+    assert [line["iteration"] for line in found] == [*range(-len(pretraining), 0), 0, 1, 2]
     for name in ("reward/mean", "policy/clip_frac", "critic/explained_variance", "sync/bytes", "time/rollout"):
         assert all(name in line for line in lines[1:]), name
-    pretraining = load_metrics(short_path / "run" / "value_pretrain.jsonl")
-    assert not [name for line in lines + pretraining for name in line if name != "iteration" and not find_metric(name)]
+    assert not [name for line in found for name in line if name != "iteration" and not find_metric(name)]
     # The servers follow: what they say of their responses is what the updated policy says.
     assert all(line["mismatch/kl"] < 1e-6 < line["policy/clip_frac"] for line in lines[1:])
     assert list((short_path / "run" / "tensorboard").iterdir())

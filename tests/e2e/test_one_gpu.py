@@ -12,7 +12,6 @@ from megarl.cluster.opened import open_ray
 from megarl.config.load import load_config
 from megarl.report.metrics import load_metrics
 from megarl.run.job import RunResources
-from megarl.value_pretraining.loop import pretrain_critic
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +34,6 @@ def train(resources: RunResources, run_dir: Path, overrides: list[str]) -> list[
     """The run's metrics, without what follows from the time taken."""
     run_dir.mkdir()
     with open_trainer(resources, run_dir, overrides) as trainer:
-        pretrain_critic(trainer)
         trainer.run()
     timed = ("time/", "perf/", "sync/seconds", "sync/verify_share")
     return [
@@ -51,10 +49,11 @@ def test_memory_given_back_and_taken_again_changes_no_number_of_a_run(server, ti
         expected = train(resources, tmp_path / "kept", overrides)
         start = len(server.log_file.read_text())
         assert train(resources, tmp_path / "offloaded", [*overrides, *TURNS]) == expected
-    assert len(expected) == 3
+    assert len(expected) == 5
     asked = re.findall(r"POST (/\w+)", server.log_file.read_text()[start:])
     calls = "".join(CALLS.get(path, "") for path in asked)
     # Given back before the roles' calls; weights back, replaced, and the cache back before anything is generated.
-    # Three syncs of the loop, and one before each of the two rollouts of value pretraining but the first.
+    # Three syncs of the loop, one before each of the two rollouts of value pretraining but the first, and one before
+    # the evaluation after them.
     assert re.fullmatch("(rtbetg+){5}", calls), calls
     assert server.log_file.read_text()[start:].count('POST /release_memory_occupation HTTP/1.1" 200') == 5

@@ -17,18 +17,17 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.placement import DeviceSlot
 from megarl.mcore.worker_spec import Role
-from megarl.models.checkpoint import load_tokenizer
 from megarl.report.metrics import load_metrics
-from megarl.report.report import build_report
 from megarl.rollout.rollout_file import RolloutWriter, load_rollouts
 from megarl.rollout.tensors import build_sequences
-from megarl.run.inputs import build_critic_prompt, load_models, load_saved_rollouts, load_specs
+from megarl.run.attempts import run_job
+from megarl.run.inputs import load_models, load_specs
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
-from megarl.value_pretraining.job import pretrain_offline
 
 pytestmark = pytest.mark.slow
 
 NUM_ROLLOUTS = 8
+ALONE = (f"algo.value_pretrain.steps={NUM_ROLLOUTS}", "train.num_iterations=0")
 VOCAB = 11
 """Of model=tiny: <pad>, <bos>, <eos>, then `abcdef.=`."""
 
@@ -56,6 +55,12 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def read_curve(run_dir: Path) -> list[float]:
+    """Explained variance of each iteration."""
+    lines = load_metrics(run_dir / "metrics.jsonl")
+    return [line["critic/explained_variance"] for line in lines if "critic/loss" in line]
+
+
 @contextlib.contextmanager
 def open_critic(config, log_dir: Path):
     spec = load_specs(config, load_models(config))[Role.critic]
@@ -81,25 +86,17 @@ def compute_scores(directory: Path, sequences: list[torch.Tensor]) -> list[float
 
 def test_a_critic_learns_offline_and_its_checkpoint_gives_the_same_values_here_and_in_transformers(rollouts, tmp_path):
     overrides = ["model=tiny", "algo=vapo", f"algo.value_pretrain.rollouts={rollouts}", "logger.terminal=false"]
-    config = load_config([*overrides, f"algo.value_pretrain.steps={NUM_ROLLOUTS}"])
-    sequences = build_sequences(load_rollouts(rollouts)[0])
-    with (
-        open_critic(config, tmp_path / "logs") as critic,
-        contextlib.closing(build_report(config.logger, tmp_path, 1)) as report,
-    ):
-        summary = pretrain_offline(config, critic, report, load_saved_rollouts(config, load_models(config)))
-        values = critic.values(sequences).result()
-        critic.export_weights(tmp_path / "critic").result()
-    curve = [line["pretrain/explained_variance"] for line in load_metrics(tmp_path / "value_pretrain.jsonl")]
-    assert summary.num_rollouts == len(curve) == NUM_ROLLOUTS
-    assert summary.explained_variance == curve[-1]
+    run_job(load_config([*overrides, *ALONE]), tmp_path)
+    curve = read_curve(tmp_path)
+    assert len(curve) == NUM_ROLLOUTS
     # A new value head says 0 everywhere: nothing explained. Each value is of responses not yet learned from.
     assert abs(curve[0]) < 1e-6
     assert min(curve[-2:]) > 0.5
 
     again = load_config([*overrides, f"critic.init={tmp_path}/critic"])
+    sequences = build_sequences(load_rollouts(rollouts)[0])
     with open_critic(again, tmp_path / "logs") as critic:
-        assert torch.equal(critic.values(sequences).result(), values)
+        values = critic.values(sequences).result()
 
     # V of the state in which token t is chosen is the classifier's score of everything before t.
     rows = sequences.tokens.split(sequences.lengths.tolist())
@@ -127,29 +124,21 @@ def test_a_critic_that_reads_the_answer_explains_rewards_that_the_prompts_do_not
             writer.write(hide_letters(build_rollout(seed)), 0)
     overrides = ["model=tiny", "algo=vapo", f"algo.value_pretrain.rollouts={path}", "logger.terminal=false"]
     for text in (["data.critic_prompt='{answer}='"], []):
-        config = load_config([*overrides, f"algo.value_pretrain.steps={NUM_ROLLOUTS}", *text])
-        models = load_models(config)
-        critic_prompt = build_critic_prompt(config, models, load_tokenizer(models.checkpoint))
-        saved = load_saved_rollouts(config, models, critic_prompt)
-        with (
-            open_critic(config, tmp_path / "logs") as critic,
-            contextlib.closing(build_report(config.logger, tmp_path / str(len(text)), 1)) as report,
-        ):
-            summary = pretrain_offline(config, critic, report, saved, critic_prompt=critic_prompt)
-            critic.export_weights(tmp_path / f"critic-{len(text)}").result()
-        explained[bool(text)] = summary.explained_variance
+        run_dir = tmp_path / str(len(text))
+        run_job(load_config([*overrides, *ALONE, *text]), run_dir)
+        explained[bool(text)] = read_curve(run_dir)[-1]
     assert explained[True] > 0.5
     assert explained[False] < 0.1
-    load_models(load_config([*overrides, f"critic.init={tmp_path}/critic-0"]))
+    load_models(load_config([*overrides, f"critic.init={tmp_path}/0/critic"]))
     with pytest.raises(ConfigError, match=r"critic\.init: .*data\.critic_prompt '\{answer\}=', now None"):
-        load_models(load_config([*overrides, f"critic.init={tmp_path}/critic-1"]))
+        load_models(load_config([*overrides, f"critic.init={tmp_path}/1/critic"]))
 
 
 def start(run_dir: Path, rollouts: Path, *overrides: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "megarl.pretrain_value", "model=tiny", f"hydra.run.dir={run_dir}"),
-            *(f"algo.value_pretrain.rollouts={rollouts}", "algo.value_pretrain.steps=9"),
+            *(sys.executable, "-m", "megarl.train", "model=tiny", f"hydra.run.dir={run_dir}"),
+            *(f"algo.value_pretrain.rollouts={rollouts}", "algo.value_pretrain.steps=9", "train.num_iterations=0"),
             *("algo.value_pretrain.stop_at_explained_variance=0.2", *overrides),
         ],
         stdout=subprocess.PIPE,
@@ -165,21 +154,19 @@ def test_the_command_pretrains_offline_and_ends_with_the_done_line_leaving_nothi
     run = start(run_dir, rollouts)
     output, _ = run.communicate(timeout=300)
     assert run.returncode == 0, output
-    curve = load_metrics(run_dir / "value_pretrain.jsonl")
-    explained = [line["pretrain/explained_variance"] for line in curve]
+    explained = read_curve(run_dir)
     assert max(explained[:-1]) < 0.2 <= explained[-1]
     log = (run_dir / "train.log").read_text()
     assert "critic: starts from the policy's weights, with a new value head" in log
     assert f"out of the {NUM_ROLLOUTS} (512 responses) in {rollouts}" in log
     assert "explained variance has reached" in log
     last = output.strip().splitlines()[-1]
-    assert last == f"done: iterations={len(curve)} explained_variance={explained[-1]:.4f} run_dir={run_dir}"
+    assert last == f"done: iterations=0 reward/heldout=none run_dir={run_dir}"
     assert {f.name for f in (run_dir / "logs").iterdir()} == {"critic-0.log", "driver.log"}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {f.name for f in (run_dir / "critic").iterdir()}
     events = EventAccumulator(str(run_dir / "tensorboard"))
     events.Reload()
-    for name in ("pretrain/explained_variance", "pretrain/loss"):
-        assert [event.value for event in events.Scalars(name)] == pytest.approx([line[name] for line in curve])
+    assert [event.value for event in events.Scalars("critic/explained_variance")] == pytest.approx(explained)
     assert find_marked(tmp_path) == []
     assert find_scratch(run, tmp_path) == []
-    assert "value pretraining 1/9  pretrain/explained_variance" in output
+    assert "iteration -8/0  ev " in output

@@ -1,4 +1,4 @@
-"""A sweep with its real parts: one value pretraining, runs equal to runs alone, and the page of them."""
+"""A sweep with its real parts: runs equal to runs alone, and the page of them."""
 
 import json
 import subprocess
@@ -37,19 +37,15 @@ def read_numbers(run_dir: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.timeout(900)
-def test_a_run_of_a_sweep_whose_value_pretraining_is_a_job_of_its_own_equals_a_run_alone_and_makes_a_page(tmp_path):
+def test_a_run_of_a_sweep_equals_a_run_alone_and_makes_a_page(tmp_path):
     output = train("-m", "algo.clip_high=0.28", f"hydra.sweep.dir={tmp_path}/sweep")
     assert "1 of 1 runs done" in output
     sweep = load_sweep(tmp_path / "sweep")
     assert [run.state for run in sweep.runs] == ["done"]
-    assert len(sweep.pretrainings) == 1
     train("algo.clip_high=0.28", f"hydra.run.dir={tmp_path}/alone")
     alone, shared = tmp_path / "alone", tmp_path / "sweep" / sweep.runs[0].name
     assert read_numbers(shared) == read_numbers(alone)
     assert (shared / "rollouts.jsonl").read_bytes() == (alone / "rollouts.jsonl").read_bytes()
-    assert [line["pretrain/loss"] for line in load_metrics(shared / "value_pretrain.jsonl")] == [
-        line["pretrain/loss"] for line in load_metrics(alone / "value_pretrain.jsonl")
-    ]
     for role in ("policy", "critic"):
         theirs, ours = (load_file(folder / role / "model.safetensors") for folder in (alone, shared))
         assert theirs.keys() == ours.keys()

@@ -51,13 +51,10 @@ class Disturbance:
 def summarize(run_dir: Path) -> dict[str, Any]:
     """What two equal runs have in common."""
     timed = ("time/", "perf/")
-    curves = {
-        name: [{k: v for k, v in line.items() if not k.startswith(timed)} for line in load_metrics(run_dir / name)]
-        for name in ("metrics.jsonl", "value_pretrain.jsonl")
-    }
+    lines = load_metrics(run_dir / "metrics.jsonl")
     weights = {role: (run_dir / role / "model.safetensors").read_bytes() for role in ("policy", "critic")}
     return {
-        **curves,
+        "metrics.jsonl": [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines],
         **weights,
         "rollouts": (run_dir / "rollouts.jsonl").read_bytes(),
         "tokens": (run_dir / "tokens.jsonl").read_bytes(),

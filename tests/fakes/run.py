@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fakes.backend import Done, FakeBackend
+from fakes.backend import FakeBackend
 from fakes.rollout import FakeClient, FakeEngine, FakeServers, FakeSync
 from megarl.cluster.opened import Cluster
 from megarl.config.load import load_config
@@ -28,8 +28,6 @@ from megarl.task.reward import AsyncReward
 from megarl.task.scorer import Scorer
 from megarl.trainer import Trainer, TrainerComponents
 from megarl.types import Prompt, Response, RewardFunction, Score
-from megarl.value_pretraining import job as pretraining_job
-from megarl.value_pretraining.loop import PretrainingSummary
 
 SMALL = (
     "model=tiny",
@@ -52,9 +50,11 @@ def reward_length(_prompt: Prompt, response: Response) -> Score:
 
 @functools.cache
 def _load(overrides: tuple[str, ...]) -> tuple[Config, Inputs]:
-    # What evaluates has no effect on saved responses.
+    # What evaluates has no effect on saved responses, and what trains the policy none where there is none.
     is_saved = any(text.startswith("rollout.file=") for text in overrides)
-    config = load_config([*(text for text in SMALL if not (is_saved and "eval" in text)), *overrides])
+    is_alone = "train.num_iterations=0" in overrides and any("value_pretrain.rollouts=" in text for text in overrides)
+    dead = ("eval",) * is_saved + ("policy.",) * is_alone
+    config = load_config([*(text for text in SMALL if not any(name in text for name in dead)), *overrides])
     return config, load_inputs(config)
 
 
@@ -148,7 +148,7 @@ class World:
     ) -> TrainerComponents:
         """With rollout.file: the roles alone."""
         roles = {role: FakeBackend(spec, self.note) for role, spec in inputs.specs.items()}
-        recorder = open_token_recorder(stack, config, inputs, roles[Role.policy], run_dir)
+        recorder = open_token_recorder(stack, config, inputs, roles.get(Role.policy), run_dir)
         self.components.append(build_saved_components(roles, inputs, report, recorder))
         return self.components[-1]
 
@@ -171,19 +171,11 @@ class World:
         monkeypatch.setattr(attempts, "load_inputs", lambda _config: inputs)
         return attempts.run_job(config, run_dir, **keys)
 
-    def pretrain(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, overrides: Sequence[str]) -> PretrainingSummary:
-        """`megarl.value_pretraining.job.run_value_pretraining` of this configuration over the fakes."""
-        monkeypatch.setattr(pretraining_job, "open_resources", self.open_resources)
-        monkeypatch.setattr(pretraining_job, "open_components", self.open_components)
-        monkeypatch.setattr(pretraining_job, "open_ray", lambda *_args: contextlib.nullcontext())
-        monkeypatch.setattr(pretraining_job, "WorkerGroup", lambda spec, *_args: FakeGroup(spec, self.note))
-        return pretraining_job.run_value_pretraining(load(overrides)[0], run_dir)
 
-
-class FakeGroup(FakeBackend):
-    """A role that is started and closed by who uses it."""
-
-    def start(self) -> Done[str]:
-        return Done("a table")
-
-    def close(self) -> None: ...
+def pretrain(trainer: Trainer) -> list[float]:
+    """The iterations up to 0; the explained variance of each."""
+    trainer.publish_and_evaluate()
+    while trainer.iteration < 0:
+        trainer.train(trainer.iteration + 1)
+        trainer.publish_and_evaluate()
+    return list(trainer.explained)

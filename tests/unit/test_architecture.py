@@ -23,14 +23,12 @@ LAYERS = (
     {"sync"},
     {"cluster", "run.inputs", "run.command", "run.recovery", "run.resume", "run.trainer_state", "run.ended"},
     {"run.saving"},
-    {"value_pretraining.inputs", "experience"},
-    {"value_pretraining.checkpoints"},
-    {"trainer", "plan", "sweep", "value_pretraining.result"},
-    {"value_pretraining.loop"},
+    {"experience"},
+    {"trainer", "plan", "sweep"},
     {"run.job", "run.evaluation"},
-    {"value_pretraining.job", "run.attempts"},
+    {"run.attempts"},
     {"run.recorded"},
-    {"pretrain_value", "evaluate", "serve", "api", "new"},
+    {"evaluate", "serve", "api", "new"},
     {"train", "cli"},
 )
 """Rooms from the bottom up; of a room that stands both below and above others, its modules. A room imports itself and

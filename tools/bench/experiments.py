@@ -57,7 +57,6 @@ from megarl.run.signals import stopping_on_signals
 from megarl.run.terminal import show_warnings
 from megarl.trainer import Trainer, TrainerComponents
 from megarl.types import Experience, Metrics, Rollout, Sample, TrainingSamples
-from megarl.value_pretraining.loop import pretrain_critic
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = Path(__file__).with_suffix("")
@@ -158,6 +157,8 @@ class RecordingTrainer(Trainer):
 
     def collect(self, iteration: int) -> tuple[Rollout, Metrics]:
         rollout, metrics = super().collect(iteration)
+        if iteration <= 0:
+            return rollout, metrics
         found, add = rollout.samples, self.series
         counted = [s for s in found if s.score.details.get("counted", 1.0)]
         right = [s.score.details.get("right", float(s.score.correct)) for s in counted]
@@ -246,7 +247,6 @@ def train_once(wanted: Wanted, config: Config, out: Path, hosts: RunResources) -
         stack.enter_context(show_warnings(report.message))
         components = stack.enter_context(open_components(config, inputs, hosts, run_dir, report))
         trainer = RecordingTrainer(config, components, experiment.arms[name])
-        pretrain_critic(trainer)
         trainer.run()
     lines = [line for line in load_metrics(run_dir / "metrics.jsonl") if "reward/heldout" in line]
     heldout = tuple((int(line.get("sampling/total_samples", 0)), line["reward/heldout"]) for line in lines)

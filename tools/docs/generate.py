@@ -66,7 +66,7 @@ METRICS_INTRODUCTION = """\
 Every number that a run logs, under the same name in `metrics.jsonl`, TensorBoard, Weights & Biases and MLflow
 ([monitoring](monitoring.md)). An iteration has those that are defined for it: without a critic there is no `critic/*`,
 and held-out rewards only where `train.eval_every` is due.
-The `pretrain/*` are in `value_pretrain.jsonl`. Formulas: [algorithms](algorithms.md#diagnostics). A name that ends in
+Formulas: [algorithms](algorithms.md#diagnostics). A name that ends in
 `_max` is the largest of the iteration's optimizer steps, and every other number of them is their mean.
 """
 

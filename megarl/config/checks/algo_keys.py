@@ -106,7 +106,7 @@ def _list_critic_keys(algo: AlgoConfig) -> list[tuple[bool, Dead]]:
     no_critic = f"under algo.advantage={algo.advantage}, which has no critic; it counts with {with_critic}"
     pretrains = not critic or algo.value_pretrain.num_steps > 0
     no_pretraining = "without value pretraining; it counts with algo.value_pretrain.enabled=true and steps above 0"
-    details = ("patience", "rollouts", "stop_at_explained_variance", "taken_from")
+    details = ("patience", "rollouts", "stop_at_explained_variance")
     return [
         (critic, Dead(("critic", "algo.value_loss_agg_mode"), no_critic)),
         (critic, Dead(("algo.value_clip", "algo.value_pretrain.enabled"), no_critic, switch=True, refused=is_on)),

@@ -129,7 +129,11 @@ def _check_each_size(config: Config) -> Iterator[str]:
         "data.prompt_length": config.data.prompt_length,
         "rollout.response_length": config.rollout.response_length,
     }
+    if train.num_iterations == 0 and needs_critic(config.algo) and config.algo.value_pretrain.num_steps > 0:
+        del positive["train.num_iterations"]
     bad = [f"{key}: found {v}; it must be 1 or more" for key, v in positive.items() if v is not None and v < 1]
+    if positive.get("train.num_iterations") == 0:
+        bad.append("train.num_iterations: 0 is value pretraining alone, and there is none: algo.value_pretrain.enabled")
     if not bad and train.responses_per_prompt > MAX_SAMPLES:
         bad = [f"train.responses_per_prompt: found {train.responses_per_prompt}; it must be {MAX_SAMPLES} at most"]
     yield from bad

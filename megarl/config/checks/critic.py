@@ -28,10 +28,10 @@ def check_critic(config: Config) -> Iterator[str]:
             f"policy.frozen_iterations: found {frozen} with algo.advantage={config.algo.advantage}, which has no critic"
             " that could learn meanwhile; it must be 0"
         )
-    elif frozen >= iterations:
+    elif frozen >= iterations > 0:
         yield (
             f"policy.frozen_iterations: found {frozen} with train.num_iterations={iterations}; the policy would never"
-            f" learn: it must be below {iterations}, or 0. To train a critic alone: python -m megarl.pretrain_value"
+            f" learn: it must be below {iterations}, or 0. To train a critic alone: train.num_iterations=0"
         )
     if needs_critic(config.algo) and config.critic.value_range is not None:
         yield from _check_value_range(config, config.critic.value_range)

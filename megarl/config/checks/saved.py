@@ -38,8 +38,7 @@ def check_saved(config: Config) -> Iterator[str]:
             " chose: it must be false"
         )
     pretraining = algo.value_pretrain
-    samples = needs_critic(algo) and pretraining.num_steps > 0 and pretraining.taken_from is None
-    if samples and pretraining.rollouts is None:
+    if needs_critic(algo) and pretraining.num_steps > 0 and pretraining.rollouts is None:
         yield (
             f"algo.value_pretrain.rollouts: null found {where}; there is no server to sample the responses of value"
             f" pretraining: must be a file, such as {rollout.file}, or algo.value_pretrain.enabled=false"

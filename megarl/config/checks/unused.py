@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from megarl.algo.declarations import is_on
 from megarl.algo.registry import needs_critic
-from megarl.config.checks.algo_keys import Dead, find_dead_keys, list_declared_keys
+from megarl.config.checks.algo_keys import Dead, find_dead_keys
 from megarl.config.checks.rule import Rule
 from megarl.config.checks.saved import SAVED_RULES
 from megarl.config.checks.size_rules import SIZE_RULES, decays
@@ -138,50 +138,16 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-_NOT_PRETRAINED = (
-    *sorted(list_declared_keys() - {"algo.gamma"}),
-    *("algo.whiten_advantages", "algo.advantage_clip", "algo.surrogate", "algo.rl_loss_coef", "algo.topr"),
-    *("algo.mismatch.correction", "algo.loss_agg_mode", "algo.replay", "algo.dynamic_sampling"),
-)
-"""Of `algo`: value pretraining regresses the Monte-Carlo return, which gamma discounts, and needs none of them."""
-
 COMMAND_RULES: dict[str, tuple[Rule, ...]] = {
     "train": (
         Rule(("evaluate",), lambda c: False, "in training; it counts in python -m megarl.evaluate"),
         *SAVED_RULES,
-    ),
-    "pretrain_value": (
-        Rule(("evaluate",), lambda c: False, "in value pretraining; it counts in python -m megarl.evaluate"),
         Rule(
-            (
-                *("policy.optimizer", "policy.recompute", "policy.recompute_method", "policy.recompute_num_layers"),
-                *("policy.frozen_iterations", "policy.lora", "rollout.max_staleness", "train.num_iterations"),
-                *("train.stop_at_heldout_reward", "train.reuse_logprobs"),
-                *("train.eval_every", "train.num_eval_prompts", "logger.num_logged_samples"),
-                *("logger.num_token_records", "logger.token_record_kb", "logger.token_passes"),
-                *(f"checkpoint.{name}" for name in ("keep_last", "keep_best", "best_metric", "max_restarts")),
-                *_NOT_PRETRAINED,
-            ),
-            lambda c: False,
-            "in value pretraining, which leaves the policy as it is; it counts in python -m megarl.train",
-        ),
-        Rule(
-            ("rollout.file",),
-            lambda c: False,
-            "in value pretraining, which learns from algo.value_pretrain.rollouts; it counts in python -m megarl.train",
-            switch=True,
-        ),
-        Rule(
-            ("algo.value_pretrain.taken_from",),
-            lambda c: False,
-            "in value pretraining, whose result it names; it counts in python -m megarl.train",
-            switch=True,
-        ),
-        Rule(
-            ("reward", "policy", "reference", "logger.save_rollouts", "train.max_samples"),
-            lambda c: c.algo.value_pretrain.rollouts is None,
-            "where the critic learns from saved rollouts, whose scores are in the file; it counts with"
+            ("policy", "reference", "reward", "rollout.file", "logger.save_rollouts", "train.max_samples"),
+            lambda c: not c.has_critic_alone,
+            "where the critic alone learns, from saved rollouts; it counts with train.num_iterations above 0 or with"
             " algo.value_pretrain.rollouts=null",
+            switch=True,
             but=("reward.wrong",),
         ),
     ),

@@ -138,7 +138,7 @@ class ReplayConfig:
 
 @dataclass
 class ValuePretrainConfig:
-    """Critic updates towards the Monte-Carlo return before the first policy update, with the policy frozen."""
+    """Iterations 1 - steps to 0: critic updates towards the Monte-Carlo return, with the policy frozen."""
 
     enabled: bool = False
     """Whether the critic is pretrained. Presets of algorithms set this; presets of models set `steps`."""
@@ -153,14 +153,15 @@ class ValuePretrainConfig:
     """Rise of the explained variance over `patience` iterations that is worth going on."""
     stop_at_explained_variance: float | None = None
     """End once the explained variance of a rollout not yet trained on reaches this; null: no such threshold."""
-    taken_from: str | None = None
-    """RUN_DIR of a `python -m megarl.pretrain_value` with the same settings as here: training continues from its
-    result as if this run had computed it. A sweep sets this key."""
 
     @property
     def num_steps(self) -> int:
         """Maximum number of iterations of value pretraining; 0 where there is none."""
         return self.steps if self.enabled else 0
+
+    def count_step(self, iteration: int) -> int:
+        """The number, from 1, of the step that is in this iteration, which is 0 or less."""
+        return self.num_steps + iteration
 
 
 @dataclass

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 @dataclass
 class CheckpointConfig:
     save_every: int | None = 20
-    """Iterations between checkpoints in RUN_DIR/checkpoints, and steps between those of value pretraining in
-    RUN_DIR/value_pretraining; one more comes after the last iteration, after value pretraining, when the run is
-    asked to stop and when it fails. null: neither checkpoints nor a journal of rollouts, so that the run cannot be
-    resumed."""
+    """Iterations between checkpoints in RUN_DIR/checkpoints; one more comes after the last iteration, after value
+    pretraining, when the run is asked to stop and when it fails. null: neither checkpoints nor a journal of rollouts,
+    so that the run cannot be resumed."""
     keep_last: int = 2
     """Number of newest checkpoints to keep; older ones are removed once a newer one is complete."""
     keep_best: int = 0

@@ -59,6 +59,17 @@ class Config:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     """Where metrics go besides metrics.jsonl."""
 
+    @property
+    def has_critic_alone(self) -> bool:
+        """Whether the critic learns from saved rollouts and nothing else runs: no policy, reward and server."""
+        pretraining = self.algo.value_pretrain
+        return self.train.num_iterations == 0 and pretraining.num_steps > 0 and pretraining.rollouts is not None
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether training generates responses."""
+        return self.rollout.file is None and not self.has_critic_alone
+
 
 @functools.cache
 def register() -> None:

@@ -29,7 +29,8 @@ class EvalSetConfig:
 @dataclass
 class TrainConfig:
     num_iterations: int = 100
-    """Iterations of the whole training; each is a rollout and the update on its responses."""
+    """Iterations of the whole training; each is a rollout and the update on its responses. 0: value pretraining alone,
+    whose iterations come before them (algo.value_pretrain)."""
     samples_per_iteration: int | None = None
     """Responses of one iteration; the number of prompts follows: samples_per_iteration / responses_per_prompt. Only
     where prompts_per_iteration is null; null in both is 512 prompts."""

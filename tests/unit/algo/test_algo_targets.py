@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from megarl.algo.advantages import ADVANTAGES
 from megarl.algo.blocks import NonFiniteError
 from megarl.algo.diagnostics import compute_batch_metrics
-from megarl.algo.targets import compute_targets, measure_learned, monte_carlo
+from megarl.algo.targets import compute_targets, measure_learned
+from megarl.algo.value_pretraining import build_pretraining_algo
 from megarl.config.schema.algo_choices import AdvantageStd, KLEstimator, StdOf
 
 LIMIT = 20
@@ -148,7 +149,7 @@ def test_value_pretraining_regresses_monte_carlo_returns():
     e = make_experience([0], [3], [1.0], [False], 0, holes=False)
     algo = configure(lambda_critic=0.5)
     assert not torch.allclose(compute_targets(e, algo, 0.0)[0].returns, torch.ones(1, 3, dtype=torch.float64))
-    returns = compute_targets(e, monte_carlo(algo), 0.0)[0].returns
+    returns = compute_targets(e, build_pretraining_algo(algo), 0.0)[0].returns
     torch.testing.assert_close(returns, torch.ones(1, 3, dtype=torch.float64))
     assert algo.lambda_critic == 0.5
 

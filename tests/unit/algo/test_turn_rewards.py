@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from megarl.algo.declarations import AdvantageInputs
 from megarl.algo.rewards import compute_shaped_rewards, compute_turn_rewards, update_reward_moments
 from megarl.algo.statistics import RunningMoments
-from megarl.algo.targets import compute_targets, monte_carlo
+from megarl.algo.targets import compute_targets
+from megarl.algo.value_pretraining import build_pretraining_algo
 
 LIMIT = 20
 SCOPES = ["none", "batch", "group"]
@@ -102,7 +103,7 @@ def test_gae_across_observations_is_that_of_five_episodes_by_hand(poison):
 
 
 def test_value_pretraining_learns_the_rewards_that_are_still_to_come():
-    returns = compute_targets(conversation(), monte_carlo(configure()), 0.0)[0].returns
+    returns = compute_targets(conversation(), build_pretraining_algo(configure()), 0.0)[0].returns
     close(returns, [[1.0, 1.0, 0.0, 0.0, 0.7, 0.7]])
 
 

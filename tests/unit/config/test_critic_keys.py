@@ -98,8 +98,3 @@ def test_what_a_preset_says_of_a_critic_counts_for_nobody_without_one() -> None:
     config = load_config(["algo=grpo"])
     config.critic.value_range = [3.0, 2.0]
     assert list(check_critic(config)) == []
-
-
-def test_value_pretraining_has_no_frozen_policy() -> None:
-    with pytest.raises(ConfigError, match="leaves the policy as it is"):
-        load_config(["algo=vapo", "policy.frozen_iterations=3"], "pretrain_value")

@@ -6,8 +6,6 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.placement import check_cluster, find_server_offload, list_groups
 from megarl.run.command import format_results
-from megarl.sweep.sharing import list_pretraining_overrides
-from megarl.value_pretraining.inputs import find_differing, list_pretraining_inputs
 
 FILE = "rollout.file=runs/a/rollouts.jsonl"
 TOPR = ("model=tiny", "algo=topr", FILE)
@@ -102,11 +100,3 @@ def test_all_devices_are_the_roles():
 def test_a_reward_that_nobody_measured_is_shown_as_none():
     assert format_results({"iterations": 3, "reward/heldout": float("nan")}) == "iterations=3 reward/heldout=none"
     assert format_results({"iterations": 3, "reward/heldout": 0.5}) == "iterations=3 reward/heldout=0.5000"
-
-
-def test_a_sweep_shares_the_value_pretraining_of_runs_on_a_file():
-    given = ["model=tiny", "algo=vapo", "algo.mismatch.correction=tis", "algo.value_pretrain.rollouts=r.jsonl", FILE]
-    config = load_config([*given, "algo.clip_high=0.3"])
-    shared = list_pretraining_overrides(config, given)
-    assert shared == ["model=tiny", "algo=vapo", "algo.value_pretrain.rollouts=r.jsonl"]
-    assert find_differing(list_pretraining_inputs(load_config(shared, "pretrain_value")), config) == []

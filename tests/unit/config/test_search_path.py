@@ -9,7 +9,6 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import check_overrides, expand_sweep, list_left_out, list_options, load_config
 from megarl.config.search_path import CONF_DIR, list_config_dirs, take_config_dirs
 from megarl.run.resume import save_run, take_resume
-from megarl.sweep.sharing import list_pretraining_overrides
 
 
 @pytest.fixture
@@ -94,13 +93,13 @@ def test_every_group_has_the_users_files_and_an_experiment_may_choose_them(mine)
     assert (config.reward.path, config.environment.max_turns) == ("r.py:score", 2)
 
 
-@pytest.mark.parametrize("command", ["pretrain_value", "train"])
+@pytest.mark.parametrize("command", ["evaluate", "train"])
 def test_an_experiment_may_have_keys_that_only_another_command_reads(mine, command):
     (mine / "experiment" / "both.yaml").write_text("# @package _global_\ntrain: {num_iterations: 7}\n")
     path = take_config_dirs([f"--config-dir={mine}"])
     assert load_config([*path, "experiment=both"], command).train.num_iterations == 7
-    if command == "pretrain_value":
-        with pytest.raises(ConfigError, match="has no effect in value pretraining"):
+    if command == "evaluate":
+        with pytest.raises(ConfigError, match="has no effect in an evaluation"):
             load_config([*path, "experiment=both", "train.num_iterations=7"], command)
 
 
@@ -116,7 +115,6 @@ def test_sweeps_and_resumed_runs_keep_the_directory(mine, tmp_path):
     assert expand_sweep(overrides) == [[path, "algo=mine", f"algo.clip_high={clip}"] for clip in ("0.3", "0.4")]
     check_overrides(overrides)
     config = load_config([path, "algo=mine"])
-    assert path in list_pretraining_overrides(config, [path, "algo=mine"])
     save_run(tmp_path / "run", config, [path, "algo=mine"])
     assert json.loads((tmp_path / "run" / "run.json").read_text())["overrides"] == [path, "algo=mine"]
     arguments, _ = take_resume([f"resume={tmp_path / 'run'}"])

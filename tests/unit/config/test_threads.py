@@ -37,8 +37,7 @@ STALE = ("rollout.max_staleness=1", "algo.mismatch.correction=tis")
         (STALE, 2, "train", Threads(1, 1)),
         (("algo=grpo", *STALE), 2, "train", Threads(1, 1)),
         (("algo=grpo",), 7, "evaluate", Threads(7, 7)),
-        ((), 16, "pretrain_value", Threads(8, 16)),
-        (("algo.value_pretrain.rollouts=/x.jsonl",), 16, "pretrain_value", Threads(16, 16)),
+        (("algo.value_pretrain.rollouts=/x.jsonl", "train.num_iterations=0"), 16, "train", Threads(16, 16)),
         # GPUs are counted: the threads have no effect on them.
         (("cluster.gpus_per_node=8", "cluster.placement=split"), 64, "train", Threads(1, 1)),
     ],

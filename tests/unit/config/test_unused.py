@@ -34,7 +34,7 @@ LIVE = {
     "tether.initial": set(),
     "value_pretrain.enabled": CRITIC,
     "value_pretrain.steps": PRETRAINED,
-    **{f"value_pretrain.{name}": PRETRAINED for name in ("patience", "min_improvement", "rollouts", "taken_from")},
+    **{f"value_pretrain.{name}": PRETRAINED for name in ("patience", "min_improvement", "rollouts")},
     "value_pretrain.stop_at_explained_variance": PRETRAINED,
     "length_alpha": ADAPTIVE,
     "lambda_min": ADAPTIVE,
@@ -79,7 +79,6 @@ VALUES = {
     **{"dynamic_sampling.enabled": "true", "replay.num_iterations": "2", "value_loss_agg_mode": "token-mean"},
     **{"value_pretrain.rollouts": "x.jsonl", "value_pretrain.patience": "3", "value_pretrain.steps": "3"},
     "value_pretrain.enabled": "true",
-    "value_pretrain.taken_from": "x",
     **{"advantage_std": "batch", "std_of": "centered", "overlong.buffer": "8", "overlong.filter_critic": "true"},
     **{"kl.reward_estimator": "k1", "kl.target": "0.1", "kl.horizon": "1000", "kl.loss_estimator": "k2"},
     "kl.target_agg_mode": "token-mean",
@@ -198,16 +197,15 @@ def test_another_advantage_under_a_preset_with_a_critic_asks_for_nothing_that_is
 
 
 def test_each_command_has_its_own_dead_keys():
-    assert "leaves the policy as it is" in problems_of("algo.clip_high=0.3", command="pretrain_value")
-    load_config(["critic.optimizer.lr=1e-3"], "pretrain_value")
     assert "trains nothing" in problems_of("policy.optimizer.lr=1e-3", command="evaluate")
     load_config(["evaluate.num_samples=2"], "evaluate")
 
 
 def test_the_reward_of_a_wrong_answer_counts_wherever_something_is_learned_from_it():
-    saved = ["algo.value_pretrain.rollouts=r.jsonl"]
-    assert load_config([*saved, "reward.wrong=-1"], "pretrain_value").reward.wrong == -1
-    assert "scores are in the file" in problems_of(*saved, "reward.tolerance=1.5", command="pretrain_value")
+    alone = ["algo.value_pretrain.rollouts=r.jsonl", "train.num_iterations=0"]
+    assert load_config([*alone, "reward.wrong=-1"]).reward.wrong == -1
+    for key in ("reward.tolerance=1.5", "logger.save_rollouts=true", "policy.dtype=float32", "train.max_samples=9"):
+        assert "where the critic alone learns" in problems_of(*alone, key)
     assert "trains nothing" in problems_of("reward.wrong=-1", command="evaluate")
 
 

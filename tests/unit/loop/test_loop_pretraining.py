@@ -1,6 +1,5 @@
-"""Value pretraining over the fakes (tests/fakes): online with a trainer's parts, and from saved rollouts."""
+"""Value pretraining over the fakes (tests/fakes): the loop's iterations up to 0, sampled or from saved rollouts."""
 
-import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -8,21 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from fakes.backend import FakeBackend
-from fakes.run import World, load
+from fakes.run import World, pretrain
 
-from megarl.mcore.worker_spec import Role
+from megarl.checkpoint.manifest import CheckpointError
 from megarl.report.metrics import load_metrics
-from megarl.report.report import build_report
 from megarl.rollout.rollout_file import load_rollouts
-from megarl.run.inputs import load_models, load_saved_rollouts
 from megarl.run.signals import Stopped, stopping_on_signals
 from megarl.types import Prompt, Response, Score
-from megarl.value_pretraining.job import pretrain_offline
-from megarl.value_pretraining.loop import pretrain_critic
 
 VAPO = ("algo=vapo", "algo.value_pretrain.patience=null", "critic.optimizer.lr=0.2", "logger.save_rollouts=true")
 STEPS = "algo.value_pretrain.steps=8"
+ALONE = (*VAPO, STEPS, "train.num_iterations=0")
 
 
 def reward_letter(prompt: Prompt, _response: Response) -> Score:
@@ -35,19 +30,22 @@ def test_it_explains_heldout_returns_and_leaves_the_policy_bit_identical(tmp_pat
     with world.open_trainer(tmp_path, [*VAPO, STEPS]) as trainer:
         policy, critic = trainer.components.policy, trainer.components.critic
         before, critic_before = policy.copy_weights(), critic.copy_weights()
-        summary = pretrain_critic(trainer)
+        curve = pretrain(trainer)
         assert all(torch.equal(x, before[name]) for name, x in policy.copy_weights().items())
         assert not any(torch.equal(x, critic_before[name]) for name, x in critic.copy_weights().items())
         assert trainer.num_samples == 8 * 24
         keys = [key for key, _ in trainer.components.engine.asked]
-    assert keys == [f"pretraining-{step}" for step in range(1, 9)]
+    assert keys[:8] == [f"pretraining-{step}" for step in range(1, 9)]
+    assert keys[8].startswith("evaluation-0")
     # Each value is of a rollout that the critic had not trained on; a new value head explains nothing.
-    curve = [line["pretrain/explained_variance"] for line in load_metrics(tmp_path / "value_pretrain.jsonl")]
-    assert len(curve) == summary.num_rollouts == 8
+    lines = load_metrics(tmp_path / "metrics.jsonl")
+    assert [line["iteration"] for line in lines] == list(range(-8, 1))
+    assert [line["critic/explained_variance"] for line in lines[1:]] == curve
+    assert all("critic/loss" in line and "policy/loss" not in line for line in lines[1:])
     assert curve[0] == pytest.approx(0, abs=1e-6)
     assert min(curve[-2:]) > 0.3
-    assert summary.explained_variance == curve[-1]
     assert [verb for role, verb in world.log if role == "policy"] == []
+    assert world.log.count(("servers", "publish")) == 1
 
 
 def test_a_critic_that_has_learned_nothing_is_said_at_the_end_of_value_pretraining(
@@ -56,46 +54,43 @@ def test_a_critic_that_has_learned_nothing_is_said_at_the_end_of_value_pretraini
     given = [*VAPO, "algo.value_pretrain.steps=2", "logger.terminal=true"]
     constant = World(reward=lambda _prompt, _response: Score(0.5, False))
     with constant.open_trainer(tmp_path / "constant", given) as trainer:
-        pretrain_critic(trainer)
+        pretrain(trainer)
     assert "the critic explains nothing after value pretraining" in " ".join(capsys.readouterr().out.split())
     with World(reward=reward_letter).open_trainer(tmp_path / "letter", [*VAPO, STEPS, given[-1]]) as trainer:
-        pretrain_critic(trainer)
+        pretrain(trainer)
     assert "explains nothing" not in " ".join(capsys.readouterr().out.split())
 
 
 def test_each_step_takes_its_samples_once_in_an_order_of_its_own(tmp_path: Path) -> None:
     with World().open_trainer(tmp_path, [*VAPO, "algo.value_pretrain.steps=3"]) as trainer:
-        pretrain_critic(trainer)
+        pretrain(trainer)
         trainer.train(1)
         orders = trainer.components.critic.orders
     assert [sorted(order) for order in orders] == [list(range(24))] * 4
     assert len(set(map(tuple, orders))) == 4
 
 
-def test_it_ends_at_the_explained_variance_aimed_at(tmp_path: Path) -> None:
+def test_it_ends_at_the_explained_variance_aimed_at_and_iteration_1_comes_next(tmp_path: Path) -> None:
     given = [*VAPO, "algo.value_pretrain.steps=50", "algo.value_pretrain.stop_at_explained_variance=0.3"]
-    with World(reward=reward_letter).open_trainer(tmp_path, given) as trainer:
-        summary = pretrain_critic(trainer)
-    curve = [line["pretrain/explained_variance"] for line in load_metrics(tmp_path / "value_pretrain.jsonl")]
-    assert max(curve[:-1]) < 0.3 <= curve[-1] == summary.explained_variance
-    assert summary.num_rollouts < 50
+    with World(reward=reward_letter).open_trainer(tmp_path, [*given, "train.num_iterations=1"]) as trainer:
+        assert trainer.run().num_iterations == 1
+    lines = load_metrics(tmp_path / "metrics.jsonl")
+    *before, last = [line for line in lines[1:] if line["iteration"] <= 0]
+    assert max(line["critic/explained_variance"] for line in before) < 0.3 <= last["critic/explained_variance"]
+    assert [line["iteration"] for line in lines] == [*range(-50, -50 + len(before) + 1), 0, 1]
+    assert len(before) < 49
 
 
-def test_from_saved_rollouts_it_is_the_same_as_from_fresh_ones(tmp_path: Path) -> None:
-    online = World(reward=reward_letter)
-    with online.open_trainer(tmp_path / "online", [*VAPO, STEPS]) as trainer:
-        pretrain_critic(trainer)
-        expected = trainer.components.critic.copy_weights()
-    saved = tmp_path / "online" / "rollouts.jsonl"
-    assert len(list(load_rollouts(saved))) == 8
-    config, inputs = load([*VAPO, STEPS, f"algo.value_pretrain.rollouts={saved}"])
-    critic = FakeBackend(inputs.specs[Role.critic])
-    with contextlib.closing(build_report(config.logger, tmp_path, 1)) as report:
-        rollouts = load_saved_rollouts(config, load_models(config))
-        assert rollouts is not None
-        summary = pretrain_offline(config, critic, report, rollouts)
-    assert summary.num_rollouts == 8
-    assert all(torch.equal(x, expected[name]) for name, x in critic.copy_weights().items())
+def test_samples_and_minutes_limit_it_too_and_a_resumed_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [*VAPO, STEPS, "train.num_iterations=1"]
+    limited = World().run_job(monkeypatch, tmp_path / "run", [*given, "train.max_samples=72"])
+    assert (limited.num_iterations, limited.limit.key) == (0, "train.max_samples")
+    assert load_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["iteration"] == -5
+    World().run_job(monkeypatch, tmp_path / "run", given)
+    World().run_job(monkeypatch, tmp_path / "whole", given)
+    assert summarize(tmp_path / "run")[1:] == summarize(tmp_path / "whole")[1:]
 
 
 class Killed(BaseException):
@@ -114,14 +109,16 @@ def stop() -> None:
 def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("online")
     with pytest.MonkeyPatch.context() as patch:
-        World(reward=reward_letter).pretrain(patch, run_dir, [*VAPO, STEPS])
+        summary = World(reward=reward_letter).run_job(patch, run_dir, ALONE)
+    assert summary.num_iterations == 0
+    assert summary.heldout_reward == load_metrics(run_dir / "metrics.jsonl")[-1]["reward/heldout"]
     return run_dir
 
 
 @pytest.mark.parametrize("is_online", [True, False])
 @pytest.mark.parametrize("end", [kill, stop])
 @pytest.mark.parametrize("save_every", [1, 3])
-def test_the_job_that_is_killed_or_stopped_goes_on_to_the_same_end(
+def test_one_that_is_killed_or_stopped_goes_on_to_the_same_end(
     save_every: int,
     end: Callable[[], None],
     is_online: bool,
@@ -129,9 +126,9 @@ def test_the_job_that_is_killed_or_stopped_goes_on_to_the_same_end(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given = [*VAPO, STEPS, f"checkpoint.save_every={save_every}"]
-    if not is_online:
-        given.append(f"algo.value_pretrain.rollouts={rollouts}/rollouts.jsonl")
+    """From saved rollouts it gives what it gives from fresh ones; nothing but the critic runs then."""
+    given = [*ALONE[:3], *ALONE[-2:], f"checkpoint.save_every={save_every}"]
+    given += [] if is_online else [f"algo.value_pretrain.rollouts={rollouts}/rollouts.jsonl"]
     num_updates = 0
 
     def watch(role: str, verb: str) -> None:
@@ -142,51 +139,40 @@ def test_the_job_that_is_killed_or_stopped_goes_on_to_the_same_end(
 
     run_dir = tmp_path / "run"
     with pytest.raises(Killed if end is kill else Stopped), stopping_on_signals():
-        World(watch, reward=reward_letter).pretrain(monkeypatch, run_dir, given)
-    latest = {(1, kill): 4, (3, kill): 3}.get((save_every, end), 5)
-    assert (run_dir / "value_pretraining" / "latest").read_text() == f"iteration-{latest:06}\n"
+        World(watch, reward=reward_letter).run_job(monkeypatch, run_dir, given)
+    latest = {(1, kill): -4, (3, kill): -6}.get((save_every, end), -3)
+    assert (run_dir / "checkpoints" / "latest").read_text() == f"iteration-{latest:06}\n"
     world = World(reward=reward_letter)
-    world.pretrain(monkeypatch, run_dir, given)
-    assert sum(each == ("critic", "update") for each in world.log) == 8 - latest
-    assert not (run_dir / "value_pretraining").exists()
-    assert summarize(run_dir) == summarize(rollouts)
+    world.run_job(monkeypatch, run_dir, given)
+    assert sum(each == ("critic", "update") for each in world.log) == -latest
+    assert {role for role, _ in world.log} == {"critic", *(("policy", "servers") if is_online else ())}
+    assert summarize(run_dir)[:2] == summarize(rollouts)[:2]
 
 
-def summarize(run_dir: Path) -> tuple[list[dict[str, float]], bytes]:
-    lines = load_metrics(run_dir / "value_pretrain.jsonl")
-    curve = [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))} for line in lines]
-    return curve, (run_dir / "critic" / "model.safetensors").read_bytes()
+def summarize(run_dir: Path) -> tuple[bytes, list[tuple[float, float]], list[float]]:
+    """The critic; its curve; the iterations."""
+    lines = load_metrics(run_dir / "metrics.jsonl")
+    curve = [(line["critic/explained_variance"], line["critic/loss"]) for line in lines if "critic/loss" in line]
+    return (run_dir / "critic" / "model.safetensors").read_bytes(), curve, [line["iteration"] for line in lines]
 
 
-def test_runs_that_take_a_value_pretraining_equal_one_that_makes_its_own(
+def test_a_critic_that_learned_alone_has_no_policy_to_go_on_with(
     rollouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Metrics, weights and saved rollouts: what a sweep shares changes nothing."""
-    given = [*VAPO, STEPS, "train.num_iterations=2", "train.eval_every=2"]
-    World(reward=reward_letter).run_job(monkeypatch, tmp_path / "own", given)
-    taken = [*given, f"algo.value_pretrain.taken_from={rollouts}"]
-    world = World(reward=reward_letter)
-    world.run_job(monkeypatch, tmp_path / "taken", taken)
-    assert sum(each == ("critic", "update") for each in world.log) == 2
-    for name in ("metrics.jsonl", "value_pretrain.jsonl"):
-        own, found = (
-            [
-                {k: v for k, v in line.items() if not k.startswith(("time/", "perf/"))}
-                for line in load_metrics(tmp_path / x / name)
-            ]
-            for x in ("own", "taken")
-        )
-        assert found == own
-    for name in ("rollouts.jsonl", "policy/model.safetensors", "critic/model.safetensors"):
-        assert (tmp_path / "taken" / name).read_bytes() == (tmp_path / "own" / name).read_bytes()
+    given = [*VAPO[:-1], STEPS, f"algo.value_pretrain.rollouts={rollouts}/rollouts.jsonl"]
+    World().run_job(monkeypatch, tmp_path, [*given, "train.num_iterations=0"])
+    assert not (tmp_path / "policy").exists()
+    with pytest.raises(CheckpointError, match=r"has no policy.*critic\.init=\S*/critic algo\.value_pretrain\.enabled"):
+        World().run_job(monkeypatch, tmp_path, [*given, "train.num_iterations=1"])
 
 
 def test_training_goes_on_after_it_from_the_pretrained_critic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(reward=reward_letter)
     world.run_job(monkeypatch, tmp_path / "run", [*VAPO, STEPS, "train.num_iterations=1", "checkpoint.save_every=1"])
-    order = [(role, verb) for role, verb in world.log if verb in ("update", "publish", "begin_save")]
-    assert order[:3] == [("servers", "publish"), ("critic", "update"), ("critic", "begin_save")]
+    order = [(role, verb) for role, verb in world.log if verb in ("update", "publish")]
+    assert order[:2] == [("servers", "publish"), ("critic", "update")]
     assert order.count(("critic", "update")) == 9
     assert order.index(("policy", "update")) > max(i for i, each in enumerate(order) if each == order[1]) - 2
     lines = load_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert lines[1]["critic/explained_variance"] > 0.5
+    assert lines[-1]["critic/explained_variance"] > 0.5
+    assert len(load_rollouts(tmp_path / "run" / "rollouts.jsonl")) == 9

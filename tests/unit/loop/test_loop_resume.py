@@ -32,8 +32,7 @@ from megarl.types import Prompt, Response, Score
 
 
 def test_the_untouched_run_has_learned_and_kept_its_newest_checkpoints(untouched: dict[str, Any]) -> None:
-    assert [line["iteration"] for line in untouched["metrics.jsonl"]] == [0, 1, 2, 3, 4]
-    assert [line["iteration"] for line in untouched["value_pretrain.jsonl"]] == [1, 2, 3]
+    assert [line["iteration"] for line in untouched["metrics.jsonl"]] == [-3, -2, -1, 0, 1, 2, 3, 4]
     assert len(untouched["rollouts"].splitlines()) == (3 + 4) * 24
 
 
@@ -51,7 +50,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "update of the policy": {"role": "policy", "verb": "update", "number": 3},
     "begin of a checkpoint": {"role": "policy", "verb": "begin_save", "number": 2},
     "files of a checkpoint": {"role": "critic", "verb": "finish_save", "number": 3},
-    "sync": {"role": "servers", "verb": "publish", "number": 4},
+    "sync": {"role": "servers", "verb": "publish", "number": 3},
     "export": {"role": "policy", "verb": "export_weights", "number": 1},
 }
 
@@ -124,10 +123,9 @@ def test_a_run_that_is_asked_to_stop_saves_what_it_has_and_goes_on_to_the_same_e
         run_disturbed(monkeypatch, run_dir, Disturbance(stop, **PLACES[place]), "logger.terminal=true")
     assert stopped.value.exit_code == 128 + signal.SIGUSR1
     assert f"saved: resume={run_dir} resumes it" in " ".join(capsys.readouterr().out.split())
-    folder = run_dir / ("value_pretraining" if "pretraining" in place else "checkpoints")
     # Its newest state, whether or not checkpoint.save_every=2 asks for it.
-    reached = {"rollout of value pretraining": 1}.get(place, 2)
-    assert (folder / "latest").read_text() == f"iteration-{reached:06}\n"
+    reached = {"rollout of value pretraining": -2}.get(place, 2)
+    assert (run_dir / "checkpoints" / "latest").read_text() == f"iteration-{reached:06}\n"
     World().run_job(monkeypatch, run_dir, RUN)
     assert summarize(run_dir) == untouched
 
@@ -146,8 +144,8 @@ def test_a_stop_in_an_update_waits_for_its_end(
 
     with pytest.raises(Stopped), stopping_on_signals():
         World(watch=watch).run_job(monkeypatch, run_dir, RUN)
-    folder = run_dir / ("value_pretraining" if "pretraining" in place else "checkpoints")
-    assert (folder / "latest").read_text() == f"iteration-{at['number']:06}\n"
+    reached = at["number"] - 3 if "pretraining" in place else at["number"]
+    assert (run_dir / "checkpoints" / "latest").read_text() == f"iteration-{reached:06}\n"
     World().run_job(monkeypatch, run_dir, RUN)
     assert summarize(run_dir) == untouched
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from fakes.run import World
+from fakes.run import World, load
 from safetensors.torch import load_file
 
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.report.metrics import load_metrics
-from megarl.rollout.rollout_file import load_rollouts
+from megarl.rollout.rollout_file import NO_GROUPS, load_rollouts
+from megarl.rollout.source import PretrainingSource, SavedSource
 from megarl.trainer import Trainer
 from megarl.types import TrainingSamples
 
@@ -127,7 +128,7 @@ def test_value_pretraining_learns_from_a_file_and_training_goes_on(saved, tmp_pa
     given += ["train.responses_per_prompt=4", f"algo.value_pretrain.rollouts={saved}", f"rollout.file={saved}"]
     with pytest.MonkeyPatch.context() as patch:
         assert World().run_job(patch, tmp_path, given).num_iterations == 1
-    assert len(load_metrics(tmp_path / "value_pretrain.jsonl")) == 2
+    assert [line["iteration"] for line in load_metrics(tmp_path / "metrics.jsonl")] == [-2, -1, 0, 1]
 
 
 class Killed(BaseException):
@@ -205,3 +206,16 @@ def test_dis_weights_each_token_by_the_ratio_to_the_recorded_log_prob_or_masks_i
         assert 0 < num_masked < int(samples.mask.sum())
         step = trainer.components.policy.update(samples, [torch.arange(24)]).result()[0]
     assert step["policy/loss"] == pytest.approx(total / int(samples.mask.sum()), rel=1e-4, abs=1e-6)
+
+
+def test_value_pretraining_repeats_its_file_in_order_and_goes_on_in_it_wherever_it_was(saved, tmp_path):
+    said: list[str] = []
+    config, _ = load(["algo=vapo", "algo.value_pretrain.steps=9", f"algo.value_pretrain.rollouts={saved}"])
+    expected = [[s.prompt.id for s in rollout.samples] for rollout in load_rollouts(saved)]
+    assert len(expected) == len(set(map(tuple, expected))) > 1
+    for first in range(-8, 1):
+        source = PretrainingSource(config, SavedSource(NO_GROUPS, 1, 1), said.append)
+        for iteration in range(first, 1):
+            taken = [s.prompt.id for group in source.take(iteration, 0).fresh for s in group]
+            assert taken == expected[(iteration + 8) % len(expected)]
+    assert said[0].startswith(f"pass 1 over the {len(expected)} rollouts of {saved} is complete")

@@ -158,7 +158,7 @@ def test_data_and_rewards_that_cannot_be_used_are_named_before_ray_starts(tmp_pa
     assert not list(find_input_problems(load_job_configs([], "train")))
 
 
-@pytest.mark.parametrize(("command", "key"), [("evaluate", "algo.gamma=0.5"), ("pretrain_value", "policy.lr=1e-6")])
+@pytest.mark.parametrize(("command", "key"), [("evaluate", "algo.gamma=0.5"), ("train", "policy.lr=1e-6")])
 def test_each_command_is_checked_by_its_own_rules(command: str, key: str) -> None:
     overrides = ["data=gsm8k", key] if command == "evaluate" else [key]
     with pytest.raises(ConfigError, match=key.split("=")[0]):

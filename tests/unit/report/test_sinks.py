@@ -27,15 +27,15 @@ def build(run_dir: Path, **options: object) -> Report:
 
 
 def log_and_resume(run_dir: Path, **options: object) -> None:
-    """Iterations 0 to 2 and a step of value pretraining, then a second start that repeats iteration 2."""
+    """Iterations -1, of value pretraining, to 2, then a second start that repeats iteration 2."""
     report = build(run_dir, **options)
-    report.log_pretraining(1, 3, {"pretrain/loss": 2.5})
+    report.log(-1, {"critic/loss": 2.5})
     report.log(0, {"sync/bytes": 12})
     for iteration in (1, 2):
         report.log(iteration, {"reward/mean": iteration / 4, "length/mean": 3.0})
     report.close()
     path = run_dir / "metrics.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
     report = build(run_dir, **options)
     report.rewind(2)
     report.log(2, {"reward/mean": 0.75, "length/mean": 3.0, "reward/heldout": 0.5})
@@ -77,7 +77,7 @@ def test_wandb_offline_has_every_metric_at_its_iteration_and_a_resumed_run_keeps
         for line in read_wandb(folder)
     ]
     assert lines == [
-        {"pretrain/step": 1, "pretrain/loss": 2.5},
+        {"iteration": -1, "critic/loss": 2.5},
         {"iteration": 0, "sync/bytes": 12},
         {"iteration": 1, "reward/mean": 0.25, "length/mean": 3.0},
         {"iteration": 2, "reward/mean": 0.5, "length/mean": 3.0},
@@ -99,7 +99,7 @@ def test_mlflow_has_every_metric_and_setting_in_one_run_that_ends_finished(tmp_p
     found = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "reward/mean")]
     assert found == [(1, 0.25), (2, 0.5), (2, 0.75)]
     assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "sync/bytes")] == [(0, 12)]
-    assert run.data.metrics["pretrain/loss"] == 2.5
+    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "critic/loss")] == [(-1, 2.5)]
 
 
 @NEEDS_MLFLOW

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def build_run(name: str, **values: object) -> RunRecord:
     config = {key.replace("__", "."): value for key, value in values.items()}
     overrides = [f"{key}={value}" for key, value in config.items()]
-    return RunRecord(name, "done", "", config, overrides, [], [], [])
+    return RunRecord(name, "done", "", config, overrides, [], [])
 
 
 def write_run(folder: Path, config: dict[str, object], heldout: list[float], outcome: Outcome | None) -> None:
@@ -47,7 +47,7 @@ def test_only_the_keys_that_differ_are_parameters_and_the_seed_is_last():
 
 def test_what_a_preset_sets_beside_its_name_is_left_out_and_bookkeeping_too():
     def build(name: str, config: dict[str, object]) -> RunRecord:
-        return RunRecord(name, "done", "", config, [f"algo={config['algo.name']}", "cluster.x=1"], [], [], [])
+        return RunRecord(name, "done", "", config, [f"algo={config['algo.name']}", "cluster.x=1"], [], [])
 
     runs = [
         build("a", {"algo.name": "ppo", "algo.clip_high": 0.2, "train.responses": 1, "cluster.x": 1}),
@@ -196,9 +196,8 @@ def test_a_page_shows_every_run_escapes_all_text_and_names_what_is_missing_or_da
     assert "http" not in page.replace("http-equiv", "")
 
 
-def test_a_value_pretraining_is_no_run_of_its_own_but_its_failure_is_told(tmp_path):
-    write_run(tmp_path / "value_pretrain_ab", {"seed": 1}, [], Outcome(State.failed, "no memory"))
-    write_run(tmp_path / "a", {"seed": 1}, [0.1, 0.5], Outcome(State.done))
+def test_a_run_that_was_put_aside_is_none_of_the_sweeps_and_a_failure_is_told(tmp_path):
+    write_run(tmp_path / "a", {"seed": 1}, [0.1, 0.5], Outcome(State.failed, "no memory"))
     write_run(tmp_path / "a.aside-1", {"seed": 1}, [0.1], Outcome(State.failed))
     sweep = load_sweep(tmp_path)
     assert [run.name for run in sweep.runs] == ["a"]
@@ -206,7 +205,7 @@ def test_a_value_pretraining_is_no_run_of_its_own_but_its_failure_is_told(tmp_pa
 
 
 def test_the_table_of_the_terminal_has_a_line_per_run_with_the_reason():
-    runs = [RunRecord("a", "failed", "one\ntwo", {}, [], [{"iteration": 3, "reward/heldout": 0.25}], [], [])]
+    runs = [RunRecord("a", "failed", "one\ntwo", {}, [], [{"iteration": 3, "reward/heldout": 0.25}], [])]
     header, line = format_outcomes(runs).splitlines()
     assert header.split() == ["run", "state", "iterations", "held-out", "reward", "why"]
     assert line.split() == ["a", "failed", "3", "0.2500", "one"]

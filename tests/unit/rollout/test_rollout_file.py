@@ -335,9 +335,9 @@ def test_a_checkpoint_of_value_pretraining_makes_the_steps_up_to_it_superfluous(
     journal = Journal(tmp_path)
     for key in ("pretraining-2", "pretraining-9", "pretraining-10", "iteration-1/round-1"):
         journal.save(key, build_samples())
-    journal.forget_pretraining(through=9)
+    journal.forget(through=-1, num_steps=9)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration-1-round-1.jsonl", "pretraining-10.jsonl"]
-    journal.forget_pretraining()
+    journal.forget(through=0)
     assert [path.name for path in tmp_path.iterdir()] == ["iteration-1-round-1.jsonl"]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl import evaluate, pretrain_value, train
+from megarl import evaluate, train
 from megarl.config.load import load_config
 from megarl.config.placement import check_cluster
 from megarl.run.arguments import split_arguments
@@ -106,10 +106,9 @@ def test_a_wrong_argument_is_one_line_and_code_2(monkeypatch, capsys, word, expe
     assert not others or word.startswith(("cluster.num_nodes=", "rollout.max_staleness="))
 
 
-@pytest.mark.parametrize("module", [pretrain_value, evaluate])
 @pytest.mark.parametrize("word", ["reward=null", "=3", "seed", "", "seed=4294967296"])
-def test_the_other_commands_refuse_the_same(monkeypatch, capsys, module, word):
-    (line,) = run_main(monkeypatch, capsys, ["data=gsm8k", "reward=math", word], module).splitlines()
+def test_an_evaluation_refuses_the_same(monkeypatch, capsys, word):
+    (line,) = run_main(monkeypatch, capsys, ["data=gsm8k", "reward=math", word], evaluate).splitlines()
     assert line.startswith(f"error: {word.partition('=')[0]}" if word.strip("=3") else "error: ")
 
 

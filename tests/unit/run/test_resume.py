@@ -147,7 +147,7 @@ def test_every_key_either_may_change_or_decides_what_is_learned():
     # One key of each reason, on both sides.
     assert may >= {
         *("train.num_iterations", "train.num_eval_prompts", "policy.parallel.tp", "rollout.request_deadline_s"),
-        *("rollout.max_probe_logprob_gap", "logger.save_rollouts", "algo.value_pretrain.taken_from"),
+        *("rollout.max_probe_logprob_gap", "logger.save_rollouts", "data.critic_prompt_length"),
         *("policy.optimizer.overlap_param_gather", "cluster.hardware.memory_gib", "checkpoint.best_metric"),
     }
     assert not may & {

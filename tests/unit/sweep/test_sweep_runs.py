@@ -26,15 +26,12 @@ def read_calls(directory: Path) -> list[list[str]]:
 def test_a_failing_run_does_not_end_the_sweep_and_a_rerun_does_only_what_is_missing(tmp_path):
     first = sweep(tmp_path, "algo=vapo", "algo.clip_high=0.2,0.3,0.4,0.28")
     calls = read_calls(tmp_path)
-    assert [call[0] for call in calls] == ["megarl.pretrain_value", *["megarl.train"] * 4]
-    assert not any("clip_high" in text for text in calls[0])
+    assert [call[0] for call in calls] == ["megarl.train"] * 4
     assert first.returncode == 1, first.stdout + first.stderr
     assert "2 of 4 runs done" in first.stdout
     assert "exit code 2: model.path: nothing there" in first.stdout
     assert "killed by SIGKILL: iteration 1/80" in first.stdout
     assert "Traceback" not in first.stderr
-    shared = next(tmp_path.glob("value_pretrain_*"))
-    assert all(f"++algo.value_pretrain.taken_from='{shared}'" in call for call in calls[1:])
 
     again = sweep(tmp_path, "algo=vapo", "algo.clip_high=0.2,0.3,0.4,0.28")
     calls = read_calls(tmp_path)
@@ -65,7 +62,7 @@ def test_optuna_maximises_the_held_out_reward_and_goes_on_where_it_was(tmp_path)
     )
     assert f"best_value: {best}" in results
     calls = read_calls(tmp_path)
-    assert len(calls) == 7
+    assert len(calls) == 6
     more = sweep(tmp_path, *arguments[:3], "hydra.sweeper.n_trials=8")
     assert more.returncode == 0, more.stdout + more.stderr
     assert len(read_calls(tmp_path)) == 2
