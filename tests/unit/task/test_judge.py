@@ -16,14 +16,12 @@ from reward_cases import build_prompt, build_response
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.reward import JudgeRewardConfig, ScalarModelRewardConfig, Verdict
-from megarl.task import served_rewards as server_calls
 from megarl.task.reward import RewardFailedError
 from megarl.task.served_rewards import (
     JudgeReward,
     ScalarModelReward,
     compare_words,
     fill_rubric,
-    find_question,
     list_messages,
     quote,
     read_rubric,
@@ -60,7 +58,7 @@ def test_names_in_a_response_are_not_replaced():
 
 def test_a_prompt_known_as_text_is_its_own_question():
     prompt = build_prompt("85")
-    assert find_question(prompt) == prompt.text
+    assert fill_rubric("{question}", prompt, build_response("x")) == quote("question", prompt.text)
     assert list_messages(prompt, build_response("x")) == [
         {"role": "user", "content": prompt.text},
         {"role": "assistant", "content": "x"},
@@ -162,7 +160,7 @@ def serve() -> Iterator[Callable[[Callable[[str, object], Answer]], Server]]:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch):
-    monkeypatch.setattr(server_calls, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
 
 
 def judge_that_says(content: str, finish_reason: str = "stop") -> Callable[[str, object], Answer]:
