@@ -1,9 +1,14 @@
 """Tokenizers and configurations that the tests of `data` share."""
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from megarl.config.schema.data import JsonlDataConfig
+from megarl.config.schema.data import FunctionDataConfig, JsonlDataConfig
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 =+-*/()<>[],.:?"
 CHAT_TEMPLATE = (
@@ -65,3 +70,12 @@ def jsonl_config(path: object, **keys: object) -> JsonlDataConfig:
     for key, value in keys.items():
         setattr(config, key, value)
     return config
+
+
+def load_toy(name: str, num_heldout: int | None = None, **options: object) -> FunctionDataConfig:
+    """The configuration of conf/data/NAME.yaml, one of examples/toys, with these values in place of its own."""
+    values: Any = OmegaConf.to_container(OmegaConf.load(Path(__file__).parents[1] / "conf" / "data" / f"{name}.yaml"))
+    del values["defaults"]
+    values["options"] |= options
+    config = FunctionDataConfig(**values)
+    return config if num_heldout is None else replace(config, num_heldout=num_heldout)

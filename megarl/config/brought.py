@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema import data, environment, reward
-from megarl.config.schema.data import DataConfig, FileDataConfig
+from megarl.config.schema.data import DataConfig, FileDataConfig, FunctionDataConfig
 from megarl.config.schema.environment import EnvironmentConfig
 from megarl.config.schema.model import ModelSource
 from megarl.config.values import to_plain, write_value
@@ -45,7 +45,7 @@ OF_A_CPU = ("rollout.kv_cache_tokens", "rollout.max_running_requests")
 OF_THE_CRITIC = ("data.critic_prompt", "data.critic_prompt_length")
 NAMES_CODE = (
     *("reward.path", "reward.url", "reward.parts"),
-    *("environment.path", "environment.tools", "environment.id", "data.id"),
+    *("environment.path", "environment.tools", "environment.id", "data.id", "data.path"),
 )
 """Keys that name code, or a server to which responses and a key are sent"""
 HELDOUT, NUM_HELDOUT_USED = "evaluate.heldout", "train.num_eval_prompts"
@@ -97,15 +97,22 @@ class RunSettings:
         """
         for key in NAMES_CODE if self.file.name == MODEL_FILE else ():
             value = self.values.get(key)
-            # The tools that megarl has are names alone.
-            is_code = any(":" in str(each) for each in value) if key == "environment.tools" and value else value
-            if is_code and key not in typed and key.startswith(tuple(prefixes)):
+            if self._is_others_code(key, value) and key not in typed and key.startswith(tuple(prefixes)):
                 raise ConfigError(
                     [
                         f"{key}: the run that wrote the model had {value!r} ({self.file}); code and servers are taken"
                         f" from the run's directory, not from a model's: type {key.partition('.')[0]}= and its keys"
                     ]
                 )
+
+    def _is_others_code(self, key: str, value: Any) -> bool:
+        if key == "environment.tools":  # The tools that megarl has are names alone.
+            return any(":" in str(each) for each in value or ())
+        if key == "data.path" and self.values["data"] != FunctionDataConfig.__name__:  # A file or a dataset.
+            return False
+        module = str(value or "").partition(":")[0]
+        is_megarls = module.startswith("megarl.examples.") and not module.endswith(".py")
+        return bool(value) and not is_megarls
 
     def find_earlier(self) -> "RunSettings | None":
         """Those of the run that wrote the model with which this one began."""
@@ -216,7 +223,10 @@ def _is_set(key: str, typed: Collection[str]) -> bool:
 
 def _names_same_data(settings: RunSettings, composed: DictConfig, typed: Mapping[str, str]) -> bool:
     """Whether the typed data are the run's; a set with a preset of its own, such as gsm8k, is always whole."""
-    if not settings.knows_data or typed.get("data") != settings.find_kind("data"):
+    kind, chosen = settings.find_kind("data"), typed.get("data")
+    if chosen is not None and kind == "function" and _name_type(composed, "data") == FunctionDataConfig.__name__:
+        chosen = kind  # data=addition is data=function with a path.
+    if not settings.knows_data or chosen != kind:
         return False
     return all(
         _is_same(read_plain(composed, key), settings.values.get(key))

@@ -6,7 +6,9 @@ from megarl.config.schema.reward import RewardConfig
 
 
 def name_data(config: DataConfig) -> str:
-    """`data=jsonl data.path=train.jsonl`."""
+    """`data=jsonl data.path=train.jsonl`, `data=addition`."""
+    if (path := getattr(config, "path", None)) and path.startswith(data.TOYS):
+        return f"data={path.removeprefix(data.TOYS)}"
     kind = next((name for name, schema in data.SCHEMAS.items() if schema is type(config)), "...")
     return f"data={kind}{_name_path('data', config)}"
 

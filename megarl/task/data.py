@@ -11,14 +11,11 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.data import (
-    AdditionDataConfig,
-    CalculatorDataConfig,
     DataConfig,
     FileDataConfig,
-    GuessDataConfig,
+    FunctionDataConfig,
     HuggingFaceDataConfig,
     JsonlDataConfig,
-    LetterCountDataConfig,
     ParquetDataConfig,
     ReasoningGymDataConfig,
     VerifiersDataConfig,
@@ -26,8 +23,7 @@ from megarl.config.schema.data import (
 from megarl.task.problems import Problem, ProblemSplits, Source
 from megarl.task.reasoning import ReasoningGymSource
 from megarl.task.render import Renderer
-from megarl.task.sources import HuggingFaceSource, JsonlSource, ParquetSource
-from megarl.task.tasks import AdditionSource, CalculatorSource, GuessSource, LetterCountSource
+from megarl.task.sources import FunctionSource, HuggingFaceSource, JsonlSource, ParquetSource
 from megarl.task.tools import ToolPrompt
 from megarl.task.verifiers import VerifiersSource
 from megarl.types import Message, Prompt
@@ -39,10 +35,7 @@ if TYPE_CHECKING:
 MOST_HELDOUT_BY_DEFAULT = 256
 
 SOURCES: Mapping[type[DataConfig], Callable[[Any], Source]] = {
-    LetterCountDataConfig: LetterCountSource,
-    AdditionDataConfig: AdditionSource,
-    CalculatorDataConfig: CalculatorSource,
-    GuessDataConfig: GuessSource,
+    FunctionDataConfig: FunctionSource,
     ReasoningGymDataConfig: ReasoningGymSource,
     JsonlDataConfig: JsonlSource,
     ParquetDataConfig: ParquetSource,

@@ -10,7 +10,6 @@ from megarl.config.schema.data import DataConfig
 from megarl.config.schema.environment import (
     ClassEnvironmentConfig,
     EnvironmentConfig,
-    GuessEnvironmentConfig,
     MultiTurnEnvironmentConfig,
     SingleTurnEnvironmentConfig,
     ToolsEnvironmentConfig,
@@ -18,7 +17,6 @@ from megarl.config.schema.environment import (
 )
 from megarl.config.user_code import describe_error, load_named
 from megarl.environment import Environment
-from megarl.task.guess import Guess
 from megarl.task.tools import HERMES, TOOLS_PLACEHOLDER, ToolPrompt, describe_tool, find_tools
 from megarl.task.verifiers import VerifiersEnvironment, load_verifiers_environment
 
@@ -57,8 +55,6 @@ def _find_factory(config: MultiTurnEnvironmentConfig) -> EnvironmentFactory:
             if not callable(target):
                 raise ConfigError([f"environment.path: found {config.path!r}; a class was expected"])
             return partial(target, **config.options)
-        case GuessEnvironmentConfig():
-            return partial(Guess, config.max_turns, config.higher, config.lower)
         case VerifiersEnvironmentConfig():
             return partial(VerifiersEnvironment, config.id, config.args)
     raise ConfigError([f"environment: found a {type(config).__name__}; megarl/task/environments.py has none for it"])

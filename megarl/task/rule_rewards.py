@@ -13,6 +13,7 @@ from megarl.config.errors import ConfigError
 from megarl.config.schema.reward import (
     EnvironmentRewardConfig,
     FormatRewardConfig,
+    LetterCountRewardConfig,
     MathRewardConfig,
     NumericRewardConfig,
 )
@@ -241,3 +242,94 @@ class EnvironmentReward:
 
     def __call__(self, prompt: Prompt, response: Response) -> Score:
         return Score(0.0, sum(turn.reward for turn in response.turns) >= self._correct_at)
+
+
+ONLY_A_NUMBER = re.compile(r"-?[0-9]+\.?")
+INTEGER = re.compile(r"-?[0-9]+")
+
+
+def score_addition(prompt: Prompt, response: Response) -> Score:
+    """1 where the response is the right number and nothing else, else 0.
+
+    details: "format" is 1 where the response, spaces at its ends aside, is one integer (a full stop may
+    follow); "number" is 1 where the last integer of the response is right, whatever stands around it. Both 1
+    is correct. Raises ValueError, naming the prompt, where its answer is not an integer.
+    """
+    expected = _parse_answer(prompt)
+    text = response.text.strip()
+    integers = INTEGER.findall(text)
+    well_formed = ONLY_A_NUMBER.fullmatch(text) is not None
+    right = bool(integers) and _equals(integers[-1], expected)
+    correct = well_formed and right
+    answer = _canonical(integers[-1]) if well_formed else None
+    return Score(float(correct), correct, {"format": float(well_formed), "number": float(right)}, answer)
+
+
+def _parse_answer(prompt: Prompt) -> str:
+    text = prompt.answer.strip()
+    if INTEGER.fullmatch(text) is None:
+        raise ValueError(
+            f"prompt {prompt.id!r}: answer {prompt.answer!r} found; reward=addition needs an integer, such as 85"
+            " (data=addition makes such prompts)"
+        )
+    return text
+
+
+def _equals(left: str, right: str) -> bool:
+    """Equal as integers; without int(), which refuses thousands of digits."""
+    return _canonical(left) == _canonical(right)
+
+
+def _canonical(digits: str) -> str:
+    magnitude = digits.lstrip("-").lstrip("0") or "0"
+    return f"-{magnitude}" if digits.startswith("-") and magnitude != "0" else magnitude
+
+
+LETTERS_CORRECT_AT = 0.9
+"""The least reward that counts as correct."""
+
+
+class LetterCountReward:
+    """reward = (share of the characters that are the letter) * g(length / number), see `compute_length_score`.
+
+    The length is that of the response text in characters; one cut at the length limit counts with the length
+    it has. An empty response gets 0. Correct from 0.9 on. details: {"letters": the share, "length": g}.
+    """
+
+    def __init__(self, config: LetterCountRewardConfig):
+        """Raises ConfigError for a tolerance below 1 or a falloff of 1 or less."""
+        problems = []
+        if not config.tolerance >= 1:
+            problems.append(f"reward.tolerance: found {config.tolerance}; it must be 1 or more")
+        if not config.falloff > 1:
+            problems.append(f"reward.falloff: found {config.falloff}; it must be above 1")
+        if problems:
+            raise ConfigError(problems)
+        self._tolerance, self._falloff = config.tolerance, config.falloff
+
+    def __call__(self, prompt: Prompt, response: Response) -> Score:
+        letter, number = parse_request(prompt)
+        length = len(response.text)
+        share = response.text.count(letter) / length if length else 0.0
+        fit = compute_length_score(length / number, self._tolerance, self._falloff)
+        reward = share * fit
+        return Score(reward, reward >= LETTERS_CORRECT_AT, {"letters": share, "length": fit})
+
+
+def compute_length_score(ratio: float, tolerance: float, falloff: float) -> float:
+    """g(r) = clamp(1 - max(0, |log r| - log tolerance) / log falloff, 0, 1); 0 for r = 0."""
+    if ratio <= 0:
+        return 0.0
+    excess = max(0.0, abs(math.log(ratio)) - math.log(tolerance))
+    return max(0.0, 1.0 - excess / math.log(falloff))
+
+
+def parse_request(prompt: Prompt) -> tuple[str, int]:
+    """(letter, number) of an answer such as "b37". Raises ValueError naming the prompt."""
+    found = re.fullmatch(r"([a-z])([1-9][0-9]*)", prompt.answer)
+    if found is None:
+        raise ValueError(
+            f"prompt {prompt.id!r}: answer {prompt.answer!r} found; reward=letter_count compares with a letter and a"
+            " number, such as b37 (data=letter_count makes such prompts)"
+        )
+    return found.group(1), int(found.group(2))

@@ -28,11 +28,9 @@ from megarl.config.schema.reward import (
     ScalarModelRewardConfig,
     WeightedRewardConfig,
 )
-from megarl.task.addition import score_addition
 from megarl.task.code import CodeReward
 from megarl.task.function import FunctionVerifier
 from megarl.task.gym import ReasoningGymVerifier
-from megarl.task.letter_count import LetterCountReward
 from megarl.task.process import describe
 from megarl.task.reward import (
     AnswerFailedError,
@@ -48,9 +46,11 @@ from megarl.task.rule_rewards import (
     EnvironmentReward,
     FormatVerifier,
     LengthReward,
+    LetterCountReward,
     MathVerifier,
     NumericPatternVerifier,
     NumericReward,
+    score_addition,
     score_exact,
 )
 from megarl.task.served_rewards import HttpReward, JudgeReward, ScalarModelReward

@@ -1,11 +1,19 @@
 """Problems from files, one JSON object a line or parquet, and from Hugging Face datasets."""
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.config.errors import ConfigError
-from megarl.config.schema.data import FileDataConfig, HuggingFaceDataConfig, JsonlDataConfig, ParquetDataConfig
+from megarl.config.errors import ConfigError, find_nearest_key
+from megarl.config.schema.data import (
+    FileDataConfig,
+    FunctionDataConfig,
+    HuggingFaceDataConfig,
+    JsonlDataConfig,
+    ParquetDataConfig,
+)
+from megarl.config.user_code import describe_error, load_named
 from megarl.json_text import parse_json
 from megarl.task.problems import Located, Problem, ProblemSplits, note_parts, read_problems
 
@@ -152,3 +160,49 @@ def _only_split(dataset: Any, path: str, split: str, key: str) -> Any:
 def _locate(dataset: Any, name: str) -> Iterator[Located]:
     for number, record in enumerate(dataset):
         yield f"{name}: row {number}", record
+
+
+class FunctionSource:
+    def __init__(self, config: FunctionDataConfig):
+        self.config = config
+
+    def load(self, seed: int) -> ProblemSplits:
+        """What the function makes: problems or records as in a file, held-out ones apart or not.
+
+        Raises ConfigError for a function that cannot be found or called so, and with what it raises.
+        """
+        path, options = self.config.path, self.config.options
+        make = load_named("data.path", path)
+        if not callable(make):
+            raise ConfigError([f"data.path: found {path!r}, a {type(make).__name__}; a function was expected"])
+        parameters = inspect.signature(make).parameters
+        if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+            for name in options:
+                if name not in parameters:
+                    nearest = find_nearest_key(name, parameters)
+                    hint = f"did you mean {nearest}?" if nearest else f"it has {', '.join(list(parameters)[2:])}"
+                    raise ConfigError([f"data.options.{name}: no such parameter of {path}; {hint}"])
+        try:
+            found = make(seed, self.config.num_heldout, **options)
+        except ConfigError:
+            raise
+        except Exception as error:  # The user's own code.
+            raise ConfigError([f"data.path: {path} raised {describe_error(error, path)}"]) from error
+        if isinstance(found, ProblemSplits):
+            return found
+        train, heldout = found if isinstance(found, tuple) else (found, None)
+        problems, note = self._read(train, "training")
+        if heldout is None:
+            return ProblemSplits(problems, None, notes=(note,))
+        others, other = self._read(heldout, "held-out")
+        return ProblemSplits(problems, others, notes=note_parts(note, other))
+
+    def _read(self, records: Any, side: str) -> tuple[list[Problem], str]:
+        located = [(f"{self.config.path}: {side} record {number}", each) for number, each in enumerate(records)]
+        for where, record in located:
+            if not isinstance(record, Mapping):
+                raise ConfigError([f"{where}: found {record!r}; expected a dict with question and answer"])
+        problems, note = read_problems(located, FileDataConfig())
+        if not problems:
+            raise ConfigError([f"data.path: {self.config.path} made no {side} problems"])
+        return problems, note

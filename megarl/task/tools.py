@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 BUILT_IN: Mapping[str, str] = {
-    "calculator": "megarl.task.calculator:calculator",
+    "calculator": "megarl.examples.toys.calculator:calculator",
     "python": "megarl.task.sandbox:python",
 }
 ToolSchema = Mapping[str, Any]

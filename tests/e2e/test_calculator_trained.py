@@ -16,7 +16,7 @@ from megarl.types import Response
 pytestmark = pytest.mark.slow
 
 COMMAND = (
-    *(sys.executable, "-m", "megarl.train", "experiment=calculator", "data.num_examples=2"),
+    *(sys.executable, "-m", "megarl.train", "experiment=calculator", "data.options.num_examples=2"),
     *("train.num_iterations=1", "train.samples_per_iteration=32", "train.samples_per_minibatch=32"),
     *("train.num_eval_prompts=2", "checkpoint.save_every=null", "logger.save_rollouts=true"),
 )

@@ -95,7 +95,7 @@ REWARD = """
 import os
 from pathlib import Path
 from megarl.config.schema.reward import LetterCountRewardConfig
-from megarl.task.letter_count import LetterCountReward
+from megarl.task.rule_rewards import LetterCountReward
 
 letter_count = LetterCountReward(LetterCountRewardConfig())
 

@@ -104,11 +104,6 @@ RANDOM_MODEL_RANGES: dict[str, Range] = {
 
 _SCORING = Range(0.01, high=3600, why="seconds; starting to compare two expressions takes a hundredth")
 OPTION_RANGES: dict[type, dict[str, Range]] = {
-    data.LetterCountDataConfig: {
-        "max_dots": Range(1, high=100_000, why="each with each letter is a prompt, and all are made at the start"),
-        "letters_per_dot": Range(1, high=100_000),
-    },
-    data.GuessDataConfig: {"max_number": Range(2, high=10**6, why="each is a prompt, and all are made at the start")},
     data.ReasoningGymDataConfig: {
         "size": Range(1, high=10**6, why="all are made at the start"),
         "num_heldout": Range(1, high=10**6, why="all are made at the start"),

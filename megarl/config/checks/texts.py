@@ -9,7 +9,7 @@ from megarl.config.schema.root import Config
 
 PROSE = ("data.system", "data.instruction", "data.response_prefix", "data.critic_prompt", "reward.rubric")
 """Keys whose text is shown to the model; it may be empty and have lines."""
-CHECKED_ELSEWHERE = ("model.path", "model.random.alphabet", "data.letters")
+CHECKED_ELSEWHERE = ("model.path", "model.random.alphabet")
 IN_FOLDER_NAMES = ("algo.name", "model.name")
 """Keys that the name of a run's folder is made of"""
 

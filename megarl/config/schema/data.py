@@ -42,71 +42,19 @@ class DataConfig:
         return 0 if self.critic_prompt is None else self.critic_prompt_length
 
 
-@dataclass
-class LetterCountDataConfig(DataConfig):
-    """The tiny task: `b...=` asks for about letters_per_dot letters b for each dot."""
-
-    prompt_length: int = 32
-    """Maximum length of a prompt in tokens, each a character here."""
-    num_heldout: int | None = 24
-    """Number of held-out prompts; null: a quarter of all."""
-    letters: str = "abcdef"
-    """Letters that a prompt may ask for, each a different task."""
-    max_dots: int = 16
-    """Maximum number of dots of a prompt; every number from 1 up to it is used."""
-    letters_per_dot: int = 4
-    """Letters that a prompt asks for with each dot."""
+TOYS = "megarl.examples.toys.problems:"
+"""Where the functions are that data=letter_count, addition, guess and calculator name"""
 
 
 @dataclass
-class AdditionDataConfig(DataConfig):
-    """Sums of two numbers of two digits (10 to 99)."""
+class FunctionDataConfig(DataConfig):
+    """Problems that a function makes: your own, or one of examples/toys (data=letter_count, addition, guess,
+    calculator)."""
 
-    prompt_length: int = 64
-    """Maximum length of a prompt in tokens."""
-    num_heldout: int | None = 500
-    """Number of held-out sums, none of them trained on; null: 500."""
-    system: str | None = ""
-    """Empty: SmolLM2's template otherwise adds 16 tokens to each prompt."""
-    instruction: str | None = "Reply with only the number: {question}"
-    """Text around the question; null: the question alone."""
-    response_prefix: str | None = "{question} = "
-    """Text that the assistant's turn begins with; part of the prompt, not generated. null: none."""
-    num_train: int = 4096
-    """Number of sums to train on."""
-    answer_length: int = 12
-    """Tokens that an answer takes at most: rollout.response_length of model=smollm2_135m with these data."""
-
-
-@dataclass
-class GuessDataConfig(DataConfig):
-    """Numbers to guess, for environment=guess: every prompt is `1-7`, the number is the answer."""
-
-    prompt_length: int = 64
-    """Maximum length of a prompt in tokens."""
-    num_heldout: int | None = None
-    """Number of held-out prompts; null: one for each number, so that a greedy evaluation is exact. The prompts are
-    those of training: what differs, the number, is hidden."""
-    max_number: int = 7
-    """The numbers are 1 to max_number, each equally often."""
-
-
-@dataclass
-class CalculatorDataConfig(DataConfig):
-    """Products of two whole numbers, too large to be computed without a tool, after examples of how it is used."""
-
-    prompt_length: int = 192
-    """Maximum length of a prompt in tokens."""
-    num_heldout: int | None = 256
-    """Number of held-out products, none of them trained on; null: 256."""
-    num_train: int = 4096
-    """Number of products to train on."""
-    digits: int = 3
-    """Number of digits of each factor."""
-    num_examples: int = 1
-    """Number of worked examples, with a call and its result, that a prompt begins with."""
-    example_call: str = '[calculator(expression="{question}")]'
-    """The call in an example, {question} replaced; in the format that environment.parser reads."""
+    path: str = MISSING
+    """The function of (seed, num_heldout), as FILE.py:NAME or package.module:NAME."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of the function; each is checked against its parameters."""
 
 
 @dataclass
@@ -189,10 +137,7 @@ class VerifiersDataConfig(DataConfig):
 
 
 SCHEMAS: dict[str, type[DataConfig]] = {
-    "letter_count": LetterCountDataConfig,
-    "addition": AdditionDataConfig,
-    "calculator": CalculatorDataConfig,
-    "guess": GuessDataConfig,
+    "function": FunctionDataConfig,
     "reasoning_gym": ReasoningGymDataConfig,
     "jsonl": JsonlDataConfig,
     "parquet": ParquetDataConfig,

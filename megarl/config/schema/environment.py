@@ -33,25 +33,12 @@ class MultiTurnEnvironmentConfig(EnvironmentConfig):
 
 @dataclass
 class ClassEnvironmentConfig(MultiTurnEnvironmentConfig):
-    """Your own class, derived from megarl.environment.Environment."""
+    """Your own class, derived from megarl.environment.Environment, or that of environment=guess (examples/toys)."""
 
     path: str = MISSING
     """The class, as FILE.py:NAME or package.module:NAME."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments with which an object is made for each episode."""
-
-
-@dataclass
-class GuessEnvironmentConfig(MultiTurnEnvironmentConfig):
-    """A number is hidden, each guess is answered with whether the number is higher or lower. For data=guess, or data
-    whose answers are whole numbers."""
-
-    max_turns: int = 3
-    """Number of guesses; the episode ends with the last one."""
-    higher: str = "higher"
-    """The answer where the number is above the guess."""
-    lower: str = "lower"
-    """The answer where the number is below the guess."""
 
 
 @dataclass
@@ -101,7 +88,6 @@ class ToolsEnvironmentConfig(MultiTurnEnvironmentConfig):
 
 SCHEMAS: dict[str, type[EnvironmentConfig]] = {
     "single_turn": SingleTurnEnvironmentConfig,
-    "guess": GuessEnvironmentConfig,
     "class": ClassEnvironmentConfig,
     "verifiers": VerifiersEnvironmentConfig,
     "tools": ToolsEnvironmentConfig,

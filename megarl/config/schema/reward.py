@@ -161,7 +161,7 @@ class ServerRewardConfig(RewardConfig):
     timeout_s: float = field(default=60.0, kw_only=True)
     """Deadline in seconds of one request; then it is tried again."""
     max_retries: int = field(default=3, kw_only=True)
-    """Maximum number of further attempts after status 408, 425, 429 or 5xx, a lost connection or a passed deadline; the
+    """Maximum number of further attempts after status 408, 409, 429 or 5xx, a lost connection or a passed deadline; the
     waits before them double, from half a second. Then the sample has failed and is not learned from."""
     max_concurrency: int = field(default=64, kw_only=True)
     """Maximum number of requests at a time; further ones wait."""

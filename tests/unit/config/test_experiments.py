@@ -4,8 +4,8 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import list_left_out, list_options, load_config
-from megarl.config.schema.data import GuessDataConfig
-from megarl.config.schema.environment import GuessEnvironmentConfig
+from megarl.config.schema.data import FunctionDataConfig
+from megarl.config.schema.environment import ClassEnvironmentConfig
 from megarl.config.schema.reward import EnvironmentRewardConfig
 from megarl.config.search_path import take_config_dirs
 
@@ -44,10 +44,11 @@ def test_an_algorithm_of_the_command_line_wins_over_the_case_and_keeps_its_value
 def test_guess_is_the_tiny_model_with_its_environment_data_and_reward():
     config = load_config(["experiment=guess", "algo=grpo"])
     kinds = (config.environment, config.data, config.reward)
-    assert [type(kind) for kind in kinds] == [GuessEnvironmentConfig, GuessDataConfig, EnvironmentRewardConfig]
+    assert [type(kind) for kind in kinds] == [ClassEnvironmentConfig, FunctionDataConfig, EnvironmentRewardConfig]
     assert (config.model.name, config.algo.name) == ("tiny", "grpo")
     # One token for each thing that is written or read.
-    assert set("1-7") | {config.environment.higher, config.environment.lower} <= set(config.model.random.alphabet)
+    options = config.environment.options
+    assert set("1-7") | {options["higher"], options["lower"]} <= set(config.model.random.alphabet)
 
 
 def test_a_value_of_a_case_without_effect_under_another_algorithm_is_left_out_with_a_word():

@@ -22,12 +22,12 @@ def problems_of(*overrides: str) -> str:
 def test_the_default_configuration_is_valid_and_complete():
     config = load_config([])
     assert (config.algo.lambda_policy, config.model.name) == ("adaptive", "tiny")
-    assert type(config.data).__name__ == "LetterCountDataConfig"
+    assert type(config.data).__name__ == "FunctionDataConfig"
     assert type(config.reward).__name__ == "LetterCountRewardConfig"
 
 
 def test_a_model_preset_brings_its_data_and_reward_and_the_command_line_wins():
-    assert type(load_config(["model=smollm2_135m"]).data).__name__ == "AdditionDataConfig"
+    assert type(load_config(["model=smollm2_135m"]).data).__name__ == "FunctionDataConfig"
     config = load_config(["model=smollm2_135m", "data=jsonl", "data.path=x.jsonl", "reward=math"])
     assert type(config.data).__name__ == "JsonlDataConfig"
 

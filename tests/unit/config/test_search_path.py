@@ -16,7 +16,7 @@ def mine(tmp_path):
     files = {
         "algo/mine.yaml": "# @package _global_\ndefaults: [vapo]\nalgo: {name: mine, clip_high: 0.4}\n",
         "model/mine.yaml": "# @package _global_\ndefaults: [tiny]\nmodel: {name: mine}\n",
-        "data/mine.yaml": "defaults: [letter_count_schema, _self_]\nletters: xyz\n",
+        "data/mine.yaml": "defaults: [letter_count, _self_]\noptions: {letters: xyz}\n",
         "experiment/mine.yaml": "# @package _global_\nalgo: {clip_high: 0.3}\n",
     }
     for name, text in files.items():
@@ -39,7 +39,7 @@ def test_the_option_becomes_an_override_that_names_the_directory_wherever_it_sta
 def test_each_of_the_users_files_is_an_option_like_megarls_own(mine):
     overrides = take_config_dirs([f"--config-dir={mine}", "algo=mine", "model=mine", "data=mine"])
     config = load_config(overrides)
-    assert (config.algo.name, config.model.name, config.data.letters) == ("mine", "mine", "xyz")
+    assert (config.algo.name, config.model.name, config.data.options["letters"]) == ("mine", "mine", "xyz")
     assert (config.algo.clip_high, config.train.num_prompts) == (0.4, 16)
     assert {"mine", "vapo"} <= set(list_options("algo", overrides))
     assert "mine" not in list_options("algo")
@@ -89,7 +89,12 @@ def test_every_group_has_the_users_files_and_an_experiment_may_choose_them(mine)
     chosen = "".join(f"  - override /{group}: mine\n" for group in ("algo", "data", "environment", "model", "reward"))
     (mine / "experiment" / "all.yaml").write_text(f"# @package _global_\ndefaults:\n{chosen}seed: 3\n")
     config = load_config(take_config_dirs([f"--config-dir={mine}", "experiment=all", "reward=mine"]))
-    assert (config.algo.name, config.model.name, config.data.letters, config.seed) == ("mine", "mine", "xyz", 3)
+    assert (config.algo.name, config.model.name, config.data.options["letters"], config.seed) == (
+        "mine",
+        "mine",
+        "xyz",
+        3,
+    )
     assert (config.reward.path, config.environment.max_turns) == ("r.py:score", 2)
 
 

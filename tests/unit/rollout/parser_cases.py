@@ -8,7 +8,7 @@ from megarl.task.tools import describe_tool
 
 def read_all(cases: list[list[Any]]) -> list[Any]:
     """What each case (parser, template, tokens, text) is read as; an error's text where it raises ValueError."""
-    tools = [describe_tool("megarl.task.calculator:calculator")]
+    tools = [describe_tool("megarl.examples.toys.calculator:calculator")]
     answers: list[Any] = []
     for parser, template, tokens, text in cases:
         try:

@@ -14,7 +14,13 @@ from megarl.task.environments import build_tool_prompt
 from megarl.types import FinishReason, Response, Turn
 
 CONFIG = compose(
-    *("environment=tools", "data=calculator", "data.num_examples=0", "data.num_heldout=1", "data.prompt_length=200"),
+    *(
+        "environment=tools",
+        "data=calculator",
+        "data.options.num_examples=0",
+        "data.num_heldout=1",
+        "data.prompt_length=200",
+    ),
     *(
         "reward=addition",
         "environment.tools=[calculator,python]",

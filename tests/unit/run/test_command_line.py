@@ -75,7 +75,6 @@ NUMBERS = [
     ("checkpoint.stop_deadline_s=0.001", "checkpoint.stop_deadline_s: found 0.001"),
     ("model.random.num_layers=1000000000", "model.random.num_layers: found 1000000000"),
     ("model.random.init_std=nan", "model.random.init_std: found nan; it must be above 0"),
-    ("data.max_dots=1000000000", "data.max_dots: found 1000000000"),
     ("reward.tolerance=inf", "reward.tolerance: found inf; it must be 1 or more"),
 ]
 TEXTS = [

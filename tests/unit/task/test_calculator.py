@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.task.calculator import calculator, evaluate
+from megarl.examples.toys.calculator import calculator, evaluate
 
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 

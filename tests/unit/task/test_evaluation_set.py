@@ -4,11 +4,11 @@ import json
 from dataclasses import replace
 
 import pytest
-from data_cases import build_byte_tokenizer
+from data_cases import build_byte_tokenizer, load_toy
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.config.schema.data import AdditionDataConfig, HuggingFaceDataConfig, JsonlDataConfig
+from megarl.config.schema.data import HuggingFaceDataConfig, JsonlDataConfig
 from megarl.task import data as evaluation_set
 
 RECORDS = {
@@ -64,7 +64,7 @@ def test_the_held_out_part_is_the_set_where_there_is_one(tmp_path, tokenizer):
     heldout = write_records(tmp_path / "test.jsonl", [{"question": "a", "answer": "1"}])
     config = JsonlDataConfig(path=str(tmp_path / "no_training_part.jsonl"), heldout_path=heldout)
     assert [prompt.answer for prompt in build_evaluation_set(config, tokenizer, 1, name="jsonl")] == ["1"]
-    addition = build_evaluation_set(AdditionDataConfig(num_heldout=7), tokenizer, 1, name="addition")
+    addition = build_evaluation_set(load_toy("addition", 7), tokenizer, 1, name="addition")
     assert len(addition) == 7
 
 
@@ -94,7 +94,7 @@ def test_a_prompt_that_is_too_long_is_an_error_and_not_left_out(tmp_path, tokeni
     [
         (HuggingFaceDataConfig(), "gone.jsonl", r"evaluate\.paths\.s: .*gone\.jsonl does not exist"),
         (HuggingFaceDataConfig(), "notes.txt", r"evaluate\.paths\.s: .*notes\.txt; it must be a \.jsonl or \.parquet"),
-        (AdditionDataConfig(), "notes.txt", r"evaluate\.paths\.s: .*this set is generated"),
+        (load_toy("addition"), "notes.txt", r"evaluate\.paths\.s: .*this set is generated"),
     ],
 )
 def test_a_path_that_cannot_be_used_is_named_with_its_key(tmp_path, tokenizer, config, path, message):

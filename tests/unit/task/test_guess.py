@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from megarl.environment import Action, EpisodeSetting, Step
-from megarl.task.guess import Guess, compute_best_with_answers, compute_best_without_answers, read_guess
+from megarl.examples.toys.guess import Guess, compute_best_with_answers, compute_best_without_answers, read_guess
 from megarl.types import FinishReason, Prompt
 
 

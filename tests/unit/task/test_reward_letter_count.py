@@ -4,15 +4,15 @@ import math
 from collections.abc import Sequence
 
 import pytest
+from data_cases import load_toy
 from reward_cases import build_prompt, build_response
 
 from megarl.config.errors import ConfigError
-from megarl.config.schema.data import LetterCountDataConfig
 from megarl.config.schema.reward import LetterCountRewardConfig
-from megarl.task.letter_count import compute_length_score
 from megarl.task.problems import Problem
+from megarl.task.rule_rewards import compute_length_score
 from megarl.task.scorer import build_reward
-from megarl.task.tasks import LetterCountSource
+from megarl.task.sources import FunctionSource
 from megarl.types import FinishReason
 
 LETTERS = "abcdef"
@@ -47,7 +47,7 @@ def parse_answers(problems: Sequence[Problem]) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_best_answer_that_ignores_the_prompt_scores_at_most_a_fifth_on_both_splits(seed):
     config = LetterCountRewardConfig()
-    splits = LetterCountSource(LetterCountDataConfig()).load(seed)
+    splits = FunctionSource(load_toy("letter_count")).load(seed)
     assert best_blind_score(parse_answers(splits.heldout), config.tolerance, config.falloff) <= 0.2
     assert best_blind_score(parse_answers(splits.train), config.tolerance, config.falloff) <= 0.2
 

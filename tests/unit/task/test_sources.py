@@ -1,22 +1,20 @@
 import json
 import re
 from collections import Counter
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from data_cases import build_byte_tokenizer, build_char_tokenizer
+from data_cases import build_byte_tokenizer, build_char_tokenizer, load_toy
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.data import (
-    AdditionDataConfig,
-    CalculatorDataConfig,
     DataConfig,
-    GuessDataConfig,
-    LetterCountDataConfig,
+    FunctionDataConfig,
     ReasoningGymDataConfig,
 )
 from megarl.task.data import DataSplits, build_data
-from megarl.task.tasks import CalculatorSource, LetterCountSource
+from megarl.task.sources import FunctionSource
 
 
 def build_small(config: DataConfig, seed: int = 1) -> DataSplits:
@@ -24,7 +22,7 @@ def build_small(config: DataConfig, seed: int = 1) -> DataSplits:
 
 
 def test_letter_count_holds_every_pair_of_letter_and_number_of_dots_once() -> None:
-    data = build_data(LetterCountDataConfig(), build_char_tokenizer(), seed=1)
+    data = build_data(load_toy("letter_count"), build_char_tokenizer(), seed=1)
     answers = [prompt.answer for prompt in (*data.train, *data.heldout)]
     assert sorted(answers) == sorted(f"{c}{n}" for c in "abcdef" for n in range(4, 65, 4))
     assert (len(data.train), len(data.heldout), data.num_dropped) == (72, 24, 0)
@@ -35,19 +33,19 @@ def test_letter_count_holds_every_pair_of_letter_and_number_of_dots_once() -> No
 
 @pytest.mark.parametrize(("num_heldout", "least"), [(24, 4), (27, 4), (5, 0), (95, 15)])
 def test_letter_count_holds_out_as_many_of_each_letter_within_one(num_heldout: int, least: int) -> None:
-    config = LetterCountDataConfig(num_heldout=num_heldout)
+    config = load_toy("letter_count", num_heldout)
     for seed in range(20):
-        splits = LetterCountSource(config).load(seed)
+        splits = FunctionSource(config).load(seed)
         assert splits.heldout is not None
         counts = Counter(problem.answer[0] for problem in splits.heldout)
         assert sum(counts.values()) == len({problem.answer for problem in splits.heldout}) == num_heldout
-        assert all(least <= counts[letter] <= least + 1 for letter in config.letters)
+        assert all(least <= counts[letter] <= least + 1 for letter in "abcdef")
         assert len({problem.answer for problem in splits.train} | {p.answer for p in splits.heldout}) == 96
 
 
 def test_letter_count_holds_out_one_number_of_each_quarter_of_the_range_for_every_letter() -> None:
     for seed in range(20):
-        heldout = LetterCountSource(LetterCountDataConfig()).load(seed).heldout
+        heldout = FunctionSource(load_toy("letter_count")).load(seed).heldout
         assert heldout is not None
         quarters = {(problem.answer[0], (int(problem.answer[1:]) - 1) // 16) for problem in heldout}
         assert quarters == {(letter, quarter) for letter in "abcdef" for quarter in range(4)}
@@ -56,16 +54,25 @@ def test_letter_count_holds_out_one_number_of_each_quarter_of_the_range_for_ever
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (LetterCountDataConfig(letters="aa"), "data.letters"),
-        (LetterCountDataConfig(letters=""), "data.letters"),
-        (LetterCountDataConfig(letters="a1"), "data.letters"),
-        (LetterCountDataConfig(max_dots=0), "data.max_dots"),
-        (LetterCountDataConfig(letters_per_dot=0), "data.letters_per_dot"),
-        (LetterCountDataConfig(num_heldout=96), "data.num_heldout: found 96; of 96 .* between 1 and 95"),
-        (AdditionDataConfig(num_heldout=0), "data.num_heldout"),
-        (AdditionDataConfig(num_train=7200), "data.num_train: found 7200; .* between 1 and 71"),
-        (AdditionDataConfig(instruction="Add."), r"data.instruction: found 'Add.'; .*\{question\}"),
-        (GuessDataConfig(max_number=1), "data.max_number: found 1; it must be 2 or more"),
+        (load_toy("letter_count", letters="aa"), "data.options.letters"),
+        (load_toy("letter_count", letters=""), "data.options.letters"),
+        (load_toy("letter_count", letters="a1"), "data.options.letters"),
+        (load_toy("letter_count", max_dots=0), "data.options.max_dots: found 0; it must be 1 or more"),
+        (load_toy("letter_count", max_dots=10**9), "data.options.max_dots: found 1000000000"),
+        (load_toy("letter_count", letters_per_dot=0), "data.options.letters_per_dot"),
+        (load_toy("letter_count", letter="x"), "data.options.letter: no such parameter of .*; did you mean letters?"),
+        (load_toy("letter_count", 96), "data.num_heldout: found 96; of 96 .* between 1 and 95"),
+        (load_toy("addition", 0), "data.num_heldout"),
+        (load_toy("addition", num_train=7200), "data.options.num_train: found 7200; .* between 1 and 71"),
+        (replace(load_toy("addition"), instruction="Add."), r"data.instruction: found 'Add.'; .*\{question\}"),
+        (load_toy("guess", max_number=1), "data.options.max_number: found 1; it must be 2 or more"),
+        (load_toy("calculator", num_examples=5), "data.options.num_examples: found 5"),
+        (load_toy("calculator", example_call="call"), "data.options.example_call: found 'call'"),
+        (load_toy("calculator", digits=1), "data.options.num_train: found 4096"),
+        (load_toy("calculator", 0), "data.num_heldout: found 0"),
+        (FunctionDataConfig(path="mine.py"), "data.path: found 'mine.py'; it must be FILE.py:NAME"),
+        (FunctionDataConfig(path="math:pi"), "data.path: found 'math:pi', a float; a function was expected"),
+        (FunctionDataConfig(path="os:listdir"), "data.path: os:listdir raised TypeError"),
         (DataConfig(), "DataConfig is not a source"),
     ],
 )
@@ -75,17 +82,17 @@ def test_a_bad_value_is_named_with_what_would_be_right(config: DataConfig, expec
 
 
 def test_guess_hides_each_number_once_in_prompts_that_are_alike_also_in_the_heldout_ones() -> None:
-    data = build_small(GuessDataConfig())
+    data = build_small(load_toy("guess"))
     for split in (data.train, data.heldout):
         assert [prompt.answer for prompt in split] == list("1234567")
         assert {prompt.text for prompt in split} == {"1-7"}
         assert len({prompt.id for prompt in split}) == 7
     assert data.num_dropped == 0
-    assert len(build_small(GuessDataConfig(max_number=100, num_heldout=10)).heldout) == 10
+    assert len(build_small(load_toy("guess", 10, max_number=100)).heldout) == 10
 
 
 def test_a_heldout_sum_is_not_in_training_even_with_its_numbers_swapped() -> None:
-    data = build_small(AdditionDataConfig())
+    data = build_small(load_toy("addition"))
     assert (len(data.train), len(data.heldout)) == (4096, 500)
 
     def numbers(split: tuple[object, ...]) -> list[tuple[int, int]]:
@@ -103,8 +110,8 @@ def test_a_heldout_sum_is_not_in_training_even_with_its_numbers_swapped() -> Non
 @pytest.mark.parametrize(
     "config",
     [
-        LetterCountDataConfig(),
-        AdditionDataConfig(num_train=50),
+        load_toy("letter_count"),
+        load_toy("addition", num_train=50),
         ReasoningGymDataConfig(size=20, num_heldout=10),
     ],
 )
@@ -159,8 +166,8 @@ def test_a_bad_reasoning_gym_key_is_named(keys: dict[str, object], expected: str
 
 
 def test_products_are_asked_after_examples_with_a_call() -> None:
-    config = CalculatorDataConfig(num_train=300, num_heldout=50, num_examples=2, example_call="<{question}>")
-    found = CalculatorSource(config).load(1)
+    config = load_toy("calculator", 50, num_train=300, num_examples=2, example_call="<{question}>")
+    found = FunctionSource(config).load(1)
     assert found.heldout is not None
     assert (len(found.train), len(found.heldout)) == (300, 50)
     problem = found.train[0]
@@ -172,19 +179,36 @@ def test_products_are_asked_after_examples_with_a_call() -> None:
     assert len(problem.messages) == 9
     asked = [frozenset(p.messages[-1].content.split(" * ")) for p in (*found.train, *found.heldout)]
     assert len(set(asked)) == 350
-    assert CalculatorSource(config).load(1) == found
-    assert CalculatorSource(config).load(2) != found
+    assert FunctionSource(config).load(1) == found
+    assert FunctionSource(config).load(2) != found
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"num_examples": 5}, "data.num_examples: found 5"),
-        ({"example_call": "call"}, "data.example_call: found 'call'"),
-        ({"digits": 1}, "data.num_train: found 4096"),
-        ({"num_heldout": 0}, "data.num_heldout: found 0"),
-    ],
-)
-def test_products_that_cannot_be_made_are_refused(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        CalculatorSource(CalculatorDataConfig(**keys)).load(1)
+def test_a_function_of_the_user_makes_records_as_a_file_has_them(tmp_path: Path) -> None:
+    """With a held-out part of its own, or without one, or none at all."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        """
+def both(seed, num_heldout, low=0):
+    records = [{"question": f"double {n + seed}", "answer": 2 * (n + seed), "level": "easy"} for n in range(low, 9)]
+    return records[num_heldout:], records[:num_heldout]
+
+def one(seed, num_heldout, **options):
+    return both(seed, 2, **options)[0]
+
+def wrong(seed, num_heldout):
+    return ["double 3"]
+
+def none(seed, num_heldout):
+    return []
+"""
+    )
+    config = FunctionDataConfig(path=f"{file}:both", num_heldout=3, options={"low": 1})
+    found = FunctionSource(config).load(7)
+    assert [problem.answer for problem in found.heldout or ()] == ["16", "18", "20"]
+    assert (len(found.train), found.train[0].metadata["level"]) == (5, "easy")
+    assert build_small(config, seed=7) == build_small(config, seed=7)
+    assert FunctionSource(replace(config, path=f"{file}:one")).load(7).heldout is None
+    assert len(build_small(replace(config, path=f"{file}:one")).heldout) == 3
+    for name, message in (("wrong", "found 'double 3'; expected a dict"), ("none", "made no training problems")):
+        with pytest.raises(ConfigError, match=message):
+            build_small(FunctionDataConfig(path=f"{file}:{name}"))
