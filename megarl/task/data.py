@@ -21,9 +21,8 @@ from megarl.config.schema.data import (
     VerifiersDataConfig,
 )
 from megarl.task.problems import Problem, ProblemSplits, Source
-from megarl.task.reasoning import ReasoningGymSource
 from megarl.task.render import Renderer
-from megarl.task.sources import FunctionSource, HuggingFaceSource, JsonlSource, ParquetSource
+from megarl.task.sources import FunctionSource, HuggingFaceSource, JsonlSource, ParquetSource, ReasoningGymSource
 from megarl.task.tools import ToolPrompt
 from megarl.task.verifiers import VerifiersSource
 from megarl.types import Message, Prompt

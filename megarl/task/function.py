@@ -10,6 +10,7 @@ import json
 import math
 import re
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from decimal import Decimal
@@ -19,11 +20,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megarl.config.errors import ConfigError
 from megarl.config.schema.reward import FunctionRewardConfig
 from megarl.config.user_code import DescribedError, describe_error
 from megarl.json_text import check_state
 from megarl.task.process import call, load_callable
 from megarl.types import FinishReason, Message, Prompt, Response, RoutedExperts, Score, Turn, WeightVersions
+from megarl.task.process import CallError, CallRaisedError, StartError, call, load_callable
+from megarl.task.reward import AnswerFailedError, ProcessReward, RewardFailedError, find_not_finite
 
 RESERVED_NAMES = frozenset(
     {
@@ -73,11 +77,11 @@ def _explain(path: str, error: Exception, prompt: Prompt) -> str:
     return text
 
 
-class FunctionVerifier:
+class FunctionReward(ProcessReward):
     """Holds what the user's function returns to what the means under reward/ need.
 
     Every Score must have the same names in `details` as the first one, that of the check before the start, and none of
-    RESERVED_NAMES.
+    RESERVED_NAMES. A function that keeps a state is called in one process.
     """
 
     path = f"{serve_function.__module__}:{serve_function.__name__}"
@@ -85,39 +89,85 @@ class FunctionVerifier:
     is_users = True
 
     def __init__(self, config: FunctionRewardConfig):
-        self.options = {"path": config.path}
-        self.timeout_s, self.memory_gb = config.timeout_s, config.memory_gb
-        self._lock = threading.Lock()
+        super().__init__(config, path=config.path)
+        self._keeps_state = False
+        self._names_lock = threading.Lock()
         self._names: frozenset[str] | None = None
         """The names in `details` of the first Score"""
         self._left_out: set[str] = set()
         """Entries of the function's dicts that are texts"""
+
+    def _start(self) -> int:
+        """Also finds out whether the function keeps a state."""
+        count = super()._start()
+        try:
+            self._keeps_state = "state" in self._processes[0].call({})
+        except CallError as error:
+            raise ConfigError([f"{self.key}: {error}"]) from error
+        if self._keeps_state and (self._config.num_workers or 1) > 1:
+            raise ConfigError(
+                [
+                    f"reward.num_workers: {self._config.num_workers} found; the reward has state_dict and"
+                    " load_state_dict, and each process would keep a state of its own: must be 1 or null"
+                ]
+            )
+        return 1 if self._keeps_state else count
+
+    def state(self) -> Any:
+        """Of a function that keeps one; where its process has ended by a failure, it goes on from the last one."""
+        if self._keeps_state:
+            try:
+                self._options["state"] = self._processes[0].call({})["state"]
+            except CallRaisedError as error:
+                raise ValueError(str(error)) from error
+            except (CallError, StartError) as error:
+                warnings.warn(
+                    f"{self.key}: the reward's state could not be read ({error}); a checkpoint has the last one that"
+                    " could",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return self._options.get("state")
+
+    def load_state(self, state: Any) -> None:
+        """A process that has started goes on from this state by being started again."""
+        self._options["state"] = state
+        for process in self._processes:
+            process.stop()
+
+    async def check(self, prompt: Prompt, empty: Response) -> Score:
+        """Also of the reference answer: what a function does with a text is otherwise seen after the first rollout."""
+        score = await self.score(prompt, empty)
+        if find_not_finite(score) is None:
+            stated = Response((0,), prompt.answer, (0.0,), (True,), (0,), FinishReason.stop)
+            try:
+                if bad := find_not_finite(await self.score(prompt, stated)):
+                    raise RewardFailedError(bad)
+            except RewardFailedError as error:
+                raise AnswerFailedError(f"{error}, with the response {prompt.answer[:60]!r}") from error
+        return score
+
+    def list_notes(self) -> list[str]:
+        left_out = ", ".join(sorted(self._left_out))
+        return [f"of what {self._options['path']} returns, texts are not logged: {left_out}"] if left_out else []
 
     def ask(self, prompt: Prompt, response: Response) -> dict[str, Any]:
         return {"prompt": encode_prompt(prompt), "response": encode_response(response)}
 
     def read(self, answer: Any, prompt: Prompt) -> Score:
         """Raises ValueError for other names in `details`."""
-        self._left_out |= set(answer.get("left_out", ()))
-        score = Score(**{name: value for name, value in answer.items() if name != "left_out"})
+        self._left_out |= set(answer.pop("left_out", ()))
+        score = Score(**answer)
         if score.failure is None:
             self._check_names(frozenset(score.details))
         return score
 
-    @property
-    def notes(self) -> list[str]:
-        left_out = ", ".join(sorted(self._left_out))
-        return [f"of what {self.options['path']} returns, texts are not logged: {left_out}"] if left_out else []
-
-    def give_up(self) -> None:
-        """What runs out of time or memory is the function, not the response."""
-
     def _check_names(self, names: frozenset[str]) -> None:
-        found = f"reward.path={self.options['path']}: found details {_list_names(names)}"
+        found = f"reward.path={self._options['path']}: found details {_list_names(names)}"
         reserved = names & RESERVED_NAMES
         if reserved:
             raise ValueError(f"{found}; megarl's own metrics have the names {_list_names(reserved)} under reward/")
-        with self._lock:
+        with self._names_lock:
             expected = self._names = names if self._names is None else self._names
         if names != expected:
             raise ValueError(

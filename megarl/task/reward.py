@@ -5,11 +5,11 @@ import math
 import os
 import queue
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.config.errors import ConfigError
+from megarl.config.schema.reward import ProcessRewardConfig
 from megarl.task.process import (
     CallDiedError,
     CallError,
@@ -19,7 +19,7 @@ from megarl.task.process import (
     FunctionProcess,
     StartError,
 )
-from megarl.types import FinishReason, Prompt, Response, RewardFunction, Score
+from megarl.types import Prompt, Response, RewardFunction, Score
 
 
 class RewardFailedError(Exception):
@@ -76,33 +76,6 @@ class DirectReward(AsyncReward):
         return self._function(prompt, response)
 
 
-class ProcessVerifier(Protocol):
-    """A verifier whose work is done by a function in a process of its own; the rest is done here."""
-
-    path: str
-    """Of the function that is called once with `options` as keywords and returns the one that answers, as
-    package.module:function"""
-    options: dict[str, Any]
-    key: str
-    """The configuration key to name where the function cannot be loaded"""
-    timeout_s: float
-    memory_gb: float
-    is_users: bool
-    """Whether it is the user's own code, which may print, start processes, and use files and the network"""
-
-    def ask(self, prompt: Prompt, response: Response) -> dict[str, Any]:
-        """The keywords of the call, JSON. Raises ValueError where the prompt cannot be read."""
-        ...
-
-    def read(self, answer: Any, prompt: Prompt) -> Score:
-        """The score that the answer means."""
-        ...
-
-    def give_up(self) -> Score | None:
-        """The score of a response whose call ran out of time or memory, or took its process down; None: it failed."""
-        ...
-
-
 MOST_CHOSEN = 16
 """Processes that are chosen for a machine of any size"""
 
@@ -112,156 +85,97 @@ def choose_num_workers() -> int:
     return min(MOST_CHOSEN, max(1, len(os.sched_getaffinity(0)) // 4))
 
 
-class ProcessReward:
-    """A verifier in one process, as a function that any thread may call."""
+class ProcessReward(AsyncReward):
+    """A function in up to reward.num_workers processes of its own, each started when all before it are busy.
 
-    def __init__(self, verifier: ProcessVerifier):
-        self._verifier = verifier
-        self._process = FunctionProcess(
-            verifier.path,
-            options=verifier.options,
-            timeout_s=verifier.timeout_s,
-            memory_gb=verifier.memory_gb,
-            show_output=verifier.is_users,
-            sealed=not verifier.is_users,
-        )
+    Derived classes say what it is asked and what its answers mean. A score depends on the prompt and the response
+    alone, so that it does not matter which process gives it.
+    """
 
-    def start(self) -> None:
-        """Start the process. Raises ConfigError where the verifier cannot be loaded in it."""
-        try:
-            self._process.start()
-        except StartError as error:
-            raise ConfigError([f"{self._verifier.key}: {error}"]) from error
+    path: str
+    """Of the function that is called once with `options` as keywords and returns the one that answers, as
+    package.module:function"""
+    key = "reward"
+    """The configuration key to name where the function cannot be loaded"""
+    is_users = False
+    """Whether it is the user's own code, which may print, start processes, and use files and the network"""
 
-    def read_state(self) -> dict[str, Any]:
-        """{"state": what the user's function keeps}, empty where it keeps nothing. Raises CallError, StartError."""
-        found: dict[str, Any] = self._process.call({})
-        return found
+    def __init__(self, config: ProcessRewardConfig, **options: Any):
+        self._config, self._options = config, options
+        self._processes = [
+            FunctionProcess(
+                self.path,
+                options=options,
+                timeout_s=config.timeout_s,
+                memory_gb=config.memory_gb,
+                show_output=self.is_users,
+                sealed=not self.is_users,
+            )
+            for _ in range(config.num_workers or choose_num_workers())
+        ]
+        self._threads = ThreadPoolExecutor(len(self._processes), thread_name_prefix="reward")
+        # The last one used is the next: no more processes run than are needed.
+        self._idle: queue.LifoQueue[FunctionProcess] = queue.LifoQueue()
+        self._lock, self._is_open = threading.Lock(), False
 
-    def __call__(self, prompt: Prompt, response: Response) -> Score:
+    def ask(self, prompt: Prompt, response: Response) -> dict[str, Any]:
+        """The keywords of the call, JSON. Raises ValueError where the prompt cannot be read."""
+        return {"text": response.text}
+
+    def read(self, answer: Any, prompt: Prompt) -> Score:
+        """The score that the answer means."""
+        raise NotImplementedError
+
+    def give_up(self) -> Score | None:
+        """The score of a response whose call ran out of time or memory, or took its process down; None: it failed, as
+        what does not end is the function or the pattern."""
+        return None
+
+    async def score(self, prompt: Prompt, response: Response) -> Score:
         """Raises RewardFailedError, and ValueError where the prompt cannot be read."""
-        verifier = self._verifier
-        question = verifier.ask(prompt, response)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._score, prompt, response)
+
+    def close(self) -> None:
+        """End the processes, also in the middle of a call."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.close()
+
+    def _start(self) -> int:
+        """Start the first process; returns how many may run. Raises ConfigError where its function cannot be loaded."""
         try:
-            answer = self._process.call(question)
+            self._processes[0].start()
+        except StartError as error:
+            raise ConfigError([f"{self.key}: {error}"]) from error
+        return len(self._processes)
+
+    def _score(self, prompt: Prompt, response: Response) -> Score:
+        with self._lock:
+            if not self._is_open:
+                for process in reversed(self._processes[: self._start()]):
+                    self._idle.put(process)
+                self._is_open = True
+        question = self.ask(prompt, response)
+        process = self._idle.get()
+        try:
+            answer = process.call(question)
         except CallRaisedError as error:
             raise RewardFailedError(f"the reward raised {error}") from error
         except StartError as error:
             raise RewardFailedError(f"the reward's process does not start: {error}") from error
         except CallError as error:
             is_responses_fault = isinstance(error, CallTimeoutError | CallMemoryError | CallDiedError)
-            score = verifier.give_up() if is_responses_fault else None
+            score = self.give_up() if is_responses_fault else None
             if score is None:
                 raise RewardFailedError(self._explain(error)) from error
             return score
-        return verifier.read(answer, prompt)
+        finally:
+            self._idle.put(process)
+        return self.read(answer, prompt)
 
     def _explain(self, error: CallError) -> str:
         if isinstance(error, CallTimeoutError):
-            return f"the reward took longer than reward.timeout_s={self._verifier.timeout_s:g} s"
+            return f"the reward took longer than reward.timeout_s={self._config.timeout_s:g} s"
         if isinstance(error, CallMemoryError):
-            return f"the reward needed more memory than reward.memory_gb={self._verifier.memory_gb:g}"
+            return f"the reward needed more memory than reward.memory_gb={self._config.memory_gb:g}"
         return f"the reward failed: {error}"
-
-    def restart(self) -> None:
-        """End the process; the next call starts it again."""
-        self._process.stop()
-
-    def close(self) -> None:
-        """End the process; later calls fail."""
-        self._process.close()
-
-
-class PooledReward(AsyncReward):
-    """A verifier in up to `num_workers` processes, each started when all before it are busy.
-
-    A score depends on the prompt and the response alone, so that it does not matter which process gives it; or the
-    user's function keeps a state, and is then called in one process.
-    """
-
-    def __init__(self, verifier: ProcessVerifier, num_workers: int | None):
-        """num_workers: None chooses by the cores of this machine."""
-        self._verifier, self._num_workers = verifier, num_workers
-        self._lock, self._is_open = threading.Lock(), False
-        self._keeps_state = False
-        self._rewards = [ProcessReward(verifier) for _ in range(num_workers or choose_num_workers())]
-        self._threads = ThreadPoolExecutor(len(self._rewards), thread_name_prefix="reward")
-        # The last one used is the next: no more processes run than are needed.
-        self._idle: queue.LifoQueue[ProcessReward] = queue.LifoQueue()
-
-    def _open(self) -> None:
-        """Before the first call: find out whether the user's function keeps a state. Raises ConfigError."""
-        with self._lock:
-            if self._is_open:
-                return
-            self._rewards[0].start()
-            if self._verifier.is_users:
-                try:
-                    self._keeps_state = "state" in self._rewards[0].read_state()
-                except CallError as error:
-                    raise ConfigError([f"{self._verifier.key}: {error}"]) from error
-            if self._keeps_state and (self._num_workers or 1) > 1:
-                raise ConfigError(
-                    [
-                        f"reward.num_workers: {self._num_workers} found; the reward has state_dict and load_state_dict,"
-                        " and each process would keep a state of its own: must be 1 or null"
-                    ]
-                )
-            for reward in self._rewards[:1] if self._keeps_state else reversed(self._rewards):
-                self._idle.put(reward)
-            self._is_open = True
-
-    def state(self) -> Any:
-        """Of a function that keeps one; where its process has ended by a failure, it goes on from the last one."""
-        if self._keeps_state:
-            try:
-                self._verifier.options["state"] = self._rewards[0].read_state()["state"]
-            except CallRaisedError as error:
-                raise ValueError(str(error)) from error
-            except (CallError, StartError) as error:
-                warnings.warn(
-                    f"{self._verifier.key}: the reward's state could not be read ({error}); a checkpoint has the last"
-                    " one that could",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-        return self._verifier.options.get("state")
-
-    def load_state(self, state: Any) -> None:
-        """A process that has started goes on from this state by being started again."""
-        self._verifier.options["state"] = state
-        for reward in self._rewards:
-            reward.restart()
-
-    async def score(self, prompt: Prompt, response: Response) -> Score:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._score, prompt, response)
-
-    async def check(self, prompt: Prompt, empty: Response) -> Score:
-        score = await self.score(prompt, empty)
-        if self._verifier.is_users and find_not_finite(score) is None:
-            # What a function does with a text is otherwise seen only after the first rollout.
-            stated = Response((0,), prompt.answer, (0.0,), (True,), (0,), FinishReason.stop)
-            try:
-                if bad := find_not_finite(await self.score(prompt, stated)):
-                    raise RewardFailedError(bad)
-            except RewardFailedError as error:
-                raise AnswerFailedError(f"{error}, with the response {prompt.answer[:60]!r}") from error
-        return score
-
-    def list_notes(self) -> list[str]:
-        # Only a user's function says more than a verifier asks for.
-        return list(getattr(self._verifier, "notes", ()))
-
-    def _score(self, prompt: Prompt, response: Response) -> Score:
-        self._open()
-        reward = self._idle.get()
-        try:
-            return reward(prompt, response)
-        finally:
-            self._idle.put(reward)
-
-    def close(self) -> None:
-        """End the processes, also in the middle of a call."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for reward in self._rewards:
-            reward.close()

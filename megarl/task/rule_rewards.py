@@ -1,6 +1,7 @@
 """Rewards by a rule: equality of texts, numbers and mathematics, form, length, and the environment's own."""
 
 import importlib.util
+import json
 import math
 import re
 from collections import deque
@@ -16,8 +17,10 @@ from megarl.config.schema.reward import (
     LetterCountRewardConfig,
     MathRewardConfig,
     NumericRewardConfig,
+    ReasoningGymRewardConfig,
 )
 from megarl.task.math_text import ends_in_open_thinking
+from megarl.task.reward import ProcessReward
 from megarl.types import Prompt, Response, Score
 
 
@@ -33,31 +36,23 @@ def normalize_text(text: str) -> str:
     return " ".join(text.casefold().split()).rstrip(".").rstrip()
 
 
-class FormatVerifier:
+class FormatReward(ProcessReward):
     """1 where the response, white space at its ends aside, matches reward.pattern, else 0; its content does not count.
 
-    With reward.anywhere a part that matches suffices.
+    With reward.anywhere a part that matches suffices. It is searched in a process of its own, which ends a search
+    without an end.
     """
 
     path = "megarl.task.process_functions:build_pattern_searcher"
     key = "reward.pattern"
-    is_users = False
 
     def __init__(self, config: FormatRewardConfig):
         """Raises ConfigError for a pattern that is none."""
         check_pattern(config.pattern)
-        where = "anywhere" if config.anywhere else "whole"
-        self.options: dict[str, Any] = {"pattern": config.pattern, "where": where}
-        self.timeout_s, self.memory_gb = config.timeout_s, config.memory_gb
-
-    def ask(self, prompt: Prompt, response: Response) -> dict[str, Any]:
-        return {"text": response.text}
+        super().__init__(config, pattern=config.pattern, where="anywhere" if config.anywhere else "whole")
 
     def read(self, answer: Any, prompt: Prompt) -> Score:
         return Score(float(answer is not None), answer is not None)
-
-    def give_up(self) -> None:
-        """What does not end is the pattern."""
 
 
 def check_pattern(pattern: str) -> None:
@@ -140,32 +135,24 @@ def read_answer(prompt: Prompt) -> Fraction:
     return expected
 
 
-class NumericPatternVerifier:
+class NumericPatternReward(ProcessReward):
     """As `NumericReward`, of the number that reward.pattern finds, which is searched in a process of its own."""
 
     path = "megarl.task.process_functions:build_pattern_searcher"
     key = "reward.pattern"
-    is_users = False
 
     def __init__(self, config: NumericRewardConfig):
         """Raises ConfigError for a pattern that is none."""
         pattern = config.pattern or NUMBER.pattern
         check_pattern(pattern)
-        self.options: dict[str, Any] = {"pattern": pattern, "where": "last"}
-        self.timeout_s, self.memory_gb = config.timeout_s, config.memory_gb
+        super().__init__(config, pattern=pattern, where="last")
         self._reward = NumericReward.of(config)
-
-    def ask(self, prompt: Prompt, response: Response) -> dict[str, Any]:
-        return {"text": response.text}
 
     def read(self, answer: Any, prompt: Prompt) -> Score:
         return self._reward.compare(read_answer(prompt), None if answer is None else parse_number(answer))
 
-    def give_up(self) -> None:
-        """What does not end is the pattern."""
 
-
-class MathVerifier:
+class MathReward(ProcessReward):
     """1 where the response states the prompt's answer and no other one, else 0.
 
     The prompt's answer is LaTeX or plain (with or without $); one that cannot be read as mathematics is compared as
@@ -175,24 +162,17 @@ class MathVerifier:
     """
 
     path = "megarl.task.process_functions:build_math_scorer"
-    key = "reward"
-    is_users = False
 
     def __init__(self, config: MathRewardConfig):
         """Raises ConfigError without math-verify."""
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError(["reward: math found, but math-verify is not installed; `make install` brings it"])
-        self.options: dict[str, Any] = {}
-        self.timeout_s, self.memory_gb = config.timeout_s, config.memory_gb
+        super().__init__(config)
         self._mode = config.answer.value
 
     def ask(self, prompt: Prompt, response: Response) -> dict[str, Any]:
-        return {
-            "gold": prompt.answer,
-            "text": response.text,
-            "mode": self._mode,
-            "thinking": ends_in_open_thinking(prompt.text),
-        }
+        thinking = ends_in_open_thinking(prompt.text)
+        return {"gold": prompt.answer, "text": response.text, "mode": self._mode, "thinking": thinking}
 
     def read(self, answer: Any, prompt: Prompt) -> Score:
         correct, details = bool(answer["correct"]), {"format": float(answer["read"]), "timeout": 0.0}
@@ -201,6 +181,48 @@ class MathVerifier:
     def give_up(self) -> Score:
         """A response that cannot be compared in time is wrong."""
         return Score(0.0, False, {"format": 0.0, "timeout": 1.0})
+
+
+class ReasoningGymReward(ProcessReward):
+    """The score, 0 to 1, that the prompt's task gives the response (white space at its ends removed).
+
+    prompt.metadata["reasoning_gym"] is JSON: {"task": its name, "entry": the generated item, "config": the
+    task's options (may be absent)}. Correct from reward.correct_at on. details: "timeout" is 1 where time or memory ran
+    out, which scores 0.
+    """
+
+    path = "megarl.task.process_functions:build_reasoning_gym_scorer"
+
+    def __init__(self, config: ReasoningGymRewardConfig):
+        """Raises ConfigError for values out of range, or without reasoning-gym."""
+        if not 0 < config.correct_at <= 1:
+            raise ConfigError([f"reward.correct_at: found {config.correct_at}; it must be above 0 and at most 1"])
+        if importlib.util.find_spec("reasoning_gym") is None:
+            raise ConfigError(
+                ["reward: reasoning_gym found, but that package is not installed; `make install` brings it"]
+            )
+        super().__init__(config)
+        self._correct_at = config.correct_at
+
+    def ask(self, prompt: Prompt, response: Response) -> dict[str, Any]:
+        """Raises ValueError, naming the prompt, where it was not made by reasoning-gym."""
+        try:
+            stored = json.loads(prompt.metadata["reasoning_gym"])
+            asked = {"task": stored["task"], "entry": stored["entry"], "config": stored.get("config") or {}}
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"prompt {prompt.id!r}: no reasoning-gym task in its metadata ({type(error).__name__}: {error});"
+                " reward=reasoning_gym goes with data=reasoning_gym"
+            ) from error
+        return {**asked, "text": response.text.strip()}
+
+    def read(self, answer: Any, prompt: Prompt) -> Score:
+        reward = float(answer["score"])
+        return Score(reward, reward >= self._correct_at, {"timeout": 0.0})
+
+    def give_up(self) -> Score:
+        """A response that cannot be scored in time is wrong."""
+        return Score(0.0, False, {"timeout": 1.0})
 
 
 @dataclass(frozen=True)

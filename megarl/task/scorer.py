@@ -1,7 +1,7 @@
 """From the `reward` group to what scores responses as they come, whatever a verifier does."""
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -22,34 +22,30 @@ from megarl.config.schema.reward import (
     LetterCountRewardConfig,
     MathRewardConfig,
     NumericRewardConfig,
-    ProcessRewardConfig,
     ReasoningGymRewardConfig,
     RewardConfig,
     ScalarModelRewardConfig,
     WeightedRewardConfig,
 )
 from megarl.task.code import CodeReward
-from megarl.task.function import FunctionVerifier
-from megarl.task.gym import ReasoningGymVerifier
+from megarl.task.function import FunctionReward
 from megarl.task.process import describe
 from megarl.task.reward import (
     AnswerFailedError,
     AsyncReward,
     DirectReward,
-    PooledReward,
-    ProcessReward,
-    ProcessVerifier,
     RewardFailedError,
     find_not_finite,
 )
 from megarl.task.rule_rewards import (
     EnvironmentReward,
-    FormatVerifier,
+    FormatReward,
     LengthReward,
     LetterCountReward,
-    MathVerifier,
-    NumericPatternVerifier,
+    MathReward,
+    NumericPatternReward,
     NumericReward,
+    ReasoningGymReward,
     score_addition,
     score_exact,
 )
@@ -137,90 +133,56 @@ async def _gather(calls: Sequence[Awaitable[Score | None]], names: Iterable[str]
     return scores
 
 
-def build_async_reward(config: RewardConfig) -> AsyncReward:
-    """The reward of this configuration, to be awaited.
+def build_reward(config: RewardConfig) -> AsyncReward:
+    """The reward of this configuration.
 
     Raises ConfigError naming the key that is out of range, or what is not installed.
     """
-    direct = build_direct(config)
-    if direct is not None:
-        return DirectReward(direct)
     match config:
-        case CodeRewardConfig():
-            return CodeReward(config)
-        case HttpRewardConfig():
-            return HttpReward(config)
-        case ProcessRewardConfig():
-            return PooledReward(build_verifier(config), config.num_workers)
-        case JudgeRewardConfig():
-            return JudgeReward(config)
-        case ScalarModelRewardConfig():
-            return ScalarModelReward(config)
         case WeightedRewardConfig():
             parts = {part.name: Part(_build_part(part), part.weight) for part in read_parts(config)}
             return WeightedReward(parts, config.correct_by, config.correct_at)
+        case NumericRewardConfig() if config.pattern is None:
+            return DirectReward(NumericReward.of(config))
+        case LetterCountRewardConfig():
+            return DirectReward(LetterCountReward(config))
+        case AdditionRewardConfig():
+            return DirectReward(score_addition)
+        case ExactRewardConfig():
+            return DirectReward(score_exact)
+        case EnvironmentRewardConfig():
+            return DirectReward(EnvironmentReward(config))
+        case LengthRewardConfig():
+            return DirectReward(LengthReward(config.min_length, config.max_length, config.falloff))
+    for schema, kind in KINDS.items():
+        if isinstance(config, schema):
+            return kind(config)
     raise ConfigError([f"reward: found a {type(config).__name__}; megarl/task/scorer.py has no reward for it"])
+
+
+KINDS: Mapping[type[RewardConfig], Callable[[Any], AsyncReward]] = {
+    MathRewardConfig: MathReward,
+    ReasoningGymRewardConfig: ReasoningGymReward,
+    FunctionRewardConfig: FunctionReward,
+    FormatRewardConfig: FormatReward,
+    NumericRewardConfig: NumericPatternReward,
+    CodeRewardConfig: CodeReward,
+    HttpRewardConfig: HttpReward,
+    JudgeRewardConfig: JudgeReward,
+    ScalarModelRewardConfig: ScalarModelReward,
+}
+"""What is awaited because it takes longer than microseconds"""
 
 
 def _build_part(part: RewardPart) -> AsyncReward:
     """Raises ConfigError with the full key of what is wrong."""
     try:
-        return build_async_reward(part.config)
+        return build_reward(part.config)
     except ConfigError as error:
         key = f"reward.parts.{part.name}"
         raise ConfigError(
             [key + text.removeprefix("reward") if text.startswith("reward") else text for text in error.problems]
         ) from error
-
-
-def build_reward(config: RewardConfig) -> RewardFunction:
-    """The reward of this configuration as a plain function, which may be called from any thread.
-
-    A verifier that runs in processes of its own has one here. Raises ConfigError as `build_async_reward`, and where
-    what the process loads is not importable.
-    """
-    direct = build_direct(config)
-    if direct is not None:
-        return direct
-    if isinstance(config, ProcessRewardConfig) and not isinstance(config, CodeRewardConfig):
-        reward = ProcessReward(build_verifier(config))
-        reward.start()
-        return reward
-    raise ConfigError([f"reward: found a {type(config).__name__}, which is awaited; build_scorer() gives it"])
-
-
-def build_direct(config: RewardConfig) -> RewardFunction | None:
-    """The verifier that takes microseconds and is called in this process; None where the reward is of another sort."""
-    match config:
-        case LetterCountRewardConfig():
-            return LetterCountReward(config)
-        case AdditionRewardConfig():
-            return score_addition
-        case ExactRewardConfig():
-            return score_exact
-        case EnvironmentRewardConfig():
-            return EnvironmentReward(config)
-        case LengthRewardConfig():
-            return LengthReward(config.min_length, config.max_length, config.falloff)
-        case NumericRewardConfig() if config.pattern is None:
-            return NumericReward.of(config)
-    return None
-
-
-def build_verifier(config: ProcessRewardConfig) -> ProcessVerifier:
-    """The verifier whose work is done in processes of its own."""
-    match config:
-        case MathRewardConfig():
-            return MathVerifier(config)
-        case ReasoningGymRewardConfig():
-            return ReasoningGymVerifier(config)
-        case FunctionRewardConfig():
-            return FunctionVerifier(config)
-        case FormatRewardConfig():
-            return FormatVerifier(config)
-        case NumericRewardConfig():
-            return NumericPatternVerifier(config)
-    raise ConfigError([f"reward: found a {type(config).__name__}; megarl/task/scorer.py has no verifier for it"])
 
 
 def reads_answers(config: RewardConfig) -> bool:
@@ -322,4 +284,4 @@ def build_scorer(config: RewardConfig) -> Scorer:
 
     Raises ConfigError naming the key that is out of range, or what is not installed or not importable.
     """
-    return Scorer(build_async_reward(config))
+    return Scorer(build_reward(config))

@@ -1,9 +1,13 @@
 """Prompts and responses for the tests of the verifiers."""
 
+import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
-from megarl.types import FinishReason, Prompt, Response
+from megarl.config.schema.reward import RewardConfig
+from megarl.task import scorer
+from megarl.types import FinishReason, Prompt, Response, Score
 
 
 def build_prompt(answer: str, **metadata: Any) -> Prompt:
@@ -12,3 +16,9 @@ def build_prompt(answer: str, **metadata: Any) -> Prompt:
 
 def build_response(text: str, finish_reason: FinishReason = FinishReason.stop) -> Response:
     return Response((1,), text, (0.0,), (True,), (0,), finish_reason)
+
+
+def build_reward(config: RewardConfig) -> Callable[[Prompt, Response], Score]:
+    """The reward of this configuration as a plain function."""
+    reward = scorer.build_reward(config)
+    return lambda prompt, response: asyncio.run(reward.score(prompt, response))

@@ -1,10 +1,9 @@
 import pytest
-from reward_cases import build_prompt
+from reward_cases import build_prompt, build_reward
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.reward import EnvironmentRewardConfig
-from megarl.task.scorer import build_reward
 from megarl.types import FinishReason, Response, Score, Turn
 
 

@@ -8,7 +8,7 @@ import answer_unseen
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reward_cases import build_prompt, build_response
+from reward_cases import build_prompt, build_response, build_reward
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
@@ -16,7 +16,6 @@ from megarl.config.schema.reward import MathRewardConfig, StatedAnswer
 from megarl.report.evaluation import count_votes
 from megarl.task.math_grading import grade
 from megarl.task.math_text import extract_statements
-from megarl.task.scorer import build_reward
 from megarl.types import Sample
 
 RIGHT = answer_cases.RIGHT + answer_attacks.RIGHT + answer_unseen.RIGHT

@@ -5,14 +5,13 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reward_cases import build_prompt, build_response
+from reward_cases import build_prompt, build_response, build_reward
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.reward import FormatRewardConfig, LengthRewardConfig, NumericRewardConfig
 from megarl.task.reward import RewardFailedError
 from megarl.task.rule_rewards import find_last_number, format_number, parse_number
-from megarl.task.scorer import build_reward
 from megarl.types import FinishReason, Response
 
 

@@ -1,5 +1,6 @@
 """The verifiers exact, addition and function, and their configuration."""
 
+import asyncio
 import re
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
-from reward_cases import build_prompt, build_response
+from reward_cases import build_prompt, build_response, build_reward
 
 from megarl import algo
 from megarl.config.errors import ConfigError
@@ -24,9 +25,9 @@ from megarl.config.schema.reward import (
     RewardConfig,
     register,
 )
-from megarl.task.function import RESERVED_NAMES, FunctionVerifier
+from megarl.task.function import RESERVED_NAMES, FunctionReward
 from megarl.task.process import load_callable
-from megarl.task.scorer import Scorer, build_reward, build_scorer, reads_answers
+from megarl.task.scorer import EMPTY, build_scorer, reads_answers
 
 PROMPT = build_prompt("")
 READS_NO_ANSWER = {"environment", "letter_count", "reasoning_gym", "format", "length", "code", "http", "function"}
@@ -167,7 +168,7 @@ def test_a_users_own_function_scores(user_module):
 
 
 def test_responses_with_different_details_are_refused_with_both_sets():
-    verifier = FunctionVerifier(FunctionRewardConfig("package:function"))
+    verifier = FunctionReward(FunctionRewardConfig("package:function"))
     first = {"reward": 0.0, "correct": False, "details": {"a": 1.0, "b": 0.0}}
     assert verifier.read(first, PROMPT).details == {"a": 1.0, "b": 0.0}
     with pytest.raises(ValueError, match=r"found details a; the first response had a, b"):
@@ -177,7 +178,7 @@ def test_responses_with_different_details_are_refused_with_both_sets():
 
 @pytest.mark.parametrize("name", sorted(RESERVED_NAMES))
 def test_details_with_a_name_of_the_trainers_own_metrics_are_refused(name):
-    verifier = FunctionVerifier(FunctionRewardConfig("package:function"))
+    verifier = FunctionReward(FunctionRewardConfig("package:function"))
     with pytest.raises(ValueError, match=rf"own metrics have the names {name} under reward/"):
         verifier.read({"reward": 0.0, "correct": False, "details": {"mine": 1.0, name: 1.0}}, PROMPT)
 
@@ -199,12 +200,12 @@ def test_the_names_that_the_algorithms_log_under_reward_are_reserved():
 )
 def test_a_reward_that_cannot_read_the_datas_answers_is_found_before_the_run(config, answer, data):
     with pytest.raises(ConfigError, match=rf"^reward=\.\.\. with data=\.\.\..*prompt 'p1'.*{data}"):
-        Scorer(build_reward(config)).check([build_prompt(answer)])
+        build_scorer(config).check([build_prompt(answer)])
 
 
 def test_every_prompt_given_is_checked():
     with pytest.raises(ConfigError, match="'b37'"):
-        Scorer(build_reward(AdditionRewardConfig())).check([build_prompt("85"), build_prompt("b37")])
+        build_scorer(AdditionRewardConfig()).check([build_prompt("85"), build_prompt("b37")])
 
 
 @pytest.mark.parametrize(
@@ -230,10 +231,10 @@ def test_every_prompt_given_is_checked():
     ids=lambda value: type(value).__name__,
 )
 def test_a_reward_that_fits_its_data_passes_the_check(config, prompt):
-    scored = []
-    reward = build_reward(config)
-    Scorer(lambda p, response: scored.append(reward(p, response)) or scored[-1]).check([prompt])
-    assert [score.correct for score in scored] == [False]
+    scorer = build_scorer(config)
+    scorer.check([prompt])
+    score = asyncio.run(scorer.score(prompt, EMPTY))
+    assert (score.correct, score.failure) == (False, None)
 
 
 @pytest.mark.parametrize(
@@ -254,15 +255,15 @@ def test_a_path_that_cannot_be_called_is_named(user_module, path, message):
 def test_a_module_that_fails_while_imported_is_named(user_module):
     user_module("1 / 0\n")
     with pytest.raises(ConfigError, match=r"^reward\.path: found .*ZeroDivisionError"):
-        build_reward(FunctionRewardConfig("my_reward_of_test:score"))
+        build_scorer(FunctionRewardConfig("my_reward_of_test:score")).check([build_prompt("")])
 
 
 def test_a_function_with_a_scale_of_its_own_is_refused_beside_reward_wrong_before_the_run(user_module):
     user_module("from megarl.types import Score\ndef score(prompt, response):\n    return Score(-1.0, False)\n")
-    reward = build_reward(FunctionRewardConfig("my_reward_of_test:score"))
-    Scorer(reward).check([build_prompt("")])
+    scorer = build_scorer(FunctionRewardConfig("my_reward_of_test:score"))
+    scorer.check([build_prompt("")])
     with pytest.raises(ConfigError, match=r"reward\.wrong: found -1 with a score of -1.*reward\.wrong=0 takes"):
-        Scorer(reward).check([build_prompt("")], wrong=-1.0)
+        scorer.check([build_prompt("")], wrong=-1.0)
 
 
 @pytest.mark.parametrize("kind", SCHEMAS)

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 
 import pytest
 from data_cases import load_toy
-from reward_cases import build_prompt, build_response
+from reward_cases import build_prompt, build_response, build_reward
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.reward import LetterCountRewardConfig
 from megarl.task.problems import Problem
 from megarl.task.rule_rewards import compute_length_score
-from megarl.task.scorer import build_reward
 from megarl.task.sources import FunctionSource
 from megarl.types import FinishReason
 

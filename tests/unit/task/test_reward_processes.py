@@ -7,14 +7,13 @@ import threading
 import time
 
 import pytest
-from reward_cases import build_prompt, build_response
+from reward_cases import build_prompt, build_response, build_reward
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.reward import MathRewardConfig, ReasoningGymRewardConfig
 from megarl.task.process_functions import SCORERS_WITH_EVAL, check_source
 from megarl.task.reward import RewardFailedError
-from megarl.task.scorer import build_reward
 
 
 @pytest.fixture(scope="module")
