@@ -182,14 +182,14 @@ def check_first_problems(config: Config, name: str) -> None:
     name: of the set in an evaluation, which may have a path of its own.
     """
     # Imported here: these import torch, for which the checks of the other nodes need not wait.
-    from megarl.task.data import build_source, use_local_path
+    from megarl.task.data import load_problems, use_local_path
     from megarl.task.scorer import build_scorer
     from megarl.types import Prompt
 
     data, path = config.data, config.evaluate.paths.get(name)
     if path is not None:
         data = use_local_path(data, path, f"evaluate.paths.{name}")
-    splits = build_source(data).load(config.seed)
+    splits = load_problems(data, config.seed)
     prompts = [
         Prompt("first", each.messages[-1].content, (), each.answer, each.metadata, each.messages)
         for each in (*splits.train[:1], *(splits.heldout or ())[:1])

@@ -20,11 +20,11 @@ from megarl.config.schema.data import (
     ReasoningGymDataConfig,
     VerifiersDataConfig,
 )
-from megarl.task.problems import Problem, ProblemSplits, Source
+from megarl.task.problems import Problem, ProblemSplits
 from megarl.task.render import Renderer
-from megarl.task.sources import FunctionSource, HuggingFaceSource, JsonlSource, ParquetSource, ReasoningGymSource
+from megarl.task.sources import load_dataset, load_files, load_made, load_reasoning_gym
 from megarl.task.tools import ToolPrompt
-from megarl.task.verifiers import VerifiersSource
+from megarl.task.verifiers import load_rows
 from megarl.types import Message, Prompt
 
 if TYPE_CHECKING:
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 MOST_HELDOUT_BY_DEFAULT = 256
 
-SOURCES: Mapping[type[DataConfig], Callable[[Any], Source]] = {
-    FunctionDataConfig: FunctionSource,
-    ReasoningGymDataConfig: ReasoningGymSource,
-    JsonlDataConfig: JsonlSource,
-    ParquetDataConfig: ParquetSource,
-    HuggingFaceDataConfig: HuggingFaceSource,
-    VerifiersDataConfig: VerifiersSource,
+SOURCES: Mapping[type[DataConfig], Callable[[Any, int], ProblemSplits]] = {
+    FunctionDataConfig: load_made,
+    ReasoningGymDataConfig: load_reasoning_gym,
+    JsonlDataConfig: load_files,
+    ParquetDataConfig: load_files,
+    HuggingFaceDataConfig: load_dataset,
+    VerifiersDataConfig: load_rows,
 }
-"""The source that each configuration asks for; a new source is a new entry."""
+"""What loads the problems of each configuration; a new source is a new entry."""
 
 Tokenized = tuple[Problem, Prompt]
 
@@ -82,7 +82,7 @@ def split_problems(
     vocab_size: int | None = None,
 ) -> tuple[DataSplits, ProblemSplits]:
     """As `build_data`, with the problems that the prompts are made of, in the prompts' order."""
-    problems = build_source(config).load(seed)
+    problems = load_problems(config, seed)
     renderer = Renderer(config, tokenizer, tools, vocab_size)
     notes = list(problems.notes)
     train = tokenize_problems(problems.train, renderer, "training", notes)
@@ -117,11 +117,14 @@ def describe_prompts(renderer: Renderer, prompts: Sequence[Prompt]) -> str:
     return f"{renderer.describe(prompts[0].token_ids)}; the first answer is {prompts[0].answer[:60]!r}"
 
 
-def build_source(config: DataConfig) -> Source:
-    """The source of this configuration. Raises ConfigError for the base class, which names none."""
+def load_problems(config: DataConfig, seed: int) -> ProblemSplits:
+    """All problems of this configuration; the same for the same seed.
+
+    Raises ConfigError, also for the base class, which names no source.
+    """
     if type(config) not in SOURCES:
         raise ConfigError([f"data: {type(config).__name__} is not a source; choose one with data=letter_count, ..."])
-    return SOURCES[type(config)](config)
+    return SOURCES[type(config)](config, seed)
 
 
 def tokenize_problems(problems: Sequence[Problem], renderer: Renderer, side: str, notes: list[str]) -> list[Tokenized]:
@@ -291,7 +294,7 @@ def build_evaluation_set(
     key = key or f"evaluate.paths.{name}"
     try:
         chosen = _whole(config if path is None else use_local_path(config, path, key))
-        found = build_source(chosen).load(seed)
+        found = load_problems(chosen, seed)
     except ConfigError as error:
         hint = ""
         if isinstance(config, HuggingFaceDataConfig) and path is None:

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.data import AnswerPart, FileDataConfig
@@ -43,12 +43,6 @@ class ProblemSplits:
 def note_parts(train: str, heldout: str) -> tuple[str, ...]:
     """The notes on both parts, one where they are alike."""
     return (train,) if train == heldout else (f"for training {train}", f"held out {heldout}")
-
-
-class Source(Protocol):
-    def load(self, seed: int) -> ProblemSplits:
-        """All problems of the source; the same for the same seed. Raises ConfigError."""
-        ...
 
 
 def ask(question: str, answer: str, metadata: Mapping[str, str] | None = None) -> Problem:

@@ -23,22 +23,14 @@ from megarl.task.problems import Located, Problem, ProblemSplits, ask, note_part
 Reader = Callable[[Path], Iterator[Located]]
 
 
-class JsonlSource:
-    def __init__(self, config: JsonlDataConfig):
-        self.config = config
-
-    def load(self, seed: int) -> ProblemSplits:
-        """The problems of data.path and, where it is given, data.heldout_path. Raises ConfigError."""
-        return _load_both(self.config, self.config.heldout_path, read_jsonl)
-
-
-class ParquetSource:
-    def __init__(self, config: ParquetDataConfig):
-        self.config = config
-
-    def load(self, seed: int) -> ProblemSplits:
-        """The problems of data.path and, where it is given, data.heldout_path. Raises ConfigError."""
-        return _load_both(self.config, self.config.heldout_path, read_parquet)
+def load_files(config: JsonlDataConfig | ParquetDataConfig, seed: int) -> ProblemSplits:
+    """The problems of data.path and, where it is given, data.heldout_path. Raises ConfigError."""
+    read = read_jsonl if isinstance(config, JsonlDataConfig) else read_parquet
+    train, note = _load_file(config, "data.path", config.path, read)
+    if config.heldout_path is None:
+        return ProblemSplits(train, None, notes=(note,))
+    heldout, other = _load_file(config, "data.heldout_path", config.heldout_path, read)
+    return ProblemSplits(train, heldout, notes=note_parts(note, other))
 
 
 def read_jsonl(path: Path) -> Iterator[Located]:
@@ -77,14 +69,6 @@ def read_parquet(path: Path) -> Iterator[Located]:
         raise ConfigError([f"{path}: expected a parquet file: {error}"]) from error
 
 
-def _load_both(config: FileDataConfig, heldout_path: str | None, read: Reader) -> ProblemSplits:
-    train, note = _load_file(config, "data.path", config.path, read)
-    if heldout_path is None:
-        return ProblemSplits(train, None, notes=(note,))
-    heldout, other = _load_file(config, "data.heldout_path", heldout_path, read)
-    return ProblemSplits(train, heldout, notes=note_parts(note, other))
-
-
 def _load_file(config: FileDataConfig, key: str, name: str | None, read: Reader) -> tuple[list[Problem], str]:
     if not name:
         raise ConfigError([f"{key}: found nothing; it must be a file, {key}=FILE"])
@@ -101,26 +85,24 @@ def _load_file(config: FileDataConfig, key: str, name: str | None, read: Reader)
     return problems, note
 
 
-class HuggingFaceSource:
-    def __init__(self, config: HuggingFaceDataConfig):
-        self.config = config
+def load_dataset(config: HuggingFaceDataConfig, seed: int) -> ProblemSplits:
+    """The problems of data.split and, where it is given, data.heldout_split. Raises ConfigError."""
+    train, note = _load_split(config, "data.split", config.split)
+    if config.heldout_split is None:
+        return ProblemSplits(train, None, notes=(note,))
+    heldout, other = _load_split(config, "data.heldout_split", config.heldout_split)
+    return ProblemSplits(train, heldout, notes=note_parts(note, other))
 
-    def load(self, seed: int) -> ProblemSplits:
-        """The problems of data.split and, where it is given, data.heldout_split. Raises ConfigError."""
-        train, note = self._load_split("data.split", self.config.split)
-        if self.config.heldout_split is None:
-            return ProblemSplits(train, None, notes=(note,))
-        heldout, other = self._load_split("data.heldout_split", self.config.heldout_split)
-        return ProblemSplits(train, heldout, notes=note_parts(note, other))
 
-    def _load_split(self, key: str, split: str) -> tuple[list[Problem], str]:
-        if not self.config.path:
-            raise ConfigError(["data.path: found nothing; it must be a dataset's name or directory"])
-        dataset = open_dataset(self.config.path, self.config.subset, split, key)
-        problems, note = read_problems(_locate(dataset, f"{self.config.path}[{split}]"), self.config)
-        if not problems:
-            raise ConfigError([f"{key}: {split!r} of {self.config.path} holds no problems"])
-        return problems, note
+def _load_split(config: HuggingFaceDataConfig, key: str, split: str) -> tuple[list[Problem], str]:
+    if not config.path:
+        raise ConfigError(["data.path: found nothing; it must be a dataset's name or directory"])
+    records = enumerate(open_dataset(config.path, config.subset, split, key))
+    located = ((f"{config.path}[{split}]: row {number}", record) for number, record in records)
+    problems, note = read_problems(located, config)
+    if not problems:
+        raise ConfigError([f"{key}: {split!r} of {config.path} holds no problems"])
+    return problems, note
 
 
 def open_dataset(path: str, subset: str | None, split: str, key: str) -> Any:
@@ -160,55 +142,47 @@ def _only_split(dataset: Any, path: str, split: str, key: str) -> Any:
     return dataset
 
 
-def _locate(dataset: Any, name: str) -> Iterator[Located]:
-    for number, record in enumerate(dataset):
-        yield f"{name}: row {number}", record
+def load_made(config: FunctionDataConfig, seed: int) -> ProblemSplits:
+    """What the function makes: problems or records as in a file, held-out ones apart or not.
+
+    Raises ConfigError for a function that cannot be found or called so, and with what it raises.
+    """
+    path, options = config.path, config.options
+    make = load_named("data.path", path)
+    if not callable(make):
+        raise ConfigError([f"data.path: found {path!r}, a {type(make).__name__}; a function was expected"])
+    parameters = inspect.signature(make).parameters
+    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        for name in options:
+            if name not in parameters:
+                nearest = find_nearest_key(name, parameters)
+                hint = f"did you mean {nearest}?" if nearest else f"it has {', '.join(list(parameters)[2:])}"
+                raise ConfigError([f"data.options.{name}: no such parameter of {path}; {hint}"])
+    try:
+        found = make(seed, config.num_heldout, **options)
+    except ConfigError:
+        raise
+    except Exception as error:  # The user's own code.
+        raise ConfigError([f"data.path: {path} raised {describe_error(error, path)}"]) from error
+    if isinstance(found, ProblemSplits):
+        return found
+    train, heldout = found if isinstance(found, tuple) else (found, None)
+    problems, note = _read_made(path, train, "training")
+    if heldout is None:
+        return ProblemSplits(problems, None, notes=(note,))
+    others, other = _read_made(path, heldout, "held-out")
+    return ProblemSplits(problems, others, notes=note_parts(note, other))
 
 
-class FunctionSource:
-    def __init__(self, config: FunctionDataConfig):
-        self.config = config
-
-    def load(self, seed: int) -> ProblemSplits:
-        """What the function makes: problems or records as in a file, held-out ones apart or not.
-
-        Raises ConfigError for a function that cannot be found or called so, and with what it raises.
-        """
-        path, options = self.config.path, self.config.options
-        make = load_named("data.path", path)
-        if not callable(make):
-            raise ConfigError([f"data.path: found {path!r}, a {type(make).__name__}; a function was expected"])
-        parameters = inspect.signature(make).parameters
-        if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
-            for name in options:
-                if name not in parameters:
-                    nearest = find_nearest_key(name, parameters)
-                    hint = f"did you mean {nearest}?" if nearest else f"it has {', '.join(list(parameters)[2:])}"
-                    raise ConfigError([f"data.options.{name}: no such parameter of {path}; {hint}"])
-        try:
-            found = make(seed, self.config.num_heldout, **options)
-        except ConfigError:
-            raise
-        except Exception as error:  # The user's own code.
-            raise ConfigError([f"data.path: {path} raised {describe_error(error, path)}"]) from error
-        if isinstance(found, ProblemSplits):
-            return found
-        train, heldout = found if isinstance(found, tuple) else (found, None)
-        problems, note = self._read(train, "training")
-        if heldout is None:
-            return ProblemSplits(problems, None, notes=(note,))
-        others, other = self._read(heldout, "held-out")
-        return ProblemSplits(problems, others, notes=note_parts(note, other))
-
-    def _read(self, records: Any, side: str) -> tuple[list[Problem], str]:
-        located = [(f"{self.config.path}: {side} record {number}", each) for number, each in enumerate(records)]
-        for where, record in located:
-            if not isinstance(record, Mapping):
-                raise ConfigError([f"{where}: found {record!r}; expected a dict with question and answer"])
-        problems, note = read_problems(located, FileDataConfig())
-        if not problems:
-            raise ConfigError([f"data.path: {self.config.path} made no {side} problems"])
-        return problems, note
+def _read_made(path: str, records: Any, side: str) -> tuple[list[Problem], str]:
+    located = [(f"{path}: {side} record {number}", each) for number, each in enumerate(records)]
+    for where, record in located:
+        if not isinstance(record, Mapping):
+            raise ConfigError([f"{where}: found {record!r}; expected a dict with question and answer"])
+    problems, note = read_problems(located, FileDataConfig())
+    if not problems:
+        raise ConfigError([f"data.path: {path} made no {side} problems"])
+    return problems, note
 
 
 TRIES_PER_PROBLEM = 10
@@ -217,45 +191,43 @@ HELDOUT_SEED_OFFSET = 1_000_000_000
 """The package seeds problem i with seed + i; this keeps the ranges of the two sides apart."""
 
 
-class ReasoningGymSource:
-    """metadata["reasoning_gym"] is JSON of {"task": name, "entry": problem, "config": data.options}, for the scorer."""
+def load_reasoning_gym(config: ReasoningGymDataConfig, seed: int) -> ProblemSplits:
+    """`size` and `num_heldout` problems of different questions.
 
-    def __init__(self, config: ReasoningGymDataConfig):
-        self.config = config
+    metadata["reasoning_gym"] is JSON of {"task": name, "entry": problem, "config": data.options}, for the scorer.
+    Raises ConfigError.
+    """
+    num_heldout = 256 if config.num_heldout is None else config.num_heldout
+    seen: set[str] = set()
+    first_seed = seed * 1_000_003 % HELDOUT_SEED_OFFSET
+    heldout = _generate(config, num_heldout, "num_heldout", first_seed + HELDOUT_SEED_OFFSET, seen)
+    return ProblemSplits(_generate(config, config.size, "size", first_seed, seen), heldout)
 
-    def load(self, seed: int) -> ProblemSplits:
-        """`size` and `num_heldout` problems of different questions. Raises ConfigError."""
-        num_heldout = 256 if self.config.num_heldout is None else self.config.num_heldout
-        seen: set[str] = set()
-        first_seed = seed * 1_000_003 % HELDOUT_SEED_OFFSET
-        heldout = self._generate(num_heldout, "num_heldout", first_seed + HELDOUT_SEED_OFFSET, seen)
-        train = self._generate(self.config.size, "size", first_seed, seen)
-        return ProblemSplits(train, heldout)
 
-    def _generate(self, number: int, key: str, seed: int, seen: set[str]) -> list[Problem]:
-        """`number` problems of questions that are not in `seen`, which grows by them."""
-        if number < 1:
-            raise ConfigError([f"data.{key}: found {number}; it must be 1 or more"])
-        task, tries = self.config.task, number * TRIES_PER_PROBLEM
-        dataset = create_dataset(task, seed, tries, self.config.options)
-        problems: list[Problem] = []
-        for i in range(tries):
-            entry = dataset[i]
-            problem = to_problem(task, entry, self.config.options)
-            if problem.question_key in seen:
-                continue
-            seen.add(problem.question_key)
-            problems.append(problem)
-            if len(problems) == 1:
-                check_scorer(task, entry, dataset)
-            if len(problems) == number:
-                return problems
-        raise ConfigError(
-            [
-                f"data.{key}: found {number}; {tries} tries of reasoning-gym's {task} with these data.options"
-                f" gave only {len(problems)} new questions; that many are possible"
-            ]
-        )
+def _generate(config: ReasoningGymDataConfig, number: int, key: str, seed: int, seen: set[str]) -> list[Problem]:
+    """`number` problems of questions that are not in `seen`, which grows by them."""
+    if number < 1:
+        raise ConfigError([f"data.{key}: found {number}; it must be 1 or more"])
+    task, tries = config.task, number * TRIES_PER_PROBLEM
+    dataset = create_dataset(task, seed, tries, config.options)
+    problems: list[Problem] = []
+    for i in range(tries):
+        entry = dataset[i]
+        problem = to_problem(task, entry, config.options)
+        if problem.question_key in seen:
+            continue
+        seen.add(problem.question_key)
+        problems.append(problem)
+        if len(problems) == 1:
+            check_scorer(task, entry, dataset)
+        if len(problems) == number:
+            return problems
+    raise ConfigError(
+        [
+            f"data.{key}: found {number}; {tries} tries of reasoning-gym's {task} with these data.options"
+            f" gave only {len(problems)} new questions; that many are possible"
+        ]
+    )
 
 
 def create_dataset(task: str, seed: int, size: int, options: dict[str, Any]) -> Any:

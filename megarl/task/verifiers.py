@@ -134,39 +134,32 @@ def read_text(message: Mapping[str, Any]) -> str:
     return "\n\n".join(str(part["text"]) for part in content)
 
 
-class VerifiersSource:
+def load_rows(config: VerifiersDataConfig, seed: int) -> ProblemSplits:
     """The rows' prompts, as the environment makes them, and its evaluation rows as the held-out ones.
 
-    metadata["verifiers"] is JSON [part, number of the row], for environment=verifiers.
+    metadata["verifiers"] is JSON [part, number of the row], for environment=verifiers. Raises ConfigError for an
+    environment that cannot be loaded, or whose prompts are not text.
     """
+    env = load_verifiers_environment(config.id, config.args)
+    try:
+        train, heldout = env.build_dataset(), env.build_eval_dataset()
+    except Exception as error:  # Anybody's code, which may also need the hub.
+        raise ConfigError([f"data.id: the dataset of {config.id} raised {type(error).__name__}: {error}"]) from error
+    if train is None:
+        raise ConfigError([f"data.id: {config.id} has no dataset to train on"])
+    others = None if heldout is None else list(_read_rows(config.id, HELDOUT, heldout))
+    return ProblemSplits(list(_read_rows(config.id, TRAIN, train)), others)
 
-    def __init__(self, config: VerifiersDataConfig):
-        self.config = config
 
-    def load(self, seed: int) -> ProblemSplits:
-        """Raises ConfigError for an environment that cannot be loaded, or whose prompts are not text."""
-        env = load_verifiers_environment(self.config.id, self.config.args)
+def _read_rows(env_id: str, part: str, rows: Any) -> Iterator[Problem]:
+    for number, row in enumerate(rows):
         try:
-            train, heldout = env.build_dataset(), env.build_eval_dataset()
-        except Exception as error:  # Anybody's code, which may also need the hub.
-            raise ConfigError(
-                [f"data.id: the dataset of {self.config.id} raised {type(error).__name__}: {error}"]
-            ) from error
-        if train is None:
-            raise ConfigError([f"data.id: {self.config.id} has no dataset to train on"])
-        return ProblemSplits(
-            list(self._read(TRAIN, train)), None if heldout is None else list(self._read(HELDOUT, heldout))
-        )
-
-    def _read(self, part: str, rows: Any) -> Iterator[Problem]:
-        for number, row in enumerate(rows):
-            try:
-                messages = tuple(Message(str(message["role"]), read_text(message)) for message in row["prompt"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError([f"data.id: {self.config.id}, {part} row {number}: {error}"]) from error
-            if not any(message.role == "user" for message in messages):
-                raise ConfigError([f"data.id: {self.config.id}, {part} row {number}: no message of the user"])
-            yield Problem(messages, str(row.get("answer") or ""), {METADATA: json.dumps([part, number])})
+            messages = tuple(Message(str(message["role"]), read_text(message)) for message in row["prompt"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError([f"data.id: {env_id}, {part} row {number}: {error}"]) from error
+        if not any(message.role == "user" for message in messages):
+            raise ConfigError([f"data.id: {env_id}, {part} row {number}: no message of the user"])
+        yield Problem(messages, str(row.get("answer") or ""), {METADATA: json.dumps([part, number])})
 
 
 T = TypeVar("T")

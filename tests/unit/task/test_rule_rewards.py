@@ -24,7 +24,7 @@ from megarl.config.schema.reward import (
 from megarl.task.problems import Problem
 from megarl.task.reward import RewardFailedError
 from megarl.task.rule_rewards import compute_length_score, find_last_number, format_number, parse_number
-from megarl.task.sources import FunctionSource
+from megarl.task.sources import load_made
 from megarl.types import FinishReason, Response, Score, Turn
 
 
@@ -281,7 +281,7 @@ def parse_answers(problems: Sequence[Problem]) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_best_answer_that_ignores_the_prompt_scores_at_most_a_fifth_on_both_splits(seed):
     config = LetterCountRewardConfig()
-    splits = FunctionSource(load_toy("letter_count")).load(seed)
+    splits = load_made(load_toy("letter_count"), seed)
     assert best_blind_score(parse_answers(splits.heldout), config.tolerance, config.falloff) <= 0.2
     assert best_blind_score(parse_answers(splits.train), config.tolerance, config.falloff) <= 0.2
 

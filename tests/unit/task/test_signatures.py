@@ -15,7 +15,7 @@ from megarl.config.schema.data import JsonlDataConfig
 from megarl.config.schema.reward import FunctionRewardConfig
 from megarl.task.function import adapt, decode_prompt, encode_prompt, encode_score, read_result
 from megarl.task.scorer import build_scorer
-from megarl.task.sources import JsonlSource
+from megarl.task.sources import load_files
 from megarl.types import FinishReason, Message, Prompt, Response, Score
 
 RECORD = {"question": "6 * 7?", "solution": "so #### 42", "level": 3, "tags": ["a", "b"]}
@@ -177,7 +177,7 @@ def test_a_column_that_the_data_do_not_have_is_named_with_those_they_have():
 def test_columns_reach_the_functions_process_with_their_types(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text('{"question": "6 * 7?", "answer": "so #### 42", "level": 3, "tags": ["a"]}\n')
-    (problem,) = JsonlSource(JsonlDataConfig(path=str(path))).load(0).train
+    (problem,) = load_files(JsonlDataConfig(path=str(path)), 0).train
     prompt = Prompt("p", "", (1,), problem.answer, problem.metadata, problem.messages, problem.columns)
     assert decode_prompt(encode_prompt(prompt)).columns == {
         "question": "6 * 7?", "answer": "so #### 42", "level": 3, "tags": ["a"]

@@ -14,7 +14,7 @@ from megarl.config.schema.data import (
     ReasoningGymDataConfig,
 )
 from megarl.task.data import DataSplits, build_data
-from megarl.task.sources import FunctionSource
+from megarl.task.sources import load_made
 
 
 def build_small(config: DataConfig, seed: int = 1) -> DataSplits:
@@ -35,7 +35,7 @@ def test_letter_count_holds_every_pair_of_letter_and_number_of_dots_once() -> No
 def test_letter_count_holds_out_as_many_of_each_letter_within_one(num_heldout: int, least: int) -> None:
     config = load_toy("letter_count", num_heldout)
     for seed in range(20):
-        splits = FunctionSource(config).load(seed)
+        splits = load_made(config, seed)
         assert splits.heldout is not None
         counts = Counter(problem.answer[0] for problem in splits.heldout)
         assert sum(counts.values()) == len({problem.answer for problem in splits.heldout}) == num_heldout
@@ -45,7 +45,7 @@ def test_letter_count_holds_out_as_many_of_each_letter_within_one(num_heldout: i
 
 def test_letter_count_holds_out_one_number_of_each_quarter_of_the_range_for_every_letter() -> None:
     for seed in range(20):
-        heldout = FunctionSource(load_toy("letter_count")).load(seed).heldout
+        heldout = load_made(load_toy("letter_count"), seed).heldout
         assert heldout is not None
         quarters = {(problem.answer[0], (int(problem.answer[1:]) - 1) // 16) for problem in heldout}
         assert quarters == {(letter, quarter) for letter in "abcdef" for quarter in range(4)}
@@ -167,7 +167,7 @@ def test_a_bad_reasoning_gym_key_is_named(keys: dict[str, object], expected: str
 
 def test_products_are_asked_after_examples_with_a_call() -> None:
     config = load_toy("calculator", 50, num_train=300, num_examples=2, example_call="<{question}>")
-    found = FunctionSource(config).load(1)
+    found = load_made(config, 1)
     assert found.heldout is not None
     assert (len(found.train), len(found.heldout)) == (300, 50)
     problem = found.train[0]
@@ -179,8 +179,8 @@ def test_products_are_asked_after_examples_with_a_call() -> None:
     assert len(problem.messages) == 9
     asked = [frozenset(p.messages[-1].content.split(" * ")) for p in (*found.train, *found.heldout)]
     assert len(set(asked)) == 350
-    assert FunctionSource(config).load(1) == found
-    assert FunctionSource(config).load(2) != found
+    assert load_made(config, 1) == found
+    assert load_made(config, 2) != found
 
 
 def test_a_function_of_the_user_makes_records_as_a_file_has_them(tmp_path: Path) -> None:
@@ -203,11 +203,11 @@ def none(seed, num_heldout):
 """
     )
     config = FunctionDataConfig(path=f"{file}:both", num_heldout=3, options={"low": 1})
-    found = FunctionSource(config).load(7)
+    found = load_made(config, 7)
     assert [problem.answer for problem in found.heldout or ()] == ["16", "18", "20"]
     assert (len(found.train), found.train[0].metadata["level"]) == (5, "easy")
     assert build_small(config, seed=7) == build_small(config, seed=7)
-    assert FunctionSource(replace(config, path=f"{file}:one")).load(7).heldout is None
+    assert load_made(replace(config, path=f"{file}:one"), 7).heldout is None
     assert len(build_small(replace(config, path=f"{file}:one")).heldout) == 3
     for name, message in (("wrong", "found 'double 3'; expected a dict"), ("none", "made no training problems")):
         with pytest.raises(ConfigError, match=message):

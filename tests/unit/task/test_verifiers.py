@@ -21,7 +21,7 @@ from megarl.rollout.episodes import EpisodeRequest, EpisodeRunner, check_convers
 from megarl.task.data import build_data
 from megarl.task.environments import build_tool_prompt
 from megarl.task.tools import FoundCalls
-from megarl.task.verifiers import VerifiersEnvironment, VerifiersSource
+from megarl.task.verifiers import VerifiersEnvironment, load_rows
 from megarl.types import FinishReason, Message, Prompt, Response
 
 COUNTDOWN = "vf-environments"
@@ -35,7 +35,7 @@ def _installed(monkeypatch):
 
 
 def load(env_id=COUNTDOWN, **args):
-    return VerifiersSource(VerifiersDataConfig(id=env_id, args=args)).load(seed=1)
+    return load_rows(VerifiersDataConfig(id=env_id, args=args), seed=1)
 
 
 def set_up(problem):
