@@ -187,10 +187,11 @@ def _settle_special(problems: Sequence[Problem], renderer: Renderer, side: str, 
 
     Raises ConfigError where most problems have some: a chat template has been applied to them before.
     """
-    found = {i: special for i, p in enumerate(problems) if (special := _find_special(p, renderer))}
+    special = [[token for m in p.messages for token in renderer.find_special(m.content)] for p in problems]
+    found = {i: tokens for i, tokens in enumerate(special) if tokens}
     if not found:
         return problems
-    names = ", ".join(dict.fromkeys(token for special in found.values() for token in special))
+    names = ", ".join(dict.fromkeys(token for tokens in found.values() for token in tokens))
     if not renderer.uses_template:
         notes.append(f"{len(found)} {side} prompts have special tokens of their own: {names}")
         return problems
@@ -207,10 +208,6 @@ def _settle_special(problems: Sequence[Problem], renderer: Renderer, side: str, 
         replace(p, messages=tuple(Message(m.role, renderer.defuse(m.content)) for m in p.messages)) if i in found else p
         for i, p in enumerate(problems)
     ]
-
-
-def _find_special(problem: Problem, renderer: Renderer) -> list[str]:
-    return [token for message in problem.messages for token in renderer.find_special(message.content)]
 
 
 def identify(problem: Problem) -> str:

@@ -114,7 +114,11 @@ def read_problems(records: Iterable[Located], config: FileDataConfig) -> tuple[l
         used = {prompt_field.split(".")[0], answer_field}
         if prompt_field == "instruction" and answer_field != "input" and isinstance(record.get("input"), str):
             used.add("input")
-        metadata = {k: v if isinstance(v, str) else _dump(v) for k, v in record.items() if k not in used}
+        metadata = {
+            k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False, default=str)
+            for k, v in record.items()
+            if k not in used
+        }
         problems.append(Problem(messages, answer, {**metadata, "location": where}, record))
     left_out = 0
     if answer_field is not None:
@@ -245,12 +249,11 @@ def _decode_chat(value: Any) -> Any:
         decoded = parse_json(value)
     except ValueError:
         return value
-    chat = isinstance(decoded, list) and decoded and all(_is_message(item) for item in decoded)
-    return decoded if chat else value
-
-
-def _is_message(item: Any) -> bool:
-    return isinstance(item, dict) and ({"role", "content"} <= item.keys() or {"from", "value"} <= item.keys())
+    forms = ({"role", "content"}, {"from", "value"})
+    chat = isinstance(decoded, list) and all(
+        isinstance(item, dict) and any(form <= item.keys() for form in forms) for item in decoded
+    )
+    return decoded if chat and decoded else value
 
 
 def read_answer(value: Any, part: AnswerPart = AnswerPart.whole) -> str:
@@ -348,10 +351,6 @@ def _bad_field(where: str, record: Mapping[str, Any], name: str, expected: str, 
     else:
         found = f"found only {', '.join(map(str, record))}"
     return f"{where}: {name}: {found}; expected {expected}{hint}"
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _shorten(value: Any) -> str:

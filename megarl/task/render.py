@@ -76,7 +76,12 @@ class Renderer:
 
     def build_messages(self, problem: Problem) -> tuple[Message, ...]:
         """The problem's messages with data.instruction, data.system and what the tools' prompt adds."""
-        messages = self._add_instruction(problem.messages)
+        messages, instruction = problem.messages, self.config.instruction
+        if instruction is not None:
+            last = _find_last_question(messages)
+            # Not str.format: questions and instructions may contain braces.
+            question = Message("user", instruction.replace(PLACEHOLDER, messages[last].content))
+            messages = (*messages[:last], question, *messages[last + 1 :])
         if self.config.system is not None:
             messages = (Message("system", self.config.system), *(m for m in messages if m.role != "system"))
         return messages if self.tools is None else self.tools.add_to(messages)
@@ -85,7 +90,8 @@ class Renderer:
         """What the assistant's turn begins with; the policy continues it."""
         if self.config.response_prefix is None:
             return ""
-        prefix = self.config.response_prefix.replace(PLACEHOLDER, _get_last_question(problem.messages))
+        question = problem.messages[_find_last_question(problem.messages)].content
+        prefix = self.config.response_prefix.replace(PLACEHOLDER, question)
         return prefix if self.uses_template else SEPARATOR + prefix
 
     def render_messages(self, messages: Sequence[Message], for_answer: bool = True) -> str:
@@ -271,15 +277,6 @@ class Renderer:
         """The text may also name the unknown token itself, where it serves as another (<|endoftext|>)."""
         return bool(token == self.tokenizer.unk_token_id and text != self.tokenizer.unk_token)
 
-    def _add_instruction(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        instruction = self.config.instruction
-        if instruction is None:
-            return messages
-        last = _find_last_question(messages)
-        # Not str.format: questions and instructions may contain braces.
-        question = Message("user", instruction.replace(PLACEHOLDER, messages[last].content))
-        return (*messages[:last], question, *messages[last + 1 :])
-
 
 def use_chat_template(config: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
     """Give the tokenizer the chat template of data.chat_template_path, where that is set. Raises ConfigError."""
@@ -309,10 +306,6 @@ def _read_text(key: str, name: str) -> str:
 
 def _find_last_question(messages: Sequence[Message]) -> int:
     return max(i for i, message in enumerate(messages) if message.role == "user")
-
-
-def _get_last_question(messages: Sequence[Message]) -> str:
-    return messages[_find_last_question(messages)].content
 
 
 def _is_visible(character: str) -> bool:

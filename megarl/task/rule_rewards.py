@@ -277,29 +277,19 @@ def score_addition(prompt: Prompt, response: Response) -> Score:
     follow); "number" is 1 where the last integer of the response is right, whatever stands around it. Both 1
     is correct. Raises ValueError, naming the prompt, where its answer is not an integer.
     """
-    expected = _parse_answer(prompt)
-    text = response.text.strip()
-    integers = INTEGER.findall(text)
-    well_formed = ONLY_A_NUMBER.fullmatch(text) is not None
-    right = bool(integers) and _equals(integers[-1], expected)
-    correct = well_formed and right
-    answer = _canonical(integers[-1]) if well_formed else None
-    return Score(float(correct), correct, {"format": float(well_formed), "number": float(right)}, answer)
-
-
-def _parse_answer(prompt: Prompt) -> str:
-    text = prompt.answer.strip()
-    if INTEGER.fullmatch(text) is None:
+    expected, text = prompt.answer.strip(), response.text.strip()
+    if INTEGER.fullmatch(expected) is None:
         raise ValueError(
             f"prompt {prompt.id!r}: answer {prompt.answer!r} found; reward=addition needs an integer, such as 85"
             " (data=addition makes such prompts)"
         )
-    return text
-
-
-def _equals(left: str, right: str) -> bool:
-    """Equal as integers; without int(), which refuses thousands of digits."""
-    return _canonical(left) == _canonical(right)
+    integers = INTEGER.findall(text)
+    well_formed = ONLY_A_NUMBER.fullmatch(text) is not None
+    # As texts: int() refuses thousands of digits.
+    right = bool(integers) and _canonical(integers[-1]) == _canonical(expected)
+    correct = well_formed and right
+    answer = _canonical(integers[-1]) if well_formed else None
+    return Score(float(correct), correct, {"format": float(well_formed), "number": float(right)}, answer)
 
 
 def _canonical(digits: str) -> str:

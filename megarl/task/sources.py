@@ -118,7 +118,10 @@ def open_dataset(path: str, subset: str | None, split: str, key: str) -> Any:
                 raise ConfigError([f"{key}: found {split!r}; {path} has {', '.join(found)}"])
             return found[split]
         if (directory / "state.json").is_file():
-            return _only_split(datasets.load_from_disk(str(directory)), path, split, key)
+            found = datasets.load_from_disk(str(directory))
+            if found.split is not None and str(found.split) != split:
+                raise ConfigError([f"{key}: found {split!r}; {path} holds only {str(found.split)!r}"])
+            return found
         return datasets.load_dataset(str(directory) if local else path, name=subset, split=split)
     except ConfigError:
         raise
@@ -132,14 +135,6 @@ def open_dataset(path: str, subset: str | None, split: str, key: str) -> Any:
                 " offline, give a local directory, or a file with data=jsonl or data=parquet"
             )
         raise ConfigError([f"data.path: {path}: {reason}: {detail}"]) from error
-
-
-def _only_split(dataset: Any, path: str, split: str, key: str) -> Any:
-    """A dataset saved alone; its split may have a name."""
-    own = str(dataset.split) if dataset.split is not None else split
-    if own != split:
-        raise ConfigError([f"{key}: found {split!r}; {path} holds only {own!r}"])
-    return dataset
 
 
 def load_made(config: FunctionDataConfig, seed: int) -> ProblemSplits:

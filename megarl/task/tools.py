@@ -252,13 +252,10 @@ class ToolsEnvironment(Environment):
                 " arguments, in the format that was described"
             )
         num_errors += max(0, len(found.calls) - limit) + found.num_malformed
-        return Step(self._prompt.answer(results), self._reward(num_errors), details=_count(num_calls, num_errors))
-
-    def _reward(self, num_errors: int) -> float:
-        if num_errors or self._rewarded:
-            return 0.0
-        self._rewarded = True
-        return self._config.call_reward
+        is_first = not num_errors and not self._rewarded
+        self._rewarded |= is_first
+        reward = self._config.call_reward if is_first else 0.0
+        return Step(self._prompt.answer(results), reward, details=_count(num_calls, num_errors))
 
 
 def _count(calls: int, errors: int) -> dict[str, float]:
