@@ -30,16 +30,16 @@ def compose_data(*overrides: str) -> DataConfig:
 
 def test_every_source_is_an_option_of_the_group_and_every_option_a_source() -> None:
     options = sorted(path.stem for path in (CONF / "data").glob("*.yaml"))
-    # Its keys are otherwise those of another group.
-    verifiers = {"verifiers": ["data.id=x", "data.args={}"]}
-    assert {type(compose_data(f"+data={name}", *verifiers.get(name, ()))) for name in options} == set(SOURCES)
+    # The keys of verifiers are otherwise those of another group.
+    needed = {"verifiers": ["data.id=x", "data.args={}"], "function": ["data.path=x.py:f"]}
+    assert {type(compose_data(f"+data={name}", *needed.get(name, ()))) for name in options} == set(SOURCES)
     assert set(options) >= set(SCHEMAS)
 
 
 def test_a_key_of_another_source_is_an_unknown_key() -> None:
     assert compose_data("+data=jsonl", "data.path=x.jsonl").path == "x.jsonl"  # type: ignore[attr-defined]
-    with pytest.raises(ConfigCompositionException, match=r"data\.path"):
-        compose_data("+data=letter_count", "data.path=x.jsonl")
+    with pytest.raises(ConfigCompositionException, match=r"data\.heldout_path"):
+        compose_data("+data=letter_count", "data.heldout_path=x.jsonl")
 
 
 def test_the_task_options_of_reasoning_gym_pass_through() -> None:
