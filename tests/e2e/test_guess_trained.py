@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from megarl.environment import Action, EpisodeSetting
-from megarl.models.checkpoint import build_character_tokenizer
 from megarl.examples.toys.guess import Guess, compute_best_without_answers
+from megarl.models.checkpoint import build_character_tokenizer
 from megarl.report.estimators import compute_mean
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.types import FinishReason, Sample
