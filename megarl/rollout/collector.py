@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config
@@ -92,18 +92,6 @@ def compute_set_metrics(name: str, samples: Sequence[Sample]) -> Metrics:
 Wave = Sequence[tuple[TurnRequest, "asyncio.Future[Response]"]]
 
 
-class Sender(Protocol):
-    """Generates the turns of numbered episodes."""
-
-    async def send(self, episode: int, request: TurnRequest) -> Response:
-        """The generated turn."""
-        ...
-
-    def leave(self, episode: int) -> None:
-        """The episode asks for no further turn. Called once for each."""
-        ...
-
-
 class Lockstep:
     """Sends a wave once every episode that has not left waits for its next turn.
 
@@ -118,12 +106,14 @@ class Lockstep:
         self._waves: set[asyncio.Task[None]] = set()
 
     async def send(self, episode: int, request: TurnRequest) -> Response:
+        """The generated turn of this episode."""
         future: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
         self._waiting[episode] = (request, future)
         self._send_if_complete()
         return await future
 
     def leave(self, episode: int) -> None:
+        """The episode asks for no further turn. Called once for each."""
         self._num_left -= 1
         self._send_if_complete()
 
@@ -174,6 +164,7 @@ class Independent:
         self._order = itertools.count()
 
     async def send(self, episode: int, request: TurnRequest) -> Response:
+        """The generated turn of this episode."""
         if request.urgent:
             return await self._generate(request)
         await self._take_slot(episode)
@@ -182,7 +173,8 @@ class Independent:
         finally:
             self._free_slot()
 
-    def leave(self, episode: int) -> None: ...
+    def leave(self, episode: int) -> None:
+        """Nobody waits for it."""
 
     async def _take_slot(self, episode: int) -> None:
         if self._num_free:
@@ -400,7 +392,7 @@ class Collector:
         return requests
 
     async def _run_all(
-        self, requests: Sequence[EpisodeRequest], sender: Sender, num_responses: int, first: int = 0
+        self, requests: Sequence[EpisodeRequest], sender: Lockstep | Independent, num_responses: int, first: int = 0
     ) -> tuple[Sample, ...]:
         """first: number of the first episode, for the sender."""
         samples = await gather_all(
@@ -409,7 +401,9 @@ class Collector:
         )
         return tuple(samples)
 
-    async def _run_one(self, number: int, request: EpisodeRequest, sender: Sender, group: int) -> Sample:
+    async def _run_one(
+        self, number: int, request: EpisodeRequest, sender: Lockstep | Independent, group: int
+    ) -> Sample:
         self.num_running += 1
         try:
             with span(

@@ -27,7 +27,7 @@ from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import UNPUBLISHED, DeadlineError
-from megarl.json_text import parse_json
+from megarl.json_text import load_json_object
 from megarl.models.families import FAMILIES
 from megarl.ports import pick_free_port
 from megarl.rollout.client import ConnectionLostError, RequestError, SGLangClient
@@ -357,12 +357,9 @@ def check_served_class(checkpoint: Path) -> None:
 def load_json(file: Path) -> dict[str, Any]:
     """The object in a file. Raises ConfigError naming the file."""
     try:
-        content = parse_json(file.read_text())
+        return load_json_object(file)
     except (OSError, ValueError) as error:
-        raise ConfigError([f"{file}: {error}"]) from error
-    if not isinstance(content, dict):
-        raise ConfigError([f"{file}: holds a {type(content).__name__}; an object was expected"])
-    return content
+        raise ConfigError([str(error)]) from error
 
 
 STANDINS = Path(__file__).parent / "standins"

@@ -201,20 +201,6 @@ class ReplayBuffer:
         self._iterations = deque(state, maxlen=self._config.num_iterations)
 
 
-def keep_logprobs(groups: list[Group], old_logprobs: Tensor) -> None:
-    """Store in an iteration's fresh groups what the trainer says of them before it learns from them, in place.
-
-    The buffer and its states hold the same list, so that all of them have the log-probs.
-    old_logprobs: float32 [B, T], whose first rows are these samples.
-    """
-    rows = iter(old_logprobs)
-    for index, group in enumerate(groups):
-        groups[index] = tuple(
-            replace(sample, first_old_logprobs=next(rows)[: len(sample.response)].numpy(force=True).copy())
-            for sample in group
-        )
-
-
 POLL_S = 0.2
 
 
@@ -577,10 +563,15 @@ class GroupSource:
     def keep_logprobs(self, old_logprobs: Tensor) -> None:
         """Keep the trainer's log-probs of the iteration taken last for when its samples are replayed (TOPR's mu).
 
-        old_logprobs: float32 [B, T], whose first rows are the fresh samples. A checkpoint of this iteration has them.
+        old_logprobs: float32 [B, T], whose first rows are the fresh samples. They are stored in the groups in place:
+        the replay buffer and its states, that of a checkpoint of this iteration too, hold the same list.
         """
-        if self._keeps_logprobs:
-            keep_logprobs(self._taken, old_logprobs)
+        rows = iter(old_logprobs)
+        for index, group in enumerate(self._taken if self._keeps_logprobs else ()):
+            self._taken[index] = tuple(
+                replace(sample, first_old_logprobs=next(rows)[: len(sample.response)].numpy(force=True).copy())
+                for sample in group
+            )
 
     def begin_again(self) -> None:
         """Break off the groups under way, after servers were restarted; the next `take` begins them again."""
