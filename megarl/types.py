@@ -255,8 +255,6 @@ class Sequences:
     those that the router would choose; 0: it chooses. None: it always does."""
     held: Tensor | None = None
     """bool [B]: rows whose tokens are here; those of the others are 0, and other ranks compute them. None: all are"""
-    prompts: Tensor | None = None
-    """int64 [B]: number of the prompt; rows of one number have the same prompt tokens. None: not compared"""
 
     @property
     def num_samples(self) -> int:
@@ -277,13 +275,11 @@ class Sequences:
 
         experts = None if self.routed_experts is None else pick(self.routed_experts)
         held = None if self.held is None else self.held[rows]
-        prompts = None if self.prompts is None else self.prompts[rows]
-        return Sequences(pick(self.tokens), self.lengths[rows], self.prompt_lengths[rows], experts, held, prompts)
+        return Sequences(pick(self.tokens), self.lengths[rows], self.prompt_lengths[rows], experts, held)
 
     def measure(self, rows: Tensor) -> "Sequences":
         """The given rows (int64 [K]), in that order, without their tokens."""
-        prompts = None if self.prompts is None else self.prompts[rows]
-        return Sequences(self.tokens[:0], self.lengths[rows], self.prompt_lengths[rows], prompts=prompts)
+        return Sequences(self.tokens[:0], self.lengths[rows], self.prompt_lengths[rows])
 
     def without_routed_experts(self) -> "Sequences":
         """The same for a model whose routers choose themselves."""

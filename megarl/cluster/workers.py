@@ -116,8 +116,6 @@ class SequenceShare:
     """[sum of the K lengths]"""
     routed_experts: NDArray[Any] | None
     """[sum of the K lengths, layers, experts of a token]"""
-    prompts: NDArray[np.int64] | None
-    """[B]"""
 
     def unfold(self) -> Sequences:
         """All B sequences; the tokens of the others are 0 and take no memory."""
@@ -125,8 +123,7 @@ class SequenceShare:
         held[torch.tensor(self.rows)] = True
         experts = None if self.routed_experts is None else self._place(self.routed_experts)
         lengths, prompts = torch.tensor(self.lengths), torch.tensor(self.prompt_lengths)
-        numbers = None if self.prompts is None else torch.tensor(self.prompts)
-        return Sequences(self._place(self.tokens), lengths, prompts, experts, held, numbers)
+        return Sequences(self._place(self.tokens), lengths, prompts, experts, held)
 
     def _place(self, values: NDArray[Any]) -> Tensor:
         """[sum of the K lengths, ...] -> [sum of all lengths, ...]"""
@@ -234,7 +231,6 @@ class Sharer:
             rows.numpy(),
             own.tokens.numpy(),
             None if experts is None else experts.numpy(),
-            None if sequences.prompts is None else sequences.prompts.numpy(),
         )
 
     def _fold(self, samples: TrainingSamples, sequences: SequenceShare, has_targets: bool) -> SampleShare:

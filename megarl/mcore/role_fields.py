@@ -105,8 +105,6 @@ def check_role_fields(
         )
     if spec.recompute is Recompute.full:
         yield from _check_recompute(role, arch, spec)
-    if on_gpu and spec.share_prompts and has_transformer_engine():
-        yield "train.share_prompts: found true; Transformer Engine's attention has no shared prompts; it must be false"
     if on_gpu and spec.dtype is Dtype.float32 and spec.parallel.cp > 1 and has_transformer_engine():
         # Of its backends only the unfused one computes in float32, and it has no context parallelism
         # (transformer_engine/pytorch/attention/dot_product_attention/utils.py, get_attention_backend).

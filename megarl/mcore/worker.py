@@ -23,7 +23,7 @@ from megarl.mcore.full_kl import compute_full_kl
 from megarl.mcore.logprobs import VocabShard, build_vocab_shard, compute_logprobs
 from megarl.mcore.lora import attach_adapters, export_peft
 from megarl.mcore.loss_targets import build_targets
-from megarl.mcore.microbatches import plan_microbatches, shares_prompts
+from megarl.mcore.microbatches import count_tokens, describe_work, plan_microbatches
 from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.model.build import bound_values, build_chunks, build_config, wrap_chunks
 from megarl.mcore.model.fast import choose_overlap, describe_fast_ways
@@ -33,7 +33,6 @@ from megarl.mcore.model.trainable import freeze
 from megarl.mcore.offload import OffloadManager, uses_everything, uses_weights
 from megarl.mcore.optimizer import build_optimizer, build_scheduler, describe_adam
 from megarl.mcore.role_fields import build_role_fields, check_role_fields, find_token_multiple
-from megarl.mcore.row_costs import count_tokens, describe_work
 from megarl.mcore.step import accumulate, add_rounding, collect_rows, run_schedule, run_stage, sum_gradients
 from megarl.mcore.weights import bridge
 from megarl.mcore.weights.adapters import write_config
@@ -288,8 +287,7 @@ class MegatronWorker:
         missing = -len(share) % parallel.pp if parallel.vpp > 1 else 0
         multiple = find_token_multiple(self.spec) * (parallel.tp if parallel.sp else 1)
         context = process_groups.build_context_group()
-        sharing = shares_prompts(self.spec, self.arch)
-        return [build_batch(sequences, rows, multiple, context, sharing) for rows in [*share, *([[]] * missing)]]
+        return [build_batch(sequences, rows, multiple, context) for rows in [*share, *([[]] * missing)]]
 
     def _logprobs(
         self, logits: Tensor, batch: PackedBatch, temperature: float, with_entropy: bool

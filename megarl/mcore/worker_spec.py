@@ -73,8 +73,6 @@ class WorkerSpec:
     """Of the policy: the adapters that are trained in place of its weights; None: there are none"""
     value_range: tuple[float, float] | None = None
     """Of the critic: the bounds of its values, which its checkpoints record; None: they have none"""
-    share_prompts: bool = False
-    """Compute the tokens of a prompt once for the responses to it that are in a micro-batch: local layers alone"""
     deterministic: bool = False
     """Compute the same from the same on a GPU; without effect on a CPU, which does so anyway"""
 

@@ -21,8 +21,8 @@ from megarl.config.schema.hardware import HardwareConfig
 from megarl.config.schema.roles import Offload, ParallelConfig, Recompute, RecomputeMethod
 from megarl.config.schema.rollout import RolloutConfig, Transport
 from megarl.config.schema.root import Config
+from megarl.mcore.microbatches import count_layer_work
 from megarl.mcore.model.architecture import Architecture
-from megarl.mcore.row_costs import count_layer_work
 from megarl.plan import assumptions as a
 from megarl.plan.memory import (
     ELEMENT_BYTES,
@@ -222,7 +222,7 @@ def reduce_gradients(job: RoleJob, stage: StageMemory, hardware: HardwareConfig,
 
 
 def count_multiply_adds(arch: Architecture, with_value_head: bool) -> tuple[int, int, int]:
-    """Of a forward pass: per token, per squared token of a sequence, per response token (megarl/mcore/row_costs.py)."""
+    """Of a forward pass: per token, per squared token of a sequence, per response token (mcore/microbatches.py)."""
     return (*count_layer_work(arch), arch.hidden_size * (1 if with_value_head else arch.vocab_size))
 
 

@@ -36,13 +36,11 @@ def build_sequences(rollout: Rollout, critic_prompt: CriticPrompt | None = None)
     for ids in (ids for pair in pairs for ids in pair):
         tokens[end : end + len(ids)] = ids
         end += len(ids)
-    numbers: dict[tuple[int, ...], int] = {}
     return Sequences(
         tokens=torch.from_numpy(tokens),
         lengths=torch.tensor([len(p) + len(r) for p, r in pairs], dtype=torch.int64),
         prompt_lengths=torch.tensor([len(p) for p, _ in pairs], dtype=torch.int64),
         routed_experts=None if critic_prompt else build_routed_experts(rollout.samples),
-        prompts=torch.tensor([numbers.setdefault(tuple(p), len(numbers)) for p in prompts], dtype=torch.int64),
     )
 
 

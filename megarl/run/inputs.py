@@ -39,7 +39,7 @@ from megarl.rollout.rollout_file import (
     check_rollouts,
     find_groups,
 )
-from megarl.rollout.server import add_turn_end, build_command, check_served_class, has_cuda, load_generation_spec
+from megarl.rollout.server import add_turn_end, build_command, check_served_class, load_generation_spec
 from megarl.sync.pieces import check_serving_layout
 from megarl.sync.probe import build_probe_tokens
 from megarl.task.data import DataSplits, PromptSampler, build_data
@@ -290,7 +290,6 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
             num_threads=config.cluster.cpu_threads_per_worker or 1,
             deadline_s=config.cluster.call_deadline_s,
             deterministic=config.train.deterministic,
-            share_prompts=config.train.share_prompts and config.cluster.gpus_per_node == 0 and not has_cuda(),
             **(policy_only if role is Role.policy else critic_only if role is Role.critic else {}),
         )
 

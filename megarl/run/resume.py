@@ -47,7 +47,6 @@ DECIDES = (
     *("algo.", "model.", "data.", "environment.", "reward."),
     *("train.samples_per_iteration", "train.prompts_per_iteration", "train.responses_per_prompt"),
     *("train.samples_per_minibatch", "train.num_minibatches", "train.epochs_per_iteration", "train.reuse_logprobs"),
-    "train.share_prompts",
     *(f"{role}.{name}" for role in ("policy", "critic") for name in ("optimizer.", "dtype", "fp8", "fp8_recipe")),
     *("critic.updates_per_policy_update", "critic.init", "critic.value_range", "critic.trainable", "reference.dtype"),
     *("policy.frozen_iterations", "policy.lora."),

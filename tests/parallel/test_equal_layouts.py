@@ -15,9 +15,9 @@ from megarl.config.schema.algo import AlgoConfig, KLConfig, MismatchConfig, Topr
 from megarl.config.schema.algo_choices import LossAggMode, MismatchCorrection, RatioLevel
 from megarl.config.schema.roles import OptimizerConfig, ParallelConfig
 from megarl.mcore.compare_layouts import LayoutRun, compare_runs, describe_layout, run_layouts
+from megarl.mcore.microbatches import compute_row_costs
 from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.packing import pack
-from megarl.mcore.row_costs import compute_row_costs
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.types import TrainingSamples
 

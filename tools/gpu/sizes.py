@@ -13,7 +13,7 @@ import torch
 from megarl.config.load import load_config
 from megarl.config.schema.hardware import HardwareConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig, Recompute
-from megarl.mcore.row_costs import compute_row_costs
+from megarl.mcore.microbatches import compute_row_costs
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.models.architecture import Architecture
 from megarl.models.families import parse_architecture

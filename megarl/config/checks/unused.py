@@ -37,12 +37,6 @@ RULES: tuple[Rule, ...] = (
         switch=True,
     ),
     Rule(
-        ("train.share_prompts",),
-        lambda c: c.cluster.gpus_per_node == 0 or not c.train.share_prompts,
-        "on GPUs, whose attention kernels take each response with its prompt; it counts with cluster.gpus_per_node=0",
-        switch=True,
-    ),
-    Rule(
         ("policy.optimizer.min_lr",),
         lambda c: decays(c.policy.optimizer),
         "under policy.optimizer.decay=constant; it counts with linear or cosine",

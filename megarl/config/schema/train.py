@@ -51,10 +51,6 @@ class TrainConfig:
     """Take the update's own log-probs, detached, as old_logprobs, where each iteration is one optimizer step and
     nothing reads them before it: the gradient is the same, and a forward pass over all responses is saved. false: the
     policy always scores the responses first."""
-    share_prompts: bool = True
-    """On a CPU the training processes compute the tokens of a prompt once for the responses to it that are in a
-    micro-batch, up to 512 tokens each: log-probs, values and gradients are the same up to rounding. Neither with
-    experts nor with context parallelism. false: each response has a prompt of its own."""
     eval_every: int = 10
     """Iterations between evaluations on held-out prompts; they also run before the first and after the last."""
     num_eval_prompts: int = 256

@@ -35,14 +35,9 @@ class Rectangle:
     """
     cells: Tensor | None
     """int64 [num_tokens]: the cell of each token; None: no padding"""
-    keys: Tensor | None = None
-    """int64 [n * (P + L)]: for rows that are responses to prompts of their own in the batch, of P tokens at most, the
-    packed token of each key: the prompt's, then the row's. None: the row's alone"""
-    mask: Tensor | None = None
-    """bool [n, 1, L, P + L]: which of `keys` each cell sees"""
 
     def to(self, device: torch.device) -> "Rectangle":
-        tensors = {name: getattr(self, name) for name in ("source", "cells", "keys", "mask")}
+        tensors = {name: getattr(self, name) for name in ("source", "cells")}
         return replace(self, **{name: x.to(device) for name, x in tensors.items() if x is not None})
 
 
@@ -50,31 +45,6 @@ def plan_rectangles(lengths: list[int], device: torch.device | None = None) -> t
     """Cut packed sequences into rectangles. Sequences sorted by length, longest first, give the fewest."""
     rectangles = [build_rectangle(torch.tensor(lengths[first:last])) for first, last in _cut(lengths)]
     return tuple(rectangle if device is None else rectangle.to(device) for rectangle in rectangles)
-
-
-def plan_responses(
-    lengths: Tensor, starts: Tensor, prompt_lengths: Tensor, prompt_starts: Tensor, device: torch.device | None = None
-) -> tuple[Rectangle, ...]:
-    """Cut consecutive responses into rectangles, each a sequence that goes on after a prompt elsewhere in the batch.
-
-    int64 [n] each: tokens and first packed token of the responses, longest first, and of their prompts.
-    """
-    rectangles = []
-    for first, last in _cut(lengths.tolist()):
-        own, start, prompt, prompt_start = (
-            x[first:last, None] for x in (lengths, starts, prompt_lengths, prompt_starts)
-        )
-        columns, before = torch.arange(int(own.max())), torch.arange(int(prompt.max()))
-        keys = [prompt_start + torch.minimum(before, prompt - 1), start + torch.minimum(columns, own - 1)]
-        earlier = (before < prompt)[:, None].expand(-1, len(columns), -1)
-        causal = (columns <= columns[:, None]).expand(len(own), -1, -1)
-        rectangle = replace(
-            build_rectangle(own[:, 0]),
-            keys=torch.cat(keys, 1).reshape(-1),
-            mask=torch.cat([earlier, causal], 2)[:, None],
-        )
-        rectangles.append(rectangle if device is None else rectangle.to(device))
-    return tuple(rectangles)
 
 
 def _cut(lengths: list[int]) -> Iterator[tuple[int, int]]:
@@ -148,58 +118,34 @@ def to_tokens(rows: Tensor, rectangle: Rectangle) -> Tensor:
     return tokens
 
 
-def _pick_keys(packed: Tensor, rectangle: Rectangle) -> Tensor:
-    """[S, K, D] of the whole batch -> [n, K, P + L, D]"""
-    assert rectangle.keys is not None, "these rows have keys of their own alone"
-    picked = packed.index_select(0, rectangle.keys)
-    return picked.view(rectangle.num_rows, -1, *packed.shape[1:]).transpose(1, 2)
-
-
-def _dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention that holds the scores: query [n, H, L, D], key and value [n, K, M, D] -> [n, H, L, D].
-
-    mask: as in `Rectangle`; None: causal.
-    """
+def _dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention that holds the scores: query [n, H, L, D], key and value [n, K, L, D] -> [n, H, L, D]."""
     n, num_heads, width, size = query.shape
-    num_groups, num_keys = key.shape[1:3]
+    num_groups = key.shape[1]
     # The H / K query heads of a group are rows of one product with its key: nothing is repeated.
     repeats = num_heads // num_groups
     q = query.reshape(n * num_groups, repeats * width, size)
-    k = key.reshape(n * num_groups, num_keys, size)
-    v = value.reshape(n * num_groups, num_keys, size)
-    if mask is None:
-        added = torch.full((width, width), float("-inf"), dtype=q.dtype, device=q.device).triu(1).repeat(repeats, 1)
-    else:
-        added = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
-        added = added.expand(-1, num_groups, -1, -1).repeat(1, 1, repeats, 1).flatten(0, 1)
-    scores = torch.baddbmm(added, q, k.transpose(1, 2), alpha=scale)
+    k = key.reshape(n * num_groups, width, size)
+    v = value.reshape(n * num_groups, width, size)
+    mask = torch.full((width, width), float("-inf"), dtype=q.dtype, device=q.device).triu(1).repeat(repeats, 1)
+    scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
     return torch.bmm(scores.softmax(-1), v).view(n, num_heads, width, size)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     if query.dtype is torch.bfloat16 and query.shape[2] <= DENSE and query.device.type == "cpu":
-        return _dense_attention(query, key, value, mask, scale)
-    return F.scaled_dot_product_attention(
-        *(query, key, value),
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+        return _dense_attention(query, key, value, scale)
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
 
 
 def packed_causal_attention(
     query: Tensor, key: Tensor, value: Tensor, rectangles: tuple[Rectangle, ...], scale: float
 ) -> Tensor:
-    """query [S, H, D], key and value [S, K, D] with K dividing H -> [S, H * D]; no token sees another sequence, but for
-    a response its prompt.
-    """
+    """query [S, H, D], key and value [S, K, D] with K dividing H -> [S, H * D]; no token sees another sequence."""
     sizes = [rectangle.num_tokens for rectangle in rectangles]
     parts = []
-    for rectangle, q, k, v in zip(rectangles, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):  # type: ignore[no-untyped-call]
-        if rectangle.keys is None:
-            keys, values = to_rows(k, rectangle), to_rows(v, rectangle)
-        else:
-            keys, values = (_pick_keys(x, rectangle) for x in (key, value))
-        parts.append(to_tokens(_attention(to_rows(q, rectangle), keys, values, rectangle.mask, scale), rectangle))
+    for rectangle, *packed in zip(rectangles, *(x.split(sizes) for x in (query, key, value)), strict=True):  # type: ignore[no-untyped-call]
+        q, k, v = (to_rows(x, rectangle) for x in packed)
+        parts.append(to_tokens(_attention(q, k, v, scale), rectangle))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

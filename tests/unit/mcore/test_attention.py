@@ -47,8 +47,8 @@ def test_packed_attention_equals_one_by_one(name: str, num_kv_heads: int, dtype:
 
 def test_dense_and_blocked_attention_agree_in_float32() -> None:
     query, key, value = torch.randn(3, 4, 50, 16), torch.randn(3, 2, 50, 16), torch.randn(3, 2, 50, 16)
-    dense = segments._dense_attention(query, key, value, None, 0.25)
-    blocked = segments._attention(query, key, value, None, 0.25)
+    dense = segments._dense_attention(query, key, value, 0.25)
+    blocked = segments._attention(query, key, value, 0.25)
     torch.testing.assert_close(dense, blocked, rtol=1e-5, atol=1e-5)
 
 

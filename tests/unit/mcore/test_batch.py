@@ -65,38 +65,3 @@ def test_a_sequence_without_a_prompt_is_refused() -> None:
     sequences = Sequences(torch.arange(3), torch.tensor([3]), torch.tensor([0]))
     with pytest.raises(ValueError, match="row 0 has no prompt token"):
         build_batch(sequences, [0])
-
-
-def build_shared() -> Sequences:
-    """Rows 0, 2 and 3 have the prompt 7 8 9, row 1 another one; row 4 has the prompt of row 1 and no response."""
-    rows = [[7, 8, 9, 20, 21], [4, 5, 30], [7, 8, 9, 22], [7, 8, 9, 23, 24, 25], [4, 5]]
-    lengths, prompts = torch.tensor([len(row) for row in rows]), torch.tensor([3, 2, 3, 3, 2])
-    return Sequences(
-        torch.tensor([token for row in rows for token in row]), lengths, prompts, prompts=torch.tensor([0, 1, 0, 0, 1])
-    )
-
-
-def test_a_shared_prompt_is_packed_once_and_each_response_goes_on_at_its_position() -> None:
-    batch = build_batch(build_shared(), [0, 1, 2, 3], share_prompts=True)
-    # The prompt and the lone row, longest first, then the responses, longest first.
-    assert batch.tokens.tolist() == [[7, 8, 9, 4, 5, 30, 23, 24, 25, 20, 21, 22]]
-    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5, 3, 4, 3]]
-    assert batch.targets.tolist() == [30, 23, 24, 25, 20, 21, 22]
-    assert batch.params.predictors.tolist() == [4, 2, 6, 7, 2, 9, 2]
-    assert batch.rows[batch.token_rows].tolist() == [1, 3, 3, 3, 0, 0, 2]
-    assert batch.columns.tolist() == [0, 0, 1, 2, 0, 1, 0]
-    assert batch.left_out.tolist() == [3, 3]
-
-
-def test_each_token_of_a_response_sees_its_prompt_and_its_own_tokens_up_to_itself() -> None:
-    *_, responses = build_batch(build_shared(), [0, 1, 2, 3], share_prompts=True).params.rectangles
-    keys = responses.keys.view(3, 6)
-    assert keys.tolist() == [[0, 1, 2, 6, 7, 8], [0, 1, 2, 9, 10, 10], [0, 1, 2, 11, 11, 11]]
-    assert responses.mask[0, 0].int().tolist() == [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]]
-
-
-def test_an_empty_response_and_a_prompt_of_one_row_are_packed_as_whole_rows() -> None:
-    whole, shared = (build_batch(build_shared(), [0, 1, 4], share_prompts=share) for share in (False, True))
-    assert torch.equal(shared.tokens, whole.tokens)
-    assert len(shared.left_out) == 0
-    assert all(rectangle.keys is None for rectangle in shared.params.rectangles)
