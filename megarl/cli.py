@@ -14,7 +14,6 @@ COMMANDS = {
     "plan": ("megarl.plan.command", "memory and time of a configuration on a cluster"),
     "report": ("megarl.tools.report", "the page of a run"),
     "convert": ("megarl.tools.convert_checkpoint", "checkpoints between Megatron-Core and Hugging Face"),
-    "check-layouts": ("megarl.tools.check_layouts", "does each parallel layout compute the same?"),
     "serve": ("megarl.serve", "an SGLang server for reward=judge and reward=reward_model"),
 }
 """The module and one line about each"""

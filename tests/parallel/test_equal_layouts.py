@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from compare_layouts import LayoutRun, compare_runs, describe_layout, run_layouts
 from layout_runs import build_conversations, build_spec
 from tiny_checkpoints import write_checkpoint
 
 from megarl.config.schema.algo import AlgoConfig, KLConfig, MismatchConfig, ToprConfig
 from megarl.config.schema.algo_choices import LossAggMode, MismatchCorrection, RatioLevel
 from megarl.config.schema.roles import OptimizerConfig, ParallelConfig
-from megarl.mcore.compare_layouts import LayoutRun, compare_runs, describe_layout, run_layouts
 from megarl.mcore.microbatches import compute_row_costs
 from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.packing import pack

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from compare_layouts import LayoutRun, compare_runs, run_layouts
 from layout_runs import build_spec, launch
 from moe_runs import evaluate_layouts
 from piece_runs import Held, describe_layouts, flatten
@@ -12,7 +13,6 @@ from safetensors.torch import load_file
 from tiny_checkpoints import build_samples, build_sequences, padded_reference_logprobs, write_checkpoint
 
 from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
-from megarl.mcore.compare_layouts import LayoutRun, compare_runs, run_layouts
 from megarl.mcore.model.architecture import check_layout, read_architecture
 from megarl.mcore.weights.hf_reader import CheckpointReader
 from megarl.mcore.worker_spec import Role

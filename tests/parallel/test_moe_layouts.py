@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from compare_layouts import Bounds, LayoutRun, compare_runs, run_layouts
 from layout_runs import build_spec, launch, launch_in, load_and_train, train_and_save
 from moe_runs import evaluate_layouts
 from tiny_checkpoints import build_samples, build_sequences, padded_reference_logprobs, write_checkpoint
 
 from megarl.config.schema.roles import OptimizerConfig, ParallelConfig, Recompute, Trainable
-from megarl.mcore.compare_layouts import Bounds, LayoutRun, compare_runs, run_layouts
 from megarl.mcore.weights.hf_reader import CheckpointReader
 from megarl.mcore.worker_spec import Role
 

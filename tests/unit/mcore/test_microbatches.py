@@ -7,11 +7,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, LoraConfig, ParallelConfig
-from megarl.mcore.packing import pack
 from megarl.mcore.batch import build_batch
 from megarl.mcore.microbatches import compute_row_costs, count_tokens, describe_work
 from megarl.mcore.model.architecture import Architecture, Experts, read_architecture
 from megarl.mcore.model.context_parallel import ContextGroup
+from megarl.mcore.packing import pack
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.types import Sequences
 

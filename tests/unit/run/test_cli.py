@@ -50,7 +50,7 @@ def test_a_command_reads_its_own_arguments(monkeypatch, capsys, tmp_path):
     assert (code, "is there already" in text) == (2, True)
 
 
-@pytest.mark.parametrize("name", ["new", "report", "convert", "check-layouts", "serve"])
+@pytest.mark.parametrize("name", ["new", "report", "convert", "serve"])
 def test_the_usage_of_a_command_has_its_name(monkeypatch, capsys, name):
     code, text = call(monkeypatch, capsys, name, "--help")
     assert (code, text.startswith(f"usage: megarl {name} [-h]")) == (0, True)

@@ -2,11 +2,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from compare_layouts import Bounds, LayoutRun, compare_runs, describe_layout
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.config.schema.roles import ParallelConfig
-from megarl.mcore.compare_layouts import Bounds, LayoutRun, compare_runs, describe_layout
 from megarl.mcore.worker_spec import Role
 
 WEIGHTS = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([[1.0]])}
