@@ -1,5 +1,5 @@
-"""Megatron-Core: models, weights, log-probs, the train step. Importing it installs the device hook."""
+"""Megatron-Core: models, weights, log-probs, the train step. Without CUDA it is rewritten as it loads."""
 
-from megarl.mcore.device import install
+from megarl.cpu.megatron import install
 
 install()

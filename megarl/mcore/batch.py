@@ -6,33 +6,33 @@ tensors.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.nn import functional as F
 
-from megarl.mcore.cpu.segments import Rectangle, plan_rectangles
 from megarl.mcore.device import device
 from megarl.mcore.model.context_parallel import (
     ALONE,
-    AttentionShare,
     ContextGroup,
     ResponseShare,
     find_owners,
     gather_responses,
-    share_attention,
     share_responses,
+    spread,
 )
-from megarl.mcore.model.layer_spec import uses_transformer_engine
+from megarl.mcore.model.layer_spec import find_layers
 from megarl.types import Sequences
 
 
 @dataclass
 class PackedParams(PackedSeqParams):  # type: ignore[misc]
-    """Megatron's packing parameters and what the local attention and the head need besides."""
+    """Megatron's packing parameters and what the layers and the head need besides."""
 
-    rectangles: tuple[Rectangle, ...] = ()
+    attention: Any = None
+    """What `Layers.plan_attention` gave"""
     predictors: Tensor | None = None
     """int64 [R]: packed position whose output predicts each response token; under context parallelism of those
     whose predictor this rank has
@@ -41,8 +41,6 @@ class PackedParams(PackedSeqParams):  # type: ignore[misc]
     """int64 [S]: number of each token's sequence in cu_seqlens_q; -1: padding"""
     routed_experts: Tensor | None = None
     """[S, layers, experts of a token], as in `Sequences`; 0 for padding. None: routers choose themselves"""
-    attention_share: AttentionShare | None = None
-    """None: this rank has all tokens of its sequences, or Transformer Engine does with its own"""
 
 
 @dataclass(frozen=True)
@@ -121,17 +119,17 @@ def build_batch(sequences: Sequences, rows: list[int], multiple: int = 1, contex
         "columns": (positions - prompts)[response],
     }
     predictors, owned = response - 1, torch.where(exists, numbers, -1)
-    rectangles = () if uses_transformer_engine() else plan_rectangles(sizes.tolist(), device())
     if context.size == 1:
-        params = _build_params(sizes, rectangles, predictors, owned, experts)
+        attention = find_layers().plan_attention(sizes, device())
+        params = _build_params(sizes, attention, predictors, owned, experts)
         return PackedBatch(tokens[None].to(device()), positions[None].to(device()), params, share=None, **flat)
     owners = find_owners(positions, sizes[numbers], context.size)
     mine = owners == context.rank
     share = share_responses(owners[predictors], context, device())
     predictors = (mine.cumsum(0) - 1)[predictors][share.mine.cpu()]
-    params = _build_params(sizes, rectangles, predictors, owned[mine], None if experts is None else experts[mine])
-    if rectangles:
-        params.attention_share = share_attention(rectangles, sizes, positions, owners, context, device())
+    order, _ = spread(owners, context.size)
+    attention = find_layers().share_attention(sizes, device(), positions, mine, order, context.size, context.group)
+    params = _build_params(sizes, attention, predictors, owned[mine], None if experts is None else experts[mine])
     return PackedBatch(tokens[mine][None].to(device()), positions[mine][None].to(device()), params, share=share, **flat)
 
 
@@ -156,19 +154,18 @@ def _pad_sizes(lengths: Tensor, multiple: int, cp: int) -> Tensor:
 
 
 def _build_params(
-    sizes: Tensor, rectangles: tuple[Rectangle, ...], predictors: Tensor, numbers: Tensor, experts: Tensor | None
+    sizes: Tensor, attention: Any, predictors: Tensor, numbers: Tensor, experts: Tensor | None
 ) -> PackedParams:
-    """sizes, rectangles: of all context-parallel ranks; the others: of this one."""
+    """sizes, attention: of all context-parallel ranks; the others: of this one."""
     cu_seqlens = F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32).to(device())
     return PackedParams(
-        # Under "sbhd" Megatron keeps tensors as [S, 1, H, D] and takes rotary angles as they are.
-        qkv_format="thd" if uses_transformer_engine() else "sbhd",
+        qkv_format=find_layers().qkv_format,
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         # As many rotary angles are made.
         max_seqlen_q=int(sizes.max()),
         max_seqlen_kv=int(sizes.max()),
-        rectangles=rectangles,
+        attention=attention,
         predictors=predictors.to(device()),
         sequence_numbers=numbers.to(device()),
         routed_experts=None if experts is None else experts.to(device()),

@@ -1,51 +1,12 @@
-"""Where the training engine computes: CUDA where it is present, otherwise the CPU through an import hook.
+"""Where the training engine computes: the GPU of this process, or without CUDA the CPU."""
 
-Megatron-Core names its device in its source ("cuda", torch.cuda.current_device(), x.cuda() ...). `install` puts a
-finder on sys.meta_path that rewrites those names while megatron.core loads, where CUDA is absent. The files on disk and
-torch itself stay as they are. Whether CUDA is present is asked when Megatron is first imported and not before: the
-question initializes CUDA, which then sees the GPUs of the environment of that moment.
-"""
-
-import functools
-import logging
 import os
 import socket
-import sys
-import warnings
 
 import torch
 import torch.distributed as dist
 
 from megarl.config.schema.roles import Dtype
-from megarl.mcore.cpu.hook import CpuFinder
-
-
-def install() -> None:
-    """Prepare this process for Megatron; call before the first megatron import. May be called again.
-
-    Raises RuntimeError where megatron.core was imported before without the hook, on a machine without CUDA.
-    """
-    if any(isinstance(finder, CpuFinder) for finder in sys.meta_path):
-        return
-    loaded = sorted(name for name in sys.modules if name.startswith("megatron.core"))
-    if loaded and not torch.cuda.is_available():
-        raise RuntimeError(
-            f"{loaded[0]} was imported before megarl.mcore on a machine without CUDA: "
-            "import megarl.mcore first, so that Megatron can be rewritten for the CPU"
-        )
-    sys.meta_path.insert(0, CpuFinder(_is_wanted))
-
-
-@functools.cache
-def _is_wanted() -> bool:
-    """Whether Megatron is rewritten for the CPU in this process."""
-    if torch.cuda.is_available():
-        return False
-    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed.*", category=UserWarning)
-    # What torch says of every nvcc on the PATH, as that of a login node.
-    logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in str(record.msg))
-    return True
-
 
 DETERMINISTIC_ENVIRONMENT = {
     # Transformer Engine's attention, whose backward pass otherwise adds up in the order in which blocks finish.

@@ -27,7 +27,7 @@ from megarl.mcore.microbatches import count_tokens, describe_work, plan_microbat
 from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.model.build import bound_values, build_chunks, build_config, wrap_chunks
 from megarl.mcore.model.fast import choose_overlap, describe_fast_ways
-from megarl.mcore.model.layer_spec import uses_transformer_engine
+from megarl.mcore.model.layer_spec import find_layers
 from megarl.mcore.model.router import compute_load_metrics, replay_routes, start_minibatch
 from megarl.mcore.model.trainable import freeze
 from megarl.mcore.offload import OffloadManager, uses_everything, uses_weights
@@ -101,11 +101,10 @@ class MegatronWorker:
 
     def describe(self) -> str:
         """What computes here, in a few words; then the faster ways that are on, and those that are off, by reason."""
-        layers = "Transformer Engine's layers" if uses_transformer_engine() else "local layers"
         optimizer = "" if self.optimizer is None else f", {describe_adam(self.optimizer)}"
         fp8 = f" with FP8 products ({self.spec.fp8.value}, {self.spec.fp8_recipe.value})" if self.spec.fp8 else ""
         ways = describe_fast_ways(self.arch, self.spec, vars(self.config))
-        return "\n".join([f"{layers} in {self.spec.dtype.value}{fp8}{optimizer}", *ways])
+        return "\n".join([f"{find_layers().name} in {self.spec.dtype.value}{fp8}{optimizer}", *ways])
 
     @uses_weights
     def logprobs(self, sequences: Sequences, temperature: float) -> RowsResult | None:

@@ -4,7 +4,7 @@ Activations are what one rank keeps of one micro-batch between its forward and i
 al. (2205.05198, section 4: what each operation saves, and which tensor- and sequence-parallel ranks hold it), for the
 layers built here: RMSNorm, rotary positions, grouped queries, SwiGLU, no biases and no dropout, and for Megatron's own
 operations where they are not fused (megatron/core/transformer/mlp.py, attention.py, moe/experts.py;
-megarl/mcore/model/layers.py, logprobs.py).
+megarl/cpu/layers.py, megarl/mcore/logprobs.py).
 
 Symbols: S tokens on this rank (of a context-parallel group its part), s = S / tp of them under sequence parallelism
 (else S), h hidden size, d size of a head, H and K query and key heads of this rank, f rows of the MLP on this rank,
@@ -41,7 +41,7 @@ ELEMENT_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 LOSS_BYTES = 48
 """Per response token: its target, log-prob, and what the loss keeps (int64 and float32 vectors)"""
 DENSE_WIDTH = 256
-"""On a CPU attention scores of sequences up to this length are held in bfloat16 (megarl/mcore/cpu/segments.py)"""
+"""On a CPU attention scores of sequences up to this length are held in bfloat16 (megarl/cpu/layers.py)"""
 
 
 class Attention(Enum):

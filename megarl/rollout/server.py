@@ -362,7 +362,7 @@ def load_json(file: Path) -> dict[str, Any]:
         raise ConfigError([str(error)]) from error
 
 
-STANDINS = Path(__file__).parent / "standins"
+STANDINS = Path(__file__).parents[1] / "cpu" / "standins"
 MODELS = Path(__file__).parent / "models"
 GUARD = Path(__file__).parents[1] / "guard.py"
 TRACKER_WARNINGS = "ignore::UserWarning:multiprocessing.resource_tracker"

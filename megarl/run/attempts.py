@@ -20,8 +20,8 @@ from megarl.config.placement import find_server_offload
 from megarl.config.schema.checkpoint import CheckpointConfig
 from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.config.schema.root import Config
-from megarl.config.threads import describe_threads
 from megarl.config.values import list_values
+from megarl.cpu.threads import describe_threads
 from megarl.interfaces import DeadlineError, TrainBackend, wait_all
 from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.worker_spec import Role

@@ -19,7 +19,7 @@ from megarl.config.placement import SERVERS, list_groups, place
 from megarl.config.schema.evaluate import EvaluateConfig, get_temperature, list_ks
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.config.schema.root import Config
-from megarl.config.threads import settle_threads
+from megarl.cpu.threads import settle_threads
 from megarl.interfaces import DeadlineError, RolloutEngine
 from megarl.mcore.weights.hf_check import check_files
 from megarl.models.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint

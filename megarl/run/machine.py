@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 
 from megarl.config.checks.config import describe_iteration_size
-from megarl.config.cpu_dtype import computes_bfloat16
 from megarl.config.errors import ConfigError
 from megarl.config.placement import SERVERS, find_ray_address, list_groups
 from megarl.config.schema.cluster import AUTO, ClusterConfig
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.root import Config
+from megarl.cpu.dtype import computes_bfloat16
 
 CONNECT_S = 5.0
 """How long cluster.ray_address may take to answer: it is that of a Ray that runs already"""

@@ -1,6 +1,7 @@
 """The rules of the code base that a reader relies on: who imports whom, what each room may use, sizes."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megarl"
 
 LAYERS = (
-    {"config.errors", "config.cpu_dtype", "config.run_name"},
+    {"config.errors", "cpu.dtype", "config.run_name"},
     {"config.schema", "config.user_code"},
     {"guard", "json_text", "ports", "timeline"},
     {"types"},
@@ -19,6 +20,7 @@ LAYERS = (
     {"config"},
     {"interfaces", "minibatches", "environment", "run.terminal", "run.limits"},
     {"task", "report", "checkpoint", "run.signals", "run.arguments", "run.machine"},
+    {"cpu"},
     {"mcore", "rollout", "run.directory"},
     {"sync"},
     {"cluster", "run.inputs", "run.command", "run.recovery", "run.resume", "run.trainer_state", "run.ended"},
@@ -34,7 +36,7 @@ LAYERS = (
 """Rooms from the bottom up; of a room that stands both below and above others, its modules. A room imports itself and
 rooms of lower layers, never one of its own layer."""
 LAYER_OF = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
-SCHEMA = {"config.schema", "config.errors", "config.cpu_dtype", "config.run_name", "config.user_code"}
+SCHEMA = {"config.schema", "config.errors", "cpu.dtype", "config.run_name", "config.user_code"}
 ONLY_ROOMS = {
     "report": {"report", "config", "types", "json_text", "timeline", *SCHEMA},
     "algo": {"algo", "types", "json_text", *SCHEMA},
@@ -49,9 +51,17 @@ ONLY_PACKAGES: dict[str, set[str]] = {room: {"omegaconf", "hydra", "yaml"} for r
 HOMES = {
     "ray": {"cluster"},
     "sglang": {"rollout"},
-    "megatron": {"mcore"},
+    "megatron": {"mcore", "cpu"},
 }
 """The only rooms that may import a package."""
+
+ASKS_FOR_CUDA = re.compile(
+    r"uses_transformer_engine\(|has_transformer_engine\(\)|cuda\.is_available\(\)|has_cuda\(\)|device\(\)\.type"
+    r"|gpus_per_node (?:==|!=|>|<) 0|\b(?:if|not|and|or) [\w.]*\bgpus_per_node\b(?! [<>=!])"
+)
+MOST_CUDA_CONDITIONS = 52
+"""Outside of cpu/, whose room is there for what differs without CUDA. It falls to 8: device, layers, server command,
+sender, dtype preset, placement and two to spare."""
 
 
 def list_sources(*directories: str) -> list[Path]:
@@ -244,6 +254,17 @@ def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
         for path in list_sources("megarl", "tools", "tests")
         if path.stem in drawers or path.parent.name in drawers
     )
+
+
+def test_few_lines_outside_of_cpu_ask_whether_there_is_cuda() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in list_sources("megarl")
+        if path.relative_to(PACKAGE).parts[0] not in ("cpu", "tools", "examples")
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if not line.startswith("def ") and ASKS_FOR_CUDA.search(line)
+    ]
+    assert len(found) <= MOST_CUDA_CONDITIONS, "\n".join(found)
 
 
 def test_tests_live_only_under_tests() -> None:

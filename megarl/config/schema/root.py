@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from megarl.config import cpu_dtype, run_name
+from megarl.config import run_name
 from megarl.config.schema import data as data_config
 from megarl.config.schema import environment as environment_config
 from megarl.config.schema import reward as reward_config
@@ -22,6 +22,7 @@ from megarl.config.schema.reward import RewardConfig
 from megarl.config.schema.roles import CriticConfig, PolicyConfig, ReferenceConfig
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.config.schema.train import TrainConfig
+from megarl.cpu import dtype as cpu_dtype
 
 
 @dataclass

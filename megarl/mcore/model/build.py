@@ -4,6 +4,7 @@ Shapes: S packed tokens, R response tokens, V vocabulary of this tensor-parallel
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
@@ -30,8 +31,7 @@ from megarl.mcore.device import device
 from megarl.mcore.model.architecture import check_layout
 from megarl.mcore.model.experts import build_expert_fields, check_expert_options, mark_experts
 from megarl.mcore.model.fast import build_fast_fields, check_fast_fields, find_kernels, fuse_weight_gradients
-from megarl.mcore.model.layer_spec import build_block_spec, uses_transformer_engine
-from megarl.mcore.model.layers import ValueHead
+from megarl.mcore.model.layer_spec import build_block_spec, find_layers
 from megarl.mcore.role_fields import ROLE_KEYS
 from megarl.mcore.weights.entries import padded_vocab_size
 from megarl.mcore.worker_spec import WorkerSpec
@@ -119,7 +119,7 @@ def build_config(
         raise ValueError("; ".join(problems))
     fast = build_fast_fields(arch, megatron, kernels)
     # By it Megatron takes the activation of the layer spec.
-    takes_ours = not uses_transformer_engine() and not any(megatron.get(field) for field in _OTHER_ACTIVATION)
+    takes_ours = find_layers().has_activation and not any(megatron.get(field) for field in _OTHER_ACTIVATION)
     fast["use_te_activation_func"] = takes_ours
     return TransformerConfig(**{**_DEFAULTS, **fast, **own, **megatron, **(role_fields or {})})
 
@@ -158,7 +158,7 @@ def _check_fields(megatron: dict[str, Any], own: dict[str, Any]) -> list[str]:
                 f"model.megatron.{key}: found {value!r}; weights are kept in the role's dtype, in which they are"
                 " sent to the servers, offloaded and saved; it must be false"
             )
-        elif key == "fp4" and value and not uses_transformer_engine():
+        elif key == "fp4" and value and not find_kernels().te:
             problems.append(f"model.megatron.{key}: needs Transformer Engine, which is not usable here")
     return problems
 
@@ -177,6 +177,31 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
             continue
         if module.weight is not None:
             set_tensor_model_parallel_attributes(module.weight, True, axis, getattr(module, "stride", 1))
+
+
+def squash(z: Tensor, low: float, high: float) -> Tensor:
+    """low + (high - low) * (1/2 + atan(z)/pi), between low and high (BPCO 2608.23566, equation 9); of any shape."""
+    return low + (high - low) * (0.5 + torch.atan(z) / math.pi)
+
+
+class ValueHead(MegatronModule):  # type: ignore[misc]
+    """Linear(h, 1) in float32, the same on every tensor-parallel rank, in place of the output layer."""
+
+    value_range: tuple[float, float] | None = None
+    """The bounds of `squash`, which the values then go through"""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        # Zero: the first values are exactly 0 (with a range its middle), and the first gradient goes into the head
+        # alone.
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """[R, 1, h] -> float32 [R, 1, 1]"""
+        values = F.linear(hidden.float(), self.weight.float())
+        return values if self.value_range is None else squash(values, *self.value_range), None
 
 
 class PackedGPT(GPTModel):  # type: ignore[misc]
@@ -218,7 +243,8 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             else:
                 # The head gets whole sequences: see _postprocess.
                 self.output_layer.sequence_parallel = False
-        if not uses_transformer_engine():
+        self.picks_angles = find_layers().picks_angles
+        if self.picks_angles:
             # Rotary angles are chosen by the tokens' positions: see _preprocess.
             self.rotary_pos_emb.cp_group = None
         mark_tensor_parallel(self)
@@ -230,7 +256,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             # Recomputation leaves out the backward pass of a block of layers whose input needs no gradient, as behind
             # a frozen embedding, whatever weights the block has.
             out[0].requires_grad_()
-        if uses_transformer_engine():
+        if not self.picks_angles:
             return out
         # Rotary angles of the packed positions, once for all layers; Megatron's own way loops over sequences.
         return out[0], out[1].index_select(0, position_ids.view(-1)), *out[2:]

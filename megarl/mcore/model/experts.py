@@ -7,7 +7,7 @@ import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
 from megarl.config.schema.roles import ParallelConfig
-from megarl.mcore.model.layer_spec import uses_transformer_engine
+from megarl.mcore.model.layer_spec import find_layers
 from megarl.models.architecture import Architecture
 
 
@@ -42,7 +42,7 @@ def build_expert_fields(arch: Architecture, parallel: ParallelConfig) -> dict[st
         # The router counts no tokens for an update: the bias is the checkpoint's.
         **({"moe_router_bias_update_rate": 0.0} if experts.has_correction_bias else {}),
         "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
-        "moe_grouped_gemm": uses_transformer_engine(),
+        "moe_grouped_gemm": find_layers().groups_experts,
     }
 
 

@@ -18,7 +18,8 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe import moe_utils
 
 from megarl.config.schema.roles import OptimizerConfig, ParallelConfig
-from megarl.mcore.model.layer_spec import uses_transformer_engine
+from megarl.mcore.device import device
+from megarl.mcore.model.layer_spec import find_layers
 from megarl.mcore.worker_spec import WorkerSpec
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
@@ -55,8 +56,8 @@ class Kernels:
 @functools.cache
 def find_kernels() -> Kernels:
     return Kernels(
-        gpu=torch.cuda.is_available(),
-        te=uses_transformer_engine(),
+        gpu=device().type == "cuda",
+        te=find_layers().groups_experts,
         rope=rope_utils.fused_apply_rotary_pos_emb_thd is not None,
         permute=all(getattr(moe_utils, f"fused_{name}", None) is not None for name in _PERMUTE),
         apex=layers._grad_accum_fusion_available,

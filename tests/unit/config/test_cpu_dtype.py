@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import cpu_dtype
 from megarl.config.load import load_config
 from megarl.config.schema.roles import Dtype
+from megarl.cpu import dtype as cpu_dtype
 from megarl.run.machine import describe_slow_dtypes
 
 FLAGS = {

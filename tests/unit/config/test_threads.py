@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from megarl.config import threads
 from megarl.config.load import load_config
-from megarl.config.threads import (
+from megarl.cpu import threads
+from megarl.cpu.threads import (
     SERVER_KEY,
     WORKER_KEY,
     Threads,

@@ -5,7 +5,6 @@ for one with a GPU: what it asks of one while it builds a model is answered here
 """
 
 import dataclasses
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -13,8 +12,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[3]
-MODULES = ("layer_spec", "build", "experts")
-"""Of megarl.mcore.model: those that ask uses_transformer_engine"""
+LAYERS = {"local": "local layers", "transformer_engine": "Transformer Engine's layers"}
 WITHOUT_SIZES = ("checkpoint", "smollm2_135m")
 """Presets whose sizes are in a file: that of model.path, and that of an extra"""
 
@@ -57,11 +55,11 @@ def main(layers: str) -> None:
     with_te = layers == "transformer_engine"
     if with_te and not torch.cuda.is_available():
         pretend_gpu()
-    modules = [importlib.import_module(f"megarl.mcore.model.{name}") for name in MODULES]
+    from megarl.mcore.model import layer_spec
+
     if not with_te:
-        for module in modules:
-            module.uses_transformer_engine = lambda: False
-    assert modules[0].uses_transformer_engine() == with_te
+        layer_spec.has_transformer_engine = lambda: False
+    assert layer_spec.find_layers().name == LAYERS[layers]
     print(json.dumps({name: count_preset(name) for name in list_presets()}))
 
 

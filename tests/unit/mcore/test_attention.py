@@ -2,8 +2,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megarl.mcore.cpu import segments
-from megarl.mcore.cpu.segments import packed_causal_attention, plan_rectangles
+import megarl.mcore  # noqa: F401
+from megarl.cpu import layers
+from megarl.cpu.layers import packed_causal_attention, plan_rectangles
 
 LENGTHS = {
     "equal": [7, 7, 7],
@@ -47,8 +48,8 @@ def test_packed_attention_equals_one_by_one(name: str, num_kv_heads: int, dtype:
 
 def test_dense_and_blocked_attention_agree_in_float32() -> None:
     query, key, value = torch.randn(3, 4, 50, 16), torch.randn(3, 2, 50, 16), torch.randn(3, 2, 50, 16)
-    dense = segments._dense_attention(query, key, value, 0.25)
-    blocked = segments._attention(query, key, value, 0.25)
+    dense = layers._dense_attention(query, key, value, 0.25)
+    blocked = layers._attention(query, key, value, 0.25)
     torch.testing.assert_close(dense, blocked, rtol=1e-5, atol=1e-5)
 
 
@@ -58,7 +59,7 @@ def test_rectangles_cover_every_token_once_with_bounded_padding(lengths: list[in
     assert sum(rectangle.num_tokens for rectangle in rectangles) == sum(lengths)
     for rectangle in rectangles:
         cells = rectangle.num_rows * rectangle.width
-        assert rectangle.width <= segments.NARROW or rectangle.num_tokens >= segments.SHARE * cells
+        assert rectangle.width <= layers.NARROW or rectangle.num_tokens >= layers.SHARE * cells
 
 
 def test_many_short_sequences_make_one_rectangle() -> None:

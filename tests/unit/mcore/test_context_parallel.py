@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_checkpoints import build_sequences
 
+import megarl.mcore  # noqa: F401
+from megarl.cpu.layers import Rectangle
 from megarl.mcore.batch import PackedBatch, build_batch
-from megarl.mcore.cpu.segments import Rectangle
 from megarl.mcore.model.context_parallel import ContextGroup, find_owners, share_responses
 
 CPU = torch.device("cpu")
@@ -85,12 +86,13 @@ def test_every_token_sees_the_tokens_before_it_in_its_sequence_and_itself(cp: in
     ends = batches[0].params.cu_seqlens_q.tolist()
     keys = [(sequence, place) for sequence, (a, b) in enumerate(itertools.pairwise(ends)) for place in range(b - a)]
     seen: dict[tuple[int, int], set[tuple[int, int]]] = {}
-    for batch in batches:
-        share, first = batch.params.attention_share, 0
+    for rank, batch in enumerate(batches):
+        plan, first = batch.params.attention, 0
+        share = plan.share
         gathered = torch.arange(len(keys))[share.inverse]
         assert torch.equal(gathered[share.order], torch.arange(len(keys)))
-        own = gathered[share.context.rank * len(keys) // cp :][: len(keys) // cp].tolist()
-        for whole, queries, mask in zip(batch.params.rectangles, share.queries, share.masks, strict=True):
+        own = gathered[rank * len(keys) // cp :][: len(keys) // cp].tolist()
+        for whole, queries, mask in zip(plan.rectangles, share.queries, share.masks, strict=True):
             columns = torch.tensor(list_cells(whole)).view(whole.num_rows, whole.width) + first
             rows = torch.tensor(own[: queries.num_tokens])[list_cells(queries)].view(queries.num_rows, queries.width)
             for number, width in itertools.product(range(queries.num_rows), range(queries.width)):

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megarl.config.schema.roles import Dtype
+from megarl.cpu import megatron as cpu_megatron
+from megarl.cpu.megatron import CpuLoader, CpuRewriter, find_bytecode_folder, rewrite
 from megarl.mcore import device
-from megarl.mcore.cpu import hook as cpu_hook
-from megarl.mcore.cpu.hook import CpuLoader, CpuRewriter, find_bytecode_folder, rewrite
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="the hook is for machines without CUDA")
 
@@ -47,13 +47,13 @@ def test_names_are_rewritten(source: str, expected: str) -> None:
 
 def test_the_standin_is_imported_after_docstring_and_future_imports() -> None:
     tree = rewrite('"""doc"""\nfrom __future__ import annotations\nimport torch\n', "module.py")
-    assert ast.unparse(tree.body[2]) == "import megarl.mcore.cpu.standin as _megarl_cuda"
+    assert ast.unparse(tree.body[2]) == "import megarl.cpu.cuda as _megarl_cuda"
 
 
 @no_cuda
 def test_installing_twice_leaves_one_finder() -> None:
-    device.install()
-    device.install()
+    cpu_megatron.install()
+    cpu_megatron.install()
     names = [type(finder).__name__ for finder in sys.meta_path]
     assert names.count("CpuFinder") == 1
     assert device.device() == torch.device("cpu")
@@ -178,7 +178,7 @@ def fail(source: bytes, path: str) -> None:
 def test_a_rewritten_module_is_compiled_once_and_nothing_is_written_beside_it(loaded, monkeypatch) -> None:
     source, load = loaded
     assert load() == "cpu"
-    monkeypatch.setattr(cpu_hook, "rewrite", fail)
+    monkeypatch.setattr(cpu_megatron, "rewrite", fail)
     assert load() == "cpu"
     assert [path.name for path in source.parent.iterdir()] == ["module.py"]
 
@@ -195,7 +195,7 @@ def test_bytecode_that_others_could_have_written_is_not_executed(loaded, monkeyp
     load()
     find_bytecode_folder().chmod(0o777)
     find_bytecode_folder.cache_clear()
-    monkeypatch.setattr(cpu_hook, "rewrite", fail)
+    monkeypatch.setattr(cpu_megatron, "rewrite", fail)
     with pytest.raises(AssertionError, match="rewritten again"):
         load()
 
@@ -204,7 +204,7 @@ def test_without_a_place_for_bytecode_modules_are_rewritten_each_time(loaded, mo
     _, load = loaded
     monkeypatch.setenv("MEGARL_CACHE", "/dev/null/nowhere")
     assert load() == "cpu"
-    monkeypatch.setattr(cpu_hook, "rewrite", fail)
+    monkeypatch.setattr(cpu_megatron, "rewrite", fail)
     with pytest.raises(AssertionError, match="rewritten again"):
         load()
 

@@ -3,7 +3,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.mcore.model.layers import RMSNorm, ValueHead, squash, swiglu
+import megarl.mcore  # noqa: F401
+from megarl.cpu.layers import RMSNorm, swiglu
+from megarl.mcore.model.build import ValueHead, squash
 
 
 def build_norm(dtype: torch.dtype) -> RMSNorm:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.standins import megarl_products as products
+from megarl.cpu.standins import megarl_products as products
 
 
 @given(rows=st.integers(1, 60), inner=st.integers(1, 40), columns=st.integers(1, 80), seed=st.integers(0, 100))

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.config import threads
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema import data as data_schemas
 from megarl.config.schema import reward as reward_schemas
-from megarl.config.threads import list_threads
+from megarl.cpu import threads
+from megarl.cpu.threads import list_threads
 from megarl.run import recorded
 from megarl.run.resume import (
     DECIDES,

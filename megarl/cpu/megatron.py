@@ -1,17 +1,29 @@
-"""The import hook behind `device.install`: rewrites CUDA names in Megatron's syntax trees while it loads."""
+"""Megatron-Core without CUDA: its CUDA names are rewritten while it loads, and three of its modules corrected.
+
+Megatron-Core names its device in its source ("cuda", torch.cuda.current_device(), x.cuda() ...). `install` puts a
+finder on sys.meta_path that rewrites those names in the syntax trees of megatron.core, where CUDA is absent. The files
+on disk and torch itself stay as they are. Whether CUDA is present is asked when Megatron is first imported and not
+before: the question initializes CUDA, which then sees the GPUs of the environment of that moment.
+"""
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib.machinery
+import logging
 import os
-from collections.abc import Callable, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import BYTECODE_SUFFIXES, ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import Any
 
-from megarl.mcore.cpu import fixes as cpu_fixes
+import torch
+
 from megarl.models.checkpoint import default_cache_dir
 
 ROOTS = ("megatron.core",)
@@ -100,7 +112,7 @@ def rewrite(source: bytes | str, path: str) -> ast.Module:
         if not (is_docstring or is_future):
             break
         first += 1
-    tree.body.insert(first, ast.parse(f"import megarl.mcore.cpu.standin as {STANDIN}").body[0])
+    tree.body.insert(first, ast.parse(f"import megarl.cpu.cuda as {STANDIN}").body[0])
     return ast.fix_missing_locations(tree)
 
 
@@ -118,6 +130,86 @@ def find_bytecode_folder() -> Path | None:
     except (OSError, RuntimeError):  # RuntimeError: this user has no home
         return None
     return folder if status.st_uid == os.getuid() and not status.st_mode & 0o022 else None
+
+
+def _fix_random(module: ModuleType) -> None:
+    """tensor_parallel.random keeps its random states in the CPU's generator."""
+
+    def get_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    @contextlib.contextmanager
+    def fork(self: Any, name: str = module._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        # Without the stock check that the CPU's state stays the same meanwhile: here it is the tracked state.
+        if name not in self.states_:
+            raise KeyError(f"random state {name!r} is not added; known: {sorted(self.states_)}")
+        outer = torch.get_rng_state()
+        torch.set_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.get_rng_state()
+            torch.set_rng_state(outer)
+
+    vars(module).update(_get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)
+    module.CudaRNGStatesTracker.fork = fork
+
+
+def _fix_mappings(module: ModuleType) -> None:
+    """tensor_parallel.mappings gathers and scatters parts of different sizes, which Gloo cannot: they are padded."""
+    stock_gather: Callable[..., torch.Tensor] = module._gather_along_first_dim
+    stock_scatter: Callable[..., torch.Tensor] = module._reduce_scatter_along_first_dim
+
+    def pad(x: torch.Tensor, size: int) -> torch.Tensor:
+        return torch.cat([x, x.new_zeros(size - len(x), *x.shape[1:])])
+
+    def gather(
+        input_: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return stock_gather(input_, group, output_split_sizes, use_global_buffer)
+        longest = max(*output_split_sizes, 1)
+        parts = stock_gather(pad(input_, longest), group).split(longest)  # type: ignore[no-untyped-call]
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    def scatter(
+        input_: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return stock_scatter(input_, group, input_split_sizes, use_global_buffer)
+        longest = max(*input_split_sizes, 1)
+        parts = input_.split(input_split_sizes)  # type: ignore[no-untyped-call]
+        padded = torch.cat([pad(part, longest) for part in parts])
+        return stock_scatter(padded, group)[: input_split_sizes[group.rank()]]
+
+    vars(module).update(_gather_along_first_dim=gather, _reduce_scatter_along_first_dim=scatter)
+
+
+def _fix_grad_buffer(module: ModuleType) -> None:
+    """distributed.param_and_grad_buffer sums and gathers in place where a group has one rank: Gloo would copy all
+    gradients twice.
+    """
+
+    def skip_alone(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def collective(output: torch.Tensor, input_: torch.Tensor, *, group: Any, **options: Any) -> Any:
+            if group.size() == 1 and output.data_ptr() == input_.data_ptr():
+                return None
+            return stock(output, input_, group=group, **options)
+
+        return collective
+
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        setattr(module, name, skip_alone(getattr(module, name)))
+
+
+FIXES: dict[str, Callable[[ModuleType], None]] = {
+    "megatron.core.distributed.param_and_grad_buffer": _fix_grad_buffer,
+    "megatron.core.tensor_parallel.mappings": _fix_mappings,
+    "megatron.core.tensor_parallel.random": _fix_random,
+}
 
 
 class CpuLoader(SourceFileLoader):
@@ -149,7 +241,7 @@ class CpuLoader(SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        fix = cpu_fixes.FIXES.get(module.__name__)
+        fix = FIXES.get(module.__name__)
         if fix is not None:
             fix(module)
 
@@ -176,3 +268,30 @@ class CpuFinder(MetaPathFinder):
             return spec
         spec.loader = CpuLoader(spec.loader.name, spec.loader.path)
         return spec
+
+
+def install() -> None:
+    """Prepare this process for Megatron; call before the first megatron import. May be called again.
+
+    Raises RuntimeError where megatron.core was imported before without the hook, on a machine without CUDA.
+    """
+    if any(isinstance(finder, CpuFinder) for finder in sys.meta_path):
+        return
+    loaded = sorted(name for name in sys.modules if name.startswith("megatron.core"))
+    if loaded and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"{loaded[0]} was imported before megarl.mcore on a machine without CUDA: "
+            "import megarl.mcore first, so that Megatron can be rewritten for the CPU"
+        )
+    sys.meta_path.insert(0, CpuFinder(_is_wanted))
+
+
+@functools.cache
+def _is_wanted() -> bool:
+    """Whether Megatron is rewritten for the CPU in this process."""
+    if torch.cuda.is_available():
+        return False
+    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed.*", category=UserWarning)
+    # What torch says of every nvcc on the PATH, as that of a login node.
+    logging.getLogger("torch.utils.cpp_extension").addFilter(lambda record: "No CUDA runtime" not in str(record.msg))
+    return True

@@ -1,0 +1,427 @@
+"""The layers of a model where there is no Transformer Engine: plain torch, fast on a CPU.
+
+RMSNorm, SwiGLU, and causal attention over packed sequences, which are computed in dense rectangles: right-padded rows
+under a causal mask need no padding mask, since a real token never sees the padding to its right.
+
+Shapes: S packed tokens of all ranks, s those of this one, n sequences of a rectangle, L its width, H query heads,
+K key heads, D size of a head.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from torch import Tensor
+from torch.nn import functional as F
+
+from megarl.models.architecture import Architecture
+from megarl.models.families import list_weights
+
+# A rectangle up to this wide takes all shorter sequences: a call costs more than the padding that it saves.
+NARROW = 64
+# Wider rectangles take sequences down to this share of their width.
+SHARE = 0.75
+# In bfloat16 on a CPU the scores are held up to this width: the backward of torch's blocked kernel takes 2
+# to 8 times as long there. The choice does not depend on gradients: the same weights give the same log-probs.
+DENSE = 256
+
+
+def build_block_spec(
+    arch: Architecture, config: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage, or of its piece `vp_stage` where it holds several."""
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    specs = [_build_layer_spec(arch, layer) for layer in range(first, first + num_layers)]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+
+
+def _build_layer_spec(arch: Architecture, layer: int) -> ModuleSpec:
+    qk_norm = RMSNorm if arch.qk_norm else IdentityOp
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=PackedAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+    if arch.has_experts(layer):
+        linears = MLPSubmodules(ColumnParallelLinear, swiglu, RowParallelLinear)
+        experts = ModuleSpec(module=SequentialMLP, submodules=linears)
+        shared = ModuleSpec(module=SharedExpertMLP, submodules=linears)
+        mlp = ModuleSpec(MoELayer, submodules=MoESubmodules(experts=experts, shared_experts=shared))
+    else:
+        mlp = ModuleSpec(MLP, submodules=MLPSubmodules(ColumnParallelLinear, swiglu, RowParallelLinear))
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=_list_fused_norms(arch, layer),
+        ),
+    )
+
+
+def _list_fused_norms(arch: Architecture, layer: int) -> dict[str, str]:
+    """The names that Transformer Engine's fused layers give in a checkpoint, so that either can load it."""
+    end = "weight"
+    return {
+        weight.name.removesuffix(end): weight.saved.removesuffix(end)
+        for weight in list_weights(arch, layer)
+        if weight.saved
+    }
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Takes a fifth of the time of torch's own rms_norm, which is a chain of operations on a CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x.float() * scale).mul_(weight.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        grad, weight_f = grad.float(), weight.float()
+        normed = x.float() * scale
+        product = grad * normed
+        grad_weight = product.reshape(-1, x.shape[-1]).sum(0)
+        # dx = scale * (g w - normed * mean(g w normed))
+        mean = torch.matmul(product, weight_f).div_(x.shape[-1]).unsqueeze(-1)
+        grad_x = torch.mul(grad, weight_f, out=product).addcmul_(normed, mean, value=-1.0).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+class RMSNorm(torch.nn.Module):
+    """x / rms(x) * weight, computed in float32 (1910.07467). Works under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Each tensor-parallel rank normalizes its part of the sequence: Megatron adds up the weight's gradients.
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return normed
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Takes half the time of Megatron's chain of chunk, silu, addition and product, whose gradient is concatenated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        activated = F.silu(gate)
+        ctx.save_for_backward(x, activated)
+        return activated * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        x, activated = ctx.saved_tensors
+        gate, up = x.chunk(2, -1)
+        grad_x = torch.empty_like(x)
+        grad_gate, grad_up = grad_x.chunk(2, -1)
+        torch.mul(grad, activated, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return grad_x
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """[..., 2 f], gates before the rest -> silu(gate) * rest [..., f] (2002.05202)."""
+    out: Tensor = _SwiGLU.apply(x)  # type: ignore[no-untyped-call]
+    return out
+
+
+class PackedAttention(MegatronModule):  # type: ignore[misc]
+    """Core attention of packed sequences with scaled_dot_product_attention; takes a `PackedBatch`'s parameters."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if dropout != 0.0 or config.window_size is not None:
+            raise ValueError(
+                "the local core attention has neither dropout nor a sliding window: got "
+                f"attention_dropout={dropout}, window_size={config.window_size}"
+            )
+        self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """query [S, 1, H, D], key and value [S, 1, K, D] -> [S, 1, H * D]"""
+        assert packed_seq_params is not None, "batches are packed"
+        q, k, v = (x.squeeze(1) for x in (query, key, value))
+        plan: AttentionPlan = packed_seq_params.attention
+        if plan.share is None:
+            return packed_causal_attention(q, k, v, plan.rectangles, self.scale).unsqueeze(1)
+        return context_attention(q, k, v, plan.rectangles, plan.share, self.scale).unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Consecutive sequences of a packed batch, as rows of equal width."""
+
+    num_rows: int
+    width: int
+    num_tokens: int
+    source: Tensor | None
+    """int64 [n * L]: the rectangle's token in each cell (padding cells repeat a row's last); None: no
+    padding
+    """
+    cells: Tensor | None
+    """int64 [num_tokens]: the cell of each token; None: no padding"""
+
+    def to(self, device: torch.device) -> "Rectangle":
+        tensors = {name: getattr(self, name) for name in ("source", "cells")}
+        return replace(self, **{name: x.to(device) for name, x in tensors.items() if x is not None})
+
+
+def plan_rectangles(lengths: list[int], device: torch.device | None = None) -> tuple[Rectangle, ...]:
+    """Cut packed sequences into rectangles. Sequences sorted by length, longest first, give the fewest."""
+    rectangles = [build_rectangle(torch.tensor(lengths[first:last])) for first, last in _cut(lengths)]
+    return tuple(rectangle if device is None else rectangle.to(device) for rectangle in rectangles)
+
+
+def _cut(lengths: list[int]) -> Iterator[tuple[int, int]]:
+    """First and one past the last of the sequences of each rectangle."""
+    first = 0
+    while first < len(lengths):
+        width = lengths[first]
+        shortest = 0 if width <= NARROW else SHARE * width
+        last = first + 1
+        while last < len(lengths) and shortest <= lengths[last] <= width:
+            last += 1
+        yield first, last
+        first = last
+
+
+def build_rectangle(lengths: Tensor) -> Rectangle:
+    """The rectangle of consecutive sequences of these lengths (int64), the first of which is the longest."""
+    num_rows, width, num_tokens = len(lengths), int(lengths[0]), int(lengths.sum())
+    if num_tokens == num_rows * width:
+        return Rectangle(num_rows, width, num_tokens, None, None)
+    starts = (lengths.cumsum(0) - lengths)[:, None]
+    columns = torch.arange(width)[None, :]
+    source = (starts + torch.minimum(columns, lengths[:, None] - 1)).reshape(-1)
+    cells = (columns < lengths[:, None]).reshape(-1).nonzero().squeeze(1)
+    return Rectangle(num_rows, width, num_tokens, source, cells)
+
+
+class ToCells(torch.autograd.Function):
+    """[tokens, ...] -> [cells, ...]: the token in each cell, and the cell of each token for the way back. The
+    gradient of further cells, which repeat tokens as padding, is dropped: nothing real depends on them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, source: Tensor, cells: Tensor) -> Tensor:
+        ctx.cells = cells
+        return tokens.index_select(0, source)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.cells), None, None
+
+
+class _ToTokens(torch.autograd.Function):
+    """[n * L, ...] -> [tokens, ...]"""
+
+    @staticmethod
+    def forward(ctx: Any, cells: Tensor, rectangle: Rectangle) -> Tensor:
+        ctx.rectangle, ctx.shape = rectangle, cells.shape
+        assert rectangle.cells is not None, "a full rectangle has its tokens in order"
+        return cells.index_select(0, rectangle.cells)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_zeros(ctx.shape).index_copy_(0, ctx.rectangle.cells, grad), None
+
+
+def to_rows(tokens: Tensor, rectangle: Rectangle) -> Tensor:
+    """[tokens, H, D] -> [n, H, L, D]"""
+    cells = tokens
+    if rectangle.source is not None:
+        cells = ToCells.apply(tokens, rectangle.source, rectangle.cells)  # type: ignore[no-untyped-call]
+    return cells.view(rectangle.num_rows, rectangle.width, *tokens.shape[1:]).transpose(1, 2)
+
+
+def to_tokens(rows: Tensor, rectangle: Rectangle) -> Tensor:
+    """[n, H, L, D] -> [tokens, H * D]"""
+    cells = rows.transpose(1, 2).reshape(rectangle.num_rows * rectangle.width, -1)
+    if rectangle.cells is None:
+        return cells
+    tokens: Tensor = _ToTokens.apply(cells, rectangle)  # type: ignore[no-untyped-call]
+    return tokens
+
+
+def _dense_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention that holds the scores: query [n, H, L, D], key and value [n, K, L, D] -> [n, H, L, D]."""
+    n, num_heads, width, size = query.shape
+    num_groups = key.shape[1]
+    # The H / K query heads of a group are rows of one product with its key: nothing is repeated.
+    repeats = num_heads // num_groups
+    q = query.reshape(n * num_groups, repeats * width, size)
+    k = key.reshape(n * num_groups, width, size)
+    v = value.reshape(n * num_groups, width, size)
+    mask = torch.full((width, width), float("-inf"), dtype=q.dtype, device=q.device).triu(1).repeat(repeats, 1)
+    scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
+    return torch.bmm(scores.softmax(-1), v).view(n, num_heads, width, size)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    if query.dtype is torch.bfloat16 and query.shape[2] <= DENSE and query.device.type == "cpu":
+        return _dense_attention(query, key, value, scale)
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+
+
+def packed_causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, rectangles: tuple[Rectangle, ...], scale: float
+) -> Tensor:
+    """query [S, H, D], key and value [S, K, D] with K dividing H -> [S, H * D]; no token sees another sequence."""
+    sizes = [rectangle.num_tokens for rectangle in rectangles]
+    parts = []
+    for rectangle, *packed in zip(rectangles, *(x.split(sizes) for x in (query, key, value)), strict=True):  # type: ignore[no-untyped-call]
+        q, k, v = (to_rows(x, rectangle) for x in packed)
+        parts.append(to_tokens(_attention(q, k, v, scale), rectangle))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class AttentionShare:
+    """What the attention of one of several context-parallel ranks needs of a micro-batch."""
+
+    order: Tensor
+    """int64 [S]: place of each packed token in the gathered [cp * s]"""
+    inverse: Tensor
+    """int64 [cp * s]: packed token in each place"""
+    queries: tuple[Rectangle, ...]
+    """This rank's tokens of each rectangle of sequences"""
+    masks: tuple[Tensor, ...]
+    """bool [n, 1, L / cp, L]: the keys that each of them sees"""
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How the packed sequences of a micro-batch are computed."""
+
+    rectangles: tuple[Rectangle, ...]
+    """Of all sequences, in their order"""
+    share: AttentionShare | None = None
+    """None: this rank has all tokens of its sequences"""
+
+
+def plan_attention(sizes: Tensor, device: torch.device) -> AttentionPlan:
+    """sizes: int64, tokens of each packed sequence."""
+    return AttentionPlan(plan_rectangles(sizes.tolist(), device))
+
+
+def share_attention(
+    sizes: Tensor,
+    device: torch.device,
+    positions: Tensor,
+    mine: Tensor,
+    order: Tensor,
+    num_ranks: int,
+    group: dist.ProcessGroup,
+) -> AttentionPlan:
+    """The plan of one rank of a context-parallel group, whose ranks have equal parts of each sequence.
+
+    positions: int64 [S]; mine: bool [S], whether this rank has a token; order: int64 [S], as in `AttentionShare`.
+    """
+    rectangles = plan_rectangles(sizes.tolist(), device)
+    own_positions = positions[mine]
+    queries, masks = [], []
+    for rectangle, rows in zip(rectangles, sizes.split([each.num_rows for each in rectangles]), strict=True):  # type: ignore[no-untyped-call]
+        query = build_rectangle(rows // num_ranks)
+        own, own_positions = own_positions[: query.num_tokens], own_positions[query.num_tokens :]
+        places = (own if query.source is None else own[query.source]).view(query.num_rows, query.width)
+        queries.append(query.to(device))
+        masks.append((places[:, None, :, None] >= torch.arange(rectangle.width)).to(device))
+    share = AttentionShare(order.to(device), order.argsort().to(device), tuple(queries), tuple(masks), group)
+    return AttentionPlan(rectangles, share)
+
+
+def context_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rectangles: tuple[Rectangle, ...],
+    share: AttentionShare,
+    scale: float,
+) -> Tensor:
+    """query [s, H, D], key and value [s, K, D] of this rank -> [s, H * D]; gradients of keys and values are summed
+    over the ranks.
+    """
+    joined = torch.cat([key, value], -1).contiguous()
+    gathered = gather_from_sequence_parallel_region(joined, group=share.group)
+    packed: Tensor = ToCells.apply(gathered, share.order, share.inverse)  # type: ignore[no-untyped-call]
+    pieces = zip(
+        rectangles,
+        share.queries,
+        share.masks,
+        query.split([rectangle.num_tokens for rectangle in share.queries]),  # type: ignore[no-untyped-call]
+        packed.split([rectangle.num_tokens for rectangle in rectangles]),  # type: ignore[no-untyped-call]
+        strict=True,
+    )
+    parts = []
+    for whole, own, mask, queries, pairs in pieces:
+        keys, values = to_rows(pairs, whole).chunk(2, -1)
+        grouped = query.shape[1] != key.shape[1]
+        rows = F.scaled_dot_product_attention(
+            to_rows(queries, own), keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped
+        )
+        parts.append(to_tokens(rows, own))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,1 +1,0 @@
-"""What lets Megatron run without CUDA; none of it is active where CUDA is present."""
