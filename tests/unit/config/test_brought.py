@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from tool_loading import load_tool
 
 from megarl import api
-from megarl.config.brought import MODEL_FILE, RUN_FILE
+from megarl.config.brought import MODEL_FILE, RUN_FILE, RunSettings
 from megarl.config.errors import ConfigError
 from megarl.config.evaluation_sets import expand_sets, load_configs
 from megarl.config.load import complete_overrides, load_config
@@ -137,6 +137,27 @@ def test_a_moved_model_brings_its_settings_and_neither_code_nor_a_server(model: 
     assert "type reward= and its keys" in problems_of(*own)
     typed = load_evaluation(*own, "reward=exact")
     assert (typed.rollout.response_length, typed.data.num_heldout, typed.evaluate.heldout) == (33, 9, True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "is_taken"),
+    [
+        ("JsonlDataConfig", "mine.jsonl", True),
+        ("FunctionDataConfig", "megarl.examples.toys.problems:addition", True),
+        ("FunctionDataConfig", "megarl.examples.mine.py:make", False),
+        ("FunctionDataConfig", "mine.py:make", False),
+        ("FunctionDataConfig", "package.module:make", False),
+    ],
+)
+def test_of_code_that_makes_data_a_moved_model_brings_megarls_own_alone(
+    tmp_path: Path, kind: str, path: str, is_taken: bool
+) -> None:
+    settings = RunSettings(tmp_path / MODEL_FILE, {"data": kind, "data.path": path})
+    if is_taken:
+        settings.check_trust(("data.",))
+    else:
+        with pytest.raises(ConfigError, match=r"data\.path: the run that wrote the model had"):
+            settings.check_trust(("data.",))
 
 
 def test_files_are_those_that_the_run_named_from_where_it_was_started(
