@@ -1,0 +1,392 @@
+"""The `data` group, problems from files, whole sets to evaluate on, and the order of the prompts."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow
+import pytest
+from data_cases import build_byte_tokenizer, jsonl_config, load_toy
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import ConfigCompositionException
+from omegaconf import MISSING, OmegaConf
+from pyarrow import parquet
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import load_config
+from megarl.config.schema.data import (
+    SCHEMAS,
+    DataConfig,
+    HuggingFaceDataConfig,
+    JsonlDataConfig,
+    ParquetDataConfig,
+    register,
+)
+from megarl.task import data as evaluation_set
+from megarl.task.data import SOURCES, PromptSampler, build_data
+from megarl.types import Prompt
+
+CONF = Path(__file__).resolve().parents[3] / "conf"
+
+
+@dataclass
+class OnlyData:
+    data: DataConfig = MISSING
+
+
+def compose_data(*overrides: str) -> DataConfig:
+    store = ConfigStore.instance()
+    store.store(name="only_data", node=OnlyData)
+    register(store)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        root = OmegaConf.to_object(compose("only_data", overrides=list(overrides)))
+    assert isinstance(root, OnlyData)
+    return root.data
+
+
+def test_every_source_is_an_option_of_the_group_and_every_option_a_source() -> None:
+    options = sorted(path.stem for path in (CONF / "data").glob("*.yaml"))
+    # The keys of verifiers are otherwise those of another group.
+    needed = {"verifiers": ["data.id=x", "data.args={}"], "function": ["data.path=x.py:f"]}
+    assert {type(compose_data(f"+data={name}", *needed.get(name, ()))) for name in options} == set(SOURCES)
+    assert set(options) >= set(SCHEMAS)
+
+
+def test_a_key_of_another_source_is_an_unknown_key() -> None:
+    assert compose_data("+data=jsonl", "data.path=x.jsonl").path == "x.jsonl"  # type: ignore[attr-defined]
+    with pytest.raises(ConfigCompositionException, match=r"data\.heldout_path"):
+        compose_data("+data=letter_count", "data.heldout_path=x.jsonl")
+
+
+def test_the_task_options_of_reasoning_gym_pass_through() -> None:
+    config = compose_data("+data=reasoning_gym", "data.task=gcd", "+data.options.max_value=9")
+    assert config.options == {"max_value": 9}  # type: ignore[attr-defined]
+
+
+SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
+"""The workplace's data sets, where there are any."""
+RECORDS = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(40)]
+
+
+def write_jsonl(path: Path, records: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n\n" for record in records))
+    return path
+
+
+def test_a_file_is_split_into_disjoint_sides_that_hold_everything(tmp_path: Path) -> None:
+    data = build_data(
+        jsonl_config(write_jsonl(tmp_path / "a.jsonl", RECORDS), num_heldout=7), build_byte_tokenizer(), 1
+    )
+    assert (len(data.train), len(data.heldout), data.num_dropped) == (33, 7, 0)
+    texts = [p.text for p in (*data.train, *data.heldout)]
+    assert sorted(texts) == sorted(record["question"] for record in RECORDS)
+
+
+def test_a_file_alone_holds_out_a_tenth(tmp_path: Path) -> None:
+    data = build_data(jsonl_config(write_jsonl(tmp_path / "a.jsonl", RECORDS)), build_byte_tokenizer(), 1)
+    assert (len(data.train), len(data.heldout)) == (36, 4)
+
+
+def test_repeats_of_a_question_stay_on_one_side_under_ids_of_their_own(tmp_path: Path) -> None:
+    repeated = [*RECORDS, *({**r, "question": r["question"].replace(" ", "  ")} for r in RECORDS), *RECORDS]
+    config = jsonl_config(write_jsonl(tmp_path / "a.jsonl", repeated), num_heldout=20)
+    data = build_data(config, build_byte_tokenizer(), 1)
+    train, heldout = ({" ".join(p.text.split()) for p in split} for split in (data.train, data.heldout))
+    assert not train & heldout
+    assert (len(data.train), len(data.heldout)) == (60, 20)
+    assert len({p.id for p in data.train}) == 60
+
+
+def test_a_heldout_file_is_used_whole_and_its_questions_leave_training(tmp_path: Path) -> None:
+    train, heldout = write_jsonl(tmp_path / "a", RECORDS), write_jsonl(tmp_path / "b", RECORDS[:5])
+    tokenizer = build_byte_tokenizer()
+    data = build_data(jsonl_config(train, heldout_path=str(heldout)), tokenizer, 1)
+    assert (len(data.train), len(data.heldout), data.num_dropped) == (35, 5, 5)
+    some = build_data(jsonl_config(train, heldout_path=str(heldout), num_heldout=2), tokenizer, 1)
+    assert (len(some.train), len(some.heldout), some.num_dropped) == (38, 2, 2)
+    # Short enough, all of them: what is missing is a repeat.
+    assert (data.num_repeated, some.num_repeated) == (5, 2)
+    with pytest.raises(ConfigError, match="every training question is held out"):
+        build_data(jsonl_config(train, heldout_path=str(train)), tokenizer, 1)
+
+
+def test_prompts_over_the_length_are_dropped_and_counted(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a", [*RECORDS, {"question": "x" * 30, "answer": "1"}])
+    tokenizer = build_byte_tokenizer()
+    data = build_data(jsonl_config(path, prompt_length=30), tokenizer, 1)
+    assert (data.num_dropped, data.num_repeated) == (1, 0)
+    assert max(len(p.token_ids) for p in (*data.train, *data.heldout)) <= 30
+    assert build_data(jsonl_config(path, prompt_length=31), tokenizer, 1).num_dropped == 0
+    shortest = len("What is 0 + 0?") + 1
+    with pytest.raises(ConfigError, match=f"data.prompt_length: found 3; .*shortest has {shortest} tokens"):
+        build_data(jsonl_config(path, prompt_length=3), tokenizer, 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (
+            b'{"question": "Q", "answer": "A"}\n\n{"question": \n',
+            r"a\.jsonl:3: found .*one JSON object a line",
+        ),
+        (b'{"question": "Q", "answer": "A"}\n[1]\n', r"a\.jsonl:2: found a JSON list"),
+        (b'{"question": "Q", "answer": "\xff"}\n', r"a\.jsonl:1: found bytes that are not UTF-8"),
+        (b"PAR1\x00\x01", r"a\.jsonl:1: found 'PAR1"),
+        (b"", "holds no problems"),
+        (
+            b'\xef\xbb\xbf{"question": "Q", "answer": "A"}\n',
+            "data: all problems ask the same question",
+        ),
+    ],
+)
+def test_a_bad_line_is_located(tmp_path: Path, content: bytes, expected: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=expected):
+        build_data(jsonl_config(path), build_byte_tokenizer(), 1)
+
+
+def test_a_missing_file_names_its_key(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a", RECORDS)
+    for config, expected in (
+        (jsonl_config(tmp_path / "none"), "data.path: .*none does not exist"),
+        (jsonl_config(tmp_path), "data.path: .* is a directory"),
+        (jsonl_config(""), "data.path: found nothing"),
+        (jsonl_config(path, heldout_path=str(tmp_path / "no")), "data.heldout_path: .*no does not exist"),
+        (HuggingFaceDataConfig(), "data.path: found nothing"),
+        (ParquetDataConfig(path=str(path)), "expected a parquet file"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            build_data(config, build_byte_tokenizer(), 1)
+
+
+def test_parquet_gives_the_same_prompts_as_jsonl(tmp_path: Path) -> None:
+    parquet.write_table(pyarrow.Table.from_pylist(RECORDS), tmp_path / "a.parquet")
+    found = build_data(ParquetDataConfig(path=str(tmp_path / "a.parquet")), build_byte_tokenizer(), 1)
+    expected = build_data(jsonl_config(write_jsonl(tmp_path / "a.jsonl", RECORDS)), build_byte_tokenizer(), 1)
+    assert [(p.id, p.text, p.answer) for p in found.train] == [(p.id, p.text, p.answer) for p in expected.train]
+    assert [p.id for p in found.heldout] == [p.id for p in expected.heldout]
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The hub is not asked, and nothing is left in the user's cache."""
+    import datasets
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_dataset_directory_of_either_kind_is_read(tmp_path: Path) -> None:
+    import datasets
+
+    tokenizer = build_byte_tokenizer()
+    whole = datasets.Dataset.from_list(RECORDS)
+    whole.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=whole, test=datasets.Dataset.from_list(RECORDS[:3])).save_to_disk(tmp_path / "two")
+    (tmp_path / "files").mkdir()
+    write_jsonl(tmp_path / "files" / "train.jsonl", RECORDS)
+    for name in ("one", "two", "files"):
+        data = build_data(HuggingFaceDataConfig(path=str(tmp_path / name)), tokenizer, 1)
+        assert (len(data.train), len(data.heldout)) == (36, 4), name
+    config = HuggingFaceDataConfig(path=str(tmp_path / "two"), heldout_split="test")
+    assert len(build_data(config, tokenizer, 1).heldout) == 3
+    config.heldout_split = "validation"
+    with pytest.raises(ConfigError, match=r"data.heldout_split: found 'validation'; .* has train, test"):
+        build_data(config, tokenizer, 1)
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_hub_name_offline_says_so_and_what_to_do_instead() -> None:
+    config = HuggingFaceDataConfig(path="nobody/nothing")
+    with pytest.raises(ConfigError, match=r"data.path: nobody/nothing: .*hub was not reached.*data=jsonl"):
+        build_data(config, build_byte_tokenizer(), 1)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the workplace's shared/data; not run elsewhere")
+@pytest.mark.parametrize(
+    ("name", "num_problems", "answer"),
+    [("gsm8k/test", 1319, "18"), ("aime24/test", 30, "204"), ("amc23/test", 40, "27")],
+)
+def test_the_usual_benchmark_files_are_read_unchanged(name: str, num_problems: int, answer: str) -> None:
+    config = jsonl_config(SHARED / f"{name}.jsonl", prompt_length=8192)
+    data = build_data(config, build_byte_tokenizer(), 1)
+    prompts = (*data.train, *data.heldout)
+    assert (len(prompts), data.num_dropped) == (num_problems, 0)
+    assert len({p.id for p in prompts}) == num_problems
+    first = [p.answer for p in prompts if p.metadata["location"].endswith(".jsonl:1")]
+    assert first == [answer]
+    assert not any("####" in p.answer or not p.answer for p in prompts)
+
+
+OF_SETS = {
+    "gsm8k": {"question": "How many eggs?", "answer": "16 - 7 = <<16-7=9>>9 eggs.\n#### 1,009"},
+    "aime24": {"id": 60, "problem": "Find $m+n$.", "solution": "It is $\\framebox{33}$.", "answer": "033", "url": "u"},
+    "amc23": {"id": 0, "problem": "What is $x+y$?", "answer": 36.0, "url": "u", "question": "What is $x+y$?"},
+}
+ANSWERS = {"gsm8k": "1009", "aime24": "033", "amc23": "36"}
+
+
+def build_evaluation_set(*given, **keys):
+    """The prompts of the set."""
+    return tuple(prompt for _, prompt in evaluation_set.build_evaluation_set(*given, **keys))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_byte_tokenizer()
+
+
+def write_records(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", sorted(OF_SETS))
+def test_the_presets_read_files_of_the_sets_own_format(tmp_path, tokenizer, name):
+    config = load_config([f"data={name}", "reward=math"], "evaluate").data
+    path = write_records(tmp_path / "test.jsonl", [OF_SETS[name]])
+    prompts = build_evaluation_set(config, tokenizer, 1, name=name, path=path)
+    assert [prompt.answer for prompt in prompts] == [ANSWERS[name]]
+    question = OF_SETS[name].get("question") or OF_SETS[name]["problem"]
+    assert prompts[0].text.endswith(f"{question}\n\nReason step by step, and put your final answer within \\boxed{{}}.")
+
+
+def test_every_problem_is_taken_in_order_and_fewer_are_drawn_alike_for_the_same_seed(tmp_path, tokenizer):
+    records = [{"question": f"What is {i}?", "answer": str(i)} for i in range(50)]
+    path = write_records(tmp_path / "test.jsonl", records)
+
+    def ask(seed, num_problems):
+        config = JsonlDataConfig(path=path)
+        found = build_evaluation_set(config, tokenizer, seed, name="jsonl", num_problems=num_problems)
+        return [int(prompt.answer) for prompt in found]
+
+    assert ask(1, None) == list(range(50)) == ask(2, 99)
+    some = ask(1, 10)
+    assert len(set(some)) == 10
+    assert some == sorted(some) == ask(1, 10)
+    assert some != ask(2, 10)
+
+
+def test_the_held_out_part_is_the_set_where_there_is_one(tmp_path, tokenizer):
+    heldout = write_records(tmp_path / "test.jsonl", [{"question": "a", "answer": "1"}])
+    config = JsonlDataConfig(path=str(tmp_path / "no_training_part.jsonl"), heldout_path=heldout)
+    assert [prompt.answer for prompt in build_evaluation_set(config, tokenizer, 1, name="jsonl")] == ["1"]
+    addition = build_evaluation_set(load_toy("addition", 7), tokenizer, 1, name="addition")
+    assert len(addition) == 7
+
+
+def test_a_parquet_file_and_a_datasets_directory_serve_as_well(tmp_path, tokenizer):
+    import datasets
+    import pyarrow
+    from pyarrow import parquet
+
+    records = [OF_SETS["gsm8k"]] * 3
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "test.parquet")
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(records)}).save_to_disk(str(tmp_path / "saved"))
+    config = HuggingFaceDataConfig(path="openai/gsm8k", subset="main", heldout_split="test")
+    for name in ("test.parquet", "saved"):
+        found = build_evaluation_set(config, tokenizer, 1, name="gsm8k", path=str(tmp_path / name))
+        assert [prompt.answer for prompt in found] == ["1009"] * 3
+
+
+def test_a_prompt_that_is_too_long_is_an_error_and_not_left_out(tmp_path, tokenizer):
+    records = [{"question": "a", "answer": "1"}, {"question": "word " * 200, "answer": "1"}]
+    config = JsonlDataConfig(path=write_records(tmp_path / "test.jsonl", records), prompt_length=50)
+    with pytest.raises(ConfigError, match=r"data\.prompt_length: found 50; the longest prompt of data=jsonl has \d+"):
+        build_evaluation_set(config, tokenizer, 1, name="jsonl")
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "message"),
+    [
+        (HuggingFaceDataConfig(), "gone.jsonl", r"evaluate\.paths\.s: .*gone\.jsonl does not exist"),
+        (HuggingFaceDataConfig(), "notes.txt", r"evaluate\.paths\.s: .*notes\.txt; it must be a \.jsonl or \.parquet"),
+        (load_toy("addition"), "notes.txt", r"evaluate\.paths\.s: .*this set is generated"),
+    ],
+)
+def test_a_path_that_cannot_be_used_is_named_with_its_key(tmp_path, tokenizer, config, path, message):
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(ConfigError, match=message):
+        build_evaluation_set(config, tokenizer, 1, name="s", path=str(tmp_path / path))
+
+
+def test_a_set_that_the_hub_does_not_give_says_which_key_takes_a_local_file(tmp_path, tokenizer):
+    config = replace(HuggingFaceDataConfig(), path=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"^data=gsm8k: data\.path: .*; evaluate\.paths\.gsm8k=FILE reads a local"):
+        build_evaluation_set(config, tokenizer, 1, name="gsm8k")
+
+
+def make_prompts(n: int, name: str = "p") -> list[Prompt]:
+    return [Prompt(f"{name}{i}", "text", (1,), "answer") for i in range(n)]
+
+
+def test_an_epoch_holds_every_prompt_once_though_batches_span_epochs() -> None:
+    sampler = PromptSampler(make_prompts(10), seed=3)
+    drawn = [prompt.id for _ in range(10) for prompt in sampler.next_batch(7)]
+    epochs = [drawn[start : start + 10] for start in range(0, 70, 10)]
+    assert all(sorted(epoch) == sorted(p.id for p in make_prompts(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 7
+
+
+def test_a_batch_may_be_larger_than_the_data() -> None:
+    batch = PromptSampler(make_prompts(3), seed=0).next_batch(8)
+    assert sorted(p.id for p in batch).count("p0") in (2, 3)
+    assert len(batch) == 8
+
+
+@pytest.mark.parametrize("num_batches", [0, 1, 4, 5, 13])
+def test_a_restored_sampler_goes_on_as_the_first_would(num_batches: int) -> None:
+    first = PromptSampler(make_prompts(20), seed=5)
+    for _ in range(num_batches):
+        first.next_batch(4)
+    state = json.loads(json.dumps(first.state()))
+    second = PromptSampler(make_prompts(20), seed=5)
+    second.next_batch(3)
+    second.restore(state)
+    assert [first.next_batch(6) for _ in range(10)] == [second.next_batch(6) for _ in range(10)]
+
+
+def test_the_order_depends_on_the_seed_alone() -> None:
+    def draw(seed: int) -> list[Prompt]:
+        return PromptSampler(make_prompts(30), seed).next_batch(60)
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"seed": 8}, "seed"),
+        ({"prompts": "other"}, "prompts"),
+        ({"position": 11}, "position 11"),
+        ({"epoch": -1}, "epoch -1"),
+    ],
+)
+def test_a_state_of_other_data_is_refused(change: dict[str, int | str], expected: str) -> None:
+    sampler = PromptSampler(make_prompts(10), seed=7)
+    with pytest.raises(ValueError, match=expected):
+        sampler.restore(sampler.state() | change)
+
+
+def test_an_incomplete_state_is_refused_with_what_it_lacks() -> None:
+    with pytest.raises(ValueError, match="lacks position, prompts, seed"):
+        PromptSampler(make_prompts(2), seed=7).restore({"epoch": 1})
+
+
+def test_a_state_of_other_prompts_is_refused() -> None:
+    state = PromptSampler(make_prompts(10, "q"), seed=7).state()
+    with pytest.raises(ValueError, match="another run"):
+        PromptSampler(make_prompts(10), seed=7).restore(state)
+
+
+def test_nothing_to_draw_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one prompt"):
+        PromptSampler([], seed=0)
+    with pytest.raises(ValueError, match="asked for 0"):
+        PromptSampler(make_prompts(1), seed=0).next_batch(0)
