@@ -28,9 +28,14 @@ from megarl.config.schema.root import Config
 from megarl.experience import add_old_logprobs, compute_experience
 from megarl.interfaces import Pending, RolloutEngine, RolloutServers, TrainBackend, WeightSync, wait_all
 from megarl.minibatches import average_steps, split_minibatches
-from megarl.report.failures import TooManyFailuresError, check_failures, describe_failures
 from megarl.report.report import Report
-from megarl.report.scores import compute_heldout_metrics, compute_score_metrics
+from megarl.report.scores import (
+    TooManyFailuresError,
+    check_failures,
+    compute_heldout_metrics,
+    compute_score_metrics,
+    describe_failures,
+)
 from megarl.rollout.collector import Collector
 from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import RolloutWriter, SavedGroups

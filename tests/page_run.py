@@ -1,13 +1,15 @@
-"""A folder as a run leaves it, with metrics that follow from the iteration, for the tests of its page."""
+"""A folder as a run leaves it, with metrics that follow from the iteration, for the tests of its page, and the page
+read again."""
 
 import json
 import math
+import re
+from html.parser import HTMLParser
 from pathlib import Path
 
 from megarl.config.load import compose_config
 from megarl.config.values import list_values
-from megarl.report.outcome import Outcome, State, write_outcome
-from megarl.report.starts import FILE_NAME as STARTS_NAME
+from megarl.report.record import STARTS_NAME, Outcome, State, write_outcome
 
 QUARTERS = ("0_25", "25_50", "50_75", "75_100")
 
@@ -107,3 +109,43 @@ def write_rollouts(folder: Path, num_iterations: int = 40, *, per_iteration: int
                               "failure": None},
                 }  # fmt: skip
                 file.write(json.dumps(record) + "\n")
+
+
+VOID = {"meta", "input", "br", "line", "circle", "polyline", "polygon", "rect"}
+
+
+class Page(HTMLParser):
+    """Checks that elements nest, and collects what a reader or a browser would load."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.loads: list[str] = []
+        self.charts: list[str] = []
+        self.tags: list[str] = []
+        # A place where a line may break is no blank to a reader.
+        self.feed(page.replace("<wbr>", ""))
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+        named = dict(attributes)
+        self.loads += [name for name in ("src", "srcset", "data") if name in named] + [tag] * (tag in ("link", "img"))
+        self.loads += [name for name in named if name.startswith("on")]
+        if "data-chart" in named:
+            self.charts.append(str(named["data-chart"]))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.texts))

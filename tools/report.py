@@ -1,74 +1,62 @@
 #!/usr/bin/env python3
-"""The page of a run or of a sweep: one HTML file that needs no network and no other file.
+"""The page of a run, or one that compares several: one HTML file that needs no network and no other file.
 
-    python tools/report.py RUN_DIR [--compare OTHER_RUN_DIR] [--out FILE.html]
-    python tools/report.py SWEEP_DIR [--out FILE.html]
+    python tools/report.py RUN_DIR [--out FILE.html]
+    python tools/report.py SWEEP_DIR | RUN_DIR RUN_DIR ... [--out FILE.html]
 
 Of a run: its curves, critic, mismatch of the engines, time, configuration, warnings with what to do, and some of its
-responses token by token. With --compare the curves of a second run lie over them. Of a sweep: which runs there are and
-what differs between them, their curves laid over one another, the effect of each parameter with its spread over seeds,
-what failed and why. Runs that are still in progress are shown as far as they are; files that are missing or damaged are
-named on the page. Without --out: report.html in the folder.
+responses token by token. Of the runs of a sweep, or of those that are named: what differs between them, their curves
+laid over one another, the effect of each difference with its spread over seeds, what failed and why. Runs that are
+still in progress are shown as far as they are; files that are missing or damaged are named on the page. Without --out:
+report.html in the folder, of several runs in the one above them.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
-from megarl.report.rollout_viewer import format_viewer
-from megarl.report.run_facts import is_run, load_run_facts
-from megarl.report.run_page import format_run_page
-from megarl.report.sweep import load_sweep
-from megarl.report.sweep_page import format_page
-
-VIEWER_BYTES = 4_000_000
-"""Largest size of the section with the responses"""
+from megarl.report.compare import format_comparison
+from megarl.report.page import format_run_page
+from megarl.report.record import is_run, load_run, load_runs, load_sweep
 
 
 def main() -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="megarl report", description=__doc__, formatter_class=form)
-    parser.add_argument("directory", type=Path, metavar="RUN_DIR or SWEEP_DIR")
-    parser.add_argument("--compare", type=Path, metavar="OTHER_RUN_DIR", help="a second run")
+    parser.add_argument("directories", type=Path, nargs="+", metavar="RUN_DIR or SWEEP_DIR")
     parser.add_argument("--out", type=Path, help="where the page goes")
     arguments = parser.parse_args()
-    given = [arguments.directory, *([arguments.compare] if arguments.compare else [])]
-    directories = [path.expanduser().resolve() for path in given]
-    if is_run(directories[0]) or arguments.compare:
-        page, what = build_run_page(directories)
-    else:
-        page, what = build_sweep_page(directories[0])
-    out = arguments.out or directories[0] / "report.html"
+    directories = [path.expanduser().resolve() for path in arguments.directories]
+    try:
+        page, what = build_page(directories)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    out = arguments.out or Path(os.path.commonpath(directories)) / "report.html"
     partial = out.with_name(f".{out.name}.partial")
     partial.write_text(page, encoding="utf-8")
     partial.replace(out)
     print(f"{what}: {out}")
 
 
-def build_run_page(directories: list[Path]) -> tuple[str, str]:
-    """The page, and what it is of."""
-    for directory in directories:
-        if not is_run(directory):
-            fail(f"{directory}: is not the folder of a run: it has neither run.json nor metrics.jsonl")
-    runs = [load_run_facts(directory) for directory in directories]
-    viewer = format_viewer(directories[0], VIEWER_BYTES)
-    return format_run_page(runs, viewer), " and ".join(f"{run.history.num_iterations} iterations" for run in runs)
-
-
-def build_sweep_page(directory: Path) -> tuple[str, str]:
-    """The page, and what it is of."""
-    sweep = load_sweep(directory)
-    if not sweep.runs:
-        fail(
-            f"{directory}: holds no run; it must be the folder of a run, with run.json or metrics.jsonl, or the"
-            " hydra.sweep.dir of a sweep"
-        )
-    return format_page(sweep), f"{len(sweep.runs)} runs"
-
-
-def fail(text: str) -> None:
-    print(f"error: {text}", file=sys.stderr)
-    sys.exit(2)
+def build_page(directories: list[Path]) -> tuple[str, str]:
+    """The page, and what it is of. Raises ValueError naming a folder that has no run."""
+    if len(directories) > 1:
+        for directory in directories:
+            if not is_run(directory):
+                raise ValueError(f"{directory}: is not the folder of a run: it has neither run.json nor metrics.jsonl")
+        runs = load_runs(directories)
+        return format_comparison(" and ".join(run.name for run in runs[:4]), runs), f"{len(runs)} runs"
+    if is_run(directories[0]):
+        run = load_run(directories[0])
+        return format_run_page(run), f"{run.history.num_iterations} iterations"
+    if runs := load_sweep(directories[0]):
+        return format_comparison(f"Sweep {directories[0].name}", runs), f"{len(runs)} runs"
+    raise ValueError(
+        f"{directories[0]}: holds no run; it must be the folder of a run, with run.json or metrics.jsonl, or the"
+        " hydra.sweep.dir of a sweep"
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from megarl.report.estimators import Estimate, Votes, compute_maj_at_k, compute_mean, compute_pass_at_k
-from megarl.report.failures import count_failed
+from megarl.report.scores import count_failed
 from megarl.report.text import Decode, has_observations, list_turns
 from megarl.types import FinishReason, Sample
 

@@ -8,19 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import psutil
+
 from megarl.config.schema.logger import LoggerConfig
 from megarl.report.metrics import FILE_NAME, MetricsWriter, check_metrics
+from megarl.report.record import write_status
 from megarl.report.signs import Watch
 from megarl.report.sinks import Sink, open_sinks
-from megarl.report.speed import measure_speed
-from megarl.report.status import FILE_NAME as STATUS_NAME
-from megarl.report.status import StatusFile
 from megarl.report.terminal import LOG_NAME, Progress
 from megarl.report.text import TIME, Decode, Pace, format_iteration, format_samples
 from megarl.timeline import span
 from megarl.types import Metrics, Sample
 
 WARNING = "warning: "
+STARTS = ("time/start", "time/load")
+"""Phases that belong to a start and not to an iteration"""
 
 
 @dataclass
@@ -29,6 +31,21 @@ class Phase:
 
     name: str
     seconds: float = 0.0
+
+
+def measure_speed(metrics: Metrics, times: Mapping[str, float]) -> Metrics:
+    """perf/* of an iteration with responses, by verl's names where they mean the same. times: the seconds of its
+    phases. Memory is that of now.
+    """
+    seconds = sum(value for name, value in times.items() if name not in STARTS)
+    if "length/sum" not in metrics or seconds <= 0:
+        return {}
+    return {
+        "perf/time_per_step": seconds,
+        "perf/tokens_per_second": metrics["length/sum"] / seconds,
+        "perf/samples_per_second": metrics["length/sum"] / metrics["length/mean"] / seconds,
+        "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
+    }
 
 
 class Report:
@@ -41,13 +58,12 @@ class Report:
         progress: Progress,
         num_iterations: int,
         num_logged_samples: int,
-        status: StatusFile,
         decode: Decode | None = None,
         pace: Pace | None = None,
     ):
         self._metrics = metrics
         self._pace = pace or Pace(num_iterations)
-        self._status = status
+        self._run_dir = metrics.path.parent
         self._iteration = 0
         self._sinks = tuple(sinks)
         self._progress = progress
@@ -70,14 +86,14 @@ class Report:
         """
         phase = Phase(name)
         start = time.perf_counter()
-        self._status.write(self._iteration, name)
+        write_status(self._run_dir, self._iteration, name)
         self._progress.enter(name)
         try:
             with span(name):
                 yield phase
         finally:
             self._progress.leave()
-            self._status.write(self._iteration, None)
+            write_status(self._run_dir, self._iteration, None)
             phase.seconds = time.perf_counter() - start
             self._times[TIME + name] = self._times.get(TIME + name, 0.0) + phase.seconds
 
@@ -157,9 +173,8 @@ def build_report(
     sinks = list(open_sinks(logger, run_dir, settings or {}))
     metrics = MetricsWriter(run_dir / FILE_NAME)
     progress = Progress((stream or sys.stdout) if logger.terminal else None, log=run_dir / LOG_NAME)
-    status = StatusFile(run_dir / STATUS_NAME)
     pace = Pace(num_iterations, (settings or {}).get("train.max_minutes"))
-    report = Report(metrics, sinks, progress, num_iterations, logger.num_logged_samples, status, decode, pace)
+    report = Report(metrics, sinks, progress, num_iterations, logger.num_logged_samples, decode, pace)
     if metrics.num_dropped_bytes:
         dropped = f"an unfinished last line of {metrics.num_dropped_bytes} bytes, left by a killed run"
         report.message(f"{metrics.path}: {dropped}, was cut off")

@@ -1,17 +1,31 @@
-"""Where the metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow."""
+"""Where the metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
+
+RUN_DIR/sinks.json has the ids under which the last two know the run, {"wandb": "3f9c...", "mlflow": "a81b..."}: a
+resumed run continues there. Iterations that it repeats TensorBoard shows once, MLflow with their last values, and
+Weights & Biases twice at the same place of its axis.
+"""
 
 import contextlib
+import importlib.util
+import json
+import os
+import sys
+import time
+import uuid
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.logger import LoggerConfig
-from megarl.report.mlflow_sink import MlflowSink
-from megarl.report.sink_checks import check_sinks, writes_tensorboard
-from megarl.report.tensorboard import DIRECTORY, TensorBoardWriter
-from megarl.report.wandb_sink import WandbSink
+from megarl.json_text import load_json_object
+from megarl.report.metric_names import METRICS
 from megarl.types import Metrics
+
+IDS = "sinks.json"
+STEP = "iteration"
+"""The axis of wandb's charts: its own step must not go back, as a resumed run's iterations do"""
 
 
 class Sink(Protocol):
@@ -23,7 +37,33 @@ class Sink(Protocol):
         """`iteration` is the next one to be written, also where it was already."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the run there: as failed, where an error is on its way."""
+        ...
+
+
+def is_installed(package: str) -> bool:
+    """Whether the package can be imported; it is not imported."""
+    return importlib.util.find_spec(package) is not None
+
+
+def writes_tensorboard(logger: LoggerConfig) -> bool:
+    """logger.tensorboard, with null as its text says."""
+    return is_installed("tensorboard") if logger.tensorboard is None else logger.tensorboard
+
+
+def check_sinks(logger: LoggerConfig) -> Iterator[str]:
+    """One message for each sink whose package is missing. Every command asks before it starts."""
+    for key, value, off in (
+        ("tensorboard", "true" if logger.tensorboard else None, "false"),
+        ("wandb", logger.wandb.name if logger.wandb else None, "null"),
+        ("mlflow", logger.mlflow, "null"),
+    ):
+        if value is not None and not is_installed(key):
+            yield (
+                f"logger.{key}: found {value}, which needs the package {key}, which is not installed: make install"
+                f" EXTRAS={key}, or in a clone pip install '.[{key}]'; or logger.{key}={off}"
+            )
 
 
 def open_sinks(logger: LoggerConfig, run_dir: Path, settings: Mapping[str, Any]) -> Iterator[Sink]:
@@ -31,11 +71,10 @@ def open_sinks(logger: LoggerConfig, run_dir: Path, settings: Mapping[str, Any])
 
     Raises ConfigError naming the key of one that does not open: nobody is logged in, no server answers.
     """
-    problems = list(check_sinks(logger))
-    if problems:
+    if problems := list(check_sinks(logger)):
         raise ConfigError(problems)
     if writes_tensorboard(logger):
-        yield TensorBoardWriter(run_dir / DIRECTORY)
+        yield TensorBoardSink(run_dir / "tensorboard")
     if logger.wandb is not None:
         with _naming("wandb", logger.wandb.name):
             yield WandbSink(run_dir, logger.wandb.name, logger.wandb_project, settings)
@@ -51,3 +90,145 @@ def _naming(key: str, value: object) -> Iterator[None]:
         yield
     except Exception as error:
         raise ConfigError([f"logger.{key}: found {value}: {type(error).__name__}: {error}"]) from error
+
+
+def load_id(run_dir: Path, sink: str) -> str | None:
+    """None where the run is new to that sink. Raises ValueError naming a file that is not what `save_id` writes."""
+    try:
+        found = load_json_object(run_dir / IDS).get(sink)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{error}; without the file the run is a new one there") from None
+    return None if found is None else str(found)
+
+
+def save_id(run_dir: Path, sink: str, value: str) -> None:
+    path = run_dir / IDS
+    known = load_json_object(path) if path.exists() else {}
+    partial = path.with_name(f".{IDS}.partial")
+    partial.write_text(json.dumps(known | {sink: value}), encoding="utf-8")
+    partial.replace(path)
+
+
+class TensorBoardSink:
+    """Writes each metric as a scalar of its own name; flushed after every iteration."""
+
+    def __init__(self, directory: Path):
+        self._directory, self._opened = directory, 0.0
+        self._open({})
+
+    def _open(self, options: Mapping[str, Any]) -> None:
+        # Imported only when it is used: it takes a second or more.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(log_dir=str(self._directory), **options)
+        self._opened = float(int(time.time()))
+
+    def write(self, iteration: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, global_step=iteration)
+        self._writer.flush()
+
+    def rewind(self, iteration: int) -> None:
+        """Hide what was written for this iteration and later ones."""
+        self._writer.close()
+        # Files are read in the order of their names, which begin with the second in which they were made.
+        time.sleep(max(0.0, self._opened + 1 - time.time()))
+        self._open({"purge_step": iteration})
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Online, or into RUN_DIR/wandb, which `wandb sync` uploads. The run's folder is its name there."""
+
+    def __init__(self, run_dir: Path, mode: str, project: str, settings: Mapping[str, Any]):
+        """mode: online or offline. settings: the run's configuration by dotted key."""
+        import wandb
+
+        known = load_id(run_dir, "wandb")
+        run_id = known or uuid.uuid4().hex[:16]
+        if known is None:
+            save_id(run_dir, "wandb", run_id)
+        self._run = wandb.init(
+            project=project,
+            name=run_dir.name,
+            id=run_id,
+            resume="allow",
+            mode=cast(Any, mode),
+            dir=run_dir,
+            config=dict(settings),
+            # Neither does it read what this process prints, nor the state of the repository in the current folder.
+            settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
+        )
+        for group in {metric.name.split("/")[0] for metric in METRICS}:
+            self._run.define_metric(f"{group}/*", step_metric=STEP)
+
+    def write(self, iteration: int, metrics: Metrics) -> None:
+        self._run.log({STEP: iteration, **metrics})
+
+    def rewind(self, iteration: int) -> None:
+        """Nothing: the axis is a number of ours."""
+
+    def close(self) -> None:
+        self._run.finish(exit_code=0 if sys.exception() is None else 1)
+
+
+class MlflowSink:
+    """The run's folder is its name there. What a server that is away does not take goes with the next iteration's."""
+
+    def __init__(self, run_dir: Path, uri: str, experiment: str, settings: Mapping[str, Any]):
+        """uri: of the tracking server, http://..., or of a file, sqlite:///mlflow.db. settings: the run's configuration
+        by dotted key. Raises MlflowException where nothing answers there.
+        """
+        # A tracking server that is away holds up the training so long at most, instead of for minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self._client, self._unsent = MlflowClient(uri), list[Any]()
+        known = load_id(run_dir, "mlflow")
+        if known is None:
+            found = self._client.get_experiment_by_name(experiment)
+            number = found.experiment_id if found else self._client.create_experiment(experiment)
+            known = str(self._client.create_run(number, run_name=run_dir.name).info.run_id)
+            save_id(run_dir, "mlflow", known)
+            # It takes 100 parameters of 500 characters in a call, and 1,000 metrics.
+            params = [Param(key, str(value)[:500]) for key, value in settings.items()]
+            for start in range(0, len(params), 100):
+                self._client.log_batch(known, params=params[start : start + 100])
+        self._run_id = known
+        self._client.set_terminated(self._run_id, status="RUNNING")
+
+    def write(self, iteration: int, metrics: Metrics) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._unsent += [Metric(name, float(value), now, iteration) for name, value in metrics.items()]
+        with self._warning():
+            self._send()
+
+    def rewind(self, iteration: int) -> None:
+        """Nothing: each value has its iteration."""
+
+    def close(self) -> None:
+        status = "FINISHED" if sys.exception() is None else "FAILED"
+        with self._warning():
+            self._send()
+            self._client.set_terminated(self._run_id, status=status)
+
+    def _send(self) -> None:
+        while self._unsent:
+            self._client.log_batch(self._run_id, metrics=self._unsent[:900])
+            del self._unsent[:900]
+
+    @contextlib.contextmanager
+    def _warning(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            text = f"logger.mlflow: {type(error).__name__}: {error}; {len(self._unsent)} values wait"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)

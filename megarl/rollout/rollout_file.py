@@ -41,8 +41,8 @@ from megarl.algo.rewards import check_score
 from megarl.checkpoint.manifest import write_atomically
 from megarl.config.errors import ConfigError
 from megarl.json_text import parse_strict_json
-from megarl.report.failures import count_failed
 from megarl.report.metrics import LineFile
+from megarl.report.scores import count_failed
 from megarl.task.render import CriticPrompt
 from megarl.types import FinishReason, Prompt, Response, Rollout, RoutedExperts, Sample, Score, Turn, WeightVersions
 

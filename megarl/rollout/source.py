@@ -19,7 +19,7 @@ from megarl.config.schema.algo import ReplayConfig, uses_topr
 from megarl.config.schema.algo_choices import SamplingBy
 from megarl.config.schema.root import Config
 from megarl.interfaces import RolloutEngine
-from megarl.report.failures import describe_failures
+from megarl.report.scores import describe_failures
 from megarl.rollout.collector import Collector, check_published, check_versions, compute_staleness
 from megarl.rollout.rollout_file import Journal, SavedGroups, name_group, name_pretraining, read_group, read_rollouts
 from megarl.task.data import PromptSampler

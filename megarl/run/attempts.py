@@ -30,8 +30,8 @@ from megarl.plan.search import check_plan
 from megarl.plan.seconds import find_peak_tflops
 from megarl.report.metrics import FILE_NAME as METRICS_NAME
 from megarl.report.metrics import load_metrics
+from megarl.report.record import record_start
 from megarl.report.report import Report, build_report
-from megarl.report.starts import record_start
 from megarl.report.text import format_heldout
 from megarl.rollout.rollout_file import JOURNAL, Journal, SavedGroups
 from megarl.run.inputs import Inputs, describe_start, load_inputs

@@ -18,7 +18,7 @@ from megarl.config.roll import rewrite_overrides
 from megarl.config.schema.root import Config
 from megarl.config.search_path import is_search_path, take_config_dirs
 from megarl.config.words import check_words
-from megarl.report.sink_checks import check_sinks
+from megarl.report.sinks import check_sinks
 from megarl.run.arguments import end_with_reader, is_completion, is_printing, is_sweep, split_arguments
 from megarl.run.directory import Before, check_directory, look_before
 from megarl.run.machine import check_machine

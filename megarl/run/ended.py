@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.checkpoint.folder import RUN_FILE
 from megarl.checkpoint.lock import locking
 from megarl.checkpoint.manifest import CheckpointError
-from megarl.report.outcome import FILE_NAME, Outcome, State, clear_outcome, write_outcome
+from megarl.report.record import OUTCOME_NAME, Outcome, State, clear_outcome, write_outcome
 
 
 def write_if_ours(run_dir: Path, outcome: Outcome | None) -> bool:
@@ -30,7 +30,7 @@ def write_if_ours(run_dir: Path, outcome: Outcome | None) -> bool:
 
 def main() -> None:
     run_dir, why = Path(sys.argv[1]), sys.argv[2]
-    if (run_dir / RUN_FILE).is_file() and not (run_dir / FILE_NAME).exists():
+    if (run_dir / RUN_FILE).is_file() and not (run_dir / OUTCOME_NAME).exists():
         write_if_ours(run_dir, Outcome(State.failed, why))
 
 

@@ -32,7 +32,7 @@ from megarl.report.evaluation import (
     summarize_set,
     write_evaluation,
 )
-from megarl.report.failures import check_failures, describe_failures
+from megarl.report.scores import check_failures, describe_failures
 from megarl.report.terminal import Progress
 from megarl.report.text import Decode, format_seconds
 from megarl.rollout.collector import Collector

@@ -9,7 +9,7 @@ from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config
 from megarl.cpu.threads import settle_threads
-from megarl.report.outcome import Outcome, State, clear_outcome, write_outcome
+from megarl.report.record import Outcome, State, clear_outcome, write_outcome
 from megarl.report.terminal import LOG_NAME, append_log
 from megarl.run.attempts import run_job
 from megarl.run.command import format_results

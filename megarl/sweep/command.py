@@ -8,8 +8,7 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from megarl.config.errors import ConfigError
-from megarl.report.outcome import State
-from megarl.report.sweep import format_outcomes, load_sweep
+from megarl.report.record import State, format_outcomes, load_sweep
 from megarl.run.command import end_with_config_error
 from megarl.run.resume import quote
 from megarl.run.signals import Stopped, stopping_on_signals
@@ -56,7 +55,7 @@ def run_sweep(start: Callable[[], object]) -> int:
     except SystemExit as end:
         # Hydra has printed the reason.
         code = end.code if isinstance(end.code, int) else EXIT_FAILED
-    runs = load_sweep(sweep_dir).runs
+    runs = load_sweep(sweep_dir)
     if not runs:
         return code
     missing = [run for run in runs if run.state != State.done.value]

@@ -14,7 +14,7 @@ from megarl.checkpoint.folder import RUN_FILE
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.root import Config
-from megarl.report.outcome import Outcome, State, load_outcome
+from megarl.report.record import Outcome, State, load_outcome
 from megarl.run.command import Results, format_results, list_overrides
 from megarl.run.ended import write_if_ours
 from megarl.run.resume import quote

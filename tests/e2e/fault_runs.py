@@ -32,8 +32,8 @@ import psutil
 
 from megarl.report.metrics import FILE_NAME as METRICS
 from megarl.report.metrics import load_metrics
-from megarl.report.status import FILE_NAME as STATUS
-from megarl.report.status import load_status
+from megarl.report.record import STATUS_NAME as STATUS
+from megarl.report.record import load_status
 from megarl.rollout.rollout_file import FILE_NAME as ROLLOUTS
 from megarl.rollout.rollout_file import JOURNAL, Journal
 

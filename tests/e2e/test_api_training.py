@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.report.outcome import State, load_outcome
+from megarl.report.record import State, load_outcome
 
 pytestmark = pytest.mark.slow
 

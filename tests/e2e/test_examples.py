@@ -11,7 +11,7 @@ import pytest
 
 from megarl.models.checkpoint import NEEDED
 from megarl.report.metrics import load_metrics
-from megarl.report.outcome import State, load_outcome
+from megarl.report.record import State, load_outcome
 
 pytestmark = pytest.mark.slow
 

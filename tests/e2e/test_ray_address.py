@@ -15,7 +15,7 @@ import pytest
 
 from megarl.ports import pick_free_port
 from megarl.report.metrics import load_metrics
-from megarl.report.outcome import State, load_outcome
+from megarl.report.record import State, load_outcome
 
 pytestmark = pytest.mark.slow
 

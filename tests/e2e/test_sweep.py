@@ -9,9 +9,9 @@ import pytest
 from safetensors.torch import load_file
 from torch import equal
 
+from megarl.report.compare import format_comparison
 from megarl.report.metrics import load_metrics
-from megarl.report.sweep import load_sweep
-from megarl.report.sweep_page import format_page
+from megarl.report.record import load_sweep
 
 pytestmark = pytest.mark.slow
 
@@ -41,16 +41,16 @@ def test_a_run_of_a_sweep_equals_a_run_alone_and_makes_a_page(tmp_path):
     output = train("-m", "algo.clip_high=0.28", f"hydra.sweep.dir={tmp_path}/sweep")
     assert "1 of 1 runs done" in output
     sweep = load_sweep(tmp_path / "sweep")
-    assert [run.state for run in sweep.runs] == ["done"]
+    assert [run.state for run in sweep] == ["done"]
     train("algo.clip_high=0.28", f"hydra.run.dir={tmp_path}/alone")
-    alone, shared = tmp_path / "alone", tmp_path / "sweep" / sweep.runs[0].name
+    alone, shared = tmp_path / "alone", tmp_path / "sweep" / sweep[0].name
     assert read_numbers(shared) == read_numbers(alone)
     assert (shared / "rollouts.jsonl").read_bytes() == (alone / "rollouts.jsonl").read_bytes()
     for role in ("policy", "critic"):
         theirs, ours = (load_file(folder / role / "model.safetensors") for folder in (alone, shared))
         assert theirs.keys() == ours.keys()
         assert all(equal(theirs[name], ours[name]) for name in theirs), role
-    page = format_page(sweep)
+    page = format_comparison("Sweep", sweep)
     for text in ("Held-out reward", "Value loss", "Response length", "algo.clip_high"):
         assert text in page
     assert not json.loads((shared / "outcome.json").read_text())["why"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from mini_slurm import MiniSlurm
 
-from megarl.report.sweep import load_sweep
+from megarl.report.record import load_sweep
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +51,7 @@ def test_each_run_of_a_sweep_is_a_job(slurm: MiniSlurm, tmp_path: Path) -> None:
     sweep = load_sweep(tmp_path / "sweep")
     logs = [path.read_text()[-3000:] for path in (tmp_path / "sweep").glob("*/output.log")]
     assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
-    assert [run.state for run in sweep.runs] == ["done", "done"]
-    for run in sweep.runs:
+    assert [run.state for run in sweep] == ["done", "done"]
+    for run in sweep:
         assert (tmp_path / "sweep" / run.name / "logs" / "slurm").is_dir()
         assert run.config["cluster.num_nodes"] == 2

@@ -8,9 +8,7 @@ from megarl.config.errors import ConfigError
 from megarl.json_text import load_json_object, naming_file, parse_json, parse_strict_json
 from megarl.mcore.model.architecture import read_architecture
 from megarl.report.metrics import MetricsWriter, load_metrics
-from megarl.report.outcome import load_outcome
-from megarl.report.status import load_status
-from megarl.report.sweep import load_sweep
+from megarl.report.record import load_outcome, load_status, load_sweep
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.run.resume import load_run
 from megarl.task.sources import read_jsonl
@@ -64,7 +62,7 @@ def test_a_sweep_names_the_deeply_nested_files_of_a_run(tmp_path: Path):
     (run / ".hydra").mkdir(parents=True)
     for name in ("run.json", "status.json", "metrics.jsonl"):
         (run / name).write_text(DEEP + "\n")
-    (found,) = load_sweep(tmp_path).runs
+    (found,) = load_sweep(tmp_path)
     assert sum("nested too deeply" in problem for problem in found.problems) == 3
 
 

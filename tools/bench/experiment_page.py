@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from html import escape
 
-from megarl.report.svg import HEIGHT, WIDTH, Curve, draw_lines
+from megarl.report.charts import HEIGHT, WIDTH, Curve, draw_curves
 from megarl.report.text import fill_block
 
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -320,9 +320,9 @@ def draw(runs: Runs, names: Mapping[str, str]) -> str:
     for group, arm in enumerate(drawn):
         found = [run for (name, _), run in sorted(runs.items()) if name == arm]
         points = [list_points(run) for run in found]
-        curves += [Curve(f"{arm} {run.seed}", arm, group, own) for run, own in zip(found, points, strict=True)]
+        curves += [Curve(arm, group, own, run=f"{arm} {run.seed}") for run, own in zip(found, points, strict=True)]
         means = [(column[0][0], statistics.fmean(y for _, y in column)) for column in zip(*points, strict=False)]
-        curves.append(Curve(f"{arm} mean", arm, group, means))
+        curves.append(Curve(arm, group, means, run=f"{arm} mean"))
     legend = [
         f'<text x="{46 + 150 * (i % 2)}" y="{HEIGHT + 8 + ROW * (i // 2)}" fill="{COLOURS[i % 8]}">'
         f"{escape(names[arm])}</text>"
@@ -335,7 +335,7 @@ def draw(runs: Runs, names: Mapping[str, str]) -> str:
         style += f".g{i} .line{{stroke:{COLOURS[i % 8]};stroke-width:.6;opacity:.5}}"
         style += f'.g{i}[data-run$="mean"] .line{{stroke-width:2.2;opacity:1}}'
     height = HEIGHT + ROW * ((len(drawn) + 1) // 2) + 4
-    svg = draw_lines(curves).replace(
+    svg = draw_curves(curves).replace(
         f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img">',
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" width="{2 * WIDTH}" role="img">'
         f"<style>{style}</style>",

@@ -27,8 +27,7 @@ from megarl.config.load import load_config
 from megarl.config.schema import data, environment, reward
 from megarl.config.schema.root import Config
 from megarl.config.search_path import list_options
-from megarl.report.metric_names import METRICS, PLACEHOLDER_TEXTS, UNITS
-from megarl.report.metric_peers import PEERS
+from megarl.report.metric_names import METRICS, PEERS, PLACEHOLDER_TEXTS, UNITS
 from megarl.report.text import fill_block
 
 ROOT = Path(__file__).resolve().parents[2]

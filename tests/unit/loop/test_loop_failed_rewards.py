@@ -10,8 +10,8 @@ import pytest
 from fakes.disturbed import RUN, Disturbance, summarize
 from fakes.run import World, reward_length
 
-from megarl.report.failures import TooManyFailuresError
 from megarl.report.metrics import load_metrics
+from megarl.report.scores import TooManyFailuresError
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.types import Prompt, Response, Score
 

@@ -24,8 +24,8 @@ from megarl.checkpoint import folder as checkpoint_folder
 from megarl.checkpoint.folder import Folder
 from megarl.cluster.calls import WorkerError
 from megarl.interfaces import DeadlineError, SyncError
-from megarl.report.failures import TooManyFailuresError
 from megarl.report.metrics import load_metrics
+from megarl.report.scores import TooManyFailuresError
 from megarl.run.signals import stopping_on_signals
 from megarl.types import Prompt, Response, Score, TrainingSamples
 

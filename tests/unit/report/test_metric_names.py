@@ -7,16 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from megarl.report.metric_names import METRICS, PLACEHOLDER_TEXTS, PLACEHOLDERS, UNITS, build_pattern, find_metric
-from megarl.report.metric_peers import PEERS
+from megarl.report.metric_names import (
+    METRICS,
+    PEERS,
+    PLACEHOLDER_TEXTS,
+    PLACEHOLDERS,
+    UNITS,
+    build_pattern,
+    find_metric,
+)
 
 PACKAGE = Path(__file__).resolve().parents[3] / "megarl"
-READERS = (
-    *("report/wandb_sink.py", "report/terminal.py", "report/metric_names.py"),
-    *("report/run_charts.py", "report/run_facts.py", "report/run_head.py", "report/run_page.py", "report/history.py"),
-    *("report/signs.py", "report/responses.py", "report/sweep_page.py"),
-    *("report/critic_pictures.py", "report/metric_peers.py"),
-    "report/text.py",
+READERS = tuple(
+    f"report/{name}.py"
+    for name in ("sinks", "terminal", "metric_names", "metrics", "charts", "page", "signs", "compare", "record", "text")
 )
 """Files that name metrics, or axes, without logging them"""
 GROUPS = {metric.name.split("/")[0] for metric in METRICS}

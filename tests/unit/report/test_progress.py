@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from megarl.config.schema.logger import LoggerConfig
 from megarl.report.metrics import MetricsWriter
 from megarl.report.report import Report, build_report
-from megarl.report.status import StatusFile
 from megarl.report.terminal import ASCII_BLOCKS, LOG_WIDTH, LiveView, Progress, draw_sparkline
 from megarl.report.text import (
     INDENT,
@@ -222,7 +221,6 @@ def test_a_long_phase_is_mentioned_in_a_log_file_while_it_runs(tmp_path: Path) -
         Progress(stream, reminder_s=0.1),
         9,
         2,
-        StatusFile(tmp_path / "status.json"),
     )
     report.log(1, {})
     with report.phase("rollout"):

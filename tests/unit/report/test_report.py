@@ -12,8 +12,8 @@ import pytest
 
 from megarl.config.schema.logger import LoggerConfig
 from megarl.report.metrics import MetricsWriter, load_metrics
+from megarl.report.record import load_status
 from megarl.report.report import Report, build_report
-from megarl.report.status import StatusFile, load_status
 from megarl.report.terminal import Progress
 from megarl.types import FinishReason, Prompt, Response, Sample, Score
 
@@ -151,7 +151,7 @@ def test_the_status_file_says_which_iteration_and_phase_are_under_way(tmp_path: 
 
 def test_a_phase_that_fails_is_timed_and_no_longer_shown(tmp_path: Path) -> None:
     progress = Progress(io.StringIO())
-    report = Report(MetricsWriter(tmp_path / "metrics.jsonl"), (), progress, 2, 2, StatusFile(tmp_path / "status.json"))
+    report = Report(MetricsWriter(tmp_path / "metrics.jsonl"), (), progress, 2, 2)
     shown_inside = ""
 
     def fail_inside_a_phase() -> None:

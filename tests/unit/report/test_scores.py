@@ -2,14 +2,16 @@
 
 import pytest
 
-from megarl.report.failures import (
+from megarl.report.scores import (
     LONGEST_REASON,
     TooManyFailuresError,
     check_failures,
+    compute_environment_metrics,
+    compute_heldout_metrics,
+    compute_score_metrics,
     count_failed,
     describe_failures,
 )
-from megarl.report.scores import compute_environment_metrics, compute_heldout_metrics, compute_score_metrics
 from megarl.types import FinishReason, Prompt, Response, Sample, Score, Turn
 
 

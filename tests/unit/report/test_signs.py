@@ -13,9 +13,9 @@ from megarl.algo.registry import needs_critic
 from megarl.config.load import compose_config, load_config
 from megarl.config.schema.logger import LoggerConfig
 from megarl.config.values import list_values
-from megarl.report import run_charts, signs
-from megarl.report.history import History, derive_metrics
+from megarl.report import charts, signs
 from megarl.report.metric_names import QUARTERS
+from megarl.report.metrics import History, derive_metrics
 from megarl.report.report import build_report
 from megarl.report.signs import BASELINES, NUM_RATIOS, PATIENCE, SIGNS, Watch, explain_mismatch, list_warnings
 
@@ -197,7 +197,7 @@ def test_a_gap_of_rounding_is_explained_by_the_dtypes_of_the_run():
     assert "low precision (bfloat16 or FP8)" in find_likely(quantized, mismatch__logprob_gap_mean=0.01)
 
 
-@pytest.mark.parametrize("module", [signs, run_charts], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [signs, charts], ids=lambda module: module.__name__)
 def test_every_key_that_advice_names_is_one_of_the_configuration(module):
     known = {key for key, _ in list_values(compose_config(["experiment=guess"]))} | {"train.log"}
     groups = "algo|policy|critic|rollout|train|checkpoint|logger|reward|environment"

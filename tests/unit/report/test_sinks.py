@@ -12,14 +12,14 @@ import pytest
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.logger import LoggerConfig, WandbMode
-from megarl.report import sink_checks
+from megarl.report import sinks
 from megarl.report.report import Report, build_report
-from megarl.report.run_ids import load_id
+from megarl.report.sinks import load_id
 
 QUIET = {"tensorboard": False, "terminal": False}
 SETTINGS = {"algo.name": "vapo", "algo.clip_high": 0.28, "data.system": None}
-NEEDS_WANDB = pytest.mark.skipif(not sink_checks.is_installed("wandb"), reason="make install EXTRAS=wandb")
-NEEDS_MLFLOW = pytest.mark.skipif(not sink_checks.is_installed("mlflow"), reason="make install EXTRAS=mlflow")
+NEEDS_WANDB = pytest.mark.skipif(not sinks.is_installed("wandb"), reason="make install EXTRAS=wandb")
+NEEDS_MLFLOW = pytest.mark.skipif(not sinks.is_installed("mlflow"), reason="make install EXTRAS=mlflow")
 
 
 def build(run_dir: Path, **options: object) -> Report:
@@ -139,18 +139,18 @@ def test_an_address_that_mlflow_does_not_take_is_an_error_that_names_the_key(tmp
 def test_a_missing_package_is_an_error_that_names_key_package_and_remedy(
     options: list[str], key: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sink_checks, "is_installed", lambda _package: False)
-    (problem,) = sink_checks.check_sinks(load_config(options).logger)
+    monkeypatch.setattr(sinks, "is_installed", lambda _package: False)
+    (problem,) = sinks.check_sinks(load_config(options).logger)
     assert re.match(rf"logger\.{key}: found {re.escape(found)}, which needs the package {key}", problem)
     assert "pip install" in problem
     assert f"or logger.{key}=" in problem
 
 
 def test_with_tensorboard_null_it_is_written_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sink_checks.writes_tensorboard(LoggerConfig())
-    monkeypatch.setattr(sink_checks, "is_installed", lambda _package: False)
-    assert not sink_checks.writes_tensorboard(LoggerConfig())
-    assert not list(sink_checks.check_sinks(LoggerConfig()))
+    assert sinks.writes_tensorboard(LoggerConfig())
+    monkeypatch.setattr(sinks, "is_installed", lambda _package: False)
+    assert not sinks.writes_tensorboard(LoggerConfig())
+    assert not list(sinks.check_sinks(LoggerConfig()))
 
 
 @pytest.mark.parametrize("key", ["logger.wandb_project=mine", "logger.mlflow_experiment=mine"])

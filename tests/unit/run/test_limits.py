@@ -7,8 +7,8 @@ import pytest
 from fakes.run import World
 
 from megarl.config.load import load_config
-from megarl.report.run_facts import load_run_facts
-from megarl.report.run_head import format_head
+from megarl.report.page import format_run_page
+from megarl.report.record import load_run
 from megarl.run import recorded
 from megarl.run.limits import Limit, find_goal, find_limit, format_limit
 from megarl.trainer import Summary
@@ -69,4 +69,4 @@ def test_the_limit_is_in_the_outcome_and_on_the_page(tmp_path: Path, monkeypatch
     why = "ended after 4 minutes (train.max_minutes): 3 of 8 iterations"
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert (outcome["state"], outcome["why"]) == ("done", why)
-    assert why in "".join(format_head([load_run_facts(tmp_path)]))
+    assert why in "".join(format_run_page(load_run(tmp_path)))

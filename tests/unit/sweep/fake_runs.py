@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import megarl.sweep.run
-from megarl.report.outcome import Outcome, State, write_outcome
+from megarl.report.record import Outcome, State, write_outcome
 from megarl.train import main
 
 

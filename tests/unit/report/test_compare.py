@@ -1,26 +1,35 @@
-"""The report of a sweep: what it reads, what it computes, and that its page is whole and safe."""
+"""The comparison of several runs: what it reads, what it computes, and that its page is whole and safe."""
 
 import json
-import subprocess
-import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from page_run import Page
 
-from megarl.report.compare import compute_effects, find_parameters, is_complete_grid, sort_values
-from megarl.report.outcome import Outcome, State, load_outcome, write_outcome
-from megarl.report.svg import Curve, build_axis, choose_ticks, draw_lines, needs_log
-from megarl.report.sweep import UNFINISHED, RunRecord, format_outcomes, load_sweep
-from megarl.report.sweep_page import format_page
+from megarl.report.compare import compute_effects, find_parameters, format_comparison, is_complete_grid, sort_values
+from megarl.report.metrics import History
+from megarl.report.record import (
+    UNFINISHED,
+    Outcome,
+    RunRecord,
+    State,
+    format_outcomes,
+    load_outcome,
+    load_runs,
+    load_sweep,
+    write_outcome,
+)
 
-ROOT = Path(__file__).resolve().parents[3]
+
+def build_record(
+    name: str, config: dict[str, object], overrides: list[str], state: str = "done", why: str = ""
+) -> RunRecord:
+    return RunRecord(Path(name), name, state, why, config, overrides, [], History(), [])
 
 
 def build_run(name: str, **values: object) -> RunRecord:
     config = {key.replace("__", "."): value for key, value in values.items()}
-    overrides = [f"{key}={value}" for key, value in config.items()]
-    return RunRecord(name, "done", "", config, overrides, [], [])
+    return build_record(name, config, [f"{key}={value}" for key, value in config.items()])
 
 
 def write_run(folder: Path, config: dict[str, object], heldout: list[float], outcome: Outcome | None) -> None:
@@ -47,7 +56,7 @@ def test_only_the_keys_that_differ_are_parameters_and_the_seed_is_last():
 
 def test_what_a_preset_sets_beside_its_name_is_left_out_and_bookkeeping_too():
     def build(name: str, config: dict[str, object]) -> RunRecord:
-        return RunRecord(name, "done", "", config, [f"algo={config['algo.name']}", "cluster.x=1"], [], [])
+        return build_record(name, config, [f"algo={config['algo.name']}", "cluster.x=1"])
 
     runs = [
         build("a", {"algo.name": "ppo", "algo.clip_high": 0.2, "train.responses": 1, "cluster.x": 1}),
@@ -103,30 +112,6 @@ def test_values_are_in_the_order_of_numbers_with_words_after_them():
     assert sort_values({"adaptive", "1", "0.95", "10", "9e-1"}) == ["9e-1", "0.95", "1", "10", "adaptive"]
 
 
-def test_an_axis_has_round_ticks_within_it_also_where_all_values_are_equal():
-    assert choose_ticks(build_axis([0.13, 0.92], 0, 100)) == pytest.approx([0.2, 0.4, 0.6, 0.8])
-    assert build_axis([0.0, 1.0], 200, 100).place(0.25) == 175
-    flat = build_axis([3.0, 3.0], 0, 100)
-    assert flat.low < 3 < flat.high
-    assert choose_ticks(flat)
-
-
-def test_a_curve_is_drawn_where_its_points_are():
-    text = draw_lines([Curve("r", "a <b>", 2, [(0, 0.0), (10, 1.0)])])
-    assert 'class="curve g2" data-run="r"' in text
-    assert "<title>a &lt;b&gt;</title>" in text
-    # 172 pixels high, of which 0.04 / 1.08 stay free at each end.
-    assert 'points="46.0,175.6 328.0,16.4"' in text
-
-
-def test_a_few_values_far_above_the_others_make_a_chart_logarithmic():
-    assert needs_log([150.0, 0.5, 0.4, 0.6])
-    assert not needs_log([150.0, 0.5, 0.4, -0.6])
-    assert not needs_log([1.0, 0.5])
-    text = draw_lines([Curve("r", "", 0, [(0, 1000.0), (1, 1.0), (2, 1.0)])])
-    assert all(f">{label}</text>" in text for label in ("1", "10", "100", "1000"))
-
-
 def test_an_outcome_comes_back_and_a_damaged_one_is_named(tmp_path):
     assert load_outcome(tmp_path) is None
     write_outcome(tmp_path, Outcome(State.done, results={"iterations": 3, "reward/heldout": 0.5, "x": float("nan")}))
@@ -135,29 +120,6 @@ def test_an_outcome_comes_back_and_a_damaged_one_is_named(tmp_path):
         (tmp_path / "outcome.json").write_text(damaged)
         with pytest.raises(ValueError, match=r"outcome\.json: is not what a run writes"):
             load_outcome(tmp_path)
-
-
-class Structure(HTMLParser):
-    """Which elements a page has; fails for tags that do not match, and collects what would load something."""
-
-    VOID = ("meta", "br")
-
-    def __init__(self, page: str):
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.loads: list[str] = []
-        self.feed(page)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.loads += [str(value) for name, value in attrs if name in ("src", "href", "srcset", "data")]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
 
 
 def test_a_page_shows_every_run_escapes_all_text_and_names_what_is_missing_or_damaged(tmp_path):
@@ -175,11 +137,11 @@ def test_a_page_shows_every_run_escapes_all_text_and_names_what_is_missing_or_da
     (tmp_path / "f" / ".hydra" / "config.yaml").write_text("algo: {clip_high: [\n")
     (tmp_path / "f" / "outcome.json").write_text("{")
     (tmp_path / "logs").mkdir()
-    sweep = load_sweep(tmp_path)
-    assert [run.name for run in sweep.runs] == ["a", "b", "c", "d", "e", "f"]
-    assert [run.state for run in sweep.runs] == ["done", "done", "failed", UNFINISHED, "done", UNFINISHED]
-    page = format_page(sweep)
-    found = Structure(page)
+    runs = load_sweep(tmp_path)
+    assert [run.name for run in runs] == ["a", "b", "c", "d", "e", "f"]
+    assert [run.state for run in runs] == ["done", "done", "failed", UNFINISHED, "done", UNFINISHED]
+    page = format_comparison("Sweep", runs)
+    found = Page(page)
     assert found.loads == []
     assert found.tags.count("script") == 2
     assert "<script>alert" not in page
@@ -199,25 +161,24 @@ def test_a_page_shows_every_run_escapes_all_text_and_names_what_is_missing_or_da
 def test_a_run_that_was_put_aside_is_none_of_the_sweeps_and_a_failure_is_told(tmp_path):
     write_run(tmp_path / "a", {"seed": 1}, [0.1, 0.5], Outcome(State.failed, "no memory"))
     write_run(tmp_path / "a.aside-1", {"seed": 1}, [0.1], Outcome(State.failed))
-    sweep = load_sweep(tmp_path)
-    assert [run.name for run in sweep.runs] == ["a"]
-    assert "no memory" in format_page(sweep)
+    runs = load_sweep(tmp_path)
+    assert [run.name for run in runs] == ["a"]
+    assert "no memory" in format_comparison("Sweep", runs)
 
 
 def test_the_table_of_the_terminal_has_a_line_per_run_with_the_reason():
-    runs = [RunRecord("a", "failed", "one\ntwo", {}, [], [{"iteration": 3, "reward/heldout": 0.25}], [])]
-    header, line = format_outcomes(runs).splitlines()
+    run = build_record("a", {}, [], "failed", "one\ntwo")
+    run.history.add({"iteration": 3, "reward/heldout": 0.25})
+    header, line = format_outcomes([run]).splitlines()
     assert header.split() == ["run", "state", "iterations", "held-out", "reward", "why"]
     assert line.split() == ["a", "failed", "3", "0.2500", "one"]
 
 
-def test_the_command_writes_the_page_and_refuses_a_folder_without_runs(tmp_path):
-    write_run(tmp_path / "a", {"seed": 1}, [0.1, 0.5], Outcome(State.done))
-    command = [sys.executable, str(ROOT / "tools" / "report.py")]
-    made = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60)
-    assert made.returncode == 0, made.stderr
-    assert "<h1>Sweep" in (tmp_path / "report.html").read_text()
-    (tmp_path / "empty").mkdir()
-    refused = subprocess.run([*command, str(tmp_path / "empty")], capture_output=True, text=True, timeout=60)
-    assert refused.returncode == 2
-    assert "holds no run" in refused.stderr
+def test_named_runs_are_compared_under_names_that_differ(tmp_path):
+    for folder in ("a/run", "b/run"):
+        write_run(tmp_path / folder, {"seed": ord(folder[0])}, [0.1, 0.5], Outcome(State.done))
+    runs = load_runs([tmp_path / "a" / "run", tmp_path / "b" / "run"])
+    assert [run.name for run in runs] == ["a/run", "b/run"]
+    page = Page(format_comparison("a/run and b/run", runs))
+    assert "a/run and b/run" in page.text
+    assert "seed seed state held-out, end" in page.text

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megarl.report import rollout_viewer
-from megarl.report.rollout_viewer import format_viewer
+from megarl.report import viewer
 from megarl.report.token_file import TokenFile
+from megarl.report.viewer import load_responses
 from megarl.rollout.rollout_file import RolloutWriter
 from megarl.types import FinishReason, Prompt, Response, Rollout, Sample, Score
 
@@ -56,6 +56,10 @@ def write_tokens(run_dir: Path, num_iterations: int, text: str = "a", num: int =
             file.write(iteration, make_rollout(text, num), [0, 1], {})
 
 
+def format_viewer(run_dir: Path, max_bytes: int) -> str:
+    return viewer.format_viewer(load_responses(run_dir), max_bytes)
+
+
 def test_without_records_there_is_no_section(tmp_path: Path) -> None:
     assert format_viewer(tmp_path, 1_000_000) == ""
     (tmp_path / "tokens.jsonl").touch()
@@ -84,11 +88,11 @@ def test_hostile_text_stays_in_the_records(name: str, tmp_path: Path) -> None:
 def test_a_section_never_has_more_bytes_than_allowed_and_shows_the_whole_run(
     read_whole: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_viewer, "READ_WHOLE", read_whole)
-    monkeypatch.setattr(rollout_viewer, "TAIL", 3000)
+    monkeypatch.setattr(viewer, "READ_WHOLE", read_whole)
+    monkeypatch.setattr(viewer, "TAIL", 3000)
     write_tokens(tmp_path, 400)
     everything = format_viewer(tmp_path, 10**9)
-    frame = len(rollout_viewer._format_frame(True).encode())
+    frame = len(viewer.format_frame(True).encode())
     for room in (2_000, 20_000, 60_000):
         section = format_viewer(tmp_path, frame + room)
         assert len(section.encode()) <= frame + room < len(everything.encode())

@@ -1,13 +1,10 @@
 """A metrics.jsonl of any length, read in one pass, as a bounded number of points."""
 
-import itertools
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.report.history import (
+from megarl.report.metrics import (
     MFU,
     MOST_POINTS,
     SECONDS,
@@ -15,7 +12,6 @@ from megarl.report.history import (
     add_mfu,
     derive_metrics,
     load_history,
-    sample_lines,
 )
 
 
@@ -94,16 +90,3 @@ def test_shares_and_tokens_per_second_follow_from_the_phases():
     assert found["derived/servers_idle_frac"] == pytest.approx(0.2)
     assert found["derived/generated_tokens_per_second"] == 200 * 50 / 10
     assert derive_metrics({"time/sync": 1.0}, {}) == {}
-
-
-@pytest.mark.parametrize("number", [1, 7, 50, 1000])
-def test_sampled_lines_are_whole_in_order_without_repeats_and_no_more_than_asked(tmp_path, number):
-    path = tmp_path / "lines"
-    path.write_text("".join(json.dumps({"n": n, "fill": "x" * (n % 97)}) + "\n" for n in range(500)) + '{"n": 500')
-    assert [record["n"] for record in sample_lines(path, number)] == list(range(500))
-    found = [record["n"] for record in sample_lines(path, number, whole_bytes=0)]
-    assert found == sorted(set(found))
-    assert 1 <= len(found) <= number
-    assert found[0] == 0
-    if number == 50:
-        assert max(b - a for a, b in itertools.pairwise(found)) < 30

@@ -7,7 +7,7 @@ const cards = [...document.querySelectorAll("[data-chart]")].map((card) => ({
   numbers: [...card.querySelectorAll("[data-series]")],
   series: data.charts[Number(card.dataset.chart)],
 }));
-// As in svg.py: the plot's left end, its right end and the width of the whole.
+// As in charts.py: the plot's left end, its right end and the width of the whole.
 const LEFT = 46, END = 328, WIDTH = 340;
 const [low, high] = data.domain[0] === data.domain[1] ? spread(data.domain[0]) : data.domain;
 
@@ -40,9 +40,7 @@ function readSeries(series, point) {
   return place < 0 ? "" : show(series.v[place]);
 }
 function point(iteration) {
-  const points = data.runs.map((iterations) => findNearest(iterations, iteration));
-  const first = data.runs.findIndex((iterations) => iterations.length > 0);
-  const at = data.runs[first][points[first]];
+  const nearest = findNearest(data.iterations, iteration), at = data.iterations[nearest];
   const x = LEFT + ((at - low) / (high - low)) * (END - LEFT);
   document.body.classList.add("pointing");
   document.getElementById("at").textContent = "Iteration " + at;
@@ -50,8 +48,7 @@ function point(iteration) {
     cursor.setAttribute("x1", x);
     cursor.setAttribute("x2", x);
     for (const node of numbers) {
-      const each = series[Number(node.dataset.series)];
-      node.textContent = readSeries(each, points[each.r]);
+      node.textContent = readSeries(series[Number(node.dataset.series)], nearest);
     }
   }
   return at;
@@ -89,8 +86,5 @@ find.addEventListener("input", () => {
   const wanted = find.value.trim().toLowerCase();
   for (const card of document.querySelectorAll(".grid-of-charts > .card")) {
     card.hidden = wanted !== "" && !card.querySelector("h3").textContent.toLowerCase().includes(wanted);
-  }
-  for (const details of document.querySelectorAll("details:has(> .grid-of-charts)")) {
-    details.open = wanted !== "" && details.querySelector(".card:not([hidden])") !== null;
   }
 });

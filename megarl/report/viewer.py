@@ -1,18 +1,20 @@
-"""The rollout viewer: an HTML section of a run's page that shows responses token by token.
+"""The responses of a run for its page: a section that shows them token by token, and their lengths.
 
-It shows what tokens.jsonl has (`megarl.report.token_file`), and where there is none the texts of rollouts.jsonl. Of a
-large file it reads lines at places that are spread evenly over it, never the whole.
+They are those of tokens.jsonl (`megarl.report.token_file`), and where there is none the texts of rollouts.jsonl. Of a
+large file lines at places that are spread evenly over it are read, never the whole.
 """
 
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from megarl.json_text import parse_json
 from megarl.report.text import shorten
-from megarl.report.token_file import FILE_NAME, LONGEST_TEXT
+from megarl.report.token_file import FILE_NAME, LONGEST_TEXT, TRAIN
 
 HERE = Path(__file__).resolve().parent
 ROLLOUTS = "rollouts.jsonl"
@@ -33,37 +35,54 @@ _ITERATION = re.compile(rb'\{"iteration":\s?(\d+)')
 Record = dict[str, Any]
 
 
-def format_viewer(run_dir: Path, max_bytes: int) -> str:
-    """The section, with its style and script, of `max_bytes` at most; "" where there is nothing to show, or no room."""
+@dataclass(frozen=True)
+class Responses:
+    has_tokens: bool
+    """Whether they are those of tokens.jsonl"""
+    blocks: Sequence[Sequence[Record]]
+    """Records that follow one another in the file, in its order: of tokens.jsonl those of an iteration, else those of
+    a place, or a line where all are read"""
+
+    def list_lengths(self) -> list[tuple[int, int, bool]]:
+        """(iteration, generated tokens, whether it is correct) of each response of training that is what a run writes,
+        in the file's order.
+        """
+        found = []
+        for record in (each for block in self.blocks for each in block):
+            try:
+                if self.has_tokens:
+                    size = int(record["num_tokens"]) - sum(end - start for start, end in record["observed"])
+                else:
+                    size = sum(record["response"]["generated"])
+                if record["iteration"] > 0 and record.get("kind", TRAIN) == TRAIN:
+                    found.append((int(record["iteration"]), size, bool(record["score"]["correct"])))
+            except (KeyError, TypeError, ValueError):
+                continue
+        return found
+
+
+def load_responses(run_dir: Path) -> Responses:
+    """Lines that cannot be read are left out, and where there is no file there is no block."""
     path = run_dir / FILE_NAME
     has_tokens = path.is_file() and path.stat().st_size > 0
-    if not has_tokens:
-        path = run_dir / ROLLOUTS
-        if not path.is_file():
-            return ""
-    blocks = read_blocks(path, whole_iterations=has_tokens)
-    frame = _format_frame(has_tokens)
-    texts = choose_texts(blocks, max_bytes - len(frame.encode()) - 2, has_tokens)
-    return frame.replace(EMPTY, EMPTY.replace("[]", f"[{','.join(texts)}]"), 1) if texts else ""
-
-
-def read_blocks(path: Path, whole_iterations: bool) -> list[list[Record]]:
-    """Records that follow one another in the file, in its order; lines that cannot be read are left out.
-
-    whole_iterations: a block has all lines of an iteration; else those of a place, or a line where all are read.
-    """
+    path = path if has_tokens else run_dir / ROLLOUTS
+    if not path.is_file():
+        return Responses(has_tokens, [])
     size = path.stat().st_size
     places = [size * number // NUM_PLACES for number in range(NUM_PLACES)] + [max(0, size - TAIL)]
     blocks: dict[int, dict[int, Record]] = {}
     with path.open("rb") as file:
         for place in [0] if size <= READ_WHOLE else places:
             to_end = size <= READ_WHOLE or place == places[-1]
-            for start, line in _read_place(file, place, to_end, whole_iterations):
-                record = _parse(line)
-                if record is not None:
-                    key = record["iteration"] if whole_iterations else start if size <= READ_WHOLE else place
+            for start, line in _read_place(file, place, to_end, has_tokens):
+                try:
+                    record = parse_json(line)
+                except ValueError:  # The line that is being written.
+                    continue
+                if isinstance(record, dict) and record.keys() >= KEYS:
+                    key = record["iteration"] if has_tokens else start if size <= READ_WHOLE else place
                     blocks.setdefault(key, {})[start] = record
-    return [list(block.values()) for _, block in sorted(blocks.items())]
+    return Responses(has_tokens, [list(block.values()) for _, block in sorted(blocks.items())])
 
 
 def _read_place(file: BinaryIO, place: int, to_end: bool, whole_iterations: bool) -> Iterator[tuple[int, bytes]]:
@@ -73,8 +92,8 @@ def _read_place(file: BinaryIO, place: int, to_end: bool, whole_iterations: bool
         file.readline()
     start, seen, num = file.tell(), set[int](), 0
     for line in file:
-        iteration = _find_iteration(line)
-        seen.add(iteration)
+        matched = _ITERATION.match(line)
+        seen.add(int(matched[1]) if matched else -1)
         # The first iteration may have begun before this place.
         is_wanted = to_end or not whole_iterations or place == 0 or len(seen) == 2
         num += is_wanted
@@ -85,28 +104,36 @@ def _read_place(file: BinaryIO, place: int, to_end: bool, whole_iterations: bool
         start += len(line)
 
 
-def _find_iteration(line: bytes) -> int:
-    found = _ITERATION.match(line)
-    return int(found[1]) if found else -1
+def bin_lengths(lengths: Iterable[tuple[int, bool]], num_bins: int = 24) -> list[tuple[float, tuple[int, int]]]:
+    """(lower end, (number of right, number of wrong responses)) of bins of equal width; empty without responses.
+
+    lengths: (generated tokens, whether it is correct).
+    """
+    found = list(lengths)
+    longest = max((size for size, _ in found), default=0) + 1
+    width = max(1.0, longest / num_bins)
+    counts = [[0, 0] for _ in range(math.ceil(longest / width))]
+    for size, is_correct in found:
+        counts[int(size / width)][not is_correct] += 1
+    return [(i * width, (right, wrong)) for i, (right, wrong) in enumerate(counts)] if found else []
 
 
-def _parse(line: bytes) -> Record | None:
-    try:
-        record = parse_json(line)
-    except ValueError:  # the line that is being written
-        return None
-    return record if isinstance(record, dict) and record.keys() >= KEYS else None
+def format_viewer(responses: Responses, max_bytes: int) -> str:
+    """The section, with its style and script, of `max_bytes` at most; "" where there is nothing to show, or no room."""
+    frame = format_frame(responses.has_tokens)
+    texts = choose_texts(responses, max_bytes - len(frame.encode()) - 2)
+    return frame.replace(EMPTY, EMPTY.replace("[]", f"[{','.join(texts)}]"), 1) if texts else ""
 
 
-def choose_texts(blocks: Sequence[Sequence[Record]], max_bytes: int, has_tokens: bool) -> list[str]:
+def choose_texts(responses: Responses, max_bytes: int) -> list[str]:
     """The records as JSON without "<", in the file's order, that fit: of the last block, the first one, then of those
     between, so that what is shown is spread evenly over the run.
     """
     chosen: dict[tuple[int, int], str] = {}
     left = max_bytes
-    for number in _spread(len(blocks)):
-        for place, record in enumerate(blocks[number]):
-            shown = record if has_tokens else _condense(record)
+    for number in _spread(len(responses.blocks)):
+        for place, record in enumerate(responses.blocks[number]):
+            shown = record if responses.has_tokens else _condense(record)
             text = json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c")
             if len(text) + 1 <= left:
                 chosen[number, place] = text
@@ -116,10 +143,7 @@ def choose_texts(blocks: Sequence[Sequence[Record]], max_bytes: int, has_tokens:
 
 def _spread(num: int) -> Iterator[int]:
     """0 to num - 1: the last, the first, then the middle of the widest gap, and so on."""
-    if num > 0:
-        yield num - 1
-    if num > 1:
-        yield 0
+    yield from dict.fromkeys([num - 1, 0] if num else [])
     gaps = [(0, num - 1)]
     while gaps:
         wider = []
@@ -137,7 +161,7 @@ def _condense(record: Mapping[str, Any]) -> Record:
     generated = [x for x, own in zip(response["rollout_logprobs"], response["generated"], strict=True) if own]
     return {
         **{name: record[name] for name in ("iteration", "sample", "weight_version", "group")},
-        "kind": "train",
+        "kind": TRAIN,
         "prompt": {"id": prompt["id"], **{name: shorten(prompt[name], LONGEST_TEXT) for name in ("text", "answer")}},
         "score": score,
         "finish_reason": response["finish_reason"],
@@ -150,7 +174,7 @@ def _condense(record: Mapping[str, Any]) -> Record:
     }
 
 
-def _format_frame(has_tokens: bool) -> str:
+def format_frame(has_tokens: bool) -> str:
     """The section with an empty list of records."""
     source = (
         f"<code>{FILE_NAME}</code> has a few responses of each iteration and of each evaluation, token by token"
@@ -160,7 +184,7 @@ def _format_frame(has_tokens: bool) -> str:
         else f"Texts of <code>{ROLLOUTS}</code>, spread evenly over the run; <code>logger.num_token_records=8</code>"
         " adds log-probs, values and advantages of each token."
     )
-    return f"""<section class="viewer"><style>{(HERE / "rollout_viewer.css").read_text()}</style>
+    return f"""<section class="viewer"><style>{(HERE / "viewer.css").read_text()}</style>
 <p>{source}</p>
 <div class="rv-controls"><span data-rv="outcome"></span><span data-rv="kind"></span>
 <label>sort <select data-rv="sort"></select></label><label>colour <select data-rv="field"></select></label>
@@ -168,4 +192,4 @@ def _format_frame(has_tokens: bool) -> str:
 <span data-rv="count"></span></div>
 <div class="rv-panes"><div class="rv-list" data-rv="list"></div><div class="rv-detail" data-rv="detail"></div></div>
 <script type="application/json" id="rollout-records">[]</script>
-<script>{(HERE / "rollout_viewer.js").read_text()}</script></section>"""
+<script>{(HERE / "viewer.js").read_text()}</script></section>"""

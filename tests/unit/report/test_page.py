@@ -8,66 +8,26 @@ import shlex
 import subprocess
 import sys
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from page_run import write_page_run, write_rollouts
+from page_run import Page, write_page_run, write_rollouts
 
 from megarl.config.search_path import write_search_path
-from megarl.report.outcome import FILE_NAME as OUTCOME_NAME
-from megarl.report.responses import (
-    ENTROPY_ESTIMATE,
+from megarl.report.charts import Chart, name_metrics
+from megarl.report.page import (
     LoggedWarning,
-    SampledResponse,
-    bin_lengths,
+    find_changes,
+    format_command,
+    format_run_page,
+    list_choices,
+    list_tiles,
     read_warnings,
-    sample_responses,
 )
-from megarl.report.rollout_viewer import format_viewer
-from megarl.report.run_charts import Chart, name_metrics
-from megarl.report.run_facts import SILENT_S, is_run, load_run_facts
-from megarl.report.run_head import format_command, list_tiles
-from megarl.report.run_page import format_run_page
-from megarl.report.starts import load_starts, record_start
+from megarl.report.record import OUTCOME_NAME, SILENT_S, is_run, load_run, load_starts, record_start
+from megarl.report.viewer import bin_lengths, load_responses
 
 ROOT = Path(__file__).resolve().parents[3]
-VOID = {"meta", "input", "br", "line", "circle", "polyline", "polygon", "rect"}
-
-
-class Page(HTMLParser):
-    """Checks that elements nest, and collects what a reader or a browser would load."""
-
-    def __init__(self, page: str):
-        super().__init__()
-        self.open: list[str] = []
-        self.texts: list[str] = []
-        self.loads: list[str] = []
-        self.charts: list[str] = []
-        # A place where a line may break is no blank to a reader.
-        self.feed(page.replace("<wbr>", ""))
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        if tag not in VOID:
-            self.open.append(tag)
-        named = dict(attributes)
-        self.loads += [name for name in ("src", "srcset", "data") if name in named] + [tag] * (tag in ("link", "img"))
-        self.loads += [name for name in named if name.startswith("on")]
-        if "data-chart" in named:
-            self.charts.append(named["data-chart"])
-
-    def handle_endtag(self, tag):
-        if tag not in VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] not in ("style", "script"):
-            self.texts.append(data)
-
-    @property
-    def text(self) -> str:
-        return re.sub(r"\s+", " ", " ".join(self.texts))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +38,7 @@ def run_dir(tmp_path_factory):
 
 
 def test_the_page_is_whole_loads_nothing_and_has_every_section(run_dir):
-    text = format_run_page([load_run_facts(run_dir)])
+    text = format_run_page(load_run(run_dir))
     page = Page(text)
     assert page.loads == []
     sections = ("Warnings", "Learning", "Policy", "Critic", "Trainer and rollout engine", "Time", "Configuration")
@@ -89,73 +49,62 @@ def test_the_page_is_whole_loads_nothing_and_has_every_section(run_dir):
     assert "Files that are missing or damaged" not in page.text
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
     assert len(data["charts"]) == len(page.charts)
-    assert data["domain"] == [0, 40]
+    assert data["domain"] == [-1, 40]
 
 
 def test_the_configuration_is_shown_as_a_difference_to_its_preset(run_dir):
-    facts = load_run_facts(run_dir)
-    assert facts.choices == ["algo=vapo"]
-    assert facts.changes == {"algo.clip_high": (0.28, 0.4)}
-    assert "algo.clip_high 0.28 0.4" in Page(format_run_page([facts])).text
+    run = load_run(run_dir)
+    assert list_choices(run.overrides) == ["algo=vapo"]
+    assert find_changes(run, ["algo=vapo"]) == {"algo.clip_high": (0.28, 0.4)}
+    assert "algo.clip_high 0.28 0.4" in Page(format_run_page(run)).text
 
 
 def test_the_command_is_shown_as_a_person_types_it(tmp_path):
     folder = write_page_run(tmp_path / "run", overrides=("algo=vapo", "data.instruction='{question} Reply.'"))
     changed = [f"hydra.searchpath=['file://{tmp_path}']", *json.loads((folder / "run.json").read_text())["overrides"]]
     (folder / "run.json").write_text(json.dumps({"overrides": changed, "config": {}}))
-    command = format_command(load_run_facts(folder))
+    command = format_command(load_run(folder).overrides)
     assert shlex.split(command) == ["megarl", "train", "--config-dir", str(tmp_path), *changed[1:]]
-    assert html.escape(command) in format_run_page([load_run_facts(folder)])
+    assert html.escape(command) in format_run_page(load_run(folder))
 
 
 def test_the_settings_in_an_experiment_of_the_users_own_are_shown_beside_the_groups_that_it_chooses(tmp_path):
     example = ROOT / "examples" / "own_task"
     given = (write_search_path([example]), "experiment=own_task", "algo=grpo", "seed=3")
-    facts = load_run_facts(write_page_run(tmp_path / "run", overrides=given))
-    assert set(facts.choices) == {"model=smollm2_135m", "data=jsonl", "reward=function", "algo=grpo"}
-    assert facts.changes["data.path"] == (None, "prompts.jsonl")
-    assert facts.changes["reward.path"] == (None, "my_reward.py:score")
-    assert facts.changes["rollout.response_length"] == (256, 12)
-    assert facts.changes["seed"] == (1, 3)
-    assert facts.problems == []
+    run = load_run(write_page_run(tmp_path / "run", overrides=given))
+    choices = list_choices(run.overrides)
+    assert set(choices) == {"model=smollm2_135m", "data=jsonl", "reward=function", "algo=grpo"}
+    changes = find_changes(run, choices)
+    assert changes["data.path"] == (None, "prompts.jsonl")
+    assert changes["reward.path"] == (None, "my_reward.py:score")
+    assert changes["rollout.response_length"] == (256, 12)
+    assert changes["seed"] == (1, 3)
+    assert run.problems == []
 
 
 def test_recent_numbers_are_means_that_say_over_which_iterations(tmp_path):
     name = "training reward, mean of the last iterations"
-    assert list_tiles(load_run_facts(write_page_run(tmp_path / "long")))[name] == "0.887 at 31 to 40"
-    assert list_tiles(load_run_facts(write_page_run(tmp_path / "short", 3)))[name] == "1 at 3"
+    assert list_tiles(load_run(write_page_run(tmp_path / "long")))[name] == "0.887 at 31 to 40"
+    assert list_tiles(load_run(write_page_run(tmp_path / "short", 3)))[name] == "1 at 3"
 
 
 def test_a_chart_without_values_is_left_out_and_said_how_to_turn_on(tmp_path):
-    page = Page(format_run_page([load_run_facts(write_page_run(tmp_path / "run"))]))
-    assert "Entropy , which takes algo.entropy_coef above 0, or logger.num_token_records above 0" in page.text
+    page = Page(format_run_page(load_run(write_page_run(tmp_path / "run"))))
+    assert "Entropy , which takes algo.entropy_coef above 0; KL to the reference" in page.text
     assert "Length of right and wrong responses" not in page.text
-
-
-def test_two_runs_lie_over_one_another_and_their_difference_is_a_table(run_dir, tmp_path):
-    second = write_page_run(tmp_path / "second", 25)
-    page = Page(format_run_page([load_run_facts(run_dir), load_run_facts(second)]))
-    assert "algo.clip_high 0.4 0.28" in page.text
-    assert "Solid lines are A, dashed lines B" in page.text
-    assert "The objective of both runs." in page.text
-    text = format_run_page([load_run_facts(run_dir), load_run_facts(second)])
-    data = json.loads(text.split('id="data">')[1].split("</script>")[0])
-    assert [len(points) for points in data["runs"]] == [41, 26]
-    rewards = next(chart for chart in data["charts"] if chart[-1]["v"][-1] == 1.0 and len(chart) == 4)
-    assert [series["r"] for series in rewards] == [0, 0, 1, 1]
 
 
 def test_a_run_in_progress_shows_what_is_there_and_one_that_is_silent_says_how_to_go_on(tmp_path):
     folder = write_page_run(tmp_path / "run", 30)
     (folder / OUTCOME_NAME).unlink()
     (folder / "status.json").write_text(json.dumps({"iteration": 31, "phase": "rollout", "since": 0.0, "pid": 1}))
-    page = Page(format_run_page([load_run_facts(folder)]))
+    page = Page(format_run_page(load_run(folder)))
     assert "in progress or killed, at iteration 31, in rollout" in page.text
     assert re.search(r"\d+ iterations left, about", page.text)
     long_ago = time.time() - 2 * SILENT_S
     for name in ("status.json", "metrics.jsonl"):
         os.utime(folder / name, (long_ago, long_ago))
-    assert f"python -m megarl.train resume={folder}" in Page(format_run_page([load_run_facts(folder)])).text
+    assert f"megarl train resume={folder}" in Page(format_run_page(load_run(folder))).text
 
 
 @pytest.mark.parametrize("left", [(), ("run.json",), ("metrics.jsonl",), ("metrics.jsonl", "starts.jsonl")])
@@ -164,12 +113,12 @@ def test_a_page_is_made_of_whatever_files_there_are(tmp_path, left):
     for path in folder.iterdir():
         if path.name not in left:
             path.write_text("{damaged")
-    page = Page(format_run_page([load_run_facts(folder)]))
+    page = Page(format_run_page(load_run(folder)))
     assert "Files that are missing or damaged" in page.text
     for path in folder.iterdir():
         if path.is_file():
             path.unlink()
-    assert "Warnings" in Page(format_run_page([load_run_facts(folder)])).text
+    assert "Warnings" in Page(format_run_page(load_run(folder))).text
 
 
 def test_files_nested_too_deeply_are_named_or_left_out(tmp_path):
@@ -177,39 +126,23 @@ def test_files_nested_too_deeply_are_named_or_left_out(tmp_path):
     for name in ("run.json", "starts.jsonl", "tokens.jsonl", "rollouts.jsonl", "metrics.jsonl"):
         with (run_dir / name).open("a") as file:
             file.write("[" * 100_000 + "\n")
-    facts = load_run_facts(run_dir)
-    assert "Learning" in format_run_page([facts], format_viewer(run_dir, 100_000))
+    run = load_run(run_dir)
+    assert "Learning" in format_run_page(run)
     for name in ("starts.jsonl", "metrics.jsonl"):
-        assert any(name in problem and "nested too deeply" in problem for problem in facts.problems)
+        assert any(name in problem and "nested too deeply" in problem for problem in run.problems)
 
 
-def test_the_entropy_is_estimated_from_the_sampled_tokens(run_dir):
-    facts = load_run_facts(run_dir)
-    assert len(facts.responses) == 40 * 8
-    found = {point.last: point.metrics[ENTROPY_ESTIMATE].mean for point in facts.history.points[1:]}
-    assert found == {iteration: pytest.approx(iteration / 40) for iteration in range(1, 41)}
-
-
-def test_without_all_rollouts_the_token_records_give_the_estimate_without_what_was_observed(tmp_path):
-    record = {
-        "iteration": 7,
-        "kind": "train",
-        "num_tokens": 9,
-        "kept": [[0, 3], [7, 9]],
-        "observed": [[2, 5]],
-        "rollout_logprobs": [-1.0, -2.0, None, -3.0, None],
-        "score": {"correct": True},
-    }
-    lines = [record, {**record, "kind": "heldout"}]
-    (tmp_path / "tokens.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert sample_responses(tmp_path, []) == [SampledResponse(7, 6, True, 2.0)]
-
-
-def test_lengths_of_right_and_wrong_responses_are_counted(run_dir):
-    bins = bin_lengths(sample_responses(run_dir, []))
-    assert sum(each.num_correct for each in bins) == sum(each.num_wrong for each in bins) == 160
-    by_length = {each.low: (each.num_correct, each.num_wrong) for each in bins if each.num_correct + each.num_wrong}
+def test_lengths_of_right_and_wrong_responses_are_counted(run_dir, tmp_path):
+    lengths = load_responses(run_dir).list_lengths()
+    bins = bin_lengths((size, is_correct) for _, size, is_correct in lengths)
+    by_length = {low: counts for low, counts in bins if any(counts)}
     assert by_length == {float(10 + n): (40 * (n % 2), 40 * (1 - n % 2)) for n in range(8)}
+    # Without all rollouts the token records tell, without what was observed.
+    record = {"iteration": 7, "sample": 0, "prompt": {}, "score": {"correct": True}}
+    record |= {"kind": "train", "num_tokens": 9, "observed": [[2, 5]]}
+    lines = [record, {**record, "kind": "heldout"}, {**record, "observed": None}]
+    (tmp_path / "tokens.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert load_responses(tmp_path).list_lengths() == [(7, 6, True)]
 
 
 def test_hostile_text_is_escaped(tmp_path):
@@ -218,7 +151,7 @@ def test_hostile_text_is_escaped(tmp_path):
     (folder / "train.log").write_text(f"warning: {hostile}\nwarning: {hostile}\n")
     line = {"iteration": 41, f"reward/{hostile}": 1.0}
     (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text() + json.dumps(line) + "\n")
-    page = Page(format_run_page([load_run_facts(folder)]))
+    page = Page(format_run_page(load_run(folder)))
     assert page.loads == []
     assert f"Logged, 2 times in all {hostile}" in page.text
 
@@ -238,13 +171,9 @@ def test_warnings_of_a_log_are_counted_and_other_lines_are_not_taken_for_them(tm
 
 
 def test_a_star_stands_for_all_metrics_of_that_beginning_but_those_left_out():
-    chart = Chart("t", "", {"reward/*": "*", "perf/*mfu": "of *"}, without=("reward/mean",))
-    names = ["reward/mean", "reward/letters", "perf/mfu", "perf/policy_mfu", "other"]
-    assert name_metrics(chart, names) == {
-        "reward/letters": "letters",
-        "perf/mfu": "of mfu",
-        "perf/policy_mfu": "of policy",
-    }
+    chart = Chart("t", "", {"reward/*": "of *", "other": "one"}, without=("reward/mean",))
+    names = ["reward/mean", "reward/letters", "other", "another"]
+    assert name_metrics(chart, names) == {"reward/letters": "of letters", "other": "one"}
 
 
 def test_each_start_of_a_run_is_recorded_with_versions_and_hardware(tmp_path):
@@ -271,7 +200,7 @@ def test_the_command_tells_a_run_from_a_sweep_and_both_from_anything_else(run_di
     assert is_run(run_dir)
     assert not is_run(run_dir.parent)
     assert run_tool(run_dir.parent, "--out", tmp_path / "sweep.html").stdout.startswith("1 runs: ")
-    for arguments in ([tmp_path / "empty"], [run_dir, "--compare", tmp_path]):
+    for arguments, reason in (([tmp_path / "empty"], "holds no run"), ([run_dir, tmp_path], "is not the folder of a")):
         refused = run_tool(*arguments)
         assert refused.returncode == 2
-        assert "must be the folder of a run" in refused.stderr or "is not the folder of a run" in refused.stderr
+        assert reason in refused.stderr

@@ -1,10 +1,20 @@
-"""The pictures of a critic: what each shows of the metrics."""
+"""How charts are drawn, and what the pictures of a critic show of the metrics."""
 
 import pytest
 
 from megarl.algo import diagnostics
-from megarl.report.critic_pictures import LOWEST, Picture, build_pictures
+from megarl.report.charts import (
+    LOWEST,
+    Curve,
+    Picture,
+    build_axis,
+    choose_ticks,
+    draw_curves,
+    list_critic_pictures,
+    needs_log,
+)
 from megarl.report.metric_names import QUARTERS
+from megarl.report.metrics import History
 
 
 def make_line(iteration: int, **more: float) -> dict[str, float]:
@@ -22,8 +32,15 @@ def make_line(iteration: int, **more: float) -> dict[str, float]:
     return {**line, **{f"critic/{name}": value for name, value in more.items()}}
 
 
+def list_pictures(lines: list[dict[str, float]]) -> list[Picture]:
+    history = History()
+    for line in lines:
+        history.add(line)
+    return list_critic_pictures(history)
+
+
 def get_picture(name: str, lines: list[dict[str, float]]) -> Picture:
-    (found,) = [picture for picture in build_pictures(lines) if picture.name == name]
+    (found,) = [picture for picture in list_pictures(lines) if picture.title == name]
     return found
 
 
@@ -35,38 +52,62 @@ def test_quarters_are_those_of_the_metrics() -> None:
 
 
 def test_by_position_each_third_of_the_run_has_its_median() -> None:
-    picture = get_picture("explained_variance_by_position", LINES)
+    picture = get_picture("Explained variance by position", LINES)
     assert [curve.label for curve in picture.curves] == ["iterations 1 to 3", "iterations 4 to 6", "iterations 7 to 9"]
     middle = picture.curves[1].points
     assert middle == [(n, pytest.approx(0.1 * n + 0.05)) for n in range(1, 5)]
     low = [{**line, "critic/ev_at_0_25": -7.0} for line in LINES]
-    assert get_picture("explained_variance_by_position", low).curves[0].points[0] == (1, LOWEST)
+    assert get_picture("Explained variance by position", low).curves[0].points[0] == (1, LOWEST)
 
 
 def test_one_iteration_is_one_curve_and_a_missing_part_is_left_out() -> None:
     (line,) = [make_line(1)]
     del line["critic/ev_length_q2"]
-    (curve,) = get_picture("explained_variance_by_length", [line]).curves
+    (curve,) = get_picture("Explained variance by length", [line]).curves
     assert curve.points == [(1, 0.2), (3, pytest.approx(0.6)), (4, 0.8)]
 
 
 def test_calibration_has_the_bins_and_the_diagonal() -> None:
-    *thirds, diagonal = get_picture("calibration_middle", LINES).curves
+    *thirds, diagonal = get_picture("Calibration of the value of the middle state", LINES).curves
     assert len(thirds) == 3
     assert thirds[0].points == [(0.25 * n, pytest.approx(0.25 * n + 0.1)) for n in range(1, 5)]
     assert diagonal.points == [(0.25, 0.25), (1.0, 1.0)]
 
 
 def test_snr_follows_from_the_share_of_signal() -> None:
-    *thirds, group = get_picture("snr_by_position", LINES).curves
+    *thirds, group = get_picture("Signal-to-noise ratio of the advantages", LINES).curves
     assert thirds[0].points == [(n, pytest.approx(0.5)) for n in range(1, 5)]  # 0.2 / 0.8 = 1/4
     assert group.points == [(n, pytest.approx(1 / 3)) for n in range(1, 5)]
     lines = [{**make_line(1), "advantage/signal_frac_at_0_25": -0.2, "advantage/signal_frac_at_75_100": 1.3}]
-    curve, _ = get_picture("snr_by_position", lines).curves
+    curve, _ = get_picture("Signal-to-noise ratio of the advantages", lines).curves
     assert [point for point in curve.points if point[0] in (1, 4)] == [(1, 0.0)]
 
 
 def test_iterations_without_a_critic_are_left_out() -> None:
-    assert build_pictures([{"iteration": 0, "reward/heldout": 0.1}]) == []
-    name = "explained_variance_by_position"
+    assert list_pictures([{"iteration": 0, "reward/heldout": 0.1}]) == []
+    name = "Explained variance by position"
     assert get_picture(name, [{"iteration": 0}, *LINES]) == get_picture(name, LINES)
+
+
+def test_an_axis_has_round_ticks_within_it_also_where_all_values_are_equal():
+    assert choose_ticks(build_axis([0.13, 0.92], 0, 100)) == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert build_axis([0.0, 1.0], 200, 100).place(0.25) == 175
+    flat = build_axis([3.0, 3.0], 0, 100)
+    assert flat.low < 3 < flat.high
+    assert choose_ticks(flat)
+
+
+def test_a_curve_is_drawn_where_its_points_are():
+    text = draw_curves([Curve("a <b>", 2, [(0, 0.0), (10, 1.0)], run="r")])
+    assert 'class="curve g2" data-run="r"' in text
+    assert "<title>a &lt;b&gt;</title>" in text
+    # 172 pixels high, of which 0.04 / 1.08 stay free at each end.
+    assert 'points="46.0,175.6 328.0,16.4"' in text
+
+
+def test_a_few_values_far_above_the_others_make_a_chart_logarithmic():
+    assert needs_log([150.0, 0.5, 0.4, 0.6])
+    assert not needs_log([150.0, 0.5, 0.4, -0.6])
+    assert not needs_log([1.0, 0.5])
+    text = draw_curves([Curve("r", 0, [(0, 1000.0), (1, 1.0), (2, 1.0)])])
+    assert all(f">{label}</text>" in text for label in ("1", "10", "100", "1000"))

@@ -1,5 +1,5 @@
 // Colour by another parameter, and follow one run through all charts and the table.
-const groups = JSON.parse(document.getElementById("groups").textContent);
+const groups = JSON.parse(document.getElementById("data").textContent);
 function colour(number) {
   for (const node of document.querySelectorAll("[data-run]")) {
     const group = "g" + groups[number][node.dataset.run];

@@ -1,0 +1,624 @@
+"""Charts as inline SVG: which ones the page of a run has, from which metrics, and how they are drawn.
+
+Colours are CSS variables of the page (`--c0` ... `--c7`, by the class `g0` ... `g7` of a line; g8 is gray), so that a
+chart follows the reader's light or dark theme. Every text is escaped.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from megarl.report.metric_names import QUARTERS
+from megarl.report.metrics import MFU, ONCE, History
+from megarl.report.text import TIME, format_number
+
+NUM_COLOURS = 8
+GRAY = 8
+"""Number of the colour of what is compared with, and of everything beyond NUM_COLOURS"""
+MOST_CURVES = 12
+"""Of a chart whose metrics are named by their beginning"""
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    unit: str
+    metrics: Mapping[str, str]
+    """The label of each metric; a name that ends in * stands for all that begin with it, * in its label for the rest"""
+    note: str = ""
+    """How to read it, in a sentence"""
+    turn_on: str = ""
+    """What a user does to get it; empty: a chart without values is not mentioned"""
+    floor: float = -math.inf
+    """Values below are drawn there."""
+    is_stack: bool = False
+    without: Sequence[str] = field(default_factory=tuple)
+    """Metrics that a * does not stand for"""
+
+
+LEARNING = (
+    Chart(
+        "Reward",
+        "mean per response",
+        {"reward/heldout": "held out, greedy", "reward/mean": "training, sampled"},
+        "The held-out prompts are never trained on: a gap that widens is overfitting, or a reward that is gamed.",
+    ),
+    Chart(
+        "Right answers",
+        "share of responses",
+        {"heldout/correct": "held out, greedy", "reward/correct": "training, sampled"},
+    ),
+    Chart(
+        "Parts of the reward",
+        "training, mean",
+        {"reward/*": "*"},
+        without=(
+            *("reward/mean", "reward/std", "reward/min", "reward/max", "reward/heldout", "reward/correct"),
+            *("reward/equal_groups_frac", "reward/failed_frac", "reward/positive_frac", "reward/shaped_mean"),
+        ),
+        turn_on="a reward function that returns named parts (docs/environments-and-rewards.md)",
+    ),
+    Chart(
+        "Response length",
+        "generated tokens",
+        {"length/mean": "mean", "length/max": "longest", "length/min": "shortest"},
+    ),
+    Chart(
+        "Cut off",
+        "share of responses",
+        {
+            "length/truncated_frac": "at the length limit",
+            "environment/max_turns_frac": "at environment.max_turns",
+            "policy/dropped_frac": "left out of the policy loss",
+        },
+        "A cut response is judged without its end.",
+    ),
+    Chart(
+        "Groups and responses without a signal",
+        "share",
+        {
+            "reward/equal_groups_frac": "groups of equal rewards",
+            "sampling/equal_correct_frac": "sampled groups, all right",
+            "sampling/equal_wrong_frac": "sampled groups, all wrong",
+            "reward/failed_frac": "responses without a reward",
+        },
+        "Without a critic, a group of equal rewards has advantages of 0.",
+    ),
+    Chart(
+        "Episodes",
+        "mean per episode",
+        {"environment/*": "*"},
+        without=("environment/max_turns_frac", "environment/tokens_mean"),
+        turn_on="an environment of several turns, for example experiment=guess",
+    ),
+)
+POLICY = (
+    Chart(
+        "Entropy",
+        "nats per token",
+        {"policy/entropy": "of the distribution"},
+        "A fall to nearly 0 ends exploration: all responses to a prompt are then alike.",
+        turn_on="algo.entropy_coef above 0",
+    ),
+    Chart(
+        "Step of the policy",
+        "KL per token, before to after",
+        {"policy/approx_kl": "approx_kl"},
+        "How far one iteration moves the policy from the one that sampled the responses.",
+    ),
+    Chart(
+        "KL to the reference",
+        "per token",
+        {"kl/mean": "in the reward", "policy/kl_loss": "in the loss", "kl/coef": "coefficient"},
+        turn_on="algo.kl.in_reward=true or algo.kl.in_loss=true",
+    ),
+    Chart(
+        "Clipped",
+        "share of tokens",
+        {"policy/clip_frac": "policy", "policy/dual_clip_frac": "policy, dual clip", "critic/clip_frac": "critic"},
+    ),
+    Chart(
+        "Importance ratio",
+        "policy over the one that sampled",
+        {"policy/ratio_mean": "mean", "policy/ratio_max": "largest"},
+    ),
+    Chart("Gradient norm", "before clipping", {"policy/grad_norm": "policy", "critic/grad_norm": "critic"}),
+    Chart(
+        "Policy loss",
+        "",
+        {"policy/loss": "loss", "policy/loss_size": "mean size", "policy/positive_lm": "positive examples' term"},
+    ),
+    Chart(
+        "Advantages",
+        "over the tokens",
+        {"advantage/mean": "mean", "advantage/std": "standard deviation", "advantage/max_abs": "largest size"},
+    ),
+    Chart("Learning rate", "", {"policy/lr": "policy", "critic/lr": "critic"}),
+    Chart("TOPR's taper", "tokens of negative advantage", {"topr/*": "*"}),
+    Chart(
+        "Experts",
+        "mixture of experts",
+        {
+            "policy/moe_max_load": "largest load, policy",
+            "critic/moe_max_load": "largest load, critic",
+            "policy/moe_aux_loss": "balance loss, policy",
+            "policy/moe_routing_agreement": "trainer's own choice, as replayed",
+        },
+    ),
+)
+CRITIC = (
+    Chart(
+        "Explained variance",
+        "of the returns",
+        {
+            "critic/explained_variance": "all tokens",
+            "critic/ev_at_0_25": "first quarter",
+            "critic/ev_at_75_100": "last quarter",
+        },
+        "1 foresees every return, 0 is as good as a constant; below -1 is drawn at -1. Iterations up to 0 are value"
+        " pretraining.",
+        turn_on="an algorithm with a critic, for example algo=vapo",
+        floor=-1.0,
+    ),
+    Chart(
+        "Error against the mean",
+        "ratio of squared errors",
+        {
+            "critic/mse_vs_group": "all tokens, over the group's mean",
+            "critic/mse_vs_group_first": "first state",
+            "critic/mse_vs_batch": "all tokens, over the batch's mean",
+            "critic/mse_vs_batch_first": "first state, batch",
+        },
+        "Above 1 the mean of the other responses is the better baseline.",
+    ),
+    Chart(
+        "Value and return",
+        "mean",
+        {"critic/value_mean": "value", "critic/return_mean": "return"},
+        "Values that stay below a rising return are a critic that lags behind its policy.",
+    ),
+    Chart(
+        "Calibration",
+        "of the first and middle state",
+        {
+            f"critic/calibration_{short}_{state}": f"{what}, {state}"
+            for short, what in (("error", "error"), ("corr", "correlation"))
+            for state in ("first", "middle")
+        },
+    ),
+    Chart("Value loss", "", {"critic/loss": "loss", "critic/abs_error": "mean absolute error"}),
+    Chart(
+        "Length-adaptive lambda",
+        "of the policy's advantages",
+        {"advantage/lambda_mean": "mean lambda", "advantage/lambda_at_min_frac": "share at algo.lambda_min"},
+        "Responses at the lower bound are too short for the formula 1 - 1/(alpha l).",
+        turn_on="algo.lambda_policy=adaptive, as algo=vapo has it",
+    ),
+    Chart(
+        "Weight of the value",
+        "in the baseline",
+        {"advantage/tether_rho": "rho", "advantage/tether_rho_batch": "best of the batch"},
+    ),
+)
+ENGINES = (
+    Chart(
+        "Gap between the log-probs",
+        "trainer and rollout engine, per token",
+        {"mismatch/logprob_gap_mean": "mean", "mismatch/logprob_gap_max": "largest"},
+        "The same weights in two engines: what is left is rounding, or a fault.",
+        turn_on="a loss that reads old_logprobs (any but that of algo.surrogate=dis or dppo)",
+    ),
+    Chart("Mismatch", "KL to the rollout engine", {"mismatch/kl": "per token"}),
+    Chart(
+        "Ratio of the engines",
+        "at algo.mismatch.level",
+        {"mismatch/ratio_mean": "mean", "mismatch/ratio_max": "largest", "mismatch/outside_frac": "share outside"},
+    ),
+    Chart(
+        "Staleness",
+        "updates between sampling and learning",
+        {
+            "rollout/staleness_mean": "mean",
+            "rollout/staleness_max": "largest",
+            "rollout/too_stale_frac": "share too stale",
+            "rollout/mixed_frac": "share of several versions",
+        },
+        turn_on="rollout.max_staleness above 0; at 0 every token is sampled by the weights that learn from it",
+    ),
+    Chart(
+        "Replay",
+        "older groups",
+        {"replay/frac": "share of samples", "replay/age_mean": "mean age, iterations", "replay/kl": "KL per token"},
+        turn_on="algo.replay.num_iterations above 0",
+    ),
+    Chart(
+        "Steps of a sync",
+        "seconds",
+        {"sync/seconds_*": "*"},
+        is_stack=True,
+        turn_on="servers that generate (rollout.file=null)",
+    ),
+    Chart(
+        "Probe after each sync",
+        "largest gap of its log-probs",
+        {"sync/probe_logprob_gap": "gap"},
+        "Fixed tokens through both engines, once the checksums have been found equal.",
+    ),
+)
+TIME_CHARTS = (
+    Chart(
+        "Where the time goes",
+        "seconds per iteration",
+        {f"{TIME}*": "*"},
+        is_stack=True,
+        without=tuple(f"{TIME}{name}" for name in ONCE),
+    ),
+    Chart(
+        "Waiting",
+        "share of the iteration",
+        {"derived/rollout_frac": "roles wait for responses", "derived/servers_idle_frac": "servers have no rollout"},
+        "With rollout.max_staleness above 0 the servers also generate during the update.",
+    ),
+    Chart("Tokens per second", "", {"derived/generated_tokens_per_second": "generated, over the whole iteration"}),
+    Chart(
+        "Model FLOPs utilization (MFU) of the update",
+        "share of the processors' peak",
+        {MFU: "policy and critic"},
+        note="Operations of the models' forward and backward passes, over what the processors of policy and critic"
+        " could do in the update's seconds: GPUs by their data sheet in bfloat16, a CPU as measured.",
+        turn_on="a known GPU (`cluster.hardware`)",
+    ),
+)
+
+
+def name_metrics(chart: Chart, names: Iterable[str]) -> dict[str, str]:
+    """(metric, label) of those of `names` that the chart shows, in its order; at most MOST_CURVES for a *."""
+    found: dict[str, str] = {}
+    known = list(names)
+    for pattern, label in chart.metrics.items():
+        start, star, _ = pattern.partition("*")
+        if not star:
+            found |= {pattern: label} if pattern in known else {}
+            continue
+        matching = [name for name in known if name.startswith(start) and name not in chart.without]
+        found |= {name: label.replace("*", name.removeprefix(start)) for name in matching[:MOST_CURVES]}
+    return found
+
+
+@dataclass(frozen=True)
+class Curve:
+    label: str
+    group: int
+    """Number of its colour"""
+    points: Sequence[tuple[float, float]]
+    """(iteration, value), finite"""
+    ranges: Sequence[tuple[float, float]] = ()
+    """Least and largest value of what each point stands for; empty: the value itself"""
+    indices: Sequence[int] = ()
+    """Which points of the run's history it has, ascending"""
+    run: str = ""
+    """The run's name, by which a page of several finds all its elements; the label is its tooltip then"""
+
+
+def build_curves(history: History, metrics: Mapping[str, str], *, is_stack: bool = False) -> list[Curve]:
+    """One of each metric that has values. is_stack: means over all lines of a point, those without the metric as 0."""
+    curves = []
+    for number, (metric, label) in enumerate(metrics.items()):
+        found = [(index, point) for index, point in enumerate(history.points) if metric in point.metrics]
+        ranges = [point.metrics[metric] for _, point in found]
+        points = [
+            (point.last, each.total / (point.num_lines if is_stack else each.count))
+            for each, (_, point) in zip(ranges, found, strict=True)
+        ]
+        ends = [(each.low, each.high) for each in ranges] if history.width > 1 else []
+        if found:
+            curves.append(Curve(label, min(number, GRAY), points, ends, [index for index, _ in found]))
+    return curves
+
+
+WIDTH, HEIGHT = 340, 210
+LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 28
+OUTLIER = 20.0
+"""Times the median, from which a value makes a chart logarithmic"""
+RANGE_SHARE = 0.95
+"""Share of the points whose whole range is drawn; the others, spikes, are cut at the chart's edge"""
+MOST_DOTS = 40
+"""A curve of so few points has a dot at each"""
+CURSOR = f'<line class="cursor" x1="0" x2="0" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A linear map from data to pixels."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def place(self, value: float) -> float:
+        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+
+
+def build_axis(values: Iterable[float], start: float, end: float, margin: float = 0.0) -> Axis:
+    """An axis from the least to the greatest value, with a share `margin` of the range left free at each end."""
+    found = list(values)
+    low, high = min(found), max(found)
+    if high - low < 1e-12 * max(1.0, abs(high)):
+        low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
+    room = (high - low) * margin
+    return Axis(low - room, high + room, start, end)
+
+
+def choose_ticks(axis: Axis, number: int = 4) -> list[float]:
+    """Round values (1, 2 or 5 times a power of ten apart) within the axis."""
+    raw = (axis.high - axis.low) / number
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
+    first, last = math.ceil(axis.low / step - 1e-9), math.floor(axis.high / step + 1e-9)
+    return [0.0 if i == 0 else i * step for i in range(first, last + 1)]
+
+
+def needs_log(values: Sequence[float]) -> bool:
+    """Whether a few of the values, all above 0, are so large that the others would lie on the axis."""
+    return min(values) > 0 and max(values) > OUTLIER * statistics.median(values)
+
+
+def draw_curves(
+    curves: Sequence[Curve],
+    domain: tuple[float, float] | None = None,
+    floor: float = -math.inf,
+    *,
+    are_whole: bool = True,
+) -> str:
+    """Lines with the range of what their points stand for; a curve of one point is a dot; a vertical cursor.
+
+    domain: the ends of x; None: those of the points. floor: values below are drawn there. are_whole: x has whole
+    numbers only, as an iteration.
+    """
+    drawn = [curve for curve in curves if curve.points]
+    values = [max(value, floor) for curve in drawn for _, value in curve.points]
+    is_log, low = needs_log(values), min(values)
+
+    def scale(value: float) -> float:
+        return math.log10(max(value, low)) if is_log else max(value, floor)
+
+    ends = [*values, *_find_ends(drawn, floor)]
+    # A share that is always 0 lies on the axis.
+    ends += [] if any(ends) else [1.0]
+    x = build_axis(domain or [across for curve in drawn for across, _ in curve.points], LEFT, WIDTH - RIGHT)
+    y = build_axis([scale(value) for value in ends], HEIGHT - BOTTOM, TOP, margin=0.04)
+
+    def place(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+        return [(x.place(i), min(max(y.place(scale(value)), TOP), HEIGHT - BOTTOM)) for i, value in points]
+
+    parts = list(draw_grid(x, y, is_log, are_whole))
+    for curve in drawn:
+        if curve.ranges:
+            (lower, upper), across = zip(*curve.ranges, strict=True), [i for i, _ in curve.points]
+            outline = [*place(zip(across, upper, strict=True)), *reversed(place(zip(across, lower, strict=True)))]
+            parts.append(f'<polygon class="range g{curve.group}" points="{_join(outline)}"/>')
+    for curve in drawn:
+        points = place(curve.points)
+        tooltip = f' data-run="{escape(curve.run)}"><title>{escape(curve.label)}</title>' if curve.run else ">"
+        parts.append(f'<g class="curve g{curve.group}"{tooltip}')
+        if len(points) > 1:
+            parts.append(f'<polyline class="hit" points="{_join(points)}"/>' if curve.run else "")
+            parts.append(f'<polyline class="line" points="{_join(points)}"/>')
+        if len(points) <= MOST_DOTS and not curve.run:
+            parts += [f'<circle class="end" cx="{across:.1f}" cy="{up:.1f}" r="1.6"/>' for across, up in points[:-1]]
+        parts.append(f'<circle class="end" cx="{points[-1][0]:.1f}" cy="{points[-1][1]:.1f}" r="2.6"/></g>')
+    return wrap_svg(WIDTH, HEIGHT, [*parts, CURSOR])
+
+
+def _find_ends(curves: Sequence[Curve], floor: float) -> Iterator[float]:
+    """Lows and highs without the most extreme, so that one spike does not flatten the rest."""
+    for curve in curves:
+        if curve.ranges:
+            kept = math.ceil(RANGE_SHARE * len(curve.ranges)) - 1
+            yield max(sorted((low for low, _ in curve.ranges), reverse=True)[kept], floor)
+            yield max(sorted(high for _, high in curve.ranges)[kept], floor)
+
+
+def draw_stack(curves: Sequence[Curve], domain: tuple[float, float]) -> str:
+    """Areas upon one another, the first at the bottom; a point that a curve lacks counts as 0."""
+    iterations = sorted({i for curve in curves for i, _ in curve.points})
+    level = dict.fromkeys(iterations, 0.0)
+    bounds = [level]
+    for curve in curves:
+        own = dict(curve.points)
+        level = {i: level[i] + own.get(i, 0.0) for i in iterations}
+        bounds.append(level)
+    x = build_axis(domain, LEFT, WIDTH - RIGHT)
+    y = build_axis([0.0, max(level.values()) or 1.0], HEIGHT - BOTTOM, TOP)
+    # One iteration is a bar of the whole width.
+    across = [LEFT, WIDTH - RIGHT] if len(iterations) == 1 else [x.place(i) for i in iterations]
+    repeats = 2 if len(iterations) == 1 else 1
+    parts = list(draw_grid(x, y, False, True))
+    for curve, lower, upper in zip(curves, bounds, bounds[1:], strict=False):
+        tops, bottoms = (repeats * [y.place(level[i]) for i in iterations] for level in (upper, lower))
+        outline = [*zip(across, tops, strict=True), *reversed(list(zip(across, bottoms, strict=True)))]
+        parts.append(f'<polygon class="area g{curve.group}" points="{_join(outline)}"/>')
+    return wrap_svg(WIDTH, HEIGHT, [*parts, CURSOR])
+
+
+def draw_bars(bins: Sequence[tuple[float, Sequence[int]]], groups: Sequence[int]) -> str:
+    """Counts upon one another, the first at the bottom. bins: (lower end, count of each group), of equal width."""
+    width = bins[1][0] - bins[0][0] if len(bins) > 1 else 1.0
+    x = build_axis([bins[0][0], bins[-1][0] + width], LEFT, WIDTH - RIGHT)
+    y = build_axis([0.0, max(sum(counts) for _, counts in bins)], HEIGHT - BOTTOM, TOP)
+    parts = list(draw_grid(x, y, False, True))
+    for low, counts in bins:
+        start, base = x.place(low), 0
+        for group, count in zip(groups, counts, strict=True):
+            top, bottom = y.place(base + count), y.place(base)
+            size = f'width="{x.place(low + width) - start - 1:.1f}" height="{bottom - top:.1f}"'
+            parts.append(f'<rect class="area g{group}" x="{start:.1f}" y="{top:.1f}" {size}/>')
+            base += count
+    return wrap_svg(WIDTH, HEIGHT, parts)
+
+
+def draw_grid(x: Axis, y: Axis, is_log: bool, are_whole: bool) -> Iterator[str]:
+    """The parts of a chart behind its curves. is_log: y is of decimal logarithms; are_whole: as in `draw_curves`."""
+    for tick in choose_ticks(y):
+        at, value = y.place(tick), 10.0**tick if is_log else tick
+        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        yield f'<text class="tick" x="{LEFT - 6}" y="{at + 3.5:.1f}" text-anchor="end">{format_number(value)}</text>'
+    for value in choose_ticks(x, 5):
+        if not are_whole or value == int(value):
+            at, text = x.place(value), f"{value:.0f}" if are_whole else format_number(value)
+            yield f'<text class="tick" x="{at:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{text}</text>'
+    yield f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>'
+
+
+def wrap_svg(width: float, height: float, parts: Sequence[str]) -> str:
+    """The whole element, whose size is that of its place on the page."""
+    return f'<svg viewBox="0 0 {width:g} {height:g}" role="img">{"".join(parts)}</svg>'
+
+
+def _join(points: Iterable[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+
+
+def list_data(curves: Sequence[Curve]) -> list[dict[str, Any]]:
+    """For the script that shows values at the pointer, of each curve: "i" the indices of its points (the first alone
+    where none is missing), "v" their values to 4 digits.
+    """
+    found = []
+    for curve in curves:
+        is_whole = curve.indices[-1] - curve.indices[0] + 1 == len(curve.indices)
+        values = [float(f"{value:.4g}") for _, value in curve.points]
+        found.append({"i": curve.indices[0] if is_whole else curve.indices, "v": values})
+    return found
+
+
+LOWEST = -1.0
+"""Explained variance below it is drawn there, so that a few responses of one length do not hide the rest."""
+Lines = Sequence[Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A chart not over the iterations, but by position, length or value: it has the median of each third of the run."""
+
+    title: str
+    x: str
+    """What the horizontal axis is"""
+    curves: tuple[Curve, ...]
+    note: str = ""
+    are_whole: bool = True
+    """As in `draw_curves`"""
+
+
+def list_critic_pictures(history: History) -> list[Picture]:
+    lines = [line for line in history.lines if "critic/explained_variance" in line]
+    found = [
+        build_by_part(
+            "Explained variance by position",
+            "quarter of the response",
+            lines,
+            [f"critic/ev_at_{quarter}" for quarter in QUARTERS],
+            "Rising: the critic learns from the response itself. Flat and high: it knows the prompt and little else."
+            " Falling: it loses track as a response gets longer.",
+        ),
+        build_by_part(
+            "Explained variance by length",
+            "quartile of the responses' length",
+            lines,
+            [f"critic/ev_length_q{number}" for number in range(1, 5)],
+            "A quartile far below the others is a kind of response that the critic has not understood.",
+        ),
+        _build_calibration(
+            "first",
+            lines,
+            "On the gray line the critic promises what comes; above it, it lags behind a policy that gets better;"
+            " flatter than it, its values vary too much.",
+        ),
+        _build_calibration("middle", lines, "The same at the middle of each response."),
+        _build_snr(lines),
+    ]
+    return [picture for picture in found if any(curve.group != GRAY for curve in picture.curves)]
+
+
+def list_gap_pictures(history: History) -> list[Picture]:
+    found = []
+    for pattern, title, note in (
+        (
+            "mismatch/logprob_gap_at_{}",
+            "Gap between the log-probs, by position",
+            "Rising to the right: errors that add up. High at the left: the prompts differ.",
+        ),
+        ("mismatch/kl_at_{}", "Mismatch (KL), by position", ""),
+    ):
+        metrics = [pattern.format(quarter) for quarter in QUARTERS]
+        lines = [line for line in history.lines if metrics[0] in line]
+        found.append(build_by_part(title, "quarter of the response", lines, metrics, note))
+    return [picture for picture in found if picture.curves]
+
+
+def build_by_part(title: str, x: str, lines: Lines, metrics: Sequence[str], note: str = "") -> Picture:
+    """One point for each of the metrics, from 1 on, and one curve for each third of the run; nothing below LOWEST."""
+    curves = []
+    for label, part in _split_thirds(lines):
+        middles = [_find_median(part, metric) for metric in metrics]
+        curves.append((label, [(n, max(y, LOWEST)) for n, y in enumerate(middles, start=1) if y is not None]))
+    return Picture(title, x, _number_curves(curves), note)
+
+
+def _build_calibration(state: str, lines: Lines, note: str) -> Picture:
+    curves = []
+    for label, part in _split_thirds(lines):
+        pairs = [
+            (_find_median(part, f"critic/value_{state}_q{q}"), _find_median(part, f"critic/outcome_{state}_q{q}"))
+            for q in range(1, 5)
+        ]
+        curves.append((label, [(x, y) for x, y in pairs if x is not None and y is not None]))
+    numbered = _number_curves(curves)
+    values = [point[0] for curve in numbered for point in curve.points]
+    diagonal = Curve("perfectly calibrated", GRAY, [(x, x) for x in (min(values), max(values))] if values else [])
+    title = f"Calibration of the value of the {state} state"
+    return Picture(title, "mean value; vertical: mean outcome", (*numbered, diagonal), note, are_whole=False)
+
+
+def _build_snr(lines: Lines) -> Picture:
+    baseline = "group" if any("critic/mse_vs_group" in line for line in lines) else "batch"
+    curves = [(label, _find_ratios(part, "advantage/signal_frac")) for label, part in _split_thirds(lines)]
+    points = _find_ratios(lines, f"advantage/signal_frac_{baseline}")
+    others = (Curve(f"outcome - mean of the {baseline}, whole run", GRAY, points),) if points else ()
+    return Picture(
+        "Signal-to-noise ratio of the advantages",
+        "quarter of the response",
+        (*_number_curves(curves), *others),
+        "How much of an advantage is about its own token; the gray line is what advantages without a critic would"
+        " have.",
+    )
+
+
+def _find_ratios(lines: Lines, name: str) -> list[tuple[float, float]]:
+    """(quarter, SNR) from the median share of signal; 0 where none is found, left out where no noise is."""
+    shares = [_find_median(lines, f"{name}_at_{quarter}") for quarter in QUARTERS]
+    return [
+        (number, math.sqrt(max(share, 0.0) / (1 - share)))
+        for number, share in enumerate(shares, start=1)
+        if share is not None and share < 1
+    ]
+
+
+def _split_thirds(lines: Lines) -> Iterator[tuple[str, Lines]]:
+    """(iterations, lines) of each third that has any."""
+    for number in range(3):
+        part = lines[len(lines) * number // 3 : len(lines) * (number + 1) // 3]
+        if part:
+            yield f"iterations {part[0]['iteration']:.0f} to {part[-1]['iteration']:.0f}", part
+
+
+def _find_median(lines: Lines, metric: str) -> float | None:
+    values = [line[metric] for line in lines if metric in line]
+    return statistics.median(values) if values else None
+
+
+def _number_curves(curves: Iterable[tuple[str, Sequence[tuple[float, float]]]]) -> tuple[Curve, ...]:
+    return tuple(Curve(label, number, points) for number, (label, points) in enumerate(curves) if points)

@@ -1,0 +1,388 @@
+"""The page of a run: one self-contained HTML file, built from what the run wrote, while it trains or after."""
+
+import contextlib
+import json
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from megarl.config.errors import ConfigError
+from megarl.config.load import find_choices, list_preset_values
+from megarl.config.search_path import CONF_DIR, is_search_path, show_overrides
+from megarl.report.charts import (
+    CRITIC,
+    ENGINES,
+    LEARNING,
+    POLICY,
+    TIME_CHARTS,
+    Chart,
+    Picture,
+    build_curves,
+    draw_bars,
+    draw_curves,
+    draw_stack,
+    list_critic_pictures,
+    list_data,
+    list_gap_pictures,
+    name_metrics,
+    needs_log,
+)
+from megarl.report.metrics import SECONDS, History
+from megarl.report.record import STARTS_NAME, UNFINISHED, RunRecord, Start
+from megarl.report.signs import NUM_RULES, explain_mismatch, list_warnings
+from megarl.report.terminal import LOG_NAME
+from megarl.report.text import format_number, format_seconds
+from megarl.report.viewer import bin_lengths, format_viewer, load_responses
+
+HERE = Path(__file__).resolve().parent
+VIEWER_BYTES = 4_000_000
+"""Largest size of the section with the responses"""
+MOST_RECENT = 10
+"""Points that a mean of the last iterations is over, at most"""
+LONGEST_VALUE = 300
+LOGGED_ITERATION = re.compile(r"^(?:\S+ \S+ )?iteration (\d+)/\d+  ")
+"""The line of an iteration in train.log, with or without its time"""
+
+
+def format_run_page(run: RunRecord, viewer_bytes: int = VIEWER_BYTES) -> str:
+    """The whole page."""
+    charts, responses = _Charts(run.history), load_responses(run.directory)
+    viewer = format_viewer(responses, viewer_bytes)
+    body = [
+        *_format_head(run),
+        *_format_warnings(run),
+        *charts.format_section("Learning", LEARNING, _format_lengths(responses.list_lengths())),
+        *charts.format_section("Policy", POLICY),
+        *charts.format_section("Critic", CRITIC, map(_format_picture, list_critic_pictures(run.history))),
+        *charts.format_section(
+            "Trainer and rollout engine", ENGINES, map(_format_picture, list_gap_pictures(run.history))
+        ),
+        *_format_causes(run),
+        *charts.format_section("Time", TIME_CHARTS),
+        *_format_configuration(run),
+        *([f'<h2 id="responses">Responses</h2>{viewer}'] if viewer else []),
+        *format_problems(run.problems),
+    ]
+    heads = [line for line in body if line.startswith('<h2 id="')]
+    links = [re.sub(r'<h2 id="(.*?)">(.*?)<.*', r'<a href="#\1">\2</a>', head, flags=re.DOTALL) for head in heads]
+    find = '<input id="find" type="search" placeholder="find a metric" aria-label="find a metric">'
+    data = json.dumps(charts.data, separators=(",", ":")).replace("<", "\\u003c")
+    footer = f"Written by megarl report from <code>{escape(str(run.directory))}</code>"
+    return wrap_page(run.name, f"<nav>{''.join(links)}{find}</nav>", body, footer, data, "page.js")
+
+
+def wrap_page(title: str, nav: str, body: Sequence[str], footer: str, data: str, script: str) -> str:
+    """A page with one style. data: JSON for the script, a file beside this one."""
+    return "\n".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title><style>{(HERE / 'page.css').read_text()}</style></head><body>{nav}<main>",
+            *body,
+            f"<footer>{footer}</footer></main>",
+            f'<script type="application/json" id="data">{data}</script>',
+            # A module: its names are its own.
+            f'<script type="module">{(HERE / script).read_text()}</script></body></html>\n',
+        ]
+    )
+
+
+def format_tiles(tiles: Mapping[str, str]) -> str:
+    """Numbers by what they are."""
+    shown = "".join(
+        f'<div class="tile"><b>{escape(number)}</b><span>{escape(what)}</span></div>' for what, number in tiles.items()
+    )
+    return f'<div class="tiles">{shown}</div>'
+
+
+def format_problems(problems: Sequence[str]) -> Iterator[str]:
+    if problems:
+        yield '<h2 id="files">Files that are missing or damaged</h2><ul>'
+        yield from (f"<li><code>{escape(problem)}</code></li>" for problem in problems)
+        yield "</ul>"
+
+
+def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]], style: str = "") -> str:
+    """heads: texts; rows: of cells with their <td>."""
+    head = "".join(f"<th>{escape(each)}</th>" for each in heads)
+    body = "".join(f"<tr>{''.join(cells)}</tr>" for cells in rows)
+    return f'<div class="scroll"><table{style}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+class _Charts:
+    """The charts over the iterations, with the data from which page.js shows the values at the pointer."""
+
+    def __init__(self, history: History):
+        self.history, points = history, history.points
+        self.domain = (points[0].first, points[-1].last) if points else (0, 1)
+        self.data: dict[str, Any] = {"iterations": [point.last for point in points], "domain": self.domain}
+        self.data["charts"] = []
+
+    def format_section(self, title: str, charts: Sequence[Chart], more: Iterable[str] = ()) -> Iterator[str]:
+        """Heading, cards, `more` cards, and a line for each chart that has no values but could have some."""
+        metrics = {chart.title: name_metrics(chart, self.history.names) for chart in charts}
+        cards = [self.format_chart(chart, metrics[chart.title]) for chart in charts if metrics[chart.title]]
+        cards += more
+        missing = [chart for chart in charts if chart.turn_on and not metrics[chart.title]]
+        if not cards and not missing:
+            return
+        yield f'<h2 id="{title.lower().replace(" ", "-")}">{escape(title)}</h2>'
+        yield f'<div class="grid-of-charts">{"".join(cards)}</div>'
+        if missing:
+            shown = (f"<b>{escape(each.title)}</b>, which takes {mark_keys(each.turn_on)}" for each in missing)
+            yield f'<p class="missing">Without values: {"; ".join(shown)}.</p>'
+
+    def format_chart(self, chart: Chart, metrics: Mapping[str, str]) -> str:
+        curves = build_curves(self.history, metrics, is_stack=chart.is_stack)
+        svg = draw_stack(curves, self.domain) if chart.is_stack else draw_curves(curves, self.domain, chart.floor)
+        is_log = needs_log([max(value, chart.floor) for curve in curves for _, value in curve.points])
+        unit = f"{chart.unit} (log scale)".strip() if is_log and not chart.is_stack else chart.unit
+        keys = "".join(
+            f'<span class="g{curve.group}" data-group="{curve.group}"><i class="swatch"></i>{escape(curve.label)}'
+            f' <b data-series="{number}">{format_number(curve.points[-1][1])}</b></span>'
+            for number, curve in enumerate(curves)
+        )
+        self.data["charts"].append(list_data(curves))
+        head = f"{escape(chart.title)} <span>{escape(unit)}</span><small>{escape(', '.join(metrics))}</small>"
+        return _format_card(head, svg, keys, mark_keys(chart.note), f' data-chart="{len(self.data["charts"]) - 1}"')
+
+
+def _format_card(head: str, svg: str, keys: str, note: str, attributes: str = "") -> str:
+    noted = f'<p class="note">{note}</p>' if note else ""
+    return f'<div class="card"{attributes}><h3>{head}</h3>{svg}<div class="keys">{keys}</div>{noted}</div>'
+
+
+def _format_picture(picture: Picture) -> str:
+    keys = "".join(
+        f'<span class="g{curve.group}"><i class="swatch"></i>{escape(curve.label)}</span>' for curve in picture.curves
+    )
+    svg = draw_curves(picture.curves, are_whole=picture.are_whole)
+    return _format_card(f"{escape(picture.title)} <span>{escape(picture.x)}</span>", svg, keys, escape(picture.note))
+
+
+def _format_lengths(lengths: Sequence[tuple[int, int, bool]]) -> Iterator[str]:
+    """lengths: (iteration, generated tokens, whether it is correct) of responses, of which the last third is shown."""
+    recent = lengths[len(lengths) * 2 // 3 :]
+    if recent:
+        bars = draw_bars(bin_lengths((size, is_correct) for _, size, is_correct in recent), (2, 6))
+        keys = '<span class="g2"><i class="swatch"></i>right</span><span class="g6"><i class="swatch"></i>wrong</span>'
+        note = f"{len(recent)} sampled responses of iterations {recent[0][0]} to {recent[-1][0]}."
+        yield _format_card("Length of right and wrong responses <span>generated tokens</span>", bars, keys, note)
+
+
+def _format_head(run: RunRecord) -> Iterator[str]:
+    yield f"<h1>{escape(run.name)}</h1>"
+    parts = [f'<span class="{escape(run.state)}">{escape(run.state)}</span>']
+    recent, minutes = run.history.list_recent(SECONDS, 20), run.config.get("train.max_minutes")
+    if run.silent_s is not None:
+        parts.append(
+            f"no sign of life for {format_seconds(run.silent_s)}: if its process is gone,"
+            f" megarl train resume={escape(str(run.directory))} continues it"
+        )
+    elif run.state == UNFINISHED and run.num_iterations is not None and recent:
+        left = max(0, run.num_iterations - run.history.num_iterations)
+        limit = f", unless train.max_minutes={minutes:g} ends it" if isinstance(minutes, int | float) else ""
+        parts.append(f"{left} iterations left, about {format_seconds(sum(recent) / len(recent) * left)}{limit}")
+    if run.why:
+        parts.append(escape(run.why))
+    yield f"<p>{' · '.join(parts)}</p>"
+    if run.overrides:
+        yield f"<p><code>{escape(format_command(run.overrides))}</code></p>"
+    yield format_tiles(list_tiles(run))
+    text = "Point at a chart to read all of them at that iteration; a band is the range of the iterations of a point."
+    yield f'<p class="how">{text} <b id="at"></b></p>'
+
+
+def format_command(overrides: Sequence[str]) -> str:
+    """The command that starts the run, as a shell reads it."""
+    words = list(overrides)
+    with contextlib.suppress(ConfigError):  # The file may be damaged.
+        words = show_overrides(overrides)
+    return shlex.join(["megarl", "train", *words])
+
+
+def list_tiles(run: RunRecord) -> dict[str, str]:
+    """The numbers at the top, by what they are."""
+    history = run.history
+    tiles: dict[str, str] = {}
+    if "reward/heldout" in history.last:
+        best, at = history.best["reward/heldout"]
+        tiles["held-out reward, newest"] = f"{history.last['reward/heldout']:.3f}"
+        tiles["held-out reward, best"] = f"{best:.3f} at {at}"
+    _add_recent(tiles, history, "training reward", "reward/mean")
+    of = "" if run.num_iterations is None else f" of {run.num_iterations}"
+    tiles["iterations"] = f"{history.num_iterations}{of}"
+    tiles["time, all phases"] = format_seconds(history.seconds)
+    if "sampling/total_samples" in history.last:
+        tiles["responses sampled"] = f"{history.last['sampling/total_samples']:,.0f}"
+    if rates := history.list_recent("derived/generated_tokens_per_second", 20):
+        tiles["generated tokens per second"] = format_number(sum(rates) / len(rates))
+    _add_recent(tiles, history, "explained variance", "critic/explained_variance")
+    _add_recent(tiles, history, "gap to the rollout engine", "mismatch/logprob_gap_mean")
+    return tiles
+
+
+def _add_recent(tiles: dict[str, str], history: History, name: str, metric: str) -> None:
+    """`0.887 at 31 to 40`: the mean over the newest points that have it, a quarter of them, MOST_RECENT at most."""
+    found = [(point, point.metrics[metric]) for point in history.points if metric in point.metrics]
+    recent = found[-min(MOST_RECENT, max(1, len(found) // 4)) :]
+    if recent:
+        mean = sum(each.total for _, each in recent) / sum(each.count for _, each in recent)
+        first, last = recent[0][0].first, recent[-1][0].last
+        shown = f"{format_number(mean)} at {first}" + (f" to {last}" if last > first else "")
+        tiles[f"{name}, mean of the last iterations"] = shown
+
+
+@dataclass(frozen=True)
+class LoggedWarning:
+    text: str
+    count: int
+    """How often it is in the log"""
+    iteration: int | None
+    """The iteration that was logged before the last of them; None: none was"""
+
+
+def read_warnings(path: Path, most: int = 20, most_bytes: int = 4 * 2**20) -> Iterator[LoggedWarning]:
+    """The lines of a log that begin with "warning: ", each once, the newest `most` of them.
+
+    Of a log longer than most_bytes only its end is read.
+    """
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - most_bytes))
+        found: dict[str, LoggedWarning] = {}
+        iteration: int | None = None
+        for line in file.read().decode("utf-8", "replace").splitlines():
+            before, mark, text = line.partition("warning: ")
+            # A logger's time and level may stand before it.
+            if mark and len(before) < 60 and (not before or before[0] in "[0123456789"):
+                count = found.pop(text).count if text in found else 0
+                found[text] = LoggedWarning(text, count + 1, iteration)
+            elif logged := LOGGED_ITERATION.search(line):
+                iteration = int(logged[1])
+        yield from list(found.values())[-most:]
+
+
+def _format_warnings(run: RunRecord) -> Iterator[str]:
+    found, logged = list_warnings(run.history, run.config), list(read_warnings(run.directory / LOG_NAME))
+    yield '<h2 id="warnings">Warnings</h2>'
+    for warned in found:
+        yield f'<div class="warned"><b>{escape(warned.title)}</b> {mark_keys(warned.found)}.'
+        yield f"<span>What to do: {mark_keys(warned.do)}.</span></div>"
+    for each in logged:
+        when = "" if each.iteration is None else f" after iteration {each.iteration}"
+        times = f", {each.count} times in all" if each.count > 1 else ""
+        yield f'<div class="warned logged"><b>Logged{when}{times}</b> {escape(each.text)}</div>'
+    if not found and not logged:
+        yield f"<p>None: {NUM_RULES} rules look at the recent iterations, and none of them applies.</p>"
+
+
+def _format_causes(run: RunRecord) -> Iterator[str]:
+    if causes := explain_mismatch(run.history, run.config):
+        yield "<h3>Why the log-probs differ</h3><dl>"
+        for cause in causes:
+            yield f"<dt>{mark_keys(cause.found)}</dt><dd>Likely: {mark_keys(cause.likely)}."
+            yield f"To do: {mark_keys(cause.do)}.</dd>"
+        yield "</dl>"
+    if (count := run.history.counts.get("sync/bytes")) and "sync/probe_logprob_gap" in run.history.best:
+        worst, at = run.history.best["sync/probe_logprob_gap"]
+        yield (
+            f"<p>{count} syncs of {run.history.last['sync/bytes'] / 1e6:.3g} MB: each version was served only after the"
+            " checksums of every server's weights had been found equal to the trainer's. The largest median gap of the"
+            f" probe's tokens afterwards was {format_number(worst)}, at iteration {at}.</p>"
+        )
+
+
+def list_choices(overrides: Sequence[str]) -> list[str]:
+    """Those of the overrides that choose an option of a group.
+
+    An experiment that is a file of the user's own has what is to be seen: in its place are the options that it chooses.
+    """
+    groups = [re.split("[=@]", text.lstrip("+~"), maxsplit=1)[0] for text in overrides]
+    chosen = [text for text, group in zip(overrides, groups, strict=True) if (CONF_DIR / group).is_dir()]
+    names = [text.split("=", 1)[1] for text in chosen if text.lstrip("+").startswith("experiment=")]
+    if not names or (CONF_DIR / "experiment" / f"{names[-1]}.yaml").is_file():
+        return chosen
+    try:
+        found, defaults = find_choices([*chosen, *filter(is_search_path, overrides)]), find_choices([])
+    except ConfigError:
+        return chosen  # find_changes says so
+    return [f"{group}={name}" for group, name in found.items() if group != "experiment" and name != defaults.get(group)]
+
+
+def find_changes(run: RunRecord, choices: Sequence[str]) -> dict[str, tuple[Any, Any]] | None:
+    """(preset's value, the run's) of each key that differs. None where the configuration is not known, or `choices`
+    do not compose, which the run's problems then say.
+    """
+    if not run.config:
+        return None
+    try:
+        preset = list_preset_values([*choices, *filter(is_search_path, run.overrides)])
+    except ConfigError as error:
+        shown = " ".join(choices) or "the defaults"
+        run.problems.append(f"the preset ({shown}) cannot be composed here: {'; '.join(error.problems)}")
+        return None
+    return {key: (preset.get(key), value) for key, value in run.config.items() if preset.get(key) != value}
+
+
+def _format_configuration(run: RunRecord) -> Iterator[str]:
+    yield '<h2 id="configuration">Configuration</h2>'
+    if run.starts:
+        newest = run.starts[-1]
+        yield f'<pre class="objective">{escape(newest.objective)}</pre>'
+        yield f"<p>{escape(newest.sizes)}</p><p>{escape(newest.data)}</p>"
+    else:
+        yield f"<p>The objective of {escape(run.name)} is not known: it has no {STARTS_NAME}.</p>"
+    choices = list_choices(run.overrides)
+    changes, preset = find_changes(run, choices), escape(" ".join(choices) or "the defaults")
+    if changes:
+        yield f"<h3>What differs from <code>{preset}</code></h3>"
+        rows = [[_format_key(key), *map(_format_value, values)] for key, values in changes.items()]
+        yield format_table(("key", "preset", "this run"), rows, ' class="keys-of-config"')
+    elif changes is not None:
+        yield f"<p>Every key as in <code>{preset}</code>.</p>"
+    if run.starts:
+        yield "<h3>Versions and hardware</h3>"
+        yield format_table(("started", "machine", "versions"), [_list_cells(start) for start in run.starts])
+
+
+def _format_key(key: str) -> str:
+    # A narrow screen breaks a key after a dot or an underscore, not within a word.
+    breakable = re.sub(r"([._])", r"\1<wbr>", escape(key))
+    return f"<td><code>{breakable}</code></td>"
+
+
+def _format_value(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    shown = text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]} …"
+    return f"<td><code>{escape(shown)}</code></td>"
+
+
+def _list_cells(start: Start) -> list[str]:
+    hardware, when = start.hardware, datetime.fromtimestamp(start.time).astimezone().strftime("%Y-%m-%d %H:%M %Z")
+    machine = (
+        f"{hardware.get('host')}: {hardware.get('cpu')}, {hardware.get('cores')} cores,"
+        f" {hardware.get('memory_gib')} GiB; {'; '.join(map(str, hardware.get('gpus') or [])) or 'no GPU'}"
+        + (f"; {peak:.3g} TFLOP/s at most for policy and critic" if (peak := hardware.get("peak_tflops")) else "")
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in start.versions.items())
+    return [f"<td>{escape(when)}</td>", *(f'<td class="wide">{escape(text)}</td>' for text in (machine, versions))]
+
+
+def mark_keys(text: str) -> str:
+    """The text with its keys and metrics, words with a dot or a slash inside, as code."""
+    return " ".join(_mark_word(word) for word in text.split(" "))
+
+
+def _mark_word(word: str) -> str:
+    core = word.strip("(),;:.")
+    inside = core.strip("0123456789.")
+    # Not the numbers of a formula.
+    if core[:1].isalpha() and any(mark in inside for mark in "./=_"):
+        before, _, after = word.partition(core)
+        return f"{escape(before)}<code>{escape(core)}</code>{escape(after)}"
+    return escape(word)

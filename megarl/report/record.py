@@ -1,0 +1,346 @@
+"""What a run leaves in its folder about itself, beside its metrics, and the whole of it read again.
+
+status.json: the current phase, for monitoring from outside: {"iteration": 3, "phase": "rollout", "since": 1790000000.0,
+"pid": 4711}. `iteration` is the current one; `phase` is null between phases; `since` is in seconds of Unix time.
+
+outcome.json: how it ended: {"state": "done", "why": "", "results": {"iterations": 80, "reward/heldout": 0.98}}.
+`state` is done, failed or stopped (by a signal, after its checkpoint was written); `why` is the reason where it is not
+done, and what ended it where it is done before its last iteration. A run that is in progress, or whose process was
+killed, has no such file.
+
+starts.jsonl: what each start was made with, one JSON object a line: {"time": 1790000000.0, "objective": "policy loss =
+...", "sizes": "each iteration: ...", "data": "data: 72 prompts ...", "versions": {"python": "3.11.2", ...}, "hardware":
+{"host", "cpu", "cores", "memory_gib", "gpus", "peak_tflops"}}. `gpus` are those of the machine that the driver runs on,
+as nvidia-smi names them; `peak_tflops` is what the processors of policy and critic can do together, in 1e12 operations
+a second, or null.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import psutil
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from megarl.json_text import load_json_object, parse_json
+from megarl.report.metrics import FILE_NAME, History, add_mfu, drop_unfinished_line, load_history
+
+RUN_NAME, STATUS_NAME, OUTCOME_NAME, STARTS_NAME = "run.json", "status.json", "outcome.json", "starts.jsonl"
+HYDRA_FOLDER = ".hydra"
+HELDOUT = "reward/heldout"
+LONGEST_WHY = 2000
+PACKAGES = ("megarl", "torch", "megatron-core", "sglang", "ray", "transformers", "transformer-engine", "numpy")
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+TIMEOUT_S = 20.0
+UNFINISHED = "unfinished"
+"""The state of a run that is in progress or was killed: it has no outcome.json"""
+SILENT_S = 1800.0
+"""Without a sign of life for so long, a run is said to be silent"""
+
+
+def write_atomically(path: Path, content: Any) -> None:
+    """As JSON. The file is not essential: it is not synced to disk, and a full disk is left to other writers."""
+    partial = path.with_name(f".{path.name}.partial")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        partial.replace(path)
+
+
+def write_status(run_dir: Path, iteration: int, phase: str | None) -> None:
+    content = {"iteration": iteration, "phase": phase, "since": time.time(), "pid": os.getpid()}
+    write_atomically(run_dir / STATUS_NAME, content)
+
+
+def load_status(path: Path) -> dict[str, Any] | None:
+    """Read a status.json; None where there is none."""
+    try:
+        return dict(parse_json(path.read_text()))
+    except FileNotFoundError:
+        return None
+
+
+class State(Enum):
+    done = "done"
+    failed = "failed"
+    stopped = "stopped"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    state: State
+    why: str = ""
+    results: Mapping[str, float] = field(default_factory=dict)
+    """The numbers of the line `done: ...`, without those that are not finite"""
+
+
+def write_outcome(run_dir: Path, outcome: Outcome) -> None:
+    """Write the file atomically. Where the disk is full there is no file."""
+    results = {name: value for name, value in outcome.results.items() if math.isfinite(value)}
+    content = {"state": outcome.state.value, "why": outcome.why[:LONGEST_WHY], "results": results}
+    write_atomically(run_dir / OUTCOME_NAME, content)
+
+
+def clear_outcome(run_dir: Path) -> None:
+    """Remove the file: the run has not ended."""
+    (run_dir / OUTCOME_NAME).unlink(missing_ok=True)
+
+
+def load_outcome(run_dir: Path) -> Outcome | None:
+    """Read the file; None where there is none. Raises ValueError naming the file where it is not valid."""
+    path = run_dir / OUTCOME_NAME
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+        results = {str(name): value for name, value in content["results"].items()}
+        if not all(isinstance(value, int | float) and math.isfinite(value) for value in results.values()):
+            raise ValueError("a result is not a finite number")
+        return Outcome(State(content["state"]), str(content["why"]), results)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: is not what a run writes: {error!r}") from None
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run."""
+
+    time: float
+    """Seconds of Unix time"""
+    objective: str
+    """The printed formulas, a line each"""
+    sizes: str
+    data: str
+    versions: Mapping[str, str]
+    hardware: Mapping[str, Any]
+
+
+def record_start(run_dir: Path, *, objective: str, sizes: str, data: str, peak_tflops: float | None) -> None:
+    """Append a line with these texts. A full disk is left to other writers.
+
+    peak_tflops: 1e12 operations a second of the processors of policy and critic; None: it is not known.
+    """
+    hardware = {**find_hardware(), "peak_tflops": peak_tflops}
+    content = {"time": time.time(), "objective": objective, "sizes": sizes, "data": data}
+    path = run_dir / STARTS_NAME
+    with contextlib.suppress(OSError):
+        drop_unfinished_line(path)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**content, "versions": find_versions(), "hardware": hardware}) + "\n")
+
+
+def find_versions() -> dict[str, str]:
+    """The version of Python and of each of PACKAGES that is installed, and megarl's commit in a checkout."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    here = Path(__file__).resolve().parents[2]
+    if (here / ".git").exists() and (commit := _ask("git", "-C", str(here), "describe", "--always", "--dirty")):
+        found["megarl's commit"] = commit
+    return found
+
+
+def find_hardware() -> dict[str, Any]:
+    """Of this machine: its name, processor, cores that this process may use, memory in GiB, GPUs."""
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].partition(":")[2].strip() if names else cpu
+    return {
+        "host": socket.gethostname(),
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": _ask(*NVIDIA_SMI).splitlines(),
+    }
+
+
+def _ask(*command: str) -> str:
+    """What the command prints; empty where it is missing, fails or takes too long."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def load_starts(run_dir: Path, problems: list[str]) -> list[Start]:
+    """The starts in order; a line that cannot be read is named in `problems`. Empty where there is no file."""
+    path, starts = run_dir / STARTS_NAME, list[Start]()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        problems.append(f"{path}: cannot be read: {error}")
+        return []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = parse_json(line)
+            objective, sizes, data = (str(record[name]) for name in ("objective", "sizes", "data"))
+            versions = {str(name): str(value) for name, value in record["versions"].items()}
+            hardware = dict(record["hardware"])
+            starts.append(Start(float(record["time"]), objective, sizes, data, versions, hardware))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            problems.append(f"{path}:{number}: is not what a run writes: {error!r}")
+    return starts
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as its folder has it, while it trains or after; files that are missing or damaged are `problems`."""
+
+    directory: Path
+    name: str
+    """What tells it from the other runs on a page: the name of its folder, if need be with folders above"""
+    state: str
+    """done, failed, stopped or unfinished"""
+    why: str
+    """The reason why it is not done, or done before its last iteration; else empty"""
+    config: Mapping[str, Any]
+    """The plain value of each dotted key, as far as it is known"""
+    overrides: Sequence[str]
+    starts: Sequence[Start]
+    history: History
+    problems: list[str]
+
+    @property
+    def num_iterations(self) -> int | None:
+        """How many the run is to have; None: not known"""
+        found = self.config.get("train.num_iterations")
+        return found if isinstance(found, int) else None
+
+    @property
+    def silent_s(self) -> float | None:
+        """Seconds since the newest of the files that a run that is alive writes, where they are more than SILENT_S and
+        the run is unfinished.
+        """
+        paths = [path for name in (STATUS_NAME, FILE_NAME) if (path := self.directory / name).is_file()]
+        silent = time.time() - max((path.stat().st_mtime for path in paths), default=time.time())
+        return silent if silent > SILENT_S and self.state == UNFINISHED else None
+
+
+def is_run(directory: Path) -> bool:
+    """Whether it is the folder of a run, and not of a sweep or anything else."""
+    return any((directory / name).is_file() for name in (RUN_NAME, FILE_NAME))
+
+
+def load_runs(directories: Sequence[Path]) -> list[RunRecord]:
+    """The runs in these folders, with names that differ."""
+    runs = [load_run(path) for path in directories]
+    if len({run.name for run in runs}) == len(runs):
+        return runs
+    above = Path(os.path.commonpath(directories))
+    return [replace(run, name=str(run.directory.relative_to(above))) for run in runs]
+
+
+def load_sweep(directory: Path) -> list[RunRecord]:
+    """All folders below `directory` in which a run has begun, sorted by name. A missing folder has no runs."""
+    folders = sorted(path for path in directory.iterdir() if path.is_dir()) if directory.is_dir() else []
+    begun = [path for path in folders if (path / HYDRA_FOLDER).is_dir() or (path / RUN_NAME).is_file()]
+    return [load_run(path) for path in begun if ".aside-" not in path.name]
+
+
+def load_run(directory: Path) -> RunRecord:
+    """Everything but the responses; nothing here raises."""
+    problems: list[str] = []
+    state, why = _load_state(directory, problems)
+    starts = load_starts(directory, problems)
+    history = load_history(directory / FILE_NAME, problems, needed=state == State.done.value)
+    # A run that goes on elsewhere is measured by its newest machine.
+    if starts and (peak := starts[-1].hardware.get("peak_tflops")):
+        add_mfu(history, float(peak))
+    config, overrides = _load_settings(directory, problems)
+    return RunRecord(directory, directory.name, state, why, config, overrides, starts, history, problems)
+
+
+def _load_state(folder: Path, problems: list[str]) -> tuple[str, str]:
+    try:
+        if (outcome := load_outcome(folder)) is not None:
+            return outcome.state.value, outcome.why
+    except ValueError as error:
+        problems.append(str(error))
+    try:
+        status = parse_json((folder / STATUS_NAME).read_text(encoding="utf-8"))
+        at = f"at iteration {int(status['iteration'])}, in {status['phase'] or 'no phase'}"
+    except FileNotFoundError:
+        at = "before its processes were started"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problems.append(f"{folder / STATUS_NAME}: is not what a run writes: {error!r}")
+        at = "at an unknown point"
+    return UNFINISHED, f"in progress or killed, {at}"
+
+
+def _load_settings(folder: Path, problems: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Configuration and overrides from run.json, which has what a resumed run repeats, or, where the run ended before
+    it was written, from Hydra's files.
+    """
+    path = folder / RUN_NAME
+    config: dict[str, Any] | None = None
+    overrides: list[str] | None = None
+    try:
+        content = load_json_object(path)
+        config, overrides = dict(content["config"]), [str(text) for text in content["overrides"]]
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problems.append(f"{path}: is not what a run writes: {error!r}")
+    if config is None:
+        composed = _load_yaml(folder / HYDRA_FOLDER / "config.yaml", problems, needed=True)
+        config = _flatten(composed) if isinstance(composed, dict) else {}
+    if overrides is None:
+        found = _load_yaml(folder / HYDRA_FOLDER / "overrides.yaml", problems)
+        overrides = [str(text) for text in found] if isinstance(found, list) else []
+    return config, overrides
+
+
+def _load_yaml(path: Path, problems: list[str], *, needed: bool = False) -> Any:
+    """None where there is no such file, which is a problem where it is needed, or a damaged one, which always is."""
+    try:
+        tree = OmegaConf.load(path)
+        try:
+            return OmegaConf.to_container(tree, resolve=True)
+        except OmegaConfBaseException:
+            # Some values, such as the nodes of a Slurm job, are known only where the run executes.
+            return OmegaConf.to_container(tree, resolve=False)
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        if needed or not isinstance(error, FileNotFoundError):
+            problems.append(f"{path}: cannot be read: {error}")
+        return None
+
+
+def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def format_outcomes(runs: Sequence[RunRecord]) -> str:
+    """A table for the terminal: how each run ended, and why where it is not done."""
+    rows = [["run", "state", "iterations", "held-out reward", "why"]]
+    for run in runs:
+        shown = f"{run.history.last[HELDOUT]:.4f}" if HELDOUT in run.history.last else ""
+        why = run.why.splitlines()[0] if run.why else ""
+        rows.append([run.name, run.state, str(run.history.num_iterations), shown, why])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
