@@ -4,7 +4,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,14 +22,6 @@ from megarl.types import Metrics, Sample
 WARNING = "warning: "
 STARTS = ("time/start", "time/load")
 """Phases that belong to a start and not to an iteration"""
-
-
-@dataclass
-class Phase:
-    """A timed part of an iteration; `seconds` is its duration, valid once it has ended."""
-
-    name: str
-    seconds: float = 0.0
 
 
 def measure_speed(metrics: Metrics, times: Mapping[str, float]) -> Metrics:
@@ -79,23 +70,21 @@ class Report:
         """Called at the end of each `log`: the next iteration begins here"""
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[Phase]:
+    def phase(self, name: str) -> Iterator[None]:
         """Time the block, as time/NAME in the next `log`, and show the phase while it runs.
 
         A name used more than once before a `log` gives the sum, in seconds.
         """
-        phase = Phase(name)
         start = time.perf_counter()
         write_status(self._run_dir, self._iteration, name)
         self._progress.enter(name)
         try:
             with span(name):
-                yield phase
+                yield
         finally:
             self._progress.leave()
             write_status(self._run_dir, self._iteration, None)
-            phase.seconds = time.perf_counter() - start
-            self._times[TIME + name] = self._times.get(TIME + name, 0.0) + phase.seconds
+            self._times[TIME + name] = self._times.get(TIME + name, 0.0) + time.perf_counter() - start
 
     def log(self, iteration: int, metrics: Metrics) -> None:
         """Write one iteration's metrics and the times of the phases since the last `log`; warn as `Watch` does.

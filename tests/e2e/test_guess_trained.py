@@ -8,7 +8,7 @@ import pytest
 from megarl.environment import Action, EpisodeSetting
 from megarl.examples.toys.guess import Guess, compute_best_without_answers
 from megarl.models.checkpoint import build_character_tokenizer
-from megarl.report.estimators import compute_mean
+from megarl.report.evaluation import compute_mean
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.types import FinishReason, Sample
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from megarl.report.estimators import Votes, compute_maj_at_k, compute_mean, compute_pass_at_k
+from megarl.report.evaluation import Votes, compute_maj_at_k, compute_mean, compute_pass_at_k
 
 RIGHT, SILENT = "right", None
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.report.estimators import Votes
-from megarl.report.evaluation import count_votes, format_response, format_table, summarize_set, write_evaluation
+from megarl.report.evaluation import Votes, count_votes, format_response, format_table, summarize_set, write_evaluation
 from megarl.types import FinishReason, Prompt, Response, Sample, Score, Turn
 
 
