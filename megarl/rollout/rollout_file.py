@@ -137,23 +137,6 @@ class Limits:
     """What the model reads before each prompt, if it is a critic with data.critic_prompt"""
 
 
-@dataclass(frozen=True)
-class SavedRollouts:
-    """A rollouts.jsonl that has been read once and found valid."""
-
-    path: Path
-    num_rollouts: int
-    num_samples: int
-
-
-def check_rollouts(path: Path, limits: Limits) -> SavedRollouts:
-    """Validate the whole file without keeping it. Raises as `read_rollouts`, without its warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        sizes = [len(rollout.samples) for rollout in read_rollouts(path, limits)]
-    return SavedRollouts(path, len(sizes), sum(sizes))
-
-
 def load_rollouts(path: Path, limits: Limits | None = None) -> tuple[Rollout, ...]:
     """All rollouts of a file, in order; otherwise as `read_rollouts`."""
     return tuple(read_rollouts(path, limits))

@@ -35,8 +35,6 @@ from megarl.rollout.rollout_file import (
     Limits,
     SavedGroup,
     SavedGroups,
-    SavedRollouts,
-    check_rollouts,
     find_groups,
 )
 from megarl.rollout.server import add_turn_end, build_command, check_served_class, load_generation_spec
@@ -68,7 +66,7 @@ class Inputs:
     """Of the roles that the algorithm needs"""
     probe_tokens: tuple[int, ...]
     """The text on which every weight sync is verified"""
-    saved_rollouts: SavedRollouts | None
+    saved_rollouts: SavedGroups | None
     """The responses that value pretraining learns from, if not from fresh ones"""
     critic_prompt: CriticPrompt | None = None
     """With data.critic_prompt and a critic"""
@@ -184,13 +182,13 @@ def load_specs(config: Config, models: Models) -> dict[Role, WorkerSpec]:
 
 def load_saved_rollouts(
     config: Config, models: Models, critic_prompt: CriticPrompt | None = None
-) -> SavedRollouts | None:
+) -> SavedGroups | None:
     """The file that value pretraining learns from, None where it samples. Raises ConfigError with FILE:LINE."""
     settings, critic = config.algo.value_pretrain, models.critic_architecture
     if settings.rollouts is None or settings.num_steps == 0 or not needs_critic(config.algo):
         return None
     try:
-        return check_rollouts(
+        return find_groups(
             Path(settings.rollouts).expanduser(),
             Limits(critic.vocab_size, critic.max_length, config.rollout.response_length, critic_prompt=critic_prompt),
         )
@@ -304,7 +302,7 @@ def build_specs(config: Config, checkpoint: Path, critic_checkpoint: Path | None
     return specs
 
 
-def describe_start(config: Config, critic: WorkerSpec, saved: SavedRollouts | None) -> str:
+def describe_start(config: Config, critic: WorkerSpec, saved: SavedGroups | None) -> str:
     """What the critic starts from and what value pretraining learns from, as one sentence."""
     start = "the policy's weights, with a new value head"
     if config.critic.init is not None:

@@ -16,7 +16,7 @@ from megarl.rollout.rollout_file import (
     Journal,
     Limits,
     RolloutWriter,
-    check_rollouts,
+    find_groups,
     load_rollouts,
     name_group,
     write_rollouts,
@@ -243,11 +243,11 @@ def test_a_file_without_a_complete_rollout_is_an_error(tmp_path):
 def test_what_the_critic_cannot_take_is_named_with_its_line(tmp_path, limits, line, message):
     path = write(tmp_path / "r.jsonl", *two_rollouts())
     with pytest.raises(ValueError, match=rf"^{path}:{line}: {message}"):
-        check_rollouts(path, limits)
+        find_groups(path, limits)
 
 
 def test_a_file_that_is_right_is_counted(tmp_path):
-    saved = check_rollouts(write(tmp_path / "r.jsonl", *two_rollouts()), WIDE)
+    saved = find_groups(write(tmp_path / "r.jsonl", *two_rollouts()), WIDE)
     assert (saved.num_rollouts, saved.num_samples) == (2, 4)
 
 
