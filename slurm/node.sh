@@ -122,15 +122,8 @@ main() {
     options+=(--node-ip-address="$address")
   fi
   if ((number == 0)); then
-    # The one port that Ray does not leave to the kernel; below those that the kernel gives away meanwhile.
-    port=$("$MEGARL_PYTHON" -c '
-import contextlib, random, socket
-for port in random.sample(range(20000, 32768), 100):
-    with socket.socket() as listener, contextlib.suppress(OSError):
-        listener.bind(("", port))
-        print(port)
-        break
-')
+    # The one port that Ray does not leave to the kernel; not one of those that the kernel gives away meanwhile.
+    port=$("$MEGARL_PYTHON" -c 'from megarl.ports import pick_free_port; print(pick_free_port(""))')
     options+=(--head --port=0 --ray-client-server-port="$port" --include-dashboard=false --no-monitor)
   else
     options+=(--address="$MEGARL_RAY_ADDRESS")

@@ -297,9 +297,9 @@ def test_an_update_that_outlasts_slurms_signal_asks_for_an_earlier_one(update: f
 
 
 def test_the_seconds_before_the_time_limit_are_those_of_the_script() -> None:
-    script, restart = ((ROOT / "slurm" / name).read_text() for name in ("train.sh", "restart.sh"))
+    script = (ROOT / "slurm" / "train.sh").read_text()
     assert f"#SBATCH --signal=B:USR1@{assumptions.SIGNAL_S}\n" in script
-    assert re.search(rf"^MARGIN_S={assumptions.REQUEUE_S}\b", restart, re.MULTILINE)
+    assert re.search(rf"^MARGIN_S={assumptions.REQUEUE_S}\b", script, re.MULTILINE)
 
 
 def test_a_policy_whose_logprobs_nothing_reads_has_no_pass_before_its_update() -> None:
