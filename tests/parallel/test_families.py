@@ -11,14 +11,16 @@ from moe_runs import evaluate_layouts
 from piece_runs import Held, describe_layouts, flatten
 from safetensors.torch import load_file
 from tiny_checkpoints import build_samples, build_sequences, padded_reference_logprobs, write_checkpoint
+from tool_loading import load_tool
 
 from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
 from megarl.mcore.model.architecture import check_layout, read_architecture
 from megarl.mcore.weights.hf_reader import CheckpointReader
 from megarl.mcore.worker_spec import Role
 from megarl.models.families import FAMILIES
-from megarl.sync.pieces import predict_ranks
 from megarl.sync.plan import TensorSlice
+
+predict_ranks = load_tool("bench/policy_pieces.py").predict_ranks
 
 LAYOUTS = {
     "tp2": ParallelConfig(num_processes=2, tp=2),

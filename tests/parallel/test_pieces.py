@@ -7,12 +7,14 @@ from layout_runs import build_spec, launch
 from piece_runs import Held, describe_layouts, flatten
 from safetensors.torch import load_file
 from tiny_checkpoints import write_checkpoint
+from tool_loading import load_tool
 
 from megarl.config.schema.roles import ParallelConfig
 from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.worker_spec import Role
-from megarl.sync.pieces import predict_ranks
 from megarl.sync.plan import TensorSlice
+
+predict_ranks = load_tool("bench/policy_pieces.py").predict_ranks
 
 DENSE = {
     "tp2-pp2": ParallelConfig(num_processes=4, tp=2, sp=True, pp=2),

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from plan_jobs import ARCH_32B, build_role
+from tool_loading import load_tool
 
 from megarl.config.schema.roles import Dtype, LoraConfig, Offload, ParallelConfig, Recompute, RecomputeMethod, Trainable
 from megarl.config.schema.rollout import RolloutConfig
@@ -23,8 +24,10 @@ from megarl.plan.memory import (
     sum_layers,
 )
 from megarl.plan.seconds import estimate_transfer
-from megarl.sync.pieces import predict_ranks, predict_server_rank
+from megarl.sync.pieces import predict_server_rank
 from megarl.sync.plan import build_plan
+
+predict_ranks = load_tool("bench/policy_pieces.py").predict_ranks
 
 GIB = 1 << 30
 SMALL = Architecture("qwen2", 4, 64, 96, 4, 2, 16, 128, 512, 1e-6, 1e4, None, qkv_bias=True, qk_norm=False, tied=False)

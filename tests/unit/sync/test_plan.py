@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from tool_loading import load_tool
 from torch import Tensor
 
 from megarl.config.checks.parallel import check_parallel
@@ -21,7 +22,7 @@ from megarl.mcore.weights.entries import describe, list_entries, to_megatron
 from megarl.models.families import FAMILIES, build_random_fields, parse_architecture
 from megarl.models.family import Split
 from megarl.run.inputs import load_models, load_specs
-from megarl.sync.pieces import check_server_rank, find_layers, find_vocab_rows, predict_ranks, predict_server_rank
+from megarl.sync.pieces import check_server_rank, find_vocab_rows, predict_server_rank
 from megarl.sync.plan import (
     MASK,
     Copy,
@@ -41,6 +42,10 @@ from megarl.sync.plan import (
     find_words,
     format_plan,
 )
+
+policy_pieces = load_tool("bench/policy_pieces.py")
+predict_ranks = policy_pieces.predict_ranks
+find_layers = policy_pieces.find_layers
 
 
 def build_architecture(family: str, num_kv_heads: int = 2, tied: bool = False, vocab_size: int = 70) -> Architecture:
