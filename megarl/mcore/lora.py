@@ -34,7 +34,6 @@ from megarl.mcore.weights.adapters import (
 )
 from megarl.mcore.weights.bridge import named_entries
 from megarl.mcore.weights.entries import Entry
-from megarl.mcore.worker_spec import WorkerSpec
 from megarl.models.architecture import Architecture
 from megarl.models.family import Split
 
@@ -115,12 +114,15 @@ class Adapters(torch.nn.ModuleDict):
         }
 
 
-def attach_adapters(chunks: Sequence[PackedGPT], spec: WorkerSpec) -> dict[str, Any] | None:
-    """Freeze all weights and put adapters beside those that `spec.lora` names, before `wrap_chunks`.
+def attach_adapters(
+    chunks: Sequence[PackedGPT], lora: LoraConfig | None, seed: int, checkpoint: str
+) -> dict[str, Any] | None:
+    """Freeze all weights and put adapters beside those that `lora` names, before `wrap_chunks`.
 
-    Returns PEFT's adapter_config.json; None, and nothing is changed, where there shall be no adapters.
+    checkpoint: that the adapters belong to. Returns PEFT's adapter_config.json; None, and nothing is changed, where
+    there shall be no adapters.
     """
-    if (lora := spec.lora) is None:
+    if lora is None:
         return None
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -128,13 +130,13 @@ def attach_adapters(chunks: Sequence[PackedGPT], spec: WorkerSpec) -> dict[str, 
         adapters = Adapters()
         for entry, param in named_entries([chunk]):
             if has_adapter(entry, lora.layers):
-                adapter = Adapter(owners[id(param)], entry, chunk.config, lora, spec.seed)
+                adapter = Adapter(owners[id(param)], entry, chunk.config, lora, seed)
                 # `bridge.take_weights` merges by it; not a module of the layer, whose checkpoint would count it as its.
                 param.adapter = adapter  # type: ignore[attr-defined]
                 owners[id(param)].register_forward_hook(_build_hook(adapter))
                 adapters[name_adapter(entry)] = adapter
         chunk.adapters = adapters
-    return build_peft_config(lora, chunks[0].arch, spec.checkpoint)
+    return build_peft_config(lora, chunks[0].arch, checkpoint)
 
 
 def _build_hook(adapter: Adapter) -> Any:

@@ -1,6 +1,9 @@
 """torch.distributed and Megatron's process groups, and metrics over them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +46,16 @@ def initialize(
         claim_gpu(dist.distributed_c10d._get_default_store(), rank, found)
     initialize_groups(parallel, distributed_timeout_minutes=deadline_s / 60)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+@contextmanager
+def alone(scratch: Path) -> Iterator[None]:
+    """Meanwhile this process is the only one of process groups of its own. scratch: an empty directory."""
+    initialize(ParallelConfig(), 0, 1, f"file://{scratch}/init", 1, 300.0)
+    try:
+        yield
+    finally:
+        destroy()
 
 
 def initialize_groups(parallel: ParallelConfig, **options: Any) -> None:

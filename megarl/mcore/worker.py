@@ -85,7 +85,7 @@ class MegatronWorker:
         if spec.router_replay:
             replay_routes(self.chunks)
         freeze(self.chunks, spec.trainable)
-        self.peft_config = attach_adapters(self.chunks, spec)
+        self.peft_config = attach_adapters(self.chunks, spec.lora, spec.seed, spec.checkpoint)
         bound_values(self.chunks, spec.value_range)
         self.model: list[Any] = wrap_chunks(self.chunks, self.config, spec.optimizer)
         sum_gradients(self.config, self.model)

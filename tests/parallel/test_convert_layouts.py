@@ -1,4 +1,4 @@
-"""Checkpoints that real Megatron ranks save and load, against the conversion in one process without Megatron."""
+"""Checkpoints that ranks of several layouts save and load, against the conversion in one process."""
 
 import tempfile
 from collections.abc import Iterator
@@ -12,9 +12,7 @@ from safetensors.torch import load_file
 from tiny_checkpoints import write_checkpoint
 
 from megarl.config.schema.roles import Dtype, ParallelConfig
-from megarl.mcore.weights.compare import compare_tensors
-from megarl.mcore.weights.convert import hf_to_megatron, megatron_to_hf
-from megarl.mcore.weights.source import open_source
+from megarl.mcore.convert import compare_tensors, convert, open_source
 from megarl.mcore.worker_spec import Role
 
 pytestmark = pytest.mark.slow
@@ -58,9 +56,9 @@ def root() -> Iterator[Path]:
 @pytest.mark.parametrize("name", OTHER)
 def test_what_ranks_saved_becomes_bit_by_bit_what_they_export(name: str, root: Path) -> None:
     directory = root / name
-    with open_source(directory / "state") as source:
-        assert (source.about["iteration"], source.holds_optimizer) == (7, True)
-        megatron_to_hf(source, directory / "hf")
+    source = open_source(directory / "state")
+    assert (source.about["iteration"], source.holds_optimizer) == (7, True)
+    convert(source, directory / "hf")
     found, expected = (load_file(directory / x / "model.safetensors") for x in ("hf", "export"))
     start = load_file(root / f"start-{'llama' if name == 'critic' else name}" / "model.safetensors")
     assert found.keys() == expected.keys()
@@ -72,8 +70,7 @@ def test_what_ranks_saved_becomes_bit_by_bit_what_they_export(name: str, root: P
 def test_a_saved_critic_becomes_a_classifier_that_transformers_loads(root: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    with open_source(root / "critic" / "state") as source:
-        megatron_to_hf(source, root / "classifier")
+    convert(open_source(root / "critic" / "state"), root / "classifier")
     model, info = AutoModelForSequenceClassification.from_pretrained(root / "classifier", output_loading_info=True)
     assert type(model).__name__ == "LlamaForSequenceClassification"
     assert not any(info.values())
@@ -82,11 +79,9 @@ def test_a_saved_critic_becomes_a_classifier_that_transformers_loads(root: Path)
 
 def test_ranks_of_another_layout_load_what_was_converted_and_train_on_from_it(root: Path) -> None:
     for name in OTHER:
-        sizes = {"tp": 2, "pp": 2, "ep": 2 if "moe" in name else 1}
-        with open_source(root / name / "export") as source:
-            hf_to_megatron(source, root / name / "converted", **sizes)
-            with open_source(root / name / "converted") as back:
-                assert compare_tensors(source, back) == []
+        source = open_source(root / name / "export")
+        convert(source, root / name / "converted")
+        assert compare_tensors(source, open_source(root / name / "converted")) == []
     results = launch_in(str(root), 2, load_all, build_specs(root, OTHER))
     for name, found in results.items():
         fresh, loaded, trained = found["converted"]

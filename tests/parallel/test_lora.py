@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from tiny_checkpoints import build_sequences, padded_reference_logprobs, write_checkpoint
 
 from megarl.config.schema.roles import LoraConfig, LoraLayers, ParallelConfig, Recompute
-from megarl.mcore.weights.convert import megatron_to_hf
-from megarl.mcore.weights.source import open_source
+from megarl.mcore.convert import convert, open_source
 from megarl.mcore.worker_spec import Role, WorkerSpec
 
 RANK, ALPHA = 3, 12.0
@@ -139,8 +138,7 @@ def test_a_saved_state_goes_on_in_any_layout(name: str, root: Path, runs: dict[s
 
 @pytest.mark.parametrize("name", ["dense-vpp2", "moe-tp2_sp_ep2"])
 def test_a_saved_state_is_converted_to_what_the_ranks_export(name: str, root: Path, runs: dict[str, Any]) -> None:
-    with open_source(root / name / "state") as source:
-        megatron_to_hf(source, root / f"{name}-hf")
+    convert(open_source(root / name / "state"), root / f"{name}-hf")
     for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
         found, expected = (load_file(path / file) for path in (root / f"{name}-hf", root / name / "after"))
         assert found.keys() == expected.keys()

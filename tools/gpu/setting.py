@@ -159,14 +159,14 @@ def write_checkpoint(description: dict[str, Any], directory: Path, dtype: torch.
 
     Written tensor by tensor, and without transformers.
     """
-    from megarl.mcore.weights.safetensors_writer import MAX_FILE_BYTES, write_unknown_safetensors
+    from megarl.mcore.weights.safetensors_writer import MAX_FILE_BYTES, write_safetensors
 
     arch = parse_architecture(description, directory)
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(description, indent=2))
     std = float(description.get("initializer_range", 0.02))
     tensors = _make_tensors(arch, std, dtype, device)
-    write_unknown_safetensors(directory, tensors, MAX_FILE_BYTES)
+    write_safetensors(directory, tensors, MAX_FILE_BYTES)
     return directory
 
 

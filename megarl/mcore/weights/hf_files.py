@@ -17,7 +17,7 @@ from megarl.json_text import load_json_object
 from megarl.mcore.weights.adapters import PeftAdapter
 from megarl.mcore.weights.hf_critic import VALUE_HEAD, to_classifier_config
 from megarl.mcore.weights.hf_reader import INDEX, CheckpointReader
-from megarl.mcore.weights.safetensors_writer import DTYPE_NAMES, MAX_FILE_BYTES, write_unknown_safetensors
+from megarl.mcore.weights.safetensors_writer import DTYPE_NAMES, MAX_FILE_BYTES, write_safetensors
 
 # Everything of the source that is not weights goes along: config, tokenizer, chat template, generation settings.
 _COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
@@ -37,7 +37,7 @@ def write_hf_checkpoint(
     weights that it is merged into.
     """
     with replace_directory(directory) as building:
-        write_unknown_safetensors(building, tensors, MAX_FILE_BYTES)
+        write_safetensors(building, tensors, MAX_FILE_BYTES)
         with CheckpointReader(building) as reader:
             value_head = reader.read(VALUE_HEAD).dtype if VALUE_HEAD in reader else None
             stored = reader.read_dtype(min(reader.names))

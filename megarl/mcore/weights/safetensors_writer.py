@@ -1,6 +1,6 @@
-"""Safetensors files written tensor by tensor: the header first, from shapes and dtypes that are known before.
+"""Safetensors files of a model whose tensors come one after the other.
 
-safetensors' own writer takes all tensors of a file at once. Format: 8 bytes of the header's length, little-endian; the
+safetensors' own writer copies all tensors of a file. Format: 8 bytes of the header's length, little-endian; the
 header, JSON; the tensors' bytes one after the other.
 """
 
@@ -33,48 +33,27 @@ class TensorSpec:
 
 
 def write_safetensors(
-    directory: Path,
-    specs: Sequence[TensorSpec],
-    tensors: Iterable[tuple[str, Tensor]],
-    max_file_bytes: int = MAX_FILE_BYTES,
-) -> None:
-    """One file, or numbered files with an index where there is more than max_file_bytes.
-
-    Raises ValueError where `tensors` are not those of `specs`, in their order.
-    """
-    parts = _divide(specs, max_file_bytes)
-    stream = iter(tensors)
-    for name, part in zip(_name_files(directory, parts), parts, strict=True):
-        _write_file(directory / name, part, stream)
-    if (rest := next(stream, None)) is not None:
-        raise ValueError(f"{directory}: {rest[0]} came after the last of the tensors")
-
-
-def write_unknown_safetensors(
     directory: Path, tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """The same for tensors whose shapes are not known before: those of a file are held until it is full."""
+    """One file, or numbered files with an index where there is more than max_file_bytes; the tensors of a file are held
+    until it is full.
+    """
     parts: list[list[TensorSpec]] = []
     for held in _hold(tensors, max_file_bytes):
-        parts.append([_describe(name, tensor) for name, tensor in held])
-        _write_file(directory / f"part-{len(parts)}", parts[-1], iter(held))
+        parts.append([TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in held])
+        _write_file(directory / f"part-{len(parts)}", parts[-1], held)
     for number, name in enumerate(_name_files(directory, parts), start=1):
         (directory / f"part-{number}").rename(directory / name)
 
 
-def _write_file(path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, Tensor]]) -> None:
+def _write_file(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
     with naming_file(path), path.open("wb") as file:
         header = _encode_header(specs)
         file.write(len(header).to_bytes(8, "little") + header)
-        for spec in specs:
-            name, tensor = next(tensors, ("nothing", torch.empty(0)))
-            if _describe(name, tensor) != spec:
-                raise ValueError(f"{path.parent}: {name} {list(tensor.shape)} {tensor.dtype} came for {spec}")
+        for _, tensor in tensors:
             whole = tensor.contiguous()
             # Not as a numpy array: torch resizes no storage that one has shared, and offloading does that to weights.
             file.write((ctypes.c_char * whole.nbytes).from_address(whole.data_ptr()))
-            # Not one tensor is kept while the next is read.
-            del tensor, whole
         file.flush()
         os.fsync(file.fileno())
 
@@ -105,22 +84,6 @@ def _hold(tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int) -> Iterato
         held.append((name, tensor))
         size += tensor.nbytes
     yield held
-
-
-def _describe(name: str, tensor: Tensor) -> TensorSpec:
-    return TensorSpec(name, tuple(tensor.shape), tensor.dtype)
-
-
-def _divide(specs: Sequence[TensorSpec], max_file_bytes: int) -> list[list[TensorSpec]]:
-    parts: list[list[TensorSpec]] = [[]]
-    size = 0
-    for spec in specs:
-        if parts[-1] and size + spec.num_bytes > max_file_bytes:
-            parts.append([])
-            size = 0
-        parts[-1].append(spec)
-        size += spec.num_bytes
-    return parts
 
 
 def _encode_header(specs: Sequence[TensorSpec]) -> bytes:

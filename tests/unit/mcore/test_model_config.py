@@ -14,7 +14,7 @@ from megarl.mcore.model.build import build_config, check_options
 from megarl.mcore.weights.entries import padded_vocab_size
 from megarl.mcore.weights.hf_files import write_hf_checkpoint
 from megarl.mcore.weights.hf_reader import CheckpointReader
-from megarl.mcore.weights.safetensors_writer import write_unknown_safetensors
+from megarl.mcore.weights.safetensors_writer import write_safetensors
 from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.models.families import FAMILIES
 
@@ -240,7 +240,7 @@ def test_tensors_of_a_file_that_is_written_are_not_held_while_the_next_are_made(
             yield f"t{number}", tensor
             del tensor
 
-    write_unknown_safetensors(tmp_path, make(), max_file_bytes=160)
+    write_safetensors(tmp_path, make(), max_file_bytes=160)
     assert max(alive) == 2
     with CheckpointReader(tmp_path) as reader:
         assert [reader.read(f"t{number}")[0].item() for number in range(5)] == [0, 1, 2, 3, 4]
