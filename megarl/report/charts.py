@@ -180,15 +180,6 @@ CRITIC = (
         {"critic/value_mean": "value", "critic/return_mean": "return"},
         "Values that stay below a rising return are a critic that lags behind its policy.",
     ),
-    Chart(
-        "Calibration",
-        "of the first and middle state",
-        {
-            f"critic/calibration_{short}_{state}": f"{what}, {state}"
-            for short, what in (("error", "error"), ("corr", "correlation"))
-            for state in ("first", "middle")
-        },
-    ),
     Chart("Value loss", "", {"critic/loss": "loss", "critic/abs_error": "mean absolute error"}),
     Chart(
         "Length-adaptive lambda",

@@ -46,7 +46,7 @@ ELSEWHERE = {
     "docs/generate.py": "docs/test_doc_commands.py",
     "import_roll.py": "unit/tools/roll_cases.py",
     "plan.py": "docs/test_doc_commands.py",
-    "report.py": "unit/report/test_run_page.py",
+    "report.py": "unit/report/test_page.py",
 }
 """A tool, or one option of it -> the file below tests/ that runs it"""
 

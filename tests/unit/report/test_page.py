@@ -50,6 +50,7 @@ def test_the_page_is_whole_loads_nothing_and_has_every_section(run_dir):
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
     assert len(data["charts"]) == len(page.charts)
     assert data["domain"] == [-1, 40]
+    assert "Length of right and wrong responses" in page.text
 
 
 def test_the_configuration_is_shown_as_a_difference_to_its_preset(run_dir):

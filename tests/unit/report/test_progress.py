@@ -83,14 +83,10 @@ def test_the_display_has_progress_rewards_processes_and_the_last_warning() -> No
     ]
     view.is_unicode = False
     assert next(view.list_lines("", now=132.0)) == "##########----------  50%  108 s left"
-
-
-def test_after_a_resume_nothing_of_the_repeated_iterations_is_shown() -> None:
-    view = LiveView()
-    for iteration in range(3):
-        view.log(iteration, 9, {"reward/mean": 0.5, "reward/heldout": 0.5}, float(iteration))
+    # A resumed run repeats these iterations.
     view.forget_iterations()
-    assert list(view.list_lines("load ... 1.0 s", now=3.0)) == ["load ... 1.0 s"]
+    assert next(view.list_lines("load ... 1.0 s", now=3.0)) == "load ... 1.0 s"
+    assert view.heldout is None
 
 
 def test_a_broken_line_keeps_a_number_with_its_name_and_is_indented() -> None:
@@ -117,9 +113,12 @@ def test_no_line_is_too_long_unless_it_is_one_word_and_no_word_is_lost(lines: li
     assert all(len(line) <= width for line in wrap(text, width, breaks_words=True).split("\n"))
 
 
-def test_lines_in_a_pipe_have_80_columns_and_the_log_has_them_whole_with_the_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("terminal", [True, False])
+def test_lines_in_a_pipe_have_80_columns_and_the_log_has_them_whole_with_the_time(
+    tmp_path: Path, terminal: bool
+) -> None:
     stream = io.StringIO()
-    report = build_report(LoggerConfig(tensorboard=False), tmp_path, 2, stream=stream)
+    report = build_report(LoggerConfig(tensorboard=False, terminal=terminal), tmp_path, 2, stream=stream)
     path = "/a/rather/long/path/of/a/run/that/nobody/wants/to/see/broken/at/a/column/of/eighty"
     report.message(f"warning: {'word ' * 40}")
     report.message(f"resuming from {path}")
@@ -127,7 +126,7 @@ def test_lines_in_a_pipe_have_80_columns_and_the_log_has_them_whole_with_the_tim
     report.log(1, {"reward/mean": 0.5, **dict.fromkeys(names, 0.125), "time/one": 2.0, "time/another": 3.0})
     report.close()
     lines = stream.getvalue().splitlines()
-    assert [line for line in lines if len(line) > LOG_WIDTH] == [" " * INDENT + path]
+    assert [line for line in lines if len(line) > LOG_WIDTH] == [" " * INDENT + path] * terminal
     log = (tmp_path / "train.log").read_text().splitlines()
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in log)
     assert [line[20:] for line in log] == [
@@ -136,16 +135,8 @@ def test_lines_in_a_pipe_have_80_columns_and_the_log_has_them_whole_with_the_tim
         "iteration 1/2  reward 0.5 | held-out 0.125 | length 0.125 | clip 0.125 | ev 0.125 | mismatch kl 0.125"
         " | seconds: one 2, another 3",
     ]
-    assert " ".join(stream.getvalue().split()) == " ".join(" ".join(line[20:] for line in log).split())
-
-
-def test_without_a_terminal_wanted_the_log_has_the_lines_all_the_same(tmp_path: Path) -> None:
-    stream = io.StringIO()
-    report = build_report(LoggerConfig(tensorboard=False, terminal=False), tmp_path, 2, stream=stream)
-    report.message("data: 12 prompts")
-    report.close()
-    assert stream.getvalue() == ""
-    assert (tmp_path / "train.log").read_text().endswith(" data: 12 prompts\n")
+    shown = " ".join(" ".join(line[20:] for line in log).split()) if terminal else ""
+    assert " ".join(stream.getvalue().split()) == shown
 
 
 def read_until(descriptor: int, wanted: str) -> str:
