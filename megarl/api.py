@@ -60,8 +60,8 @@ def train(
         raise ConfigError(problems)
     directory = Path(run_dir or f"runs/{time.strftime('%Y-%m-%d_%H-%M-%S')}_{config.algo.name}_{config.model.name}")
     # Only now: importing torch and Ray takes seconds that `compose` need not wait.
-    from megarl.run.recorded import run_recorded
-    from megarl.run.signals import stopping_on_signals
+    from megarl.run.attempts import run_recorded
+    from megarl.run.process import stopping_on_signals
 
     with stopping_on_signals():
         return run_recorded(config, directory.expanduser().resolve(), overrides)

@@ -17,9 +17,18 @@ from megarl.config.schema.model import ModelSource
 from megarl.config.schema.root import Config, register
 from megarl.config.search_path import CONF_DIR, take_config_dirs
 from megarl.config.words import check_words
-from megarl.run.arguments import end_with_reader, is_completion, is_printing, split_arguments
-from megarl.run.command import Results, check_start, end_with_config_error, note_before, run_composed
-from megarl.run.directory import check_directory
+from megarl.run.command import (
+    Results,
+    check_directory,
+    check_start,
+    end_with_config_error,
+    end_with_reader,
+    is_completion,
+    is_printing,
+    note_before,
+    run_composed,
+    split_arguments,
+)
 
 
 def main() -> None:

@@ -20,8 +20,14 @@ from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config, register
 from megarl.config.search_path import CONF_DIR, take_config_dirs
-from megarl.run.arguments import is_sweep
-from megarl.run.command import Results, check_command_line, end_with_config_error, list_overrides, run_composed
+from megarl.run.command import (
+    Results,
+    check_command_line,
+    end_with_config_error,
+    is_sweep,
+    list_overrides,
+    run_composed,
+)
 from megarl.run.resume import take_resume
 from megarl.sweep.command import run_sweep
 from megarl.sweep.run import run_one
@@ -60,7 +66,7 @@ def _run_composed(composed: DictConfig) -> float | None:
 
 def _train(config: Config, run_dir: Path) -> Results:
     # Imported here: torch and Ray take seconds, for which `--help` need not wait.
-    from megarl.run.recorded import run_recorded
+    from megarl.run.attempts import run_recorded
 
     try:
         summary = run_recorded(config, run_dir, list_overrides(), is_resumed=_resumed is not None)

@@ -41,11 +41,10 @@ from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import RolloutWriter, SavedGroups
 from megarl.rollout.source import build_source, join_groups
 from megarl.rollout.token_records import TokenRecorder
+from megarl.run.checkpoint import LoopSaver, NoSaver, TrainerState
 from megarl.run.limits import Limit, find_goal, find_limit
+from megarl.run.process import deferring_stops
 from megarl.run.recovery import Recovery
-from megarl.run.saving import LoopSaver, NoSaver
-from megarl.run.signals import deferring_stops
-from megarl.run.trainer_state import TrainerState
 from megarl.task.data import PromptSampler
 from megarl.task.render import CriticPrompt
 from megarl.types import Experience, Metrics, Prompt, Rollout, Sample, TrainingSamples

@@ -3,7 +3,7 @@
 import sys
 
 from megarl.plan.command import main
-from megarl.run.arguments import end_with_closed_pipe
+from megarl.run.command import end_with_closed_pipe
 
 if __name__ == "__main__":
     end_with_closed_pipe()

@@ -20,7 +20,7 @@ import ray
 
 from megarl.config.errors import ConfigError
 from megarl.interfaces import DeadlineError
-from megarl.run.signals import find_exit_code
+from megarl.run.process import find_exit_code
 
 T = TypeVar("T")
 

@@ -24,8 +24,7 @@ from megarl.config.schema.root import Config
 from megarl.config.search_path import take_config_dirs
 from megarl.config.words import check_words
 from megarl.plan.assumptions import LONGEST_SIGNAL_S
-from megarl.run.arguments import end_with_closed_pipe
-from megarl.run.command import EXIT_BAD_CONFIG
+from megarl.run.command import EXIT_BAD_CONFIG, end_with_closed_pipe
 
 DOES_NOT_FIT = 1
 WIDTH = 128

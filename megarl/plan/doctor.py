@@ -38,8 +38,7 @@ from megarl.config.schema.hardware import LEAST_OF_KIND
 from megarl.config.schema.model import ModelSource
 from megarl.config.schema.root import Config
 from megarl.config.search_path import take_config_dirs
-from megarl.run.arguments import end_with_closed_pipe
-from megarl.run.command import end_with_config_error
+from megarl.run.command import end_with_closed_pipe, end_with_config_error
 from megarl.task.sandbox import PROTECTIONS, find_protections
 
 LOCKS = Path(__file__).resolve().parents[1] / "tools" / "install"

@@ -201,7 +201,7 @@ def find_signal(config: Config, seconds: Seconds) -> int | None:
     """How many seconds before a job's time limit Slurm must signal it; None: those of slurm/train.sh are enough.
 
     Generation and scoring are aborted by the signal (and responses kept); an update is finished first
-    (megarl/run/signals.py, deferring_stops).
+    (megarl/run/process.py, deferring_stops).
     """
     if seconds.update + assumptions.REQUEUE_S <= assumptions.SIGNAL_S:
         return None

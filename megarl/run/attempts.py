@@ -1,9 +1,10 @@
-"""One training run from a checked configuration: attempts, each from the newest checkpoint, until one succeeds."""
+"""One training run: recorded in its folder, attempts from the newest checkpoint, until one succeeds."""
 
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from megarl.config.schema.checkpoint import CheckpointConfig
 from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.config.schema.root import Config
 from megarl.config.values import list_values
-from megarl.cpu.threads import describe_threads
+from megarl.cpu.threads import describe_threads, settle_threads
 from megarl.interfaces import DeadlineError, TrainBackend, wait_all
 from megarl.mcore.model.architecture import read_architecture
 from megarl.mcore.worker_spec import Role
@@ -30,10 +31,24 @@ from megarl.plan.search import check_plan
 from megarl.plan.seconds import find_peak_tflops
 from megarl.report.metrics import FILE_NAME as METRICS_NAME
 from megarl.report.metrics import load_metrics
-from megarl.report.record import record_start
+from megarl.report.record import Outcome, State, clear_outcome, record_start, write_outcome
 from megarl.report.report import Report, build_report
+from megarl.report.terminal import LOG_NAME, append_log
 from megarl.report.text import format_heldout
 from megarl.rollout.rollout_file import JOURNAL, Journal, SavedGroups
+from megarl.run.checkpoint import (
+    TRACKED,
+    CheckpointSaver,
+    CheckpointWriter,
+    LoopSaver,
+    NoSaver,
+    TrainerState,
+    count_taken_groups,
+    cut_files,
+    estimate_bytes,
+    load_trainer_state,
+)
+from megarl.run.command import format_results
 from megarl.run.inputs import Inputs, describe_start, load_inputs
 from megarl.run.job import (
     RunResources,
@@ -45,10 +60,8 @@ from megarl.run.job import (
 )
 from megarl.run.limits import format_limit, format_places, format_resume
 from megarl.run.machine import describe_slow_dtypes
-from megarl.run.saving import CheckpointSaver, CheckpointWriter, LoopSaver, NoSaver, estimate_bytes
-from megarl.run.signals import Stopped
-from megarl.run.terminal import get_terminal, show_warnings
-from megarl.run.trainer_state import TRACKED, TrainerState, count_taken_groups, cut_files, load_trainer_state
+from megarl.run.process import Stopped, get_terminal, show_warnings
+from megarl.run.resume import check_changes, load_run, save_run
 from megarl.trainer import Summary, Trainer, TrainerComponents
 
 
@@ -277,3 +290,50 @@ def list_roles(components: TrainerComponents) -> Mapping[str, TrainBackend]:
     """The trained roles, by name."""
     roles = {Role.policy.value: components.policy, Role.critic.value: components.critic}
     return {name: role for name, role in roles.items() if role is not None}
+
+
+HELDOUT = "reward/heldout"
+
+
+def run_recorded(
+    config: Config, run_dir: Path, overrides: Sequence[str] = (), *, is_resumed: bool | None = None
+) -> Summary:
+    """Train as `run_job` does, and raise what it raises.
+
+    overrides: what resume=`run_dir` is to repeat. is_resumed: whether `run_dir` holds the run that goes on; None: it
+    does if it has a run.json. Raises ConfigError where the configuration differs from that run's in what is learned.
+    """
+    if is_resumed is None:
+        is_resumed = (run_dir / RUN_FILE).is_file()
+    before = load_run(run_dir)["config"] if is_resumed else {}
+    problems = check_changes(before, config) if is_resumed else []
+    if problems:
+        raise ConfigError(problems)
+    # run.json has the numbers themselves.
+    config = settle_threads(config, recorded=before)
+    is_begun = False
+
+    def note_start() -> None:
+        nonlocal is_begun
+        save_run(run_dir, config, overrides)
+        clear_outcome(run_dir)
+        is_begun = True
+
+    try:
+        summary = run_job(config, run_dir, is_new=not is_resumed, note_start=note_start)
+    except BaseException as error:
+        # Before its start the folder may be another run's, and a refused configuration is no run.
+        if is_begun or not (isinstance(error, ConfigError) or (run_dir / RUN_FILE).exists()):
+            plain = isinstance(error, Stopped | ConfigError | CheckpointError)
+            why = str(error) if plain else f"{type(error).__name__}: {error}"
+            # Of a stop and of bad input the code's place says nothing.
+            lines = traceback.format_exception_only(error) if plain else traceback.format_exception(error)
+            append_log(run_dir / LOG_NAME, "".join(lines).rstrip())
+            write_outcome(run_dir, Outcome(State.stopped if isinstance(error, Stopped) else State.failed, why))
+        raise
+    results = {"iterations": summary.num_iterations, HELDOUT: summary.heldout_reward}
+    limit, total = summary.limit, config.train.num_iterations
+    why = "" if limit is None else format_limit(limit, summary.num_iterations, total)
+    write_outcome(run_dir, Outcome(State.done, why, results))
+    append_log(run_dir / LOG_NAME, f"done: {format_results(results)}")
+    return summary

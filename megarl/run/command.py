@@ -1,13 +1,19 @@
-"""What the commands share: the check of the command line before anything starts, the last line, the exit code."""
+"""A command from its line to its exit code: Hydra's options, the run's directory, checks, the last line."""
 
+import contextlib
+import os
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
 from typing import NoReturn
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from megarl.config.errors import ConfigError
@@ -19,11 +25,148 @@ from megarl.config.schema.root import Config
 from megarl.config.search_path import is_search_path, take_config_dirs
 from megarl.config.words import check_words
 from megarl.report.sinks import check_sinks
-from megarl.run.arguments import end_with_reader, is_completion, is_printing, is_sweep, split_arguments
-from megarl.run.directory import Before, check_directory, look_before
 from megarl.run.machine import check_machine
-from megarl.run.signals import Stopped, stopping_on_signals
-from megarl.run.terminal import DRIVER_LOG, capturing_output
+from megarl.run.process import DRIVER_LOG, Stopped, capturing_output, stopping_on_signals
+
+VALUED = ("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--experimental-rerun")
+"""Hydra's options that take the next word"""
+INFO = ("--info", "-i")
+INFO_CHOICES = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+COMPLETION = ("--shell-completion", "-sc")
+PRINTING = (*COMPLETION, *INFO, "--help", "-h", "--hydra-help", "--version", "--cfg", "-c")
+"""Options that print something and run nothing"""
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(Hydra's options with their values, all other words). A word of the latter may be no override."""
+    options: list[str] = []
+    words: list[str] = []
+    before = ""
+    for text in arguments:
+        is_value = before in VALUED or (before in INFO and text in INFO_CHOICES)
+        before = "" if is_value else text
+        (options if is_value or text.startswith("-") else words).append(text)
+    return options, words
+
+
+def is_completion(options: Sequence[str]) -> bool:
+    """Whether the words are for Hydra's shell completion (`-sc install=bash`), and no overrides."""
+    return any(text in COMPLETION for text in options)
+
+
+def is_printing(options: Sequence[str]) -> bool:
+    """Whether Hydra only prints something and runs nothing."""
+    return any(text.split("=", 1)[0] in PRINTING for text in options)
+
+
+def is_sweep(arguments: Sequence[str]) -> bool:
+    return any(text in ("-m", "--multirun") for text in arguments)
+
+
+def end_with_reader(options: Sequence[str]) -> None:
+    """Where these options only print something, end silently once nobody reads it, as in `--help | head`."""
+    if is_printing(options):
+        end_with_closed_pipe()
+
+
+def end_with_closed_pipe() -> None:
+    """Let a write to a pipe that nobody reads end this process without a message, as other commands do.
+
+    Not for a process that has others to end.
+    """
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+RUN_KEY, SWEEP_KEY = "hydra.run.dir", "hydra.sweep.dir"
+DEFAULT = Path("runs")
+"""The parent of what both keys are in conf/config.yaml"""
+OF_A_START = {
+    ".hydra": {"config.yaml", "hydra.yaml", "overrides.yaml"},
+    "logs": {DRIVER_LOG},
+}
+"""What is in the directory of a run before it begins"""
+
+
+@dataclass(frozen=True)
+class Before:
+    """What was there before Hydra made the run's directory."""
+
+    directory: Path
+    """As `find_directory` gives it, absolute"""
+    existing: frozenset[Path]
+    """Of it and what is in it"""
+
+    def remove_unused(self, run_dir: Path) -> None:
+        """Remove the directory of a run that has not begun, if it was not there before and holds nothing else."""
+        if run_dir in self.existing or self.directory not in (run_dir, run_dir.parent):
+            return
+        folders = [run_dir / name for name in OF_A_START]
+        files = [run_dir / folder / name for folder, names in OF_A_START.items() for name in names]
+        for path in run_dir.rglob("*"):
+            if path.is_symlink() or path not in (folders if path.is_dir() else files):
+                return
+        for path in files:
+            path.unlink(missing_ok=True)
+        # Also the parent, where it is new. A directory that is not empty stays.
+        for folder in (*folders, run_dir, run_dir.parent):
+            if folder not in self.existing and folder.is_relative_to(self.directory):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+
+
+def look_before(arguments: Sequence[str]) -> Before:
+    """Call it before Hydra starts."""
+    directory = find_directory(arguments, RUN_KEY).absolute()
+    within = directory.iterdir() if directory.is_dir() else ()
+    return Before(directory, frozenset([*([directory] if os.path.lexists(directory) else []), *within]))
+
+
+def check_directory(arguments: Sequence[str]) -> None:
+    """Raise ConfigError where the run's or sweep's directory cannot be made or written to, or something in it.
+
+    A name with an interpolation counts up to it.
+    """
+    problem = next(_find_problems(arguments), None)
+    if problem is not None:
+        raise ConfigError([problem])
+
+
+def _find_problems(arguments: Sequence[str]) -> Iterator[str]:
+    key = SWEEP_KEY if is_sweep(arguments) else RUN_KEY
+    directory = find_directory(arguments, key)
+    existing = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
+    found = f"{key}: found {directory}"
+    if not existing.is_dir():
+        yield f"{found}; {existing} is there and is not a directory"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"{found}; {existing} cannot be written to by user {os.geteuid()}{_explain(existing)}"
+    elif existing == directory:
+        blocked = [entry.name for entry in sorted(directory.iterdir()) if not _is_writable(entry)]
+        if blocked:
+            more = f" and {len(blocked) - 3} more" if len(blocked) > 3 else ""
+            yield f"{found}, in which user {os.geteuid()} cannot write to {', '.join(blocked[:3])}{more}"
+
+
+def find_directory(arguments: Sequence[str], key: str) -> Path:
+    """The directory of the last override of `key`, without what an interpolation adds, or the default's parent."""
+    texts = [text.removeprefix(f"{key}=") for text in arguments if text.startswith(f"{key}=")]
+    if not texts:
+        return DEFAULT
+    try:
+        value = OverridesParser.create().parse_override(f"{key}={texts[-1]}").value()
+    except HydraException:
+        return DEFAULT  # a mistake that Hydra names itself
+    fixed, interpolation, _ = str(getattr(value, "text", value)).partition("${")
+    return Path(fixed).parent if interpolation and not fixed.endswith("/") else Path(fixed)
+
+
+def _is_writable(entry: Path) -> bool:
+    return entry.is_symlink() or os.access(entry, os.W_OK | (os.X_OK if entry.is_dir() else 0))
+
+
+def _explain(path: Path) -> str:
+    return ": its file system is read-only" if os.statvfs(path).f_flag & os.ST_RDONLY else ""
+
 
 EXIT_BAD_CONFIG = 2
 Results = Mapping[str, float]

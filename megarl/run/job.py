@@ -31,8 +31,8 @@ from megarl.rollout.rollout_file import FILE_NAME, Journal, RolloutWriter, Saved
 from megarl.rollout.source import NoSync
 from megarl.rollout.token_records import TokenRecorder
 from megarl.run.inputs import Inputs
+from megarl.run.process import get_terminal
 from megarl.run.resume import load_run
-from megarl.run.terminal import get_terminal
 from megarl.sync.ranks import Ranks
 from megarl.sync.sync import DiskSync, ShardSync
 from megarl.task.data import PromptSampler

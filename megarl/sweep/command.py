@@ -10,8 +10,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from megarl.config.errors import ConfigError
 from megarl.report.record import State, format_outcomes, load_sweep
 from megarl.run.command import end_with_config_error
+from megarl.run.process import Stopped, stopping_on_signals
 from megarl.run.resume import quote
-from megarl.run.signals import Stopped, stopping_on_signals
 from megarl.sweep.slurm import RefusedError, check_notice, list_live_jobs, submitting, wait_for_live_jobs
 
 SWEEP_DIR = "hydra.sweep.dir="

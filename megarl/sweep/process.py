@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
-from megarl.run.signals import Stopped, stopping_on_signals
+from megarl.run.process import Stopped, stopping_on_signals
 
 LOG = "output.log"
 LONGEST_TAIL = 20_000

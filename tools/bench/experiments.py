@@ -53,8 +53,7 @@ from megarl.report.metrics import load_metrics
 from megarl.report.report import build_report
 from megarl.run.inputs import load_inputs
 from megarl.run.job import RunResources, open_components, open_resources
-from megarl.run.signals import stopping_on_signals
-from megarl.run.terminal import show_warnings
+from megarl.run.process import show_warnings, stopping_on_signals
 from megarl.trainer import Trainer, TrainerComponents
 from megarl.types import Experience, Metrics, Rollout, Sample, TrainingSamples
 

@@ -26,7 +26,7 @@ from megarl.cluster.calls import WorkerError
 from megarl.interfaces import DeadlineError, SyncError
 from megarl.report.metrics import load_metrics
 from megarl.report.scores import TooManyFailuresError
-from megarl.run.signals import stopping_on_signals
+from megarl.run.process import stopping_on_signals
 from megarl.types import Prompt, Response, Score, TrainingSamples
 
 SELDOM = ("checkpoint.save_every=100", "checkpoint.max_restarts=0")

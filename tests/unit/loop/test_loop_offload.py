@@ -12,7 +12,7 @@ from fakes.run import World
 from megarl.cluster.calls import WorkerError
 from megarl.interfaces import UNPUBLISHED
 from megarl.report.metrics import load_metrics
-from megarl.run.signals import Stopped, stopping_on_signals
+from megarl.run.process import Stopped, stopping_on_signals
 
 JOB = (
     *("algo=vapo", "algo.value_pretrain.steps=2", "algo.value_pretrain.patience=null", "rollout.num_servers=2"),

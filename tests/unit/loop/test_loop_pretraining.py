@@ -12,7 +12,7 @@ from fakes.run import World, pretrain
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.report.metrics import load_metrics
 from megarl.rollout.rollout_file import load_rollouts
-from megarl.run.signals import Stopped, stopping_on_signals
+from megarl.run.process import Stopped, stopping_on_signals
 from megarl.types import Prompt, Response, Score
 
 VAPO = ("algo=vapo", "algo.value_pretrain.patience=null", "critic.optimizer.lr=0.2", "logger.save_rollouts=true")

@@ -26,7 +26,7 @@ from megarl.config.errors import ConfigError
 from megarl.interfaces import DeadlineError
 from megarl.report.metrics import load_metrics
 from megarl.rollout.rollout_file import Journal
-from megarl.run.signals import Stopped, stopping_on_signals
+from megarl.run.process import Stopped, stopping_on_signals
 from megarl.task.reward import AsyncReward
 from megarl.types import Prompt, Response, Score
 

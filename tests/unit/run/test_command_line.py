@@ -12,7 +12,7 @@ import pytest
 from megarl import evaluate, train
 from megarl.config.load import load_config
 from megarl.config.placement import check_cluster
-from megarl.run.arguments import split_arguments
+from megarl.run.command import split_arguments
 from megarl.run.machine import CONNECT_S, check_machine
 
 WORDS = [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.errors import ConfigError
-from megarl.run.directory import DEFAULT, OF_A_START, RUN_KEY, SWEEP_KEY, check_directory, find_directory, look_before
+from megarl.run.command import DEFAULT, OF_A_START, RUN_KEY, SWEEP_KEY, check_directory, find_directory, look_before
 
 NOBODY = 65534
 
@@ -19,7 +19,7 @@ def run_as_nobody(arguments: list[str], cwd: Path) -> str:
     """What the check says to a user whom permissions bind, as they do not bind root."""
     code = (
         "import os, sys\n"
-        "from megarl.run.directory import check_directory\n"
+        "from megarl.run.command import check_directory\n"
         "from megarl.config.errors import ConfigError\n"
         "os.setuid(int(sys.argv[1]))\n"
         "try: check_directory(sys.argv[2:])\n"

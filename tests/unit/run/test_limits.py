@@ -9,7 +9,7 @@ from fakes.run import World
 from megarl.config.load import load_config
 from megarl.report.page import format_run_page
 from megarl.report.record import load_run
-from megarl.run import recorded
+from megarl.run import attempts
 from megarl.run.limits import Limit, find_goal, find_limit, format_limit
 from megarl.trainer import Summary
 
@@ -64,8 +64,8 @@ def test_the_limit_is_in_the_outcome_and_on_the_page(tmp_path: Path, monkeypatch
     def run_job(*_arguments: object, **_keys: object) -> Summary:
         return Summary(3, 0.5, Limit("train.max_minutes", "after 4 minutes", "train.max_minutes=..."))
 
-    monkeypatch.setattr(recorded, "run_job", run_job)
-    recorded.run_recorded(load_config(["train.num_iterations=8"]), tmp_path)
+    monkeypatch.setattr(attempts, "run_job", run_job)
+    attempts.run_recorded(load_config(["train.num_iterations=8"]), tmp_path)
     why = "ended after 4 minutes (train.max_minutes): 3 of 8 iterations"
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert (outcome["state"], outcome["why"]) == ("done", why)

@@ -11,7 +11,7 @@ from megarl.config.schema import data as data_schemas
 from megarl.config.schema import reward as reward_schemas
 from megarl.cpu import threads
 from megarl.cpu.threads import list_threads
-from megarl.run import recorded
+from megarl.run import attempts
 from megarl.run.resume import (
     DECIDES,
     MAY_CHANGE,
@@ -182,10 +182,10 @@ def test_a_run_records_its_numbers_of_threads_and_a_resumed_one_keeps_them(tmp_p
         note_start()
         return Summary(0, 0.0)
 
-    monkeypatch.setattr(recorded, "run_job", run_job)
+    monkeypatch.setattr(attempts, "run_job", run_job)
     for cores, overrides in ((6, []), (2, []), (2, ["rollout.num_threads=1"]), (4, [])):
         monkeypatch.setattr(threads, "count_cores", lambda cores=cores: cores)
-        recorded.run_recorded(load_config(overrides), tmp_path, overrides)
+        attempts.run_recorded(load_config(overrides), tmp_path, overrides)
     decided = {"cluster.cpu_threads_per_worker": 3, "rollout.num_threads": 6}
     given = decided | {"rollout.num_threads": 1}
     assert seen == [(True, decided), (False, decided), (False, given), (False, given)]

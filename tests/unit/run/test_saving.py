@@ -11,8 +11,14 @@ from megarl.checkpoint.folder import Folder
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.mcore.worker_spec import Role
 from megarl.rollout.source import SourceState
-from megarl.run.saving import CheckpointWriter
-from megarl.run.trainer_state import TrainerState, cut_files, load_trainer_state, measure_files, save_trainer_state
+from megarl.run.checkpoint import (
+    CheckpointWriter,
+    TrainerState,
+    cut_files,
+    load_trainer_state,
+    measure_files,
+    save_trainer_state,
+)
 from megarl.types import FinishReason, Prompt, Response, Sample, Score
 
 

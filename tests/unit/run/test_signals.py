@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.run.signals import Stopped, deferring_stops, stopping_on_signals
+from megarl.run.process import Stopped, deferring_stops, stopping_on_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])

@@ -10,12 +10,12 @@ import pytest
 
 from megarl.config.schema.logger import LoggerConfig
 from megarl.report.report import build_report
-from megarl.run.terminal import is_library, show_warnings
+from megarl.run.process import is_library, show_warnings
 
 NOISE = """
 import logging, os, subprocess, sys, warnings
 from pathlib import Path
-from megarl.run.terminal import capturing_output, get_error_descriptor, get_terminal
+from megarl.run.process import capturing_output, get_error_descriptor, get_terminal
 print("before")
 try:
     with capturing_output(Path(sys.argv[1]) / "logs" / "driver.log"):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megarl.run.signals import Stopped
+from megarl.run.process import Stopped
 from megarl.sweep.process import explain_exit, run_process
 
 SAVING = """

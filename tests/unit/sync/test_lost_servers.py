@@ -39,7 +39,7 @@ import torch
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.rollout.engine import SGLangEngine
-from megarl.run.signals import Stopped, stopping_on_signals
+from megarl.run.process import Stopped, stopping_on_signals
 from megarl.sync.sync import DiskSync
 from megarl.types import Prompt
 
