@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megarl.config.schema.roles import Dtype
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role
 from megarl.models.checkpoint import load_tokenizer
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ def compute_kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator) -
     """Estimate of KL(policy, reference) per token, with d = logprobs - ref_logprobs; same shape and dtype.
 
     k1 (kl): d; abs: |d|; k2 (mse): d^2/2; k3: exp(-d) + d - 1. Differentiable in `logprobs`. Raises ValueError for
-    full, which takes whole distributions (megarl.mcore.full_kl).
+    full, which takes whole distributions (megarl.mcore.logprobs).
     """
     if estimator is KLEstimator.full:
         raise ValueError(

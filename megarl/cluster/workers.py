@@ -37,8 +37,7 @@ from megarl.cluster.watch import (
 from megarl.config.placement import DeviceSlot
 from megarl.interfaces import Pending, wait_all
 from megarl.mcore.microbatches import plan_microbatches
-from megarl.mcore.model.architecture import read_architecture
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.spec import Role, WorkerSpec, read_architecture
 from megarl.ports import is_loopback, pick_free_port
 from megarl.timeline import Recording, span
 from megarl.types import Metrics, Sequences, TrainingSamples

@@ -22,32 +22,35 @@ from megarl.checkpoint.manifest import CheckpointError, load_manifest, verify_fi
 from megarl.config.brought import MODEL_FILE, RUN_FILE
 from megarl.config.errors import ConfigError
 from megarl.config.schema.roles import Dtype, LoraConfig, LoraLayers, ParallelConfig
+from megarl.mcore import bridge
 from megarl.mcore.batch import build_batch
-from megarl.mcore.lora import attach_adapters, export_peft
-from megarl.mcore.model.architecture import read_architecture
-from megarl.mcore.model.build import DTYPES, PackedGPT, build_chunks, build_config, wrap_chunks
-from megarl.mcore.process_groups import alone
-from megarl.mcore.step import run_stage
-from megarl.mcore.weights import bridge
-from megarl.mcore.weights.adapters import PREFIX, load_config
-from megarl.mcore.weights.dist_format import (
+from megarl.mcore.checkpoint_format import (
     BACKENDS,
     DESCRIPTION,
     KIND,
     METADATA,
     compute_global_shapes,
     describe_role,
+    holds_optimizer,
+    list_shapes,
 )
-from megarl.mcore.weights.dist_reader import holds_optimizer, list_shapes
-from megarl.mcore.weights.entries import list_entries
-from megarl.mcore.weights.hf_check import DTYPES as STORED_DTYPES
-from megarl.mcore.weights.hf_check import compare_shapes, find_problems
-from megarl.mcore.weights.hf_critic import VALUE_HEAD
-from megarl.mcore.weights.hf_files import copy_description, replace_directory
-from megarl.mcore.weights.hf_reader import CheckpointReader, is_finite
-from megarl.mcore.weights.safetensors_writer import write_safetensors
-from megarl.mcore.weights.training_state import TrainingState, begin_save, load_weights
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.entries import PREFIX, VALUE_HEAD, list_entries, load_config
+from megarl.mcore.hf import DTYPES as STORED_DTYPES
+from megarl.mcore.hf import (
+    CheckpointReader,
+    compare_shapes,
+    copy_description,
+    find_problems,
+    is_finite,
+    replace_directory,
+    write_safetensors,
+)
+from megarl.mcore.lora import attach_adapters, export_peft
+from megarl.mcore.model import DTYPES, PackedGPT, build_chunks, build_config, wrap_chunks
+from megarl.mcore.process_groups import alone
+from megarl.mcore.spec import Role, read_architecture
+from megarl.mcore.state import TrainingState, begin_save, load_weights
+from megarl.mcore.step import run_stage
 from megarl.models.architecture import Architecture
 from megarl.types import Sequences
 

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megarl.config.schema.roles import LoraConfig
-from megarl.mcore.model.build import PackedGPT
-from megarl.mcore.weights.adapters import (
+from megarl.mcore.bridge import named_entries
+from megarl.mcore.entries import (
     AdapterFactors,
+    Entry,
     PeftAdapter,
     build_peft_config,
     has_adapter,
@@ -32,8 +33,7 @@ from megarl.mcore.weights.adapters import (
     name_adapter,
     to_peft,
 )
-from megarl.mcore.weights.bridge import named_entries
-from megarl.mcore.weights.entries import Entry
+from megarl.mcore.model import PackedGPT
 from megarl.models.architecture import Architecture
 from megarl.models.family import Split
 

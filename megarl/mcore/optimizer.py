@@ -1,17 +1,168 @@
 """Megatron's AdamW with sharded state and float32 master weights, and its learning-rate schedule."""
 
+import functools
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import megatron.core.optimizer
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megarl.config.schema.roles import LrDecay, OptimizerConfig
-from megarl.mcore.distributed_optimizer import ReshardableOptimizer
+from megarl.mcore.checkpoint_format import GATHERED_ELEMENTS
 from megarl.timeline import span
+
+STATE_KEYS = ("param", "exp_avg", "exp_avg_sq")
+"""What Megatron writes of each parameter: the float32 weights and Adam's two moments"""
+KERNEL_KEYS = ("fused", "foreach")
+"""The keys of a parameter group that choose torch's kernel, which a checkpoint does not decide"""
+
+
+class SplitBuffer:
+    """A flat float32 buffer in host memory as one tensor per parameter, which Megatron asks for by its range.
+
+    Megatron slices one flat tensor instead. Its writer copies every slice, because torch would write a slice with all
+    that it is a slice of, so that the host held the state twice.
+    """
+
+    def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """ranges: start and end of each parameter, which do not overlap; what lies between them is padding."""
+        self._ranges = sorted(ranges)
+        self._numbers = {place: number for number, place in enumerate(self._ranges)}
+        self._starts = [start for start, _ in self._ranges]
+        self._tensors = [torch.empty(end - start, dtype=torch.float32) for start, end in self._ranges]
+
+    def __getitem__(self, where: slice) -> Tensor:
+        return self._tensors[self._numbers[where.start, where.stop]]
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Put the values at `start` of the buffer, without those of padding."""
+        end = start + len(values)
+        number = max(0, bisect_right(self._starts, start) - 1)
+        while number < len(self._ranges) and self._ranges[number][0] < end:
+            own, stop = self._ranges[number]
+            first, last = max(start, own), min(end, stop)
+            if first < last:
+                self._tensors[number][first - own : last - own] = values[first - start : last - start]
+            number += 1
+
+
+class ReshardableOptimizer(DistributedOptimizer):  # type: ignore[misc]
+    """Takes the place of Megatron's DistributedOptimizer in `get_megatron_optimizer`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not self.is_stub_optimizer:
+            self._create_state()
+
+    def _create_state(self) -> None:
+        """What Adam creates in its first step; a save before it, of a policy whose critic is pretrained, needs it."""
+        inner = self.optimizer
+        self.init_state_fn(inner, self.config)
+        if not HAVE_APEX_OR_TE:
+            for state in inner.state.values():
+                # The fused kernel reads it where the parameter is.
+                state["step"] = torch.zeros((), dtype=torch.float32, device=state["exp_avg"].device)
+            return
+        for group in inner.param_groups:
+            group.setdefault("step", 0)
+        # Transformer Engine's own allocates the moments anew, beside those that are there. It need not: they are
+        # float32 as the weights are, which is all that torch's makes sure of.
+        inner.load_state_dict = functools.partial(torch.optim.Optimizer.load_state_dict, inner)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The stock one takes all keys of the parameter groups from the checkpoint, which another Adam may have
+        written, and leaves torch's AdamW one step tensor for all parameters, so that each step counts once for each.
+        """
+        before = [dict(group) for group in self.optimizer.param_groups]
+        super().load_state_dict(state_dict)
+        for group, own in zip(self.optimizer.param_groups, before, strict=True):
+            group.update({key: value for key, value in own.items() if key in KERNEL_KEYS or key not in group})
+            if HAVE_APEX_OR_TE:
+                group["step"] = int(group["step"])
+        for param, state in self.optimizer.state.items():
+            if "step" in state:
+                state["step"] = state["step"].to(param.device, torch.float32, copy=True)
+
+    def _set_main_param_and_optimizer_states(self, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+        # The stock one also looks for torch's step per parameter, which no checkpoint has.
+        destination = self._get_main_param_and_optimizer_states(model_param)
+        with torch.no_grad():
+            for key in STATE_KEYS:
+                destination[key].copy_(tensors[key])
+
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        sharding_type: str | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """For a save the data are on the first data-parallel rank alone, which writes them in any case."""
+        metadata = {**(metadata or {}), "distrib_optim_fully_reshardable_mem_efficient": True}
+        state: dict[str, Any] = super().sharded_state_dict(
+            model_sharded_state_dict, is_loading, sharding_type, metadata
+        )
+        if state["param_state"] is None:
+            # It would count as a difference between the ranks.
+            del state["param_state"]
+        return state
+
+    def get_parameter_state_dp_zero(
+        self, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
+    ) -> dict[Any, Any] | None:
+        """The whole state of this rank's parameters on the first data-parallel rank, or room for it (empty_data), which
+        every rank has with return_on_all_ranks.
+
+        The stock one gathers a bucket at a time, on the device or in host memory; where gradients are not reduced
+        during the backward pass, the one bucket is all parameters. It also leaves out the padding at the end of each
+        bucket and then cuts parameters at places that count it, so that of several buckets the later ones come out
+        shifted.
+        """
+        holds = return_on_all_ranks or self.data_parallel_group.rank() == 0
+        state: dict[Any, Any] = {"buckets_coalesced": True}
+        for number, ranges in enumerate(self.gbuf_ranges):
+            ((dtype, shards),) = ranges.items()
+            buffer, whole = self.buffers[number], {}
+            if holds:
+                places = [(start, end) for start, end, _ in buffer.param_index_map.values()]
+                whole = {key: SplitBuffer(places) for key in STATE_KEYS}
+            for bucket, shard in zip(buffer.buckets, shards, strict=True):
+                for key in () if empty_data else STATE_KEYS:
+                    self._gather(key, bucket, shard["param_map"], whole.get(key))
+            state[number] = {dtype: whole}
+        return state if holds else None
+
+    def _gather(self, key: str, bucket: Any, param_map: Mapping[Tensor, Any], whole: SplitBuffer | None) -> None:
+        """One kind of state of a bucket, of which every data-parallel rank has an equal part."""
+        group = self.data_parallel_group
+        size, length = group.size(), bucket.grad_data.numel() // group.size()
+        own = [
+            (places["gbuf_local"].start, self._get_main_param_and_optimizer_states(param)[key].detach())
+            for param, places in param_map.items()
+        ]
+        step = max(1, GATHERED_ELEMENTS // size)
+        for first in range(0, length, step):
+            piece = torch.zeros(min(step, length - first), dtype=torch.float32, device=bucket.grad_data.device)
+            for start, values in own:
+                begin, end = max(first, start), min(first + len(piece), start + len(values))
+                if begin < end:
+                    piece[begin - first : end - first] = values[begin - start : end - start]
+            pieces = [piece]
+            if size > 1:
+                pieces = [torch.empty_like(piece) for _ in range(size)] if group.rank() == 0 else []
+                dist.gather(piece, pieces or None, group=group, group_dst=0)
+            for rank, values in enumerate(pieces):
+                assert whole is not None, "the first data-parallel rank holds the whole state"
+                whole.write(bucket.offset + rank * length + first, values)
+
 
 # get_megatron_optimizer makes it under this name.
 megatron.core.optimizer.DistributedOptimizer = ReshardableOptimizer

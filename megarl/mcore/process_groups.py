@@ -12,8 +12,8 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from megarl.config.schema.roles import ParallelConfig
+from megarl.mcore.batch import ContextGroup
 from megarl.mcore.device import claim_gpu, device, process_group_backend, take_gpu
-from megarl.mcore.model.context_parallel import ContextGroup
 
 
 def initialize(

@@ -16,30 +16,30 @@ from torch import Tensor
 from megarl.algo.losses import LossCounts, LossOutput, count_minibatch, critic_loss, policy_loss
 from megarl.config.schema.algo import needs_full_kl
 from megarl.config.schema.algo_choices import KLEstimator
-from megarl.mcore import process_groups
+from megarl.mcore import bridge, process_groups
 from megarl.mcore.batch import PackedBatch, build_batch
+from megarl.mcore.checkpoint_format import DESCRIPTION
 from megarl.mcore.device import choose_kernels
-from megarl.mcore.full_kl import compute_full_kl
-from megarl.mcore.logprobs import VocabShard, build_vocab_shard, compute_logprobs
+from megarl.mcore.entries import Entry, write_config
+from megarl.mcore.hf import copy_description, write_hf_checkpoint
+from megarl.mcore.layers import choose_overlap, describe_fast_ways, find_layers
+from megarl.mcore.logprobs import VocabShard, build_vocab_shard, compute_full_kl, compute_logprobs
 from megarl.mcore.lora import attach_adapters, export_peft
-from megarl.mcore.loss_targets import build_targets
 from megarl.mcore.microbatches import count_tokens, describe_work, plan_microbatches
-from megarl.mcore.model.architecture import read_architecture
-from megarl.mcore.model.build import bound_values, build_chunks, build_config, wrap_chunks
-from megarl.mcore.model.fast import choose_overlap, describe_fast_ways
-from megarl.mcore.model.layer_spec import find_layers
-from megarl.mcore.model.router import compute_load_metrics, replay_routes, start_minibatch
-from megarl.mcore.model.trainable import freeze
+from megarl.mcore.model import bound_values, build_chunks, build_config, freeze, wrap_chunks
 from megarl.mcore.offload import OffloadManager, uses_everything, uses_weights
 from megarl.mcore.optimizer import build_optimizer, build_scheduler, describe_adam
-from megarl.mcore.role_fields import build_role_fields, check_role_fields, find_token_multiple
-from megarl.mcore.step import accumulate, add_rounding, collect_rows, run_schedule, run_stage, sum_gradients
-from megarl.mcore.weights import bridge
-from megarl.mcore.weights.adapters import write_config
-from megarl.mcore.weights.dist_format import DESCRIPTION
-from megarl.mcore.weights.entries import Entry
-from megarl.mcore.weights.hf_files import copy_description, write_hf_checkpoint
-from megarl.mcore.weights.training_state import (
+from megarl.mcore.router import compute_load_metrics, replay_routes, start_minibatch
+from megarl.mcore.spec import (
+    Role,
+    RowsResult,
+    WorkerSpec,
+    build_role_fields,
+    check_role_fields,
+    find_token_multiple,
+    read_architecture,
+)
+from megarl.mcore.state import (
     TrainingState,
     Writing,
     begin_save,
@@ -47,7 +47,15 @@ from megarl.mcore.weights.training_state import (
     load_weights,
     write_on_first_rank,
 )
-from megarl.mcore.worker_spec import Role, RowsResult, WorkerSpec
+from megarl.mcore.step import (
+    accumulate,
+    add_rounding,
+    build_targets,
+    collect_rows,
+    run_schedule,
+    run_stage,
+    sum_gradients,
+)
 from megarl.types import Metrics, Sequences, TrainingSamples
 
 __all__ = ["MegatronWorker", "Role", "RowsResult", "WorkerSpec"]

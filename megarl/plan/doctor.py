@@ -586,7 +586,7 @@ def check_fp8(facts: Facts, need: Need) -> Iterator[Finding]:
         return
     # Imports torch, for which only these configurations pay again.
     from megarl.config.schema.roles import Fp8, Fp8Recipe
-    from megarl.mcore.role_fields import find_fp8_problems
+    from megarl.mcore.spec import find_fp8_problems
 
     if ITS_MODULE in facts.problems:
         return  # check_imports says so

@@ -26,11 +26,15 @@ from megarl.config.schema.roles import (
     TrainedRoleConfig,
 )
 from megarl.config.schema.root import Config
-from megarl.mcore.model.architecture import Architecture, check_layout, parse_architecture, read_architecture
-from megarl.mcore.role_fields import check_router_replay
-from megarl.mcore.worker_spec import StageParameters
+from megarl.mcore.spec import (
+    StageParameters,
+    check_layout,
+    check_router_replay,
+    read_architecture,
+)
+from megarl.models.architecture import Architecture
 from megarl.models.checkpoint import SPECIAL_TOKENS, default_cache_dir, resolve_checkpoint
-from megarl.models.families import build_random_fields
+from megarl.models.families import build_random_fields, parse_architecture
 from megarl.plan.assumptions import GIB, HOST_PROCESS_GIB, SERVER_GIB
 from megarl.plan.memory import (
     GpuPlan,
@@ -181,7 +185,7 @@ def find_longest(config: Config, is_critic: bool = False) -> int:
 
 
 def find_microbatch(config: Config, parallel: ParallelConfig, longest: int) -> tuple[MicroBatch, int]:
-    """The largest micro-batch that packing makes (megarl/mcore/packing.py), nearly all of it response tokens, and the
+    """The largest micro-batch that packing makes (mcore/microbatches.py), nearly all of it response tokens, and the
     number of micro-batches per minibatch on a data-parallel rank if every sequence has its maximum length, `longest`.
     """
     train = config.train
@@ -290,7 +294,7 @@ def _count(
     arch: Architecture, layout: tuple[int | bool, ...], dtype: Dtype, megatron: str, with_value_head: bool
 ) -> tuple[StageParameters, ...]:
     # Only now: Megatron takes seconds to import, which a job on unknown hardware need not wait for.
-    from megarl.mcore.model.parameter_count import count_stages
+    from megarl.mcore.model import count_stages
 
     return count_stages(arch, ParallelConfig(*layout), dtype, json.loads(megatron), with_value_head)  # type: ignore[arg-type]
 
@@ -329,7 +333,7 @@ def _count_small(
     megatron: str,
     with_value_head: bool,
 ) -> StageParameters:
-    from megarl.mcore.model.parameter_count import count_stages
+    from megarl.mcore.model import count_stages
 
     tp, sp, ep, etp = group
     num_processes = tp * max(1, -(-ep * etp // tp))

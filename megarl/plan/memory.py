@@ -29,11 +29,10 @@ from megarl.config.schema.roles import (
 )
 from megarl.config.schema.rollout import RolloutConfig, ServerOffload
 from megarl.config.schema.root import Config
-from megarl.mcore.model.architecture import Architecture
-from megarl.mcore.weights.adapters import count_layer
-from megarl.mcore.weights.dist_format import GATHERED_ELEMENTS
-from megarl.mcore.weights.entries import padded_vocab_size
-from megarl.mcore.worker_spec import StageParameters
+from megarl.mcore.checkpoint_format import GATHERED_ELEMENTS
+from megarl.mcore.entries import count_layer, padded_vocab_size
+from megarl.mcore.spec import StageParameters
+from megarl.models.architecture import Architecture
 from megarl.plan.assumptions import ALLOCATOR_SHARE, GIB, PROCESS_GIB, SERVER_GIB
 from megarl.sync.pieces import predict_server_rank
 
@@ -364,7 +363,7 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
     in_head = head.saved + head.gradient if head else 0
     # The peak is in the head's backward pass or, after it, in that of a layer.
     work = max(in_layers - (head.saved if head else 0), in_head - (head.saved if head else 0), 0)
-    # The optimizer's state is there from the start (megarl/mcore/distributed_optimizer.py).
+    # The optimizer's state is there from the start (megarl/mcore/optimizer.py).
     copies = max(sum(trained) * b, optimizer)
     # Gradients are dropped, not moved.
     moved = 0 if job.offload is None else optimizer + (weights if job.offload is Offload.all else 0)
@@ -413,7 +412,7 @@ def count_replicas(job: RoleJob) -> tuple[int, int]:
 
 def compute_gathered(job: RoleJob, parameters: StageParameters) -> int:
     """Float32 buffers of the data-parallel rank that gathers: its own piece, and those of all, which are at most
-    GATHERED_ELEMENTS (megarl/mcore/distributed_optimizer.py).
+    GATHERED_ELEMENTS (megarl/mcore/optimizer.py).
     """
     sizes = []
     for count, replicas in zip(count_trained(job, parameters), count_replicas(job), strict=True):

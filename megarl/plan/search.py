@@ -26,7 +26,8 @@ from megarl.config.schema.roles import Offload, ParallelConfig, Recompute, Recom
 from megarl.config.schema.rollout import ServerOffload, Transport
 from megarl.config.schema.root import Config
 from megarl.config.values import write_value
-from megarl.mcore.model.architecture import Architecture, check_layout
+from megarl.mcore.spec import check_layout
+from megarl.models.architecture import Architecture
 from megarl.plan.assumptions import GIB, SERVER_GIB
 from megarl.plan.job import (
     FIRST,

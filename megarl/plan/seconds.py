@@ -22,7 +22,7 @@ from megarl.config.schema.roles import Offload, ParallelConfig, Recompute, Recom
 from megarl.config.schema.rollout import RolloutConfig, Transport
 from megarl.config.schema.root import Config
 from megarl.mcore.microbatches import count_layer_work
-from megarl.mcore.model.architecture import Architecture
+from megarl.models.architecture import Architecture
 from megarl.plan import assumptions as a
 from megarl.plan.memory import (
     ELEMENT_BYTES,

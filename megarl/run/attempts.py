@@ -24,8 +24,7 @@ from megarl.config.schema.root import Config
 from megarl.config.values import list_values
 from megarl.cpu.threads import describe_threads, settle_threads
 from megarl.interfaces import DeadlineError, TrainBackend, wait_all
-from megarl.mcore.model.architecture import read_architecture
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role, read_architecture
 from megarl.plan.job import PlannedModels
 from megarl.plan.search import check_plan
 from megarl.plan.seconds import find_peak_tflops

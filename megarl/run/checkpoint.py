@@ -19,9 +19,9 @@ from megarl.config.schema.checkpoint import CheckpointConfig
 from megarl.config.schema.roles import Dtype
 from megarl.interfaces import DeadlineError, TrainBackend, wait_all
 from megarl.json_text import parse_json
-from megarl.mcore.weights.dist_format import describe_role
-from megarl.mcore.weights.hf_reader import count_parameters
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.checkpoint_format import describe_role
+from megarl.mcore.hf import count_parameters
+from megarl.mcore.spec import Role, WorkerSpec
 from megarl.report import metrics as metrics_file
 from megarl.report import token_file
 from megarl.report.report import Report

@@ -21,7 +21,7 @@ from megarl.config.schema.rollout import RolloutConfig
 from megarl.config.schema.root import Config
 from megarl.cpu.threads import settle_threads
 from megarl.interfaces import DeadlineError, RolloutEngine
-from megarl.mcore.weights.hf_check import check_files
+from megarl.mcore.hf import check_files
 from megarl.models.checkpoint import default_cache_dir, load_tokenizer, resolve_checkpoint
 from megarl.report.evaluation import (
     FILE_NAME,

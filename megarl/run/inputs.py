@@ -14,11 +14,16 @@ from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.roles import ReferenceConfig, TrainedRoleConfig
 from megarl.config.schema.root import Config
 from megarl.json_text import load_json_object
-from megarl.mcore.model.architecture import Architecture, check_layout, read_architecture
-from megarl.mcore.role_fields import ROLE_KEYS, check_role_fields
-from megarl.mcore.weights.hf_check import check_checkpoint
-from megarl.mcore.weights.hf_critic import check_critic_checkpoint, check_critic_prompt, check_value_range
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.hf import check_checkpoint, check_critic_checkpoint, check_critic_prompt, check_value_range
+from megarl.mcore.spec import (
+    ROLE_KEYS,
+    Role,
+    WorkerSpec,
+    check_layout,
+    check_role_fields,
+    read_architecture,
+)
+from megarl.models.architecture import Architecture
 from megarl.models.checkpoint import (
     check_config,
     default_cache_dir,
@@ -360,7 +365,7 @@ def _check_megatron_options(config: Config, specs: dict[Role, WorkerSpec], model
         yield from check_layout(architectures[role], spec.parallel, f"{role.value}.parallel", spec.megatron)
         yield from check_role_fields(architectures[role], spec, on_gpu=config.cluster.gpus_per_node > 0)
     if config.model.megatron:
-        from megarl.mcore.model.build import check_options  # imports Megatron, which takes seconds
+        from megarl.mcore.model import check_options  # imports Megatron, which takes seconds
 
         for role, spec in specs.items():
             yield from (f"{role.value}: {problem}" for problem in check_options(architectures[role], spec))

@@ -20,7 +20,7 @@ from megarl.config.placement import SERVERS, find_server_offload, is_sharing, li
 from megarl.config.schema.rollout import Transport
 from megarl.config.schema.root import Config
 from megarl.interfaces import UNPUBLISHED, Done, Pending, RolloutServers, TrainBackend, wait_all
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role
 from megarl.report import token_file
 from megarl.report.report import Report
 from megarl.rollout.client import SGLangClient

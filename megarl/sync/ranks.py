@@ -24,7 +24,7 @@ import torch
 
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import UNPUBLISHED, DeadlineError, SyncError, TrainBackend
-from megarl.mcore.model.architecture import Architecture
+from megarl.models.architecture import Architecture
 from megarl.rollout.client import (
     ConnectionLostError,
     RequestError,

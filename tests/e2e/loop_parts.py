@@ -12,7 +12,7 @@ from megarl.config.load import load_config
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.cluster import ClusterConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.spec import Role, WorkerSpec
 from megarl.report.report import build_report
 from megarl.rollout.server import SGLangServer
 from megarl.run.inputs import load_inputs

@@ -15,7 +15,7 @@ from megarl.config.schema.cluster import ClusterConfig
 from megarl.config.schema.model import RandomModelConfig
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig, Transport
-from megarl.mcore.model.architecture import read_architecture
+from megarl.mcore.spec import read_architecture
 from megarl.models.checkpoint import build_random_checkpoint
 from megarl.models.families import FAMILIES
 from megarl.rollout.client import SGLangClient

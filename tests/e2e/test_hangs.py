@@ -23,7 +23,7 @@ from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.cluster import ClusterConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.interfaces import DeadlineError
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.spec import Role, WorkerSpec
 from megarl.types import Sequences
 
 pytestmark = pytest.mark.slow

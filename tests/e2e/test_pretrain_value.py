@@ -16,7 +16,7 @@ from megarl.cluster.workers import WorkerGroup
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.placement import DeviceSlot
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role
 from megarl.report.metrics import load_metrics
 from megarl.rollout.rollout_file import RolloutWriter, load_rollouts
 from megarl.rollout.tensors import build_sequences

@@ -25,7 +25,7 @@ from megarl.config.schema.cluster import ClusterConfig
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig, Transport
 from megarl.interfaces import UNPUBLISHED, SyncError
-from megarl.mcore.model.architecture import read_architecture
+from megarl.mcore.spec import read_architecture
 from megarl.rollout.client import SGLangClient
 from megarl.sync.ranks import Ranks
 from megarl.sync.sync import DiskSync, ShardSync

@@ -13,8 +13,7 @@ from fakes.model import ResponseTokens, TableModel, build_critic, build_policy, 
 from megarl.algo.losses import LossOutput, TokenTargets, count_minibatch, critic_loss, policy_loss
 from megarl.config.schema.algo import needs_entropy, needs_full_kl
 from megarl.config.schema.roles import LrDecay, OptimizerConfig
-from megarl.mcore.model.architecture import read_architecture
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.spec import Role, WorkerSpec, read_architecture
 from megarl.types import Metrics, Sequences, TrainingSamples
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from fakes.rollout import FakeClient, FakeEngine, FakeServers, FakeSync
 from megarl.cluster.opened import Cluster
 from megarl.config.load import load_config
 from megarl.config.schema.root import Config
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role
 from megarl.report.report import Report, build_report
 from megarl.rollout.collector import build_collector
 from megarl.rollout.offload import ServerOffloader

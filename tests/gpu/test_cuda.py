@@ -12,8 +12,7 @@ from memory_runs import run_roles
 from tiny_checkpoints import write_checkpoint
 
 from megarl.config.schema.roles import Dtype, Fp8, Fp8Recipe, Offload, OptimizerConfig, Recompute
-from megarl.mcore.role_fields import has_transformer_engine
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.spec import Role, WorkerSpec, has_transformer_engine
 
 pytestmark = pytest.mark.gpu
 

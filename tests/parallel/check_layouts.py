@@ -31,9 +31,13 @@ from megarl.config.load import load_config
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.config.schema.root import Config
 from megarl.config.search_path import take_config_dirs
-from megarl.mcore.model.architecture import Architecture, check_layout
-from megarl.mcore.role_fields import check_role_fields
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.spec import (
+    Role,
+    WorkerSpec,
+    check_layout,
+    check_role_fields,
+)
+from megarl.models.architecture import Architecture
 from megarl.models.checkpoint import load_tokenizer
 from megarl.run.inputs import load_models, load_specs
 from megarl.types import Sequences, TrainingSamples

@@ -10,7 +10,7 @@ import torch
 from layout_runs import build_spec
 from tiny_checkpoints import build_samples
 
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.spec import Role, WorkerSpec
 from megarl.tools.gpu.measured import measuring_peaks
 
 ROWS = [torch.arange(12)]
@@ -70,15 +70,15 @@ def save_in_buckets(rank: int, world_size: int, checkpoint: Path, scratch: str) 
     from megatron.core import dist_checkpointing
 
     from megarl.config.schema.roles import OptimizerConfig
-    from megarl.mcore.model import build
+    from megarl.mcore import model
 
     results = {}
     for name, size in (("one", None), ("many", 1000)):
         # Without a clip: its norm is summed in another order.
         optimizer = OptimizerConfig(lr=1e-2, eps=1e-3, clip_grad=0.0, overlap_grad_reduce=size is not None)
         spec = build_spec(Role.policy, checkpoint, "dp2", optimizer=optimizer)
-        config = partial(build.DistributedDataParallelConfig, bucket_size=size)
-        with mock.patch.object(build, "DistributedDataParallelConfig", config):
+        config = partial(model.DistributedDataParallelConfig, bucket_size=size)
+        with mock.patch.object(model, "DistributedDataParallelConfig", config):
             worker = build_worker(spec, rank, world_size, Path(scratch) / f"{name}.init")
         try:
             worker.update(build_samples(), ROWS * 2)

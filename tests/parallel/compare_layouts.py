@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 from megarl.config.schema.roles import ParallelConfig
-from megarl.mcore.model.architecture import read_architecture
-from megarl.mcore.weights.hf_critic import VALUE_HEAD
-from megarl.mcore.weights.hf_reader import INDEX, SINGLE, CheckpointReader
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.entries import VALUE_HEAD
+from megarl.mcore.hf import INDEX, SINGLE, CheckpointReader
+from megarl.mcore.spec import Role, WorkerSpec, read_architecture
 from megarl.types import Metrics, TrainingSamples
 
 

@@ -8,8 +8,8 @@ from layout_runs import within_vocabulary
 from tiny_checkpoints import build_samples
 
 from megarl.checkpoint.manifest import CheckpointError, write_manifest
-from megarl.mcore.weights.dist_format import describe_role
-from megarl.mcore.worker_spec import WorkerSpec
+from megarl.mcore.checkpoint_format import describe_role
+from megarl.mcore.spec import WorkerSpec
 
 
 def step(worker: Any) -> None:

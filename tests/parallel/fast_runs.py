@@ -11,7 +11,7 @@ from layout_runs import evaluate
 from tiny_checkpoints import build_samples, build_sequences
 
 import megarl.mcore  # noqa: F401
-from megarl.mcore.worker_spec import WorkerSpec
+from megarl.mcore.spec import WorkerSpec
 
 BUCKET_SIZE = 4000
 """Parameters of a bucket where a name ends in -buckets; Megatron's default of 40 million holds each of these models"""
@@ -23,17 +23,17 @@ def run_ways(rank: int, world_size: int, specs: dict[str, WorkerSpec], scratch: 
 
 def _run_way(rank: int, world_size: int, spec: WorkerSpec, scratch: Path, name: str) -> dict[str, Any]:
     """Evaluation, two updates of two steps, the gradient and an evaluation between them, save and load, an update."""
-    from megarl.mcore.model import build
+    from megarl.mcore import model
     from megarl.mcore.worker import MegatronWorker
 
     with pytest.MonkeyPatch.context() as patch:
         if name.endswith("-buckets"):
-            config = functools.partial(build.DistributedDataParallelConfig, bucket_size=BUCKET_SIZE)
-            patch.setattr(build, "DistributedDataParallelConfig", config)
+            config = functools.partial(model.DistributedDataParallelConfig, bucket_size=BUCKET_SIZE)
+            patch.setattr(model, "DistributedDataParallelConfig", config)
         if name.endswith("-te"):
             # A machine that has Transformer Engine and no Apex, as far as the choice of fields goes.
-            kernels = replace(build.find_kernels(), gpu=True, te=True, apex=False)
-            patch.setattr(build, "find_kernels", lambda: kernels)
+            kernels = replace(model.find_kernels(), gpu=True, te=True, apex=False)
+            patch.setattr(model, "find_kernels", lambda: kernels)
         worker = MegatronWorker(spec, rank, world_size, f"file://{scratch}/{name}.init")
     try:
         samples, sequences, rows = build_samples(), build_sequences(seed=5), [torch.arange(6), torch.arange(6, 12)]

@@ -13,7 +13,7 @@ from tiny_checkpoints import build_samples, build_sequences
 import megarl.mcore  # noqa: F401
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.spec import Role, WorkerSpec
 from megarl.types import Sequences, TrainingSamples
 
 NUM_STEPS = 3

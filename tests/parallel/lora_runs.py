@@ -8,8 +8,8 @@ from layout_runs import describe, within_vocabulary
 from tiny_checkpoints import build_samples
 
 from megarl.checkpoint.manifest import write_manifest
-from megarl.mcore.weights.dist_format import describe_role
-from megarl.mcore.worker_spec import WorkerSpec
+from megarl.mcore.checkpoint_format import describe_role
+from megarl.mcore.spec import WorkerSpec
 
 
 def train_layouts(rank: int, world_size: int, specs: dict[str, WorkerSpec], scratch: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from tiny_checkpoints import build_samples, build_sequences
 
 import megarl.mcore  # noqa: F401
 from megarl.config.schema.roles import Recompute
-from megarl.mcore.worker_spec import WorkerSpec
+from megarl.mcore.spec import WorkerSpec
 
 
 def count_bytes(tensors: Iterable[torch.Tensor]) -> int:

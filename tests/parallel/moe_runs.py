@@ -9,7 +9,7 @@ from layout_runs import evaluate
 from tiny_checkpoints import build_samples, build_sequences
 from torch.nn import functional as F
 
-from megarl.mcore.worker_spec import WorkerSpec
+from megarl.mcore.spec import WorkerSpec
 from megarl.types import Sequences
 
 
@@ -65,7 +65,7 @@ def replay_layouts(rank: int, world_size: int, specs: dict[str, WorkerSpec], scr
 
 def replay_own_routes(rank: int, world_size: int, spec: WorkerSpec, scratch: str) -> dict[str, Any]:
     """Log-probs and the metrics of two steps, with the routers' own choice and with that choice given."""
-    from megarl.mcore.model.router import find_routers
+    from megarl.mcore.router import find_routers
     from megarl.mcore.worker import MegatronWorker
 
     results: dict[str, Any] = {}

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megarl.mcore.worker_spec import WorkerSpec
+from megarl.mcore.spec import WorkerSpec
 from megarl.sync.plan import Piece, TensorSlice
 
 Held = list[tuple[tuple[Any, ...], torch.Tensor]]

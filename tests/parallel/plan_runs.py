@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import megarl.mcore  # noqa: F401
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.spec import Role, WorkerSpec
 from megarl.tools.gpu.measured import measuring_peaks
 from megarl.types import Sequences, TrainingSamples
 

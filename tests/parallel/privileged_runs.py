@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from layout_runs import evaluate
 
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.spec import Role, WorkerSpec
 from megarl.types import Sequences, TrainingSamples
 
 Run = tuple[WorkerSpec, TrainingSamples, dict[str, Sequences]]

@@ -7,7 +7,7 @@ import torch
 from layout_runs import evaluate
 
 from megarl.cluster.workers import Sharer, count_minibatches
-from megarl.mcore.worker_spec import WorkerSpec
+from megarl.mcore.spec import WorkerSpec
 from megarl.types import TrainingSamples
 
 

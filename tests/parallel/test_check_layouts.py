@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megarl.config.load import load_config
 from megarl.config.schema.roles import ParallelConfig
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role
 from megarl.run.inputs import load_models, load_specs
 
 TWO = {"one", "dp2", "cp2", "pp2", "pp2-vpp2", "tp2", "tp2-sp"}

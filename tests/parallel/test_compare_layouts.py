@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.config.schema.roles import ParallelConfig
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role
 
 WEIGHTS = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([[1.0]])}
 GRADIENT = {"a": torch.tensor([0.6, 0.8]), "b": torch.tensor([[10.0]])}

@@ -16,7 +16,7 @@ from tiny_checkpoints import compute_padded_kl, write_checkpoint
 from megarl.config.schema.algo import AlgoConfig, KLConfig, MismatchConfig
 from megarl.config.schema.algo_choices import KLEstimator, LossAggMode, MismatchCorrection
 from megarl.config.schema.roles import OptimizerConfig
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role
 from megarl.types import TrainingSamples
 
 TEMPERATURE = 0.8

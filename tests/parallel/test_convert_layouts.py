@@ -13,7 +13,7 @@ from tiny_checkpoints import write_checkpoint
 
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.mcore.convert import compare_tensors, convert, open_source
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role
 
 pytestmark = pytest.mark.slow
 

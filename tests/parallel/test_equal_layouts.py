@@ -15,10 +15,8 @@ from tiny_checkpoints import write_checkpoint
 from megarl.config.schema.algo import AlgoConfig, KLConfig, MismatchConfig, ToprConfig
 from megarl.config.schema.algo_choices import LossAggMode, MismatchCorrection, RatioLevel
 from megarl.config.schema.roles import OptimizerConfig, ParallelConfig
-from megarl.mcore.microbatches import compute_row_costs
-from megarl.mcore.model.architecture import read_architecture
-from megarl.mcore.packing import pack
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.microbatches import compute_row_costs, pack
+from megarl.mcore.spec import Role, WorkerSpec, read_architecture
 from megarl.types import TrainingSamples
 
 ALGO = AlgoConfig(

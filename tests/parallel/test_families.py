@@ -14,9 +14,8 @@ from tiny_checkpoints import build_samples, build_sequences, padded_reference_lo
 from tool_loading import load_tool
 
 from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
-from megarl.mcore.model.architecture import check_layout, read_architecture
-from megarl.mcore.weights.hf_reader import CheckpointReader
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.hf import CheckpointReader
+from megarl.mcore.spec import Role, check_layout, read_architecture
 from megarl.models.families import FAMILIES
 from megarl.sync.plan import TensorSlice
 

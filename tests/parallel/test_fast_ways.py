@@ -9,7 +9,7 @@ from layout_runs import build_spec, launch
 from tiny_checkpoints import write_checkpoint
 
 from megarl.config.schema.roles import Offload, OptimizerConfig, ParallelConfig
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role
 
 DP2 = ParallelConfig(num_processes=2)
 EP2 = ParallelConfig(num_processes=2, ep=2)

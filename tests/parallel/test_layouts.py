@@ -15,7 +15,7 @@ from tiny_checkpoints import build_sequences, compute_padded_kl, padded_referenc
 from megarl.config.schema.algo import AlgoConfig, KLConfig
 from megarl.config.schema.algo_choices import KLEstimator
 from megarl.config.schema.roles import Dtype, Offload, Recompute, Trainable
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role
 
 CHECKPOINTS = {
     "qwen3": ("qwen3", False),

@@ -15,7 +15,7 @@ from tiny_checkpoints import build_sequences, padded_reference_logprobs, write_c
 
 from megarl.config.schema.roles import LoraConfig, LoraLayers, ParallelConfig, Recompute
 from megarl.mcore.convert import convert, open_source
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.spec import Role, WorkerSpec
 
 RANK, ALPHA = 3, 12.0
 SCALE = ALPHA / RANK

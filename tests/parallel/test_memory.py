@@ -10,7 +10,7 @@ from memory_runs import run_roles
 from tiny_checkpoints import write_checkpoint
 
 from megarl.config.schema.roles import Dtype, Offload, Recompute, RecomputeMethod
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role
 
 NUM_LAYERS = 4
 RECOMPUTE = {

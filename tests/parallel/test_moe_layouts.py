@@ -12,8 +12,8 @@ from moe_runs import evaluate_layouts
 from tiny_checkpoints import build_samples, build_sequences, padded_reference_logprobs, write_checkpoint
 
 from megarl.config.schema.roles import OptimizerConfig, ParallelConfig, Recompute, Trainable
-from megarl.mcore.weights.hf_reader import CheckpointReader
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.hf import CheckpointReader
+from megarl.mcore.spec import Role
 
 AUX_COEF, Z_COEF = 0.1, 0.01
 TERMS = {"moe_aux_loss_coeff": AUX_COEF, "moe_z_loss_coeff": Z_COEF}

@@ -10,7 +10,7 @@ from layout_runs import build_spec, launch, launch_in
 from tiny_checkpoints import write_checkpoint
 
 from megarl.config.schema.roles import Dtype
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role
 
 ADAMS = ["torch", "lazy"]
 

@@ -10,8 +10,7 @@ from tiny_checkpoints import write_checkpoint
 from tool_loading import load_tool
 
 from megarl.config.schema.roles import ParallelConfig
-from megarl.mcore.model.architecture import read_architecture
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role, read_architecture
 from megarl.sync.plan import TensorSlice
 
 predict_ranks = load_tool("bench/policy_pieces.py").predict_ranks

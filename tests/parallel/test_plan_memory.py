@@ -14,7 +14,7 @@ from plan_runs import measure_roles
 
 from megarl.config.load import load_config
 from megarl.config.schema.root import Config
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role
 from megarl.models.checkpoint import resolve_checkpoint
 from megarl.plan.job import build_jobs, count_job, find_models
 from megarl.plan.memory import StageMemory, compute_saved, estimate_stages

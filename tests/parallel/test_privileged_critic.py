@@ -13,7 +13,7 @@ from privileged_runs import train_on
 from tiny_checkpoints import build_samples, write_checkpoint
 
 from megarl.config.schema.data import DataConfig
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role
 from megarl.rollout.tensors import build_tensors
 from megarl.task.render import CriticPrompt
 from megarl.types import FinishReason, Prompt, Response, Rollout, RolloutTensors, Sample, Score, TrainingSamples

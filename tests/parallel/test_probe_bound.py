@@ -16,7 +16,7 @@ from torch import Tensor
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.interfaces import SyncError
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role
 from megarl.sync.probe import NUM_ESTIMATES, Probe
 from megarl.types import Sequences
 

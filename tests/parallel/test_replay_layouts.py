@@ -10,7 +10,7 @@ from moe_runs import give_experts, replay_layouts, replay_own_routes
 from tiny_checkpoints import build_sequences, padded_reference_logprobs, write_checkpoint
 
 from megarl.config.schema.roles import ParallelConfig, Recompute
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "cut": {},

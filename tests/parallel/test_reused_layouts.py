@@ -10,7 +10,7 @@ from tiny_checkpoints import write_checkpoint
 
 from megarl.config.schema.algo import AlgoConfig, MismatchConfig
 from megarl.config.schema.algo_choices import MismatchCorrection
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role
 
 ORDER = [7, 3, 11, 0, 5, 1, 9, 2, 10, 6, 4, 8]
 ALGORITHMS = {

@@ -14,8 +14,8 @@ from tiny_checkpoints import build_samples, write_checkpoint
 from megarl.cluster.workers import SampleShare, SequenceShare, Sharer
 from megarl.config.schema.roles import ParallelConfig
 from megarl.mcore.batch import build_batch
-from megarl.mcore.packing import pack
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.microbatches import pack
+from megarl.mcore.spec import Role
 from megarl.types import TrainingSamples
 
 TRAINED = (Role.policy, Role.critic)

@@ -31,9 +31,8 @@ from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.mcore.device import device
 from megarl.mcore.microbatches import compute_row_costs
-from megarl.mcore.model.architecture import read_architecture
+from megarl.mcore.spec import Role, WorkerSpec, read_architecture
 from megarl.mcore.worker import MegatronWorker
-from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.server import SGLangServer
 from megarl.types import Sequences, TrainingSamples

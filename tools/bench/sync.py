@@ -30,8 +30,7 @@ from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.config.schema.rollout import RolloutConfig, Transport
 from megarl.interfaces import DeadlineError, TrainBackend
-from megarl.mcore.model.architecture import read_architecture
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.spec import Role, WorkerSpec, read_architecture
 from megarl.ports import pick_free_port
 from megarl.rollout.client import SGLangClient
 from megarl.rollout.server import SGLangServer
@@ -95,7 +94,7 @@ class Broadcaster:
         c10d._world.pg_group_ranks[self._group] = {i: i for i in range(size)}
 
     def send(self, url: str, api_key: str) -> None:
-        from megarl.mcore.weights.bridge import export_hf
+        from megarl.mcore.bridge import export_hf
 
         size = 0
         bucket: list[tuple[str, Tensor]] = []

@@ -12,7 +12,7 @@ from policy_pieces import predict_ranks
 from speed import Result
 
 from megarl.config.schema.roles import ParallelConfig
-from megarl.mcore.model.architecture import Architecture, Experts
+from megarl.models.architecture import Architecture, Experts
 from megarl.sync.pieces import predict_server_rank
 from megarl.sync.plan import build_plan, compute_bound, compute_broadcast
 

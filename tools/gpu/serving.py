@@ -9,7 +9,7 @@ import torch
 
 from megarl.config.schema.roles import Dtype
 from megarl.config.schema.rollout import RolloutConfig
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role
 from megarl.tools.gpu.lines import Line, judge
 from megarl.tools.gpu.setting import SMALL, SMALL_VOCAB, Setting, build_small_spec
 from megarl.tools.gpu.training import find_small_checkpoint, open_worker

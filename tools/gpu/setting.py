@@ -16,8 +16,7 @@ from megarl.config.load import load_config
 from megarl.config.schema.model import ModelSource, RandomModelConfig
 from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig, TrainedRoleConfig
 from megarl.config.schema.root import Config
-from megarl.mcore.role_fields import ROLE_KEYS
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.spec import ROLE_KEYS, Role, WorkerSpec
 from megarl.models.architecture import Architecture
 from megarl.models.checkpoint import SPECIAL_TOKENS
 from megarl.models.families import FAMILIES, build_random_fields, list_weights, parse_architecture
@@ -159,7 +158,7 @@ def write_checkpoint(description: dict[str, Any], directory: Path, dtype: torch.
 
     Written tensor by tensor, and without transformers.
     """
-    from megarl.mcore.weights.safetensors_writer import MAX_FILE_BYTES, write_safetensors
+    from megarl.mcore.hf import MAX_FILE_BYTES, write_safetensors
 
     arch = parse_architecture(description, directory)
     directory.mkdir(parents=True)

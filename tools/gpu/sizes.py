@@ -14,7 +14,7 @@ from megarl.config.load import load_config
 from megarl.config.schema.hardware import HardwareConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig, Recompute
 from megarl.mcore.microbatches import compute_row_costs
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.spec import Role, WorkerSpec
 from megarl.models.architecture import Architecture
 from megarl.models.families import parse_architecture
 from megarl.plan.assumptions import ALLOCATOR_SHARE, GIB, PROCESS_GIB

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.config.schema.roles import Dtype, Fp8
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.spec import Role, WorkerSpec
 from megarl.tools.gpu.lines import Line, fail, judge, skip
 from megarl.tools.gpu.setting import Setting, build_small_spec, make_small_samples, write_checkpoint
 

@@ -39,7 +39,7 @@ from megarl.config.schema.cluster import ClusterConfig, Placement
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.config.schema.rollout import RolloutConfig
 from megarl.mcore.device import claim_gpu
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.spec import Role, WorkerSpec
 from megarl.rollout.server import build_environment
 
 LINES = "0, GPU-aaaa, 00000000:18:00.0, Disabled, 512\n1, GPU-bbbb, 00000000:9A:00.0, [N/A], 1024"

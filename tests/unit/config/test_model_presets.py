@@ -12,9 +12,14 @@ from megarl.config.load import load_config
 from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.roles import ParallelConfig, Recompute, TrainedRoleConfig
 from megarl.config.schema.root import Config
-from megarl.mcore.model.architecture import Architecture, check_layout, read_architecture
-from megarl.mcore.role_fields import build_role_fields, check_role_fields
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import (
+    Role,
+    build_role_fields,
+    check_layout,
+    check_role_fields,
+    read_architecture,
+)
+from megarl.models.architecture import Architecture
 from megarl.plan.memory import place_job
 from megarl.run.inputs import build_specs
 
@@ -122,7 +127,7 @@ def test_the_model_allows_the_layout_of_every_role(model: str, algo: str) -> Non
 @pytest.mark.parametrize("algo", ["vapo", "grpo"])
 @pytest.mark.parametrize("model", GPUS)
 def test_megatron_takes_the_configuration_of_every_role(model: str, algo: str) -> None:
-    from megarl.mcore.model.build import build_config
+    from megarl.mcore.model import build_config
 
     config, arch = load_config([f"algo={algo}", f"model={model}"]), read(model)
     for spec in build_specs(config, CHECKPOINTS / model).values():

@@ -36,7 +36,7 @@ def list_presets() -> list[str]:
 def count_preset(name: str) -> dict[str, list[dict[str, int]]]:
     """For policy and critic, the parameters of a rank of each pipeline stage of the preset's own layout."""
     from megarl.config.load import load_config
-    from megarl.mcore.model.parameter_count import count_stages
+    from megarl.mcore.model import count_stages
     from megarl.plan.job import find_models
 
     config = load_config(["algo=vapo", f"model={name}"])
@@ -55,11 +55,11 @@ def main(layers: str) -> None:
     with_te = layers == "transformer_engine"
     if with_te and not torch.cuda.is_available():
         pretend_gpu()
-    from megarl.mcore.model import layer_spec
+    from megarl.mcore import layers as modules
 
     if not with_te:
-        layer_spec.has_transformer_engine = lambda: False
-    assert layer_spec.find_layers().name == LAYERS[layers]
+        modules.has_transformer_engine = lambda: False
+    assert modules.find_layers().name == LAYERS[layers]
     print(json.dumps({name: count_preset(name) for name in list_presets()}))
 
 

@@ -8,8 +8,7 @@ from tiny_checkpoints import build_sequences
 
 import megarl.mcore  # noqa: F401
 from megarl.cpu.layers import Rectangle
-from megarl.mcore.batch import PackedBatch, build_batch
-from megarl.mcore.model.context_parallel import ContextGroup, find_owners, share_responses
+from megarl.mcore.batch import ContextGroup, PackedBatch, build_batch, find_owners, share_responses
 
 CPU = torch.device("cpu")
 

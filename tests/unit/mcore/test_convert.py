@@ -17,9 +17,8 @@ from megarl.config.brought import MODEL_FILE, RUN_FILE
 from megarl.config.schema.roles import Dtype
 from megarl.mcore import convert as conversion
 from megarl.mcore.convert import compare_tensors, open_source
-from megarl.mcore.weights.hf_files import copy_description
-from megarl.mcore.weights.safetensors_writer import write_safetensors
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.hf import copy_description, write_safetensors
+from megarl.mcore.spec import Role
 from megarl.models import checkpoint
 from megarl.models.checkpoint import default_cache_dir
 

@@ -15,10 +15,10 @@ from tiny_checkpoints import build_samples, write_checkpoint
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.model import RandomModelConfig
 from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
-from megarl.mcore.weights import hf_files
-from megarl.mcore.weights.hf_files import write_hf_checkpoint
+from megarl.mcore import hf
+from megarl.mcore.hf import write_hf_checkpoint
+from megarl.mcore.spec import Role, WorkerSpec
 from megarl.mcore.worker import MegatronWorker
-from megarl.mcore.worker_spec import Role, WorkerSpec
 from megarl.models.checkpoint import build_random_checkpoint
 from megarl.types import Sequences
 
@@ -78,7 +78,7 @@ def test_a_trained_policys_export_in_many_files_says_in_transformers_what_the_po
     source = build_random_checkpoint(config, tmp_path / "source")
     (source / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     GenerationConfig(temperature=0.6, top_k=7, do_sample=True, eos_token_id=[1, 2]).save_pretrained(source)
-    monkeypatch.setattr(hf_files, "MAX_FILE_BYTES", 40_000)
+    monkeypatch.setattr(hf, "MAX_FILE_BYTES", 40_000)
     prompt = [4, 5, 3]
     with open_worker(source, Role.policy, tmp_path) as worker:
         samples = build_samples()

@@ -80,7 +80,7 @@ def test_whether_there_is_cuda_is_asked_when_megatron_is_imported_and_not_before
 import torch
 asked = []
 torch.cuda.is_available = lambda: asked.append(1) or False
-import megarl.mcore, megarl.mcore.worker_spec, megarl.mcore.microbatches
+import megarl.mcore, megarl.mcore.spec, megarl.mcore.microbatches
 assert not asked
 import megatron.core.enums
 assert len(asked) == 1
@@ -116,7 +116,7 @@ import megarl.mcore
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import attention
 assert not gpt_layer_specs.HAVE_TE and not attention.HAVE_FMLA
-from megarl.mcore.role_fields import has_transformer_engine
+from megarl.mcore.spec import has_transformer_engine
 assert has_transformer_engine(), "it is installed, and a node with GPUs may use it"
 print("without them")
 """

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megarl.config.schema.roles import Dtype, ParallelConfig
-from megarl.mcore.model.architecture import Architecture, Experts, check_layout, read_architecture
-from megarl.mcore.model.build import build_config
-from megarl.mcore.weights.entries import describe, to_hf, to_megatron
+from megarl.mcore.entries import describe, to_hf, to_megatron
+from megarl.mcore.model import build_config
+from megarl.mcore.spec import check_layout, read_architecture
+from megarl.models.architecture import Architecture, Experts
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe",

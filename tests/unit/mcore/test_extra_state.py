@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megarl.checkpoint.manifest import CheckpointError
-from megarl.mcore.weights.training_state import _put_weights, shard_weights
+from megarl.mcore.state import _put_weights, shard_weights
 
 
 class Linear(nn.Module):

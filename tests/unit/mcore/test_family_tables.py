@@ -10,9 +10,8 @@ from tiny_checkpoints import build_fields
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.model import RandomModelConfig
-from megarl.mcore.model.architecture import Architecture
-from megarl.mcore.weights.entries import describe, list_entries
-from megarl.models.architecture import EFFECTIVE, ONLY_VALUES, SECTIONS, WITHOUT_EFFECT
+from megarl.mcore.entries import describe, list_entries
+from megarl.models.architecture import EFFECTIVE, ONLY_VALUES, SECTIONS, WITHOUT_EFFECT, Architecture
 from megarl.models.checkpoint import build_random_checkpoint
 from megarl.models.families import FAMILIES, list_unknown_keys, list_weights, parse_architecture
 

@@ -12,10 +12,8 @@ import torch
 from tiny_checkpoints import write_checkpoint
 
 from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
-from megarl.mcore.model import build
-from megarl.mcore.model.architecture import Architecture, read_architecture
-from megarl.mcore.model.build import build_config
-from megarl.mcore.model.fast import (
+from megarl.mcore import model
+from megarl.mcore.layers import (
     Kernels,
     build_fast_fields,
     check_fast_fields,
@@ -25,8 +23,11 @@ from megarl.mcore.model.fast import (
     fuse_weight_gradients,
     resolve_overlap,
 )
+from megarl.mcore.model import build_config
+from megarl.mcore.spec import read_architecture
+from megarl.models.architecture import Architecture
 
-TransformerConfig = build.TransformerConfig
+TransformerConfig = model.TransformerConfig
 NOTHING = Kernels()
 EVERYTHING = Kernels(**{field.name: True for field in dataclass_fields(Kernels)})
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
@@ -173,7 +174,7 @@ def test_only_layers_that_can_are_told_to_add_up_their_weight_gradients() -> Non
 def test_megatron_itself_refuses_what_is_off_for_want_of_a_kernel(archs: dict[str, Architecture], field: str) -> None:
     """The kernels that are looked for are those that Megatron asks for."""
     arch = archs["qwen3_moe"]
-    own = build._own_fields(arch, ParallelConfig(), Dtype.float32) | build._DEFAULTS
+    own = model._own_fields(arch, ParallelConfig(), Dtype.float32) | model._DEFAULTS
     TransformerConfig(**own)
     found = find_reasons(arch, {}, replace(find_kernels(), gpu=True, te=True))[field]
     if found is None:

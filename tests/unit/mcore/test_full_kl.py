@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.mcore import logprobs
-from megarl.mcore.full_kl import compute_full_kl
-from megarl.mcore.logprobs import VocabShard
+from megarl.mcore.logprobs import VocabShard, compute_full_kl
 
 
 def reference(x: torch.Tensor, y: torch.Tensor, temperature: float) -> torch.Tensor:

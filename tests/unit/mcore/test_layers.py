@@ -5,7 +5,7 @@ import torch
 
 import megarl.mcore  # noqa: F401
 from megarl.cpu.layers import RMSNorm, swiglu
-from megarl.mcore.model.build import ValueHead, squash
+from megarl.mcore.model import ValueHead, squash
 
 
 def build_norm(dtype: torch.dtype) -> RMSNorm:

@@ -6,8 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megarl.mcore import logprobs as module
-from megarl.mcore.full_kl import compute_full_kl
-from megarl.mcore.logprobs import VocabShard, compute_logprobs
+from megarl.mcore.logprobs import VocabShard, compute_full_kl, compute_logprobs
 
 
 def reference(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,12 +7,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, LoraConfig, ParallelConfig
-from megarl.mcore.batch import build_batch
-from megarl.mcore.microbatches import compute_row_costs, count_tokens, describe_work
-from megarl.mcore.model.architecture import Architecture, Experts, read_architecture
-from megarl.mcore.model.context_parallel import ContextGroup
-from megarl.mcore.packing import pack
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.batch import ContextGroup, build_batch
+from megarl.mcore.microbatches import compute_row_costs, count_tokens, describe_work, pack
+from megarl.mcore.spec import Role, WorkerSpec, read_architecture
+from megarl.models.architecture import Architecture, Experts
 from megarl.types import Sequences
 
 SIZES = {"num_layers": 2, "hidden_size": 10, "ffn_size": 7, "num_heads": 4, "num_kv_heads": 2, "head_size": 3}

@@ -9,13 +9,11 @@ import torch
 
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig
-from megarl.mcore.model.architecture import Architecture, read_architecture
-from megarl.mcore.model.build import build_config, check_options
-from megarl.mcore.weights.entries import padded_vocab_size
-from megarl.mcore.weights.hf_files import write_hf_checkpoint
-from megarl.mcore.weights.hf_reader import CheckpointReader
-from megarl.mcore.weights.safetensors_writer import write_safetensors
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.entries import padded_vocab_size
+from megarl.mcore.hf import CheckpointReader, write_hf_checkpoint, write_safetensors
+from megarl.mcore.model import build_config, check_options
+from megarl.mcore.spec import Role, WorkerSpec, read_architecture
+from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
 
 CONFIG: dict[str, Any] = {
@@ -219,7 +217,7 @@ def test_config_json_names_the_dtype_of_the_weights_by_which_transformers_loads_
 
 
 def test_large_checkpoints_are_cut_into_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.mcore.weights.hf_files.MAX_FILE_BYTES", 100)
+    monkeypatch.setattr("megarl.mcore.hf.MAX_FILE_BYTES", 100)
     (tmp_path / "config.json").write_text("{}")
     tensors = {f"t{number}": torch.full((20,), float(number)) for number in range(3)}
     write_hf_checkpoint(tmp_path / "cut", tmp_path, tensors.items())

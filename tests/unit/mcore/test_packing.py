@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.mcore.packing import pack
+from megarl.mcore.microbatches import pack
 
 ROWS = st.lists(st.tuples(st.integers(1, 50), st.floats(0.1, 100.0)), max_size=60)
 

@@ -8,7 +8,7 @@ import megarl.mcore  # noqa: F401
 def test_on_a_cpu_the_states_of_a_gpus_generator_are_left_out() -> None:
     from megatron.core import tensor_parallel
 
-    from megarl.mcore.weights.training_state import _put_random_state, _take_random_state
+    from megarl.mcore.state import _put_random_state, _take_random_state
 
     tracker = tensor_parallel.get_cuda_rng_tracker()
     tracker.reset()

@@ -7,9 +7,8 @@ import pytest
 import torch
 from tiny_checkpoints import build_sequences
 
-from megarl.mcore.batch import build_batch
-from megarl.mcore.model.context_parallel import ContextGroup
-from megarl.mcore.model.router import Replay, moe_utils
+from megarl.mcore.batch import ContextGroup, build_batch
+from megarl.mcore.router import Replay, moe_utils
 
 topk_routing_with_score_function = moe_utils.topk_routing_with_score_function
 

@@ -13,18 +13,20 @@ from tiny_checkpoints import write_checkpoint
 
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, Fp8, Fp8Recipe, ParallelConfig, Recompute, RecomputeMethod
-from megarl.mcore import role_fields
-from megarl.mcore.model.architecture import Architecture, read_architecture
-from megarl.mcore.role_fields import (
+from megarl.mcore import spec as role_fields
+from megarl.mcore.spec import (
     COMPUTE_CAPABILITIES,
     ROLE_KEYS,
+    Role,
+    WorkerSpec,
     build_role_fields,
     check_role_fields,
     find_fp8_problems,
     find_token_multiple,
     has_transformer_engine,
+    read_architecture,
 )
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.models.architecture import Architecture
 
 ON_CPU_WITHOUT_TE = not torch.cuda.is_available() and not has_transformer_engine()
 
@@ -166,7 +168,7 @@ def test_a_broken_transformer_engine_is_an_error_and_not_its_absence(tmp_path: P
     code = """
 import torch
 torch.cuda.is_available = lambda: True
-from megarl.mcore.role_fields import has_transformer_engine
+from megarl.mcore.spec import has_transformer_engine
 try:
     has_transformer_engine()
 except RuntimeError as error:

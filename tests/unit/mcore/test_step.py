@@ -12,10 +12,9 @@ from megarl.algo.losses import LossOutput, TokenTargets
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
 from megarl.mcore.batch import build_batch
-from megarl.mcore.loss_targets import build_targets
-from megarl.mcore.step import accumulate, add_rounding, collect_rows, run_schedule
+from megarl.mcore.spec import Role, WorkerSpec
+from megarl.mcore.step import accumulate, add_rounding, build_targets, collect_rows, run_schedule
 from megarl.mcore.worker import MegatronWorker
-from megarl.mcore.worker_spec import Role, WorkerSpec
 
 ROWS = [3, 11, 4]
 """Of `build_samples`: 3 has no loss, and others of its tokens are not generated"""

@@ -5,10 +5,9 @@ import pytest
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.model import RandomModelConfig
 from megarl.config.schema.roles import Dtype, Fp8, LoraConfig, LoraLayers, OptimizerConfig, ParallelConfig, Trainable
-from megarl.mcore.model.trainable import is_mlp
-from megarl.mcore.role_fields import check_role_fields
-from megarl.mcore.weights.entries import list_entries
-from megarl.mcore.worker_spec import Role, WorkerSpec
+from megarl.mcore.entries import list_entries
+from megarl.mcore.model import is_mlp
+from megarl.mcore.spec import Role, WorkerSpec, check_role_fields
 from megarl.models.families import FAMILIES
 from megarl.plan.job import describe_random
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from megarl.config.load import load_config
 from megarl.config.schema.hardware import HardwareConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig
-from megarl.mcore.model.architecture import Architecture, parse_architecture
+from megarl.models.architecture import Architecture
+from megarl.models.families import parse_architecture
 from megarl.plan.job import PUBLISHED, JobPlan, build_plan, find_models
 from megarl.plan.memory import MicroBatch, RoleJob, Saving
 

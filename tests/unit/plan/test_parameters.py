@@ -11,11 +11,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.config.schema.model import RandomModelConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig
-from megarl.mcore.model.architecture import Architecture, parse_architecture, read_architecture
-from megarl.mcore.model.parameter_count import _playing, count_stages
-from megarl.mcore.weights.entries import compute_megatron_shape, list_entries
-from megarl.mcore.worker_spec import StageParameters
-from megarl.models.families import FAMILIES
+from megarl.mcore.entries import compute_megatron_shape, list_entries
+from megarl.mcore.model import _playing, count_stages
+from megarl.mcore.spec import StageParameters, read_architecture
+from megarl.models.architecture import Architecture
+from megarl.models.families import FAMILIES, parse_architecture
 from megarl.plan.job import PUBLISHED, describe_random
 
 CHECKPOINTS = Path(__file__).parents[1] / "config" / "checkpoints"

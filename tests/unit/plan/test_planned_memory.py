@@ -8,8 +8,8 @@ from tool_loading import load_tool
 
 from megarl.config.schema.roles import Dtype, LoraConfig, Offload, ParallelConfig, Recompute, RecomputeMethod, Trainable
 from megarl.config.schema.rollout import RolloutConfig
-from megarl.mcore.model.architecture import Architecture, Experts
-from megarl.mcore.worker_spec import StageParameters
+from megarl.mcore.spec import StageParameters
+from megarl.models.architecture import Architecture, Experts
 from megarl.plan.memory import (
     Attention,
     MicroBatch,
@@ -237,7 +237,7 @@ def test_the_kv_cache_takes_what_the_weights_leave_of_the_static_share() -> None
     ],
 )
 def test_the_bytes_of_a_sync_are_those_of_its_plan(arch: Architecture, parallel: ParallelConfig, tp: int) -> None:
-    from megarl.mcore.model.parameter_count import count_stages
+    from megarl.mcore.model import count_stages
 
     rollout = RolloutConfig(num_servers=3, tp=tp)
     job = build_role(arch, parallel)

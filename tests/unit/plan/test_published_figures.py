@@ -8,9 +8,9 @@ from plan_jobs import ARCH_235B, H100, build_role
 
 from megarl.config.load import load_config
 from megarl.config.schema.roles import ParallelConfig
-from megarl.mcore.model.architecture import parse_architecture
-from megarl.mcore.worker_spec import StageParameters
+from megarl.mcore.spec import StageParameters
 from megarl.models.architecture import Architecture
+from megarl.models.families import parse_architecture
 from megarl.plan.job import PUBLISHED, JobPlan, build_plan, find_models
 from megarl.plan.memory import MicroBatch, estimate_stages
 from megarl.plan.seconds import Work, compute_update

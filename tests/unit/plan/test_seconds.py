@@ -12,8 +12,8 @@ from plan_jobs import QWEN32B as JOB
 from megarl.config.load import load_config
 from megarl.config.schema.roles import Offload, ParallelConfig, Recompute, RecomputeMethod
 from megarl.config.schema.root import Config
-from megarl.mcore.model.architecture import Architecture
-from megarl.mcore.worker_spec import StageParameters
+from megarl.mcore.spec import StageParameters
+from megarl.models.architecture import Architecture
 from megarl.plan import assumptions
 from megarl.plan.job import (
     FIRST,

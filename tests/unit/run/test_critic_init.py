@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.mcore.weights.hf_files import copy_description, write_hf_checkpoint
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.hf import copy_description, write_hf_checkpoint
+from megarl.mcore.spec import Role
 from megarl.models.checkpoint import load_tokenizer
 from megarl.models.families import FAMILIES
 from megarl.rollout.rollout_file import RolloutWriter

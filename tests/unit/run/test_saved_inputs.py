@@ -8,7 +8,7 @@ import pytest
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role
 from megarl.rollout.rollout_file import RolloutWriter, read_group
 from megarl.rollout.tensors import build_tensors
 from megarl.rollout.token_records import TokenRecorder

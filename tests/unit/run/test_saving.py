@@ -9,7 +9,7 @@ from fakes.run import load
 from megarl.algo.statistics import RunningMoments
 from megarl.checkpoint.folder import Folder
 from megarl.checkpoint.manifest import CheckpointError
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role
 from megarl.rollout.source import SourceState
 from megarl.run.checkpoint import (
     CheckpointWriter,

@@ -17,8 +17,9 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.model import RandomModelConfig
 from megarl.config.schema.roles import ParallelConfig
-from megarl.mcore.model.architecture import Architecture, check_layout
-from megarl.mcore.weights.entries import describe, list_entries, to_megatron
+from megarl.mcore.entries import describe, list_entries, to_megatron
+from megarl.mcore.spec import check_layout
+from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES, build_random_fields, parse_architecture
 from megarl.models.family import Split
 from megarl.run.inputs import load_models, load_specs

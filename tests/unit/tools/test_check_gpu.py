@@ -15,7 +15,7 @@ from tool_loading import load_tool
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.schema.roles import Dtype
-from megarl.mcore.worker_spec import Role
+from megarl.mcore.spec import Role
 from megarl.models.families import parse_architecture
 from megarl.plan.job import PlannedModels, build_jobs, count_job
 from megarl.plan.memory import estimate_stages

@@ -11,11 +11,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megarl.config.errors import ConfigError
-from megarl.mcore.model.build import PackedGPT
-from megarl.mcore.weights.adapters import PREFIX
-from megarl.mcore.weights.entries import Entry, describe, to_hf, to_megatron
-from megarl.mcore.weights.hf_critic import VALUE_HEAD
-from megarl.mcore.weights.hf_reader import CheckpointReader, is_finite
+from megarl.mcore.entries import PREFIX, VALUE_HEAD, Entry, describe, to_hf, to_megatron
+from megarl.mcore.hf import CheckpointReader, is_finite
+from megarl.mcore.model import PackedGPT
 from megarl.models.architecture import Architecture
 from megarl.models.family import Split
 

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.schema.roles import ParallelConfig
-from megarl.mcore.model.build import PackedGPT
-from megarl.mcore.weights.adapters import has_adapters
-from megarl.mcore.weights.dist_format import CONTENT
-from megarl.mcore.weights.dist_reader import holds_optimizer, load_metadata
+from megarl.mcore.checkpoint_format import CONTENT, holds_optimizer, load_metadata
+from megarl.mcore.entries import has_adapters
+from megarl.mcore.model import PackedGPT
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,15 @@ Shapes: S packed tokens, R response tokens, V vocabulary of this tensor-parallel
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel_state import is_pipeline_first_stage, is_pipeline_last_stage
@@ -23,20 +28,125 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.config.errors import find_nearest_key
-from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig
+from megarl.config.schema.roles import Dtype, OptimizerConfig, ParallelConfig, Trainable
+from megarl.mcore import process_groups
 from megarl.mcore.batch import PackedParams
 from megarl.mcore.device import device
-from megarl.mcore.model.architecture import check_layout
-from megarl.mcore.model.experts import build_expert_fields, check_expert_options, mark_experts
-from megarl.mcore.model.fast import build_fast_fields, check_fast_fields, find_kernels, fuse_weight_gradients
-from megarl.mcore.model.layer_spec import build_block_spec, find_layers
-from megarl.mcore.role_fields import ROLE_KEYS
-from megarl.mcore.weights.entries import padded_vocab_size
-from megarl.mcore.worker_spec import WorkerSpec
+from megarl.mcore.entries import padded_vocab_size
+from megarl.mcore.layers import (
+    build_block_spec,
+    build_fast_fields,
+    check_fast_fields,
+    find_kernels,
+    find_layers,
+    fuse_weight_gradients,
+)
+from megarl.mcore.spec import (
+    ROLE_KEYS,
+    StageParameters,
+    WorkerSpec,
+    check_layout,
+)
 from megarl.models.architecture import Architecture
 from megarl.models.families import FAMILIES
+
+
+def build_expert_fields(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
+    """The fields of TransformerConfig about experts that the checkpoint, the layout or this engine decides."""
+    fields: dict[str, Any] = {
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+    }
+    experts = arch.experts
+    if experts is None:
+        return fields
+    if not arch.has_unlike_layers:
+        # There is no dense layer: the same size in both fields keeps the experts on this very configuration, of
+        # which Megatron would make them a copy.
+        fields["ffn_hidden_size"] = experts.ffn_size
+    else:
+        fields["moe_layer_freq"] = [int(arch.has_experts(layer)) for layer in range(arch.num_layers)]
+    return {
+        **fields,
+        "num_moe_experts": experts.num_experts,
+        "moe_router_topk": experts.top_k,
+        "moe_ffn_hidden_size": experts.ffn_size,
+        # The router here adds its own terms by moe_aux_loss_coeff and moe_z_loss_coeff.
+        "moe_router_load_balancing_type": "none",
+        "moe_router_score_function": experts.score_function,
+        # The softmax over the chosen experts is the softmax over all of them, normalized to the chosen ones. Of the
+        # sigmoid Megatron normalizes always.
+        "moe_router_pre_softmax": experts.score_function == "softmax" and not experts.normalized,
+        "moe_router_topk_scaling_factor": experts.scaling_factor,
+        "moe_router_enable_expert_bias": experts.has_correction_bias,
+        # The router counts no tokens for an update: the bias is the checkpoint's.
+        **({"moe_router_bias_update_rate": 0.0} if experts.has_correction_bias else {}),
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
+        "moe_grouped_gemm": find_layers().groups_experts,
+    }
+
+
+def check_expert_options(megatron: dict[str, Any], with_experts: bool) -> Iterator[str]:
+    """What is wrong with model.megatron's keys about experts; one message each."""
+    for key in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        value = megatron.get(key)
+        if value is not None and not with_experts:
+            yield f"model.megatron.{key}: found {value!r}, but the model has no experts; leave it out"
+        elif value is not None and (not isinstance(value, int | float) or value < 0):
+            yield f"model.megatron.{key}: found {value!r}; it must be a number of 0 or more"
+    dispatcher = megatron.get("moe_token_dispatcher_type", "alltoall")
+    if dispatcher not in ("alltoall", "flex"):
+        yield (
+            f"model.megatron.moe_token_dispatcher_type: found {dispatcher!r}; it must be alltoall or flex, since"
+            " micro-batches differ in length"
+        )
+    if "moe" in (megatron.get("recompute_modules") or ()):
+        # The router is told its micro-batch by the layer, which is not run again.
+        yield "model.megatron.recompute_modules: found moe, which is not built here; recompute=full is"
+
+
+def mark_experts(model: torch.nn.Module) -> None:
+    """Mark the experts' weights as such: their gradients are summed over the ranks that hold the same experts.
+
+    Megatron does so only where expert parallelism is above 1. Without it and with an expert-tensor parallelism other
+    than the tensor parallelism, the tensor-parallel ranks, each of which sends its own part of the sequence, would
+    silently keep different gradients of the same weights.
+    """
+    for name, param in model.named_parameters():
+        if ".mlp.experts." in name:
+            setattr(param, "allreduce", False)  # noqa: B010
+            if not hasattr(param, "tensor_model_parallel"):
+                # Not a copy of another rank's weight, whatever the tensor parallelism of the rest of the model.
+                set_tensor_model_parallel_attributes(param, True, 0 if "linear_fc1" in name else 1, 1)
+
+
+# Not what stands beside them under mlp.: the router, a shared expert's gate, and the norm that Transformer Engine keeps
+# in linear_fc1, or a family in linear_fc2. Grouped experts number their weights.
+_MLP = re.compile(r"\.mlp\.(?:[\w.]+\.)?linear_fc[12]\.(?:weight|bias)\d*$")
+HEAD = "output_layer."
+
+
+def is_mlp(name: str) -> bool:
+    """Whether a parameter, by its name in Megatron's model, is a projection of an MLP, an expert or a shared expert."""
+    return _MLP.search(name) is not None
+
+
+def freeze(chunks: Iterable[torch.nn.Module], trainable: Trainable) -> None:
+    """Freeze the weights that are not trained.
+
+    What is built on the model afterwards, Megatron's DistributedDataParallel and its optimizer, has neither gradients
+    nor a state of them.
+    """
+    if trainable is Trainable.all:
+        return
+    for chunk in chunks:
+        for name, param in chunk.named_parameters():
+            param.requires_grad_(is_mlp(name) or name.startswith(HEAD))
+
 
 DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 
@@ -311,3 +421,79 @@ def wrap_chunks(
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(wrapped)
     ]
+
+
+class _Meta(TorchFunctionMode):
+    """Puts on the meta device also what asks for a GPU, and leaves there what is to move. What asks for the CPU may
+    have it: a few rotary frequencies.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.cuda, torch.Tensor.cpu):
+            return args[0]
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type != "cpu":
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def count_stages(
+    arch: Architecture, parallel: ParallelConfig, dtype: Dtype, megatron: dict[str, Any], with_value_head: bool
+) -> tuple[StageParameters, ...]:
+    """The parameters of a rank of each pipeline stage.
+
+    megatron: model.megatron. Raises ValueError for a layout that does not fit the model, RuntimeError in a process
+    that has joined a process group.
+    """
+    per_stage = parallel.num_processes // parallel.pp
+    return tuple(
+        _count_rank(arch, parallel, dtype, megatron, with_value_head, stage * per_stage) for stage in range(parallel.pp)
+    )
+
+
+def _count_rank(
+    arch: Architecture,
+    parallel: ParallelConfig,
+    dtype: Dtype,
+    megatron: dict[str, Any],
+    with_value_head: bool,
+    rank: int,
+) -> StageParameters:
+    with _playing(rank, parallel):
+        config = build_config(arch, parallel, dtype, megatron, {"init_model_with_meta_device": True})
+        with torch.device("meta"), _Meta():
+            chunks = build_chunks(arch, config, with_value_head)
+        named = [item for chunk in chunks for item in chunk.named_parameters()]
+
+    def count(*marks: str) -> int:
+        return sum(param.numel() for name, param in named if any(mark in name for mark in marks))
+
+    experts = count(".mlp.experts.")
+    return StageParameters(
+        num_layers=sum(len(chunk.decoder.layers) for chunk in chunks),
+        dense=sum(param.numel() for _, param in named) - experts,
+        experts=experts,
+        embedding=count("embedding.word_embeddings."),
+        head=count("output_layer."),
+        mlp=sum(param.numel() for name, param in named if is_mlp(name) and ".mlp.experts." not in name),
+    )
+
+
+@contextmanager
+def _playing(rank: int, parallel: ParallelConfig) -> Iterator[None]:
+    """Play rank `rank` of `parallel.num_processes`."""
+    if dist.is_initialized():
+        raise RuntimeError("the parameters of a layout are counted in a process that has joined no process group")
+    with warnings.catch_warnings(), ExitStack() as stack:
+        warnings.simplefilter("ignore")
+        # Megatron asks for the current GPU in order to put tensors on it, and with context parallelism for a stream;
+        # torch would set up the first GPU for either, whose memory the driver then held during the run.
+        stack.enter_context(patch.object(torch.cuda, "current_device", lambda: 0))
+        stack.enter_context(patch.object(torch.cuda, "Stream", lambda *args, **kwargs: None))
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.num_processes)
+        try:
+            process_groups.initialize_groups(parallel, create_gloo_process_groups=False)
+            yield
+        finally:
+            process_groups.destroy()

@@ -1,0 +1,517 @@
+"""Hugging Face checkpoint directories: read, checked before a run, and written so that they appear whole or not at all.
+
+A critic is a ...ForSequenceClassification with one label, its weights in score.weight. Imports no Megatron.
+"""
+
+import ctypes
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megarl.checkpoint.manifest import name_some
+from megarl.json_text import load_json_object, naming_file
+from megarl.mcore.entries import VALUE_HEAD, PeftAdapter, list_entries
+from megarl.mcore.spec import CRITIC_PROMPT, VALUE_RANGE, Role
+from megarl.models.architecture import Architecture
+from megarl.models.families import FAMILIES
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PIECE = 1 << 20
+"""Elements that are looked at together where a whole tensor would need memory of its own size"""
+
+
+class CheckpointReader:
+    """The tensors of DIRECTORY/model.safetensors, or of the files that its index names.
+
+    Raises FileNotFoundError where there is neither, ValueError for an index that is none, KeyError that names a tensor
+    that is not there, SafetensorError that names a file which is damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._stack = ExitStack()
+        self._files: dict[str, str]
+        if (directory / INDEX).is_file():
+            self._files = _read_index(directory / INDEX)
+        elif (directory / SINGLE).is_file():
+            with _open(directory / SINGLE) as handle:
+                self._files = dict.fromkeys(handle.keys(), SINGLE)
+        else:
+            other = name_some(sorted(file.name for file in directory.glob("*.safetensors")))
+            raise FileNotFoundError(
+                f"{directory}: found neither {SINGLE} nor {INDEX}, which says what is in {other or 'other files'}"
+            )
+        self._open: dict[str, safe_open] = {}
+
+    def __enter__(self) -> "CheckpointReader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._files)
+
+    def find_misplaced(self, expected: Collection[str]) -> Iterator[str]:
+        """How the files differ from the index that names them; nothing without one.
+
+        expected: the tensors that the model needs; of others that are in the files alone nothing is said.
+        """
+        if not (self._directory / INDEX).is_file():
+            return
+        files = sorted(set(self._files.values()))
+        if missing := [file for file in files if not (self._directory / file).is_file()]:
+            yield f"lacks {name_some(missing)}, of {len(files)} files that {INDEX} names"
+            return
+        if SINGLE not in files and (self._directory / SINGLE).is_file():
+            yield f"has {SINGLE} and {INDEX}, which names other files; remove those that are not of the model"
+        holders: dict[str, list[str]] = {}
+        for file in files:
+            with _open(self._directory / file) as handle:
+                for name in handle.keys():  # noqa: SIM118  (it is no mapping)
+                    holders.setdefault(name, []).append(file)
+        wrong = [
+            f"{name} is in {' and '.join(holders.get(name, ['none of them']))}, by the index in {file}"
+            for name, file in self._files.items()
+            if name in expected and holders.get(name) != [file]
+        ]
+        if wrong:
+            yield f"{INDEX} differs from the files: {name_some(wrong)}"
+        unlisted = [f"{name} in {holders[name][0]}" for name in expected if name in holders and name not in self._files]
+        if unlisted:
+            yield f"{INDEX} lacks {name_some(unlisted)}"
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._open_file(name).get_tensor(name)
+        return tensor
+
+    def read_shape(self, name: str) -> tuple[int, ...]:
+        """The shape, without reading the tensor."""
+        return tuple(self._open_file(name).get_slice(name).get_shape())
+
+    def read_dtype(self, name: str) -> str:
+        """The dtype as safetensors writes it (F32, BF16 ...), without reading the tensor."""
+        dtype: str = self._open_file(name).get_slice(name).get_dtype()
+        return dtype
+
+    def release(self) -> None:
+        """Unmap the files, as soon as no tensor of theirs is left; what is read next maps them again."""
+        self._stack.close()
+        self._open.clear()
+
+    def _open_file(self, name: str) -> Any:
+        if name not in self._files:
+            raise KeyError(f"{self._directory}: has no tensor {name}")
+        file = self._files[name]
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(_open(self._directory / file))
+        return self._open[file]
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """File of each tensor; ValueError that names the index."""
+    files = load_json_object(path).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ValueError(f"{path}: has no weight_map, the file of each tensor by its name")
+    for name, file in files.items():
+        # What an index of a stranger names must not lead out of its directory.
+        if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file:
+            raise ValueError(f"{path}: {name} is in {file!r}; a file of this directory was expected")
+    return files
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise SafetensorError(f"{path}: {error}") from None
+
+
+def count_parameters(directory: Path) -> int:
+    """Numbers in all tensors, read from the files' headers. Raises FileNotFoundError as CheckpointReader."""
+    with CheckpointReader(directory) as reader:
+        return sum(math.prod(reader.read_shape(name)) for name in reader.names)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    pieces = tensor.reshape(-1).split(PIECE)  # type: ignore[no-untyped-call]
+    return all(bool(piece.isfinite().all()) for piece in pieces)
+
+
+MAX_FILE_BYTES = 4 << 30
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write_safetensors(
+    directory: Path, tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int = MAX_FILE_BYTES
+) -> None:
+    """One file, or numbered files with an index where there is more than max_file_bytes; the tensors of a file are held
+    until it is full.
+    """
+    parts: list[list[TensorSpec]] = []
+    for held in _hold(tensors, max_file_bytes):
+        parts.append([TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in held])
+        _write_file(directory / f"part-{len(parts)}", parts[-1], held)
+    for number, name in enumerate(_name_files(directory, parts), start=1):
+        (directory / f"part-{number}").rename(directory / name)
+
+
+def _write_file(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    with naming_file(path), path.open("wb") as file:
+        header = _encode_header(specs)
+        file.write(len(header).to_bytes(8, "little") + header)
+        for _, tensor in tensors:
+            whole = tensor.contiguous()
+            # Not as a numpy array: torch resizes no storage that one has shared, and offloading does that to weights.
+            file.write((ctypes.c_char * whole.nbytes).from_address(whole.data_ptr()))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _name_files(directory: Path, parts: Sequence[Sequence[TensorSpec]]) -> list[str]:
+    """The names of the files of `parts`; where they are several, the index is written."""
+    if len(parts) == 1:
+        return [SINGLE]
+    names = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+    weight_map = {spec.name: file for file, part in zip(names, parts, strict=True) for spec in part}
+    index = {
+        "metadata": {"total_size": sum(spec.num_bytes for part in parts for spec in part)},
+        "weight_map": weight_map,
+    }
+    (directory / INDEX).write_text(json.dumps(index, indent=2))
+    return names
+
+
+def _hold(tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """The tensors of one file after another; at least of one, which may have none."""
+    held: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if held and size + tensor.nbytes > max_file_bytes:
+            yield held
+            held.clear()  # also for the caller, who has the list until the next one comes
+            size = 0
+        held.append((name, tensor))
+        size += tensor.nbytes
+    yield held
+
+
+def _encode_header(specs: Sequence[TensorSpec]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for spec in specs:
+        start, end = end, end + spec.num_bytes
+        header[spec.name] = {
+            "dtype": DTYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [start, end],
+        }
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    return encoded + b" " * (-len(encoded) % 8)
+
+
+def to_classifier_config(
+    config: dict[str, Any], dtype: torch.dtype, further: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The config.json of a model with a value head, from that of the model which it was made from.
+
+    further: more keys; those of `config` that are not among them stay.
+    """
+    changed = {
+        **config,
+        **further,
+        "architectures": [f"{FAMILIES[config['model_type']].hf_class}ForSequenceClassification"],
+        "num_labels": 1,
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+    }
+    changed.pop("torch_dtype", None)
+    return {**changed, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def check_critic_checkpoint(directory: Path, critic: Architecture, policy: Architecture, longest: int) -> Iterator[str]:
+    """Why a checkpoint cannot be a critic of the policy; one message each, what was found and what would be right.
+
+    longest: most tokens of prompt and response together.
+    """
+    try:
+        with CheckpointReader(directory) as reader:
+            misplaced = [f"{directory}: {problem}" for problem in reader.find_misplaced(reader.names)]
+            yield from misplaced or _check_tensors(reader, directory, critic)
+    except (OSError, SafetensorError, ValueError) as error:
+        yield f"{directory}: {error}"
+    if critic.vocab_size != policy.vocab_size:
+        yield (
+            f"{directory}: vocab_size is {critic.vocab_size} and the policy's {policy.vocab_size}; the critic reads the"
+            " policy's tokens, so they must have the same tokenizer"
+        )
+    if longest > critic.max_length:
+        yield (
+            f"{directory}: has {critic.max_length} positions; data.prompt_length and rollout.response_length are"
+            f" {longest} tokens together"
+        )
+
+
+def check_critic_prompt(directory: Path, critic_prompt: str | None) -> str | None:
+    """Why a critic was not trained with this data.critic_prompt; None where it was or where its checkpoint does not say
+    with which.
+    """
+    fields = _read_config(directory)
+    if fields.get(CRITIC_PROMPT, critic_prompt) == critic_prompt:
+        return None
+    return (
+        f"{directory}: was trained with data.critic_prompt {fields[CRITIC_PROMPT]!r}, now {critic_prompt!r}; its"
+        " values are of that input: set the key as there, or start from another critic"
+    )
+
+
+def check_value_range(directory: Path, value_range: Sequence[float] | None) -> str | None:
+    """Why the value head of a checkpoint does not have this critic.value_range; None where it does."""
+    recorded = _read_config(directory).get(VALUE_RANGE)
+    found = None if value_range is None else list(value_range)
+    if found == recorded:
+        return None
+    shown = ["null" if each is None else json.dumps(each) for each in (found, recorded)]
+    return (
+        f"found {shown[0]}; the value head of {directory} (critic.init) was trained with {shown[1]} ({VALUE_RANGE} in"
+        f" its config.json), under which alone its values are what it has learned: it must be {shown[1]}"
+    )
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    return load_json_object(directory / "config.json")
+
+
+def _check_tensors(reader: CheckpointReader, directory: Path, critic: Architecture) -> Iterator[str]:
+    own = [name for name in reader.names if not name.startswith("model.")]
+    found = f"its tensors outside the transformer: {', '.join(sorted(own)[:5]) or 'none'}"
+    if VALUE_HEAD not in reader:
+        yield f"{directory}: has no value head {VALUE_HEAD}, as ...ForSequenceClassification has it; {found}"
+    elif (shape := reader.read_shape(VALUE_HEAD)) != (1, critic.hidden_size):
+        labels = f"{shape[0]} labels" if len(shape) == 2 and shape[0] != 1 else f"the shape {list(shape)}"
+        yield f"{directory}: {VALUE_HEAD} has {labels}; a critic has one label, [1, {critic.hidden_size}]"
+    elif "score.bias" in reader:
+        yield f"{directory}: has a score.bias; a value head here has a weight alone"
+    if "model.embed_tokens.weight" not in reader:
+        yield f"{directory}: has no tensor model.embed_tokens.weight, as the supported families have it; {found}"
+
+
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+CONSOLIDATED = "consolidated.safetensors"
+"""The same weights in another form, which SGLang leaves out where there is no third file"""
+_QUANTIZED = "by which servers would quantize; a policy is trained from weights that are not quantized"
+FURTHER_FILES = {
+    "hf_quant_config.json": _QUANTIZED,
+    "quant_model_description.json": _QUANTIZED,
+    "adapter_config.json": "of an adapter that neither the trainer nor a server would load; merge it into the weights",
+}
+"""What makes another model of the weights, and what is wrong with it"""
+MOST_LOOKED_AT = 2**28
+"""Numbers that are looked at for NaN before a process is started, some tenths of a second; of larger models the roles
+find it as they load their weights"""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def check_checkpoint(directory: Path, arch: Architecture, role: Role) -> list[str]:
+    """Why training cannot start from the tensors, each message with the directory or file; [] where nothing is wrong.
+
+    Tensors that config.json does not ask for are left alone.
+    """
+    try:
+        with CheckpointReader(directory) as reader:
+            expected = [name for entry in list_entries(arch, role is Role.critic) for name in entry.hf_names]
+            problems = [*reader.find_misplaced(expected), *_find_further_files(directory)]
+            problems += [f"has {name}, {why}" for name, why in FURTHER_FILES.items() if (directory / name).is_file()]
+            problems = problems or list(find_problems(reader, arch, role, may_have_more=True))
+            return [f"{directory}: {problem}" for problem in problems]
+    except (SafetensorError, OSError, ValueError) as error:
+        return [str(error)]
+
+
+def check_files(directory: Path) -> list[str]:
+    """What a server would load otherwise than the index says, each message with the directory or file."""
+    try:
+        with CheckpointReader(directory) as reader:
+            return [
+                f"{directory}: {each}"
+                for each in (*reader.find_misplaced(reader.names), *_find_further_files(directory))
+            ]
+    except (SafetensorError, OSError, ValueError) as error:
+        return [str(error)]
+
+
+def _find_further_files(directory: Path) -> Iterator[str]:
+    """Weights that servers would load and the trainer does not."""
+    if not (directory / INDEX).is_file():
+        further = sorted(
+            file.name for file in directory.glob("*.safetensors") if file.name not in (SINGLE, CONSOLIDATED)
+        )
+        if further:
+            yield (
+                f"has {name_some(further)} beside {SINGLE} and no {INDEX}; servers would load all of them: remove those"
+                " that are not of the model"
+            )
+
+
+def find_problems(
+    reader: CheckpointReader, arch: Architecture, role: Role, may_have_more: bool = False
+) -> Iterator[str]:
+    """Tensors that are missing, of another model, misshaped, of no float dtype or tied in name alone; of a model that
+    may have more, NaN too.
+
+    A critic without a value head gets one, so that the head may be missing. Raises as the reader.
+    """
+    entries = list_entries(arch, with_value_head=role is Role.critic)
+    expected = {name: shape for entry in entries for name, shape in zip(entry.hf_names, entry.shapes, strict=True)}
+    makes_head = role is Role.critic and VALUE_HEAD not in reader
+    ties_head = arch.tied and role is not Role.critic
+    if makes_head:
+        del expected[VALUE_HEAD]
+    ignored = {HEAD} - expected.keys() if makes_head or ties_head else set()
+    names = [name for name in reader.names if not name.endswith("rotary_emb.inv_freq") and name not in ignored]
+    if may_have_more:
+        names = [name for name in names if name in expected]
+    if problems := compare_shapes({name: reader.read_shape(name) for name in names}, expected):
+        yield from problems
+        return
+    if unknown := {dtype for dtype in map(reader.read_dtype, expected) if dtype not in DTYPES}:
+        yield f"has tensors of {', '.join(sorted(unknown))}; float weights are expected"
+    elif ties_head and HEAD in reader and not torch.equal(reader.read(HEAD), reader.read(EMBEDDING)):
+        yield f"{HEAD} is not {EMBEDDING}, as tie_word_embeddings in config.json says"
+    elif may_have_more and sum(map(math.prod, expected.values())) <= MOST_LOOKED_AT:
+        damaged = [name for name in expected if not is_finite(reader.read(name))]
+        yield from [f"NaN or infinity in {name_some(damaged)}"] if damaged else ()
+
+
+def compare_shapes(
+    found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], expects: str = "config.json asks for"
+) -> list[str]:
+    """What differs in names and shapes; up to five tensors of each problem are named."""
+    misshaped = [
+        f"{name} is {list(found[name])}, {expects} {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    problems = {
+        "missing": sorted(expected.keys() - found.keys()),
+        "of another model": sorted(found.keys() - expected.keys()),
+        "misshaped": misshaped,
+    }
+    return [f"{problem}: {name_some(names)}" for problem, names in problems.items() if names]
+
+
+# Everything of the source that is not weights goes along: config, tokenizer, chat template, generation settings.
+_COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+
+
+def write_hf_checkpoint(
+    directory: Path,
+    source: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    critic_fields: Mapping[str, Any] = MappingProxyType({}),
+    adapter: PeftAdapter | None = None,
+) -> None:
+    """Write tensors with the source's config and tokenizer; `directory` appears complete or not at all.
+
+    With a value head among the tensors it is a ...ForSequenceClassification. An existing directory is replaced.
+    critic_fields: further keys of a critic's config.json (`WorkerSpec.critic_fields`). adapter: written beside the
+    weights that it is merged into.
+    """
+    with replace_directory(directory) as building:
+        write_safetensors(building, tensors, MAX_FILE_BYTES)
+        with CheckpointReader(building) as reader:
+            value_head = reader.read(VALUE_HEAD).dtype if VALUE_HEAD in reader else None
+            stored = reader.read_dtype(min(reader.names))
+        dtype = next(dtype for dtype, name in DTYPE_NAMES.items() if name == stored)
+        copy_description(source, building, value_head, critic_fields, dtype)
+        if adapter is not None:
+            adapter.write(building)
+
+
+@contextmanager
+def replace_directory(directory: Path) -> Iterator[Path]:
+    """An empty directory beside `directory` to be filled; it takes its place at the end, or is gone after an error."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        yield building
+        building.chmod(0o755)
+        _publish(building, directory)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+
+
+def copy_description(
+    source: Path,
+    target: Path,
+    value_head: torch.dtype | None,
+    critic_fields: Mapping[str, Any] = MappingProxyType({}),
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Copy everything of a Hugging Face checkpoint directory that is not weights.
+
+    value_head: dtype of the value head of a critic, of which config.json then says ...ForSequenceClassification.
+    critic_fields: further keys of a critic's config.json (`WorkerSpec.critic_fields`). dtype: of the weights, by which
+    transformers loads them where config.json names it; None: it stays as in the source.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for pattern in _COPIED:
+        for file in source.glob(pattern):
+            if file.name != INDEX:
+                shutil.copyfile(file, target / file.name)
+    if value_head is not None:
+        path = target / "config.json"
+        fields = to_classifier_config(load_json_object(path), value_head, critic_fields)
+        path.write_text(json.dumps(fields, indent=2) + "\n")
+    if dtype is not None:
+        _set_dtype(target, dtype)
+
+
+def _set_dtype(directory: Path, dtype: torch.dtype) -> None:
+    path, name = directory / "config.json", str(dtype).removeprefix("torch.")
+    config = load_json_object(path)
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if config.get(key) != name:
+        path.write_text(json.dumps({**config, key: name}, indent=2) + "\n")
+
+
+def _publish(building: Path, directory: Path) -> None:
+    """Rename into place; an older directory is moved aside first: a rename cannot replace a full one."""
+    if directory.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{directory.name}-old-", dir=directory.parent))
+        os.rename(directory, old / directory.name)
+        os.rename(building, directory)
+        shutil.rmtree(old)
+    else:
+        os.rename(building, directory)

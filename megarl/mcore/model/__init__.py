@@ -1,1 +1,0 @@
-"""The Megatron model of a Hugging Face checkpoint: architecture, layers, heads."""

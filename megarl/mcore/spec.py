@@ -1,0 +1,388 @@
+"""What a role's ranks are told and give back, the model that they compute, and what they cannot do.
+
+Plain data and checks, which import no Megatron: they run before any process is started.
+"""
+
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.config.checks.parallel import find_nearest_divisor
+from megarl.config.schema.algo import AlgoConfig
+from megarl.config.schema.roles import (
+    Dtype,
+    Fp8,
+    Fp8Recipe,
+    LoraConfig,
+    LoraLayers,
+    Offload,
+    OptimizerConfig,
+    ParallelConfig,
+    Recompute,
+    RecomputeMethod,
+    Trainable,
+)
+from megarl.json_text import load_json_object
+from megarl.models.architecture import Architecture, Experts
+from megarl.models.families import parse_architecture
+
+
+def check_layout(
+    arch: Architecture, parallel: ParallelConfig, key: str, megatron: Mapping[str, Any] | None = None
+) -> list[str]:
+    """What of the model the layout under the configuration key `key` does not divide; one message each.
+
+    megatron: model.megatron, which may say how many layers the first and last stage have.
+    """
+    problems = []
+    fitting = [tp for tp in range(1, arch.num_heads + 1) if not _find_undivided(arch, tp)]
+    for name in _find_undivided(arch, parallel.tp):
+        nearest = min(fitting, key=lambda tp: (abs(tp - parallel.tp), tp))
+        problems.append(f"{key}.tp: found {parallel.tp}, which does not divide {name}; the nearest is {nearest}")
+    problems += _check_stages(arch, parallel, key, megatron or {})
+    if parallel.sp and parallel.tp == 1:
+        problems.append(f"{key}.sp: found true with tp 1; it splits what tensor parallelism leaves whole")
+    return [*problems, *_check_expert_layout(arch.experts, parallel, key)]
+
+
+def _find_undivided(arch: Architecture, tp: int) -> list[str]:
+    """What tensor parallelism cannot split. Megatron repeats key-value heads where there are fewer than ranks."""
+    kv_heads = arch.num_kv_heads
+    rows = {
+        f"the model's {arch.num_heads} attention heads": arch.num_heads % tp,
+        f"the model's {kv_heads} key-value heads": kv_heads % tp and tp % kv_heads,
+        "the rows of its query, key and value weights": (arch.num_heads + 2 * kv_heads) * arch.head_size % tp,
+        **{f"its {size} rows of {what}": size % tp for what, size in arch.mlp_sizes.items()},
+    }
+    return [name for name, rest in rows.items() if rest]
+
+
+# With these Megatron itself knows better which layers a stage has.
+_STAGE_OPTIONS = (
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+
+
+def _check_stages(arch: Architecture, parallel: ParallelConfig, key: str, megatron: Mapping[str, Any]) -> Iterator[str]:
+    """The first and the last stage may have numbers of layers of their own; the others share what is left."""
+    if any(megatron.get(option) for option in _STAGE_OPTIONS):
+        return
+    options = [f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
+    own = [megatron[option] for option in options if megatron.get(option) is not None]
+    layers, stages = arch.num_layers - sum(own), parallel.pp - len(own)
+    if own and (stages < 0 or layers < 0 or (stages == 0) != (layers == 0)):
+        yield (
+            f"{key}.pp: found {parallel.pp}, with {' and '.join(map(str, own))} of the model's {arch.num_layers} layers"
+            f" in the first and last stage (model.megatron.{options[0]} and .{options[1]}); {layers} layers are left"
+            f" for {stages} stages"
+        )
+        return
+    if stages and layers % stages:
+        nearest = find_nearest_divisor(layers, stages) + len(own)
+        yield (
+            f"{key}.pp: found {parallel.pp}, which does not divide the model's {layers} layers"
+            f"{' outside the first and last stage' if own else ''}; the nearest is {nearest}, or give the first and"
+            f" last stage numbers of their own (model.megatron.{options[0]} and .{options[1]})"
+        )
+        return
+    for number in [*own, *([layers // stages] if stages else [])]:
+        if number % parallel.vpp:
+            yield (
+                f"{key}.vpp: found {parallel.vpp}, which does not divide the {number} layers of a stage; the nearest is"
+                f" {find_nearest_divisor(number, parallel.vpp)}"
+            )
+
+
+def _check_expert_layout(experts: Experts | None, parallel: ParallelConfig, key: str) -> list[str]:
+    if experts is None:
+        return [
+            f"{key}.{name}: found {value}, but the model has no experts; it must be 1"
+            for name, value in (("ep", parallel.ep), ("etp", parallel.etp))
+            if value != 1
+        ]
+    problems = []
+    for name, value, number, what in (
+        ("ep", parallel.ep, experts.num_experts, "experts"),
+        ("etp", parallel.etp, experts.ffn_size, "rows of each expert"),
+    ):
+        if number % value:
+            problems.append(f"{key}.{name}: found {value}, which does not divide the model's {number} {what}")
+    if parallel.tp > 1 and not parallel.sp:
+        # Without it every tensor-parallel rank would send the same tokens to the experts.
+        problems.append(f"{key}.sp: found false with tp {parallel.tp}; a model of experts needs true")
+    return problems
+
+
+def read_architecture(directory: Path) -> Architecture:
+    """Read DIRECTORY/config.json.
+
+    Raises FileNotFoundError where it is missing, ValueError that names the key where the model is of no family here
+    or uses something that is not built.
+    """
+    path = directory / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: not found; a Hugging Face checkpoint directory is expected")
+    return parse_architecture(load_json_object(path), path)
+
+
+CRITIC_PROMPT = "megarl_critic_prompt"
+"""Key of a critic's config.json: data.critic_prompt, with which it was trained, or null; other models do not have it"""
+VALUE_RANGE = "megarl_value_range"
+"""Key of config.json: critic.value_range, of a critic that has one. transformers keeps it and does not know it: its
+classifier gives the head's output z."""
+
+
+class Role(Enum):
+    policy = "policy"
+    critic = "critic"
+    reference = "reference"
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """One role, the same on all its ranks."""
+
+    role: Role
+    checkpoint: str
+    """Hugging Face checkpoint directory that the weights start from"""
+    parallel: ParallelConfig
+    optimizer: OptimizerConfig | None
+    """None for the reference, which is not trained"""
+    dtype: Dtype
+    algo: AlgoConfig
+    temperature: float
+    """Temperature of the distribution that the policy loss is about"""
+    response_length: int
+    """Configured maximum, in tokens"""
+    tokens_per_microbatch: int
+    seed: int = 1
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """model.megatron: further fields of Megatron's TransformerConfig"""
+    num_threads: int = 1
+    """CPU threads; without effect on a GPU"""
+    deadline_s: float = 1800.0
+    """Longest wait for a call; a collective in it may take somewhat longer"""
+    recompute: Recompute = Recompute.none
+    recompute_method: RecomputeMethod = RecomputeMethod.uniform
+    recompute_num_layers: int = 1
+    offload: Offload | None = None
+    fp8: Fp8 | None = None
+    fp8_recipe: Fp8Recipe = Fp8Recipe.blockwise
+    router_replay: bool = False
+    """Of the policy alone: its routers take the experts that come with the sequences"""
+    critic_prompt: str | None = None
+    """Of the critic alone: data.critic_prompt, which its checkpoints record"""
+    trainable: Trainable = Trainable.all
+    """Of the critic: which weights are trained"""
+    lora: LoraConfig | None = None
+    """Of the policy: the adapters that are trained in place of its weights; None: there are none"""
+    value_range: tuple[float, float] | None = None
+    """Of the critic: the bounds of its values, which its checkpoints record; None: they have none"""
+    deterministic: bool = False
+    """Compute the same from the same on a GPU; without effect on a CPU, which does so anyway"""
+
+    @property
+    def critic_fields(self) -> dict[str, Any]:
+        """What config.json of a critic says besides."""
+        bounds = {} if self.value_range is None else {VALUE_RANGE: list(self.value_range)}
+        return {CRITIC_PROMPT: self.critic_prompt, **bounds}
+
+
+@dataclass(frozen=True)
+class RowsResult:
+    """What one data-parallel rank computed."""
+
+    rows: Tensor
+    """int64 [b]: which rows of the sequences"""
+    values: Tensor
+    """float32 [b, T], 0 past the response; T is the longest response of all sequences"""
+
+
+@dataclass(frozen=True)
+class StageParameters:
+    """What each rank of one pipeline stage holds; the ranks of a stage hold equally much."""
+
+    num_layers: int
+    """Layers of all its pieces of the model"""
+    dense: int
+    """Parameters of which every data- and context-parallel rank has a copy"""
+    experts: int
+    """Parameters of experts"""
+    embedding: int
+    """The part of `dense` in the input embedding, or a tied output layer's copy of it"""
+    head: int
+    """The part of `dense` in the output layer or value head"""
+    mlp: int = 0
+    """The part of `dense` in MLPs and shared experts"""
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+ROLE_KEYS = {
+    "recompute_granularity": "recompute",
+    "recompute_method": "recompute_method",
+    "recompute_num_layers": "recompute_num_layers",
+    "fp8": "fp8",
+    "fp8_recipe": "fp8_recipe",
+}
+"""Fields of TransformerConfig that a key of the role decides; its workers are told the keys under the same names."""
+
+COMPUTE_CAPABILITIES = {
+    Fp8Recipe.tensorwise: (8, 9),
+    Fp8Recipe.blockwise: (9, 0),
+    Fp8Recipe.mxfp8: (10, 0),
+}
+"""The least a GPU must have for a recipe: Ada, Hopper, Blackwell (Transformer Engine's own conditions)."""
+
+TOKEN_MULTIPLES = {Fp8Recipe.tensorwise: 16, Fp8Recipe.blockwise: 128, Fp8Recipe.mxfp8: 32}
+"""Number of tokens of which an FP8 product takes multiples: the block of a recipe, 16 for one scale per tensor."""
+
+
+def build_role_fields(spec: WorkerSpec) -> dict[str, Any]:
+    """The fields of TransformerConfig that `spec`'s keys decide: those of `ROLE_KEYS`, and deterministic_mode."""
+    full = spec.recompute is Recompute.full
+    return {
+        "recompute_granularity": None if spec.recompute is Recompute.none else spec.recompute.value,
+        "recompute_method": spec.recompute_method.value if full else None,
+        "recompute_num_layers": spec.recompute_num_layers if full else None,
+        "fp8": spec.fp8.value if spec.fp8 else None,
+        "fp8_recipe": spec.fp8_recipe.value,
+        "deterministic_mode": spec.deterministic and torch.cuda.is_available(),
+    }
+
+
+def find_token_multiple(spec: WorkerSpec) -> int:
+    """The number of tokens of a micro-batch is a multiple of this on every rank that shares it."""
+    return TOKEN_MULTIPLES[spec.fp8_recipe] if spec.fp8 else 1
+
+
+@functools.cache
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed; it also needs CUDA to run.
+
+    With CUDA it is imported, because a half-installed package is found like a whole one. Raises RuntimeError where
+    that fails: Megatron would go on without it, or end with an error that does not name it.
+    """
+    # Not importlib.util.find_spec: without CUDA the import hook finds it nowhere.
+    if PathFinder.find_spec("transformer_engine") is None:
+        return False
+    if torch.cuda.is_available():
+        try:
+            importlib.import_module("transformer_engine.pytorch")
+        except Exception as error:
+            raise RuntimeError(
+                f"Transformer Engine is installed and broken ({type(error).__name__}: {error}); make clean install"
+                " PLATFORM=cuda installs all of it, and without it megarl computes with plain torch layers"
+            ) from error
+    return True
+
+
+def check_role_fields(
+    arch: Architecture, spec: WorkerSpec, in_worker: bool = False, on_gpu: bool = False
+) -> Iterator[str]:
+    """One message for each key of the role that the model or the machine cannot follow.
+
+    in_worker: this process is the one that computes; without it only what holds on every machine is reported,
+    because the ranks may have GPUs where this process has none. on_gpu: the ranks are known to have GPUs.
+    """
+    role = spec.role.value
+    if spec.router_replay:
+        yield from check_router_replay(arch, spec.megatron)
+    if spec.lora is not None:
+        yield from _check_lora(arch, spec, spec.lora)
+    experts_alone = arch.experts is not None and not arch.experts.shared_ffn_size
+    if spec.trainable is Trainable.mlp and experts_alone and spec.parallel.pp > 1:
+        # Megatron's optimizer of dense weights would have none on the stages before the head, and then writes no state.
+        yield (
+            f"{role}.parallel.pp: found {spec.parallel.pp} with {role}.trainable=mlp, which trains nothing but experts"
+            f" on stages before the last, and such a stage cannot be saved; it must be 1, or {role}.trainable=all"
+        )
+    if spec.recompute is Recompute.full:
+        yield from _check_recompute(role, arch, spec)
+    if on_gpu and spec.dtype is Dtype.float32 and spec.parallel.cp > 1 and has_transformer_engine():
+        # Of its backends only the unfused one computes in float32, and it has no context parallelism
+        # (transformer_engine/pytorch/attention/dot_product_attention/utils.py, get_attention_backend).
+        yield (
+            f"{role}.dtype: found float32 with {role}.parallel.cp={spec.parallel.cp}; on a GPU Transformer Engine's"
+            f" attention has no context parallelism in float32: {role}.dtype=bfloat16, or {role}.parallel.cp=1"
+        )
+    if spec.fp8:
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        if in_worker or capability or not has_transformer_engine():
+            yield from find_fp8_problems(role, spec.fp8, spec.fp8_recipe, has_transformer_engine(), capability)
+
+
+def _check_lora(arch: Architecture, spec: WorkerSpec, lora: LoraConfig) -> Iterator[str]:
+    """One message for each reason why these adapters cannot be trained."""
+    if not lora.layers:
+        yield "policy.lora.layers: found nothing; it must be attention, mlp or both"
+    if arch.experts is not None and LoraLayers.mlp in lora.layers:
+        yield "policy.lora.layers: found mlp; experts have no adapters: policy.lora.layers=[attention]"
+    if arch.output_norms:
+        yield (
+            f"policy.lora.rank: found {lora.rank}; a model with norms of its layers' outputs ({arch.family}) has no"
+            " adapters; it must be 0"
+        )
+    if spec.fp8:
+        yield f"policy.fp8: found {spec.fp8.value} with policy.lora.rank={lora.rank}; adapters need null"
+
+
+def check_router_replay(arch: Architecture, megatron: Mapping[str, Any]) -> Iterator[str]:
+    """One message for each reason why the policy cannot replay its routes. megatron: model.megatron."""
+    if arch.experts is None:
+        yield "rollout.router_replay: found true, but the model has no experts; it must be false"
+    if megatron.get("moe_router_fusion"):
+        yield (
+            "model.megatron.moe_router_fusion: found true with rollout.router_replay, whose experts the fused router"
+            " does not take; it must be false"
+        )
+
+
+def _check_recompute(role: str, arch: Architecture, spec: WorkerSpec) -> Iterator[str]:
+    pieces = spec.parallel.pp * spec.parallel.vpp
+    layers, found = arch.num_layers // pieces, spec.recompute_num_layers
+    where = f"{arch.num_layers} layers" if pieces == 1 else f"{layers} layers of each of the {pieces} pipeline stages"
+    if spec.recompute_method is RecomputeMethod.uniform and layers % found:
+        nearest = max(n for n in range(1, layers + 1) if layers % n == 0 and n <= max(1, found))
+        yield f"{role}.recompute_num_layers: found {found}, which does not divide the {where}; {nearest} does"
+    elif found > layers:
+        yield f"{role}.recompute_num_layers: found {found}; there are {where}"
+
+
+def find_fp8_problems(
+    role: str, fp8: Fp8, recipe: Fp8Recipe, with_te: bool, capability: tuple[int, int] | None
+) -> Iterator[str]:
+    """Why FP8 products of this recipe cannot be computed; nothing where they can.
+
+    with_te: Transformer Engine is installed. capability: compute capability of the GPU, None without one.
+    Megatron itself would go on without FP8.
+    """
+    needed = COMPUTE_CAPABILITIES[recipe]
+    asked = f"{role}.fp8: found {fp8.value}"
+    if not with_te:
+        yield f"{asked}; it needs Transformer Engine, which is not installed (make install PLATFORM=cuda), or null"
+    elif capability is None:
+        yield f"{asked}; it needs a GPU and there is none here; null computes without it"
+    elif capability < needed:
+        others = [r.value for r, least in COMPUTE_CAPABILITIES.items() if capability >= least]
+        hint = f"; {role}.fp8_recipe may be {' or '.join(others)} here" if others else "; null computes without it"
+        yield (
+            f"{role}.fp8_recipe: found {recipe.value}; it needs a GPU of compute capability {_dotted(needed)} or more,"
+            f" and this one has {_dotted(capability)}{hint}"
+        )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

@@ -1,1 +1,0 @@
-"""Weights and training states in files: Hugging Face's form, Megatron's, and between the two."""
