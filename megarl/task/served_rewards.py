@@ -98,12 +98,11 @@ class ScoringServer:
         try:
             async with free:
                 answer = await client.post(where, cast_to=httpx.Response, body=body)
-        except APITimeoutError as error:
-            reason = f"gave no answer within reward.timeout_s={config.timeout_s:g} s{attempts}"
-            raise RewardFailedError(f"{where} {reason}") from error
         except APIConnectionError as error:
-            reason = f"could not be reached ({type(error.__cause__).__name__}){attempts}"
-            raise RewardFailedError(f"{where} {reason}") from error
+            late = f"gave no answer within reward.timeout_s={config.timeout_s:g} s"
+            lost = f"could not be reached ({type(error.__cause__).__name__})"
+            reason = late if isinstance(error, APITimeoutError) else lost
+            raise RewardFailedError(f"{where} {reason}{attempts}") from error
         except APIStatusError as error:
             status, shown = error.status_code, " ".join(error.response.text.split())[:SHOWN]
             redirect = "; redirects are not followed" if 300 <= status < 400 else ""
