@@ -121,7 +121,7 @@ def test_only_overrides_of_open_fields_are_rewritten_and_once():
 
 
 def test_an_open_field_is_none_of_another_data_source():
-    assert "data.options: no such key" in problems_of("data.options.x=1")
+    assert "data.options: no such key" in problems_of("data=jsonl", "data.path=x", "data.options.x=1")
 
 
 def test_an_unknown_key_is_never_suggested_itself():
@@ -235,7 +235,7 @@ def test_a_value_that_is_no_choice_is_an_error_with_all_choices(override, choice
     ("overrides", "expected"),
     [
         (["train.samples_per_minibatch=100"], "train.samples_per_minibatch: found 100"),
-        (["train.num_iterations=0"], "train.num_iterations: found 0"),
+        (["train.num_iterations=0", "algo=grpo"], "train.num_iterations: found 0"),
         (["policy.parallel.tp=2"], "policy.parallel.num_processes: found 1"),
         (["policy.parallel.sp=true"], "policy.parallel.sp"),
         (["rollout.temperature=0"], "rollout.temperature: found 0"),
