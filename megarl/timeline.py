@@ -26,6 +26,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Holds what tells one start of one machine from all others"""
 MAIN = "main"
 """The track of the thread that started the recording"""
+Annotate = Callable[[str], contextlib.AbstractContextManager[Any]]
 RESPONSES = "responses"
 """The process that responses are shown with, which come from several at a time"""
 
@@ -72,7 +73,7 @@ class _Open:
 
 
 class _Recorder:
-    def __init__(self, process: str, annotate: Callable[[str], contextlib.AbstractContextManager[Any]]) -> None:
+    def __init__(self, process: str, annotate: Annotate) -> None:
         self.process, self.annotate = process, annotate
         self.thread = threading.current_thread()
         self.start_ns = time.monotonic_ns()
@@ -130,9 +131,7 @@ def note(name: str, start_s: float, end_s: float) -> None:
         recorder.add(opened, round(end_s * 1e9))
 
 
-def start(
-    process: str, annotate: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-) -> None:
+def start(process: str, annotate: Annotate = contextlib.nullcontext) -> None:
     """Record this process's spans from here on, those that have begun included; what was being recorded is dropped.
 
     process: what it is called in the timeline. annotate: entered with its name for each span of a thread.
@@ -199,23 +198,20 @@ def split_lanes(spans: Iterable[tuple[int, int, Span]], nests: bool) -> list[lis
     """The (start, end, span) of a track in rows: in each one each contains or excludes each other, or, where they do
     not nest, none overlaps another.
     """
-    lanes: list[list[tuple[int, int, Span]]] = []
-    ends: list[list[int]] = []
-    """Of each lane, those of the spans that the next one would be in"""
+    rows: list[tuple[list[tuple[int, int, Span]], list[int]]] = []
+    """Of each row, its entries and the ends of those that the next one would be in"""
     for entry in sorted(spans, key=lambda entry: (entry[0], -entry[1])):
         start, end, _ = entry
-        for lane, open_ends in zip(lanes, ends, strict=True):  # noqa: B007
+        for _, open_ends in rows:
             while open_ends and open_ends[-1] <= start:
                 open_ends.pop()
-            if not open_ends or (nests and end <= open_ends[-1]):
-                break
-        else:
-            lane, open_ends = [], []
-            lanes.append(lane)
-            ends.append(open_ends)
-        lane.append(entry)
-        open_ends.append(end)
-    return lanes
+        row = next((row for row in rows if not row[1] or (nests and end <= row[1][-1])), None)
+        if row is None:
+            row = ([], [])
+            rows.append(row)
+        row[0].append(entry)
+        row[1].append(end)
+    return [entries for entries, _ in rows]
 
 
 def _name(pid: int, tid: int | None, name: str) -> list[dict[str, Any]]:
