@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from megarl.interfaces import RolloutEngine
-from megarl.rollout.collector import Collector, Sampling
+from megarl.rollout.collector import Collector
 from megarl.rollout.engine import SGLangEngine
-from megarl.rollout.episodes import EpisodeRunner
+from megarl.rollout.episodes import EpisodeRunner, Sampling
 from megarl.task.scorer import Scorer
 from megarl.types import Prompt, Response, Score
 

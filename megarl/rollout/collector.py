@@ -19,7 +19,7 @@ from megarl.interfaces import DeadlineError, RolloutEngine, Truncation, TurnRequ
 from megarl.rollout.client import ConnectionLostError
 from megarl.rollout.conversation import Conversation
 from megarl.rollout.engine import ATTEMPT_PAUSE_S, MAX_ATTEMPTS, compute_sampling_seed, gather_all
-from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner, draw_seed
+from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner, Sampling, draw_seed
 from megarl.rollout.rollout_file import Journal
 from megarl.task.data import build_evaluation_set
 from megarl.task.scorer import Scorer
@@ -203,15 +203,6 @@ class Independent:
         return found[0]
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How responses are sampled; `EpisodeRequest` has the same fields."""
-
-    temperature: float
-    urgent: bool = False
-    truncation: Truncation | None = None
-
-
 class Collector:
     """Runs the episodes of groups of responses, and scores each as soon as it has ended. Thread-safe."""
 
@@ -384,11 +375,7 @@ class Collector:
             for k in range(num_responses):
                 name = None if key is None else f"{key}/{row}/{k}"
                 seed = draw_seed() if name is None else compute_sampling_seed(f"{self._seed}/{name}/environment")
-                requests.append(
-                    EpisodeRequest(
-                        prompt, name, seed, sampling.temperature, server, sampling.urgent, sampling.truncation
-                    )
-                )
+                requests.append(EpisodeRequest(prompt, name, seed, sampling, server))
         return requests
 
     async def _run_all(

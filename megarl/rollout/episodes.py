@@ -32,6 +32,15 @@ NUM_CALLS = 64
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How responses are sampled."""
+
+    temperature: float
+    urgent: bool = False
+    truncation: Truncation | None = None
+
+
+@dataclass(frozen=True)
 class EpisodeRequest:
     """One episode to be run."""
 
@@ -40,11 +49,9 @@ class EpisodeRequest:
     """Names the episode: its random numbers follow from the run's seed and this name; None: they are fresh"""
     seed: int
     """For the environment"""
-    temperature: float
+    sampling: Sampling
     server: int
     """Number of the server that generates all of its turns, which has its tokens in its cache"""
-    urgent: bool = False
-    truncation: Truncation | None = None
 
 
 @dataclass(frozen=True)
@@ -174,7 +181,7 @@ def check_conversation(conversation: Conversation | None, prompts: Iterable[Prom
 
     async def begin(prompt: Prompt) -> str | None:
         try:
-            episode = await EpisodeRunner(1, conversation).run(EpisodeRequest(prompt, None, 0, 1.0, 0), send)
+            episode = await EpisodeRunner(1, conversation).run(EpisodeRequest(prompt, None, 0, Sampling(1.0), 0), send)
         except _Begun:
             return None
         return episode.failure
@@ -195,7 +202,10 @@ def check_conversation(conversation: Conversation | None, prompts: Iterable[Prom
 
 def _build_turn(request: EpisodeRequest, token_ids: NDArray[np.int32], limit: int, number: int) -> TurnRequest:
     name = request.name if number == 0 or request.name is None else f"{request.name}/{number}"
-    return TurnRequest(token_ids, limit, request.temperature, request.server, name, request.urgent, request.truncation)
+    sampling = request.sampling
+    return TurnRequest(
+        token_ids, limit, sampling.temperature, request.server, name, sampling.urgent, sampling.truncation
+    )
 
 
 class _Transcript:

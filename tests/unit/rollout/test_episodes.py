@@ -14,7 +14,7 @@ from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.environment import Action, Environment, EpisodeSetting, Observation, Step
 from megarl.interfaces import TurnRequest
 from megarl.rollout.conversation import Conversation, ObservationEncoder
-from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner
+from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner, Sampling
 from megarl.task.render import Renderer
 from megarl.types import FinishReason, Message, Prompt, Response, WeightVersions
 
@@ -73,7 +73,7 @@ def run(
 ) -> Episode:
     encoder = ObservationEncoder(Renderer(DataConfig(), TOKENIZER))
     conversation = Conversation(make, MultiTurnEnvironmentConfig(**limits), encoder)
-    request = EpisodeRequest(PROMPT, name, 7, 1.0, 0)
+    request = EpisodeRequest(PROMPT, name, 7, Sampling(1.0), 0)
     return asyncio.run(EpisodeRunner(response_length, conversation).run(request, policy.send))
 
 
@@ -221,5 +221,5 @@ def test_a_single_turn_is_the_engines_response_itself():
         return turn
 
     turn = Response((5, 6), "x", (-0.5, -0.5), (True, True), (0, 0), FinishReason.stop)
-    request = EpisodeRequest(PROMPT, None, 7, 1.0, 0)
+    request = EpisodeRequest(PROMPT, None, 7, Sampling(1.0), 0)
     assert asyncio.run(EpisodeRunner(50).run(request, send)).response is turn

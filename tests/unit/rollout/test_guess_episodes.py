@@ -12,7 +12,7 @@ from megarl.config.load import load_config
 from megarl.interfaces import TurnRequest
 from megarl.models.checkpoint import build_character_tokenizer
 from megarl.rollout.conversation import build_conversation
-from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner, check_conversation
+from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner, Sampling, check_conversation
 from megarl.task.data import build_data
 from megarl.types import FinishReason, Prompt, Response
 
@@ -39,7 +39,7 @@ def run(policy: Policy, prompt: Prompt) -> tuple[Episode, list[TurnRequest]]:
         return Response(ids, text, [-1.0] * len(ids), [True] * len(ids), [0] * len(ids), reason)
 
     runner = EpisodeRunner(CONFIG.rollout.response_length, build_conversation(CONFIG, TOKENIZER))
-    return asyncio.run(runner.run(EpisodeRequest(prompt, None, 1, 1.0, 0), send)), sent
+    return asyncio.run(runner.run(EpisodeRequest(prompt, None, 1, Sampling(1.0), 0), send)), sent
 
 
 @pytest.mark.parametrize("number", range(1, 8))

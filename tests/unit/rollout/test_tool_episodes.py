@@ -8,7 +8,7 @@ from data_cases import QWEN, build_byte_tokenizer
 from megarl.api import compose
 from megarl.interfaces import TurnRequest
 from megarl.rollout.conversation import Conversation, build_conversation
-from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner
+from megarl.rollout.episodes import Episode, EpisodeRequest, EpisodeRunner, Sampling
 from megarl.task.data import build_data
 from megarl.task.environments import build_tool_prompt
 from megarl.types import FinishReason, Response, Turn
@@ -52,7 +52,7 @@ def run(conversation: Conversation, *actions: str) -> Episode:
         ids = TOKENIZER.encode(text, add_special_tokens=False)
         return Response(ids, text, [0.0] * len(ids), [True] * len(ids), [0] * len(ids), FinishReason.stop)
 
-    request = EpisodeRequest(prompt, None, 1, 1.0, 0)
+    request = EpisodeRequest(prompt, None, 1, Sampling(1.0), 0)
     return asyncio.run(EpisodeRunner(10_000, conversation).run(request, send))
 
 

@@ -17,7 +17,7 @@ from megarl.config.schema.environment import VerifiersEnvironmentConfig
 from megarl.environment import Action, EpisodeSetting
 from megarl.models.checkpoint import build_character_tokenizer
 from megarl.rollout.conversation import build_conversation
-from megarl.rollout.episodes import EpisodeRequest, EpisodeRunner, check_conversation
+from megarl.rollout.episodes import EpisodeRequest, EpisodeRunner, Sampling, check_conversation
 from megarl.task.data import build_data
 from megarl.task.environments import build_tool_prompt
 from megarl.task.tools import FoundCalls
@@ -229,7 +229,7 @@ def run_episode(texts, *overrides):
 
     runner = EpisodeRunner(config.rollout.response_length, conversation)
     prompt = next(prompt for prompt in data.train if prompt.answer == "3")
-    return asyncio.run(runner.run(EpisodeRequest(prompt, None, 1, 1.0, 0), send)), sent
+    return asyncio.run(runner.run(EpisodeRequest(prompt, None, 1, Sampling(1.0), 0), send)), sent
 
 
 def test_the_runner_plays_it_token_by_token():
