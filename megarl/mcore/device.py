@@ -2,11 +2,13 @@
 
 import os
 import socket
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megarl.config.schema.roles import Dtype
+from megarl.cpu.process import Cpu
 
 DETERMINISTIC_ENVIRONMENT = {
     # Transformer Engine's attention, whose backward pass otherwise adds up in the order in which blocks finish.
@@ -45,16 +47,44 @@ def choose_kernels(dtype: Dtype, *, deterministic: bool) -> None:
         use_deterministic_kernels()
 
 
+class Gpu:
+    """What a training process does on its GPU; without one `megarl.cpu.process.Cpu` does it."""
+
+    backend = "nccl"
+    """Of torch.distributed, for the training ranks"""
+    repeats = False
+    """It computes the same from the same where it is asked to alone"""
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return torch.cuda.get_device_capability()
+
+    def device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def prepare(self, dtype: Dtype, *, deterministic: bool, num_threads: int) -> None:
+        choose_kernels(dtype, deterministic=deterministic)
+
+    def take(self, rank: int, uuid: str | None) -> str | None:
+        return take_gpu(rank, uuid)
+
+    def take_random_state(self) -> dict[str, Any]:
+        return {"cuda": torch.cuda.get_rng_state()}
+
+    def put_random_state(self, state: dict[str, Any]) -> bool:
+        """Whether what Megatron tracks in this state is of this kind of device: a GPU's generator or the CPU's."""
+        if "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"])
+        return "cuda" in state
+
+
+def find_machine() -> Gpu | Cpu:
+    return Gpu() if torch.cuda.is_available() else Cpu()
+
+
 def device() -> torch.device:
     """The device of parameters and batches in this process."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def process_group_backend() -> str:
-    """torch.distributed backend for the training ranks: "nccl" or "gloo"."""
-    return "nccl" if torch.cuda.is_available() else "gloo"
+    return find_machine().device()
 
 
 def take_gpu(rank: int, uuid: str | None) -> str:

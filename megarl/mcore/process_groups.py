@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.config.schema.roles import ParallelConfig
 from megarl.mcore.batch import ContextGroup
-from megarl.mcore.device import claim_gpu, device, process_group_backend, take_gpu
+from megarl.mcore.device import claim_gpu, device, find_machine
 
 
 def initialize(
@@ -36,11 +36,10 @@ def initialize(
             f"{world_size} processes for parallel.num_processes={parallel.num_processes}, tp={parallel.tp}, "
             f"pp={parallel.pp}, cp={parallel.cp}: num_processes must be a multiple of tp * pp * cp"
         )
-    found = take_gpu(rank, gpu) if torch.cuda.is_available() else None
+    machine = find_machine()
+    found = machine.take(rank, gpu)
     timeout = timedelta(seconds=deadline_s)
-    dist.init_process_group(
-        process_group_backend(), init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
-    )
+    dist.init_process_group(machine.backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
     if found is not None:
         # Before NCCL's first call, which would end with a message that names neither the ranks nor the key.
         claim_gpu(dist.distributed_c10d._get_default_store(), rank, found)

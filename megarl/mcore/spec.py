@@ -31,6 +31,7 @@ from megarl.config.schema.roles import (
     Trainable,
 )
 from megarl.json_text import load_json_object
+from megarl.mcore.device import find_machine
 from megarl.models.architecture import Architecture, Experts
 from megarl.models.families import parse_architecture
 
@@ -259,7 +260,7 @@ def build_role_fields(spec: WorkerSpec) -> dict[str, Any]:
         "recompute_num_layers": spec.recompute_num_layers if full else None,
         "fp8": spec.fp8.value if spec.fp8 else None,
         "fp8_recipe": spec.fp8_recipe.value,
-        "deterministic_mode": spec.deterministic and torch.cuda.is_available(),
+        "deterministic_mode": spec.deterministic and not find_machine().repeats,
     }
 
 
@@ -319,7 +320,7 @@ def check_role_fields(
             f" attention has no context parallelism in float32: {role}.dtype=bfloat16, or {role}.parallel.cp=1"
         )
     if spec.fp8:
-        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        capability = find_machine().capability
         if in_worker or capability or not has_transformer_engine():
             yield from find_fp8_problems(role, spec.fp8, spec.fp8_recipe, has_transformer_engine(), capability)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from megarl.checkpoint.manifest import CheckpointError
 from megarl.config.schema.roles import ParallelConfig
 from megarl.mcore.checkpoint_format import CONTENT, holds_optimizer, load_metadata
+from megarl.mcore.device import find_machine
 from megarl.mcore.entries import has_adapters
 from megarl.mcore.model import PackedGPT
 
@@ -194,17 +195,13 @@ def _separate_halves(sharded: ShardedStateDict) -> None:
 
 def _take_random_state() -> dict[str, Any]:
     state = {"torch": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+    return state | find_machine().take_random_state()
 
 
 def _put_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    if ("cuda" in state) != torch.cuda.is_available():
-        # What Megatron tracks is the state of a GPU's generator, and without GPUs that of the CPU's.
-        return
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+    if find_machine().put_random_state(state):
+        tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
 
 
 def _shard_random_state(state: dict[str, Any] | None) -> ShardedObject:

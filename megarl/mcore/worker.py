@@ -19,7 +19,7 @@ from megarl.config.schema.algo_choices import KLEstimator
 from megarl.mcore import bridge, process_groups
 from megarl.mcore.batch import PackedBatch, build_batch
 from megarl.mcore.checkpoint_format import DESCRIPTION
-from megarl.mcore.device import choose_kernels
+from megarl.mcore.device import Gpu, find_machine
 from megarl.mcore.entries import Entry, write_config
 from megarl.mcore.hf import copy_description, write_hf_checkpoint
 from megarl.mcore.layers import choose_overlap, describe_fast_ways, find_layers
@@ -75,13 +75,11 @@ class MegatronWorker:
         """
         if (spec.optimizer is None) != (spec.role is Role.reference):
             raise ValueError(f"{spec.role.value}: an optimizer belongs to policy and critic, and not to the reference")
-        if not torch.cuda.is_available():
-            torch.set_num_threads(spec.num_threads)
-        else:
-            choose_kernels(spec.dtype, deterministic=spec.deterministic)
+        machine = find_machine()
+        machine.prepare(spec.dtype, deterministic=spec.deterministic, num_threads=spec.num_threads)
         self.spec = spec = choose_overlap(spec)
         self.arch = read_architecture(Path(spec.checkpoint))
-        problems = list(check_role_fields(self.arch, spec, in_worker=True, on_gpu=torch.cuda.is_available()))
+        problems = list(check_role_fields(self.arch, spec, in_worker=True, on_gpu=isinstance(machine, Gpu)))
         if problems:
             raise ValueError("; ".join(problems))
         deadline = spec.deadline_s + COLLECTIVE_GRACE_S

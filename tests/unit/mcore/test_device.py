@@ -57,7 +57,7 @@ def test_installing_twice_leaves_one_finder() -> None:
     names = [type(finder).__name__ for finder in sys.meta_path]
     assert names.count("CpuFinder") == 1
     assert device.device() == torch.device("cpu")
-    assert device.process_group_backend() == "gloo"
+    assert device.find_machine().backend == "gloo"
 
 
 @no_cuda
@@ -66,8 +66,8 @@ def test_nothing_is_rewritten_where_cuda_is_present() -> None:
 import torch
 torch.cuda.is_available = lambda: True
 import megarl.mcore
-from megarl.mcore.device import process_group_backend
-assert process_group_backend() == "nccl"
+from megarl.mcore.device import find_machine
+assert find_machine().backend == "nccl"
 import megatron.core.parallel_state as state
 assert not hasattr(state, "_megarl_cuda") and type(state.__loader__).__name__ == "SourceFileLoader"
 print("untouched")
