@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.errors import ConfigError
 from megarl.config.schema.root import Config
+from megarl.cpu.lockstep import Lockstep
 from megarl.interfaces import DeadlineError, RolloutEngine, Truncation, TurnRequest
 from megarl.rollout.client import ConnectionLostError
 from megarl.rollout.conversation import Conversation
@@ -87,63 +87,6 @@ def compute_set_metrics(name: str, samples: Sequence[Sample]) -> Metrics:
         f"eval/{name}/length_mean": fmean(int(response.generated.sum()) for response in responses),
         f"eval/{name}/truncated_frac": fmean(each.finish_reason is FinishReason.length for each in responses),
     }
-
-
-Wave = Sequence[tuple[TurnRequest, "asyncio.Future[Response]"]]
-
-
-class Lockstep:
-    """Sends a wave once every episode that has not left waits for its next turn.
-
-    A wave has the episodes' order, whatever the order in which they came, so that the same episodes are sent in the
-    same batches in every run. A turn is handed out as soon as it is there, while others of its wave go on.
-    """
-
-    def __init__(self, engine: RolloutEngine, num_episodes: int):
-        self._engine = engine
-        self._num_left = num_episodes
-        self._waiting: dict[int, tuple[TurnRequest, asyncio.Future[Response]]] = {}
-        self._waves: set[asyncio.Task[None]] = set()
-
-    async def send(self, episode: int, request: TurnRequest) -> Response:
-        """The generated turn of this episode."""
-        future: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-        self._waiting[episode] = (request, future)
-        self._send_if_complete()
-        return await future
-
-    def leave(self, episode: int) -> None:
-        """The episode asks for no further turn. Called once for each."""
-        self._num_left -= 1
-        self._send_if_complete()
-
-    async def close(self) -> None:
-        """Break off the wave that is under way."""
-        for wave in self._waves:
-            wave.cancel()
-        await asyncio.gather(*self._waves, return_exceptions=True)
-
-    def _send_if_complete(self) -> None:
-        if self._waiting and len(self._waiting) == self._num_left:
-            wave = [self._waiting[episode] for episode in sorted(self._waiting)]
-            self._waiting = {}
-            task = asyncio.ensure_future(self._send_wave(wave))
-            self._waves.add(task)
-            task.add_done_callback(partial(self._end_wave, wave))
-
-    def _end_wave(self, wave: Wave, task: asyncio.Task[None]) -> None:
-        self._waves.discard(task)
-        error = None if task.cancelled() else task.exception()
-        for _, future in wave:
-            if not future.done():
-                future.cancel() if error is None else future.set_exception(error)
-
-    async def _send_wave(self, wave: Wave) -> None:
-        def take(index: int, response: Response) -> None:
-            if not wave[index][1].done():
-                wave[index][1].set_result(response)
-
-        await self._engine.generate_turns([request for request, _ in wave], take)
 
 
 class Independent:

@@ -11,10 +11,11 @@ from generation import build_collector
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.cpu.lockstep import Lockstep
 from megarl.interfaces import Truncation, TurnRequest
 from megarl.rollout import collector as collector_module
 from megarl.rollout.client import ConnectionLostError
-from megarl.rollout.collector import Collector, EvalSet, Independent, Lockstep
+from megarl.rollout.collector import Collector, EvalSet, Independent
 from megarl.rollout.engine import OnEventLoop, call_in_thread
 from megarl.rollout.episodes import EpisodeRunner
 from megarl.task.scorer import Scorer
