@@ -6,42 +6,6 @@ from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["algo=ppo", "algo.dynamic_sampling.enabled=true"], "train.responses_per_prompt=1"),
-        (["algo=dapo", "algo.dynamic_sampling.max_rounds=0"], "algo.dynamic_sampling.max_rounds: 0 found"),
-        (["algo=dapo", "algo.overlong.buffer=100"], "algo.overlong.buffer: found 100; it is a part of rollout.resp"),
-        (["algo=vapo", "algo.replay.num_iterations=2"], "the critic's returns would be of older policies"),
-        (["algo=grpo", "algo.replay.num_iterations=2"], "the surrogate takes its samples as the present policy's"),
-        *(
-            (
-                [f"algo={name}", f"{key}=2"],
-                f"{key}: 2 found with algo.mismatch.correction=none; the surrogate takes its",
-            )
-            for name in ("rloo", "grpo", "dapo", "lite_ppo", "reinforce_pp")
-            for key in ("algo.replay.num_iterations", "rollout.max_staleness")
-        ),
-        (["algo=vapo", "rollout.max_staleness=1"], "must be 0, or algo.mismatch.correction=tis (or mis)"),
-        (["algo=topr", "algo.rl_loss_coef=1", "rollout.max_staleness=1"], "rollout.max_staleness: 1 found"),
-        (["algo=topr", "algo.replay.num_iterations=2", "algo.replay.frac=1"], "algo.replay.frac: 1.0 found"),
-        (
-            ["algo=topr", "algo.replay.num_iterations=2", "algo.reward_norm.std=running"],
-            "would count a replayed reward again",
-        ),
-        (
-            ["algo=grpo", "algo.kl.loss_estimator=full", "policy.parallel={pp: 2, num_processes: 2}"],
-            "policy.parallel.pp",
-        ),
-        (["train.max_samples=0"], "train.max_samples: found 0"),
-    ],
-)
-def test_a_contradiction_is_an_error_that_names_the_key(overrides, message):
-    with pytest.raises(ConfigError) as error:
-        load_config(["model=tiny", *overrides])
-    assert message in "\n".join(error.value.problems)
-
-
 @pytest.mark.parametrize("key", ["algo.replay.num_iterations", "rollout.max_staleness"])
 def test_older_samples_go_with_topr_and_with_a_surrogate_corrected_for_the_sampling_policy(key):
     load_config(["algo=topr", f"{key}=2"])

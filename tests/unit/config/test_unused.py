@@ -149,27 +149,6 @@ def test_switching_a_feature_off_that_is_off_anyway_is_allowed(override):
         load_config([f"algo={preset}", override])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["algo=grpo", "critic.optimizer.lr=1e-5"], "critic.optimizer.lr: has no effect under algo.advantage=group"),
-        (["algo=grpo", "critic.init=x"], "critic.init: has no effect"),
-        (["algo=ppo", "reference.dtype=float32"], "reference.dtype: has no effect without a reference model"),
-        (["algo=grpo", "algo.kl.loss_estimator=full", "reference.parallel.tp=1"], "other than full"),
-        (["algo=grpo", "algo.kl={coef: 0.1, in_loss: true}"], "algo.kl.coef: has no effect without a KL in the reward"),
-        (["algo=vapo", "algo.lambda_policy=0.9", "algo.length_alpha=0.05"], "algo.lambda_policy=adaptive"),
-        (["algo=ppo", "algo.rl_loss_coef=0", "algo.topr.positive_loss_coef=1", "algo.clip_low=0.1"], "algo.advantage"),
-        (["algo=vapo", "algo.value_pretrain.patience=null", "algo.value_pretrain.min_improvement=0.1"], "a patience"),
-        (["policy.optimizer.decay=constant", "policy.optimizer.min_lr=1e-5"],
-         "policy.optimizer.min_lr: has no effect"),
-        (["model=smollm2_135m", "model.random={seed: 2}"], "model.random.seed: has no effect"),
-        (["evaluate.num_samples=2"], "python -m megarl.evaluate"),
-    ],
-)  # fmt: skip
-def test_a_dead_key_is_refused_with_what_would_make_it_count(overrides, expected):
-    assert expected in problems_of(*overrides)
-
-
 def test_a_key_is_live_again_with_what_the_message_asks_for():
     load_config(
         ["algo=grpo", "algo.kl.in_reward=true", "algo.kl.target=0.1", "algo.kl.horizon=100", "algo.kl.coef=0.1"]
