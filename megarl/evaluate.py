@@ -11,12 +11,11 @@ from omegaconf import DictConfig
 from megarl.config.errors import ConfigError
 from megarl.config.evaluation_sets import expand_sets, load_configs
 from megarl.config.load import complete_overrides
-from megarl.config.open_keys import open_overrides
+from megarl.config.overrides import check_words, open_overrides
 from megarl.config.roll import rewrite_overrides
 from megarl.config.schema.model import ModelSource
 from megarl.config.schema.root import Config, register
 from megarl.config.search_path import CONF_DIR, take_config_dirs
-from megarl.config.words import check_words
 from megarl.run.command import (
     Results,
     check_directory,

@@ -22,13 +22,12 @@ from megarl.config.checks.config import check_config
 from megarl.config.checks.unused import find_unused
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.names import find_old_name, find_peer_name
-from megarl.config.open_keys import find_choices_with, open_overrides
+from megarl.config.overrides import check_words, find_choices_with, list_set_keys, open_overrides
 from megarl.config.roll import Rewritten, rewrite_overrides
 from megarl.config.schema.rollout import NO_QUANTIZED_WEIGHTS
 from megarl.config.schema.root import Config, register
 from megarl.config.search_path import CONF_DIR, find_hidden_files, is_search_path, list_config_dirs, list_options
 from megarl.config.values import list_values
-from megarl.config.words import check_words, list_set_keys
 
 MAX_CHECKED_SWEEP_RUNS = 256
 

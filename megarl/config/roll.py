@@ -15,8 +15,8 @@ from hydra.errors import HydraException
 
 from megarl.config.errors import ConfigError
 from megarl.config.names import ALIASES, CHOICES
+from megarl.config.overrides import list_set_keys
 from megarl.config.schema.algo import AlgoConfig
-from megarl.config.words import list_set_keys
 
 MAX_COMBINATIONS = 256
 """Most runs of a sweep over aliases."""

@@ -1,10 +1,14 @@
-"""The values of a configuration by dotted key, as run.json records them."""
+"""The values of a configuration by dotted key, as run.json records them, and the chosen kinds of data and reward."""
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
+
+from megarl.config.schema import data, reward
+from megarl.config.schema.data import DataConfig
+from megarl.config.schema.reward import RewardConfig
 
 
 def list_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -44,3 +48,22 @@ def write_value(value: Any) -> str:
     # A backslash escapes only before a quote and at the end; one before an interpolation keeps it a text.
     text = re.sub(r"(\\+)(?='|$)", r"\1\1", value.replace("${", "\\${")).replace("'", "\\'")
     return f"'{text}'"
+
+
+def name_data(config: DataConfig) -> str:
+    """`data=jsonl data.path=train.jsonl`, `data=addition`."""
+    if (path := getattr(config, "path", None)) and path.startswith(data.TOYS):
+        return f"data={path.removeprefix(data.TOYS)}"
+    kind = next((name for name, schema in data.SCHEMAS.items() if schema is type(config)), "...")
+    return f"data={kind}{_name_path('data', config)}"
+
+
+def name_reward(config: RewardConfig) -> str:
+    """`reward=function reward.path=my_reward.py:score`."""
+    kind = next((name for name, schema in reward.SCHEMAS.items() if schema is type(config)), "...")
+    return f"reward={kind}{_name_path('reward', config)}"
+
+
+def _name_path(group: str, config: object) -> str:
+    path = getattr(config, "path", None)
+    return f" {group}.path={path}" if path else ""

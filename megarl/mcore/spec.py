@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.config.checks.parallel import find_nearest_divisor
+from megarl.config.checks.roles import find_nearest_divisor
 from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.roles import (
     Dtype,

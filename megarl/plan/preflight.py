@@ -22,11 +22,18 @@ from typing import TextIO
 
 import psutil
 
-from megarl.config.allocation import check_allocation, read_allocation
 from megarl.config.errors import ConfigError
 from megarl.config.evaluation_sets import expand_sets, load_configs
 from megarl.config.load import load_config
-from megarl.config.placement import DeviceSlot, check_cluster, count_nodes, list_groups, place
+from megarl.config.placement import (
+    DeviceSlot,
+    check_allocation,
+    check_cluster,
+    count_nodes,
+    list_groups,
+    place,
+    read_allocation,
+)
 from megarl.config.roll import rewrite_overrides
 from megarl.config.schema.hardware import LEAST_OF_KIND, HardwareConfig
 from megarl.config.schema.root import Config

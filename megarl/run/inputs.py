@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from megarl.algo.registry import needs_critic
 from megarl.config.checks.config import describe_iteration_size
 from megarl.config.errors import ConfigError
-from megarl.config.kinds import name_data, name_reward
 from megarl.config.schema.algo import needs_reference
 from megarl.config.schema.roles import ReferenceConfig, TrainedRoleConfig
 from megarl.config.schema.root import Config
+from megarl.config.values import name_data, name_reward
 from megarl.json_text import load_json_object
 from megarl.mcore.hf import check_checkpoint, check_critic_checkpoint, check_critic_prompt, check_value_range
 from megarl.mcore.spec import (

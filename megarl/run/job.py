@@ -14,9 +14,16 @@ from megarl.cluster.opened import Cluster, open_ray
 from megarl.cluster.servers import Servers, running_servers
 from megarl.cluster.watch import Measured, Profiler, measure_peaks
 from megarl.cluster.workers import Turns, WorkerGroup
-from megarl.config.allocation import is_restarted
 from megarl.config.errors import ConfigError
-from megarl.config.placement import SERVERS, find_server_offload, is_sharing, list_groups, place, take_turns
+from megarl.config.placement import (
+    SERVERS,
+    find_server_offload,
+    is_restarted,
+    is_sharing,
+    list_groups,
+    place,
+    take_turns,
+)
 from megarl.config.schema.rollout import Transport
 from megarl.config.schema.root import Config
 from megarl.interfaces import UNPUBLISHED, Done, Pending, RolloutServers, TrainBackend, wait_all

@@ -8,12 +8,8 @@ from typing import Any
 
 from megarl.algo.registry import needs_critic
 from megarl.config.checks.algo import check_algo, check_modules, check_older_samples
-from megarl.config.checks.compute import check_compute
-from megarl.config.checks.critic import check_critic
-from megarl.config.checks.parallel import check_overlap, check_parallel, find_nearest_divisor
-from megarl.config.checks.ranges import MAX_STALENESS, check_ranges
-from megarl.config.checks.saved import check_saved
-from megarl.config.checks.texts import check_texts
+from megarl.config.checks.ranges import MAX_STALENESS, check_ranges, check_texts
+from megarl.config.checks.roles import check_compute, check_critic, check_overlap, check_parallel, find_nearest_divisor
 from megarl.config.placement import find_server_offload
 from megarl.config.reward_parts import check_parts
 from megarl.config.schema.algo import LARGEST_KL_ERROR, KLConfig, OverlongConfig, needs_full_kl, needs_reference
@@ -86,7 +82,7 @@ def check_config(config: Config) -> list[str]:
         *check_compute(config),
         *check_critic(config),
         *_check_rollout(config),
-        *check_saved(config),
+        *_check_saved(config),
         *_check_environment(config),
         *_check_kl_horizon(config.algo.kl, config.train.num_samples),
         *check_hardware(config.cluster.hardware),
@@ -318,4 +314,39 @@ def _check_kl_horizon(kl: KLConfig, num_samples: int) -> Iterator[str]:
             f"algo.kl.horizon: found {kl.horizon:g} with the {num_samples} samples of an iteration; one step would"
             f" change the weight of the KL by all of it or more and could make it 0 or negative: it must be above"
             f" {least:g} ({LARGEST_KL_ERROR:g} * samples), and several times the samples for small steps"
+        )
+
+
+def _check_saved(config: Config) -> Iterator[str]:
+    """One message per key that asks for what only servers can give, or of a loss that cannot learn from the file."""
+    rollout, algo = config.rollout, config.algo
+    if rollout.file is None:
+        return
+    yield from check_older_samples(algo, f"rollout.file: {rollout.file} found", off="null")
+    where = f"with rollout.file={rollout.file}"
+    if algo.replay.num_iterations > 0:
+        yield (
+            f"algo.replay.num_iterations: {algo.replay.num_iterations} found {where}; each pass over the file takes"
+            " every group again: must be 0"
+        )
+    if algo.dynamic_sampling.enabled:
+        yield (
+            f"algo.dynamic_sampling.enabled: true found {where}; there is no server to sample other groups in place of"
+            " those whose rewards are equal: must be false"
+        )
+    if rollout.max_staleness > 0:
+        yield (
+            f"rollout.max_staleness: found {rollout.max_staleness} {where}; nothing is generated ahead, and all"
+            " responses of the file are learned from, however old: it must be 0"
+        )
+    if rollout.router_replay:
+        yield (
+            f"rollout.router_replay: found true {where}; a rollouts.jsonl does not have the experts that the servers"
+            " chose: it must be false"
+        )
+    pretraining = algo.value_pretrain
+    if needs_critic(algo) and pretraining.num_steps > 0 and pretraining.rollouts is None:
+        yield (
+            f"algo.value_pretrain.rollouts: null found {where}; there is no server to sample the responses of value"
+            f" pretraining: must be a file, such as {rollout.file}, or algo.value_pretrain.enabled=false"
         )

@@ -1,9 +1,11 @@
-"""The range that each number must be in; those of `algo` are in algo.py."""
+"""The range that each number must be in (those of `algo` are in algo.py), and what a text may have."""
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import reduce
 from math import inf, isfinite
+from typing import Any
 
 from megarl.algo.registry import needs_critic
 from megarl.config.schema import data, environment, reward
@@ -221,3 +223,32 @@ def _find_outside(node: object, ranges: dict[str, Range], prefix: str) -> Iterat
         value = reduce(getattr, key.split("."), node)
         if value is not None and not (isinstance(value, int | float) and allowed.contains(value)):
             yield f"{prefix}{key}: found {value}; it must be {allowed}"
+
+
+PROSE = ("data.system", "data.instruction", "data.response_prefix", "data.critic_prompt", "reward.rubric")
+"""Keys whose text is shown to the model; it may be empty and have lines."""
+CHECKED_ELSEWHERE = ("model.path", "model.random.alphabet")
+IN_FOLDER_NAMES = ("algo.name", "model.name")
+"""Keys that the name of a run's folder is made of"""
+
+
+def check_texts(config: Config) -> Iterator[str]:
+    """One message per text that is empty or has control characters, or that cannot be part of a folder's name."""
+    for key, value in _list_texts(config, ""):
+        if key in PROSE or key in CHECKED_ELSEWHERE:
+            continue
+        if not value.strip():
+            yield f"{key}: found {value!r}; it must not be empty (null or leaving it out means the default)"
+        elif not value.isprintable():
+            yield f"{key}: found {value!r}; it must be one line of text"
+        elif key in IN_FOLDER_NAMES and not re.fullmatch(r"[\w.+-]+", value):
+            yield f"{key}: found {value!r}; it is a part of the run's folder: letters, digits and _ . + - only"
+
+
+def _list_texts(node: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    for field in fields(node):
+        value = getattr(node, field.name)
+        if is_dataclass(value):
+            yield from _list_texts(value, f"{prefix}{field.name}.")
+        elif isinstance(value, str):
+            yield f"{prefix}{field.name}", value

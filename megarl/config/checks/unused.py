@@ -1,23 +1,128 @@
-"""Keys that were set and have no effect: those of the algorithm (algo_keys.py), and the table of all others."""
+"""Keys that were set and have no effect: those of the algorithm (algo.py), and the table of all others."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from megarl.algo.declarations import is_on
 from megarl.algo.registry import needs_critic
-from megarl.config.checks.algo_keys import Dead, find_dead_keys
-from megarl.config.checks.rule import Rule
-from megarl.config.checks.saved import SAVED_RULES
-from megarl.config.checks.size_rules import SIZE_RULES, decays
+from megarl.config.checks.algo import Dead, find_dead_keys
 from megarl.config.old_logprobs import reuses_logprobs
 from megarl.config.placement import find_server_offload
 from megarl.config.schema.data import FileDataConfig
 from megarl.config.schema.model import ModelSource
-from megarl.config.schema.roles import Recompute
+from megarl.config.schema.roles import LrDecay, OptimizerConfig, Recompute, TrainedRoleConfig
 from megarl.config.schema.rollout import Transport
 from megarl.config.schema.root import Config
 
+
+@dataclass(frozen=True)
+class Rule:
+    """When keys have an effect. A key that none of the rules names always has."""
+
+    keys: tuple[str, ...]
+    """Dotted keys, each with everything below it."""
+    counts: Callable[[Config], bool]
+    reason: str
+    """Why they have none and what would give them one; {c} is the configuration."""
+    switch: bool = False
+    """Whether a value that means off (null, false, 0, none) is allowed all the same: there is nothing to switch off."""
+    but: tuple[str, ...] = ()
+    """Keys below `keys` that have an effect all the same."""
+
+
+def _decays(optimizer: OptimizerConfig) -> bool:
+    return optimizer.decay is not LrDecay.constant
+
+
+def _list_role_rules(role: str) -> list[Rule]:
+    """Of keys that policy and critic both have; those of a critic that is not there are refused with its others."""
+
+    def counts(condition: Callable[[TrainedRoleConfig], bool]) -> Callable[[Config], bool]:
+        return lambda c: (role == "critic" and not needs_critic(c.algo)) or condition(getattr(c, role))
+
+    optimizer, node = f"{role}.optimizer", f"{{c.{role}"
+    return [
+        Rule(
+            (f"{optimizer}.warmup_steps",),
+            counts(lambda it: it.optimizer.warmup_ratio is None),
+            f"with {optimizer}.warmup_ratio={node}.optimizer.warmup_ratio}}; it counts with warmup_ratio=null",
+            switch=True,
+        ),
+        Rule(
+            (f"{optimizer}.decay_iterations",),
+            counts(lambda it: _decays(it.optimizer) and it.optimizer.decay_steps is None),
+            f"under {optimizer}.decay={node}.optimizer.decay.name}} and {optimizer}.decay_steps="
+            f"{node}.optimizer.decay_steps}}; it counts with linear or cosine and decay_steps=null",
+            switch=True,
+        ),
+        Rule(
+            (f"{optimizer}.min_lr",),
+            counts(lambda it: _decays(it.optimizer)),
+            f"under {optimizer}.decay=constant; it counts with linear or cosine",
+            switch=True,
+        ),
+        Rule(
+            (f"{role}.recompute_method", f"{role}.recompute_num_layers"),
+            counts(lambda it: it.recompute is Recompute.full),
+            f"under {role}.recompute={node}.recompute.name}}; it counts with full",
+        ),
+        Rule(
+            (f"{role}.fp8_recipe",),
+            counts(lambda it: it.fp8 is not None),
+            f"with {role}.fp8=null; it counts with hybrid or e4m3",
+        ),
+    ]
+
+
+SAVED_RULES: tuple[Rule, ...] = (
+    Rule(
+        (
+            *("data", "environment", "reward", "rollout", "logger.save_rollouts", "logger.num_logged_samples"),
+            *("train.eval_every", "train.num_eval_prompts", "train.stop_at_heldout_reward", "train.max_samples"),
+        ),
+        lambda c: c.rollout.file is None,
+        "with rollout.file, whose prompts, responses and scores are learned from without a server; it counts with"
+        " rollout.file=null",
+        switch=True,
+        but=(
+            *("data.prompt_length", "reward.wrong", "rollout.file", "rollout.response_length", "rollout.temperature"),
+            *("rollout.max_staleness", "rollout.router_replay"),
+            *("data.critic_prompt", "data.critic_prompt_length", "data.chat_template"),
+        ),
+    ),
+    Rule(
+        ("data.chat_template",),
+        lambda c: c.rollout.file is None or c.data.critic_prompt is not None,
+        "with rollout.file, which has the prompts' tokens; it counts with data.critic_prompt or with rollout.file=null",
+        switch=True,
+    ),
+    Rule(
+        ("checkpoint.keep_best",),
+        lambda c: c.rollout.file is None or not c.checkpoint.best_metric.startswith(("reward/", "heldout/")),
+        "with rollout.file and checkpoint.best_metric={c.checkpoint.best_metric}, which only generated responses have;"
+        " it counts with another metric of metrics.jsonl",
+        switch=True,
+    ),
+)
+"""Of `python -m megarl.train`"""
+
+
 RULES: tuple[Rule, ...] = (
-    *SIZE_RULES,
+    *_list_role_rules("policy"),
+    *_list_role_rules("critic"),
+    Rule(
+        ("train.samples_per_iteration",),
+        lambda c: c.train.prompts_per_iteration is None,
+        "with train.prompts_per_iteration={c.train.prompts_per_iteration}, which makes {c.train.num_samples} samples of"
+        " {c.train.responses_per_prompt} responses to each prompt; it counts with train.prompts_per_iteration=null",
+        switch=True,
+    ),
+    Rule(
+        ("train.samples_per_minibatch",),
+        lambda c: c.train.num_minibatches is None,
+        "with train.num_minibatches={c.train.num_minibatches}, which makes minibatches of {c.train.minibatch_size}"
+        " samples; it counts with train.num_minibatches=null",
+    ),
     Rule(
         ("logger.wandb_project",),
         lambda c: c.logger.wandb is not None,
@@ -37,41 +142,9 @@ RULES: tuple[Rule, ...] = (
         switch=True,
     ),
     Rule(
-        ("policy.optimizer.min_lr",),
-        lambda c: decays(c.policy.optimizer),
-        "under policy.optimizer.decay=constant; it counts with linear or cosine",
-        switch=True,
-    ),
-    Rule(
-        ("critic.optimizer.min_lr",),
-        lambda c: not needs_critic(c.algo) or decays(c.critic.optimizer),
-        "under critic.optimizer.decay=constant; it counts with linear or cosine",
-        switch=True,
-    ),
-    Rule(
-        ("policy.recompute_method", "policy.recompute_num_layers"),
-        lambda c: c.policy.recompute is Recompute.full,
-        "under policy.recompute={c.policy.recompute.name}; it counts with full",
-    ),
-    Rule(
-        ("critic.recompute_method", "critic.recompute_num_layers"),
-        lambda c: not needs_critic(c.algo) or c.critic.recompute is Recompute.full,
-        "under critic.recompute={c.critic.recompute.name}; it counts with full",
-    ),
-    Rule(
         ("policy.lora.alpha", "policy.lora.layers"),
         lambda c: c.policy.lora.rank > 0,
         "with policy.lora.rank=0; it counts with 1 or more",
-    ),
-    Rule(
-        ("policy.fp8_recipe",),
-        lambda c: c.policy.fp8 is not None,
-        "with policy.fp8=null; it counts with hybrid or e4m3",
-    ),
-    Rule(
-        ("critic.fp8_recipe",),
-        lambda c: not needs_critic(c.algo) or c.critic.fp8 is not None,
-        "with critic.fp8=null; it counts with hybrid or e4m3",
     ),
     Rule(
         ("data.critic_prompt",),

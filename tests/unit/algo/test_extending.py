@@ -18,8 +18,7 @@ from megarl.algo.objective import format_objective
 from megarl.algo.policy_losses import POLICY_LOSSES
 from megarl.algo.registry import find_advantage, find_policy_loss
 from megarl.algo.targets import compute_targets
-from megarl.config.checks.algo import check_algo
-from megarl.config.checks.algo_keys import list_declared_keys
+from megarl.config.checks.algo import check_algo, list_declared_keys
 from megarl.config.errors import ConfigError
 from megarl.config.load import list_keys, load_config
 from megarl.config.schema.algo import AlgoConfig

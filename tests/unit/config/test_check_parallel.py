@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.checks.parallel import check_overlap, check_parallel, find_nearest_divisor
+from megarl.config.checks.roles import check_overlap, check_parallel, find_nearest_divisor
 from megarl.config.schema.roles import OptimizerConfig, ParallelConfig
 
 

@@ -7,7 +7,7 @@ import pytest
 from megarl.config.checks.config import ALLOWED_VALUES, REFUSED_OPTIONS, TOYS, describe_sizes
 from megarl.config.errors import ConfigError, find_nearest_key
 from megarl.config.load import check_overrides, list_options, load_config
-from megarl.config.open_keys import list_open_keys, open_overrides
+from megarl.config.overrides import list_open_keys, open_overrides
 from megarl.config.schema.roles import LrDecay
 from megarl.config.search_path import CONF_DIR
 from megarl.rollout.server import load_options

@@ -8,7 +8,7 @@ from megarl.config import names
 from megarl.config.errors import ConfigError
 from megarl.config.load import compose_config, load_config
 from megarl.config.names import ALIASES, NONE, PEER_NAMES
-from megarl.config.open_keys import find_choices_with, list_open_keys
+from megarl.config.overrides import find_choices_with, list_open_keys
 from megarl.config.search_path import list_options, write_search_path
 from megarl.config.values import list_values
 

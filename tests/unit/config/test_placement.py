@@ -6,26 +6,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.allocation import (
-    Allocation,
-    check_allocation,
-    count_by_type,
-    count_numbers,
-    is_restarted,
-    read_allocation,
-)
 from megarl.config.errors import ConfigError
 from megarl.config.load import load_config
 from megarl.config.placement import (
     SERVERS,
+    Allocation,
     DeviceSlot,
     Group,
+    check_allocation,
     check_cluster,
+    count_by_type,
     count_nodes,
+    count_numbers,
     find_ray_address,
+    is_restarted,
     is_sharing,
     list_groups,
     place,
+    read_allocation,
 )
 from megarl.config.schema.cluster import ClusterConfig, Placement
 

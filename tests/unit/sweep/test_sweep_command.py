@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_dir
 
 from megarl.config.errors import ConfigError
 from megarl.config.load import CONF_DIR, check_overrides, expand_sweep
-from megarl.config.open_keys import open_overrides
+from megarl.config.overrides import open_overrides
 from megarl.config.run_name import name_run
 from megarl.config.schema.root import register
 from megarl.sweep.command import complete_arguments
