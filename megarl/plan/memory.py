@@ -14,7 +14,6 @@ V columns of the vocabulary on this rank, R response tokens that it predicts, b 
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from math import ceil
 
 from megarl.config.placement import SERVERS, find_server_offload, list_groups, place, take_turns
@@ -39,15 +38,6 @@ from megarl.sync.pieces import predict_server_rank
 ELEMENT_BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 LOSS_BYTES = 48
 """Per response token: its target, log-prob, and what the loss keeps (int64 and float32 vectors)"""
-DENSE_WIDTH = 256
-"""On a CPU attention scores of sequences up to this length are held in bfloat16 (megarl/cpu/layers.py)"""
-
-
-class Attention(Enum):
-    flash = "flash"
-    """2205.14135: inputs, output, and a float32 logsumexp for each token and head"""
-    scores = "scores"
-    """The full matrix of attention probabilities"""
 
 
 @dataclass(frozen=True)
@@ -102,18 +92,11 @@ class HeadBytes:
     """Peak of a forward pass that keeps nothing for a backward pass"""
 
 
-def choose_attention(dtype: Dtype, longest: int, on_gpu: bool) -> Attention:
-    dense = not on_gpu and dtype is Dtype.bfloat16 and longest <= DENSE_WIDTH
-    return Attention.scores if dense else Attention.flash
-
-
-def compute_layer(
-    arch: Architecture, parallel: ParallelConfig, dtype: Dtype, batch: MicroBatch, attention: Attention
-) -> LayerBytes:
+def compute_layer(arch: Architecture, parallel: ParallelConfig, dtype: Dtype, batch: MicroBatch) -> LayerBytes:
     """norm: s h b + 4 s of scales, once before attention and once before the MLP; their outputs as much; queries, keys
-    and values once as made and, turned by their positions, once more; the output of attention; 5 f of the MLP: the
-    two halves of linear_fc1, silu of one, the other plus its offset, their product. Norms of the outputs keep their
-    inputs and scales.
+    and values once as made and, turned by their positions, once more; the output of attention and a float32 logsumexp
+    for each token and head (2205.14135); 5 f of the MLP: the two halves of linear_fc1, silu of one, the other plus its
+    offset, their product. Norms of the outputs keep their inputs and scales.
     """
     b, h, tokens = ELEMENT_BYTES[dtype], arch.hidden_size, batch.num_tokens
     split = tokens // parallel.tp if parallel.sp else tokens
@@ -127,16 +110,10 @@ def compute_layer(
     angles = 4 * tokens * arch.head_size * b
     if arch.qk_norm:
         held += queries + 4 * tokens * (heads + kv_heads)
-    if attention is Attention.flash:
-        core = 4 * tokens * heads
-    else:
-        core = tokens * heads * batch.longest * b
-        # Values are copied for the product, so that nothing keeps the output of linear_qkv.
-        held = held + keys if arch.qk_norm else keys
     mlp, work = _compute_mlp(arch, parallel, b, split, tokens)
     return LayerBytes(
         input=split * h * b,
-        core_attention=core,
+        core_attention=4 * tokens * heads,
         mlp=mlp,
         rest=norms + held + turned + angles + queries,
         # Under sequence parallelism a matrix's whole input is gathered again, in a buffer that stays, and its gradient
@@ -348,8 +325,7 @@ def _estimate_stage(job: RoleJob, parameters: StageParameters, stage: int) -> St
     trained = count_trained(job, parameters)
     gradients = sum(trained) * GRADIENT_BYTES
     optimizer = compute_optimizer(job, parameters) if job.is_trained else 0
-    attention = choose_attention(job.dtype, job.batch.longest, job.on_gpu)
-    layer = compute_layer(job.arch, parallel, job.dtype, job.batch, attention)
+    layer = compute_layer(job.arch, parallel, job.dtype, job.batch)
     in_flight = count_in_flight(parallel, stage, job.num_microbatches)
     kept, again = sum_layers(layer, parameters.num_layers, job.saving, parallel.vpp)
     is_last = stage == parallel.pp - 1

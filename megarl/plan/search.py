@@ -588,12 +588,11 @@ class _Tries:
                 stages = estimate_stages(job, count_quickly(config, job))
                 peaks.append(max(add_overhead(stage.peak) for stage in stages))
                 held.append(max(add_overhead(hold(stage, job, is_shared)) for stage in stages))
-                place = (cluster.hardware, cluster.gpus_per_node)
                 own = find_work(config, job, work)
-                passing = compute_forward(job, stages, own, *place) if scores_rollouts(config, job) else 0.0
+                passing = compute_forward(job, stages, own, cluster) if scores_rollouts(config, job) else 0.0
                 forward.append(passing + compute_offload(config, job, stages))
                 if job.is_trained:
-                    update.append(compute_update(job, stages, own, *place) * count_updates(config, job))
+                    update.append(compute_update(job, stages, own, cluster) * count_updates(config, job))
         except ConfigError:
             return None
         needed = max(peaks)

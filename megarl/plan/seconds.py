@@ -16,7 +16,7 @@ import torch
 
 from megarl.config.old_logprobs import scores_first
 from megarl.config.placement import list_groups, place
-from megarl.config.schema.cluster import Placement
+from megarl.config.schema.cluster import ClusterConfig, Placement
 from megarl.config.schema.hardware import HardwareConfig
 from megarl.config.schema.roles import Offload, ParallelConfig, Recompute, RecomputeMethod
 from megarl.config.schema.rollout import RolloutConfig, Transport
@@ -27,7 +27,6 @@ from megarl.plan import assumptions as a
 from megarl.plan.memory import (
     ELEMENT_BYTES,
     GRADIENT_BYTES,
-    Attention,
     MicroBatch,
     RoleJob,
     ServerMemory,
@@ -101,28 +100,25 @@ class Link:
         return max(leaving / self.outside, (num_bytes - leaving) / self.inside)
 
 
-def find_link(hardware: HardwareConfig, per_node: int, num_ranks: int) -> Link:
-    inside, outside = (gb_s * 1e9 * a.LINK_SHARE for gb_s in (hardware.nvlink_gb_s, hardware.network_gb_s))
-    near = min(num_ranks, per_node)
+def find_link(cluster: ClusterConfig, num_ranks: int) -> Link:
+    speeds = (cluster.hardware.nvlink_gb_s, cluster.hardware.network_gb_s)
+    inside, outside = (gb_s * 1e9 * a.LINK_SHARE for gb_s in speeds)
+    near = min(num_ranks, cluster.gpus_per_node)
     return Link((num_ranks - near) / max(1, num_ranks - 1), inside, outside)
 
 
-def compute_forward(
-    job: RoleJob, stages: tuple[StageMemory, ...], work: Work, hardware: HardwareConfig, per_node: int
-) -> float:
+def compute_forward(job: RoleJob, stages: tuple[StageMemory, ...], work: Work, cluster: ClusterConfig) -> float:
     """Log-probs or values of all samples of an iteration."""
     number, tokens = count_microbatches(job, work, ceil(work.num_samples / job.parallel.dp))
-    slowest = max(_compute_stage(job, stages, work, hardware, per_node, tokens), key=lambda each: each[0])
+    slowest = max(_compute_stage(job, stages, work, cluster, tokens), key=lambda each: each[0])
     return _fill_pipeline(job.parallel, number) * slowest[0]
 
 
-def compute_update(
-    job: RoleJob, stages: tuple[StageMemory, ...], work: Work, hardware: HardwareConfig, per_node: int
-) -> float:
+def compute_update(job: RoleJob, stages: tuple[StageMemory, ...], work: Work, cluster: ClusterConfig) -> float:
     """One epoch of optimizer steps over the samples of an iteration."""
     number, tokens = count_microbatches(job, work, ceil(work.minibatch / job.parallel.dp))
-    slowest = max(sum(each) for each in _compute_stage(job, stages, work, hardware, per_node, tokens))
-    reducing = max(reduce_gradients(job, stage, hardware, per_node) for stage in stages)
+    slowest = max(sum(each) for each in _compute_stage(job, stages, work, cluster, tokens))
+    reducing = max(reduce_gradients(job, stage, cluster) for stage in stages)
     return work.num_samples / work.minibatch * (_fill_pipeline(job.parallel, number) * slowest + reducing)
 
 
@@ -141,11 +137,11 @@ def _fill_pipeline(parallel: ParallelConfig, number: int) -> float:
 
 
 def _compute_stage(
-    job: RoleJob, stages: tuple[StageMemory, ...], work: Work, hardware: HardwareConfig, per_node: int, tokens: float
+    job: RoleJob, stages: tuple[StageMemory, ...], work: Work, cluster: ClusterConfig, tokens: float
 ) -> list[tuple[float, float]]:
     """Seconds of the forward and of the backward pass of each stage over one micro-batch, recomputation included."""
-    layer = compute_layer_seconds(job, hardware, per_node, tokens, work.length)
-    head = _compute_head(job, hardware, tokens * work.response / work.length)
+    layer = compute_layer_seconds(job, cluster, tokens, work.length)
+    head = _compute_head(job, cluster.hardware, tokens * work.response / work.length)
     found = []
     for number, stage in enumerate(stages):
         count = stage.parameters.num_layers
@@ -169,11 +165,10 @@ def _compute_again(job: RoleJob, layer: LayerSeconds, num_layers: int) -> float:
     return num_layers * (attention + (_share_of_mlp(job.arch) * layer.products + layer.experts if is_mlp else 0.0))
 
 
-def compute_layer_seconds(
-    job: RoleJob, hardware: HardwareConfig, per_node: int, tokens: float, length: float
-) -> LayerSeconds:
+def compute_layer_seconds(job: RoleJob, cluster: ClusterConfig, tokens: float, length: float) -> LayerSeconds:
     """tokens: of a micro-batch on one rank. length: of a sequence."""
     arch, parallel, b = job.arch, job.parallel, ELEMENT_BYTES[job.dtype]
+    hardware = cluster.hardware
     per_token, per_square, _ = count_multiply_adds(arch, job.has_value_head)
     products = 2 * tokens * per_token / arch.num_layers / parallel.tp
     attention = 2 * tokens * length * per_square / arch.num_layers / parallel.tp
@@ -181,21 +176,21 @@ def compute_layer_seconds(
     attending = attention / (hardware.bf16_tflops * 1e12 * a.ATTENTION_SHARE)
     split = tokens / parallel.tp if parallel.sp else tokens
     whole = MicroBatch(ceil(tokens), ceil(tokens), ceil(length))
-    kept = compute_layer(arch, parallel, job.dtype, whole, Attention.flash).total
+    kept = compute_layer(arch, parallel, job.dtype, whole).total
     # Two gathers and two scatters of [tokens, h]; without sequence parallelism two all-reduces, which are as much.
     crossing = 4 * tokens * arch.hidden_size * b * (parallel.tp - 1) / parallel.tp
     keys = 2 * tokens * max(1, arch.num_kv_heads // parallel.tp) * arch.head_size * b * (parallel.cp - 1)
-    ring = find_link(hardware, per_node, parallel.tp * parallel.cp).seconds(keys)
+    ring = find_link(cluster, parallel.tp * parallel.cp).seconds(keys)
     routed = 0.0
     if arch.experts:
         group = parallel.ep * parallel.etp
         routed = 2 * split * arch.experts.top_k * arch.hidden_size * b * (group - 1) / group
-        routed = find_link(hardware, per_node, group).seconds(routed)
+        routed = find_link(cluster, group).seconds(routed)
     return LayerSeconds(
         products=products / (peak * 1e12),
         attention=attending,
         memory=a.MEMORY_PASSES * kept / (hardware.hbm_gb_s * 1e9 * a.MEMORY_SHARE),
-        tensor_parallel=find_link(hardware, per_node, parallel.tp).seconds(crossing),
+        tensor_parallel=find_link(cluster, parallel.tp).seconds(crossing),
         # Ring attention computes with one part of the keys while the next arrives (Liu et al. 2310.01889).
         context_parallel=max(0.0, ring - attending),
         experts=routed,
@@ -211,11 +206,11 @@ def _compute_head(job: RoleJob, hardware: HardwareConfig, tokens: float) -> floa
     return products + a.LOGIT_PASSES * 4 * logits / (hardware.hbm_gb_s * 1e9 * a.MEMORY_SHARE)
 
 
-def reduce_gradients(job: RoleJob, stage: StageMemory, hardware: HardwareConfig, per_node: int) -> float:
+def reduce_gradients(job: RoleJob, stage: StageMemory, cluster: ClusterConfig) -> float:
     """Scattering the float32 gradients over the replicas and gathering the weights, as if nothing of it were hidden."""
     parallel, parameters = job.parallel, stage.parameters
     each, group = GRADIENT_BYTES + ELEMENT_BYTES[job.dtype], parallel.num_processes // parallel.pp
-    link = find_link(hardware, per_node, group)
+    link = find_link(cluster, group)
     speed = link.outside if link.share_outside else link.inside
     parts = zip(count_replicas(job), count_trained(job, parameters), strict=True)
     return sum(size * each * (number - 1) / number / speed for number, size in parts)
@@ -386,11 +381,10 @@ def estimate_seconds(
     transfer: Transfer,
     work: Work,
 ) -> Seconds:
-    place = (config.cluster.hardware, config.cluster.gpus_per_node)
     works = {name: find_work(config, job, work) for name, job in jobs.items()}
-    forward = {name: compute_forward(job, stages[name], works[name], *place) for name, job in jobs.items()}
+    forward = {name: compute_forward(job, stages[name], works[name], config.cluster) for name, job in jobs.items()}
     updates = {
-        name: compute_update(job, stages[name], works[name], *place) * count_updates(config, job)
+        name: compute_update(job, stages[name], works[name], config.cluster) * count_updates(config, job)
         for name, job in jobs.items()
         if job.is_trained
     }

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from megarl.config.load import load_config
+from megarl.config.schema.cluster import ClusterConfig
 from megarl.config.schema.hardware import HardwareConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig
 from megarl.models.architecture import Architecture
@@ -10,7 +11,9 @@ from megarl.models.families import parse_architecture
 from megarl.plan.job import PUBLISHED, JobPlan, build_plan, find_models
 from megarl.plan.memory import MicroBatch, RoleJob, Saving
 
-H100 = HardwareConfig("H100", 79.1, 989, 1979, 3350, 450, 50, host_memory_gib=2048)
+CLUSTER = ClusterConfig(
+    gpus_per_node=8, hardware=HardwareConfig("H100", 79.1, 989, 1979, 3350, 450, 50, host_memory_gib=2048)
+)
 ARCH_32B = parse_architecture(PUBLISHED["Qwen/Qwen2.5-32B"], Path("qwen32b"))
 ARCH_235B = parse_architecture(PUBLISHED["Qwen/Qwen3-235B-A22B"], Path("qwen3"))
 

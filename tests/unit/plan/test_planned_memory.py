@@ -11,10 +11,8 @@ from megarl.config.schema.rollout import RolloutConfig
 from megarl.mcore.spec import StageParameters
 from megarl.models.architecture import Architecture, Experts
 from megarl.plan.memory import (
-    Attention,
     MicroBatch,
     Saving,
-    choose_attention,
     compute_layer,
     compute_saved,
     compute_server_weights,
@@ -36,7 +34,7 @@ MOE = replace(SMALL, family="qwen3_moe", qkv_bias=False, experts=Experts(4, 2, 4
 
 def test_a_layer_of_qwen32b_keeps_what_its_operations_need() -> None:
     """Of each token: what each operation saves, in bfloat16 but for the norms' scales and the logsumexp."""
-    layer = compute_layer(ARCH_32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1, 1, 1), Attention.flash)
+    layer = compute_layer(ARCH_32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1, 1, 1))
     h, queries, keys, f = 5120, 40 * 128, 8 * 128, 27648
     norms = 2 * (2 * h + 4 + 2 * h)  # input, scale and output, twice
     attention = 2 * (queries + 2 * keys) + 2 * (queries + keys) + 4 * 2 * 128 + 2 * queries + 4 * 40
@@ -51,7 +49,7 @@ def test_tensor_and_sequence_parallel_ranks_divide_it() -> None:
 
     def total(parallel: ParallelConfig) -> int:
         # Rotary angles are on every rank, whole.
-        return compute_layer(ARCH_32B, parallel, Dtype.bfloat16, batch, Attention.flash).total - 4 * 4096 * 128 * 2
+        return compute_layer(ARCH_32B, parallel, Dtype.bfloat16, batch).total - 4 * 4096 * 128 * 2
 
     one, four = total(ParallelConfig()), total(ParallelConfig(num_processes=4, tp=4))
     norms = 2 * 4096 * (2 * 5120 + 4 + 2 * 5120)
@@ -61,7 +59,7 @@ def test_tensor_and_sequence_parallel_ranks_divide_it() -> None:
 
 def test_recomputed_layers_keep_their_inputs_alone() -> None:
     """2205.05198, section 5: 2 s b h a layer."""
-    layer = compute_layer(ARCH_32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1024, 1, 1024), Attention.flash)
+    layer = compute_layer(ARCH_32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1024, 1, 1024))
     one = 2 * 1024 * 5120
     assert sum_layers(layer, 64, Saving(Recompute.full))[0] == 64 * one
     pairs = sum_layers(layer, 64, Saving(Recompute.full, num_layers=2))
@@ -75,7 +73,7 @@ def test_recomputed_layers_keep_their_inputs_alone() -> None:
 
 def test_each_virtual_stage_is_cut_into_blocks_of_its_own() -> None:
     """Megatron recomputes recompute_num_layers of each piece of a stage (transformer_block.py)."""
-    layer = compute_layer(ARCH_32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1024, 1, 1024), Attention.flash)
+    layer = compute_layer(ARCH_32B, ParallelConfig(), Dtype.bfloat16, MicroBatch(1024, 1, 1024))
     one = 2 * 1024 * 5120
     three = Saving(Recompute.full, RecomputeMethod.block, num_layers=3)
     # 16 layers in 2 pieces of 8, 3 of each recomputed; in 4 of 4; in 8 of 2, where no piece keeps a layer.
@@ -86,21 +84,12 @@ def test_each_virtual_stage_is_cut_into_blocks_of_its_own() -> None:
     assert sum_layers(layer, 16, Saving(Recompute.full, num_layers=3), num_pieces=4)[0] == 8 * one
 
 
-def test_on_a_cpu_short_sequences_in_bfloat16_keep_their_scores() -> None:
-    assert choose_attention(Dtype.bfloat16, 256, on_gpu=False) is Attention.scores
-    assert choose_attention(Dtype.bfloat16, 257, on_gpu=False) is Attention.flash
-    assert choose_attention(Dtype.float32, 8, on_gpu=False) is Attention.flash
-    assert choose_attention(Dtype.bfloat16, 8, on_gpu=True) is Attention.flash
-    layer = compute_layer(SMALL, ParallelConfig(), Dtype.bfloat16, MicroBatch(100, 1, 50), Attention.scores)
-    assert layer.core_attention == 100 * 4 * 50 * 2
-
-
 def test_experts_keep_the_tokens_that_are_routed_to_them() -> None:
     batch = MicroBatch(100, 1, 50)
-    layer = compute_layer(MOE, ParallelConfig(), Dtype.bfloat16, batch, Attention.flash)
+    layer = compute_layer(MOE, ParallelConfig(), Dtype.bfloat16, batch)
     routed = 100 * 2
     assert layer.mlp == 2 * routed * (64 + 6 * 48) + 100 * (4 * 5 + 2 * 24)
-    split = compute_layer(MOE, ParallelConfig(num_processes=2, etp=2), Dtype.bfloat16, batch, Attention.flash)
+    split = compute_layer(MOE, ParallelConfig(num_processes=2, etp=2), Dtype.bfloat16, batch)
     assert split.mlp == 2 * 2 * routed * (64 + 6 * 24) + 100 * (4 * 5 + 2 * 24)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from plan_jobs import ARCH_235B, H100, build_role
+from plan_jobs import ARCH_235B, CLUSTER, build_role
 
 from megarl.config.load import load_config
 from megarl.config.schema.roles import ParallelConfig
@@ -81,7 +81,7 @@ def plan_row(row: Row) -> float:
     experts = layers * 3 * h * arch.experts.ffn_size * arch.experts.num_experts / parallel.ep if arch.experts else 0
     stages = (StageParameters(layers, int(dense), int(experts), 0, 0),) * parallel.pp  # type: ignore[arg-type]
     work = Work(row.samples, row.samples, 0, length, tokens)
-    return compute_update(job, estimate_stages(job, stages), work, H100, 8)
+    return compute_update(job, estimate_stages(job, stages), work, CLUSTER)
 
 
 def find_line(name: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from plan_jobs import ARCH_32B, ARCH_235B, H100, PRESET, build_role
+from plan_jobs import ARCH_32B, ARCH_235B, CLUSTER, PRESET, build_role
 from plan_jobs import QWEN32B as JOB
 
 from megarl.config.load import load_config
@@ -57,7 +57,7 @@ def build_stages(job: RoleJob, *layers: int) -> tuple[StageMemory, ...]:
 
 
 def test_a_layers_products_and_collectives_are_its_operations_and_bytes_over_the_peaks() -> None:
-    layer = compute_layer_seconds(build_job(tp=8), H100, 8, tokens=8192, length=4096)
+    layer = compute_layer_seconds(build_job(tp=8), CLUSTER, tokens=8192, length=4096)
     h, queries, keys, f = 5120, 40 * 128, 8 * 128, 27648
     multiply_adds = 8192 * (2 * h * (queries + keys) + 3 * h * f) / 8
     assert layer.products == pytest.approx(2 * multiply_adds / (0.72 * 989e12))
@@ -67,19 +67,19 @@ def test_a_layers_products_and_collectives_are_its_operations_and_bytes_over_the
     assert layer.tensor_parallel == pytest.approx(sent)
     twice = layer.products + layer.attention + layer.memory + layer.fixed
     assert layer.backward == pytest.approx(2 * twice + sent / 2)
-    alone = compute_layer_seconds(build_job(), H100, 8, 8192, 4096)
+    alone = compute_layer_seconds(build_job(), CLUSTER, 8192, 4096)
     assert (alone.tensor_parallel, alone.context_parallel, alone.experts) == (0, 0, 0)
 
 
 def test_the_ring_of_context_parallelism_hides_behind_long_sequences_only() -> None:
     job = build_job(tp=8, cp=8)
-    assert compute_layer_seconds(job, H100, 8, 2048, 65536).context_parallel == 0
-    assert compute_layer_seconds(job, H100, 8, 2048, 512).context_parallel > 0
+    assert compute_layer_seconds(job, CLUSTER, 2048, 65536).context_parallel == 0
+    assert compute_layer_seconds(job, CLUSTER, 2048, 512).context_parallel > 0
 
 
 def test_tokens_reach_experts_of_their_node_over_nvlink_and_others_over_the_network() -> None:
-    near = compute_layer_seconds(build_job(ARCH_235B, ep=8), H100, 8, 4096, 4096).experts
-    far = compute_layer_seconds(build_job(ARCH_235B, ep=16), H100, 8, 4096, 4096).experts
+    near = compute_layer_seconds(build_job(ARCH_235B, ep=8), CLUSTER, 4096, 4096).experts
+    far = compute_layer_seconds(build_job(ARCH_235B, ep=16), CLUSTER, 4096, 4096).experts
     routed = 2 * 4096 * 8 * 4096 * 2  # to the experts and back, 8 of them, 4,096 numbers of 2 bytes
     assert near == pytest.approx(routed * 7 / 8 / (0.8 * 450e9))
     assert far == pytest.approx(routed * 15 / 16 * 8 / 15 / (0.8 * 50e9))
@@ -91,7 +91,7 @@ WORK = Work(num_samples=512, minibatch=512, prompt=1024, response=3072, budget=8
 def test_a_pipeline_waits_for_its_other_stages_once_a_minibatch_and_interleaving_shortens_it() -> None:
     def update(vpp: int, pp: int = 4) -> float:
         job = build_job(tp=4, pp=pp, vpp=vpp)
-        return compute_update(job, build_stages(job, *(64 // pp,) * pp), WORK, H100, 8)
+        return compute_update(job, build_stages(job, *(64 // pp,) * pp), WORK, CLUSTER)
 
     # 4 replicas of 128 samples, two in a micro-batch: 64 of them, and 3 that wait; interleaved in halves, 1.5.
     assert count_microbatches(build_job(tp=4, pp=4), WORK, 128) == (64, 8192)
@@ -101,16 +101,16 @@ def test_a_pipeline_waits_for_its_other_stages_once_a_minibatch_and_interleaving
 def test_the_slowest_stage_decides() -> None:
     job = build_job(tp=8, pp=4)
     even, uneven = build_stages(job, 16, 16, 16, 16), build_stages(job, 24, 16, 16, 8)
-    assert compute_forward(job, uneven, WORK, H100, 8) > 1.3 * compute_forward(job, even, WORK, H100, 8)
+    assert compute_forward(job, uneven, WORK, CLUSTER) > 1.3 * compute_forward(job, even, WORK, CLUSTER)
 
 
 def test_recomputation_adds_the_forward_pass_of_the_layers_that_it_recomputes() -> None:
     def update(saving: Saving) -> float:
         job = build_job(saving=saving, tp=8)
-        return compute_update(job, build_stages(job, 64), WORK, H100, 8)
+        return compute_update(job, build_stages(job, 64), WORK, CLUSTER)
 
     none, full = update(Saving()), update(Saving(Recompute.full))
-    layer = compute_layer_seconds(build_job(tp=8), H100, 8, 8192, 4096)
+    layer = compute_layer_seconds(build_job(tp=8), CLUSTER, 8192, 4096)
     # 8 replicas of 64 samples, two in a micro-batch.
     assert full - none == pytest.approx(32 * 64 * layer.forward)
     quarter = update(Saving(Recompute.full, RecomputeMethod.block, num_layers=16))
@@ -124,7 +124,7 @@ def test_recomputation_adds_the_forward_pass_of_the_layers_that_it_recomputes() 
 def test_micro_batches_that_are_too_small_cost_the_time_between_them() -> None:
     job = build_job(tp=8)
     stages = build_stages(job, 64)
-    small, large = (compute_update(job, stages, replace(WORK, budget=size), H100, 8) for size in (4096, 16384))
+    small, large = (compute_update(job, stages, replace(WORK, budget=size), CLUSTER) for size in (4096, 16384))
     # 64 micro-batches instead of 16, of 64 layers each: forward once, backward twice.
     assert small - large == pytest.approx((64 - 16) * 64 * 3 * 0.0003)
 
@@ -209,7 +209,7 @@ def test_a_step_of_value_pretraining_is_generation_values_and_the_critics_update
     assert step is not None
     assert step.generation == seconds.generation
     plan = build_plan(config, find_models(config))
-    arguments = (plan.jobs["critic"], plan.stages["critic"], describe_work(config), config.cluster.hardware, 8)
+    arguments = (plan.jobs["critic"], plan.stages["critic"], describe_work(config), config.cluster)
     assert step.scoring == pytest.approx(compute_forward(*arguments))
     assert step.update == pytest.approx(compute_update(*arguments))
     assert step.total == pytest.approx(step.generation + step.scoring + step.update)
@@ -306,7 +306,7 @@ def test_a_policy_whose_logprobs_nothing_reads_has_no_pass_before_its_update() -
     (config, clipped), (_, of_rollout) = estimate(), estimate("algo.surrogate=dis", "algo.clip_high=5")
     plan = build_plan(config, find_models(config))
     passes = {
-        name: compute_forward(job, plan.stages[name], describe_work(config), config.cluster.hardware, 8)
+        name: compute_forward(job, plan.stages[name], describe_work(config), config.cluster)
         for name, job in plan.jobs.items()
     }
     assert clipped.scoring == pytest.approx(max(passes.values())) == pytest.approx(passes["policy"])
