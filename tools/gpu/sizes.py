@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from megarl.config.load import load_config
+from megarl.config.schema.cluster import ClusterConfig
 from megarl.config.schema.hardware import HardwareConfig
 from megarl.config.schema.roles import Dtype, ParallelConfig, Recompute
 from megarl.mcore.microbatches import compute_row_costs
@@ -181,7 +182,7 @@ def plan_seconds(
     sequences = samples.sequences
     prompt, response = int(sequences.prompt_lengths[0]), int(sequences.response_lengths[0])
     work = Work(sequences.num_samples, sequences.num_samples, prompt, response, spec.tokens_per_microbatch)
-    return compute_update(job, (planned,), work, hardware, per_node=1)
+    return compute_update(job, (planned,), work, ClusterConfig(gpus_per_node=1, hardware=hardware))
 
 
 def judge_speed(

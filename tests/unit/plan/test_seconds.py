@@ -265,9 +265,7 @@ def test_saved_rollouts_are_not_generated() -> None:
     assert "saved rollouts are taken to be like those of an iteration" in line
 
 
-@pytest.mark.parametrize(
-    "override", ["algo.value_pretrain.steps=0", "algo.value_pretrain.taken_from=runs/a", "algo=dapo"]
-)
+@pytest.mark.parametrize("override", ["algo.value_pretrain.steps=0", "algo.value_pretrain.enabled=false", "algo=dapo"])
 def test_without_a_critic_or_steps_of_its_own_nothing_is_pretrained(override: str) -> None:
     config = load_config([*PRESET, override])
     seconds = build_plan(config, find_models(config)).seconds
