@@ -45,7 +45,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,7 @@ def run_alone(check: Check, setting: Setting) -> None:
     found: Iterator[Line] = getattr(import_module(f"megarl.tools.gpu.{check.module}"), f"check_{check.name}")(setting)
     with open(setting.scratch / f"{check.name}.jsonl", "w") as file:
         for line in found:
-            file.write(json.dumps(line.to_json()) + "\n")
+            file.write(json.dumps(asdict(line)) + "\n")
             file.flush()
 
 
@@ -218,7 +218,7 @@ def check_machine(args: argparse.Namespace, scratch: Path) -> int:
     if setting.device == CPU:
         console.print("with --device cpu: this checks the tool, and says nothing of a GPU")
     console.print(f"{verdict}; {args.out}", soft_wrap=True)
-    content: dict[str, Any] = {"device": setting.device, "machine": machine.to_json(), "model": model}
+    content: dict[str, Any] = {"device": setting.device, "machine": asdict(machine), "model": model}
     content |= {"overrides": args.overrides, "seconds": seconds, "logs": logs}
     write_json(args.out, content, lines)
     return code

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.table import Table
 EXIT_HOLDS, EXIT_FAILS = 0, 1
 
 
-class Verdict(Enum):
+class Verdict(StrEnum):
     holds = "holds"
     fails = "fails"
     skipped = "skipped"
@@ -33,9 +33,6 @@ class Line:
     unit: str = ""
     reason: str = ""
     """Why nothing was measured, or what else was seen"""
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "verdict": self.verdict.value}
 
 
 def read_line(content: dict[str, Any]) -> Line:
@@ -106,5 +103,5 @@ def conclude(lines: Sequence[Line]) -> tuple[str, int]:
 def write_json(path: Path, content: dict[str, Any], lines: Sequence[Line]) -> None:
     """The content, then the verdict and the lines."""
     verdict, _ = conclude(lines)
-    whole = {**content, "verdict": verdict, "lines": [line.to_json() for line in lines]}
+    whole = {**content, "verdict": verdict, "lines": [asdict(line) for line in lines]}
     path.write_text(json.dumps(whole, indent=2, allow_nan=False) + "\n")

@@ -4,12 +4,10 @@ import importlib
 import importlib.metadata
 import json
 import platform
-import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from importlib.machinery import PathFinder
-from typing import Any
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "transformers", "safetensors", "numpy")
 DEADLINE_S = 180.0
@@ -20,7 +18,6 @@ class Machine:
     gpu: str | None
     """None: torch sees no GPU"""
     capability: tuple[int, int] | None
-    memory_gib: float | None
     driver: str | None
     cuda: str | None
     """The CUDA version that torch was built for"""
@@ -30,14 +27,6 @@ class Machine:
     problems: dict[str, str]
     """Why an optional package cannot be used, by its module"""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def read_machine(content: dict[str, Any]) -> Machine:
-    capability = content["capability"]
-    return Machine(**{**content, "capability": tuple(capability) if capability else None})
-
 
 def find_machine(environment: dict[str, str]) -> Machine:
     """Raises RuntimeError where torch or Megatron cannot be imported, with the reason."""
@@ -46,7 +35,8 @@ def find_machine(environment: dict[str, str]) -> Machine:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["without a message"])[-1]
         raise RuntimeError(f"looking at the machine ended with {done.returncode}: {last}")
-    return read_machine(json.loads(done.stdout.strip().splitlines()[-1]))
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    return Machine(**{**found, "capability": found["capability"] and tuple(found["capability"])})
 
 
 def describe_here() -> Machine:
@@ -60,48 +50,43 @@ def describe_here() -> Machine:
     return Machine(
         gpu=torch.cuda.get_device_name() if has_gpu else None,
         capability=torch.cuda.get_device_capability() if has_gpu else None,
-        memory_gib=torch.cuda.get_device_properties(0).total_memory / 2**30 if has_gpu else None,
-        driver=_find_driver(),
+        driver=find_driver(),
         cuda=torch.version.cuda,
         python=platform.python_version(),
-        versions={name: _find_version(name) for name in PACKAGES},
+        versions={name: find_version(name) for name in PACKAGES},
         problems=find_problems(has_gpu),
     )
 
 
 def find_problems(has_gpu: bool) -> dict[str, str]:
     """Transformer Engine is imported: half of an installation is found by find_spec. SGLang's servers import theirs."""
-    problems = {}
-    if (reason := _explain_import("transformer_engine.pytorch", "Transformer Engine", imports=has_gpu)) is not None:
-        problems["transformer_engine"] = reason
-    if (reason := _explain_import("sglang", "SGLang", imports=False)) is not None:
-        problems["sglang"] = reason
-    return problems
+    reasons = {
+        "transformer_engine": explain_import("transformer_engine.pytorch", "Transformer Engine", imports=has_gpu),
+        "sglang": explain_import("sglang", "SGLang", imports=False),
+    }
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def _explain_import(module: str, name: str, *, imports: bool) -> str | None:
+def explain_import(module: str, name: str, *, imports: bool) -> str | None:
     # Not importlib.util.find_spec: without CUDA megarl's import hook finds Transformer Engine nowhere.
     if PathFinder.find_spec(module.split(".")[0]) is None:
         return f"{name} is not installed"
-    if not imports:
-        return None
     try:
-        importlib.import_module(module)
+        if imports:
+            importlib.import_module(module)
     except Exception as error:
         return f"{name} is installed and cannot be imported: {type(error).__name__}: {error}"
     return None
 
 
-def _find_version(name: str) -> str | None:
+def find_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _find_driver() -> str | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
+def find_driver() -> str | None:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -111,4 +96,4 @@ def _find_driver() -> str | None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(describe_here().to_json()))
+    print(json.dumps(asdict(describe_here())))

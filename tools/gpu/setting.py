@@ -24,38 +24,23 @@ from megarl.plan.job import PUBLISHED, find_architecture, find_in_cache
 from megarl.types import Sequences, TrainingSamples
 
 CPU, CUDA = "cpu", "cuda"
-LARGE: dict[str, dict[str, Any]] = {
+LARGE = {
     # 1.4 billion weights: Qwen3-1.7B with 22 of its 28 layers, of which 80 GB hold all activations of 16,384 tokens.
-    CUDA: {
-        "model_type": "qwen3",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000,
-        "tie_word_embeddings": True,
-    },
-    CPU: {
-        "model_type": "qwen3",
-        "hidden_size": 160,
-        "intermediate_size": 560,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 5,
-        "num_key_value_heads": 5,
-        "head_dim": 32,
-        "vocab_size": 2403,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000,
-        "tie_word_embeddings": False,
-    },
-}
-"""config.json of the model whose memory and speed are measured, where the command line names none"""
+    CUDA: (
+        RandomModelConfig(
+            num_layers=22, hidden_size=2048, ffn_size=6144, num_heads=16, num_kv_heads=8, max_length=40960,
+            tie_embeddings=True, init_std=0.02,
+        ),
+        151936,
+    ),
+    CPU: (
+        RandomModelConfig(
+            num_layers=5, hidden_size=160, ffn_size=560, num_heads=5, num_kv_heads=5, max_length=512, init_std=0.02
+        ),
+        2403,
+    ),
+}  # fmt: skip
+"""Model whose memory and speed are measured, where the command line names none, and size of its vocabulary"""
 DEFAULTS: dict[str, list[str]] = {
     CUDA: [
         *("policy.dtype=bfloat16", "critic.dtype=bfloat16", "rollout.dtype=bfloat16"),
@@ -111,7 +96,7 @@ class Setting:
     def _write_description(self) -> Path:
         directory = self.scratch / "default-model"
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(json.dumps(LARGE[self.device]))
+        (directory / "config.json").write_text(json.dumps(describe_random(*LARGE[self.device])))
         return directory
 
     @cached_property
