@@ -5,24 +5,15 @@ Value pretraining is its iterations up to 0: the policy is frozen, and the criti
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from megarl.algo.advantages import update_rho
-from megarl.algo.diagnostics import (
-    compute_batch_metrics,
-    compute_engine_taper,
-    compute_explained_variance,
-    measure_engine_noise,
-)
-from megarl.algo.registry import load_state, read_state, reads_old_logprobs
-from megarl.algo.rewards import KlController, update_reward_moments
-from megarl.algo.statistics import RunningMoments
-from megarl.algo.targets import compute_targets, warn_of_returns
-from megarl.algo.value_pretraining import build_pretraining_algo, describe_end, find_end
+from megarl.algo.algorithm import Algorithm
+from megarl.algo.diagnostics import compute_batch_metrics
+from megarl.algo.registry import reads_old_logprobs
+from megarl.algo.value_pretraining import build_pretraining_algo, describe_end
 from megarl.config.old_logprobs import reuses_logprobs
-from megarl.config.schema.algo import AlgoConfig, needs_reward_moments, uses_topr
+from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.environment import MultiTurnEnvironmentConfig
 from megarl.config.schema.root import Config
 from megarl.experience import add_old_logprobs, compute_experience
@@ -44,13 +35,10 @@ from megarl.rollout.token_records import TokenRecorder
 from megarl.run.checkpoint import LoopSaver, NoSaver, TrainerState
 from megarl.run.limits import Limit, find_goal, find_limit
 from megarl.run.process import deferring_stops
-from megarl.run.recovery import Recovery
+from megarl.run.recovery import Fleet
 from megarl.task.data import PromptSampler
 from megarl.task.render import CriticPrompt
 from megarl.types import Experience, Metrics, Prompt, Rollout, Sample, TrainingSamples
-
-T = TypeVar("T")
-EXPLAINED = "critic/explained_variance"
 
 
 @dataclass(frozen=True)
@@ -100,31 +88,25 @@ class Trainer:
         """started: on time.monotonic's clock, what train.max_minutes counts from; None: now."""
         self.config, self.components = config, components
         self.report, self.saver = components.report, components.saver
-        self.recovery = Recovery(
-            components.servers,
-            components.report.message,
-            config.rollout.max_server_restarts,
-            self.reconnect,
-            restarts_all=components.offloader.offload is not None,
-        )
+        it, say = components, components.report.message
+        self.fleet = Fleet(it.sync, it.offloader, it.servers, config.rollout.max_server_restarts, say)
         self.has_turns = isinstance(config.environment, MultiTurnEnvironmentConfig)
-        self.kl, self.reward_moments = KlController.start(config.algo.kl), RunningMoments()
-        self.tether_rho = config.algo.tether.initial
-        load_state(config.algo)
-        self.engine_noise: float | None = None
+        self.algorithm = Algorithm(config)
         self.reuses_logprobs = False
         """Whether the update of this iteration computes old_logprobs itself"""
-        generation = components.engine, components.collector, components.sampler
-        say = components.report.message
-        self.source = build_source(config, components.saved, *generation, self.with_servers, say)
-        self.version, self.num_samples, self.heldout_reward = 0, 0, float("nan")
+        self.source = build_source(config, it.saved, it.engine, it.collector, it.sampler, self.fleet.ask, say)
+        self.fleet.forget_groups = self.source.begin_again
+        self.num_samples, self.heldout_reward = 0, float("nan")
         self.published: int | None = None
-        self.explained: tuple[float, ...] = ()
-        """Of each step of value pretraining so far"""
         self.first = -config.algo.value_pretrain.num_steps
         """The iteration that the run starts from"""
         self.started = time.monotonic() if started is None else started
         self.commit(self.get_state(self.first, {}))
+
+    @property
+    def version(self) -> int:
+        """Of the weights that the servers have."""
+        return self.fleet.version
 
     @property
     def iteration(self) -> int:
@@ -160,7 +142,7 @@ class Trainer:
         self.reuses_logprobs = reuses_logprobs(self.config, len(rollout.samples), iteration)
         experience, experience_metrics = self.build_experience(rollout)
         self.source.keep_logprobs(experience.old_logprobs)
-        samples, target_metrics = self.build_targets(experience, self.config.algo)
+        samples, target_metrics = self.build_targets(experience)
         metrics |= experience_metrics | target_metrics
         record = self.components.token_recorder.begin(rollout, experience)
         # The weights and the loop's own state change together, even when a signal arrives.
@@ -172,10 +154,8 @@ class Trainer:
                 experience, found = add_old_logprobs(experience, self.components.policy, self.config.algo)
                 metrics |= found
             self.components.token_recorder.finish(record, experience, samples, iteration)
-            kl, kl_metrics = self.kl.update(experience)
-            if not self.config.policy.is_frozen(iteration):
-                self.kl = kl
-            self.commit(self.get_state(iteration, metrics | kl_metrics))
+            metrics |= self.algorithm.update_kl(experience, is_frozen=self.config.policy.is_frozen(iteration))
+            self.commit(self.get_state(iteration, metrics))
 
     def pretrain(self, iteration: int) -> None:
         """One step of value pretraining; the one that ends it is iteration 0, whatever its number."""
@@ -183,20 +163,14 @@ class Trainer:
         rollout, metrics = self.collect(iteration)
         self.saver.proceed()
         experience = self.score(rollout, algo, scores_policy=algo.kl.in_reward)
-        samples, found = self.compute_targets(experience, algo)
-        assert experience.values is not None
-        assert samples.returns is not None
-        metrics |= {name: value for name, value in found.items() if name.startswith("critic/")}
-        metrics[EXPLAINED] = compute_explained_variance(experience.values, samples.returns, samples.mask)
-        explained = (*self.explained, metrics[EXPLAINED])
-        end = find_end(self.config.algo.value_pretrain, explained)
+        samples, found = self.algorithm.build_pretraining_targets(experience)
         with deferring_stops():
             self.saver.begin_update()
-            metrics |= self.update(samples, iteration)
-            self.explained = explained
+            metrics |= found | self.update(samples, iteration)
+            end = self.algorithm.end_step(metrics)
             self.commit(self.get_state(iteration if end is None else 0, metrics))
         if end is not None:
-            self.report.message(describe_end(explained, end))
+            self.report.message(describe_end(self.algorithm.explained, end))
 
     def publish_and_evaluate(self) -> None:
         """Publish the iteration's weights, if they are new, evaluate where it is due, and log the iteration."""
@@ -219,36 +193,22 @@ class Trainer:
             metrics=metrics,
             num_samples=self.num_samples,
             heldout_reward=None if math.isnan(self.heldout_reward) else self.heldout_reward,
-            kl_coef=self.kl.coef,
-            reward_moments=self.reward_moments,
-            tether_rho=self.tether_rho,
-            estimator=read_state(self.config.algo),
-            reward=self.reward_state(),
+            reward=self.components.collector.reward_state() if self.components.collector else None,
             source=self.source.state(),
             sizes=self.saver.measure_files(),
-            explained=self.explained,
+            **self.algorithm.state(),
         )
 
     def restore(self, state: TrainerState) -> None:
         """Resume from `state`; the roles have been loaded."""
-        self.num_samples, self.reward_moments = state.num_samples, state.reward_moments
-        self.tether_rho, self.explained, self.published = state.tether_rho, state.explained, None
+        self.num_samples, self.published = state.num_samples, None
         self.heldout_reward = float("nan") if state.heldout_reward is None else state.heldout_reward
-        self.kl = replace(self.kl, coef=state.kl_coef)
-        self.load_own_state(state)
+        self.algorithm.restore(vars(state))
+        if self.components.collector and state.reward is not None:
+            self.components.collector.load_reward_state(state.reward)
         self.source.restore(state.source)
         self.state = state
         self.saver.restore(state)
-
-    def reward_state(self) -> Any:
-        """What the user's own reward keeps, JSON; None: nothing."""
-        return self.components.collector.reward_state() if self.components.collector else None
-
-    def load_own_state(self, state: TrainerState) -> None:
-        """Bring what the user's own estimator and reward keep into the checkpoint's state."""
-        load_state(self.config.algo, state.estimator)
-        if self.components.collector and state.reward is not None:
-            self.components.collector.load_reward_state(state.reward)
 
     def commit(self, state: TrainerState) -> None:
         """Record `state`, with which the roles' weights now agree."""
@@ -294,26 +254,6 @@ class Trainer:
         if self.components.rollout_file:
             self.components.rollout_file.write(rollout, iteration)
 
-    def with_servers(self, ask: Callable[[], T]) -> T:
-        """The result of `ask`, repeated where servers were lost, once they run again with the current weights.
-
-        Servers that have given memory back take it again first, and get the current weights.
-        """
-        sync, offloader = self.components.sync, self.components.offloader
-
-        def ask_ready() -> T:
-            if offloader.has_released:
-                sync.publish(self.version)
-            return ask()
-
-        return self.recovery.run(ask_ready, lambda: sync.publish(self.version))
-
-    def reconnect(self) -> None:
-        """Discard all state about the servers, after some were restarted."""
-        self.components.sync.reconnect()
-        self.components.offloader.forget()
-        self.source.begin_again()
-
     def build_experience(self, rollout: Rollout) -> tuple[Experience, Metrics]:
         """The responses with what the roles say of them, and metrics."""
         algo = self.config.algo
@@ -327,34 +267,9 @@ class Trainer:
             roles = it.policy, it.critic, it.reference, it.critic_prompt
             return compute_experience(self.config, algo, rollout, *roles, scores_policy=scores_policy)
 
-    def build_targets(self, experience: Experience, algo: AlgoConfig) -> tuple[TrainingSamples, Metrics]:
-        """As `compute_targets`; takes from them what the next iteration needs."""
-        samples, metrics = self.compute_targets(experience, algo)
-        self.tether_rho = update_rho(self.tether_rho, metrics, algo.tether)
-        if uses_topr(algo):
-            # Iterations without a token of the present weights go by the last one that had some.
-            noise = measure_engine_noise(experience)
-            self.engine_noise = self.engine_noise if noise is None else noise
-            metrics |= compute_engine_taper(samples, experience.scored, algo.topr.ratio_level, self.engine_noise)
-        return samples, metrics
-
-    def compute_targets(self, experience: Experience, algo: AlgoConfig) -> tuple[TrainingSamples, Metrics]:
-        """Advantages and returns over the global batch, with the running statistics over the iterations."""
-        length, wrong = self.config.rollout.response_length, self.config.reward.wrong
-        if needs_reward_moments(algo):
-            self.reward_moments = update_reward_moments(self.reward_moments, experience, algo, length, wrong)
-        samples, metrics = compute_targets(
-            experience,
-            algo,
-            self.kl.coef,
-            response_length=length,
-            reward_moments=self.reward_moments,
-            wrong=wrong,
-            tether_rho=self.tether_rho,
-            has_old_logprobs=not self.reuses_logprobs,
-        )
-        warn_of_returns(samples, self.config.critic.value_range)
-        return samples, metrics
+    def build_targets(self, experience: Experience) -> tuple[TrainingSamples, Metrics]:
+        """Advantages and returns over the global batch."""
+        return self.algorithm.build_targets(experience, has_old_logprobs=not self.reuses_logprobs)
 
     def update(self, samples: TrainingSamples, iteration: int) -> Metrics:
         """Optimizer steps of critic and policy on the same minibatches: they are independent.
@@ -376,14 +291,12 @@ class Trainer:
     def publish(self, version: int) -> Metrics:
         """Publish the policy's weights to the servers as `version`, verified."""
         with self.report.phase("sync"):
-            metrics = self.recovery.run(lambda: self.components.sync.publish(version))
-        self.version = version
-        return metrics
+            return self.fleet.publish(version)
 
     def evaluate(self, collector: Collector) -> Metrics:
         """Mean greedy reward on the held-out prompts, and what train.eval_sets adds."""
         with self.report.phase("evaluate"):
-            rollout, further = self.with_servers(
+            rollout, further = self.fleet.ask(
                 lambda: collector.evaluate(
                     self.components.heldout, weight_version=self.version, key=f"evaluation-{self.iteration}"
                 )

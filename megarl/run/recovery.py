@@ -1,10 +1,12 @@
-"""Recovery from lost generation servers: report, restart, send the weights again, repeat the call."""
+"""The generation servers as the loop has them: with the current weights, and restarted where they were lost."""
 
 from collections.abc import Callable
 from typing import TypeVar
 
-from megarl.interfaces import DeadlineError, RolloutServers
+from megarl.interfaces import DeadlineError, RolloutServers, WeightSync
 from megarl.rollout.client import wait_left_over
+from megarl.rollout.offload import ServerOffloader
+from megarl.types import Metrics
 
 T = TypeVar("T")
 
@@ -72,3 +74,49 @@ class Recovery:
         self._servers.restart(self._servers.names if self._restarts_all else lost)
         self._reconnect()
         return True
+
+
+class Fleet:
+    """The generation servers of a run, with the trainer's weights."""
+
+    def __init__(
+        self,
+        sync: WeightSync,
+        offloader: ServerOffloader,
+        servers: RolloutServers | None,
+        max_restarts: int,
+        say: Callable[[str], None],
+    ):
+        """servers, max_restarts, say: as in `Recovery`."""
+        self.version = 0
+        """Of the weights that the servers have"""
+        self.forget_groups: Callable[[], None] = lambda: None
+        """Breaks off what is under way, after servers were restarted"""
+        self._sync, self._offloader = sync, offloader
+        restarts_all = offloader.offload is not None
+        self._recovery = Recovery(servers, say, max_restarts, self._reconnect, restarts_all=restarts_all)
+
+    def publish(self, version: int) -> Metrics:
+        """Send the policy's weights to the servers as `version`, verified."""
+        metrics = self._recovery.run(lambda: self._sync.publish(version))
+        self.version = version
+        return metrics
+
+    def ask(self, ask: Callable[[], T]) -> T:
+        """The result of `ask`, repeated where servers were lost, once they run again with the current weights.
+
+        Servers that have given memory back take it again first, and get the current weights.
+        """
+
+        def ask_ready() -> T:
+            if self._offloader.has_released:
+                self._sync.publish(self.version)
+            return ask()
+
+        return self._recovery.run(ask_ready, lambda: self._sync.publish(self.version))
+
+    def _reconnect(self) -> None:
+        """Discard all state about the servers, after some were restarted."""
+        self._sync.reconnect()
+        self._offloader.forget()
+        self.forget_groups()

@@ -48,9 +48,9 @@ def test_a_policy_whose_routers_break_ties_otherwise_agrees_with_the_server_when
         assert all(sample.response.routed_experts is not None for sample in rollout.samples)
         chosen = tuple(replace(s, response=replace(s.response, routed_experts=None)) for s in rollout.samples)
         experience, _ = trainer.build_experience(Rollout(chosen, rollout.weight_version))
-        _, without = trainer.build_targets(experience, trainer.config.algo)
+        _, without = trainer.build_targets(experience)
         experience, _ = trainer.build_experience(rollout)
-        samples, metrics = trainer.build_targets(experience, trainer.config.algo)
+        samples, metrics = trainer.build_targets(experience)
         update = trainer.update(samples, 1)
         (greedy,) = trainer.components.collector.collect_greedy(
             trainer.components.heldout[:1], weight_version=0

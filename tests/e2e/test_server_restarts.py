@@ -91,7 +91,7 @@ def compute_logprob_gap(trainer) -> float:
     """Largest |rollout_logprobs - old_logprobs| over fresh responses of all servers."""
     prompts, collect = trainer.components.sampler.next_batch(8), trainer.components.collector.collect
     number = trainer.config.train.responses_per_prompt
-    rollout = trainer.with_servers(lambda: collect(prompts, number, weight_version=trainer.version, key="gap"))
+    rollout = trainer.fleet.ask(lambda: collect(prompts, number, weight_version=trainer.version, key="gap"))
     tensors = build_tensors(rollout)
     old = trainer.components.policy.logprobs(tensors.sequences, 1.0).result()
     return float((old - tensors.rollout_logprobs)[tensors.mask].abs().max())

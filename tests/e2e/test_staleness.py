@@ -148,7 +148,7 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
             assert gap[behind == 0].numel() == 0 or gap[behind == 0].max() < 1e-4
             assert gap[behind == 1].numel() == 0 or gap[behind == 1].max() > 1e-2
             num_tokens.update(behind.tolist())
-            samples, _ = trainer.build_targets(experience, trainer.config.algo)
+            samples, _ = trainer.build_targets(experience)
             trainer.update(samples, iteration)
             # The weights change while the next rollout is under way, however long the update took.
             if iteration < 3:

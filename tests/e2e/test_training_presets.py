@@ -66,7 +66,7 @@ def test_topr_learns_from_replayed_samples_weighted_by_the_ratio_to_the_policy_t
         # The engines agree on fresh samples; the older ones were sampled by another policy.
         assert gap[fresh][experience.mask[fresh]].max() < 1e-4
         assert gap[old][experience.mask[old]].max() > 1e-3
-        samples, metrics = trainer.build_targets(experience, trainer.config.algo)
+        samples, metrics = trainer.build_targets(experience)
         assert metrics["replay/frac"] == 0.5
         assert metrics["mismatch/kl"] < 1e-6 < metrics["replay/kl"]
         # The trainer's own log-probs of the weights that sampled: now, and in the first iteration of the replayed.

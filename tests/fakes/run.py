@@ -178,4 +178,4 @@ def pretrain(trainer: Trainer) -> list[float]:
     while trainer.iteration < 0:
         trainer.train(trainer.iteration + 1)
         trainer.publish_and_evaluate()
-    return list(trainer.explained)
+    return list(trainer.algorithm.explained)

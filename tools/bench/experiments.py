@@ -46,7 +46,6 @@ from experiment_tasks import LETTERS, TASKS, Task, write_biased_checkpoint, writ
 
 from megarl.config.load import load_config
 from megarl.config.placement import list_groups
-from megarl.config.schema.algo import AlgoConfig
 from megarl.config.schema.root import Config
 from megarl.models.checkpoint import build_once, default_cache_dir, resolve_checkpoint
 from megarl.report.metrics import load_metrics
@@ -191,8 +190,8 @@ class RecordingTrainer(Trainer):
                 experience = replace(experience, old_logprobs=self.first_old_logprobs)
         return experience, metrics
 
-    def build_targets(self, experience: Experience, algo: AlgoConfig) -> tuple[TrainingSamples, Metrics]:
-        samples, metrics = super().build_targets(experience, algo)
+    def build_targets(self, experience: Experience) -> tuple[TrainingSamples, Metrics]:
+        samples, metrics = super().build_targets(experience)
         self.series["noise_share"].append(measure_noise_share(experience, samples.advantages))
         if self.task is not None and self.task.bits is not None:
             assert self.taken is not None

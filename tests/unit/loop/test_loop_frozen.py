@@ -97,7 +97,7 @@ def test_each_batch_is_used_with_the_weight_that_the_batches_before_it_gave(tmp_
     given += ["critic.optimizer.lr=0.2", "train.num_iterations=5", "train.eval_every=5"]
     with World().open_trainer(tmp_path, given) as trainer:
         trainer.run()
-        last = trainer.tether_rho
+        last = trainer.algorithm.tether_rho
     lines = load_metrics(tmp_path / "metrics.jsonl")[1:]
     rho = 0.25
     for line in lines:

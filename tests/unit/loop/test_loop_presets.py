@@ -210,7 +210,7 @@ def test_replayed_samples_are_of_the_policy_that_sampled_them(tmp_path: Path) ->
             gap = (experience.old_logprobs - experience.sampling_logprobs).abs()
             assert gap[fresh].max() == 0
             assert iteration == 1 or gap[old][experience.mask[old]].max() > 1e-3
-            samples, metrics = trainer.build_targets(experience, trainer.config.algo)
+            samples, metrics = trainer.build_targets(experience)
             assert metrics.get("replay/frac", 0.0) == (0.0 if iteration == 1 else 0.5)
             assert metrics["mismatch/logprob_gap_mean"] == pytest.approx(0.3, abs=1e-4)
             assert metrics["topr/engine_mu_frac"] == 0.0
@@ -320,7 +320,7 @@ def test_responses_of_other_weights_than_the_trainers_end_the_run(tmp_path: Path
     with World().open_trainer(tmp_path, ["algo=grpo"]) as trainer:
         trainer.publish(0)
         trainer.train(1)
-        trainer.version = trainer.iteration
+        trainer.fleet.version = trainer.iteration
         with pytest.raises(
             RuntimeError, match="weight version 0; the trainer's is 1: the servers missed a weight sync"
         ):

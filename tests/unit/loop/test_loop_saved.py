@@ -67,7 +67,7 @@ def build_targets(trainer: Trainer) -> TrainingSamples:
     trainer.publish(0)
     rollout, _ = trainer.collect(1)
     experience, _ = trainer.build_experience(rollout)
-    return trainer.build_targets(experience, trainer.config.algo)[0]
+    return trainer.build_targets(experience)[0]
 
 
 def test_toprs_loss_is_that_of_the_recorded_log_probs_computed_by_hand(saved, tmp_path):

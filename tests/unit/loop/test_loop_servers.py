@@ -161,7 +161,7 @@ def test_at_staleness_one_an_iteration_learns_from_two_versions_each_with_its_ow
             # The present policy is that of the tokens that are not behind, and of no others.
             assert gap[behind == 0].max() < 1e-5
             assert iteration == 1 or gap[behind == 1].max() > 1e-3
-            samples, _ = trainer.build_targets(experience, trainer.config.algo)
+            samples, _ = trainer.build_targets(experience)
             trainer.update(samples, iteration)
             trainer.publish(iteration)
             published[iteration].set()
@@ -203,7 +203,7 @@ def test_a_straggler_delays_nobody_and_its_tokens_that_are_older_than_allowed_ar
         for iteration in range(1, 5):
             rollout, metrics = trainer.collect(iteration)
             experience, _ = trainer.build_experience(rollout)
-            samples, _ = trainer.build_targets(experience, trainer.config.algo)
+            samples, _ = trainer.build_targets(experience)
             if metrics["rollout/too_stale_frac"]:
                 assert experience.too_stale is not None
                 rows = torch.tensor([sample.group_number == 0 for sample in rollout.samples])

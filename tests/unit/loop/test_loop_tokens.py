@@ -20,8 +20,8 @@ def test_a_run_writes_what_it_learned_from_and_how_its_update_changed_it(tmp_pat
         given = []
         build_targets = trainer.build_targets
 
-        def keep(experience: Any, algo: Any) -> Any:
-            samples, metrics = build_targets(experience, algo)
+        def keep(experience: Any) -> Any:
+            samples, metrics = build_targets(experience)
             given.append((experience, samples))
             return samples, metrics
 
