@@ -32,7 +32,7 @@ from megarl.rollout.offload import ServerOffloader
 from megarl.rollout.rollout_file import RolloutWriter, SavedGroups
 from megarl.rollout.source import build_source, join_groups
 from megarl.rollout.token_records import TokenRecorder
-from megarl.run.checkpoint import LoopSaver, NoSaver, TrainerState
+from megarl.run.checkpoint import LoopSaver, TrainerState
 from megarl.run.limits import Limit, find_goal, find_limit
 from megarl.run.process import deferring_stops
 from megarl.run.recovery import Fleet
@@ -64,7 +64,7 @@ class TrainerComponents:
     """Writes some responses token by token, with logger.num_token_records > 0"""
     servers: RolloutServers | None = None
     """None: the servers are not this run's own, and losing one ends it"""
-    saver: LoopSaver = field(default_factory=NoSaver)
+    saver: LoopSaver = field(default_factory=LoopSaver)
     offloader: ServerOffloader = field(default_factory=ServerOffloader)
     """Which memory the servers have given back for the roles' calls"""
     critic_prompt: CriticPrompt | None = None

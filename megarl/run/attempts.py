@@ -40,7 +40,6 @@ from megarl.run.checkpoint import (
     CheckpointSaver,
     CheckpointWriter,
     LoopSaver,
-    NoSaver,
     TrainerState,
     count_taken_groups,
     cut_files,
@@ -262,7 +261,7 @@ class _Attempts:
 
     def build_saver(self, roles: Mapping[str, TrainBackend]) -> LoopSaver:
         if not self.is_saving:
-            return NoSaver()
+            return LoopSaver()
 
         def forget(through: int) -> None:
             num_groups = count_taken_groups(self.folder.path / name_checkpoint(through))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.algo.statistics import RunningMoments
 from megarl.checkpoint.folder import RUN_FILE, Folder, check_space, name_checkpoint
@@ -237,88 +237,48 @@ class CheckpointWriter:
         return final
 
 
-class LoopSaver(Protocol):
-    """What the loop tells of its state, so that half an update is never saved."""
+class LoopSaver:
+    """What the loop tells of its state, so that half an update is never saved. By itself it saves nothing."""
 
     def measure_files(self) -> dict[str, int]:
-        """Bytes of each growing file of the run (`trainer_state.TRACKED`), to which a resumed run cuts them back."""
-        ...
+        """Bytes of each growing file of the run (TRACKED), to which a resumed run cuts them back."""
+        return {}
 
     def restore(self, state: TrainerState) -> None:
         """Resume after the checkpoint that holds `state`."""
-        ...
 
     def proceed(self) -> None:
         """Let a checkpoint under way take its next step, waiting for the roles' files where they are being written."""
-        ...
 
     def begin_update(self) -> None:
         """From here to `commit` the weights belong to no iteration."""
-        ...
 
     def commit(self, state: TrainerState) -> None:
         """The roles hold what `state` says."""
-        ...
 
     def score(self, value: float | None) -> None:
         """Note checkpoint.best_metric of the present weights; None: they were not evaluated."""
-        ...
 
     def save_if_due(self) -> None:
         """Begin a checkpoint where `checkpoint.save_every` asks for one; it is written while the loop runs on."""
-        ...
 
     def save(self, wait: bool = True, end: float | None = None) -> None:
         """Checkpoint the present state, unless there is one; without `wait` it is written while the loop runs on.
 
         Raises DeadlineError at `end` (time.monotonic), RuntimeError after an aborted update.
         """
-        ...
-
-    def settle(self) -> None:
-        """Wait until no checkpoint is under way."""
-        ...
 
     def saving_newest(self) -> contextlib.AbstractContextManager[None]:
         """Within it a signal that raises Stopped, and any error, has the newest whole state saved, within
         checkpoint.stop_deadline_s. A failed save never replaces the error; notes on it say what is saved and where.
         """
-        ...
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         """Give up what is under way; complete checkpoints stay."""
-        ...
 
 
-class NoSaver:
-    """The LoopSaver of a loop without checkpoints."""
-
-    def measure_files(self) -> dict[str, int]:
-        return {}
-
-    def restore(self, state: TrainerState) -> None: ...
-
-    def proceed(self) -> None: ...
-
-    def begin_update(self) -> None: ...
-
-    def commit(self, state: TrainerState) -> None: ...
-
-    def score(self, value: float | None) -> None: ...
-
-    def save_if_due(self) -> None: ...
-
-    def save(self, wait: bool = True, end: float | None = None) -> None: ...
-
-    def settle(self) -> None: ...
-
-    def saving_newest(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def close(self) -> None: ...
-
-
-class CheckpointSaver:
+class CheckpointSaver(LoopSaver):
     """Saves a loop every `checkpoint.save_every` iterations, at its end, when it is asked to stop and when it fails."""
 
     def __init__(self, settings: CheckpointConfig, writer: CheckpointWriter, report: Report, how: str):
@@ -371,10 +331,6 @@ class CheckpointSaver:
                 self._writer.score(iteration, self._score)
             if wait:
                 self._writer.settle(end)
-
-    def settle(self) -> None:
-        with self._report.phase("checkpoint"), self._noting_failure():
-            self._writer.settle()
 
     def close(self) -> None:
         self._writer.close()
