@@ -73,6 +73,13 @@ def take_mean(arguments: Sequence[str]) -> tuple[list[str], float | None]:
 
 
 def check_hardware_is_known(config: Config) -> None:
+    if config.has_critic_alone:
+        raise ConfigError(
+            [
+                "train.num_iterations: 0 found with algo.value_pretrain.rollouts; a plan is of policy and servers, and"
+                " the critic alone learns: plan it with train.num_iterations above 0"
+            ]
+        )
     if config.cluster.hardware.gpu is None:
         raise ConfigError(
             [

@@ -110,6 +110,10 @@ def test_one_that_does_not_fit_ends_with_1_and_the_nearest_change() -> None:
             ("qwen32b",),
             "qwen32b: found without a value; each argument must be key=value, or group=option",
         ),
+        (
+            (*PRESET, "train.num_iterations=0", "algo.value_pretrain.rollouts=r.jsonl"),
+            "train.num_iterations: 0 found with algo.value_pretrain.rollouts; a plan is of policy and servers",
+        ),
         (("--gpus",), "--gpus: no such option; usage:"),
         ((*PRESET, "--mean-response=none"), "--mean-response: found 'none'; it must be a number of tokens, 1 or more"),
     ],
