@@ -249,7 +249,9 @@ def check_target(arguments: Sequence[str]) -> None:
 
 def check_tool(tool: str, arguments: Sequence[str]) -> None:
     """The script exists and knows each word of the command that is not a file's name; overrides compose."""
-    source = (ROOT / tool).read_text()
+    source, folder = (ROOT / tool).read_text(), ROOT / "tools" / "bench"
+    if (ROOT / tool).parent == folder:  # a bench's subjects and experiments are files beside it
+        source += "".join(file.read_text() for file in [*folder.glob("*.py"), folder / "experiments" / "table.yaml"])
     for word in (text.split("=")[0] for text in arguments):
         is_action = re.fullmatch("[a-z]+(-[a-z]+)*", word) is not None and "=" not in word
         if word.startswith("--") or (is_action and f"{word}=" not in " ".join(arguments)):
