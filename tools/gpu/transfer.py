@@ -70,7 +70,8 @@ def move(way: Way, device: str, num_bytes: int, bucket_bytes: int) -> Line:
     # Then its end shows here at once.
     other.close()
     with ExitStack() as stack:
-        stack.callback(end, receiver)
+        stack.callback(receiver.join)
+        stack.callback(receiver.kill)
         transport = open_transport(spec, 0, is_source=True, device=torch.device(device))
         stack.callback(transport.close)
         source, buckets = {NAME: make_bytes(device, num_bytes)}, cut(num_bytes, bucket_bytes)
@@ -87,11 +88,6 @@ def move(way: Way, device: str, num_bytes: int, bucket_bytes: int) -> Line:
 def describe(way: Way, num_wrong: int, num_bytes: int, seconds: float) -> Line:
     note = f"{num_bytes / seconds / 1e9:.2f} GB/s, of {num_bytes >> 20} MiB"
     return judge("transfer", f"{WAYS[way]}: wrong bytes", num_wrong, most=0, unit="bytes", reason=note)
-
-
-def end(process: Any) -> None:
-    process.kill()
-    process.join()
 
 
 def run_receiver(
