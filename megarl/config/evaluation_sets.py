@@ -25,7 +25,9 @@ def expand_sets(overrides: Sequence[str]) -> dict[str, list[str]]:
         return {find_choices(overrides)["data"]: list(overrides)}
     given = [text.split("=", 1)[1] for text in overrides if text.split("=", 1)[0] == "data"]
     if not given and (kind := _find_brought("data", overrides)):
-        return {kind: list(overrides)}
+        # Of data=function the name of the function says which data they are.
+        maker = _find_brought("data.path", overrides) if kind == "function" else None
+        return {maker.strip("'\"").rpartition(":")[2] if maker else kind: list(overrides)}
     choices = list_options("data", overrides)
     if len(given) != 1 or not given[0]:
         raise ConfigError(
