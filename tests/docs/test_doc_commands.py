@@ -216,7 +216,7 @@ def find_handler(words: Sequence[str]) -> Callable[[], object] | None:
             return lambda: expect_code(plan(tuple(arguments))[0])
         case ["python", "tools/docs/generate.py", "--check"]:
             return lambda: expect(run_process(words))
-        case ["python", tool, *arguments] if tool.startswith(("tools/", "tests/e2e/")):
+        case ["python", tool, *arguments] if tool.startswith(("tools/", "tests/e2e/", "tests/parallel/")):
             return lambda: check_tool(tool, arguments)
         case ["slurm/train.sh", "--local", *_]:
             return lambda: expect(run_process(words))
